@@ -1,4 +1,4 @@
-"""What a machine can do: schema, built-in data, calibration. Imports nothing else of ours."""
+"""Hardware profiles: schema, packaged data, calibration. This package imports none of the others."""
 
 __version__ = "0.1.0"
-"""Of the whole distribution: this is the one package that all others may import."""
+"""Version of the whole distribution. It is here because all other packages may import this one."""

@@ -1,4 +1,4 @@
-"""The C library's allocator, made to keep what it has."""
+"""Make the C library's allocator keep freed memory."""
 
 import ctypes
 import sys
@@ -10,9 +10,9 @@ _LARGEST_BYTES = 1 << 30  # glibc takes thresholds as int
 def keep_freed_memory() -> bool:
     """Stop glibc from giving freed tensors back to the kernel; return whether it did.
 
-    By default every large tensor is mapped anew and its pages are zeroed again at first touch: in training on a CPU
-    a fifth of the time of elementwise kernels. Memory that is kept costs nothing the second time. The process then
-    keeps its peak. Elsewhere than with glibc this does nothing.
+    By default every large tensor is mapped anew and its pages are zeroed again at first touch. In training on a CPU
+    this takes a fifth of the time of elementwise kernels. Kept memory costs nothing the second time, but the process
+    keeps its peak. Without glibc this does nothing.
     """
     if not sys.platform.startswith("linux"):
         return False

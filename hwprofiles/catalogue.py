@@ -91,8 +91,10 @@ CATALOGUE: Final[Mapping[str, Entry]] = {
     "pfs.endurance_bytes_per_day": Entry("unknown", "", "whoever runs a shared file system replaces its drives"),
     "intra_node.bytes_per_s": _measured("fabric", _CANNOT_BE_COLLECTIVE),
     "intra_node.latency_s": _measured("fabric", _CANNOT_BE_COLLECTIVE),
+    "intra_node.partial_group_ratio": Entry("unknown", "", "inside a node every device has links of its own"),
     "inter_node.bytes_per_s": _measured("fabric", "collectives over several nodes, by torchrun --nnodes"),
     "inter_node.latency_s": _measured("fabric", "collectives over several nodes, by torchrun --nnodes"),
+    "inter_node.partial_group_ratio": Entry("fitted", "", "groups with some of a node's devices; calibration has all"),
 }
 """By dotted path as in :mod:`hwprofiles.paths`, with ``*`` for a key; multiprocessors, cores and drives are counts."""
 

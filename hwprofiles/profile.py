@@ -24,6 +24,7 @@ from hwprofiles.quantity import (
     ParamsPerSecond,
     Provenance,
     Quantity,
+    Ratio,
     Seconds,
 )
 
@@ -231,11 +232,14 @@ class Fabric(Frozen):
             a node take part (between nodes: each device's share of the NICs).
         latency_s: start-up time of one collective.
         via_host_link: the collective's bytes cross the same link as host copies (no NVLink).
+        partial_group_ratio: between nodes, the fraction of ``bytes_per_s`` that a group reaches if it has only some of
+            a node's devices, while other groups have the rest; ``None`` stands for 1.
     """
 
     bytes_per_s: BytesPerSecond
     latency_s: Seconds
     via_host_link: bool = False
+    partial_group_ratio: Ratio | None = None
 
 
 class MachineIdentity(Frozen):

@@ -158,6 +158,7 @@ def _curve_over(size_unit: SizeUnit) -> AfterValidator:
 Bytes = Annotated[Quantity, _quantity_in("bytes", positive=True)]
 BytesPerSecond = Annotated[Quantity, _quantity_in("bytes_per_s", positive=True)]
 ParamsPerSecond = Annotated[Quantity, _quantity_in("params_per_s", positive=True)]
+Ratio = Annotated[Quantity, _quantity_in("ratio", positive=True)]
 Seconds = Annotated[Quantity, _quantity_in("s")]
 Count = Annotated[Quantity, _quantity_in("count")]
 CurveOverBytes = Annotated[Curve, _curve_over("bytes")]

@@ -35,7 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments after the program's name; by default those of the process.
 
     Returns:
-        The exit code: 0 fine, 1 a check failed, 2 bad input, 130 interrupted, 141 nobody reads the output.
+        The exit code: 0 fine, 1 a check failed, 2 bad input, 130 interrupted, 141 the reader of the output has closed
+        it.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = arguments[0] if arguments and arguments[0] in SUMMARIES else None

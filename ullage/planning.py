@@ -15,7 +15,7 @@ from planner.plan.planning import Request, default_precision, make_plan
 from ullage.cli.default_hardware import default_hardware
 from ullage.cli.request_options import DEFAULT_SEQ_LEN
 
-# Of a request, what has a word of its own here, or none.
+# Fields of a request that have another name here, or none.
 _OWN = {"model", "hardware", "num_devices", "precision"}
 _OPTIONS = {field.name for field in dataclasses.fields(Request)} - _OWN
 

@@ -87,7 +87,12 @@ FITTINGS = (
         every(4, 0, "a100x8-nvlink"),
         ("device.elementwise", "device.issue_s", "device.exchange_s", "intra_node.latency_s"),
     ),
-    Fitting("a100-cluster", "parallel_training", every(4, 1, "a100-cluster"), ("inter_node.bytes_per_s",)),
+    Fitting(
+        "a100-cluster",
+        "parallel_training",
+        (*every(4, 1, "a100-cluster"), "a100-cluster-*-tp16-*"),
+        ("inter_node.bytes_per_s", "inter_node.partial_group_ratio"),
+    ),
     Fitting(
         "h100x4-56core-nvme",
         "nvme_offload",
@@ -132,12 +137,14 @@ FITTINGS = (
             "*-13b-*-dp2-*-blocking-flush",
             "*-13b-*-dp4-*-k2",
             "*-13b-*-dp2-*-k8",
+            "*-30b-*-tp2-*-blocking-flush",
         ),
         (
             "device.gemm.bf16",
             "host.dram_bytes_per_s",
             "host_link.pageable_bytes_per_s",
             "inter_node.bytes_per_s",
+            "inter_node.partial_group_ratio",
         ),
     ),
 )

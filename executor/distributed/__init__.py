@@ -1,1 +1,1 @@
-"""What ranks do together: collectives, sharding, tensor and expert parallelism, and noticing that one failed."""
+"""Several ranks: collectives, sharding, tensor and expert parallelism, and detection of failed ranks."""

@@ -19,7 +19,7 @@ Direction = Literal["down", "up"]
 
 
 class Backend(Protocol):
-    """What probes need of a device.
+    """The interface of a device to probes.
 
     Attributes:
         kind: as in :class:`hwprofiles.profile.Device`.
@@ -46,11 +46,11 @@ class Backend(Protocol):
         ...
 
     def blocking(self, call: Call) -> Call:
-        """Return the call made to wait for its own work, usable from any thread."""
+        """Return a call that waits until its work is done, for use from any thread."""
         ...
 
     def copier(self, direction: Direction, *, pinned: bool = True) -> "Copier":
-        """Return what makes copies in one direction."""
+        """Return a copier for one direction."""
         ...
 
     def optimizer_cases(self, sizes: tuple[int, ...], kernels: Kernels) -> list[Case]:
@@ -67,7 +67,7 @@ class Copier(Protocol):
 
 
 def rotate(pool_size: int, item_size: int) -> Iterator[slice]:
-    """Return the slices of a pool that successive items take, for ever."""
+    """Yield slices of a pool for successive items, without end."""
     starts = range(0, max(pool_size - item_size, 0) + 1, item_size)
     return itertools.cycle([slice(start, start + item_size) for start in starts])
 
@@ -109,7 +109,7 @@ class HostBackend:
 
 class _Memcpy:
     def __init__(self, pool_bytes: int) -> None:
-        # Filled, not only allocated: page faults belong to start-up.
+        # Fill the pools now, so that page faults are not measured.
         self._source = np.full(pool_bytes, 1, dtype=np.uint8)
         self._target = np.full(pool_bytes, 2, dtype=np.uint8)
 

@@ -1,4 +1,4 @@
-"""Collectives between the ranks that ``torchrun`` has started: NCCL between GPUs, gloo between CPUs, as executed."""
+"""Collectives between ranks that ``torchrun`` has started: NCCL between GPUs, gloo between CPUs."""
 
 import itertools
 import os
@@ -30,10 +30,10 @@ _reduce_scatter: Final[Callable[..., Any]] = (
 
 
 def calibrate_collectives(base: HardwareProfile, *, quick: bool) -> HardwareProfile:
-    """Measure collectives over the ranks that ``torchrun`` has started, and return a profile of so many devices a node.
+    """Measure collectives over the ranks that ``torchrun`` has started, and return a profile of that many devices.
 
     Args:
-        base: the machine, as it was calibrated before; of GPUs it has as many as there are ranks on a node.
+        base: profile of the machine, calibrated before; it must have as many GPUs as there are ranks on a node.
         quick: spend less time.
 
     Raises:
@@ -74,8 +74,8 @@ def calibrate_collectives(base: HardwareProfile, *, quick: bool) -> HardwareProf
 def probe_collectives(budget_s: float) -> Fabric:
     """Measure an all-gather and a reduce-scatter of bf16 values over all ranks of ``torch.distributed``'s group.
 
-    The rate is that of NCCL's rings (bus bandwidth): the bytes of the whole, less a rank's own share, over the time.
-    All ranks measure the same, in step; what the slowest of them takes is what counts.
+    The rate is NCCL's bus bandwidth: the bytes of the whole tensor without a rank's own share, over the time. All ranks
+    measure in step, and the slowest one counts.
 
     Raises:
         CalibrationError: there is one rank.
@@ -103,7 +103,7 @@ def _all_peers() -> bool:
 
 
 def _time(num_bytes: int, size: int, device: torch.device | None, budget_s: float) -> Floats:
-    """Return seconds of each repetition, the mean of both collectives, of the slowest rank."""
+    """Return the slowest rank's seconds of each repetition, as the mean of both collectives."""
     count = num_bytes // 2 // size
     own = torch.ones(count, dtype=torch.bfloat16, device=device)
     whole = torch.ones(count * size, dtype=torch.bfloat16, device=device)
@@ -129,5 +129,5 @@ def _time(num_bytes: int, size: int, device: torch.device | None, budget_s: floa
 
 
 def ranks() -> tuple[int, int]:
-    """Return how many ranks ``torchrun`` has started, and how many of them on this node; (1, 1) without it."""
+    """Return the number of ranks that ``torchrun`` has started, in total and on this node; (1, 1) without it."""
     return int(os.environ.get("WORLD_SIZE") or 1), int(os.environ.get("LOCAL_WORLD_SIZE") or 1)

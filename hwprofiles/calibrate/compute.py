@@ -23,8 +23,8 @@ _HEAD_DIM, _NUM_HEADS = 64, 8
 class ComputeProbe:
     """Probes that share a backend and random operands.
 
-    Operands that training finds in memory (weights, saved activations) rotate through ``pools``, larger than any
-    cache; those just produced by the previous operator are reused, as they would be.
+    Operands that training reads from memory (weights, saved activations) rotate through ``pools``, which are larger
+    than any cache. Operands that the previous operator has just produced are reused, as in training.
     """
 
     backend: Backend
@@ -44,7 +44,7 @@ class ComputeProbe:
         return cls(backend, pools, quick)
 
     def gemm_rows_half(self, budget_s: float) -> Quantity:
-        """Measure how few rows slow a bf16 product down, from short and tall products of equal FLOP.
+        """Measure by how much few rows slow a bf16 product down, from short and tall products of equal FLOP.
 
         With ``time = curve(flop) (1 + r_half / rows)`` the ratio q of a short product's time to a tall one's gives
         ``r_half = (q - 1) / (1 / short - q / tall)``; the result is the median over several pairs.
@@ -112,7 +112,7 @@ class ComputeProbe:
         return rate(case.size, found, "bytes_per_s", source)
 
     def gradient_norm(self, sum_of_squares: SumOfSquares, budget_s: float) -> Curve | None:
-        """Measure the sum of squares of a bf16 gradient; ``None`` on a GPU, where it is lost in the memory's rate."""
+        """Measure the sum of squares of a bf16 gradient; ``None`` on a GPU, where memory bandwidth hides it."""
         if self.backend.kind == "gpu":
             return None
         bits = self.pools["bf16"].view(torch.uint16).numpy()
@@ -123,8 +123,8 @@ class ComputeProbe:
     def host_s(self, measure: MeasureHost, elementwise: Curve, budget_s: float) -> tuple[Quantity, Quantity]:
         """Measure the host's time per kernel of a tiny model, Python and autograd included, and per tensor of a step.
 
-        Where computing is synchronous, an elementwise kernel's own dispatch is in its curve already, so the smallest
-        time of that curve is taken off.
+        On a CPU, the curve of elementwise kernels includes their dispatch already. So the smallest time of that curve
+        is subtracted.
         """
         compute_s: list[float] = []
         step_s: list[float] = []
@@ -146,7 +146,8 @@ class ComputeProbe:
     def gemm_call(self) -> Call:
         """Return products of a few milliseconds on a CPU core, to run beside other work.
 
-        They are in the type that is faster here: processors without instructions for bf16 take tens of times as long.
+        They use the type that is faster here: bf16 may be tens of times slower on processors without instructions for
+        it.
         """
         rows, hidden = self.backend.shapes[0][1], self.backend.shapes[1][2]
         calls = [self._linear_mix(dtype, rows, hidden).call for dtype in _DTYPES]

@@ -16,16 +16,16 @@ from hwprofiles.calibrate.options import CalibrationError
 from hwprofiles.calibrate.sampling import Case, build_curve, quantity, sample, sample_groups, seconds, wall_clock
 from hwprofiles.profile import Storage
 
-_MARGIN = 1.2  # a disk filled to the brim disturbs everybody else
+_MARGIN = 1.2  # leave some space to other programs
 _DIRECT = getattr(os, "O_DIRECT", 0)
 
 
 @contextlib.contextmanager
 def open_disk(directory: Path, *, quick: bool) -> Iterator["Disk"]:
-    """Give a disk to measure by way of one file in ``directory``, which is never visible for long.
+    """Open a scratch file in ``directory`` and yield the disk for measurements.
 
     The file is unlinked as soon as it is open, so an interrupted or killed calibration leaves nothing behind. It is
-    written once beforehand: training rewrites its files over and over, it does not grow them.
+    filled beforehand, because training overwrites its files and does not grow them.
 
     Raises:
         CalibrationError: no such directory, no permission, or too little space.
@@ -54,8 +54,8 @@ class Disk:
     """A disk, and the scratch file that it is measured with.
 
     Attributes:
-        directory: where the file is.
-        free_bytes: of its file system.
+        directory: of the file.
+        free_bytes: free space of its file system.
         sizes: of the requests to measure, in bytes.
         file: the scratch file.
     """
@@ -66,10 +66,10 @@ class Disk:
     file: "_File"
 
     def probe(self, budget_s: float, *, shared: bool = False) -> Storage:
-        """Measure reading, writing, both at once, and of a shared file system how long it takes to create a file.
+        """Measure reading, writing and both at once, and for a shared file system the time to create a file.
 
         Raises:
-            CalibrationError: the disk refuses what it did not refuse before.
+            CalibrationError: the disk reports an error.
         """
         file, sizes = self.file, self.sizes
         with _explained(self.directory, file.num_bytes):
@@ -94,7 +94,7 @@ class Disk:
         )
 
     def requests(self, num_bytes: int) -> dict[str, Callable[[], None]]:
-        """Return a read and a write of so many bytes (at most the largest that is measured), each somewhere else."""
+        """Return a read and a write of ``num_bytes`` (at most the largest size), at different places of the file."""
         size = min(num_bytes, self.sizes[-1])
         own = self.file.beside()  # both at once: each with memory of its own
         return {"read": self.file.next_request(size, self.file.read), "write": own.next_request(size, own.write)}
@@ -114,7 +114,7 @@ class _File:
         self._descriptor, self._memory, self.num_bytes, self.direct = descriptor, memory, num_bytes, direct
 
     def beside(self) -> "_File":
-        """Return the same file with other memory, for requests at the same time."""
+        """Return the same file with its own memory, for concurrent requests."""
         return _File(self._descriptor, _memory(len(self._memory)), self.num_bytes, direct=self.direct)
 
     def fill(self) -> None:
@@ -137,7 +137,7 @@ class _File:
         os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def next_request(self, num_bytes: int, request: Callable[[int, int], None]) -> Callable[[], None]:
-        """Return a call that makes the request at the next place of the file."""
+        """Return a call that makes a request at the next place of the file."""
         offsets = _cycle(self.num_bytes, num_bytes)
         return lambda: request(next(offsets), num_bytes)
 

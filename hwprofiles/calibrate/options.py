@@ -34,13 +34,13 @@ Progress = Callable[[str, float, float], None]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HostTimes:
-    """The host's own time in an iteration of a model so small that computing takes none.
+    """The host's own time in an iteration of a model that is so small that computing takes no time.
 
     Attributes:
-        compute_s: wall seconds of forward and backward, one per repetition; a GPU is not waited for.
-        num_kernels: kernels that each issues.
+        compute_s: wall seconds of forward and backward, one per repetition, without waiting for a GPU.
+        num_kernels: kernels that each of these launches.
         step_s: wall seconds from there to the next forward, one per repetition.
-        num_tensors: parameter tensors that the step goes through.
+        num_tensors: parameter tensors in a step.
     """
 
     compute_s: tuple[float, ...]
@@ -55,7 +55,7 @@ MeasureHost = Callable[[str], HostTimes]
 
 @dataclasses.dataclass(frozen=True)
 class Kernels:
-    """What is measured as the executor runs it; injected, because it lives in a package that imports this one."""
+    """The executor's kernels to measure. They are injected, because the executor imports this package."""
 
     cpu_adamw: CpuAdamW
     device_adamw: DeviceAdamW
@@ -64,7 +64,7 @@ class Kernels:
 
 
 class CalibrationError(ValueError):
-    """The machine, or what was asked of it, does not allow calibration; the message names the remedy."""
+    """The machine or the options do not allow calibration; the message names the remedy."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,12 +81,12 @@ class CalibrationOptions:
             again). Nothing is left there.
         seed: seed of the random operands.
         device: ``gpu``, ``host``, or ``None`` for the GPU where there is one.
-        budget_s: seconds to spend on measuring all parts, in place of the default of ``quick``. Sizes too large for it
-            are left out, and every size left is measured at least three times.
-        only: parts to measure, with the folder of a file system where one is given; ``None``: all but ``pfs``. What
-            they do not measure is taken from ``base``.
+        budget_s: seconds to measure all parts, instead of the default of ``quick``. Sizes that are too large for it are
+            left out, and every other size is measured at least three times.
+        only: parts to measure, with the folder of a file system if one is given; ``None``: all but ``pfs``. Other
+            parts are taken from ``base``.
         base: the profile that ``only`` renews, of this machine.
-        endurance_bytes_per_day: of the drives, of their data sheet.
+        endurance_bytes_per_day: of the drives, from their data sheet.
     """
 
     quick: bool = False
@@ -116,16 +116,16 @@ class CalibrationOptions:
                 raise CalibrationError(f"{field} is {value}; give a positive number, or leave it out")
 
     def measures(self, part: Part) -> bool:
-        """Return whether a part is to be measured."""
+        """Return whether to measure a part."""
         return part != "pfs" if self.only is None else part in self.only
 
     def folder(self, part: Part) -> Path | None:
-        """Return the folder in which a part is to be measured, if one was given."""
+        """Return the folder in which to measure a part, if one was given."""
         return (self.only or {}).get(part) or (self.scratch_dir if part == "disk" else None)
 
     @property
     def total_s(self) -> float:
-        """Seconds to spend on measuring all parts."""
+        """Seconds to measure all parts."""
         return self.budget_s if self.budget_s is not None else (29.0 if self.quick else 240.0)
 
 
@@ -173,11 +173,11 @@ class Pair:
 
 @dataclasses.dataclass(frozen=True)
 class CalibrationReport:
-    """What was seen besides the profile.
+    """Measurements that are not part of the profile.
 
     Attributes:
-        pairs: activities alone and beside each other, also those that the profile has no room for.
-        elapsed_s: how long calibration took.
+        pairs: activities alone and beside each other.
+        elapsed_s: duration of calibration.
     """
 
     pairs: tuple[Pair, ...]

@@ -35,13 +35,11 @@ from hwprofiles.machine import available_memory_bytes, cpu_name, num_cores, prof
 from hwprofiles.profile import Device, Fabric, HardwareProfile, Host, Link, Storage
 from hwprofiles.quantity import Provenance, Quantity
 
-# Of a GPU's free memory: what cuBLAS and NCCL take, code of kernels that is loaded when it is first needed, and what
-# PyTorch's allocator rounds up.
+# Part of a GPU's free memory that is left for cuBLAS, NCCL, the code of kernels, and rounding of PyTorch's allocator.
 _FOR_LIBRARIES_BYTES = 1 << 30
 USABLE_SHARE = 0.85
-"""Of the available memory: the rest is for the program itself and for what other programs may want."""
-# Steps of each part in order, with their shares of the time. The disk comes first: it is what most often cannot be
-# measured.
+"""Usable fraction of the available memory; the rest is for the program itself and for other programs."""
+# Steps of each part in order, with their shares of the time. The disk comes first, because it fails most often.
 _SHARES: Final[Mapping[Part, Mapping[str, float]]] = {
     "disk": {"disk": 3.0},
     "pfs": {"shared file system": 3.0},
@@ -72,7 +70,7 @@ _ALL = sum(sum(steps.values()) for part, steps in _SHARES.items() if part != "pf
 
 
 class _Steps:
-    """Reports each step as it begins, and shares the time out."""
+    """Reports each step as it begins, and divides the time among steps."""
 
     def __init__(self, options: CalibrationOptions, progress: Progress) -> None:
         shares = {part: steps for part, steps in _SHARES.items() if options.measures(part)}
@@ -103,16 +101,16 @@ def calibrate(
 
     torch's number of threads is set meanwhile and restored; nothing is left on disk, not even after Ctrl-C.
 
-    Where several CPU cores compute, start Python with ``OMP_WAIT_POLICY=passive``, as the commands do and as training
-    runs: threads that spin between kernels begin the next one tens of microseconds sooner than those that sleep.
+    If several CPU cores compute, start Python with ``OMP_WAIT_POLICY=passive``, as training and the commands do.
+    Threads that spin between kernels begin the next one tens of microseconds sooner than threads that sleep.
 
     Args:
         options: what to measure.
-        kernels: what the executor runs, see :class:`hwprofiles.calibrate.options.Kernels`.
+        kernels: the executor's kernels; see :class:`hwprofiles.calibrate.options.Kernels`.
         progress: called before each step and after the last with its name, and seconds of the budget done and in all.
 
     Returns:
-        The profile, every value that was measured with provenance, and how activities slowed each other down.
+        The profile, with the provenance of every measured value, and how activities slow each other down.
 
     Raises:
         CalibrationError: the options do not fit the machine, or a disk cannot be measured.
@@ -142,7 +140,7 @@ def calibrate(
 
 @dataclasses.dataclass(frozen=True)
 class _Machine:
-    """What is measured, and by what."""
+    """The machine to measure: its device backend, cores and memory."""
 
     backend: Backend
     cores: int
@@ -159,14 +157,14 @@ class _Machine:
 
     @property
     def spare_cores(self) -> int:
-        """What computes keeps its cores; on GPUs each process needs one core to issue kernels from."""
+        """Cores without those of the device; on a GPU without the one core that launches kernels."""
         taken = self.num_devices if self.backend.kind == "gpu" else self.backend.num_cores
         return max(self.cores - taken, 1)
 
 
 @dataclasses.dataclass
 class _Found:
-    """What was measured; ``None`` and nothing where it was not."""
+    """The measurements; ``None`` or empty for parts that were not measured."""
 
     device: Device | None = None
     host: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -180,7 +178,7 @@ class _Found:
 
 
 class _Probes:
-    """Measures the parts that are asked for, in order."""
+    """Measures the requested parts in order."""
 
     def __init__(
         self,
@@ -191,7 +189,7 @@ class _Probes:
         stack: contextlib.ExitStack,
     ) -> None:
         self._options, self._kernels, self._machine, self._steps = options, kernels, machine, steps
-        self._stack = stack  # what is open until the end
+        self._stack = stack  # holds resources that stay open until the end
         self._found = _Found()
 
     def measure(self) -> _Found:
@@ -228,7 +226,7 @@ class _Probes:
         return self._stack.enter_context(open_disk(folder, quick=options.quick))
 
     def _cpu(self) -> TrafficProbe:
-        """Measure the host's updates if that is asked for; return what measures beside them."""
+        """Measure the host's updates if requested; return the probe that measures beside them."""
         options, machine, kernels, begin = self._options, self._machine, self._kernels, self._steps.begin
         if not options.measures("cpu"):
             assert options.base is not None
@@ -262,7 +260,7 @@ class _Probes:
 
 
 def with_endurance(storage: Storage, options: CalibrationOptions) -> Storage:
-    """Return drives with what is known of their endurance, which no probe tells: what is asked for, or was before."""
+    """Return drives with their endurance, which no probe measures: from the options, or as it was before."""
     known = storage.endurance_bytes_per_day
     if known is None and options.base is not None and options.base.nvme is not None:
         known = options.base.nvme.endurance_bytes_per_day
@@ -273,7 +271,7 @@ def with_endurance(storage: Storage, options: CalibrationOptions) -> Storage:
 
 
 def _new(found: _Found, machine: _Machine, options: CalibrationOptions) -> HardwareProfile:
-    """Return a profile of what was measured, which is everything."""
+    """Return a profile in which everything was measured."""
     backend = machine.backend
     assert found.device is not None
     assert found.link is not None
@@ -292,7 +290,7 @@ def _new(found: _Found, machine: _Machine, options: CalibrationOptions) -> Hardw
 
 
 def _renewed(base: HardwareProfile, found: _Found, _machine: _Machine, options: CalibrationOptions) -> HardwareProfile:
-    """Return a profile with what was measured in place of what it had."""
+    """Return a profile in which the measured parts are replaced."""
     here = this_machine(found.folders if options.measures("disk") else ())
     if base.measured_on is not None and not options.measures("disk"):
         here = here.model_copy(update={"drives": base.measured_on.drives})
@@ -356,7 +354,7 @@ def _backend(options: CalibrationOptions, cores: int, memory_bytes: int, *, on_g
 
 
 def _divide_memory(options: CalibrationOptions, *, on_gpu: bool) -> tuple[Quantity, Quantity]:
-    """Return what training may use on the device and on the host."""
+    """Return the memory that training may use on the device and on the host."""
     usable = int(available_memory_bytes() * USABLE_SHARE)
     share = f"{USABLE_SHARE:.0%} of the available memory"
     asked = options.device_memory_bytes

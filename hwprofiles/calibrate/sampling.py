@@ -1,8 +1,7 @@
 """Timing in the presence of noise.
 
-[Note: Robust timing] Other programs on the machine must not end up in its profile. They only ever make a repetition
-slower, in bursts; so
-- time during which the calling thread was ready but waited for a core (Linux counts it) is subtracted;
+[Note: Robust timing] Other programs must not affect the profile. They slow repetitions down, in bursts. Therefore:
+- time in which the calling thread was ready but waited for a core (Linux counts it) is subtracted;
 - the sizes of one curve take turns: a burst hits one repetition of many sizes, not all repetitions of one;
 - the central value is the median of the fastest quarter of the repetitions. The tenth and ninetieth percentiles are
   taken over all of them: they show the noise that is left.
@@ -32,7 +31,7 @@ METHOD = "median of the fastest quarter"
 _MIN_ROUNDS = 3
 NUM_WINDOWS = 16
 _MIN_WINDOW_S = 0.01
-_UNDISTURBED = 0.02  # waiting for a core up to this part of a window is nothing to worry about
+_UNDISTURBED = 0.02  # largest fraction of a window spent waiting for a core that is ignored
 
 _MIN_SAMPLE_S = 5e-4  # shorter calls are repeated within one sample: clocks and loops must not count
 
@@ -83,7 +82,7 @@ def wall_clock(call: Call, num_calls: int) -> float:
 def team_clock(call: Call, num_calls: int) -> float:
     """Return seconds per call by the wall clock alone, for work that other threads do; see :data:`Clock`.
 
-    The caller may well be ready and wait for a core that its own team is on: that is the work, not a disturbance.
+    The caller may wait for a core that its own team uses: that is part of the work.
     """
     begin_s = time.perf_counter()
     for _ in range(num_calls):
@@ -98,7 +97,7 @@ def clock_of(num_threads: int) -> Clock:
 
 @contextlib.contextmanager
 def _queue_clock() -> Iterator[Callable[[], float]]:
-    """Give a clock of the seconds that this thread was ready to run but had no core; it stands still off Linux."""
+    """Yield a clock of the seconds in which this thread was ready but had no core; it stands still except on Linux."""
     try:
         descriptor = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
     except OSError:
@@ -113,9 +112,9 @@ def _queue_clock() -> Iterator[Callable[[], float]]:
 def sample(cases: Sequence[Case], clock: Clock, budget_s: float) -> list[Summary]:
     """Time all cases in turns until the budget is spent, at least three rounds.
 
-    Cases come smallest first. Those which warming up does not reach within a third of the budget, or with which three
-    rounds would take longer than the rest of it, are left out (never the first two), so the result may be shorter than
-    ``cases``.
+    Cases are ordered by size, the smallest first. The largest ones are left out if warming up does not reach them
+    within a third of the budget, or if three rounds with them would exceed the rest. The first two always stay. So the
+    result may be shorter than ``cases``.
     """
     cases[0].call()  # first use compiles and allocates
     begin_s = time.perf_counter()
@@ -148,7 +147,7 @@ def measured(source: str, num_samples: int) -> Provenance:
 def quantity(
     value: float, unit: Unit, source: str, num_samples: int, spread: Floats | Sequence[float] = ()
 ) -> Quantity:
-    """Return a measured quantity; ``spread`` are values of repetitions, whose percentiles it gets."""
+    """Return a measured quantity with the percentiles of ``spread``, the values of repetitions."""
     provenance = measured(source, num_samples)
     if not len(spread):
         return Quantity(value=value, unit=unit, provenance=provenance)
@@ -163,7 +162,7 @@ def rate(size: float, time: Summary, unit: Unit, source: str) -> Quantity:
 
 
 def seconds(time: Summary, num_parts: int, source: str, less_s: float = 0.0) -> Quantity:
-    """Return the seconds of one of ``num_parts`` equal parts of a repetition, less what is known of it otherwise."""
+    """Return the seconds of one of ``num_parts`` equal parts of a repetition, minus ``less_s``."""
     value, p10, p90 = (max(x / num_parts - less_s, 0.0) for x in (time.median_s, time.p10_s, time.p90_s))
     return _between(value, p10, p90, "s", measured(source, time.num_samples))
 
@@ -200,7 +199,7 @@ def build_curve(
 
 
 class Share(NamedTuple):
-    """What one call got in a window: seconds per repetition, and the part of the window it waited for a core."""
+    """One call in a window: seconds per repetition, and the fraction of the window in which it waited for a core."""
 
     time_s: float
     waited: float
@@ -209,7 +208,7 @@ class Share(NamedTuple):
 def together(calls: Sequence[Call], window_s: float) -> list[Share]:
     """Repeat blocking calls for a while, each in its own thread; the first one runs in the calling thread.
 
-    Repetitions that end after the window are dropped (unless they are all there is): by then others may have stopped.
+    Repetitions that end after the window are dropped, because other calls may have stopped by then; a single one stays.
     """
     stop = threading.Event()
     barrier = threading.Barrier(len(calls))
@@ -232,7 +231,7 @@ def together(calls: Sequence[Call], window_s: float) -> list[Share]:
         try:
             first = repeat(calls[0], window_s)
         except BaseException:
-            barrier.abort()  # those who still wait for this thread must not wait for ever
+            barrier.abort()  # release threads that still wait for this one
             raise
         finally:
             stop.set()
@@ -254,8 +253,8 @@ class Together(NamedTuple):
 def sample_groups(groups: Sequence[Sequence[Call]], budget_s: float) -> list[Together]:
     """Run each group of calls together, in short windows that take turns, and return their seconds per repetition.
 
-    Here the fastest repetitions would be those during which the others of the group stood still. So it is the windows
-    in which nobody waited for a core that count, or the quarter with the least waiting, and their median.
+    The fastest repetitions would be those in which other calls of the group stood still. So the result is the median
+    over the windows in which no call waited for a core, or over the quarter with the least waiting.
     """
     window_s = max(budget_s / NUM_WINDOWS / len(groups), _MIN_WINDOW_S)
     windows: list[list[list[Share]]] = [[] for _ in groups]

@@ -1,4 +1,4 @@
-"""Probe of what the host does for checkpoints: checksums, new memory, and files of ``torch.save``."""
+"""Probe of the host's work for checkpoints: checksums, fresh memory, and files of ``torch.save``."""
 
 import mmap
 import os
@@ -16,7 +16,7 @@ _PAGE_BYTES = 4096
 
 
 class SavingRates(NamedTuple):
-    """What one thread reaches, in bytes per second; see :class:`hwprofiles.profile.Host`."""
+    """Rates of one thread in bytes per second; see :class:`hwprofiles.profile.Host`."""
 
     hash_bytes_per_s: Quantity
     fresh_bytes_per_s: Quantity
@@ -24,7 +24,7 @@ class SavingRates(NamedTuple):
 
 
 def probe_saving(budget_s: float) -> SavingRates:
-    """Measure what one thread reaches over memory that is in no cache."""
+    """Measure the rates of one thread over memory that is in no cache."""
     values = torch.arange(_NUM_BYTES // 4, dtype=torch.float32)
     data = values.numpy().data
     calls = {
@@ -44,7 +44,7 @@ def _touch() -> None:
 
 
 def _save(values: dict[str, torch.Tensor]) -> None:
-    """Save as into the page cache: pages of a new file are new memory, and no drive holds up who fills them."""
+    """Save into memory: the pages of a new file are fresh memory, as in the page cache, without waiting for a drive."""
     fd = os.memfd_create("checkpoint")
     try:
         torch.save(values, f"/proc/self/fd/{fd}")  # by name, as its writer in C++ is what engines use

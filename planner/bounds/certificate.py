@@ -8,9 +8,10 @@ proofs in exact arithmetic. It trusts neither HiGHS nor the search.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
+from types import MappingProxyType
 
 from planner.bounds.conditions import conditions, decided, memory_conditions
 from planner.bounds.loads import Loads
@@ -36,7 +37,13 @@ class CertificateError(ValueError):
     """A certificate that does not prove what it states."""
 
 
-def certify(rivals: Sequence[Variant], own: Variant, decisions: Decisions, iteration_s: float) -> Certificate:
+def certify(
+    rivals: Sequence[Variant],
+    own: Variant,
+    decisions: Decisions,
+    iteration_s: float,
+    misfits: Mapping[int, Proof] = MappingProxyType({}),
+) -> Certificate:
     """Prove a lower bound on the iteration time of any schedule.
 
     Args:
@@ -44,12 +51,17 @@ def certify(rivals: Sequence[Variant], own: Variant, decisions: Decisions, itera
         own: the plan's variant, one of them.
         decisions: the plan's decisions.
         iteration_s: the plan's predicted iteration time.
+        misfits: proofs for ZeRO stages of ``own`` that do not fit, if :func:`prove_misfits` has made them.
     """
     limit_s, cost = _LIMIT * iteration_s, own.cost
+
+    def prove(space: Space) -> Proof:
+        return misfits.get(space.given.zero_stage) or _prove(own.choice, space, cost, limit_s)
+
     placed = _placed(own.space, cost, decisions, limit_s)
     with ThreadPoolExecutor(2) as pool:  # HiGHS solves one program while Python makes the next
         placing = pool.submit(solve, placed)
-        proving = pool.map(lambda space: _prove(own.choice, space, cost, limit_s), own.space.stages())
+        proving = pool.map(prove, own.space.stages())
         order_s = _order_s(own.space, cost, decisions)
         proofs, solution = list(proving), placing.result()
     assert solution is not None, "the plan itself satisfies the conditions"
@@ -72,6 +84,21 @@ def certify(rivals: Sequence[Variant], own: Variant, decisions: Decisions, itera
         proofs=tuple(proofs),
         placement=dict(solution.multipliers),
     )
+
+
+def prove_misfits(variant: Variant) -> dict[int, Proof]:
+    """Return a proof for every ZeRO stage of a variant that does not fit, by stage.
+
+    These proofs do not depend on a plan. So they can be made beside the search, on another core: HiGHS takes most of
+    the time and does not hold the interpreter.
+    """
+    proofs = {}
+    for space in variant.space.stages():
+        if solve(conditions(space, variant.cost, NEVER_S)) is None:
+            proof = _does_not_fit(variant.choice, space, conditions(space, variant.cost, NEVER_S, soft=True))
+            if proof:
+                proofs[space.given.zero_stage] = proof
+    return proofs
 
 
 def computing_s(variant: Variant) -> float:

@@ -1,8 +1,8 @@
-"""Published runs as cases: what was measured, and the schedule that stands for it.
+"""Published runs as cases: their measurements, and schedules that predict them.
 
-Each kind of case is a module of its own with a class that knows what its runs measured, whether they can be expressed
-here, and how to predict them. What cannot be expressed is refused by name, never left out: a summary of errors over
-the cases that happen to be easy would say nothing.
+Each kind of case is a module with a class that knows the measurements of its runs, checks whether they can be
+expressed, and predicts them. A case that cannot be expressed is refused by name and never skipped: errors over the easy
+cases alone would prove nothing.
 """
 
 from planner.cases.base import Case, CaseError, Metric, Outcome

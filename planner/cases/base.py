@@ -1,4 +1,4 @@
-"""What all kinds of cases have in common."""
+"""The base of all kinds of cases."""
 
 import abc
 import dataclasses
@@ -14,7 +14,7 @@ from planner.decisions import Frozen
 from planner.schedule.tasks import Tier
 from planner.simulate.prediction import TierMemory
 
-# Whatever a run counts or measures, in whatever unit, lies well within: beyond, products would no longer be numbers.
+# Limits of counts and measurements, far beyond any run, so that products stay finite.
 Number = Annotated[int, Field(ge=1, le=10**15)]
 Amount = Annotated[float, Field(ge=1e-12, le=1e15)]
 
@@ -22,17 +22,17 @@ Unit = Literal["s", "B", "B/s", "FLOP/s"]
 
 
 class CaseError(ValueError):
-    """A case that cannot be read or predicted: names the case, the field, and what it may be."""
+    """A case that cannot be read or predicted; the message names the case, the field, and allowed values."""
 
 
 class Strict(Frozen):
-    """Nothing is converted: ``"4"`` is not 4."""
+    """A model that converts no types: ``"4"`` is not 4."""
 
     model_config = ConfigDict(strict=True)
 
 
 class Metric(StrEnum):
-    """What is measured of a run and predicted, in the order of tables."""
+    """A measured and predicted quantity of a run, in the order of tables."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -50,7 +50,7 @@ class Metric(StrEnum):
 
     @property
     def headline(self) -> bool:
-        """Whether thresholds apply to it: it sums up a run, while the others are parts."""
+        """Whether thresholds apply to it, because it is about the whole run."""
         return self in {Metric.ITERATION, Metric.BLOCKING, Metric.END_TO_END, Metric.COMPUTE_RATE}
 
 
@@ -59,12 +59,12 @@ _UNITS: dict[Metric, Unit] = {Metric.PEAK_GPU: "B", Metric.BLOCKING: "B/s", Metr
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What a case is predicted to show.
+    """The prediction for a case.
 
     Attributes:
-        values: in SI units; at least every metric that the case measured.
-        converged: whether the simulated iterations became equal.
-        warnings: sentences about what the prediction had to assume.
+        values: in SI units, for every metric that the case measured, or more.
+        converged: whether simulated iterations became equal.
+        warnings: assumptions of the prediction, in sentences.
     """
 
     values: dict[Metric, float]
@@ -73,7 +73,7 @@ class Outcome:
 
 
 def shortages(case_id: str, memory: Mapping[Tier, TierMemory]) -> Iterator[str]:
-    """Yield a warning for each tier that a run is predicted to overfill: it ran, so the prediction is wrong there."""
+    """Yield a warning for each tier that is too small in the prediction, although the run succeeded."""
     for tier, used in memory.items():
         if used.missing_bytes:
             yield (
@@ -87,8 +87,8 @@ class Case(Strict, abc.ABC):
 
     Attributes:
         id: its name, unique in its file.
-        hardware: the profile of the machine that it ran on.
-        source: who measured it, and where that is published.
+        hardware: name of its machine's profile.
+        source: who measured it, and where it is published.
     """
 
     id: Annotated[str, Field(min_length=1)]
@@ -97,21 +97,21 @@ class Case(Strict, abc.ABC):
 
     @abc.abstractmethod
     def measurements(self) -> dict[Metric, float]:
-        """Return what was measured, in SI units."""
+        """Return the measurements, in SI units."""
 
     @abc.abstractmethod
     def check(self) -> None:
         """Check that the case can be expressed, before any work.
 
         Raises:
-            CaseError: naming the first field that cannot.
+            CaseError: it cannot; the message names the first such field.
         """
 
     def predict(self, profile: HardwareProfile) -> Outcome:
         """Simulate the case on a machine.
 
         Raises:
-            CaseError: the case cannot be expressed, or not on this machine; whatever says so, it names the case.
+            CaseError: the case cannot be expressed, or not on this machine; the message names the case.
         """
         self.check()
         try:

@@ -10,7 +10,14 @@ from hwprofiles.profile import HardwareProfile
 from planner.cases.base import Amount, Case, CaseError, Metric, Number, Outcome, Strict, shortages
 from planner.costs.model import CostModel
 from planner.decisions import BF16, Decisions, GradientPath
-from planner.engines.policies import gpu_only, interleaved, twin_flow, zero_infinity, zero_offload
+from planner.engines.policies import (
+    gpu_only,
+    interleaved,
+    twin_flow,
+    with_host_parameters,
+    zero_infinity,
+    zero_offload,
+)
 from planner.engines.setup import Setup
 from planner.graph import Batch, Unit, build_graph, units
 from planner.lowering import lower
@@ -255,15 +262,11 @@ def setup_of(case: TrainingCase) -> tuple[tuple[Unit, ...], Setup]:
 def decide(case: TrainingCase, setup: Setup) -> Decisions:
     """Return the decisions that stand for what a case's engine did, in a script that also logs and loads data."""
     decisions = _engine(case, setup)
-    units = decisions.units
-    if case.offload.params == "cpu":
-        units = {
-            unit.name: units[unit.name].model_copy(update={"params": "host"} if unit.num_params else {})
-            for unit in setup.units
-        }
     try:
+        if case.offload.params == "cpu":
+            decisions = with_host_parameters(decisions, setup)
         return Decisions.model_validate(
-            dict(decisions) | {"units": units, "loop": True, "tensor_parallel": case.parallel.tensor_parallel}
+            dict(decisions) | {"loop": True, "tensor_parallel": case.parallel.tensor_parallel}
         )
     except ValidationError as error:
         rule = error.errors()[0]["msg"].removeprefix("Value error, ")

@@ -1,9 +1,9 @@
-"""When to make checkpoints: which levels, and at which intervals, for a plan and the failures that are expected.
+"""Choose the levels and intervals of checkpoints for a plan, given the expected failures.
 
-[Note: Choice of levels] Every set of levels that survives all failures is looked at. The fastest level of a set is
-written beside training, each other is filled from the one above. What either costs training, and how long it takes, is
-simulated; intervals then follow from :mod:`planner.checkpoints.nesting`. Where checkpoints come so close that they
-meet, the interval and its neighbours are simulated as they would be, and the least waste wins.
+[Note: Choice of levels] Every set of levels that survives all failures is tried. Training writes the fastest level of a
+set; a background thread fills each slower level from the one above. The simulator says what each level costs and how
+long it takes, and :mod:`planner.checkpoints.nesting` finds the intervals. If checkpoints come so close that they
+overlap, the interval and its neighbours are simulated with overlaps, and the one with the least waste wins.
 """
 
 import dataclasses
@@ -33,19 +33,19 @@ _NOT_WORTH_MEMORY = 1e-4  # of the time
 
 
 class CheckpointsError(ValueError):
-    """Checkpoints cannot be made as asked: which limit binds, and what would help."""
+    """Checkpoints cannot be made within the limits: names the limit that binds, and a remedy."""
 
 
 def choose_checkpoints(plan: Plan, asked: CheckpointsAsked, trial: Trial | None = None) -> CheckpointPlan:
-    """Return the levels and intervals that waste least time of a plan.
+    """Return the levels and intervals that waste the least of a plan's time.
 
     Args:
         plan: what is trained, and where.
         asked: failures and limits.
-        trial: of the plan, if several questions are asked about it: what was simulated for one serves the others.
+        trial: the plan's simulations, to be shared by several calls for one plan.
 
     Raises:
-        CheckpointsError: nothing survives the failures, or the limits contradict each other.
+        CheckpointsError: no level survives the failures, or the limits contradict each other.
     """
     trial = trial or Trial(plan)
     found: list[tuple[_Choice, tuple[Level, ...], Nested]] = []
@@ -69,7 +69,7 @@ def protected(plan: Plan, asked: CheckpointsAsked) -> Plan:
 
 
 def _buffers(trial: Trial, asked: CheckpointsAsked) -> list[int]:
-    """Return sizes of a rank's buffer to look at, smallest first: what is asked for, or up to all that it saves."""
+    """Return sizes of a rank's buffer to try, smallest first: the one asked for, or up to its whole checkpoint."""
     if asked.buffer_bytes is not None:
         return [asked.buffer_bytes]
     most_bytes = trial.free_bytes(Tier.HOST) // trial.cost.ranks_per_node
@@ -79,7 +79,7 @@ def _buffers(trial: Trial, asked: CheckpointsAsked) -> list[int]:
 
 
 class _Choice:
-    """What is chosen with one size of buffer."""
+    """The choice for one size of buffer."""
 
     def __init__(self, plan: Plan, asked: CheckpointsAsked, trial: Trial, buffer_bytes: int) -> None:
         self._asked = asked
@@ -99,7 +99,7 @@ class _Choice:
         self._left_out = {level: why for level in LEVELS if (why := self._why_not(level))}
 
     def made(self, levels: tuple[Level, ...], chosen: Nested) -> CheckpointPlan:
-        """Return all that a plan says of a choice."""
+        """Return a choice as it stands in a plan."""
         left_out = self._left_out | {
             level: "does not pay" for level in LEVELS if level not in {*levels, *self._left_out}
         }
@@ -121,7 +121,7 @@ class _Choice:
     # --- levels
 
     def _why_not(self, level: Level) -> str | None:
-        """Return why a level cannot be used at all, if so."""
+        """Return why a level cannot be used; ``None`` if it can."""
         count, storage = self._asked.keep + MORE_THAN_KEPT, storage_of(self._trial.cost, level)
         if level != "memory" and storage is None:
             return f"profile {self._profile.name} has none"
@@ -139,14 +139,14 @@ class _Choice:
         return None
 
     def _endured_s(self) -> float:
-        """Return the least seconds between checkpoints on the node's drives that these endure."""
+        """Return the shortest time between checkpoints, in seconds, that the endurance of the node's drives allows."""
         if (per_day := self._endured_bytes_per_day()) is None:
             return 0.0
         rate = per_day / _DAY_S - self._trial.written_bytes / self._iteration_s
         return self._node_bytes / rate if rate > 0 else math.inf
 
     def _endured_bytes_per_day(self) -> float | None:
-        """Return what the node's drives endure: as it was asked, or as the profile says; ``None``: not known."""
+        """Return the bytes per day that the node's drives endure: asked for, or from the profile; ``None``: unknown."""
         nvme, writes = self._profile.nvme, self._asked.drive_writes_per_day
         if nvme is None:
             return None
@@ -155,7 +155,7 @@ class _Choice:
         return nvme.endurance_bytes_per_day.value if nvme.endurance_bytes_per_day else None
 
     def _sets(self) -> Iterator[tuple[Level, ...]]:
-        """Yield all sets of levels that survive all failures, and of which the slowest survives some by itself."""
+        """Yield the sets of levels that survive all failures and whose slowest level is needed for some of them."""
         usable = [level for level in LEVELS if level not in self._left_out]
         for count in range(1, len(usable) + 1):
             for levels in itertools.combinations(usable, count):
@@ -164,7 +164,7 @@ class _Choice:
                     yield levels
 
     def _rates(self, levels: tuple[Level, ...]) -> list[float] | None:
-        """Return the failures per second that each level is there for; ``None`` if none survives some."""
+        """Return the failures per second from which each level recovers; ``None`` if some have no level."""
         rates = dict.fromkeys(levels, 0.0)
         for kind, mtbf_s in self._asked.mtbf_s.items():
             surviving = [level for level in levels if LEVELS.index(level) >= LEVELS.index(kind)]
@@ -176,14 +176,14 @@ class _Choice:
     # --- what they cost
 
     def _protections(self, levels: tuple[Level, ...], every: int | None = None) -> tuple[list[Protection], Limits]:
-        """Return what levels cost and save; of the fastest if its checkpoints are so many iterations apart."""
+        """Return each level's cost and failures, and limits; ``every`` is the fastest level's interval, if known."""
         rates = self._rates(levels)
         assert rates is not None, "only sets that survive everything are looked at"
         found, least_s, latency_s = [], [], 0.0
         for position, (level, rate) in enumerate(zip(levels, rates, strict=True)):
             if position == 0:
                 measured = self._saved(level, every)
-                drained_s = measured.latency_s - measured.cost_s  # training waits for the rest of it anyway
+                drained_s = measured.latency_s - measured.cost_s  # training waits for the rest
             else:
                 measured = self._trial.promoted(levels[position - 1], level)
                 drained_s = measured.latency_s
@@ -196,13 +196,13 @@ class _Choice:
     def _saved(self, level: Level, every: int | None) -> Measured:
         alone = self._trial.saved(level, self._buffer_bytes)
         if every is None or every * self._iteration_s >= alone.latency_s:
-            return alone  # the one before is written when the next one begins
+            return alone  # each checkpoint is written before the next one begins
         return self._trial.saved(level, self._buffer_bytes, every)
 
     # --- the best
 
     def best(self) -> tuple[tuple[Level, ...], Nested]:
-        """Return the set and the intervals that waste least, by what checkpoints cost by themselves.
+        """Return the set and the intervals that waste least, if each checkpoint costs as much as one alone.
 
         Raises:
             CheckpointsError: nothing survives the failures, or the limits contradict each other.
@@ -220,10 +220,10 @@ class _Choice:
         raise self._contradiction(errors) if errors else self._nothing_survives()
 
     def confirmed(self, levels: tuple[Level, ...], nested: Nested) -> Nested:
-        """Simulate the intervals and their neighbours as they would be, and return the best of those.
+        """Simulate the intervals and their neighbours with overlapping checkpoints, and return the best.
 
         Raises:
-            CheckpointsError: the limits are kept by none.
+            CheckpointsError: none is within the limits.
         """
         ratios = [b // a for a, b in itertools.pairwise(nested.every)]
         found, errors = [], []
@@ -239,7 +239,7 @@ class _Choice:
         return min(found, key=lambda each: each.waste)
 
     def _kept(self, every: tuple[int, ...], protections: list[Protection], limits: Limits) -> Nested:
-        """Return what intervals lead to, if they keep the limits."""
+        """Return the waste of intervals, if they are within the limits."""
         work_s = [n * self._iteration_s for n in every]
         made = outcome(protections, every, self._iteration_s)
         few = limits.max_overhead is None or made.overhead <= limits.max_overhead * (1 + 1e-9)
@@ -309,7 +309,7 @@ class _Choice:
         return "waste"
 
     def _engine(self, name: str) -> EngineCheckpoints:
-        """Return what another engine wastes at its own best interval, on the level that suits it best."""
+        """Return the waste of another engine at its best interval, on its best level."""
         rate = self._asked.failures_per_s
         found: list[EngineCheckpoints] = []
         reasons = [f"nothing survives ({why})" for why in self._left_out.values()]
@@ -354,7 +354,7 @@ class _Choice:
 
 
 def _neighbours(every: int) -> list[int]:
-    """Return an interval, those next to it, and, where limits need it, longer ones."""
+    """Return an interval, the next ones above and below, and some longer ones that limits may need."""
     return sorted({n for n in (every - 1, every, every + 1, every + 2, 2 * every) if n >= 1})
 
 

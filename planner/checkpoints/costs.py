@@ -1,7 +1,7 @@
-"""What the tasks of a checkpoint take on one machine.
+"""The prices of checkpoint tasks on one machine.
 
-As everywhere in :mod:`planner.costs.model`, one representative rank stands for all: they write at the same time, so
-each has its share of what a node, and a job, can write.
+As in :mod:`planner.costs.model`, one representative rank stands for all. All ranks write at the same time, so each has
+its share of the write bandwidth of its node and of the job.
 """
 
 import dataclasses
@@ -19,12 +19,12 @@ from planner.costs.resources import Price, Resource
 from planner.schedule.tasks import Lane, Op, Task
 from planner.terms import Level
 
-# What is hashed and written from memory is read by a core, and by the drive.
+# Passes over memory: a core reads bytes to hash them, and the drive reads them to write them.
 _HASHED_PASSES = 2
 
 
 def hash_bytes_per_s(host: Host) -> Quantity:
-    """Return the rate at which one thread makes checksums: the profile's, or what is assumed."""
+    """Return the rate at which one thread computes checksums: the profile's, or an assumed one."""
     return host.hash_bytes_per_s or HASH_BYTES_PER_S
 
 
@@ -34,8 +34,8 @@ class CheckpointCosts:
     Args:
         cost: of training, and of copies; says how many ranks save.
         policy: the engine.
-        store: where to: memory or disk of each node, or the file system that all share.
-        above: whence, if checkpoints are brought there from a faster level.
+        store: the target: memory or drives of each node, or the shared file system.
+        above: the faster level from which checkpoints are promoted to the target, if any.
 
     Raises:
         ValueError: the profile lacks the store, or a rate that the engine needs.
@@ -68,15 +68,15 @@ class CheckpointCosts:
         ]
 
     def read_again_s(self, num_bytes: int) -> float:
-        """Return the seconds that it takes to read so many bytes of each rank again, if nothing else goes on."""
+        """Return the seconds to read ``num_bytes`` of each rank again on an idle machine."""
         return self._in_turn(num_bytes, self._store.read).duration_s
 
     def _interrupted(self, task: Task, price: Price) -> Price:
-        """Return the price of a training task beside writers that may hold the interpreter.
+        """Return the price of a training task beside writers that may hold the interpreter lock.
 
-        A device computes what the interpreter has issued, and nothing is issued while a writer holds the lock: so
-        computing and writing share it, and each goes on at half its speed. (A launch loop fell from 204,000 to 7,700
-        operations a second beside a thread in ``torch.save``.)
+        A device computes what the interpreter has launched, and nothing is launched while a writer holds the lock. So
+        computing and writing share the interpreter, and each runs at half its speed. (A launch loop fell from 204,000
+        to 7,700 operations a second beside a thread in ``torch.save``.)
         """
         if not self._policy.holds_interpreter or task.lane not in {Lane.COMPUTE, Lane.GPU_UPDATE}:
             return price
@@ -86,13 +86,13 @@ class CheckpointCosts:
         match task.op:
             case Op.CREATE:
                 price = Price(self._create_s * self._cost.num_ranks, 0.0)
-            case Op.GATE:  # copying what fits into the buffer is next to nothing beside writing the rest
+            case Op.GATE:  # copying into the buffer takes almost no time compared with writing the rest
                 price = Price(0.0, 0.0)
             case Op.TOUCH:
                 price = self._on_cores(task.num_bytes, self._rate("fresh_bytes_per_s"), 1)
             case Op.WRITE:
                 price = self._write(task.num_bytes)
-            case Op.READ:  # by a thread that then does nothing else
+            case Op.READ:  # by a thread that does nothing else meanwhile
                 price = self._cost.price(dataclasses.replace(task, lane=Lane.NVME_STATE_IN))
             case Op.PROMOTE:
                 assert self._above is not None, "who promotes says from where"
@@ -111,7 +111,7 @@ class CheckpointCosts:
         if policy.serialises:
             duration_s = max(duration_s, num_bytes / (writers * self._rate("serialise_bytes_per_s")))
         if policy.hashes:
-            # Threads hash while others wait for a drive; copies into memory they make themselves.
+            # Threads hash while others wait for a drive. Into memory they copy by themselves.
             hashed = self._hashed(num_bytes)
             core_s = (hashed.core_s + stored.core_s) / min(writers, self._training[Resource.CORES])
             return self._shared(max(duration_s, core_s), (hashed, stored))
@@ -123,7 +123,7 @@ class CheckpointCosts:
         return dataclasses.replace(price, uses=uses)
 
     def _in_turn(self, num_bytes: int, *ways: Callable[[int, float], Traffic]) -> Price:
-        """Price what one thread of a node does for all of its ranks, chunk by chunk, which it hashes each time."""
+        """Price the work of one thread for all ranks of a node: it takes chunks in turn and hashes each one."""
         threads = 1 / self._cost.ranks_per_node
         parts = [way(num_bytes, threads) for way in ways]
         hashed = self._hashed(len(ways) * num_bytes)
@@ -131,12 +131,12 @@ class CheckpointCosts:
         return self._shared(duration_s, (hashed, *parts))
 
     def _hashed(self, num_bytes: int) -> Traffic:
-        """Return what it takes a core to hash so many bytes."""
+        """Return the traffic of one core that hashes ``num_bytes``."""
         rate = hash_bytes_per_s(self._cost.profile.host).value
         return Traffic(num_bytes / rate, num_bytes / rate, ((Resource.DRAM, _HASHED_PASSES * rate),))
 
     def _shared(self, duration_s: float, parts: Iterable[Traffic]) -> Price:
-        """Price what takes so long together; no demand is more than there is."""
+        """Price parts that take ``duration_s`` together; no demand exceeds its capacity."""
         totals: dict[Resource, float] = defaultdict(float)
         for part in parts:
             totals[Resource.CORES] += part.core_s

@@ -1,4 +1,4 @@
-"""How often to checkpoint: a lost iteration against the time that a checkpoint takes.
+"""How often to checkpoint: the expected loss of work against the cost of checkpoints.
 
 All times are in seconds. ``cost_s`` is what one checkpoint adds to the critical path (:meth:`RunTimes.cost_s`), not how
 long it takes to be written: the *latency* delays what a failure can fall back to, and does not move the optimum.
@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 Values = float | npt.NDArray[np.float64]
 
-_NEXT_TO_NOTHING: Final = 1e-300  # progress that a slower level can still be computed with
+_NEXT_TO_NOTHING: Final = 1e-300  # instead of zero progress, so that formulas of slower levels stay finite
 
 
 def young_s(cost_s: float, mtbf_s: float) -> float:
@@ -27,7 +27,7 @@ def young_s(cost_s: float, mtbf_s: float) -> float:
 
 
 def daly_s(cost_s: float, mtbf_s: float) -> float:
-    """Return that time to higher order, which matters when a checkpoint costs much of the time between failures.
+    """Return that time to higher order; it differs if a checkpoint costs a large part of the time between failures.
 
     J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", FGCS 22(3), 2006,
     equation 37.
@@ -42,8 +42,8 @@ def daly_s(cost_s: float, mtbf_s: float) -> float:
 def waste(interval_s: float, cost_s: float, mtbf_s: float, *, latency_s: float = 0.0, restart_s: float = 0.0) -> float:
     """Return the fraction of time that is not progress: checkpoints, and what failures lose.
 
-    ``o/(T+o) + ((T+o)/2 + L + R)/M``: a failure strikes on average in the middle of an interval, loses what was not
-    written yet, and takes a restart. To first order in ``1/M``.
+    ``o/(T+o) + ((T+o)/2 + L + R)/M``, to first order in ``1/M``. On average a failure strikes in the middle of an
+    interval. It loses all work that was not yet written, and a restart follows.
 
     Args:
         interval_s: training time between checkpoints, T.
@@ -59,13 +59,13 @@ def waste(interval_s: float, cost_s: float, mtbf_s: float, *, latency_s: float =
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Protection:
-    """What one level of checkpoints costs, and saves.
+    """The cost of one level of checkpoints, and the failures from which it recovers.
 
     Attributes:
-        cost_s: that one checkpoint at this level adds to training.
-        latency_s: from a checkpoint's state to its being safe here.
-        restart_s: from a failure to training again from here.
-        failures_per_s: of the kinds that this level survives and no faster one that is used does.
+        cost_s: time that one checkpoint at this level adds to training.
+        latency_s: time until a checkpoint is safe at this level.
+        restart_s: time from a failure until training goes on from this level.
+        failures_per_s: rate of the failures that this level survives and no faster level in use does.
     """
 
     cost_s: float
@@ -77,14 +77,15 @@ class Protection:
 def expected_waste(levels: Sequence[Protection], work_s: Sequence[Values]) -> Values:
     """Return the fraction of time that is not progress, under failures at exponential times.
 
-    With one level it is exact. A life of mean length ``M`` begins with a restart; of every period ``P = T + o`` that
-    ends, and is safe, before it does, ``T`` of training is kept. So much is kept of a life in the mean::
+    With one level it is exact. A life of mean length ``M`` lasts from one failure to the next and begins with a
+    restart. Each period ``P = T + o`` that ends and is safe within a life keeps ``T`` of training. On average a life
+    keeps::
 
         sum over n >= 1 of T * Pr(life >= R + L + n P)  =  T exp(-(R + L) / M) / (exp(P / M) - 1)
 
-    A slower level sees training that progresses at the rate that faster ones leave of it, so that formulas nest; and
-    what is on its way there is lost with the process that brings it, so that a failure of a faster kind in those ``L``
-    seconds makes it wait for the next one. To first order the result is the sum of every level's :func:`waste`.
+    For a slower level, training progresses at the rate that faster levels leave, so the formulas nest. A failure of a
+    faster kind within the ``L`` seconds of a promotion loses that promotion, so the slower level waits for the next
+    checkpoint. To first order the result is the sum of every level's :func:`waste`.
 
     Args:
         levels: fastest first.
@@ -92,7 +93,7 @@ def expected_waste(levels: Sequence[Protection], work_s: Sequence[Values]) -> Va
             arrays that broadcast.
 
     Returns:
-        Between 0 and 1, and 1 where nothing is ever kept.
+        Between 0 and 1; 1 if no work is ever kept.
     """
     progress: Values = 1.0  # per second
     others_per_s = 0.0  # failures of faster kinds
@@ -111,12 +112,12 @@ def expected_waste(levels: Sequence[Protection], work_s: Sequence[Values]) -> Va
 
 
 def overhead(levels: Sequence[Protection], work_s: Sequence[Values]) -> Values:
-    """Return what checkpoints add to training, as a fraction of it; arguments as above."""
+    """Return the time that checkpoints add to training, as a fraction of it; see :func:`expected_waste`."""
     return sum((level.cost_s / between_s for level, between_s in zip(levels, work_s, strict=True)), start=0.0)
 
 
 def most_lost_s(levels: Sequence[Protection], work_s: Sequence[Values]) -> Values:
-    """Return the most that one failure can lose: a period, and what was not safe yet; arguments as above."""
+    """Return the most time that one failure can lose: a period and the latency; see :func:`expected_waste`."""
     longest: Values = 0.0
     for number, (level, between_s) in enumerate(zip(levels, work_s, strict=True)):
         if level.failures_per_s:

@@ -1,16 +1,16 @@
-"""Lowering checkpoints into the schedule of a run: several iterations, with a checkpoint after every so many.
+"""Lower checkpoints into the schedule of a run of several iterations.
 
-[Note: Checkpoint tasks] A checkpoint is asked for when the training loop is done with an iteration. Its files are
-created; each chunk of state on the device is copied to host memory once the update of its piece is over, and written
-from there; state on the host is written from where it is, or cloned first by engines that clone everything. What may
-not happen earlier waits in the schedule like anything else: the next iteration (an engine that blocks), the next update
-of a piece (its gate), a copy into host memory that is still to be written (a full buffer). So how long training was
-blocked is read off the timeline: nothing here is a formula of time.
+[Note: Checkpoint tasks] The training loop requests a checkpoint at the end of an iteration. The engine creates the
+files. It copies each chunk of state on the device to host memory as soon as its piece is updated, and writes the copy.
+State on the host is written in place, or cloned first by engines that clone everything. Waiting is expressed by
+dependencies: of the next iteration (an engine that blocks), of a piece's next update (its gate), and of a copy into
+host memory that is not written yet (a full buffer). So the timeline shows how long training was blocked; no formula of
+time is needed.
 
-[Note: As executed] What is executed has one snapshot for each piece ([Note: Snapshots] in
-:mod:`planner.lowering.snapshots`), which takes as long as the ring and the drive make it. Nobody knows that time before
-it has run, so it is predicted here by what happens inside: chunks that are copied and written. Pieces, their order, and
-what waits for what are the same, and so is how long training is blocked, to within what the ring holds.
+[Note: As executed] The executor runs one snapshot task for each piece ([Note: Snapshots] in
+:mod:`planner.lowering.snapshots`). Its duration depends on the ring and the drive. Here it is predicted from the chunks
+that the snapshot copies and writes. Pieces, their order and their dependencies are the same, and so is the time that
+training is blocked, except for as much as the ring holds.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from planner.schedule.tasks import Buffer, Lane, MemoryClass, Op, Phase, Task, T
 _TASKS_PER_CHUNK = 3  # memory is touched, copied to, written: no engine does more
 # A clone in host memory is read once and written once.
 _CLONE_PASSES = 2
-# Of one checkpoint, and of a run: more would say nothing new, and take for ever.
+# The most chunks of a checkpoint, and the most tasks of a run: larger ones take too long to simulate.
 _MAX_CHUNKS, _MAX_TASKS = 10_000, 300_000
 _NOTHING = Shard(0, Tier.HOST, 0)
 
@@ -38,7 +38,7 @@ class Run:
         schedule: all iterations and checkpoints, as one.
         origin: for each task, the index of its original in the schedule of one iteration; -1 for checkpoint tasks.
         checkpoint: for each task, the number of the checkpoint that it belongs to; -1 for training tasks.
-        num_checkpoints: how many there are.
+        num_checkpoints: number of checkpoints.
     """
 
     schedule: Schedule
@@ -58,17 +58,17 @@ def with_checkpoints(
     first: int | None = None,
     reads_again: float = 0.0,
 ) -> Run:
-    """Return the schedule of a run with a checkpoint after every so many iterations; see [Note: Checkpoint tasks].
+    """Return the schedule of a run with checkpoints at equal intervals; see [Note: Checkpoint tasks].
 
     Args:
         schedule: one iteration without checkpoints.
         policy: the engine.
-        state: what one rank saves, in the order in which it does; of a pipeline, one rank of every stage.
+        state: the pieces that one rank saves, in this order; in a pipeline, those of one rank of every stage.
         num_iterations: of the run.
         every: iterations from one checkpoint to the next.
         buffer_bytes: host memory of one rank for copies that are not written yet.
-        first: the iteration after which the first one is made; by default ``every``.
-        reads_again: the share of each one that is read again once it is written.
+        first: the iteration after which the first checkpoint is made; by default ``every``.
+        reads_again: the fraction of each checkpoint that is read again for verification after it is written.
 
     Raises:
         ValueError: a number is not positive, or a piece of state does not belong to the schedule.
@@ -102,14 +102,14 @@ def with_checkpoints(
 def with_promotion(
     schedule: Schedule, policy: CheckpointPolicy, num_bytes: Sequence[int], *, num_iterations: int
 ) -> Run:
-    """Return the schedule of a run in which a checkpoint goes to slower storage, from its second iteration on.
+    """Return the schedule of a run in which a checkpoint is promoted to slower storage, from the second iteration on.
 
-    It is read and written, and then read again, beside training, which waits for nothing of it.
+    The promotion reads it, writes it and reads it again beside training. Training does not wait for it.
 
     Args:
         schedule: one iteration without checkpoints.
         policy: the engine.
-        num_bytes: of one rank's share of the checkpoint, for each pipeline stage.
+        num_bytes: bytes of one rank's share of the checkpoint, for each pipeline stage.
         num_iterations: of the run.
     """
     builder = _Builder(schedule, policy, (), 1)
@@ -122,15 +122,15 @@ def with_promotion(
 
 @dataclasses.dataclass(slots=True)
 class _Waits:
-    """What the next iteration waits for, because of a checkpoint."""
+    """The checkpoint tasks for which the next iteration waits."""
 
     block: tuple[int, ...] = ()  # the training loop
     gates: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)  # tasks that change state
-    late: bool = False  # they wait for tasks of their own, which copy what is left of state on the host
+    late: bool = False  # gates are tasks of their own, which copy the rest of the state on the host
 
 
 class _Builder:
-    """Appends iterations and checkpoints to one list of tasks; each pipeline stage has a saver of its own."""
+    """Appends iterations and checkpoints to one list of tasks. Each pipeline stage has its own saver."""
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ class _Builder:
         reads_again: float = 0.0,
     ) -> None:
         self._one = schedule
-        # Fields of an iteration's tasks that are the same in all: dataclasses.replace takes several times as long.
+        # The fields of tasks that all iterations share; dataclasses.replace would take several times as long.
         names = {field.name for field in dataclasses.fields(Task)} - {"index", "after", "after_previous"}
         self._same = [{name: getattr(task, name) for name in sorted(names)} for task in schedule.tasks]
         self._policy = policy
@@ -178,7 +178,7 @@ class _Builder:
             saver.waits = _Waits()
 
     def _hold(self, previous: Sequence[int], where: Sequence[int]) -> None:
-        """Add the buffers of an iteration, and those that the previous one handed over to it (or to the end)."""
+        """Add the buffers of an iteration, and those that live from the previous iteration into it or to the end."""
         for buffer in self._one.buffers:
             if buffer.first is None or buffer.last is None:
                 continue
@@ -197,7 +197,7 @@ class _Builder:
         self._num_checkpoints += 1
 
     def promote(self, num_bytes: Sequence[int]) -> None:
-        """Append that a checkpoint of the state after the latest iteration goes to slower storage."""
+        """Append the promotion of a checkpoint of the state after the latest iteration to slower storage."""
         assert self.where, "a checkpoint follows an iteration"
         for saver, of_rank in zip(self._savers, num_bytes, strict=True):
             saver.promote(of_rank)
@@ -211,7 +211,7 @@ class _Builder:
         return task.index
 
     def run(self) -> Run:
-        """Return all that was appended."""
+        """Return the run of all appended tasks."""
         self._hold(self.where, [])
         name = f"{self._one.description}, with checkpoints by {self._policy.name}"
         schedule = Schedule(tuple(self.tasks), tuple(self.buffers), name)
@@ -219,7 +219,7 @@ class _Builder:
 
 
 class _Saver:
-    """What one rank does to save its state: that of a pipeline stage, or of all."""
+    """The tasks with which one rank saves its state; in a pipeline, one rank of a stage."""
 
     def __init__(
         self,
@@ -235,7 +235,7 @@ class _Saver:
         self._stage = stage
         self._policy = policy
         self._reads_again = reads_again
-        # A chunk must leave room for another one, or copies and writes would alternate.
+        # Two chunks must fit into the buffer, so that one is copied while the other is written.
         chunk_bytes = min(policy.chunk_bytes, max(buffer_bytes // 2, 1)) if policy.bounded else policy.chunk_bytes
         if (num_chunks := sum(-(-shard.num_bytes // chunk_bytes) for shard in state)) > _MAX_CHUNKS:
             raise ValueError(
@@ -249,8 +249,8 @@ class _Saver:
         self._on_host = frozenset(shard.changed_by for shard in state if shard.tier is Tier.HOST)
         self.waits = _Waits()
         self._last_writes: list[int] = []  # of each checkpoint
-        # The training loop is on these lanes: it stands where the first task of an iteration waits, and it is done
-        # with an iteration when the last one has ended, and all that the next one will wait for.
+        # The lanes of the training loop. The loop waits where the first task of an iteration waits. It has finished an
+        # iteration when the last task has ended, and everything for which the next iteration will wait.
         mine = [task for task in schedule.tasks if task.stage == stage]
         loop = {lane: [task.index for task in mine if task.lane is lane] for lane in (Lane.COMPUTE, Lane.LAUNCH)}
         self._firsts = frozenset(indices[0] for indices in loop.values() if indices)
@@ -258,7 +258,7 @@ class _Saver:
         self._lasts = _unique((*(indices[-1] for indices in loop.values() if indices), *needed))
 
     def waits_of(self, task: Task, after: Sequence[int]) -> tuple[int, ...]:
-        """Return what a task of the next iteration waits for because of a checkpoint, beside what it waits for."""
+        """Return the checkpoint tasks for which a task of the next iteration waits besides its own dependencies."""
         waits = self.waits
         gates = waits.gates.get(task.index, ())
         if waits.late and task.index in self._on_host:
@@ -273,20 +273,20 @@ class _Saver:
             called = (*called, self._last_writes[number - policy.in_flight])
         copies: list[int | None] = []
         writes: list[int] = []
-        safe: list[tuple[int, ...]] = []  # of each chunk, what its next change waits for
+        safe: list[tuple[int, ...]] = []  # for each chunk, the tasks for which its next update waits
         if policy.writes_after_staging:
             copies = [self._copy(chunk, called) for chunk in self._chunks]
             created = self._add(Lane.WRITE, Op.CREATE, (*called, *(i for i in copies[-1:] if i is not None)))
         else:
-            # The caller creates the files, and then goes on to copy, or leaves both to others, who wait for nothing but
-            # the state: see [Note: As executed].
+            # The caller creates the files and then copies. Or it leaves both to other threads, which wait only for the
+            # state: see [Note: As executed].
             calls = policy.blocks_until is not BlocksUntil.NOTHING
             if not calls:
                 called = tuple(self._source(chunk) for chunk in self._chunks[:1])
             created = self._add(Lane.SNAPSHOT if calls else Lane.STAGING, Op.CREATE, called)
             called = (created,) if calls else ()
         for position, chunk in enumerate(self._chunks):
-            if position == len(copies):  # not copied yet: then it is as soon as there is room, and written behind that
+            if position == len(copies):  # not copied yet: copy it as soon as there is room, then write it
                 copies.append(self._copy(chunk, called))
             copy = copies[position]
             if copy is None and policy.copies_late:
@@ -307,14 +307,14 @@ class _Saver:
         self.waits = _Waits(block, self._gates(safe), policy.copies_late)
 
     def promote(self, num_bytes: int) -> None:
-        """Append that a checkpoint of the state after the latest iteration goes to slower storage."""
+        """Append the promotion of a checkpoint of the state after the latest iteration to slower storage."""
         chunk = Shard(num_bytes, Tier.HOST, 0)
         called = tuple(self._builder.where[i] for i in self._lasts)
         promoted = self._add(Lane.PROMOTION, Op.PROMOTE, called, chunk)
         self._last_writes.append(self._add(Lane.PROMOTION, Op.VERIFY, (promoted,), chunk))
 
     def _copy(self, chunk: Shard, called: tuple[int, ...]) -> int | None:
-        """Copy a chunk to host memory, in the engine's way; ``None`` if it is written from where it is."""
+        """Copy a chunk to host memory as the engine does; ``None`` if the chunk is written in place."""
         staging, on_host = self._policy.staging, chunk.tier is Tier.HOST
         op = Op.READ if chunk.tier is Tier.NVME else Op.SNAPSHOT
         ready = (*called, self._source(chunk))
@@ -330,7 +330,7 @@ class _Saver:
         return self._add(Lane.SNAPSHOT, Op.PASS, (touched,), clone)
 
     def _room(self, chunk: Shard) -> tuple[int, ...]:
-        """Return the writes that must have ended before host memory has room for one more chunk."""
+        """Return the writes that must end before host memory has room for one more chunk."""
         return self._ring.room(chunk.num_bytes) if self._ring else ()
 
     def _write(self, chunk: Shard, copy: int | None, created: int) -> int:
@@ -348,10 +348,10 @@ class _Saver:
         return write
 
     def _hand_over(self, chunk: Shard, created: int) -> tuple[tuple[int, ...], int]:
-        """Have a chunk on the host written from where it is, behind the copies of those before.
+        """Write a chunk on the host in place, after the copies of earlier chunks.
 
-        Returns what its gate waits for: that the thread of snapshots has come to it, and that what is not written then
-        has room to be copied; and its write.
+        Returns the tasks for which its gate waits, and its write. The gate waits until the snapshot thread has reached
+        the chunk and the buffer has room for the part that is not written by then.
         """
         handed = self._add(Lane.SNAPSHOT, Op.SNAPSHOT, (self._source(chunk),), dataclasses.replace(chunk, num_bytes=0))
         room = self._room(chunk)
@@ -361,11 +361,11 @@ class _Saver:
         return (handed, *room), write
 
     def _source(self, chunk: Shard) -> int:
-        """Return the task after which a chunk is as it will be saved."""
+        """Return the task after which a chunk has the content that will be saved."""
         return self._builder.where[chunk.changed_by]
 
     def _gates(self, safe: Sequence[tuple[int, ...]]) -> dict[int, tuple[int, ...]]:
-        """Return what the tasks that change state wait for: copies, or writes of what is not copied."""
+        """Return, by task that changes state, the copies for which it waits, or writes where nothing is copied."""
         policy = self._policy
         if policy.gate is Gate.NONE:
             return {}
@@ -377,7 +377,7 @@ class _Saver:
         return {task: self._latest(indices) for task, indices in of_task.items()}
 
     def _latest(self, indices: Iterable[int]) -> tuple[int, ...]:
-        """Return the last of some tasks on each lane: the others end earlier."""
+        """Return the last of some tasks on each lane; the others end earlier."""
         return tuple({self._builder.tasks[i].lane: i for i in sorted(indices)}.values())
 
     def _add(
@@ -390,7 +390,7 @@ class _Saver:
         pinned: bool = True,
         number: int | None = None,
     ) -> int:
-        """Append one task of a checkpoint, by default of that which is being made, and return its index."""
+        """Append one task of a checkpoint, by default of the current one, and return its index."""
         task = Task(
             len(self._builder.tasks),
             lane,
@@ -410,15 +410,15 @@ class _Ring:
     """Bounded host memory that is filled and emptied in the same order.
 
     Args:
-        num_bytes: how much there is.
+        num_bytes: its size.
     """
 
     def __init__(self, num_bytes: int) -> None:
         self._room_bytes = num_bytes
-        self._held: deque[tuple[int, int]] = deque()  # (write, bytes) that are not known to be over
+        self._held: deque[tuple[int, int]] = deque()  # (write, bytes) of writes that may not have ended
 
     def room(self, num_bytes: int) -> tuple[int, ...]:
-        """Return the writes (at most the last one of several) after which there is room for so much."""
+        """Return the write after which there is room for ``num_bytes``; nothing if there is room now."""
         last: tuple[int, ...] = ()
         while self._room_bytes < num_bytes and self._held:
             write, freed_bytes = self._held.popleft()
@@ -427,13 +427,13 @@ class _Ring:
         return last
 
     def take(self, write: int, num_bytes: int) -> None:
-        """Hold so much until a write has ended."""
+        """Hold ``num_bytes`` until a write has ended."""
         self._room_bytes -= num_bytes
         self._held.append((write, num_bytes))
 
 
 def _cut(state: Iterable[Shard], chunk_bytes: int) -> Iterable[Shard]:
-    """Yield the state in chunks of at most so many bytes."""
+    """Yield the state in chunks of at most ``chunk_bytes``."""
     for shard in state:
         for begin in range(0, shard.num_bytes, chunk_bytes):
             yield dataclasses.replace(shard, num_bytes=min(chunk_bytes, shard.num_bytes - begin))

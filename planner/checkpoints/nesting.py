@@ -1,4 +1,4 @@
-"""Which multiples of an iteration waste least, for several levels whose intervals nest."""
+"""Find the intervals of several levels that waste least, each a multiple of the next faster one."""
 
 import dataclasses
 import itertools
@@ -13,18 +13,19 @@ from planner.checkpoints.interval import Protection, Values, daly_s, expected_wa
 
 Counts = npt.NDArray[np.int64]
 
-# Tried of each level at first: all numbers up to some, and from there on so many at equal ratios. Waste is flat about
-# its minimum, and what is found is improved step by step.
+# The first numbers to try for each level: all small ones, then some at equal ratios. Waste is flat near its minimum,
+# and the best is then improved step by step.
 _FIRST_TRIED, _MULTIPLES_TRIED = 160, 48
-_FAR: Final = 4  # times the optimum of one level: beyond, nothing is gained
+_FAR: Final = 4  # times the optimum of one level: longer intervals gain nothing
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Limits:
-    """What an interval has to keep.
+    """Limits on intervals.
 
     Attributes:
-        least_s: training time between checkpoints of each level, at least: it is written by then, and drives last.
+        least_s: shortest training time between checkpoints of each level, so that one is written before the next, and
+            drives endure.
         max_overhead: see :func:`planner.checkpoints.interval.overhead`; ``None``: any.
         max_lost_s: see :func:`planner.checkpoints.interval.most_lost_s`; ``None``: any.
     """
@@ -36,7 +37,7 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Nested:
-    """Intervals, and what they lead to.
+    """Intervals, and the waste that follows from them.
 
     Attributes:
         every: iterations between two checkpoints of each level, fastest first; each a multiple of the one before.
@@ -50,11 +51,11 @@ class Nested:
 
 
 class ContradictionError(ValueError):
-    """No interval keeps all limits.
+    """No interval is within all limits.
 
     Attributes:
-        least_overhead: that the limit of lost work leaves; ``None`` if no interval keeps that one.
-        least_lost_s: that the limit of overhead leaves; ``None`` if no interval keeps that one.
+        least_overhead: within the limit of lost work; ``None`` if no interval is within that limit.
+        least_lost_s: within the limit of overhead; ``None`` if no interval is within that limit.
     """
 
     def __init__(self, least_overhead: float | None, least_lost_s: float | None) -> None:
@@ -72,7 +73,7 @@ def nest(levels: Sequence[Protection], iteration_s: float, limits: Limits) -> Ne
         limits: on the intervals.
 
     Raises:
-        ContradictionError: none keeps the limits.
+        ContradictionError: no intervals are within the limits.
     """
     search = _Search(tuple(levels), iteration_s, limits)
     every = search.best(search.grid())
@@ -82,7 +83,7 @@ def nest(levels: Sequence[Protection], iteration_s: float, limits: Limits) -> Ne
 
 
 def outcome(levels: Sequence[Protection], every: tuple[int, ...], iteration_s: float) -> Nested:
-    """Return what intervals lead to."""
+    """Return the waste that follows from intervals."""
     work_s = [n * iteration_s for n in every]
     return Nested(
         every,
@@ -101,13 +102,13 @@ class _Search:
         self._least = tuple(max(math.ceil(least_s / iteration_s - 1e-9), 1) for least_s in limits.least_s)
 
     def grid(self) -> tuple[Counts, ...]:
-        """Return all to begin with: intervals of the fastest level, times multiples of the one before."""
+        """Return the first intervals to try: those of the fastest level, times multiples for each slower one."""
         first = np.union1d(_thinned(self._least[0], self._most, _FIRST_TRIED), self._at_limits())
         multiples = _thinned(1, -(-self._most // self._least[0]), _MULTIPLES_TRIED)
         return _cumulated(np.meshgrid(first, *[multiples] * (len(self._levels) - 1), indexing="ij"))
 
     def _at_limits(self) -> Counts:
-        """Return the numbers next to which one level by itself comes to a limit."""
+        """Return the numbers of iterations near which one level alone reaches a limit."""
         found = [self._least[0]]
         for level in self._levels:
             if self._limits.max_lost_s is not None:
@@ -117,7 +118,7 @@ class _Search:
         return np.array([n for n in found if n >= self._least[0]])
 
     def around(self, every: tuple[int, ...]) -> tuple[Counts, ...]:
-        """Return neighbours: each number one or some percent more or less, and each one of the other ratios too."""
+        """Return neighbours of intervals: each number changed by one, or by a few percent, or by another ratio."""
         multiples = [every[0], *(b // a for a, b in itertools.pairwise(every))]
         tried = []
         for n in multiples:
@@ -126,7 +127,7 @@ class _Search:
         return _cumulated(np.meshgrid(*tried, indexing="ij"))
 
     def best(self, tried: tuple[Counts, ...]) -> tuple[int, ...]:
-        """Return which of these wastes least."""
+        """Return the intervals that waste least."""
         work_s: list[Values] = [counts * np.float64(self._iteration_s) for counts in tried]
         allowed = np.logical_and.reduce([n >= least for n, least in zip(tried, self._least, strict=True)])
         added, lost_s = overhead(self._levels, work_s), most_lost_s(self._levels, work_s)
@@ -140,7 +141,7 @@ class _Search:
 
     @property
     def _most(self) -> int:
-        """Iterations beyond which nothing is gained: far beyond the optimum, or what keeps the overhead down."""
+        """The longest interval to try, in iterations: far beyond the optimum, and long enough for a low overhead."""
         cost_s = sum(level.cost_s for level in self._levels)
         most_s = [least * self._iteration_s for least in self._least]
         if cost_s > 0:
@@ -155,14 +156,14 @@ class _Search:
 
 
 def _thinned(least: int, most: int, count: int) -> Counts:
-    """Return whole numbers from the least to the most: all, if they are no more than so many."""
+    """Return at most about ``count`` whole numbers from ``least`` to ``most``; all of them if there are no more."""
     if most - least < count:
         return np.arange(least, most + 1)
     return np.unique(np.round(np.geomspace(least, most, count)).astype(np.int64))
 
 
 def _cumulated(multiples: Sequence[Counts]) -> tuple[Counts, ...]:
-    """Return intervals of all levels, from that of the first and multiples of it, flat."""
+    """Return flat arrays of the intervals of all levels, from the first level's interval and the multiples."""
     return tuple(np.multiply.accumulate([counts.ravel() for counts in multiples]))
 
 

@@ -1,4 +1,4 @@
-"""Checkpoint engines as policies: what training waits for, how state is copied, and who writes it."""
+"""Checkpoint engines as policies: what training waits for, how state is copied, and which threads write it."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -12,48 +12,49 @@ HASH_BYTES_PER_S: Final = Quantity(
     unit="bytes_per_s",
     provenance=Provenance(origin="assumed", source="xxh3 of one core, from memory, as measured on an EPYC Turin"),
 )
-"""At which one thread makes checksums of what is in host memory, where a profile does not say."""
+"""Rate at which one thread computes checksums of host memory, if a profile has none."""
 
 
 CHUNK_BYTES: Final = 4 << 20
-"""That our engine copies, hashes and writes as one."""
+"""Bytes that our engine copies, hashes and writes at a time."""
 
 READING_SHARE: Final = 1 / 8
-"""Of its time that our engine reads checkpoints again, at most; see :mod:`executor.checkpoint.retention_thread`."""
+"""Largest fraction of its time in which our engine reads checkpoints again; see
+:mod:`executor.checkpoint.retention_thread`."""
 
 MORE_THAN_KEPT: Final = 2
-"""Checkpoints that a level needs room for beside those that stay: the newest, not read again yet, and the next."""
+"""Checkpoints for which a level needs room beside those that are kept: the newest, not verified yet, and the next."""
 
 LEAST_BUFFER_BYTES: Final = 16 * CHUNK_BYTES
-"""Of each rank: less would make copies and writes wait for each other."""
+"""Smallest buffer of each rank: with less, copies and writes would wait for each other."""
 
 
 class BlocksUntil(StrEnum):
-    """What must be over before the training loop goes on."""
+    """What must be done before the training loop continues."""
 
     NOTHING = "nothing"
-    CREATED = "created"  # the files exist, and what goes into them is known
+    CREATED = "created"  # the files exist, and their layout is known
     STAGED = "staged"  # all state is copied to host memory
     WRITTEN = "written"
 
 
 class Staging(StrEnum):
-    """How state gets from the device to host memory, from where it is written."""
+    """How state is copied from the device to the host memory from which it is written."""
 
-    # Through pageable memory that is used again for the next chunk, by the thread that then writes it.
+    # Into pageable memory that is reused for the next chunk, by the thread that then writes it.
     TRANSIENT = "transient"
-    # Into new pageable memory, by one thread: the page faults of a chunk come on top of its copy.
+    # Into new pageable memory, by one thread: the page faults of a chunk add to the time of its copy.
     FRESH = "fresh"
-    # The same by several threads: the page faults of one chunk overlap with the copy of another.
+    # The same, by several threads: the page faults of one chunk overlap with the copy of another.
     FRESH_POOL = "fresh-pool"
-    # Into a ring of pinned memory that is allocated once; a copy waits until what it overwrites is written.
+    # Into a ring of pinned memory that is allocated once. A copy waits until the bytes that it overwrites are written.
     PINNED = "pinned"
 
 
 class Gate(StrEnum):
-    """What the next optimizer step of a piece of state waits for."""
+    """What the next update of a piece of state waits for."""
 
-    NONE = "none"  # nothing is left to wait for, because training was blocked until all was copied
+    NONE = "none"  # nothing: training was blocked until everything was copied
     UPDATE = "update"  # the whole checkpoint is copied
     SHARD = "shard"  # that piece is copied
 
@@ -62,25 +63,25 @@ class Gate(StrEnum):
 class CheckpointPolicy:
     """One checkpoint engine.
 
-    State that already lives on the host is not copied by engines with a gate: it is written from where it is, and its
-    gate waits for that, or for what is left of it to be copied (``copies_late``).
+    Engines with a gate do not copy state that lives on the host: they write it in place. Its gate waits for that write,
+    or for a copy of the part that is not written yet (``copies_late``).
 
     Attributes:
-        name: what cases and commands call it.
+        name: its name in cases and commands.
         blocks_until: what the training loop waits for.
-        staging: how state gets to host memory.
+        staging: how state is copied to host memory.
         gate: what the next update waits for.
-        chunk_bytes: the most that is copied, and written, as one.
-        num_writers: threads of each process that write; as many read.
-        serialises: they write with ``torch.save``; else raw bytes.
-        hashes: they hash what they write.
-        writes_after_staging: nothing is written before everything is copied.
-        holds_interpreter: they keep Python's interpreter lock meanwhile, so that training shares the interpreter.
-        copies_late: state on the host that is not written when its update comes is copied then, as far as the bounded
-            memory has room.
-        device_only: their code refuses state that is not on the device; simulated it can be all the same.
-        in_flight: checkpoints that may be under way; one more waits until the oldest is written. ``None``: as many as
-            the host memory holds.
+        chunk_bytes: most bytes that are copied, and written, at a time.
+        num_writers: threads of each process that write; the same number reads.
+        serialises: writers use ``torch.save``; otherwise they write raw bytes.
+        hashes: writers compute checksums.
+        writes_after_staging: writes begin after everything is copied.
+        holds_interpreter: writers hold Python's interpreter lock, so that training shares the interpreter with them.
+        copies_late: if state on the host is not written when its update is due, it is copied then, as far as the
+            buffer has room.
+        device_only: the engine's code refuses state that is not on the device; the simulator accepts it.
+        in_flight: most checkpoints under way; one more waits until the oldest is written. ``None``: as many as fit into
+            host memory.
         weight: of its copies and writes where they compete with training; see [Note: Fluid sharing].
 
     Raises:
@@ -117,11 +118,11 @@ class CheckpointPolicy:
 
     @property
     def bounded(self) -> bool:
-        """Whether a limit of host memory holds it back; the others take what they need."""
+        """Whether its host memory is limited; other engines take as much as they need."""
         return self.staging in {Staging.FRESH_POOL, Staging.PINNED}
 
 
-# Chunks: what the engine itself cuts, or the size of a large tensor of the models in question.
+# Chunk sizes are the engine's own, or those of a large tensor of a typical model.
 POLICIES: Mapping[str, CheckpointPolicy] = {
     policy.name: policy
     for policy in (
@@ -155,7 +156,7 @@ POLICIES: Mapping[str, CheckpointPolicy] = {
         # DataStates-LLM (HPDC'24): the call lays out and creates the files; copies run beside the next forward and
         # backward into a pinned ring, one thread of C++ writes, and the next update waits for the last copy.
         CheckpointPolicy("datastates", BlocksUntil.CREATED, Staging.PINNED, Gate.UPDATE, 256_000_000, device_only=True),
-        # Ours: nothing is waited for but, for each piece, its own copy; copies yield to training; every byte is hashed.
+        # Ours: the update of each piece waits for its own copy only; copies yield to training; every byte is hashed.
         CheckpointPolicy(
             "ullage",
             BlocksUntil.NOTHING,
@@ -175,7 +176,7 @@ def policy(name: str) -> CheckpointPolicy:
     """Return the policy of that name.
 
     Raises:
-        ValueError: there is none; the message lists them.
+        ValueError: there is no such policy; the message lists all names.
     """
     if name not in POLICIES:
         raise ValueError(f"there is no checkpoint engine {name!r}; choose one of {', '.join(POLICIES)}")

@@ -1,4 +1,4 @@
-"""What a run with checkpoints took, read off its timeline."""
+"""The times of a run with checkpoints, from its timeline."""
 
 import dataclasses
 from collections import defaultdict
@@ -11,16 +11,16 @@ from planner.schedule.timeline import Timeline
 
 @dataclasses.dataclass(frozen=True)
 class RunTimes:
-    """Seconds that a run with checkpoints took.
+    """Times of a run with checkpoints, in seconds.
 
     Attributes:
         end_to_end_s: until everything was computed and written.
-        over_s: until what is read again had been, too.
+        over_s: until checkpoints were also read again.
         training_s: until everything was computed.
-        blocked_s: of each checkpoint: how long tasks of training that could have run waited for it.
-        latency_s: of each checkpoint: from the moment that its state was complete until it was written; of a pipeline,
-            by the stage that took longest.
-        busy_s: of each checkpoint: from that moment until it had been read again too, if it is.
+        blocked_s: for each checkpoint, how long training tasks waited for it that could have run.
+        latency_s: for each checkpoint, from the time when its state was complete until it was written; in a pipeline,
+            of the slowest stage.
+        busy_s: for each checkpoint, from that time until it was also read again.
     """
 
     end_to_end_s: float
@@ -31,12 +31,16 @@ class RunTimes:
     busy_s: tuple[float, ...]
 
     def cost_s(self, plain: "RunTimes") -> float:
-        """Return what one checkpoint adds to training, against the same run without any (interference included)."""
+        """Return the time that one checkpoint adds to training, interference included.
+
+        Args:
+            plain: times of the same run without checkpoints.
+        """
         return (self.training_s - plain.training_s) / max(len(self.blocked_s), 1)
 
 
 def times(run: Run, timeline: Timeline) -> RunTimes:
-    """Read a timeline of a run (which is one iteration of it)."""
+    """Return the times of a run whose timeline has the whole run as one iteration."""
     start_s, end_s = timeline.start_s[0].tolist(), timeline.end_s[0].tolist()
     waits: dict[int, list[tuple[float, float]]] = defaultdict(list)
     begun_s: dict[tuple[int, int], float] = {}  # by checkpoint and stage

@@ -1,4 +1,4 @@
-"""What a checkpoint saves: the optimizer state of one rank, in the order of updates."""
+"""The state that a checkpoint saves: the optimizer state of one rank, in the order of updates."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping
@@ -9,7 +9,7 @@ from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import Lane, Op, Tier
 
 _COARSE_CHUNKS = 400
-# Where what changes a piece is not its update: it is stored back, or written.
+# Lanes whose task changes a piece in its home instead of the update: the store, or the write to NVMe.
 _CHANGES = {Op.STORE: Tier.HOST, Op.SWAP_OUT: Tier.NVME}
 
 
@@ -18,10 +18,10 @@ class Shard:
     """One piece of a rank's state.
 
     Attributes:
-        num_bytes: that are saved of it.
+        num_bytes: bytes to save.
         tier: where it lives.
         changed_by: index of the task of an iteration that changes it.
-        unit, piece: what it is the state of; see :class:`planner.schedule.tasks.Task`.
+        unit, piece: whose state it is; see :class:`planner.schedule.tasks.Task`.
     """
 
     num_bytes: int
@@ -36,13 +36,12 @@ def state_of(
 ) -> tuple[Shard, ...]:
     """Return the optimizer state that an iteration's updates change, in their order: fp32 master and buffers.
 
-    Weights in 16 bits are casts of the master, and not saved. State that is streamed through the device lives on the
-    host, and changes when it is stored back; what is on NVMe changes when its new version has been written.
+    16-bit weights are casts of the master and are not saved. State that is streamed through the device lives on the
+    host and changes when it is stored back. State on NVMe changes when its new version is written.
 
     Args:
         schedule: one iteration.
-        num_replicas: ranks that hold the same state (data parallelism that shards nothing), of each unit if they
-            differ; each saves its part.
+        num_replicas: data-parallel ranks that hold the same state, by unit if they differ; each saves a part of it.
         optimizer: whose state it is.
     """
     changed = {(task.unit, task.piece): task for task in schedule.tasks if task.op in _CHANGES}
@@ -66,9 +65,9 @@ def bytes_by_stage(schedule: Schedule, state: Iterable[Shard]) -> tuple[int, ...
 
 
 def coarse(policy: CheckpointPolicy, state: Iterable[Shard], buffer_bytes: int) -> tuple[CheckpointPolicy, int]:
-    """Return the policy with chunks no smaller than a 400th of some state, and a buffer that has room for two.
+    """Return the policy with chunks of at least 1/400 of the state, and a buffer that has room for two of them.
 
-    A gate may then open early by the time that two chunks take to be written: by half a percent of a checkpoint's.
+    A gate may then open too early by the time to write two chunks: half a percent of the time to write a checkpoint.
     """
     chunk_bytes = max(policy.chunk_bytes, -(-sum(shard.num_bytes for shard in state) // _COARSE_CHUNKS))
     return dataclasses.replace(policy, chunk_bytes=chunk_bytes), max(buffer_bytes, 2 * chunk_bytes)

@@ -1,4 +1,4 @@
-"""Where checkpoints go, as one rank sees it while all ranks write or read at once."""
+"""Storage for checkpoints, as one rank sees it while all ranks write or read at the same time."""
 
 import abc
 import dataclasses
@@ -11,18 +11,18 @@ from planner.terms import Level
 
 Uses = tuple[tuple[Resource, float], ...]
 
-# Who copies host memory reads it and writes it, through caches.
+# Passes over memory of a copy: it reads and writes, through caches.
 _COPY_PASSES = 2
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Traffic:
-    """What storage takes to read or write some bytes of one rank while all do, if nothing else holds them up.
+    """The time and resources to read or write some bytes of one rank while all ranks do the same.
 
     Attributes:
-        duration_s: seconds.
-        core_s: seconds of cores in that time.
-        uses: amounts per second of what else is shared.
+        duration_s: time, if nothing else runs.
+        core_s: time of cores in it.
+        uses: amounts per second of other shared resources.
     """
 
     duration_s: float
@@ -31,27 +31,27 @@ class Traffic:
 
 
 class Store(abc.ABC):
-    """One level."""
+    """Storage of one level."""
 
     @abc.abstractmethod
     def write(self, num_bytes: int, num_threads: float) -> Traffic:
-        """Return what it takes to write so many bytes of one rank by so many threads of it."""
+        """Return the traffic to write ``num_bytes`` of one rank with ``num_threads`` threads."""
 
     @abc.abstractmethod
     def read(self, num_bytes: int, num_threads: float) -> Traffic:
-        """Return what it takes to read them."""
+        """Return the traffic to read ``num_bytes`` of one rank with ``num_threads`` threads."""
 
     @abc.abstractmethod
     def capacities(self) -> dict[Resource, float]:
-        """Return what one rank has of resources that only checkpoints use."""
+        """Return one rank's capacities of resources that only checkpoints use."""
 
 
 @final
 class MemoryStore(Store):
     """Files in the node's memory.
 
-    A thread copies as fast as a core passes over memory; where it is known how fast a process gets new memory, writing
-    pays for that too.
+    A thread copies as fast as a core passes over memory. Writing also takes the time to get fresh memory, if the
+    profile has that rate.
     """
 
     def __init__(self, cost: CostModel) -> None:
@@ -84,7 +84,7 @@ class MemoryStore(Store):
 class DriveStore(Store):
     """Drives of the node, or a file system that all nodes share.
 
-    Drives of the node are those that optimizer state and activations use too.
+    Optimizer state and activations use the same drives of the node.
     """
 
     def __init__(self, cost: CostModel, storage: Storage, *, is_shared: bool) -> None:
@@ -117,19 +117,19 @@ class DriveStore(Store):
         return Traffic(duration_s, 0.0, ((direction, rate), (Resource.NVME, both)))
 
     def _share_bytes_per_s(self) -> float:
-        """Return what one rank writes while all do."""
+        """Return one rank's write rate while all ranks write."""
         share = self._storage.write.best_rate_per_s() / self._ranks_per_node
         job = self._storage.job_write_bytes_per_s
         return share if job is None else min(share, job.value / self._num_ranks)
 
 
 def storage_of(cost: CostModel, level: Level) -> Storage | None:
-    """Return what the profile says of a level's storage; of memory nothing."""
+    """Return a level's storage in the profile; ``None`` for memory."""
     return {"memory": None, "nvme": cost.profile.nvme, "pfs": cost.profile.pfs}[level]
 
 
 def store_of(cost: CostModel, level: Level) -> Store:
-    """Return a level.
+    """Return the storage of a level.
 
     Raises:
         ValueError: the profile has no such storage.

@@ -1,4 +1,4 @@
-"""What checkpoints cost a plan, by simulating its training with them."""
+"""The cost of checkpoints for a plan, by simulating training with and without them."""
 
 import dataclasses
 import functools
@@ -22,21 +22,21 @@ from planner.terms import Level
 
 OURS: Final = "ullage"
 
-# Of training before the first checkpoint; after some, when it may have settled; and simulated at most.
+# Numbers of iterations: before the first checkpoint, after it until times may repeat, and the most in a simulation.
 _WARM_UP, _FIRST_ITERATIONS, _MAX_TASKS = 2, 8, 20_000
-_AS_LONG = 1.1  # as writing seems to take: it takes longer beside training
-# Checkpoints at close intervals, to see what they do to one another.
+_AS_LONG = 1.1  # writing beside training takes this much longer than alone, as a first estimate
+# Number of checkpoints in a run at close intervals, where one slows the next.
 _IN_A_ROW = 3
 _WRITING_LANES = frozenset({Lane.NVME_WRITE, Lane.NVME_STATE_OUT})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Measured:
-    """What one checkpoint took, in simulated seconds.
+    """Simulated times of one checkpoint, in seconds.
 
     Attributes:
-        cost_s: that it added to training, interference included.
-        latency_s: until it was written.
+        cost_s: time that it added to training, interference included.
+        latency_s: time until it was written.
     """
 
     cost_s: float
@@ -44,16 +44,16 @@ class Measured:
 
 
 class Trial:
-    """A plan's training, with checkpoints or without.
+    """Simulations of a plan's training, with and without checkpoints.
 
     Args:
         plan: what is trained, and where.
 
     Attributes:
         cost: prices of training.
-        shard_bytes: that one rank saves; of a pipeline, one of the stage that has most.
-        node_bytes: that all ranks of the node save that has most to save.
-        all_bytes: that all ranks save.
+        shard_bytes: saved by one rank; in a pipeline, by a rank of the largest stage.
+        node_bytes: saved by all ranks of the node that saves most.
+        all_bytes: saved by all ranks.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -83,28 +83,28 @@ class Trial:
         return self.cost.ranks_per_node * sum(task.num_bytes for task in tasks if task.lane in _WRITING_LANES)
 
     def free_bytes(self, tier: Tier) -> int:
-        """Return what the plan leaves of one node's tier."""
+        """Return the bytes of one node's tier that the plan leaves free."""
         if tier not in self._memory:
             return capacities(self.cost)[tier]
         return self._memory[tier].capacity_bytes - self._memory[tier].peak_bytes
 
     def saved(self, level: Level, buffer_bytes: int, every: int | None = None) -> Measured:
-        """Return what a checkpoint of our engine costs.
+        """Return the times of a checkpoint of our engine.
 
         Args:
             level: where it goes.
-            buffer_bytes: of each rank, for what is copied and not yet written.
-            every: iterations from one to the next; ``None``: one by itself.
+            buffer_bytes: host memory of each rank for copies that are not written yet.
+            every: iterations between checkpoints; ``None``: one checkpoint alone.
 
         Raises:
             ValueError: the profile lacks the level.
         """
         if every is not None and _IN_A_ROW * every * len(self._schedule.tasks) > _MAX_TASKS:
-            every = None  # they are as far apart as one by itself is looked at
+            every = None  # they are so far apart that one alone is simulated
         return self._made(OURS, level, buffer_bytes, every)
 
     def saved_by(self, engine: str, level: Level) -> Measured:
-        """Return what one checkpoint of another engine costs, which takes what host memory the plan leaves.
+        """Return the times of one checkpoint of another engine, which may use all free host memory.
 
         Raises:
             ValueError: the profile lacks the level, or something that the engine needs.
@@ -132,7 +132,7 @@ class Trial:
         return self._saved[key]
 
     def promoted(self, above: Level, level: Level) -> Measured:
-        """Return what it costs that a checkpoint goes to a slower level, and how long that takes.
+        """Return the times of the promotion of a checkpoint to a slower level.
 
         Raises:
             ValueError: the profile lacks one of them.
@@ -152,11 +152,11 @@ class Trial:
         return self._promoted[above, level]
 
     def restored_s(self, level: Level) -> float:
-        """Return the seconds that it takes all ranks to read a checkpoint."""
+        """Return the seconds in which all ranks read a checkpoint."""
         return store_of(self.cost, level).read(self.shard_bytes, policy(OURS).num_writers).duration_s
 
     def _share_read(self, costs: CheckpointCosts, every: int | None) -> float:
-        """Return the share of each checkpoint that is read again: where they are close, some are and others not."""
+        """Return the fraction of each checkpoint that is read again; less than 1 if checkpoints are close."""
         if every is None:
             return 1.0
         return min(READING_SHARE * every * self._iteration_s / costs.read_again_s(self.shard_bytes), 1.0)
@@ -176,9 +176,10 @@ class Trial:
         )
 
     def _settled(self, build: Callable[[int], Run], costs: CheckpointCosts, about_s: float) -> Measured:
-        """Simulate runs with one checkpoint, until all of it is over before they end.
+        """Simulate longer and longer runs with one checkpoint, until it is finished before the run ends.
 
-        That takes about so long. If it takes too long, what it does to training from then on is taken to be as before.
+        ``about_s`` is a first estimate of its time. If it takes too long for a simulation, its cost is extrapolated
+        from the simulated part.
         """
         most = max(_FIRST_ITERATIONS, _MAX_TASKS // len(self._schedule.tasks))
         number = min(_FIRST_ITERATIONS + math.ceil(about_s / self._iteration_s), most)
@@ -199,21 +200,21 @@ class Trial:
         return times(made, run(made.schedule, costs.prices(made, self._prices), costs.capacities(), 1))
 
     def _plain_s(self, num_iterations: int) -> float:
-        """Return the seconds that so many iterations take without checkpoints."""
+        """Return the seconds of ``num_iterations`` without checkpoints."""
         if num_iterations not in self._plain:
             timeline = run(self._schedule, self._prices, self.cost.capacities(), num_iterations)
             self._plain[num_iterations] = float(timeline.end_s.max())
         return self._plain[num_iterations]
 
     def _left_bytes(self, chosen: CheckpointPolicy) -> int:
-        """Return the host memory of one rank that is left for an engine, as far as it is of use.
+        """Return the free host memory of one rank that an engine can use, in bytes.
 
         Raises:
             ValueError: there is too little.
         """
         free_bytes = max(self.free_bytes(Tier.HOST), 0) // self.cost.ranks_per_node
         needed_bytes = self.shard_bytes if chosen.writes_after_staging else 0
-        if chosen.bounded:  # two chunks, or copies and writes would alternate
+        if chosen.bounded:  # two chunks, so that one is copied while the other is written
             needed_bytes = 2 * min(chosen.chunk_bytes, max((shard.num_bytes for shard in self._state), default=0))
         if needed_bytes > free_bytes:
             raise ValueError(

@@ -1,1 +1,1 @@
-"""What is decided before anything is placed: degrees of parallelism and batch sizes, and the space that is left."""
+"""Degrees of parallelism and batch sizes, which are chosen before placement, and the space of placements for each."""

@@ -1,8 +1,9 @@
-"""What is decided before anything is placed: how devices share a model, and how a batch is cut.
+"""The choices before placement: degrees of parallelism, and how a batch is divided into micro-batches.
 
-[Note: Choices] Whatever the user fixes is fixed. What is left open is tried in every way that makes sense: degrees that
-divide the devices (of tensor parallelism within a node), and micro-batches of a power of two that make up the wanted
-batch. Only with a wanted batch per iteration can degrees be compared: without one, data parallelism decides it.
+[Note: Choices] Values that the user gives are fixed. For the others, all sensible values are tried: degrees that divide
+the number of devices (tensor parallelism only within a node), and micro-batches of a power of two that divide the
+global batch. Degrees are compared only if the user gives a global batch: without one, it would depend on data
+parallelism.
 """
 
 import itertools
@@ -20,15 +21,15 @@ from planner.models.parameters import layer_shapes
 from planner.models.sharding import share
 from planner.terms import DEFAULT_MICRO_BATCH, Storage
 
-MOST_MICRO_BATCHES = 4096  # of an iteration: a schedule has tasks for each of them
-# Parameters of experts that make a unit worth moving by itself; more units of a layer would make schedules long.
+MOST_MICRO_BATCHES = 4096  # per iteration: a schedule has tasks for each
+# The least parameters of a unit of experts; smaller units are not worth moving and would make schedules long.
 _UNIT_PARAMS, _MOST_UNITS = 100_000_000, 8
 
 Count = Annotated[int, Field(ge=1)]
 
 
 class Choice(Frozen):
-    """Degrees of parallelism and sizes of a batch; see :class:`planner.decisions.Decisions` for what they are."""
+    """Degrees of parallelism and batch sizes; see :class:`planner.decisions.Decisions` for each field."""
 
     data_parallel: Count = 1
     tensor_parallel: Count = 1
@@ -40,7 +41,7 @@ class Choice(Frozen):
 
     @property
     def words(self) -> str:
-        """What it is, in a few words."""
+        """A short description."""
         degrees = {"data": self.data_parallel, "tensor": self.tensor_parallel}
         degrees |= {"pipeline": self.pipeline_parallel, "expert": self.expert_parallel}
         spread = " x ".join(f"{name} {count}" for name, count in degrees.items() if count > 1) or "one device"
@@ -50,7 +51,7 @@ class Choice(Frozen):
 def batch_of(
     decided: Choice | Decisions, seq_len: int, precision: Precision, expert_load: tuple[tuple[float, ...], ...]
 ) -> Batch:
-    """Return what one forward and backward of a rank works on."""
+    """Return the batch of one forward and backward on a rank."""
     return Batch(
         decided.micro_batch,
         seq_len,
@@ -63,16 +64,17 @@ def batch_of(
 
 
 class Asked(Frozen):
-    """What of it the user fixed; ``None`` leaves it open.
+    """The values that the user gave; ``None`` leaves the choice to the planner.
 
     Attributes:
-        num_devices: all of them.
+        num_devices: in total.
         micro_batch: sequences per forward on each device; 4 unless a global batch is wanted.
         num_micro_batches: forwards per iteration; 1 unless a global batch is wanted.
         global_batch: sequences per iteration over all devices.
         tensor_parallel, pipeline_parallel, expert_parallel: degrees; 1 unless a global batch is wanted.
-        expert_units: units that a rank's experts of a layer fall into; by default such that moving one is worth it.
-        storage: what may be used beside device and host; see :data:`planner.decisions.Storage`.
+        expert_units: units into which a rank's experts of a layer are divided; by default units that are large enough
+            to be worth moving.
+        storage: storage that may be used beside device and host; see :data:`planner.decisions.Storage`.
     """
 
     num_devices: Count = 1
@@ -86,10 +88,10 @@ class Asked(Frozen):
     storage: Storage = "never"
 
     def choices(self, model: Model, devices_per_node: int) -> tuple[Choice, ...]:
-        """Return every way to do what is asked; see [Note: Choices].
+        """Return all choices to try; see [Note: Choices].
 
         Raises:
-            ValueError: there is none, and why.
+            ValueError: there is none; the message says why.
         """
         if self.num_devices % ((self.tensor_parallel or 1) * (self.pipeline_parallel or 1)):
             raise ValueError(
@@ -130,7 +132,7 @@ class Asked(Frozen):
         return tuple(found)
 
     def _check_captured(self, model: CapturedModel) -> None:
-        """Check that nothing is asked for that needs formulas for another share or batch of the model."""
+        """Check that the request does not need a captured model at another degree or batch size."""
         for kind in ("tensor", "pipeline", "expert"):
             if (getattr(self, f"{kind}_parallel") or 1) > 1:
                 raise ValueError(
@@ -139,7 +141,7 @@ class Asked(Frozen):
                 )
 
     def _ways(self, model: Model, devices_per_node: int) -> tuple[list[int], list[int]]:
-        """Return the degrees of tensor and of pipeline parallelism to be tried."""
+        """Return the degrees of tensor and of pipeline parallelism to try."""
         divisors = [n for n in range(1, self.num_devices + 1) if self.num_devices % n == 0]
         if self.global_batch is None or isinstance(model, CapturedModel):
             divisors = [1]
@@ -166,14 +168,14 @@ class Asked(Frozen):
         each = self.global_batch // data
         for size in [self.micro_batch] if self.micro_batch else [2**i for i in range(each.bit_length())]:
             count, rest = divmod(each, size)
-            # A pipeline of fewer micro-batches than stages leaves some of them idle all the time.
+            # With fewer micro-batches than stages, some stages are always idle.
             filled = pipeline == 1 or count >= pipeline or self.pipeline_parallel
             if not rest and filled and count <= MOST_MICRO_BATCHES and self.num_micro_batches in {None, count}:
                 yield size, count
 
 
 def _check(model: Model, **degrees: int) -> None:
-    """Check that a model can be shared so.
+    """Check that a model can be divided by these degrees.
 
     Raises:
         ValueError: naming the number, the rule and the remedy.
@@ -198,7 +200,7 @@ def _check(model: Model, **degrees: int) -> None:
 
 
 def _expert_units(model: Model, expert_parallel: int) -> int:
-    """Return into how many units a rank's experts of a layer fall, if each is to be worth moving."""
+    """Return the number of units into which a rank's experts of a layer are divided, so that each is worth moving."""
     if isinstance(model, CapturedModel) or not model.is_expert_model:
         return 1
     layer = next(i for i in range(model.num_layers) if model.has_experts(i))

@@ -1,4 +1,4 @@
-"""What is compared with what, and the names that conditions on it share."""
+"""The set of schedules that are compared with one another, and names of variables in conditions on it."""
 
 import dataclasses
 from typing import Self
@@ -10,21 +10,22 @@ from planner.terms import Storage
 
 TIME = "iteration_s"
 OVERRUN = "overrun"
-# The share of a tier's memory that may be used: a variable, always 1, so that a search can ask for less.
+# A variable for the usable fraction of a tier's memory. It is 1; a search may set it lower.
 ROOM = {Tier.GPU: "room on the device", Tier.HOST: "room on the host", Tier.NVME: "room on NVMe"}
-# A variable for each size of units that may come into slots: the share of device memory that these slots take.
+# A variable for each ring of slots: the fraction of device memory that the ring takes.
 RING = "slots for units of "
-# A limit that no iteration reaches.
+# Longer than any iteration.
 NEVER_S = 1e9
 
 
 @dataclasses.dataclass(frozen=True)
 class Space:
-    """What is decided already, the same for all schedules that are compared.
+    """The decisions that all compared schedules share.
 
     Attributes:
         units: the model's units for one micro-batch, in forward order.
-        given: all global decisions, without units: batch, precision, degrees, ZeRO stage, clipping, subgroups.
+        given: all decisions that are not about single units: batch, precision, degrees, ZeRO stage, clipping,
+            subgroups.
         storage: whether activations may leave the device, and whether anything may be on NVMe.
     """
 
@@ -34,7 +35,7 @@ class Space:
 
     @classmethod
     def of(cls, units: tuple[Unit, ...], decisions: Decisions, *, storage: Storage = "never") -> Self:
-        """Return the space in which some decisions place everything: all that they decide for no unit is given."""
+        """Return the space of a plan's decisions: those that are not about single units are given."""
         return cls(units, decisions.model_copy(update={"units": {}}), storage)
 
     def stages(self) -> tuple[Self, ...]:
@@ -47,7 +48,7 @@ class Space:
         return tuple(dataclasses.replace(self, given=self.given.model_copy(update=option)) for option in options)
 
     def without_order(self) -> Self:
-        """Return the space in which nothing is given that conditions do not ask: who drives it, in which order."""
+        """Return the space without what conditions ignore: the policy and the order of updates."""
         return dataclasses.replace(self, given=self.given.model_copy(update=_ORDER))
 
 

@@ -1,4 +1,4 @@
-"""Variants of a request: each choice of degrees and batch sizes, with all that scoring and bounding it needs."""
+"""Variants of a request: each choice of degrees and batch sizes, with its units and prices."""
 
 import dataclasses
 import functools
@@ -17,7 +17,7 @@ from planner.terms import Storage
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What all variants have in common.
+    """The part of a request that all variants share.
 
     Attributes:
         model: sizes of the model.
@@ -25,7 +25,7 @@ class Job:
         seq_len: tokens per sequence.
         expert_load: shares of all visits that go to each expert; see :class:`planner.graph.Batch`.
         precision: types of weights and gradients.
-        optimizer: what updates the parameters.
+        optimizer: the optimizer.
         clip: whether gradients are clipped by their global norm.
         subgroup_params: most parameters of one subgroup.
     """
@@ -42,12 +42,12 @@ class Job:
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """One choice.
+    """One choice, ready to be scored and bounded.
 
     Attributes:
         choice: degrees and batch sizes.
-        setup: what engine policies decide for.
-        cost: prices; of single units, also where pipeline stages are merged from them.
+        setup: the input of engine policies.
+        cost: prices of single units, in a pipeline too.
     """
 
     choice: Choice
@@ -56,24 +56,24 @@ class Variant:
 
     @property
     def space(self) -> Space:
-        """All schedules of it; the ZeRO stage is left open."""
+        """All its schedules, of every ZeRO stage."""
         reduce_start = "step" if self.choice.pipeline_parallel > 1 else "backward"
         given = {**self.setup.given, "policy": "any", "reduce_start": reduce_start, "units": {}}
         return Space(self.setup.units, Decisions.model_validate(given), self.setup.storage)
 
 
 def variants(job: Job, asked: Asked) -> tuple[Variant, ...]:
-    """Return every way to do what is asked.
+    """Return all variants of a request.
 
     Raises:
-        ValueError: there is none, and why.
+        ValueError: there is none; the message says why.
     """
     choices = asked.choices(job.model, job.hardware.devices_per_node)
     return tuple(variant(job, choice, asked.storage) for choice in choices)
 
 
 def variant(job: Job, choice: Choice, storage: Storage) -> Variant:
-    """Return one way to do it."""
+    """Return the variant of one choice."""
     setup = Setup(
         _units(job.model, batch_of(choice, job.seq_len, job.precision, job.expert_load)),
         **choice.model_dump(),
@@ -88,6 +88,6 @@ def variant(job: Job, choice: Choice, storage: Storage) -> Variant:
     return Variant(choice, setup, cost)
 
 
-@functools.lru_cache(32)  # the same for all choices that cut the batch alike, and for all machines of a study
+@functools.lru_cache(32)  # choices with the same micro-batch share them, and so do all machines of a study
 def _units(model: Model, batch: Batch) -> tuple[Unit, ...]:
     return units(build_graph(model, batch))

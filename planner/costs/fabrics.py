@@ -3,6 +3,17 @@
 [Note: Rings] One ring goes through all ranks of a group. Each rank sends and receives all bytes but its own share. The
 ring enters each node once, over the NICs of its devices in the group, and the slower level sets the pace (bus bandwidth
 of NCCL's rings, see ``doc/PERFORMANCE.md`` of https://github.com/NVIDIA/nccl-tests).
+
+[Note: Two nodes] An all-reduce over two nodes is a tree in NCCL: each node sends the tensor once, where a ring of many
+ranks sends it almost twice. So it runs at almost twice the bandwidth of the NICs
+(https://github.com/NVIDIA/nccl-tests/issues/196).
+
+[Note: Partial groups] NCCL lets a ring enter a node through the NIC nearest to a GPU, pass all GPUs of the group, and
+leave by that NIC; it lays as many such rings as there are NICs (https://github.com/NVIDIA/nccl/issues/412). A group
+with only some of a node's devices, such as the data-parallel group of every second rank, has fewer NICs nearby. It
+shares them with its neighbours' groups, which run the same collective at the same time: rings meet on a NIC
+(https://github.com/NVIDIA/nccl/issues/1494). In published runs on two machines such groups reach 0.53 and 0.63 of their
+share (``partial_group_ratio``). Profiles of machines with a NIC for every device leave the ratio out.
 """
 
 import dataclasses
@@ -27,7 +38,9 @@ class Ring:
 
 
 class Fabrics:
-    """The fabrics of a machine for ranks laid out on its nodes; see [Note: Rings].
+    """The fabrics of a machine for ranks laid out on its nodes.
+
+    See [Note: Rings], [Note: Two nodes] and [Note: Partial groups].
 
     Args:
         profile: the machine.
@@ -38,22 +51,30 @@ class Fabrics:
         self._profile = profile
         self._layout = layout
 
-    def rings(self, group: Group, num_bytes: float) -> list[Ring]:
+    def rings(self, group: Group, num_bytes: float, num_rounds: int = 1) -> list[Ring]:
         """Return the levels of a collective, inside a node and between nodes; none for a group of one rank.
 
         Args:
             group: the ranks that take part.
-            num_bytes: the bytes that every rank has at the end, times the number of rounds of the ring.
+            num_bytes: the bytes that every rank has at the end.
+            num_rounds: of the ring: 2 for an all-reduce, 1 for an all-gather or a reduce-scatter.
 
         Raises:
             ValueError: the group needs several nodes, and the profile has no fabric between nodes.
         """
         size = group.per_node * group.nodes
+        sent_bytes = num_rounds * num_bytes * (size - 1) / size
         rings = []
         if group.per_node > 1:
-            rings.append(_ring(self._inside(), num_bytes, size))
+            rings.append(_ring(self._inside(), num_rounds * num_bytes, sent_bytes))
         if group.nodes > 1:
-            rings.append(_ring(self._between_nodes(), num_bytes / group.per_node, size))
+            fabric = self._between_nodes()
+            if group.nodes == 2 and num_rounds == 2:
+                sent_bytes = num_bytes
+            share_bytes = sent_bytes / group.per_node
+            if fabric.partial_group_ratio and group.per_node < self._layout.ranks_per_node:
+                share_bytes /= fabric.partial_group_ratio.value
+            rings.append(_ring(fabric, num_rounds * num_bytes / group.per_node, share_bytes))
         return rings
 
     def all_to_all_s(self, group: Group, num_bytes: float) -> float:
@@ -88,5 +109,5 @@ class Fabrics:
         return fabric
 
 
-def _ring(fabric: Fabric, num_bytes: float, size: int) -> Ring:
-    return Ring(fabric, num_bytes, num_bytes * (size - 1) / size / fabric.bytes_per_s.value)
+def _ring(fabric: Fabric, num_bytes: float, sent_bytes: float) -> Ring:
+    return Ring(fabric, num_bytes, sent_bytes / fabric.bytes_per_s.value)

@@ -85,7 +85,7 @@ class KernelCosts:
         """Return the time of a collective inside a unit. The unit's next kernel waits for it."""
         if kernel.kind == "all-to-all":
             return self._fabrics.all_to_all_s(self._layout.parts(kernel.num_ranks), kernel.num_bytes)
-        rings = self._fabrics.rings(self._layout.tensor_group, kernel.num_bytes * kernel.num_passes)
+        rings = self._fabrics.rings(self._layout.tensor_group, kernel.num_bytes, kernel.num_passes)
         return sum(ring.fabric.latency_s.value for ring in rings) + max((ring.time_s for ring in rings), default=0.0)
 
 

@@ -49,6 +49,19 @@ def zero_offload_blocking(setup: Setup) -> Iterator[Decisions]:
     return zero_offload(setup, GradientPath.ZERO3_BLOCKING)
 
 
+def with_host_parameters(decisions: Decisions, setup: Setup) -> Decisions:
+    """Return a ZeRO-3 policy's decisions with DeepSpeed's ``offload_param`` to the host.
+
+    Each rank keeps its shard of the parameters in pinned host memory and copies it to the device before each all-gather
+    (``runtime/zero/partition_parameters.py``). The CPU updates it there.
+    """
+    units = {
+        unit.name: decisions.units[unit.name].model_copy(update={"params": "host"} if unit.num_params else {})
+        for unit in setup.units
+    }
+    return Decisions.model_validate(dict(decisions) | {"units": units})
+
+
 def twin_flow(setup: Setup, fractions: Sequence[float] = TWIN_FLOW_FRACTIONS) -> Iterator[Decisions]:
     """ZeRO-Offload++: the first subgroups are updated on the device, a fraction of the parameters on the CPU."""
     total = num_subgroups(setup)
@@ -333,5 +346,7 @@ POLICIES: dict[str, Callable[[Setup], Iterator[Decisions]]] = {
     "twin-flow": twin_flow,
     "interleaved": interleaved,
 }
+# Policies that can also keep their parameters on the host. This is tried if nothing fits otherwise.
+HOST_PARAMETER_POLICIES = ("zero-offload-blocking", "zero-offload")
 # Policies that need NVMe. They are tried if the request allows it.
 STORAGE_POLICIES: dict[str, Callable[[Setup], Iterator[Decisions]]] = {"zero-infinity": zero_infinity, "ratel": ratel}

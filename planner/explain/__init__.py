@@ -1,4 +1,4 @@
-"""Why a plan is what it is: everything here simulates the plan again with one thing changed.
+"""Why a plan is as it is: each module simulates the plan again with one thing changed.
 
-Decisions are kept but for that one thing, never planned again, so that a figure says what that thing alone is worth.
+All other decisions stay; nothing is planned again. So a figure shows the worth of that one thing.
 """

@@ -1,13 +1,13 @@
-"""The next constraint: how much each quantity of the machine matters to a plan, and where another one takes over.
+"""The next constraint: how much each quantity of the machine matters to a plan, and where another lane takes over.
 
-[Note: Crossing] *What bounds* a schedule is the lane with the largest share of its critical path. One quantity of the
-machine is scaled, the schedule is kept as it is, and simulated again: away from its present value first in factors of
-two, then by bisection, until what bounds changes between two factors that differ by a thousandth. That is the crossing.
-A capacity does not change times while decisions are kept; its crossing is where the plan no longer fits.
+[Note: Crossing] The lane with the largest share of the critical path *bounds* a schedule. To find a crossing, one
+quantity of the machine is scaled and the same schedule is simulated again: first in factors of two, then by bisection,
+until the bounding lane changes between two factors that differ by a thousandth. A capacity does not change times while
+decisions stay; its crossing is the value at which the plan no longer fits.
 
-What a quantity is worth to *any* plan is the derivative of the bound that is proven for all: what the conditions ask of
-the best mixture, weighted with the proof's multipliers, changes with the machine as the bound does (the envelope
-theorem). Where the bound has a corner this is one of the derivatives between those on either side.
+The worth of a quantity to *any* plan is the derivative of the proven bound. By the envelope theorem, it is the
+derivative of the conditions at the best mixture, weighted with the proof's multipliers. At a corner of the bound this
+is one of the derivatives between those of the two sides.
 """
 
 import dataclasses
@@ -30,24 +30,24 @@ from planner.explain.trial import Bench, bounding_lane
 from planner.schedule.tasks import Lane, Tier
 from planner.verification import job_of
 
-# Quantities are scaled this far each way in search of a crossing, and two factors so near to one another bracket one.
+# The largest factor in the search for a crossing, and the ratio of two factors that bracket it.
 _FARTHEST = 16.0
 _NEAR = 1e-3
-# Relative changes for derivatives: of a simulation, which has corners, and of conditions, which have none.
+# Relative changes for derivatives: of a simulation, which has corners, and of conditions, which are smooth.
 _STEP, _SMALL_STEP = 1e-2, 1e-6
-# Iterations that take longer than this many times the plan's are of no interest to its bound.
+# The bound is about iterations of at most this many times the plan's time.
 _LIMIT = 2.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Crossing:
-    """Where something else takes over as what bounds the schedule; see [Note: Crossing].
+    """The value of a quantity at which another lane bounds the schedule; see [Note: Crossing].
 
     Attributes:
-        last_factor: times the present value, where the present lane still bounds it.
-        factor: a thousandth further, where another one does.
-        value: that, in the knob's unit.
-        iteration_s: what an iteration takes there.
+        last_factor: factor on the present value at which the present lane still bounds it.
+        factor: a thousandth further, where another lane bounds it.
+        value: the same in the quantity's unit.
+        iteration_s: iteration time there.
         takes_over: the lane that bounds it there.
     """
 
@@ -60,18 +60,18 @@ class Crossing:
 
 @dataclasses.dataclass(frozen=True)
 class Limit:
-    """What one quantity means to a plan whose decisions are kept.
+    """How much one quantity of the machine matters to a plan whose decisions stay.
 
     Attributes:
-        knob: which.
-        value, unit: what the machine has: bytes, an amount per second, or seconds.
+        knob: the quantity.
+        value, unit: its present value: bytes, an amount per second, or seconds.
         elasticity: relative change of the iteration time for a relative change of the quantity; -1: inversely
             proportional, 0: it does not matter.
-        best_iteration_s: what an iteration would take if there were 16 times as much.
+        best_iteration_s: iteration time with 16 times as much.
         below, above: the crossings nearest to the present value; ``None``: none within a factor of 16.
-        fits_from: for a capacity, the part of it that the plan needs.
+        fits_from: for a capacity, the fraction of it that the plan needs.
         bound_elasticity: relative change of the bound for all plans.
-        bound_s_per_unit: seconds of that bound for one more unit; negative where more is faster.
+        bound_s_per_unit: change of that bound in seconds for one more unit; negative if more is faster.
     """
 
     knob: Knob
@@ -87,7 +87,7 @@ class Limit:
 
 
 def knobs(bench: Bench) -> tuple[Knob, ...]:
-    """Return the quantities that matter for a plan: those of its machine that any of its tasks could meet."""
+    """Return the quantities of the machine that could matter to any task of a plan."""
     decided = bench.decisions
     return knobs_of(
         bench.plan.hardware, decided.precision.weights, decided.num_devices, uses_storage=decided.uses_storage
@@ -95,7 +95,7 @@ def knobs(bench: Bench) -> tuple[Knob, ...]:
 
 
 def limits(bench: Bench, progress: Callable[[int, int], object] = lambda *_: None) -> tuple[Limit, ...]:
-    """Return what every quantity means to a plan; ``progress`` is told how many are done, and how many there are."""
+    """Return how much every quantity matters to a plan; ``progress`` is called with the number done and the total."""
     found, all_knobs = [], knobs(bench)
     derivative = _BoundDerivative(bench)
     for done, knob in enumerate(all_knobs):
@@ -153,7 +153,7 @@ def _crossing(bench: Bench, knob: Knob, value: float, step: float) -> Crossing |
 
 
 class _BoundDerivative:
-    """How the bound that a plan's certificate proves changes with the machine."""
+    """Derivatives of a plan's certified bound with respect to quantities of the machine."""
 
     def __init__(self, bench: Bench) -> None:
         self._bench = bench
@@ -170,7 +170,7 @@ class _BoundDerivative:
         return (there_s - self._here_s) / self.bound_s / _SMALL_STEP
 
     def _asked_s(self, hardware: HardwareProfile) -> float:
-        """Return what conditions ask of the best mixture beyond what it gives, weighted with the multipliers."""
+        """Return the violation of conditions at the best mixture, weighted with the multipliers, in seconds."""
         multipliers, mixture = self._proof.multipliers, self._mixture
         rows = (row for row in self._conditions(hardware).rows if row.name in multipliers)
         return math.fsum(
@@ -185,7 +185,7 @@ class _BoundDerivative:
 
 
 def binding_proof(bench: Bench) -> Proof:
-    """Return the proof that the plan's bound rests on: that of the choice that could be fastest."""
+    """Return the proof with the smallest bound, which is the plan's bound."""
     proofs = [proof for proof in bench.plan.certificate.proofs if proof.bound_s is not None]
     return min(proofs, key=lambda proof: proof.bound_s or 0.0)
 
@@ -198,12 +198,13 @@ _RESTS = (
 
 
 def bound_rests_on(bench: Bench) -> dict[tuple[str, str], float]:
-    """Return what the bound rests on, from the multipliers of its proof, largest first.
+    """Return the conditions that make the bound, by the multipliers of its proof, largest first.
 
     Returns:
-        The weight of each kind of condition with a lane or resource: all ``work`` of it in an iteration; the ``update``
-        of units, with what it moves, between the last backward and the next forward; gradients that ``leave`` before
-        that. Weights of ``work`` and of windows add up to 1, and those of ``update`` and ``leave`` to the windows'.
+        The weight of each pair of a kind of condition and a lane or resource. Kinds are ``work``, all work of an
+        iteration; ``update``, updates and their copies between the last backward and the next forward; and ``leave``,
+        gradients that leave before that. Weights of ``work`` and of windows add up to 1. Those of ``update`` and
+        ``leave`` add up to the windows' weights.
     """
     weights: dict[tuple[str, str], float] = defaultdict(float)
     for name, multiplier in binding_proof(bench).multipliers.items():
@@ -215,7 +216,7 @@ def bound_rests_on(bench: Bench) -> dict[tuple[str, str], float]:
 
 
 def full_tiers(bench: Bench) -> Iterator[tuple[Tier, float]]:
-    """Yield the tiers that have no room for one more of the model's largest subgroups of state, with the share used."""
+    """Yield tiers without room for the state of one more of the largest subgroups, with the fraction in use."""
     largest = max(size for unit in bench.units.values() for size in bench.decisions.piece_params(unit) or (0,))
     for tier, use in bench.own.memory.items():
         ranks = 1 if tier is Tier.GPU else bench.cost.ranks_per_node

@@ -1,4 +1,4 @@
-"""Why each unit is where it is: what moving it alone, and nothing else, would change."""
+"""Why each unit has its place: the effect of moving one unit and nothing else."""
 
 import dataclasses
 import difflib
@@ -11,20 +11,20 @@ from planner.explain.trial import Bench, Trial
 from planner.schedule.tasks import Lane, Op, Tier
 from planner.simulate.critical_path import critical_steps
 
-# Two times that differ by less than this fraction are the same.
+# Times that differ by a smaller fraction count as equal.
 SAME = 1e-6
-# The unit within a layer: its name before and behind the layer's number.
+# A unit's name: the parts before and behind the number of its layer.
 _LAYER = re.compile(r"^(.*?)\.(\d+)\.(.+)$")
 
 
 @dataclasses.dataclass(frozen=True)
 class Alternative:
-    """One way to treat a unit, all others treated as the plan treats them.
+    """Another decision for one unit; all other units keep theirs.
 
     Attributes:
-        decision: for the unit; its segment's activations follow.
-        trial: simulated with it.
-        chosen: whether it is the plan's.
+        decision: for the unit, and for the activations of its segment.
+        trial: the simulation with it.
+        chosen: whether it is the plan's own decision.
     """
 
     decision: UnitDecision
@@ -38,9 +38,9 @@ class Deadline:
 
     Attributes:
         update_start_s, update_end_s: the first of its updates starts, the last one ends.
-        ready_s: what its next forward needs of them is on the device.
-        deadline_s: its next forward starts, in the next iteration.
-        critical: whether its update, or what brings it to the device, is on the critical path.
+        ready_s: its new weights are on the device.
+        deadline_s: its forward of the next iteration starts.
+        critical: whether its update or the copy of its weights to the device is on the critical path.
     """
 
     update_start_s: float
@@ -51,20 +51,20 @@ class Deadline:
 
     @property
     def slack_s(self) -> float:
-        """How much earlier it is ready than it is needed."""
+        """Time between its being ready and its deadline."""
         return self.deadline_s - self.ready_s
 
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Consecutive layers that treat one of their units alike.
+    """Consecutive layers with the same decision for one of their units.
 
     Attributes:
         name: such as ``layers.3-17.mlp``.
         units: their names.
         params, activations: as in :class:`planner.decisions.UnitDecision`.
-        updates: share of their parameters that is updated at each place.
-        cheapest: for the units that were tried, the cheapest of the moves out of their place; ``None``: there is none.
+        updates: fraction of their parameters that is updated at each place.
+        cheapest: for each unit that was tried, its cheapest move to another place; ``None`` if it has none.
     """
 
     name: str
@@ -79,7 +79,7 @@ def find_unit(bench: Bench, name: str) -> str:
     """Return the name of a unit.
 
     Raises:
-        ValueError: there is no such unit; naming those that are near.
+        ValueError: there is no such unit; the message names similar ones.
     """
     if name in bench.units:
         return name
@@ -91,10 +91,11 @@ def find_unit(bench: Bench, name: str) -> str:
 def alternatives(
     bench: Bench, unit: str, progress: Callable[[int, int], object] = lambda *_: None
 ) -> tuple[Alternative, ...]:
-    """Simulate every way to treat a unit as a whole, the plan's own first; ``progress`` is told done and total.
+    """Simulate every decision for a unit as a whole, the plan's own first.
 
-    That is each place for all of its updates, gradients of what is streamed on the device or the host, parameters on
-    either, activations of its segment kept or recomputed, in all combinations that can be.
+    These are all valid combinations of one place for all its updates, gradients of streamed subgroups on the device or
+    the host, parameters on either, and activations of its segment kept or recomputed. ``progress`` is called with the
+    number done and the total.
     """
     own = bench.decisions.units[unit]
     found = [Alternative(own, bench.own, chosen=True)]
@@ -106,7 +107,7 @@ def alternatives(
 
 
 def moved(bench: Bench, unit: str, decision: UnitDecision) -> Decisions:
-    """Return the plan's decisions with another one for a unit; activations of its segment go with it."""
+    """Return the plan's decisions with another one for a unit and for the activations of its segment."""
     units = {unit: decision}
     segment = bench.units[unit].segment
     for name, other in bench.units.items():
@@ -132,7 +133,7 @@ def _ways(bench: Bench, unit: str) -> Iterator[UnitDecision]:
 
 
 def _with(own: tuple[Place, ...], others: Sequence[tuple[Place, ...]]) -> list[tuple[Place, ...]]:
-    """Return the plan's own places, which may be mixed, and others."""
+    """Return the plan's own places, which may differ between subgroups, and the others."""
     return list(dict.fromkeys([own, *others]))
 
 
@@ -143,10 +144,10 @@ def _places(bench: Bench) -> tuple[Place, ...]:
 
 
 def single_moves(bench: Bench, unit: str) -> Iterator[UnitDecision]:
-    """Yield what differs from the plan in one thing: where all of the unit is updated, its parameters, or activations.
+    """Yield decisions that differ from the plan's in one thing: place of updates, of parameters, or activations.
 
-    What is updated on the device has its parameters there, so these go with it, and gradients are where they are best
-    for what is streamed.
+    If a unit is updated on the device, its parameters move there too. Gradients of streamed subgroups take the better
+    of both places.
     """
     own = bench.decisions.units[unit]
     for decision in _ways(bench, unit):
@@ -162,7 +163,7 @@ def single_moves(bench: Bench, unit: str) -> Iterator[UnitDecision]:
 
 
 def cheapest_move(bench: Bench, unit: str) -> Alternative | None:
-    """Return the cheapest of a unit's single moves, those that fit before others; ``None`` if there is none."""
+    """Return the cheapest of a unit's single moves, preferring those that fit; ``None`` if there is none."""
     trials = (Alternative(d, bench.trial(moved(bench, unit, d)), chosen=False) for d in single_moves(bench, unit))
     return min(trials, key=lambda alternative: alternative.trial.order, default=None)
 
@@ -170,7 +171,7 @@ def cheapest_move(bench: Bench, unit: str) -> Alternative | None:
 def groups(
     bench: Bench, *, every: bool = False, progress: Callable[[int, int], object] = lambda *_: None
 ) -> tuple[Group, ...]:
-    """Return which units are where, and what it costs to move one of them.
+    """Return groups of units with equal decisions, and the cost of moving one of their units.
 
     Args:
         bench: the plan.

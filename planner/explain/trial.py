@@ -1,4 +1,4 @@
-"""Simulating a plan's model and machine under other decisions, exactly as the plan's own are simulated."""
+"""Simulate a plan's model and machine under other decisions, in the same way as the plan's own."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -21,13 +21,13 @@ from planner.simulate.prediction import TierMemory, memory_peaks
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """Decisions, simulated until their iteration repeats itself.
+    """Decisions and their simulation.
 
     Attributes:
-        decisions: what was simulated.
-        iteration_s: what an iteration takes.
-        memory: peaks against capacities: of one device, and of one host.
-        traffic_bytes: what crosses links and host memory in an iteration, hidden or not.
+        decisions: the simulated decisions.
+        iteration_s: iteration time, once iterations repeat.
+        memory: peaks and capacities of one device and of one host.
+        traffic_bytes: bytes over links and host memory in an iteration, hidden or not.
     """
 
     decisions: Decisions
@@ -37,17 +37,17 @@ class Trial:
 
     @property
     def missing_bytes(self) -> dict[Tier, int]:
-        """How much memory is lacking, by tier; empty if it fits."""
+        """Missing memory by tier; empty if it fits."""
         return {tier: use.missing_bytes for tier, use in self.memory.items() if use.missing_bytes}
 
     @property
     def fits(self) -> bool:
-        """Whether every tier holds its peak."""
+        """Whether the peak of every tier fits."""
         return not self.missing_bytes
 
     @property
     def order(self) -> tuple[float, float]:
-        """Sort key: what fits first, then what lacks less (a byte weighs more on a small tier), then what is faster."""
+        """Sort key: trials that fit first, then less missing memory, relative to the tier, then faster ones."""
         lacking = sum(use.missing_bytes / use.capacity_bytes for use in self.memory.values() if use.missing_bytes)
         return (lacking, self.iteration_s)
 
@@ -60,7 +60,7 @@ class Bench:
     """A plan's model and machine, on which other decisions can be tried.
 
     Args:
-        plan: whose.
+        plan: the plan.
 
     Attributes:
         units: the model's units, by name, in forward order.
@@ -95,7 +95,7 @@ class Bench:
         return self._trial(decisions, schedule, run_until_steady(schedule, self._priced(decisions)))
 
     def _priced(self, decisions: Decisions) -> CostModel:
-        """Return the prices of what is lowered: pipeline stages are other units for other decisions."""
+        """Return prices for decisions; in a pipeline, the units are stages, which depend on decisions."""
         if decisions.pipeline_parallel == 1:
             return self.cost
         return CostModel.of(self.plan.hardware, tuple(self.units.values()), decisions)
@@ -117,7 +117,7 @@ class Bench:
     # -- changing decisions ---------------------------------------------------------------------------------------
 
     def changed(self, **options: Any) -> Decisions:
-        """Return the plan's decisions with other global ones.
+        """Return the plan's decisions with other options.
 
         Raises:
             ValueError: they contradict one another.
@@ -129,7 +129,7 @@ class Bench:
         return changed(self.decisions, units=self.decisions.units | dict(units))
 
     def pieces(self, *places: Place) -> list[tuple[str, int]]:
-        """Return unit and number of every subgroup that is updated at some places (or any), in forward order."""
+        """Return unit and number of subgroups that are updated at ``places`` (default: any), in forward order."""
         return [
             (name, piece)
             for name in self.units
@@ -140,8 +140,8 @@ class Bench:
     def placed(self, places: Mapping[tuple[str, int], Place]) -> Decisions:
         """Return the plan's decisions with other places for some subgroups, by unit and number.
 
-        Parameters of what comes to be updated on the device stay there, and only what is updated from NVMe has its
-        parameters there too.
+        Units that are now updated on the device keep their parameters there. Only units that are updated from NVMe may
+        have their parameters on NVMe.
         """
         units = {}
         for name, old in self.decisions.units.items():
@@ -158,7 +158,7 @@ class Bench:
         return bool(self.units[unit].num_params) and unit not in self._tied and alone and not sharded_state
 
     def recomputable(self, unit: str) -> bool:
-        """Return whether activations of a unit's segment can be made again."""
+        """Return whether a unit's segment can be recomputed."""
         return self.units[unit].segment in self._swappable
 
 

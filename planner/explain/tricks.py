@@ -1,8 +1,7 @@
-"""What each trick of the plan is worth: each switched off alone, and simulated again.
+"""The worth of each trick of a plan: switch off one at a time and simulate again.
 
-A trick is a row of :data:`TRICKS`: a way to change the decisions so that the plan does without. Where doing without
-leaves a choice, all choices are tried and the best that fits counts, so that a trick is not credited with a bad
-alternative. A new trick is a new row.
+A trick is a row of :data:`TRICKS`: a way to change the decisions so that the plan does not use it. If there are several
+ways, the best one that fits counts, so that a trick is not credited with a bad alternative. A new trick is a new row.
 """
 
 import dataclasses
@@ -17,13 +16,13 @@ Off = Callable[[Bench], Iterator[Decisions]]
 
 @dataclasses.dataclass(frozen=True)
 class Trick:
-    """Something a good schedule does.
+    """A technique of good schedules.
 
     Attributes:
         key: its name for scripts.
-        words: what is done.
-        without: what is done instead where it is switched off.
-        off: yields decisions without it; nothing where the plan does not use it.
+        words: the technique in words.
+        without: what happens instead if it is off, in words.
+        off: yields decisions without it; nothing if the plan does not use it.
     """
 
     key: str
@@ -37,8 +36,8 @@ class Worth:
     """A trick, and the best that can be done without it.
 
     Attributes:
-        trick: which.
-        trial: without it; ``None`` where the plan does not use it.
+        trick: the trick.
+        trial: the best without it; ``None`` if the plan does not use it.
     """
 
     trick: Trick
@@ -46,7 +45,7 @@ class Worth:
 
 
 def worths(bench: Bench, progress: Callable[[int], object] = lambda _: None) -> tuple[Worth, ...]:
-    """Switch off every trick alone; ``progress`` is told how many are done."""
+    """Switch off one trick at a time; ``progress`` is called with the number done."""
     found = []
     for done, trick in enumerate(TRICKS):
         progress(done)
@@ -57,7 +56,7 @@ def worths(bench: Bench, progress: Callable[[int], object] = lambda _: None) -> 
 def without(bench: Bench, trick: Trick) -> Trial | None:
     """Return the best that can be done without a trick, or ``None`` if the plan does not use it.
 
-    A trick is not used where switching it off leaves the schedule as it is.
+    A plan does not use a trick if the schedule stays the same without it.
     """
     own = (bench.schedule.tasks, bench.schedule.buffers)
     schedules = ((decisions, bench.lower(decisions)) for decisions in trick.off(bench))
@@ -66,7 +65,7 @@ def without(bench: Bench, trick: Trick) -> Trial | None:
 
 
 def _options(**options: object) -> Off:
-    """Return the switch for a trick that is a matter of global decisions."""
+    """Return the switch for a trick that depends on options that all units share."""
 
     def off(bench: Bench) -> Iterator[Decisions]:
         if any(getattr(bench.decisions, name) != value for name, value in options.items()):
@@ -76,7 +75,7 @@ def _options(**options: object) -> Off:
 
 
 def _forward_order(bench: Bench) -> Iterator[Decisions]:
-    if bench.decisions.update_start == "step":  # what starts during backward is in its order anyway
+    if bench.decisions.update_start == "step":  # updates during backward are in backward order anyway
         yield from _options(update_order="backward")(bench)
 
 
@@ -124,7 +123,7 @@ def _nearest_deadline(bench: Bench) -> Iterator[Decisions]:
     places = [bench.decisions.units[name].update[piece] for name, piece in order]
     last = [place for place in places if place is not Place.GPU] + [Place.GPU] * len(resident)
     later = bench.placed(dict(zip(order, last, strict=True)))
-    # As many units as before have their parameters on the host: the first ones now, which are not updated there.
+    # The same number of units keeps parameters on the host: now the first ones, which are not updated on the device.
     count = sum(unit.params == "host" for unit in bench.decisions.units.values())
     away = (name for name in bench.units if bench.fetchable(name) and Place.GPU not in later.units[name].update)
     chosen = set(itertools.islice(away, count))

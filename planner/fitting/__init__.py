@@ -1,1 +1,1 @@
-"""Profiles fitted to runs, and why a run did not take what was predicted."""
+"""Fit profiles to runs, and explain why a run took another time than predicted."""

@@ -1,23 +1,21 @@
-"""Why a run did not take what was predicted: other counts, rates, another order, or stalls.
+"""Why a run took another time than predicted: other tasks, other rates, another order, or stalls.
 
-[Note: Attribution] A schedule whose tasks take fixed times is a max-plus system (Baccelli et al., *Synchronization and
-Linearity*, 1992): a task starts at the latest end of those that it waits for, so that the period is a convex function
-``T`` of the durations that no task can lengthen by ending earlier. Durations as predicted, sharing included, give the
-predicted period; with those of the run it differs from the measured one by what the schedule knows nothing of. Four
-steps lead from one to the other, each of which changes one thing:
+[Note: Attribution] A schedule with fixed task times is a max-plus system (Baccelli et al., *Synchronization and
+Linearity*, 1992): a task starts when the last of its predecessors ends. So the period is a convex function ``T`` of the
+durations, and never falls if one of them rises. The predicted durations, sharing included, give the predicted period.
+Four steps lead from it to the measured period, and each one changes one thing:
 
     predicted  T(p; planned)    the simulated durations ``p``
-    count      T(p; ran)        what did not run takes no time, what was not planned takes what was measured
+    count      T(p; ran)        tasks that did not run take no time, unplanned tasks take their measured time
     rate       T(m; ran)        the measured durations ``m``
-    order      T(m; as seen)    lanes run their tasks in the order in which they did, without dependencies that were
-                                not kept
-    stall      measured         tasks began later than all that explains
+    order      T(m; as seen)    lanes run their tasks in the observed order, without dependencies that the run broke
+    stall      measured         tasks began later than all this explains
 
-so that the differences add up to the error exactly, whatever they are. Stalls cannot be negative but by noise: a run
-that keeps an order cannot be faster than it. What all rates together explain is divided among kinds of tasks by
-Shapley's value (*A value for n-person games*, 1953; for decompositions: Shorrocks, *J. Econ. Inequality* 11, 2013): the
-mean, over all orders in which kinds could change from ``p`` to ``m``, of what the period changes with each. It adds up,
-and depends on no order: a kind off the critical path explains nothing, two that could each hide the other share it.
+The differences add up to the error exactly. Stalls are negative only by noise: a run cannot be faster than its order
+allows. The effect of all rates is divided among kinds of tasks by Shapley's value (*A value for n-person games*, 1953;
+for decompositions: Shorrocks, *J. Econ. Inequality* 11, 2013): the mean change of the period when a kind changes from
+``p`` to ``m``, over all orders of kinds. Shapley values add up. A kind off the critical path explains nothing, and two
+kinds of which each could hide the other share the effect.
 """
 
 import dataclasses
@@ -39,9 +37,9 @@ from planner.simulate.replays import Replays, Seconds
 CauseKind = Literal["rate", "count", "order", "stall"]
 TaskKind = tuple[Lane, Op]
 
-# More kinds than that are too many orders (2 ** 8 replays); those whose times differ least then share a value.
+# With n kinds there are 2 ** n replays. The kinds beyond these, whose times differ least, share one value.
 _MOST_KINDS: Final = 8
-# Moments of different threads are not read off one clock at one time.
+# Tolerance for times that different threads measured.
 _SIMULTANEOUS_S: Final = 5e-5
 
 
@@ -51,8 +49,8 @@ class Cause:
 
     Attributes:
         kind: which assumption was wrong.
-        seconds: what of ``measured - predicted`` it explains; negative if the run was faster for it.
-        of: the kind of tasks whose rate it is; ``None``: of several, or of none.
+        seconds: its part of ``measured - predicted``; negative if it made the run faster.
+        of: the kind of tasks whose rate it is; ``None`` if it is about several kinds, or about no rate.
     """
 
     kind: CauseKind
@@ -66,9 +64,9 @@ class Tasks:
 
     Attributes:
         lane, op: their kind.
-        num_planned, num_ran: how many there were to be, and were.
-        predicted_s, measured_s: what they take, added up; the former of those that ran.
-        explains_s: what of the difference their rate explains, if that is known of them apart.
+        num_planned, num_ran: number of tasks in the schedule and in the run.
+        predicted_s, measured_s: sums of their durations; the predicted sum is over those that ran.
+        explains_s: the part of the difference that their rate explains, if it is known for this kind alone.
     """
 
     lane: Lane
@@ -82,15 +80,15 @@ class Tasks:
 
 @dataclasses.dataclass(frozen=True)
 class Attribution:
-    """A difference between prediction and measurement, divided; see [Note: Attribution].
+    """The difference between prediction and measurement, divided among causes; see [Note: Attribution].
 
     Attributes:
-        predicted_s, measured_s: of the iteration.
-        causes: which add up to the difference, largest first; those of nothing are left out.
+        predicted_s, measured_s: iteration times.
+        causes: parts of the difference, largest first, without zeros; they add up to it.
         tasks: by kind, those that explain most first.
         stalls_s: gaps on the measured critical path, in seconds, by the kind of task that began late; largest first.
-        swapped: by lane, tasks that ran before one that was to come first.
-        num_broken: dependencies that the run did not keep.
+        swapped: by lane, the number of tasks that ran before an earlier task of the schedule.
+        num_broken: number of dependencies that the run broke.
     """
 
     predicted_s: float
@@ -103,15 +101,15 @@ class Attribution:
 
 
 def kind_of(task: Task) -> TaskKind:
-    """Return the kind of a task. Clipping is part of the step: one quantity prices both."""
+    """Return the kind of a task. Clipping counts as the step, because one quantity prices both."""
     return task.lane, Op.STEP if task.op is Op.CLIP else task.op
 
 
 def middle(measured: Timeline, iterations: Sequence[int]) -> tuple[int, ...]:
-    """Return the middle third of iterations by their length: robust as a median, and sums of their means stay sums.
+    """Return the middle third of iterations by duration: as robust as a median, and their means add up.
 
     Raises:
-        ValueError: there is none, or one that was not measured.
+        ValueError: there is none, or one was not measured.
     """
     if not iterations:
         raise ValueError("no steady iteration was measured; run more iterations")
@@ -132,9 +130,9 @@ def attribute(
 
     Args:
         predicted: the simulated schedule.
-        measured: a run of it, or of one that has more tasks (checkpoints) or fewer.
-        iterations: which of it to read (see :func:`middle`): each measured as a whole, with its successor.
-        progress: called with replays done and in all.
+        measured: a run of it, or of a schedule with more tasks (checkpoints) or fewer.
+        iterations: iterations of the run to read (see :func:`middle`); each and its successor must be complete.
+        progress: called with the number of replays done and the total.
     """
     run = _Run.of(measured, iterations)
     expected_s = _aligned(predicted, measured.schedule)
@@ -144,7 +142,7 @@ def attribute(
     replays = Replays(measured.schedule)
     rates = _Rates(replays, before_s, run.durations_s, ran, progress)
     seen, swapped, num_broken = _as_seen(run)
-    # A cycle of several iterations is read as their mean, which replays may not give back whole.
+    # A cycle of several iterations is read as their mean, so replays may differ from it.
     planned_s = Replays(predicted.timeline.schedule).period_s(_durations_s(predicted.timeline, predicted.iterations))
     ordered_s = rates.after_s if seen is None else Replays(seen.schedule).period_s(run.durations_s[list(seen.order)])
     measured_s = float(np.mean([measured.period_s(i) for i in iterations]))
@@ -170,7 +168,7 @@ def attribute(
 
 @dataclasses.dataclass(frozen=True)
 class _Run:
-    """Means over iterations of a measured timeline, in seconds; ``start_s`` is since the iteration began."""
+    """Means over iterations of a measured timeline, in seconds; ``start_s`` counts from the start of the iteration."""
 
     timeline: Timeline
     iterations: tuple[int, ...]
@@ -197,7 +195,7 @@ def _durations_s(timeline: Timeline, iterations: Sequence[int]) -> Seconds:
 
 
 def _aligned(predicted: Simulation, schedule: Schedule) -> Seconds:
-    """Return the predicted durations of another schedule's tasks; NaN for those that the prediction does not have."""
+    """Return the predicted durations of another schedule's tasks; NaN for tasks that the prediction lacks."""
     durations_s = _durations_s(predicted.timeline, predicted.iterations)
     planned = predicted.timeline.schedule.tasks
     if planned == schedule.tasks:
@@ -207,7 +205,7 @@ def _aligned(predicted: Simulation, schedule: Schedule) -> Seconds:
 
 
 def _identities(tasks: Sequence[Task]) -> list[tuple[object, ...]]:
-    """Return what tells each task from all others, whatever else is in its schedule."""
+    """Return keys of tasks that are unique and do not depend on the other tasks of a schedule."""
     seen: dict[tuple[object, ...], int] = defaultdict(int)
     result: list[tuple[object, ...]] = []
     for task in tasks:
@@ -218,11 +216,11 @@ def _identities(tasks: Sequence[Task]) -> list[tuple[object, ...]]:
 
 
 class _Rates:
-    """What the durations of each kind of task explain, by Shapley's value.
+    """The effect of each kind of task's durations, by Shapley's value.
 
     Attributes:
         before_s, after_s: the period with all durations as predicted, and as measured.
-        explained_s: by kind, largest difference in time first; under ``None`` that of all kinds beyond the most.
+        explained_s: by kind, largest difference in time first; ``None`` stands for all kinds beyond the largest.
     """
 
     def __init__(
@@ -259,10 +257,11 @@ class _Rates:
 
 
 def shapley(worth: Sequence[float] | Seconds) -> list[float]:
-    """Return each player's Shapley value: they add up to ``worth[-1] - worth[0]``.
+    """Return each player's Shapley value; the values add up to ``worth[-1] - worth[0]``.
 
     Args:
-        worth: of every coalition, float[2 ** num_players]; player ``i`` is in those whose index has bit ``i``.
+        worth: float[2 ** num_players], the worth of every coalition; player ``i`` is in those whose index has bit
+            ``i``.
     """
     num_players = len(worth).bit_length() - 1
     weights = [
@@ -281,14 +280,14 @@ def shapley(worth: Sequence[float] | Seconds) -> list[float]:
 
 @dataclasses.dataclass(frozen=True)
 class _Seen:
-    """A schedule in the order in which it ran: ``order[i]`` was task ``i``'s index before."""
+    """A schedule in the observed order: ``order[i]`` is the planned index of task ``i``."""
 
     schedule: Schedule
     order: tuple[int, ...]
 
 
 def _as_seen(run: _Run) -> tuple[_Seen | None, dict[Lane, int], int]:
-    """Return the schedule as it ran if that is not as planned, what was swapped by lane, and dependencies not kept."""
+    """Return the schedule in the observed order if it differs, swapped tasks by lane, and broken dependencies."""
     schedule, starts_s = run.timeline.schedule, _filled_starts_s(run)
     ends_s = starts_s + run.durations_s
     swapped: dict[Lane, int] = defaultdict(int)
@@ -328,7 +327,7 @@ def _as_seen(run: _Run) -> tuple[_Seen | None, dict[Lane, int], int]:
 
 
 def _filled_starts_s(run: _Run) -> Seconds:
-    """Return when tasks began; those that did not run begin when they could have."""
+    """Return start times in seconds; a task that did not run starts when its predecessors have ended."""
     starts_s = run.start_s.copy()
     last: dict[tuple[Lane, int], float] = defaultdict(float)
     for task in run.timeline.schedule.tasks:
@@ -370,7 +369,7 @@ def _by_kind(
 
 
 def _stalls_s(measured: Timeline, iterations: Sequence[int]) -> dict[TaskKind, float]:
-    """Return the mean seconds in which the critical path has no task, by what began only after them."""
+    """Return the mean length of gaps on the critical path, in seconds, by the kind of task after the gap."""
     tasks = measured.schedule.tasks
     first = kind_of(tasks[measured.schedule.first_forward or 0])
     found: dict[TaskKind, float] = defaultdict(float)

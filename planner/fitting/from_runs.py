@@ -1,9 +1,9 @@
-"""Fitting a profile to whole runs: least squares on the few quantities that no publication and no probe states.
+"""Fit a profile to whole runs: least squares on the few quantities that nobody published or measured.
 
 [Note: Fitting] A residual is ``log(predicted / measured)`` of one measured time or rate of one run, so that a phase of
-a millisecond and one of a minute weigh the same. The unknowns are logarithms of quantities of the profile, so that
-they stay positive, and each is bounded to a range around its present value. What the runs do not determine is refused:
-a number that any value would explain is not a fit. Memory is not fitted: no quantity of a profile changes it.
+a millisecond weighs as much as one of a minute. The unknowns are logarithms of quantities of the profile, so that they
+stay positive. Each is bounded to a range around its present value. An unknown that the runs do not determine is
+refused. Memory is not fitted: no quantity of a profile changes it.
 """
 
 import dataclasses
@@ -23,25 +23,25 @@ from planner.cases import Case, Metric, Outcome
 MAX_PARAMETERS = 8
 RESIDUALS_PER_PARAMETER = 2
 DEFAULT_RANGE = 8.0
-# Relative change of an unknown that shows its effect above the steps of a simulated schedule.
+# Relative change of an unknown for derivatives, large enough to step over kinks of simulated schedules.
 _STEP = 0.02
-# A fitted logarithm whose standard error exceeds this is known to no better than a factor of two.
+# An unknown with a larger standard error of its logarithm is known only to a factor of two.
 _UNDETERMINED = math.log(2)
 
 
 class FitError(ValueError):
-    """Runs and unknowns do not fit together: names them, the rule, and what to do."""
+    """The runs cannot determine the unknowns; the message names them, the rule and a remedy."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Fitted:
-    """One quantity before and after.
+    """One fitted quantity.
 
     Attributes:
-        path: where it is in the profile.
-        start, value: in the quantity's own unit; of a curve, its best rate per second.
-        low, high: the bounds it was held to.
-        relative_error: one standard error of the value, relative.
+        path: of the quantity in the profile.
+        start, value: before and after, in its own unit; for a curve, its best rate per second.
+        low, high: its bounds.
+        relative_error: relative standard error of the value.
     """
 
     path: str
@@ -53,7 +53,7 @@ class Fitted:
 
     @property
     def at_bound(self) -> bool:
-        """Whether a bound stopped it: then the runs want something that is not believed."""
+        """Whether the value is at a bound, so that the runs would fit better with an implausible value."""
         return min(self.value / self.low, self.high / self.value) < 1.01
 
 
@@ -63,9 +63,9 @@ class Fit:
 
     Attributes:
         profile: with the fitted values.
-        fitted: what changed.
+        fitted: the fitted quantities.
         residuals: ``log(predicted / measured)`` after the fit, by case and metric.
-        num_simulations: runs simulated on the way.
+        num_simulations: number of simulated runs.
     """
 
     profile: HardwareProfile
@@ -75,17 +75,17 @@ class Fit:
 
     @property
     def rms(self) -> float:
-        """Root mean square of the residuals: about the relative error of a typical time."""
+        """Root mean square of the residuals, about the relative error of a typical time."""
         return math.sqrt(sum(r * r for r in self.residuals.values()) / len(self.residuals))
 
 
 def fitted_paths(profile: HardwareProfile) -> tuple[str, ...]:
-    """Return the quantities that a profile already says are fitted: what is fitted if nothing else is asked for."""
+    """Return the quantities that are fitted in a profile; they are the default unknowns."""
     return tuple(path for path, item in quantities(profile).items() if item.provenance.origin == "fitted")
 
 
 def fitted_runs(profile: HardwareProfile) -> frozenset[str]:
-    """Return the ids of all runs that something in a profile was fitted to: what it says of them is no prediction."""
+    """Return the ids of all runs to which a profile was fitted; for these it makes no real prediction."""
     return frozenset(run for item in quantities(profile).values() for run in item.provenance.runs or ())
 
 
@@ -101,12 +101,12 @@ def fit(
     """Fit quantities of a profile to runs; see [Note: Fitting].
 
     Args:
-        profile: where to start from.
+        profile: the start.
         cases: runs on this machine.
         paths: the unknowns.
-        source: where the runs are from and what was fitted, for the provenance.
-        ranges: bounds of an unknown in its own unit; by default its value over and times ``DEFAULT_RANGE``.
-        progress: is told how many runs have been simulated.
+        source: source of the runs, for the provenance.
+        ranges: bounds of an unknown in its own unit; by default its value divided by and times ``DEFAULT_RANGE``.
+        progress: called with the number of simulated runs.
 
     Raises:
         FitError: too many unknowns, an unknown that is 0 or unknown, or one that the runs do not determine.
@@ -218,7 +218,7 @@ def _jacobian(
     lows: npt.NDArray[np.float64],
     highs: npt.NDArray[np.float64],
 ) -> npt.NDArray[np.float64]:
-    """Return central differences; a simulated schedule has kinks, so that infinitesimal ones would mean little."""
+    """Return central differences over steps that are larger than the kinks of simulated schedules."""
     columns = []
     for i in range(len(logs)):
         ends = []
@@ -248,5 +248,5 @@ def _standard_errors(
 
 
 def predictions(profile: HardwareProfile, cases: Iterable[Case]) -> dict[str, Outcome]:
-    """Return what a profile predicts for cases, by id."""
+    """Return the predictions for cases on a profile, by id."""
     return {case.id: case.predict(profile) for case in cases}

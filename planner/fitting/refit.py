@@ -1,11 +1,10 @@
-"""A profile fitted to the lanes of one run of a plan, so that the next plan is for the machine as it is now.
+"""Fit a profile to the lanes of one run of a plan, so that the next plan is for the machine as it is now.
 
-[Note: Lanes] What was measured of a run is the time of every task. Tasks of one class (computing, copies one way,
-updates on the host and so on) share the quantities that price them, and one factor for each class makes the simulated
-schedule take as long in these tasks as the measured one did. Tasks slow each other down, in the run and in the
-simulation, so the factors are not the ratios of the first comparison: the schedule is simulated again with each new
-profile, until they stay. (Fitting to whole runs, :mod:`planner.fitting.from_runs`, has no tasks to look at, and needs
-several.)
+[Note: Lanes] A run yields the measured time of every task. Tasks of one class (computing, copies one way, updates on
+the host and so on) are priced with the same quantities. One factor for each class makes the simulated time of these
+tasks equal to the measured one. Tasks slow each other down, in the run and in the simulation. So the factors are not
+simply the ratios of the first comparison: the schedule is simulated again with each new profile, until the factors
+converge. (Fitting to whole runs, :mod:`planner.fitting.from_runs`, knows no tasks and needs several runs.)
 """
 
 import dataclasses
@@ -25,9 +24,9 @@ from planner.schedule.timeline import Timeline
 from planner.simulate.machine import Simulation, run_until_steady
 
 RANGE: Final = 8.0
-"""No quantity is believed to be further off than this factor."""
+"""The largest factor by which a quantity may change."""
 _MOST_ROUNDS: Final = 12
-_CLOSE: Final = 0.01  # classes whose times are this near to the measured ones are left alone
+_CLOSE: Final = 0.01  # classes whose times are this close to the measured ones are not changed
 
 CLASSES: Final[Mapping[str, frozenset[Lane]]] = {
     "computing": frozenset({Lane.COMPUTE}),
@@ -51,7 +50,7 @@ _PRICED_BY: Final[Mapping[str, tuple[str, ...]]] = {
     "reads from NVMe": ("nvme.read",),
     "writes to NVMe": ("nvme.write",),
 }
-# Both directions together are bound by what the better of the two is now.
+# The limit of both directions together is scaled with the faster direction.
 _BOTH: Final[Mapping[str, tuple[str, str]]] = {
     "host_link.both_bytes_per_s": ("copies to the device", "copies from the device"),
     "nvme.both_bytes_per_s": ("reads from NVMe", "writes to NVMe"),
@@ -60,13 +59,13 @@ _BOTH: Final[Mapping[str, tuple[str, str]]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Refit:
-    """What came of it.
+    """The result.
 
     Attributes:
         profile: with the fitted quantities.
-        slower: by class of tasks, how many times longer than before they take alone.
-        predicted_s: what an iteration of the measured schedule takes on the profile.
-        measured_s: what it took, at the median.
+        slower: by class of tasks, the factor on their time when they run alone.
+        predicted_s: iteration time of the measured schedule on the new profile.
+        measured_s: median iteration time of the run.
     """
 
     profile: HardwareProfile
@@ -86,12 +85,12 @@ def refit(
     """Fit a profile to a run of these decisions; see [Note: Lanes].
 
     Args:
-        profile: what the run was predicted with.
-        units: the model's.
-        decisions: what was executed.
-        measured: what came of it.
-        iterations: which iterations of it to read: complete ones, with their successors.
-        run: what the fitted quantities call it.
+        profile: the profile of the run's prediction.
+        units: of the model.
+        decisions: the executed decisions.
+        measured: the run's timeline.
+        iterations: iterations of the run to read; each and its successor must be complete.
+        run: name of the run, for the provenance.
 
     Raises:
         ValueError: ``iterations`` is empty.
@@ -131,10 +130,10 @@ def _busy_s(timeline: Timeline, iteration: int) -> dict[str, float]:
 
 
 def _slowed(profile: HardwareProfile, dtype: str, slower: Mapping[str, float], source: str) -> HardwareProfile:
-    """Return a profile on which the tasks of each class take so many times longer."""
+    """Return a profile on which the tasks of each class take longer by the factors in ``slower``."""
     elementwise = ("device.elementwise", "device.elementwise_fp32")
     computing: tuple[str, ...] = (f"device.gemm.{dtype}", f"device.attention.{dtype}", *elementwise)
-    issues = "launching" if profile.device.kind == "gpu" else "computing"  # who waits while kernels are issued
+    issues = "launching" if profile.device.kind == "gpu" else "computing"  # the class that includes launch times
     paths = {**_PRICED_BY, "computing": computing}
     paths[issues] = (*paths[issues], "device.issue_s")
     factors = {path: factor for name, factor in slower.items() for path in paths[name]}

@@ -33,8 +33,8 @@ class CapturedInput(_Frozen):
         name: keyword; empty for a positional argument.
         shape: the leading dimension is the micro-batch.
         dtype: ``float`` is the type of the weights.
-        num_values: integers are below it, as the model looks them up in a table of this length (an embedding's rows,
-            a loss's classes).
+        num_values: upper bound of integer values, because the model uses them as indices: rows of an embedding, or
+            classes of a loss.
     """
 
     name: str = ""
@@ -47,7 +47,7 @@ class CapturedInput(_Frozen):
         """Return the input that ``2x512:int64``, ``8x3x224x224`` or ``labels=2x512:int64`` means.
 
         Raises:
-            ModelConfigError: it is none.
+            ModelConfigError: ``text`` is not an input.
         """
         if found := _INPUT.fullmatch(text):
             name, shape, dtype = found.groups()
@@ -72,9 +72,9 @@ class CapturedOperator(_Frozen):
         name: path of the module whose forward ran it; ``#2`` marks what that module runs later.
         kind: class of the module.
         unit: path of the unit.
-        saved_bytes: as autograd saves them, each storage once.
-        workspace_bytes: most bytes alive while it runs forward or backward beyond what units up to its own have saved
-            and gradients of parameters. The hidden state and its gradient count, as they are alive.
+        saved_bytes: activations that autograd saves, each storage counted once.
+        workspace_bytes: most bytes alive while it runs forward or backward, without gradients of parameters and
+            activations saved up to its unit. The hidden state and its gradient count.
     """
 
     name: str
@@ -101,8 +101,8 @@ class CapturedSegment(_Frozen):
     """Where a block is in the model.
 
     Attributes:
-        path: of the module that is recomputed as a whole; empty for what is outside repeated blocks, of which every
-            unit is a segment of its own that is never recomputed.
+        path: of the module that is recomputed as a whole. Operators outside repeated blocks have an empty path: each
+            of their units is a segment of its own and is never recomputed.
         block: index of its block.
     """
 
@@ -116,7 +116,7 @@ class CapturedModel(_Frozen):
     Attributes:
         factory: ``package.module:function`` that made it.
         inputs: what it was called with.
-        loss: what backward began from, in words.
+        loss: the tensor from which backward began, in words.
         dtype: of weights and floating inputs.
         seq_len: tokens per sample: the second dimension of the first input where that is of integers, else 1 (a token
             is then a sample).
@@ -133,7 +133,7 @@ class CapturedModel(_Frozen):
 
     @property
     def name(self) -> str:
-        """How it is called in tables."""
+        """Its name in tables."""
         return self.factory
 
     @property
@@ -174,8 +174,8 @@ class CapturedModel(_Frozen):
             ModelConfigError: the batch is not the one that was captured.
         """
         captured = (self.micro_batch, self.seq_len, 2 if self.dtype == "bf16" else 4, 1)
-        if captured != (asked := (batch.micro_batch, batch.seq_len, batch.dtype_bytes, batch.tensor_parallel)):
-            raise ModelConfigError(f"{self.name} was captured {_other_batch(captured, asked)}")
+        if captured != (wanted := (batch.micro_batch, batch.seq_len, batch.dtype_bytes, batch.tensor_parallel)):
+            raise ModelConfigError(f"{self.name} was captured {_other_batch(captured, wanted)}")
         graph = Graph()
         source: tuple[str, ...] = ()
         for operator in self.operators():
@@ -183,21 +183,21 @@ class CapturedModel(_Frozen):
         return graph
 
 
-def _other_batch(captured: tuple[int, ...], asked: tuple[int, ...]) -> str:
+def _other_batch(captured: tuple[int, ...], wanted: tuple[int, ...]) -> str:
     """Say in which fields a batch is not the one that was captured, and what to do about each."""
-    wanted = "fp32" if asked[2] == 4 else "bf16"
+    dtype = "fp32" if wanted[2] == 4 else "bf16"
     fields = (
         ("micro-batch", "ask for micro_batch={}, or capture it with inputs of the other leading dimension"),
         ("tokens per sequence", "ask for seq_len={}, or capture it with inputs of the other length"),
         (
             "bytes per value",
-            f'capture it again with dtype="{wanted}", or ask for the precision it has',
+            f'capture it again with dtype="{dtype}", or ask for the precision it has',
         ),
         ("tensor-parallel ranks", "leave tensor_parallel out: it was captured whole"),
     )
     parts = [
         (f"{name} {had}, not {wants}", remedy.format(had))
-        for (name, remedy), had, wants in zip(fields, captured, asked, strict=True)
+        for (name, remedy), had, wants in zip(fields, captured, wanted, strict=True)
         if had != wants
     ]
     return f"for {' and '.join(words for words, _ in parts)}; {'; '.join(remedy for _, remedy in parts)}"
@@ -235,7 +235,7 @@ def _tag(value: Any) -> str:
     )
 
 
-# What is trained: sizes from which operators follow, or the operators themselves.
+# A model is given by its sizes, from which operators follow, or by the operators themselves.
 Model = ModelConfig | CapturedModel
 ModelField = Annotated[
     Annotated[ModelConfig, Tag("sizes")] | Annotated[CapturedModel, Tag("captured")], Discriminator(_tag)
@@ -243,5 +243,5 @@ ModelField = Annotated[
 
 
 def counted(model: Model) -> str:
-    """Return what a model's speed counts, in the plural."""
+    """Return the plural of what a model's speed is counted in: tokens or samples."""
     return "samples" if isinstance(model, CapturedModel) and model.seq_len == 1 else "tokens"

@@ -1,4 +1,4 @@
-"""The sizes that decide what a decoder-only transformer costs."""
+"""The sizes of a decoder-only transformer that decide its time and memory."""
 
 from typing import Annotated, Literal, Self
 
@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 Family = Literal["opt", "gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"]
 Mlp = Literal["relu", "gelu", "gelu_new", "swiglu"]
 Norm = Literal["layernorm", "rmsnorm"]
-# Far beyond any model; products of them are still numbers, and every layer is a unit of its own.
+# Far beyond any model. Products of sizes stay finite, and a schedule with a unit for each layer stays small enough.
 Size = Annotated[int, Field(gt=0, le=10**9, strict=True)]
 Count = Annotated[int, Field(ge=0, le=10**9, strict=True)]
 MAX_LAYERS = 2_000
@@ -24,17 +24,17 @@ class UnknownModelError(ModelConfigError):
 class ModelConfig(BaseModel):
     """One model, described as far as time and memory depend on it.
 
-    What only changes values is left out: initialisation, rotary base and scaling, dropout (taken as 0), and sliding
-    windows (attention is taken as full and causal).
+    Settings that only change values are left out: initialisation, rotary base and scaling. Dropout is taken as 0, and
+    attention as full and causal, without sliding windows.
 
     Attributes:
-        family: which architecture of ``transformers`` it is; decides module names and the kernels that run.
+        family: architecture of ``transformers``; decides module names and kernels.
         ffn_hidden_size: width of a dense MLP.
         mlp: activation; ``gelu`` is one kernel, ``gelu_new`` the eight of GPT-2, ``swiglu`` has a gate.
         qkv_bias, output_bias, mlp_bias: whether the projections of attention and MLP have biases.
         qk_norm: RMS norm over each head of query and key.
         word_embed_proj_dim: width of the token embedding; differs from ``hidden_size`` in opt-350m only.
-        norm_before: norms precede attention and MLP (opt-350m: follow).
+        norm_before: norms come before attention and MLP; in opt-350m they come after.
         final_norm: a norm before the head.
         num_experts: experts of a layer, 0 for a dense model.
         experts_per_token: how many of them a token visits.

@@ -95,7 +95,7 @@ def head_operators(config: ModelConfig, batch: Batch, specs: Mapping[str, Parame
         project = work.keeping(work.linear(rows, hidden, width, e, bias=False), rows * hidden * e)
         operators.append(make(name, "projection", Pattern.REPLICATE, project, rows * width * e, f"{name}.weight"))
     logits = sum_input_gradient(batch, width) + work.linear(rows, width, vocab, e, bias=False)
-    # The gradient of the logits, in their type, is there until that of the hidden state is.
+    # The gradient of the logits, in their type, stays until the gradient of the hidden state is complete.
     logits = work.keeping(logits, rows * width * e, rows * (vocab + width) * e)
     if config.tied_embeddings:
         owned, shared = [], _token_weight(config)
@@ -113,9 +113,9 @@ def _loss(batch: Batch, vocab: int) -> Work:
     loss = work.loss(rows, vocab, batch.dtype_bytes)
     if ranks == 1:
         return loss
-    # The maximum, the target's logit and the sum of exponentials, over the ranks' shares of the vocabulary, of which
-    # log-probabilities are then made. Backward turns them into the gradient in place, where autograd's own makes two
-    # tensors: what is there is the gradient and, unless it is float32 itself, a copy of it in the logits' type.
+    # Three all-reduces over the ranks' shares of the vocabulary: the maximum, the target's logit and the sum of
+    # exponentials. They give the log-probabilities. Backward turns these into the gradient in place, where autograd
+    # would make two tensors. So it holds the gradient and, unless that is float32, a copy in the logits' type.
     loss += Work(each(rows * vocab, 4, 8) + all_reduce(4 * rows, ranks, 3))
     e = batch.dtype_bytes
     return dataclasses.replace(loss, workspace_bytes=rows * vocab * (4 if e == 4 else 4 + e))

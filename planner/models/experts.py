@@ -1,8 +1,8 @@
-"""Which experts a rank has, and how many tokens visit each of them.
+"""The experts of each rank, and the number of tokens that are routed to each expert.
 
-[Note: Uneven experts] Under expert parallelism every rank of a group has equally many experts, in blocks, and tokens of
-all its ranks visit them. All wait for the rank that is visited most, at the exchange of tokens that follows. So where
-the load is uneven, the rank that stands for all is, in every layer, the one with most to do.
+[Note: Uneven experts] Under expert parallelism every rank of a group has a block of equally many experts. Tokens of all
+ranks are routed to them. At the next all-to-all, all ranks wait for the one with most tokens. So if the load is uneven,
+the representative rank is, in every layer, the one with most tokens.
 """
 
 from typing import TYPE_CHECKING
@@ -16,7 +16,7 @@ Row = tuple[float, ...]
 
 
 def check(config: ModelConfig, batch: "Batch") -> None:
-    """Check that a model's experts can be shared, and are loaded, as a batch says.
+    """Check that ranks can share a model's experts, and that the batch's load fits them.
 
     Raises:
         ModelConfigError: naming the number, the rule and the remedy.
@@ -52,9 +52,9 @@ def load_of(batch: "Batch", layer: int) -> Row | None:
 
 
 def tokens(config: ModelConfig, batch: "Batch", layer: int) -> tuple[int, ...]:
-    """Return how many tokens visit each expert of the rank with most to do; see [Note: Uneven experts].
+    """Return how many tokens visit each expert of the rank with most tokens; see [Note: Uneven experts].
 
-    They add up to all of the group's visits over its ranks, but for what uneven shares add.
+    With an even load, they add up to the group's visits divided by its ranks; with an uneven one, to more.
     """
     ranks, num = batch.expert_parallel, config.num_experts
     visits = batch.num_tokens * config.experts_per_token * ranks
@@ -67,7 +67,7 @@ def tokens(config: ModelConfig, batch: "Batch", layer: int) -> tuple[int, ...]:
 
 
 def whole(shares: Row, total: int) -> tuple[int, ...]:
-    """Return integers in proportion to shares that add up to ``total`` (largest remainders are rounded up)."""
+    """Return integers in proportion to ``shares`` that add up to ``total``; the largest remainders are rounded up."""
     exact = [share * total / sum(shares) for share in shares]
     counts = [int(amount) for amount in exact]
     order = sorted(range(len(shares)), key=lambda i: counts[i] - exact[i])
@@ -77,13 +77,13 @@ def whole(shares: Row, total: int) -> tuple[int, ...]:
 
 
 def zipf(num_experts: int, exponent: float) -> Row:
-    """Return shares of experts that fall as ``rank ** -exponent``: the first is the most visited."""
+    """Return a load that follows Zipf's law, ``rank ** -exponent``: the first expert is visited most."""
     weights = [(i + 1) ** -exponent for i in range(num_experts)]
     return tuple(weight / sum(weights) for weight in weights)
 
 
 def groups(config: ModelConfig, batch: "Batch") -> list[tuple[int, int]]:
-    """Return the first and the number of a rank's experts in each unit."""
+    """Return, for each unit, the first of the rank's experts in it and their number."""
     num = config.num_experts // batch.expert_parallel
     count = -(-num // min(batch.expert_units, num))
     return [(first, min(count, num - first)) for first in range(0, num, count)]

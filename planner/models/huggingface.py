@@ -7,7 +7,7 @@ from pydantic import ValidationError
 
 from planner.models.config import Family, ModelConfig, ModelConfigError
 
-# The one place that knows what others call our fields; the first name present wins.
+# The names of our fields in configuration files; the first one that is present counts.
 _ALIASES: dict[str, tuple[str, ...]] = {
     "num_layers": ("num_hidden_layers", "n_layer", "num_layers"),
     "hidden_size": ("hidden_size", "n_embd", "d_model"),
@@ -29,7 +29,7 @@ _ALIASES: dict[str, tuple[str, ...]] = {
 }
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size", "max_positions")
 _RMS = {"norm": "rmsnorm", "mlp": "silu", "tied_embeddings": False}
-# What the configuration classes of transformers assume where a file is silent.
+# Defaults of the configuration classes of transformers.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "opt": {"norm": "layernorm", "mlp": "relu", "tied_embeddings": True},
     "gpt2": {"norm": "layernorm", "mlp": "gelu_new", "tied_embeddings": True},
@@ -51,7 +51,7 @@ _ARCHITECTURES = {
     "mixtral": "MixtralForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
 }
-# Switches that would change the parameters or kernels in a way that is not described here.
+# Settings that change parameters or kernels in a way that ModelConfig cannot describe.
 _UNSUPPORTED = {"layer_norm_elementwise_affine": False, "add_cross_attention": True}
 
 

@@ -1,4 +1,4 @@
-"""What a device is asked to run: the kernels of an operator, with their sizes.
+"""The kernels that an operator runs, with their sizes.
 
 [Note: Kernel lists] The lists describe what eager PyTorch runs for the ``transformers`` implementation of a module with
 ``attn_implementation="sdpa"``, without dropout or cache: one entry per kernel, in the order of execution, derived by
@@ -18,7 +18,7 @@ class Gemm:
     """``count`` matrix products (m, k) x (k, n). In a forward, ``m`` is the number of tokens.
 
     Attributes:
-        batched: they are one kernel, which fills the device with all of them together.
+        batched: all products are one kernel and fill the device together.
     """
 
     m: int
@@ -39,8 +39,8 @@ class Attention:
 
     Attributes:
         num_heads: query heads; shared key-value heads change bytes, not FLOP.
-        causal: a flash kernel skips the half that the mask would hide.
-        flash: one fused kernel; otherwise only the two batched products, and the rest is elementwise.
+        causal: a flash kernel skips the masked half.
+        flash: one fused kernel. Otherwise this entry is only the two batched products, and elementwise kernels follow.
         backward: this is the backward of such a core.
     """
 
@@ -77,9 +77,9 @@ class Collective:
     """A collective inside a unit, over the ranks that share its operators.
 
     Attributes:
-        num_bytes: the whole tensor that every rank has in the end; of an all-to-all what each rank has.
+        num_bytes: of the whole tensor that every rank has in the end; of an all-to-all, of each rank's tensor.
         num_ranks: ranks of the group.
-        num_passes: times that a ring carries it round: 2 for an all-reduce, 1 for an all-gather.
+        num_passes: rounds of the ring: 2 for an all-reduce, 1 for an all-gather.
         count: how often it runs.
         kind: over tensor-parallel ranks in a ``ring``, or an ``all-to-all`` of expert-parallel ones.
     """
@@ -108,25 +108,25 @@ def each(num_elements: int, *bytes_per_element: float) -> Kernels:
 
 
 def flop(kernels: Iterable[Kernel]) -> int:
-    """Return the FLOP of products and attention; other kernels count as none."""
+    """Return the FLOP of products and attention; other kernels do not count."""
     return sum(kernel.flop for kernel in kernels if isinstance(kernel, Gemm | Attention))
 
 
 def all_reduce(num_bytes: int, num_ranks: int, count: int = 1) -> Kernels:
-    """Return the sum of a tensor over ranks: nothing where there is one rank."""
+    """Return the all-reduce of a tensor; nothing if there is one rank."""
     return (Collective(num_bytes, num_ranks, count=count),) if num_ranks > 1 else ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Work:
-    """What one operator runs and holds.
+    """The kernels of one operator, and the bytes that it holds.
 
     Attributes:
         forward, backward: kernels, see [Note: Kernel lists].
-        saved_bytes: activations kept from forward to backward, each storage once, at the first operator that keeps it.
-        workspace_bytes: most bytes that live only inside its unit while it runs, in forward or backward, beyond what
-            is saved and the hidden state, its gradient and those of parameters.
-        copies_input: of its input it saves a copy in another type; otherwise, if anything, the input itself.
+        saved_bytes: saved activations, each storage counted once, at the first operator that saves it.
+        workspace_bytes: most temporary bytes inside its unit while it runs, in forward or backward. Saved activations,
+            the hidden state, its gradient and gradients of parameters are counted elsewhere.
+        copies_input: it saves a copy of its input in another type; otherwise it saves the input itself, if anything.
     """
 
     forward: Kernels = ()
@@ -147,7 +147,7 @@ class Work:
 
 
 def num_kernels(kernels: Kernels) -> int:
-    """Return how many kernels a list stands for."""
+    """Return the number of kernels in a list, repetitions included."""
     return sum(_num_launched(kernel) for kernel in kernels)
 
 

@@ -1,4 +1,4 @@
-"""What the operators of a decoder layer do: from a model's configuration and a batch to kernels and bytes."""
+"""The operators of a decoder layer, with kernels and bytes, from a model's configuration and a batch."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -13,14 +13,14 @@ from planner.models.patterns import Pattern
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Part:
-    """An operator of any layer, before it is given its place.
+    """An operator of a layer, before the layer's number is known.
 
     Attributes:
         name: path within the layer.
         unit: ``attn``, ``mlp`` or ``experts.3``.
         modules: modules that own its parameters, in order of use.
-        sources: parts that feed it; ``""`` is the layer's input and ``"rotary"`` the rotary factors.
-        experts: the first and the number of those whose parameters it owns, of those that its modules hold.
+        sources: parts whose outputs it uses; ``""`` is the layer's input and ``"rotary"`` the rotary factors.
+        experts: the first expert whose parameters it owns, and the number of them, out of those in its modules.
     """
 
     name: str
@@ -138,28 +138,28 @@ def linear(batch: Batch, inputs: int, outputs: int, *, bias: bool) -> Work:
 
 
 def sum_output(batch: Batch, width: int) -> Work:
-    """Return the sum over ranks of what a row-parallel operator hands on (Megatron-LM's ``g``)."""
+    """Return the all-reduce of a row-parallel operator's output (Megatron-LM's ``g``)."""
     return Work(all_reduce(batch.num_tokens * width * batch.dtype_bytes, batch.tensor_parallel))
 
 
 def sum_input_gradient(batch: Batch, width: int) -> Work:
-    """Return the sum over ranks of the gradient of a column-parallel operator's input (Megatron-LM's ``f``).
+    """Return the all-reduce of the gradient of a column-parallel operator's input (Megatron-LM's ``f``).
 
-    It is the last thing in backward, so this comes first.
+    Backward ends with it, so it is the first work in forward order.
     """
     return Work((), all_reduce(batch.num_tokens * width * batch.dtype_bytes, batch.tensor_parallel))
 
 
 def add_bias(batch: Batch, width: int, *, bias: bool) -> Work:
-    """Return the sum of a row-parallel operator's bias, which waits until the ranks' parts have been summed."""
+    """Return the addition of a row-parallel operator's bias, after the all-reduce of the ranks' partial sums."""
     apart = bias and batch.tensor_parallel > 1 and not batch.is_megatron
     return Work(each(batch.num_tokens * width, 2 * batch.dtype_bytes)) if apart else Work()
 
 
 def exchange(batch: Batch, num_bytes: int) -> Work:
-    """Return the exchange of tokens among ranks that share a bank of experts, and of their gradients.
+    """Return the all-to-all of tokens among expert-parallel ranks, and of their gradients.
 
-    What arrives is sorted by rank, and put into the order of experts (or back).
+    Received tokens are sorted by rank. A copy sorts them by expert, or back.
     """
     if batch.expert_parallel == 1:
         return Work()
@@ -265,8 +265,8 @@ def _mlp_parts(config: ModelConfig, batch: Batch, names: _Names, source: str, sk
     up = linear(batch, hidden, ffn, bias=config.mlp_bias)
     if config.is_gated:
         up = Work((), each(rows * hidden, 3 * e)) + up + up
-    # The gate's gradient is made only when the other product's is done with: with it there are that of its output and
-    # two of the input, its own and the other's.
+    # Backward computes the gate's gradient after the up projection's. At that time three gradients are alive: that of
+    # the gate's output, and one of the input from each of the two products.
     inside_bytes = rows * (ffn + hidden * (2 if config.is_gated else 1)) * e
     up = work.keeping(sum_input_gradient(batch, hidden) + up, rows * hidden * e, inside_bytes)
     up_bytes = rows * ffn * e * (2 if config.is_gated else 1)
@@ -294,10 +294,10 @@ def _mlp_parts(config: ModelConfig, batch: Batch, names: _Names, source: str, sk
 
 
 def _expert_parts(config: ModelConfig, batch: Batch, layer: int, source: str, skip: str) -> Iterable[Part]:
-    """Yield router, dispatch, experts one unit after another, and the sum of what they make.
+    """Yield router, dispatch, the experts unit by unit, and the weighted sum of their outputs.
 
-    Where they are units of their own, what surrounds them is too small to be one: it belongs to that before and to
-    the last of theirs.
+    If experts are units of their own, router and dispatch belong to the unit before them, and the sum to their last
+    unit: they are too small to be units.
     """
     rows, hidden, e = batch.num_tokens, config.hidden_size, batch.dtype_bytes
     num, top = config.num_experts, config.experts_per_token
@@ -317,7 +317,7 @@ def _expert_parts(config: ModelConfig, batch: Batch, layer: int, source: str, sk
         product_bytes=rows * num * e,
     )
     visit_bytes = rows * top * hidden * e
-    # Of tokens and of routing weights alike, a rank that has a share of every expert makes a part of the gradient.
+    # A rank that has a share of every expert computes partial gradients, of tokens and of routing weights alike.
     share = sum_input_gradient(batch, hidden) + Work((), all_reduce(rows * top * weight_bytes, batch.tensor_parallel))
     send = share + work.dispatch(rows, hidden, top, e) + exchange(batch, visit_bytes)
     yield Part("mlp.dispatch", "dispatch", before, Pattern.SHARD, send, visit_bytes, (), ("mlp.gate", source))
@@ -388,7 +388,7 @@ def layer_operators(config: ModelConfig, layer: int, parts: Iterable[Part]) -> l
 
 
 def _cut(spec: ParameterSpec, experts: tuple[int, int] | None) -> ParameterSpec:
-    """Return some experts' part of a parameter that all experts of a layer are rows of."""
+    """Return the rows of some experts in a parameter that holds all experts of a layer."""
     if experts is None or experts == (0, spec.shape[0]):
         return spec
     first, count = experts

@@ -2,9 +2,8 @@
 
 Counted in the public source of Megatron-LM v2.6 to v3.0 (``megatron/model/transformer.py``, ``fused_softmax.py``,
 ``fused_bias_gelu.py``, ``mpu/cross_entropy.py``, ``pretrain_gpt.py``), with its default fusions. Dropout is that of its
-GPT scripts; models like Llama are trained without. Gradients
-stay on the device and every micro-batch's is added to them, which the lists contain. Arguments are those of
-:mod:`planner.models.work`.
+GPT scripts; models like Llama are trained without. Gradients stay on the device, and the lists contain the kernels that
+add each micro-batch's gradients to them. Arguments are those of :mod:`planner.models.work`.
 """
 
 from planner.models.kernels import Attention, Elementwise, Gemm, Kernels, Work, all_reduce, each
@@ -55,7 +54,7 @@ def bias_dropout_add(rows: int, hidden: int, e: int) -> Work:
 
 
 def embedding(rows: int, hidden: int, e: int, *, dropout: bool) -> Work:
-    """Return what follows the look-up, dropout; and before it what a micro-batch launches outside the model."""
+    """Return the dropout after the look-up, and before it the kernels that a micro-batch launches outside the model."""
     n = rows * hidden if dropout else 0
     drop = each(n, 2 * e + 1) if dropout else ()
     return Work((Elementwise(8 * rows, _BATCH_KERNELS), *drop), drop, n)

@@ -1,4 +1,4 @@
-"""The batch that a graph is of, and the operators that it consists of."""
+"""The graph of a model: its batch, its operators, and which operator uses whose output."""
 
 import dataclasses
 from typing import Literal
@@ -10,7 +10,7 @@ from planner.models.patterns import Pattern
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Batch:
-    """What one forward and backward works on.
+    """The batch of one forward and backward.
 
     Attributes:
         micro_batch: sequences.
@@ -18,9 +18,9 @@ class Batch:
         dtype_bytes: 2 for bf16, 4 for fp32 (weights and activations).
         flash_attention: fused attention (``sdpa``), otherwise ``eager``.
         tensor_parallel: ranks that share every layer; the graph is then that of one of them.
-        kernels: whose implementation runs; see [Note: Kernel lists].
-        expert_parallel: ranks that share every bank of experts; the graph is that of the one with most to do.
-        expert_units: units that a rank's share of a bank falls into, at most.
+        kernels: the implementation that runs; see [Note: Kernel lists].
+        expert_parallel: ranks that share the experts of every layer; the graph is that of the rank with most tokens.
+        expert_units: the most units into which a rank's experts of a layer are divided.
         expert_load: shares of all visits that go to each expert, one row for all layers or one for each; empty if
             they are equal.
     """
@@ -49,7 +49,7 @@ class Batch:
 
     @property
     def experts_apart(self) -> bool:
-        """Whether experts are units of their own: they must be where other ranks have others."""
+        """Whether experts are units of their own, as they must be under expert parallelism."""
         return self.expert_units > 1 or self.expert_parallel > 1
 
     @property
@@ -67,15 +67,15 @@ class Operator:
             the same form.
         kind: ``embedding``, ``rotary``, ``norm``, ``qkv``, ``attention``, ``output``, ``up``, ``activation``, ``down``,
             ``router``, ``experts``, ``projection``, ``head`` or ``loss``.
-        unit, segment: where it belongs; a segment is what recomputation runs again as a whole.
+        unit, segment: names of its unit and its segment; a segment is recomputed as a whole.
         parameters: in order of use.
         forward, backward, saved_bytes, workspace_bytes, copies_input: see :class:`planner.models.kernels.Work`.
-        output_bytes: what it hands on.
+        output_bytes: bytes of its output.
         shared_parameters: names of parameters of other operators that it uses too (tied embeddings).
-        num_skipped: kernels at the end of ``forward`` that recomputation does not reach.
-        measured: its workspace is what was alive at its fullest, seen from outside its unit; otherwise what the
-            operator alone needs.
-        product_bytes: what its products make, but for those that recomputation does not reach.
+        num_skipped: number of kernels at the end of ``forward`` that recomputation leaves out.
+        measured: whether its workspace is the measured peak of its whole unit; otherwise it is what the operator alone
+            needs.
+        product_bytes: bytes of the outputs of its products, without those that recomputation leaves out.
     """
 
     name: str

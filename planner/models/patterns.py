@@ -1,9 +1,9 @@
-"""Parallel patterns: how an operator is spread over the devices that train a model.
+"""Parallel patterns: how an operator is divided among devices.
 
-[Note: Patterns] A pattern is a property of an operator, and all that the planner asks of it is how many different parts
-of the operator's parameters the data-parallel ranks hold: 1 where every rank has the same. The ranks with the same part
-add up its gradient, and share its optimizer state and parameters under ZeRO. What a rank computes and sends is in the
-operator's kernels. So a new pattern needs no change of lowering, prices, bounds or search.
+[Note: Patterns] A pattern is a property of an operator. It tells the planner one number: how many different parts of
+the operator's parameters the data-parallel ranks hold, 1 if all ranks hold the same. Ranks with the same part reduce
+its gradient, and shard its optimizer state and parameters under ZeRO. The operator's kernels say what a rank computes
+and sends. So a new pattern needs no change of lowering, prices, bounds or search.
 """
 
 import dataclasses
@@ -13,12 +13,12 @@ from typing import ClassVar
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Degrees:
-    """How many ranks share what.
+    """Degrees of parallelism.
 
     Attributes:
         data_parallel: ranks that each work on tokens of their own.
-        tensor_parallel: ranks that share every layer, for each of those.
-        pipeline_parallel: stages that share the layers, for each of those.
+        tensor_parallel: ranks that share every layer, in each data-parallel rank.
+        pipeline_parallel: stages that share the layers, in each data-parallel rank.
         expert_parallel: data-parallel ranks that share the experts of every layer; divides ``data_parallel``.
     """
 
@@ -39,11 +39,11 @@ def _one(_degrees: Degrees) -> int:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pattern:
-    """How an operator can be spread over devices; see [Note: Patterns].
+    """One way to divide an operator among devices; see [Note: Patterns].
 
     Attributes:
-        name: for people.
-        parts: how many different parts of its parameters the data-parallel ranks hold.
+        name: shown on screens.
+        parts: the number of different parts of its parameters that data-parallel ranks hold.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""From a name to a model: files first, then the packaged presets; never the network."""
+"""Find a model by name: among files first, then among the packaged presets; never on the network."""
 
 import difflib
 import functools
@@ -13,7 +13,7 @@ from planner.models.config import ModelConfig, ModelConfigError, UnknownModelErr
 from planner.models.huggingface import build, from_hf_config
 from planner.models.parameters import num_parameters
 
-# Learned positions of a published run's model that are not recorded.
+# Number of learned positions where a published run does not record it.
 DEFAULT_POSITIONS = 2048
 
 

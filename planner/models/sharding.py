@@ -3,8 +3,8 @@
 [Note: Tensor parallelism] Megatron-LM (Shoeybi et al., 2019, section 3) gives each of ``t`` ranks ``1 / t`` of the
 heads, of the MLP's width and of the vocabulary: a rank's share of a transformer is a transformer with fewer heads, a
 narrower MLP and a shorter vocabulary. So the formulas for kernels, saved bytes and parameters are those of the
-whole model, read with these sizes; what is not divided (norms, biases behind row-parallel products, routers) keeps its
-own, and sums over ranks are added where rows of weights were divided (forward) and where columns were (backward).
+whole model, with these sizes. Norms, biases behind row-parallel products and routers are not divided. All-reduces are
+added in forward where rows of weights are divided, and in backward where columns are.
 """
 
 from planner.models.config import ModelConfig, ModelConfigError
@@ -15,8 +15,8 @@ from planner.models.operators import Batch
 def share(config: ModelConfig, batch: Batch) -> ModelConfig:
     """Return the sizes of one rank's share of a model; see [Note: Tensor parallelism].
 
-    The vocabulary is padded as Megatron does, to a multiple of 128 rows per rank, wherever it is divided or its
-    kernels run.
+    The vocabulary is padded to a multiple of 128 rows per rank, as in Megatron, if it is divided or Megatron's kernels
+    run.
 
     Raises:
         ModelConfigError: something does not divide evenly.
@@ -32,5 +32,5 @@ def share(config: ModelConfig, batch: Batch) -> ModelConfig:
     sizes = {name: getattr(config, name) // ranks for name in divided}
     if ranks > 1 or batch.is_megatron:
         sizes["vocab_size"] = -(-config.vocab_size // (VOCAB_MULTIPLE * ranks)) * VOCAB_MULTIPLE
-    # A share keeps the head_dim and hidden_size of the whole, so it is no model that could stand alone: not validated.
+    # A share keeps the model's head_dim and hidden_size. As a model of its own it would be invalid: do not validate it.
     return config.model_copy(update=sizes)

@@ -13,9 +13,10 @@ from planner.models.kernels import Attention, Gemm, Kernels, Work, each
 
 
 def linear(rows: int, inputs: int, outputs: int, e: int, *, bias: bool) -> Work:
-    """Return ``y = x W (+ b)``; what is saved (its input) is for the caller to count, as neighbours share it.
+    """Return ``y = x W (+ b)``, without saved bytes and workspace.
 
-    So is the gradient of ``y`` while that of ``x`` is made, unless it goes around the unit too and so is counted there.
+    The caller counts the saved input, because neighbours may share it. It also counts the gradient of ``y`` while that
+    of ``x`` is computed, unless a residual connection keeps that gradient anyway.
     """
     reduce_bias = each(rows * outputs, e) if bias else ()
     backward = (Gemm(rows, inputs, outputs), Gemm(outputs, inputs, rows), *reduce_bias)
@@ -23,7 +24,7 @@ def linear(rows: int, inputs: int, outputs: int, e: int, *, bias: bool) -> Work:
 
 
 def keeping(work: Work, saved_bytes: int, workspace_bytes: int = 0) -> Work:
-    """Return ``work`` with these bytes saved and live in addition."""
+    """Return ``work`` with more saved bytes and workspace."""
     return dataclasses.replace(
         work,
         saved_bytes=work.saved_bytes + saved_bytes,
@@ -41,15 +42,16 @@ def rms_norm(rows: int, width: int, e: int, *, around: bool = True) -> Work:
 
     Saved: the fp32 input (its own storage in fp32 training), the normalised values and one factor per row.
 
-    Workspace: backward is fullest in the gradient of the square, ``grad * (2 * x.pow(1))``. There are what comes from
-    the mean, both factors' temporaries and their product, beside what has come through the scale: five tensors in fp32.
-    The normalised values are gone by then. CUDA runs the same kernels, one by one; a fused norm would need less.
+    Workspace: backward peaks in the gradient of the square, ``grad * (2 * x.pow(1))``. Five fp32 tensors are alive: the
+    gradient from the mean, the temporaries of both factors, their product, and the gradient through the scale. The
+    normalised values are freed by then. CUDA runs the same kernels, one by one; a fused norm would need less.
 
     Args:
-        rows: vectors.
-        width: of each.
+        rows: number of vectors.
+        width: values in each vector.
         e: bytes per value.
-        around: a residual goes around it. In fp32 training its gradient, which waits, is what the scale's is added to.
+        around: a residual connection goes around it. In fp32 training the scale's gradient is added to that of the
+            residual in place.
     """
     n = rows * width
     convert = [e + 4] if e != 4 else []
@@ -70,8 +72,8 @@ def rms_norm(rows: int, width: int, e: int, *, around: bool = True) -> Work:
 def layer_norm(rows: int, width: int, e: int) -> Work:
     """Return a layer norm, one fused kernel; backward reads its inputs again for the weight and bias.
 
-    Workspace: the gradients of its output and of its input. Inside, the kernel takes no more than some rows' worth of
-    partial sums (by thread or block), on CPUs and on CUDA.
+    Workspace: the gradients of its output and of its input. The kernel itself takes only the partial sums of a few rows
+    per thread or block, on CPUs and on CUDA.
     """
     n = rows * width
     return Work(each(n, 2 * e), each(n, 3 * e, 2 * e), n * e + 2 * rows * e, 2 * n * e)
@@ -96,8 +98,8 @@ def flash_attention(
         e: bytes per value.
         merged_gradient: the three gradients are concatenated, as for GPT-2's joint projection.
 
-    Workspace: the three gradients beside that of the output, or beside what they are put together in. What flash
-    kernels take inside is not in it: an fp32 sum of the query's gradient on CUDA, a block of scores per thread on CPUs.
+    Workspace: the three gradients, and the gradient of the output or the tensor in which they are concatenated. Memory
+    inside flash kernels is left out: an fp32 sum of the query's gradient on CUDA, a block of scores per thread on CPUs.
     """
     logsumexp_bytes = 4 * core.batch * core.num_heads * core.seq_len
     gradient = query_elements + 2 * key_value_elements
@@ -163,7 +165,7 @@ def router(rows: int, hidden: int, num_experts: int, top: int, e: int, *, normal
 
 
 def dispatch(rows: int, hidden: int, top: int, e: int) -> Work:
-    """Return the visits of tokens to experts, sorted by expert: each token's values are copied ``top`` times."""
+    """Return the dispatch of tokens to experts, sorted by expert: each token's values are copied ``top`` times."""
     visits = rows * top
     widths = visits * hidden
     forward = (*each(visits, 24, 16, 12), *each(widths, 2 * e))  # sort, token of each visit, histogram; gather
@@ -197,9 +199,9 @@ def experts(sizes: Iterable[int], hidden: int, ffn: int, e: int) -> Work:
 
 
 def combine(rows: int, hidden: int, top: int, e: int, weight_bytes: int) -> Work:
-    """Return the sum of what experts make of each token, by routing weights of ``weight_bytes``.
+    """Return the sum of the experts' outputs for each token, weighted with routing weights of ``weight_bytes``.
 
-    Where weights are fp32, so is the sum.
+    If the weights are fp32, so is the sum.
     """
     visits, w = rows * top, weight_bytes
     widths = visits * hidden
@@ -219,12 +221,12 @@ def combine(rows: int, hidden: int, top: int, e: int, weight_bytes: int) -> Work
 
 
 def grouped(counts: Mapping[int, int], n: int, k: int) -> tuple[Gemm, ...]:
-    """Return products with one (k, n) matrix per group; ``counts`` says how many groups have so many rows."""
+    """Return products with one (k, n) matrix per group; ``counts`` maps a number of rows to the groups that have it."""
     return tuple(Gemm(m, n, k, count) for m, count in counts.items())
 
 
 def equal_shares(rows: int, num_groups: int) -> dict[int, int]:
-    """Return how many groups have so many of ``rows`` tokens, if their shares are as equal as integers allow."""
+    """Divide ``rows`` tokens among groups as equally as integers allow; return the number of groups by their rows."""
     share, rest = divmod(rows, num_groups)
     return {size: count for size, count in ((share + 1, rest), (share, num_groups - rest)) if size and count}
 

@@ -1,1 +1,1 @@
-"""From a request to a plan: variants, their competition, the plan and its file, its verification, remedies."""
+"""From a request to a plan: search over variants, plan.json, verification and remedies."""

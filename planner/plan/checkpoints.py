@@ -1,4 +1,4 @@
-"""Checkpoints as a plan has them: what was asked, which levels at which intervals, and what is expected of them."""
+"""The checkpoints of a plan: the user's limits, levels and intervals, and the expected waste."""
 
 import math
 from typing import Annotated, Literal
@@ -15,19 +15,19 @@ _DAY_S = 86400.0
 
 
 class CheckpointsAsked(Frozen):
-    """What checkpoints are for, and what they may take.
+    """The failures from which checkpoints must recover, and the limits on checkpoints.
 
     Attributes:
-        mtbf_s: by level, mean seconds between failures of the whole job that this level survives and faster ones do
+        mtbf_s: by level, mean seconds between failures of the whole job that this level survives and faster levels do
             not: of a process (memory), of a node's power (nvme), of a node or its drives (pfs).
-        restart_s: from a failure until state can be read again; assumed.
-        keep: checkpoints that stay at each level. There is room for two more, the newest and the next.
-        buffer_bytes: of each rank, for what is copied and not yet written; ``None``: as much as pays.
-        max_overhead: the most that checkpoints may add to training, as a fraction; ``None``: any.
-        max_lost_s: the most that one failure may lose; ``None``: any.
-        drive_writes_per_day: how often a node's drives may be written over in a day, for years; ``None``: as
-            the profile says, if it does.
-        num_iterations: of the whole run; ``None``: a day's.
+        restart_s: assumed time from a failure until state can be read again.
+        keep: checkpoints to keep at each level. There is room for two more, the newest and the next.
+        buffer_bytes: host memory of each rank for copies that are not written yet; ``None``: as much as pays.
+        max_overhead: largest time that checkpoints may add to training, as a fraction; ``None``: no limit.
+        max_lost_s: longest time that one failure may lose; ``None``: no limit.
+        drive_writes_per_day: times that a node's drives may be overwritten in a day, for years; ``None``: the
+            profile's value, if it has one.
+        num_iterations: of the whole run; ``None``: those of one day.
     """
 
     mtbf_s: Annotated[dict[Level, Amount], Field(min_length=1)]
@@ -41,7 +41,7 @@ class CheckpointsAsked(Frozen):
 
     @property
     def failures_per_s(self) -> float:
-        """Failures of all kinds."""
+        """Rate of failures of all kinds."""
         return sum(1 / mtbf_s for mtbf_s in self.mtbf_s.values())
 
 
@@ -49,16 +49,16 @@ class CheckpointLevel(Frozen):
     """Checkpoints at one level.
 
     Attributes:
-        level: where they are.
-        every: iterations from one to the next.
-        bound: what decided that: the ``waste`` that is least, one ``iteration``, the ``drain`` of one before the next,
-            the ``endurance`` of drives, or the limit of ``overhead`` or ``lost work``.
-        cost_s: that one adds to training, at these intervals.
-        latency_s: from its state to its being safe.
-        restart_s: from a failure to training again from here.
-        mtbf_s: between failures that this level is there for; ``None``: it only serves the slower ones.
-        stored_bytes: in all checkpoints that stay, and one more; of one node, or of all (pfs).
-        written_bytes_per_day: by checkpoints, of the same.
+        level: where they are stored.
+        every: iterations between checkpoints.
+        bound: what decided the interval: the least ``waste``, one ``iteration``, the ``drain`` of one checkpoint before
+            the next, the ``endurance`` of drives, or the limit of ``overhead`` or ``lost work``.
+        cost_s: time that one adds to training, at these intervals.
+        latency_s: time until one is safe at this level.
+        restart_s: time from a failure until training goes on from this level.
+        mtbf_s: time between failures from which this level recovers; ``None``: it only feeds slower levels.
+        stored_bytes: in all kept checkpoints and one more, on one node, or on all (pfs).
+        written_bytes_per_day: by checkpoints, on one node, or on all (pfs).
     """
 
     level: Level
@@ -73,14 +73,14 @@ class CheckpointLevel(Frozen):
 
 
 class EngineCheckpoints(Frozen):
-    """What another checkpoint engine would do at its own best interval.
+    """Another checkpoint engine at its own best interval.
 
     Attributes:
         name: of its policy.
-        level: that it writes to.
-        every: iterations from one checkpoint to the next.
+        level: to which it writes.
+        every: iterations between checkpoints.
         cost_s, latency_s, waste: see :class:`CheckpointLevel` and :class:`CheckpointPlan`.
-        why_not: why there is none of all that.
+        why_not: why it cannot be used; the other fields are then ``None``.
     """
 
     name: str
@@ -93,21 +93,22 @@ class EngineCheckpoints(Frozen):
 
 
 class CheckpointPlan(Frozen):
-    """When to make checkpoints, and at which levels.
+    """Levels and intervals of checkpoints, and the expected waste.
 
     Attributes:
-        asked: what for.
+        asked: failures and limits.
         iteration_s: of training without checkpoints.
         size_bytes: of one checkpoint, of all ranks.
-        buffer_bytes: host memory of each rank for what is copied and not yet written.
+        buffer_bytes: host memory of each rank for copies that are not written yet.
         node_buffer_bytes: of one node.
-        levels: fastest first. Each is a multiple of the one before, and filled from it.
+        levels: fastest first. Each interval is a multiple of the one before, and each level is filled from the one
+            before.
         left_out: why other levels are not used.
-        waste: expected fraction of time that is not progress: checkpoints, and what failures lose.
-        overhead: what checkpoints add to training, as a fraction of it.
-        most_lost_s: by one failure.
-        engines: what others would do.
-        assumptions: that no measurement stands behind.
+        waste: expected fraction of time that is not progress: checkpoints, and work lost in failures.
+        overhead: time that checkpoints add to training, as a fraction of it.
+        most_lost_s: longest time that one failure can lose.
+        engines: other engines at their best intervals.
+        assumptions: values that were not measured, in words.
     """
 
     asked: CheckpointsAsked

@@ -1,7 +1,8 @@
-"""Which choice of degrees and batch sizes is best: those that may be are searched, the most promising first.
+"""Find the best choice of degrees and batch sizes.
 
-A choice whose bound is no better than the best found so far needs no look, and of those that were looked at only the
-best are searched. The certificate of the plan is one for all choices, also those that were passed over.
+Choices are bounded first. A choice whose bound is no better than the best plan found so far is skipped. The others get
+a short search, the most promising first, and only the best of them a full search. The plan's certificate covers all
+choices, skipped ones too.
 """
 
 import dataclasses
@@ -27,20 +28,20 @@ from planner.search import (
 from planner.search.pipelines import search_pipeline
 from planner.simulate.prediction import Workload
 
-# How many choices are searched at most, looked at before that, and asked how fast they can be at best.
+# The most choices that get a full search, a short search, and a bound.
 _MOST_SEARCHES, _MOST_LOOKS, _MOST_BOUNDS = 2, 10, 32
-# A choice that can be no more than this much faster is not worth a look.
+# A choice is skipped if its bound is less than this much faster.
 _WORTH = 1e-2
 
 
 @dataclasses.dataclass(frozen=True)
 class Competition:
-    """What came of it.
+    """The result.
 
     Attributes:
         winner: the best choice.
         best: the best candidate.
-        engines: the best candidate of every engine policy, by name, and the choice that it is of.
+        engines: by name, the best candidate of every engine policy and its choice.
         num_simulations: schedules that were simulated, for all choices.
     """
 
@@ -72,7 +73,7 @@ def compete(
 ) -> Competition:
     """Return the best of several choices.
 
-    Engine policies are the best of all choices that were searched, so that all that a user could tune is tuned.
+    Each engine policy also gets the best of the searched choices: its user could tune degrees and batch sizes too.
     """
 
     def scorer_of(variant: Variant) -> Scorer:
@@ -100,7 +101,7 @@ def compete(
     best_look, outcome = min(found, key=lambda item: item[1].best.order)
     engines = _engines(found)
     if not engines and (plain := [variant for variant in rivals if variant.choice.pipeline_parallel == 1]):
-        # Pipelines won: engines offload, so they are compared as they would be used.
+        # A pipeline won. Engines that offload have none, so they are compared without one.
         beside = min(plain, key=lambda variant: (variant.choice.tensor_parallel, computing_s(variant)))
         policies = engine_policies(beside.setup, scorer_of(beside))
         engines = {name: (beside, candidate) for name, candidate in policies.items()}
@@ -109,7 +110,7 @@ def compete(
 
 
 def closest(rival: Variant, scorer: Scorer) -> Candidate:
-    """Return what lacks least of what needs least memory, of a choice of which nothing fits."""
+    """Return the candidate with the least missing memory, of a choice of which nothing fits."""
     if rival.choice.pipeline_parallel > 1:
         return search_pipeline(rival.setup, scorer).best
     return best_of(map(scorer.score, smallest(rival.setup)))
@@ -117,7 +118,7 @@ def closest(rival: Variant, scorer: Scorer) -> Candidate:
 
 @no_garbage_collection()
 def first_fit(rivals: Sequence[Variant], seq_len: int) -> Candidate | None:
-    """Return a candidate that fits, of the first choice of which one is soon found; ``None`` if none is."""
+    """Return a candidate that fits, from short searches of the first choices; ``None`` if there is none."""
     for rival in sorted(rivals, key=computing_s)[:_MOST_LOOKS]:
         found = _look(rival, Scorer(Workload(rival.setup.units, seq_len), rival.cost))
         if not found.missing_bytes:
@@ -147,11 +148,11 @@ def _search(look: _Look, max_simulations: int | None, progress: Progress | None)
 
 
 def _promising(rivals: Sequence[Variant]) -> list[tuple[float, Variant]]:
-    """Return how fast choices can be at best, in seconds, the fastest first; infinite where nothing fits."""
+    """Return the bound of each choice in seconds, the fastest first; infinite if nothing fits."""
     bounds: list[tuple[float, Variant]] = []
     least_s = float("inf")
     for variant in sorted(rivals, key=computing_s):
-        # What computes for longer than others take at best comes later, if at all.
+        # Choices that compute for longer than the bounds of others come later, if at all.
         bound_s = computing_s(variant)
         if len(bounds) < _MOST_BOUNDS and bound_s < least_s * 2:
             stages = variant.space.stages()[-2:]

@@ -1,4 +1,4 @@
-"""The plan: decisions, prediction and where both come from, as ``plan.json``."""
+"""The plan as ``plan.json``: the request, decisions, prediction and certificate."""
 
 import hashlib
 import json
@@ -25,18 +25,18 @@ SCHEMA_VERSION: Final = 7
 
 
 class PlanError(ValueError):
-    """A plan file that cannot be used, and what to do about it."""
+    """A plan file cannot be used; the message says why and what to do."""
 
 
 class EngineRow(Frozen):
-    """What an engine policy would take on the same machine.
+    """The prediction for an engine policy on the same machine.
 
     Attributes:
         name: of the policy.
-        setting: the best of the settings that it leaves to its user.
-        fits: whether that fits in memory.
+        setting: its best settings.
+        fits: whether it fits in memory with these.
         iteration_s: predicted; ``None`` if it was not simulated because it cannot fit.
-        missing_bytes: by tier, how much memory is lacking (empty if it fits).
+        missing_bytes: missing memory by tier; empty if it fits.
     """
 
     name: str
@@ -47,23 +47,23 @@ class EngineRow(Frozen):
 
 
 class Plan(Frozen):
-    """Everything needed to run one model on one machine, and to judge the run.
+    """A plan to train one model on one machine.
 
     Attributes:
         program_version: version of the program that made it.
         model: sizes of the model, or the operators of a captured one.
         seq_len: tokens per sequence.
         expert_load: shares of all visits that go to each expert; see :class:`planner.graph.Batch`.
-        asked: what was fixed of degrees and batch sizes; the rest was chosen.
-        hardware: the profile it was made for, whole, so that the plan stands alone.
-        decisions: what was chosen; with the model and the batch it determines the schedule.
-        prediction: what that is predicted to take.
-        engines: what engine policies would take.
-        certificate: how fast any schedule could be at best, and what proves it.
+        asked: degrees and batch sizes that the user gave; the planner chose the others.
+        hardware: the whole profile for which it was made, so that the plan needs no other file.
+        decisions: all choices; with the model and the batch they determine the schedule.
+        prediction: predicted time and memory.
+        engines: predictions for engine policies.
+        certificate: lower bound on the time of any schedule, with its proof.
         num_simulations: schedules that the search simulated.
-        checkpoints: when to make them, and at which levels; ``None`` if that was not asked.
-        model_digest, hardware_digest: SHA-256 of the model and of the profile: two plans may be of the same.
-        content_digest: SHA-256 of everything else, so that a change by hand is noticed.
+        checkpoints: levels and intervals; ``None`` if not requested.
+        model_digest, hardware_digest: SHA-256 of the model and of the profile, to compare plans.
+        content_digest: SHA-256 of all other fields; shows whether the file was edited.
     """
 
     schema_version: Literal[7] = 7
@@ -100,7 +100,8 @@ class Plan(Frozen):
     def sealed(self) -> Self:
         """Return the same plan with its digest."""
         parts = {
-            f"{name}_digest": _digest(getattr(self, name).model_dump(mode="json")) for name in ("model", "hardware")
+            f"{name}_digest": _digest(getattr(self, name).model_dump(mode="json", exclude_none=True))
+            for name in ("model", "hardware")
         }
         plan = self.model_copy(update=parts)
         return plan.model_copy(update={"content_digest": plan.digest()})
@@ -112,16 +113,16 @@ class Plan(Frozen):
         return units(build_graph(self.model, batch))
 
     def schedule(self, *, takes_snapshots: bool = False) -> Schedule:
-        """Return the schedule of one iteration: what is simulated and what is executed.
+        """Return the schedule of one iteration, which the simulator and the executor run.
 
         Args:
-            takes_snapshots: with what takes state for checkpoints.
+            takes_snapshots: include the tasks that take snapshots for checkpoints.
         """
         asynchronous = self.hardware.device.kind == "gpu"
         return lower(self.units(), self.decisions, asynchronous=asynchronous, takes_snapshots=takes_snapshots)
 
     def to_json(self) -> str:
-        """Return the canonical text of ``plan.json``: the same plan is always the same bytes."""
+        """Return the text of ``plan.json``: equal plans give equal bytes."""
         data = self.sealed().model_dump(mode="json", exclude_none=True)
         return json.dumps(data, indent=1, sort_keys=True, allow_nan=False) + "\n"
 
@@ -135,7 +136,7 @@ def load_plan(path: Path | str) -> Plan:
     """Read and check a plan file.
 
     Raises:
-        PlanError: it is missing, not a plan, of another schema version, or was changed by hand.
+        PlanError: it is missing, no plan, of another schema version, or was edited.
     """
     path = Path(path)
     data = read_json(path, PlanError, "make a plan with `ullage plan`")

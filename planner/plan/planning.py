@@ -1,14 +1,15 @@
-"""Planning: from what the user asks for to a plan. The front door of this package."""
+"""Planning: from a request to a plan. The entry point of this package."""
 
 import dataclasses
 import math
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import get_args
 
 from hwprofiles import __version__
 from hwprofiles.profile import Device, Dtype, HardwareProfile
-from planner.bounds.certificate import certify, infeasible
+from planner.bounds.certificate import certify, infeasible, prove_misfits
 from planner.bounds.proof import Certificate, Proof
 from planner.choices.choice import MOST_MICRO_BATCHES, Asked
 from planner.choices.variants import Job, Variant, variants
@@ -25,14 +26,14 @@ from planner.search import Candidate, Progress, Scorer, no_garbage_collection
 from planner.simulate.prediction import Prediction, Workload, capacities
 from planner.terms import Storage
 
-# What can be done when a tier is too small, cheapest first.
+# Remedies for a tier that is too small, cheapest first.
 _REMEDIES = {
     Tier.GPU: "use a smaller --micro-batch or --seq-len (of a captured model, --input-shape), more --gpus, or a device "
     "with more memory",
     Tier.HOST: "use more --gpus (or nodes), or a host with more memory",
     Tier.NVME: "use more nodes, or place less there",
 }
-# Of what is asked for: what is above is a slip of the hand, and would only take long.
+# Upper limits of a request. A larger number is a mistake, and planning would take very long.
 _MOST = {
     "num_devices": 100_000,
     "seq_len": 100_000_000,
@@ -44,11 +45,11 @@ _MOST = {
 
 
 class InfeasibleError(ValueError):
-    """No plan fits: which memory is short, by how much, and what would help.
+    """No plan fits in memory: names the tier, the missing bytes and remedies.
 
     Attributes:
-        missing_bytes: by tier, what the best that was tried lacks.
-        proven: no schedule fits, which is proven.
+        missing_bytes: missing memory of the best candidate, by tier.
+        proven: whether it is proven that no schedule fits.
     """
 
     def __init__(self, message: str, missing_bytes: Mapping[Tier, int], *, proven: bool) -> None:
@@ -58,10 +59,10 @@ class InfeasibleError(ValueError):
 
 
 def default_precision(device: Device) -> Precision:
-    """Return bf16, or fp32 if the device multiplies that more than twice as fast.
+    """Return bf16, or fp32 if the device's fp32 products are more than twice as fast.
 
-    Types of half the size make nothing more than twice as fast but products. A processor without instructions for bf16
-    may be twenty times slower with it.
+    Half the bytes make everything else at most twice as fast. A processor without instructions for bf16 may be twenty
+    times slower with it.
     """
     rate_flop_per_s = {
         dtype: device.gemm[dtype].best_rate_per_s() for dtype in ("bf16", "fp32") if dtype in device.gemm
@@ -80,7 +81,7 @@ def _precision(given: Precision | Dtype) -> Precision:
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What the user asks for; what is ``None`` is left open, see :class:`planner.choices.choice.Asked`.
+    """A request for a plan. The planner chooses fields that are ``None``; see :class:`planner.choices.choice.Asked`.
 
     Attributes:
         model: sizes of the model, or a captured one.
@@ -90,14 +91,14 @@ class Request:
         micro_batch: sequences per forward on each device.
         num_micro_batches: forwards per iteration (gradient accumulation).
         precision: types of weights and gradients, or the name of one type for both.
-        optimizer: what updates the parameters.
+        optimizer: the optimizer.
         clip: clip gradients by their global norm.
-        subgroup_params: parameters in one subgroup, the grain of optimizer placement.
+        subgroup_params: most parameters in one subgroup, the smallest part whose update can be placed.
         global_batch: sequences per iteration over all devices.
         tensor_parallel, pipeline_parallel, expert_parallel: how devices share the model.
-        expert_units: units that a rank's experts of a layer fall into.
+        expert_units: units into which a rank's experts of a layer are divided.
         expert_load: shares of all visits that go to each expert; see :class:`planner.graph.Batch`.
-        storage: what may be used beside device and host; see :data:`planner.decisions.Storage`.
+        storage: storage that may be used beside device and host; see :data:`planner.decisions.Storage`.
     """
 
     model: Model
@@ -141,39 +142,41 @@ class Request:
         if self.num_devices > per_node and self.hardware.inter_node is None:
             raise ValueError(
                 f"{self.hardware.name} has {per_node} device(s) and no network between nodes, but {self.num_devices} "
-                f"are asked for; ask for at most {per_node}, or choose a profile with an inter_node fabric"
+                f"are asked for; ask for at most {per_node}, or choose a larger machine with --hardware (`ullage "
+                "hardware` lists them), or a profile with inter_node"
             )
 
     @property
     def asked(self) -> Asked:
-        """What is fixed of degrees and batch sizes."""
+        """The degrees and batch sizes that the user gave."""
         return Asked(**{field: getattr(self, field) for field in Asked.model_fields})
 
     @property
     def job(self) -> Job:
-        """What all its variants have in common."""
+        """The part of the request that all its variants share."""
         return Job(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Job)})
 
     def variants(self) -> tuple[Variant, ...]:
-        """Return every way to do what is asked.
+        """Return all variants of the request.
 
         Raises:
-            ValueError: there is none, and why.
+            ValueError: there is none; the message says why.
         """
         return variants(self.job, self.asked)
 
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """The best that was found for a request, before anything is proven of it.
+    """The best plan found for a request, without its certificate.
 
     Attributes:
-        decisions: what was chosen.
-        prediction: what that takes.
-        own: the choice of degrees and batch sizes that it is of.
-        rivals: all choices.
-        engines: what engine policies would take.
-        num_simulations: schedules that were simulated.
+        decisions: its decisions.
+        prediction: its predicted time and memory.
+        own: its variant.
+        rivals: all variants.
+        engines: predictions for engine policies.
+        num_simulations: number of simulated schedules.
+        misfits: proofs for ZeRO stages that do not fit, if they were begun beside the search.
     """
 
     decisions: Decisions
@@ -182,10 +185,12 @@ class Found:
     rivals: tuple[Variant, ...]
     engines: tuple[EngineRow, ...]
     num_simulations: int
+    misfits: Future[dict[int, Proof]] | None = None
 
     def certificate(self) -> Certificate:
-        """Prove how fast any schedule could be at best; about as much work as finding this one."""
-        return certify(self.rivals, self.own, self.decisions, self.prediction.iteration_s)
+        """Prove a lower bound on the time of any schedule. This takes about as long as the search."""
+        misfits = self.misfits.result() if self.misfits else {}
+        return certify(self.rivals, self.own, self.decisions, self.prediction.iteration_s, misfits)
 
 
 def find(
@@ -193,11 +198,16 @@ def find(
     max_simulations: int | None = None,
     progress: Progress | None = None,
     budget_s: float | None = None,
+    pool: Executor | None = None,
 ) -> Found:
-    """Find the best that a plan can be made of; see :func:`make_plan`, which takes and raises the same."""
+    """Search for the best plan; arguments and errors are those of :func:`make_plan`.
+
+    With a ``pool``, proofs for the certificate that need no plan are made there during the search.
+    """
     rivals = request.variants()
-    if proofs := infeasible(rivals):  # before any search, which would be for nothing
+    if proofs := infeasible(rivals):  # a proof saves the search
         raise _infeasible(request, *_closest(request, rivals, proofs), proofs)
+    misfits = pool.submit(prove_misfits, rivals[0]) if pool and len(rivals) == 1 else None
     deadline_s = None if budget_s is None else time.monotonic() + budget_s
     found = compete(rivals, request.seq_len, max_simulations, progress, deadline_s)
     best, own = found.best.decisions, found.winner
@@ -208,7 +218,7 @@ def find(
         raise _infeasible(request, best, missing_bytes, own)
     prediction = scorer.predict(best)
     engines = tuple(_row(name, engine, other.setup.units) for name, (other, engine) in found.engines.items())
-    return Found(best, prediction, own, rivals, engines, found.num_simulations)
+    return Found(best, prediction, own, rivals, engines, found.num_simulations, misfits)
 
 
 @no_garbage_collection()
@@ -221,17 +231,19 @@ def make_plan(
     """Find the best plan for a request.
 
     Args:
-        request: what is asked for.
-        max_simulations: the search ends after so many; by default as many as take some seconds.
+        request: the request.
+        max_simulations: end the search after so many; by default after a few seconds' worth.
         progress: called with the best so far and the number of simulations.
-        budget_s: search for so many seconds instead, or until nothing better is in sight. What is found then depends
-            on how fast this machine is.
+        budget_s: search for so many seconds instead, or until no gain is in sight. The result then depends on the speed
+            of this machine.
 
     Raises:
-        InfeasibleError: nothing that was tried fits in memory.
-        ValueError: it cannot be done in the way that is asked for.
+        InfeasibleError: no candidate fits in memory.
+        ValueError: the request cannot be met; the message says why.
     """
-    found = find(request, max_simulations, progress, budget_s)
+    with ThreadPoolExecutor(1) as pool:
+        found = find(request, max_simulations, progress, budget_s, pool)
+        certificate = found.certificate()
     return Plan(
         program_version=__version__,
         model=request.model,
@@ -242,19 +254,19 @@ def make_plan(
         decisions=found.decisions,
         prediction=found.prediction,
         engines=found.engines,
-        certificate=found.certificate(),
+        certificate=certificate,
         num_simulations=found.num_simulations,
     ).sealed()
 
 
 def prepare(request: Request) -> tuple[Setup, Workload, CostModel]:
-    """Return what scoring decisions for a request needs, where all degrees and batch sizes are fixed."""
+    """Return setup, workload and prices for a request whose degrees and batch sizes are all given."""
     variant = request.variants()[0]
     return variant.setup, Workload(variant.setup.units, request.seq_len), variant.cost
 
 
 def describe(decisions: Decisions, units: tuple[Unit, ...]) -> str:
-    """Return the placement in one line: what is recomputed, what the host holds, who updates how much."""
+    """Return the placement in one line: recomputed units, parameters on the host, places of updates."""
     placed = dict.fromkeys(Place, 0)
     for unit in units:
         for num_params, place in decisions.placed_pieces(unit):
@@ -299,7 +311,7 @@ def _row(name: str, candidate: Candidate, units: tuple[Unit, ...]) -> EngineRow:
 def _closest(
     request: Request, rivals: Sequence[Variant], proofs: Sequence[Proof]
 ) -> tuple[Decisions, dict[Tier, int], Variant]:
-    """Return what takes least memory of the choice that is proven to lack least, what it lacks, and the choice."""
+    """Return the smallest decisions, their missing bytes and the variant that is proven to overrun memory least."""
     least = min(proofs, key=lambda proof: proof.overrun or 0.0)
     own = next(rival for rival in rivals if rival.choice == least.choice)
     scorer = Scorer(Workload(own.setup.units, request.seq_len), own.cost)
@@ -310,9 +322,10 @@ def _closest(
 
 
 def _lacking_least(rejected: Decisions, variant: Variant, scorer: Scorer) -> tuple[Decisions, dict[Tier, int]]:
-    """Return what lacks least and what it lacks, of decisions that were rejected before simulating.
+    """Return the better of rejected decisions and the same with recomputation, and its missing bytes.
 
-    All that is known of those is what they always hold, so that recomputing was not seen to help: both are simulated.
+    Decisions are rejected without a simulation if permanent buffers alone do not fit. This does not show whether
+    recomputation helps, so both are simulated here.
     """
     again = {
         unit.name: rejected.units[unit.name].model_copy(update={"activations": "recompute"})
@@ -352,10 +365,10 @@ def _infeasible(
 
 
 def _proven(proofs: tuple[Proof, ...]) -> str:
-    """Say what is proven of all schedules; proofs are of the share of a memory, whichever it is."""
+    """Return the proven overrun in words; a proof is about the fraction of a tier, whichever tier it is."""
     if not proofs:
         return "there is no proof that no other fits"
-    least = math.floor(1000 * min(proof.overrun or 0.0 for proof in proofs)) / 10  # not more than is proven
+    least = math.floor(1000 * min(proof.overrun or 0.0 for proof in proofs)) / 10  # rounded down: it must be proven
     lacking = f"every schedule lacks at least {least:.1f} % of some memory" if least else "no schedule fits"
     return f"it is proven that {lacking}"
 

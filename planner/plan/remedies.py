@@ -1,4 +1,4 @@
-"""What would make an infeasible request fit: the smallest change of each kind that was planned and fits."""
+"""Remedies for an infeasible request: the smallest change of each kind with which a plan was found."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -12,14 +12,14 @@ from planner.plan.competition import first_fit
 from planner.plan.planning import InfeasibleError, Request, find
 from planner.terms import DEFAULT_MICRO_BATCH, Storage
 
-# What is sold: memory of one device, and of one host.
+# Memory sizes on the market: of one device, and of one host.
 _DEVICE_GB = (16, 24, 32, 40, 48, 80, 96, 141, 192, 288)
 _HOST_GIB = tuple(2**i for i in range(4, 15))
 _MOST_DEVICES = 64
-# Plans that are tried for each kind of change; what is proven not to fit is not counted.
+# The most plans to try for each kind of change, without those that are proven not to fit.
 _TRIALS = 2
 _ASKED = Provenance(origin="assumed", source="a size that is sold")
-# Whether it fits is what is asked, not how fast it could be.
+# A short search is enough to see whether a plan fits.
 _SIMULATIONS = 1
 
 
@@ -29,7 +29,7 @@ class Remedy:
 
     Attributes:
         words: what to change, as an option or in words.
-        iteration_s: what a plan takes that was found with next to no search.
+        iteration_s: predicted for a plan from a very short search.
     """
 
     words: str
@@ -37,9 +37,9 @@ class Remedy:
 
 
 def what_would_fit(request: Request) -> Iterator[Remedy]:
-    """Yield for every kind of change the smallest one that makes a request fit, if one does, as soon as it is found.
+    """Yield, for every kind of change, the smallest one that makes a request fit, as soon as it is found.
 
-    Where no single change does, each is tried together with the smallest micro-batch.
+    If no single change is enough, each is combined with the smallest micro-batch.
     """
     found = False
     for remedy in _changes(request):
@@ -74,8 +74,8 @@ def _first(changes: Iterator[tuple[str, Request]]) -> Remedy | None:
 
 
 def _smaller_micro_batch(request: Request) -> Iterator[tuple[str, Request]]:
-    """Halve the micro-batch; accumulation keeps the batch what it was. A captured model has the one it was given."""
-    chosen = request.global_batch is not None and request.micro_batch is None  # so all sizes were tried
+    """Halve the micro-batch; accumulation keeps the global batch. A captured model has only one micro-batch."""
+    chosen = request.global_batch is not None and request.micro_batch is None  # the search tried all sizes
     if chosen or isinstance(request.model, CapturedModel):
         return
     size, repeats = request.micro_batch or DEFAULT_MICRO_BATCH, request.num_micro_batches or 1
@@ -86,7 +86,7 @@ def _smaller_micro_batch(request: Request) -> Iterator[tuple[str, Request]]:
 
 
 def _storage(request: Request) -> Iterator[tuple[str, Request]]:
-    """Use the host for activations, then drives, if there are any and no one said to."""
+    """Offload activations to the host, then use drives, if there are any and the request does not already."""
     ways: tuple[Storage, ...] = ("never", "activations", "nvme") if request.hardware.nvme else ("never", "activations")
     for storage in ways[ways.index(request.storage) + 1 :]:
         yield f"--storage {storage}", dataclasses.replace(request, storage=storage)
@@ -112,7 +112,7 @@ def _larger_host(request: Request) -> Iterator[tuple[str, Request]]:
 
 
 def _larger(request: Request, path: str, sizes: Mapping[str, float]) -> Iterator[tuple[str, Request]]:
-    """Replace a capacity of the machine by those of ``sizes``, by what they are called, that are above it."""
+    """Replace a capacity of the machine by the larger ones in ``sizes``, which maps names to capacities."""
     has = number(quantities(request.hardware)[path])
     for words, size in sizes.items():
         if size > has:

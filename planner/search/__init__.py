@@ -11,7 +11,14 @@ from typing import get_args
 
 from planner.choices.space import NEVER_S
 from planner.decisions import Decisions, GradientPath, HostUpdate
-from planner.engines.policies import POLICIES, mixed, ratel, zero_infinity
+from planner.engines.policies import (
+    HOST_PARAMETER_POLICIES,
+    POLICIES,
+    mixed,
+    ratel,
+    with_host_parameters,
+    zero_infinity,
+)
 from planner.engines.setup import Mix, Setup
 from planner.search.descent import descend
 from planner.search.mixtures import first_look, smallest, starting_points
@@ -165,6 +172,10 @@ def _default_simulations(scorer: Scorer, example: Candidate, *, endless: bool) -
 def engine_policies(setup: Setup, scorer: Scorer) -> dict[str, Candidate]:
     """Return the best candidate of every engine policy that can do what the setup requires, by name."""
     found = {name: best_of(map(scorer.score, policy(setup))) for name, policy in POLICIES.items()}
+    for name in HOST_PARAMETER_POLICIES:
+        if found[name].missing_bytes:
+            with_host = (with_host_parameters(decisions, setup) for decisions in POLICIES[name](setup))
+            found[name] = best_of([found[name], *map(scorer.score, with_host)])
     if setup.storage == "nvme":
         found["zero-infinity"] = best_of(map(scorer.score, zero_infinity(setup)))
         if not setup.clip:  # it updates during backward

@@ -60,6 +60,7 @@ def test_every_value_has_the_unit_of_its_name_and_a_source(name):
         ("_s", "s"),
         ("num_cores_per_copy", "count"),
         ("gemm_rows_half", "count"),
+        ("_ratio", "ratio"),
     )
     found = list(values(load_profile(name)))
     assert len(found) > 20

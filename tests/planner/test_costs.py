@@ -5,7 +5,7 @@ from amount import examples
 from cases import MODELS, Case, cases, small_units
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from machines import machine, rate
+from machines import machine, quantity, rate
 
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.registry import list_profiles, load_profile
@@ -17,6 +17,7 @@ from planner.engines.policies import POLICIES
 from planner.engines.setup import Setup
 from planner.graph import Attention, Elementwise, Gemm
 from planner.lowering import lower
+from planner.models.kernels import Collective
 from planner.schedule.tasks import Lane, Op, Phase, Task
 
 UNITS = small_units("demo-llama", num_layers=1)
@@ -141,6 +142,30 @@ def test_collectives() -> None:
     assert dict(via.uses)[Resource.LINK_DOWN] == pytest.approx(2e10)
     with pytest.raises(ValueError, match="no inter_node fabric, but 8 devices need 2 nodes"):
         model(machine(devices_per_node=4, inter_node=False), ranks=8).price(gather)
+
+
+def test_an_all_reduce_over_two_nodes_is_a_tree() -> None:
+    """Between two nodes each one sends the tensor once, over all its NICs; more nodes make a ring of two rounds."""
+    summed = Collective(10**9, 8)
+    for per_node, sent_bytes in ((4, 1e9), (2, 2 * 7 / 8 * 1e9)):
+        profile = machine(devices_per_node=per_node)
+        cost = CostModel(profile, UNITS, BF16, 1, tensor_parallel=8)
+        assert cost.compute_s([summed]) == pytest.approx(3e-5 + sent_bytes / per_node / 1e10)
+
+
+@pytest.mark.parametrize("tensor_parallel", [1, 2, 4])
+def test_a_group_with_some_of_a_nodes_devices_has_a_fraction_of_its_share(tensor_parallel: int) -> None:
+    """Of four devices a group has all, two or one; with two or one it shares NICs with its neighbours' groups."""
+    profile = machine(devices_per_node=4)
+    assert profile.inter_node is not None
+    fabric = profile.inter_node.model_copy(update={"partial_group_ratio": quantity(0.25, "ratio")})
+    gather = task(Lane.COLLECTIVE, Op.GATHER, num_bytes=10**10)
+    per_node, ranks = 4 // tensor_parallel, 8 // tensor_parallel
+    slower = 1 if tensor_parallel == 1 else 4
+    cost = CostModel(
+        profile.model_copy(update={"inter_node": fabric}), UNITS, BF16, ranks, tensor_parallel=tensor_parallel
+    )
+    assert cost.price(gather).duration_s == pytest.approx(slower * (ranks - 1) / ranks * 1e10 / per_node / 1e10)
 
 
 @pytest.mark.parametrize(

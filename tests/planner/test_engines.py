@@ -32,7 +32,7 @@ from planner.lowering import lower
 from planner.models import resolve_model
 from planner.plan.planning import Request, _infeasible, prepare
 from planner.schedule.tasks import Op, Tier
-from planner.search import Scorer
+from planner.search import Scorer, engine_policies
 from planner.simulate.machine import run_until_steady
 from planner.simulate.prediction import memory_peaks
 
@@ -245,3 +245,19 @@ def test_too_little_nvme_is_named() -> None:
         total = sum(unit.num_params for unit in chosen.units)
         assert candidate.missing_bytes == {Tier.NVME: held * total - num_bytes}
         assert re.search(message, str(_infeasible(request, decisions, candidate.missing_bytes, request.variants()[0])))
+
+
+def test_zero_offload_keeps_parameters_on_the_host_where_the_device_is_too_small_for_them() -> None:
+    """DeepSpeed's ``offload_param``: every unit is fetched for each use, and the host updates what it serves."""
+    for gpu_bytes, where in ((2e10, "gpu"), (5e9, "host")):
+        asked = Request(resolve_model("opt-2.7b"), machine(gpu_bytes=gpu_bytes), seq_len=64, micro_batch=1)
+        some, workload, cost = prepare(asked)
+        rows = engine_policies(some, Scorer(workload, cost))
+        for name in ("zero-offload-blocking", "zero-offload"):
+            found = rows[name]
+            assert not found.missing_bytes
+            assert {found.decisions.units[unit.name].params for unit in some.units if unit.num_params} == {where}
+            ops = Counter(task.op for task in lower(some.units, found.decisions, asynchronous=True).tasks)
+            assert bool(ops[Op.FETCH]) == (where == "host")
+            assert bool(ops[Op.UPLOAD]) == (where == "gpu")
+        assert bool(rows["twin-flow"].missing_bytes) == (where == "host")

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,11 @@ from cases import decide, small_units
 from machines import machine, rate
 
 from hwprofiles.registry import load_profile
+from planner.bounds.certificate import prove_misfits
 from planner.bounds.proof import Proof
 from planner.decisions import Place
 from planner.models import resolve_model
-from planner.plan.planning import InfeasibleError, Request, default_precision, describe, make_plan
+from planner.plan.planning import InfeasibleError, Request, default_precision, describe, find, make_plan
 from planner.schedule.tasks import Tier
 
 DEMO = resolve_model("demo-llama")
@@ -57,6 +59,20 @@ def test_a_plan_says_what_was_asked_and_predicted() -> None:
     assert 0 < prediction.model_flop_per_s < 1e14  # what the device can do
     assert prediction.iteration_s <= min(row.iteration_s for row in plan.engines if row.fits and row.iteration_s) * 1.02
     assert plan.content_digest == plan.digest()
+
+
+def test_proofs_made_during_the_search_are_those_of_the_certificate() -> None:
+    """Some ZeRO stages do not fit: their proofs need no plan, and are the same whenever they are made."""
+    asked = request(num_devices=4, hardware=machine(devices_per_node=4, gpu_bytes=5e7))
+    (variant,) = asked.variants()
+    misfits = prove_misfits(variant)
+    assert 0 < len(misfits) < 4
+    found = find(asked, 60)
+    proofs = {proof.zero_stage: proof for proof in found.certificate().proofs}
+    assert {stage: proofs[stage] for stage in misfits} == misfits
+    assert all((proof.overrun is None) == (stage not in misfits) for stage, proof in proofs.items())
+    with ThreadPoolExecutor(1) as pool:
+        assert find(asked, 60, pool=pool).certificate() == found.certificate()
 
 
 def test_the_same_request_gives_the_same_bytes_in_another_process() -> None:

@@ -102,3 +102,13 @@ def test_a_gpu_without_a_profile_is_told_of_calibration(
         warnings.simplefilter("always")
         ullage.plan("opt-125m", seq_len=128, budget_s=1)
     assert [str(warning.message) for warning in said] == [words]
+
+
+def test_too_few_devices_of_this_machine_name_the_option_that_chooses_another(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    calibrated()
+    assert main(["plan", *MODEL, "--gpus", "8"]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "mine has 1 device(s) and no network between nodes, but 8 are asked for" in error
+    assert "choose a larger machine with --hardware (`ullage hardware` lists them)" in error

@@ -171,13 +171,23 @@ def notes() -> frozenset[str]:
     )
 
 
-def test_contributors_questions_are_three_clicks_away() -> None:
-    assert "docs/architecture/index.md" in LINK.findall((ROOT / "README.md").read_text(encoding="utf-8"))
+def test_contributors_questions_are_two_clicks_away() -> None:
+    """From the README to the list of questions, and from a question to its answer, on GitHub and on the site alike."""
+    heading = "Where do I change something?"
+    assert f"(docs/architecture/index.md#{slug(heading)})" in (ROOT / "README.md").read_text(encoding="utf-8")
     page = (ROOT / "docs" / "architecture" / "index.md").read_text(encoding="utf-8")
-    _, questions = page.split("## Where do I change ...?")
-    sections = re.split(r"^### ", questions.partition("\n## ")[0], flags=re.MULTILINE)[1:]
-    assert len(sections) == 5
-    assert all("::" in section for section in sections)
+    contents, *sections = page.split(f"## {heading}\n")[1].partition("\n## ")[0].split("\n### ")
+    answers = dict(section.split("\n", 1) for section in sections)
+    assert re.findall(r"^- \[(.*)\]\((.*)\)$", contents, re.MULTILINE) == [(q, f"#{slug(q)}") for q in answers]
+    assert len(answers) == 5
+    assert all("::" in answer for answer in answers.values())
+
+
+def slug(heading: str) -> str:
+    """Return the anchor of a heading; only words, single spaces and hyphens have the same one in every renderer."""
+    words = re.sub(r"[^\w -]", "", heading.lower())
+    assert words == words.strip()
+    return words.replace(" ", "-")
 
 
 def test_pages_of_the_site_are_in_its_navigation() -> None:

@@ -71,7 +71,6 @@ ALLOWED = {
     "executor/checkpoint/files/writer.py": "checkpoints, through checkpoint/files.py",
     "ullage/main.py": "standard output becomes /dev/null when nobody reads it",
     "ullage/training/exporting.py": "weights for transformers: a new folder, which appears whole",
-    "ullage/commands/simulate/figure.py": "matplotlib writes into memory",
     "ullage/report/static.py": "matplotlib writes into memory",
     "ullage/integrations/metrics.py": "TensorBoard's writer makes its own files in a folder",
     "ullage/training/text.py": "memory maps that are only read",

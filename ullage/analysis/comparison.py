@@ -144,7 +144,7 @@ def _phase_s(phase: Phase, timeline: Timeline, iteration: int) -> float:
 
 
 def compare_record(record: RunRecord, predicted: Simulation | None = None) -> Comparison:
-    """Compare what an executed plan predicted (simulated again, or given) with what its run measured."""
+    """Compare the prediction of an executed plan (simulated again, or given) with the measurements of its run."""
     memory = {tier: use.peak_bytes for tier, use in record.plan.prediction.memory.items()}
     if record.checkpoint_bytes:  # no part of the plan
         memory[Tier.HOST] = memory.get(Tier.HOST, 0) + record.checkpoint_bytes
@@ -177,7 +177,7 @@ class Change:
 
 @dataclasses.dataclass(frozen=True)
 class Explained:
-    """A comparison with the reasons for what is off.
+    """A comparison with the reasons for its differences.
 
     Attributes:
         comparison: by phase, lane and tier.
@@ -185,7 +185,7 @@ class Explained:
         work: of each kind of task.
         critical: seconds of the iteration that each lane is responsible for.
         p10_s, p90_s: of all measured iterations.
-        refitted: the profile fitted to the tasks of the run, and what it would have predicted.
+        refitted: the profile fitted to the tasks of the run, and its prediction.
         changes: what differs in it.
         before: of what was executed before the plan was changed on the way, if it was.
     """
@@ -325,7 +325,7 @@ def _work(record: RunRecord) -> dict[TaskKind, Work]:
     plan = record.plan
     cost = CostModel.of(plan.hardware, plan.units(), plan.decisions)
     result: dict[TaskKind, Work] = {}
-    for schedule in (record.timeline.schedule, plan.schedule()):  # what is planned counts, where both have a kind
+    for schedule in (record.timeline.schedule, plan.schedule()):  # if both have a kind, the planned one counts
         found: dict[TaskKind, Work] = {}
         for task in schedule.tasks:
             amount, unit = _amount(task, cost)

@@ -72,7 +72,7 @@ def failure_of(found: Mapping[str, Any]) -> dict[str, str] | None:
 
 
 def gpus_of() -> list[dict[str, Any]]:
-    """Return the GPUs that ``nvidia-smi`` tells of, none without it; what it does not know is ``None``."""
+    """Return the GPUs that ``nvidia-smi`` lists, none without it; unknown values are ``None``."""
     command = ["nvidia-smi", f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TOOL_TIMEOUT_S, check=True)

@@ -1,4 +1,4 @@
-"""Why a plan is what it is, as data: what tables and JSON of `ullage explain` show."""
+"""Why a plan is as it is: the data of tables and JSON of `ullage explain`."""
 
 import dataclasses
 from collections.abc import Callable
@@ -37,7 +37,7 @@ TIERS = {Tier.GPU: "device", Tier.HOST: "host", Tier.NVME: "NVMe"}
 
 @dataclasses.dataclass(frozen=True)
 class PlanExplained:
-    """Why a plan is what it is.
+    """Why a plan is as it is.
 
     Attributes:
         bench: the plan, simulated.

@@ -18,7 +18,8 @@ from planner.simulate.prediction import TierMemory, capacities, memory_peaks
 from ullage.analysis.simulation import Subject
 from ullage.output.formatting import LANE_WORDS, percent, si
 
-# Relief is asked of lanes that have at least this share of the critical path, and told if it is worth this much.
+# Relief is computed for lanes with at least this share of the critical path, and shown if it is worth at least this
+# much.
 _WORTH_ASKING = 0.05
 _WORTH_TELLING = 0.01
 
@@ -28,7 +29,7 @@ class Iteration:
     """One steady iteration. Times are seconds since it began, bytes are those of one rank unless said otherwise.
 
     Attributes:
-        subject, simulation: what was simulated.
+        subject, simulation: the simulated plan or engine, and its simulation.
         phases, stretches: seconds by phase, and when each phase was on.
         busy_s: seconds that each lane runs tasks.
         busy: over time, for each of :data:`planner.schedule.series.PROCESSORS`.

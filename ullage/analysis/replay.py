@@ -1,4 +1,4 @@
-"""Measured durations in the simulator: what is left between that and what was measured is not the cost model's."""
+"""Replay measured durations in the simulator. What still differs from the run is not an error of the cost model."""
 
 from collections.abc import Sequence
 

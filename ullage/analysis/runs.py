@@ -1,4 +1,4 @@
-"""The record of an execution: what was measured, beside the plan that was executed. ``run.json``."""
+"""The record of an execution, ``run.json``: the executed plan and its measurements."""
 
 import json
 from pathlib import Path
@@ -25,8 +25,8 @@ class RunRecord(Frozen):
     """One execution of a plan.
 
     Attributes:
-        plan: what was executed.
-        machine: what it ran on, in words.
+        plan: the executed plan.
+        machine: the machine, in words.
         losses: mean loss of each iteration.
         start_s, end_s: seconds of each task of each recorded iteration (the first 200 at most); ``None`` where it has
             not run.

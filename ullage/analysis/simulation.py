@@ -31,7 +31,7 @@ class Subject:
 
     Attributes:
         engine: whose decisions they are, with the setting if there is one, such as ``twin-flow 0.4``.
-        model, hardware: what is trained, and where.
+        model, hardware: names of the model and of the machine.
         workload: the model's units and the tokens per sequence.
         decisions: how.
         cost: prices of tasks.
@@ -109,7 +109,7 @@ def engine_decisions(plan: Plan, engine: str, setting: str | None = None) -> Dec
     """Return what an engine policy decides for a plan's model, machine and batch.
 
     Args:
-        plan: says what is trained, and where.
+        plan: gives the model, the machine and the batch.
         engine: name of a policy (of :data:`ENGINES`), or ``ullage`` for the plan's own decisions.
         setting: what the policy leaves to its user: the fraction that the CPU updates (``twin-flow``) or the stride
             (``interleaved``). ``None``: the best that :mod:`planner.engines.policies` tries.
@@ -142,7 +142,7 @@ def _subject_of(plan: Plan, engine: str, decisions: Decisions) -> Subject:
 
 
 def request_of(plan: Plan) -> Request:
-    """Return what a plan was asked for, with the degrees and batch sizes that it chose; storage apart."""
+    """Return a plan's request with the degrees and batch sizes that the plan chose, without storage."""
     decided = plan.decisions
     return Request(
         model=plan.model,

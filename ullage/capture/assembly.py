@@ -1,4 +1,4 @@
-"""From a recording and its places to a captured model: operators with what they run, save and hold."""
+"""From a recording to a captured model: operators with their kernels, saved activations and workspace."""
 
 import bisect
 import dataclasses
@@ -97,7 +97,7 @@ def _operators(recording: Recording, places: list[UnitVisits]) -> list[_Draft]:
             if not begun or (visit.path != drafts[-1].path and event.kernels and _runs(recording, drafts[-1])):
                 drafts.append(_Draft(visit.path, type(visit.module).__name__, number))
                 begun = True
-            elif event.kernels and not _runs(recording, drafts[-1]):  # what came before was bookkeeping
+            elif event.kernels and not _runs(recording, drafts[-1]):  # earlier events were bookkeeping
                 drafts[-1].path, drafts[-1].kind = visit.path, type(visit.module).__name__
             drafts[-1].events.append(index)
     return drafts
@@ -187,13 +187,13 @@ def _save(recording: Recording, drafts: list[_Draft], operator_of: dict[int, int
 
 
 def _event_of(recording: Recording, position: int, visit: int) -> int:
-    """Return the forward event for which a tensor was kept: inputs are kept just before it, results just after."""
+    """Return the forward event that saved a tensor: inputs are saved just before it, results just after."""
     events = recording.forward
     return position if position < len(events) and events[position].visit == visit else max(position - 1, 0)
 
 
 def _unsegment(recording: Recording, places: list[UnitVisits], drafts: list[_Draft]) -> None:
-    """Take segments apart of which recomputation would not do what is told of them."""
+    """Split segments whose recomputation would differ from their description."""
     stops = {visit.path: visit.stop for visit in recording.visits}
     behind: defaultdict[str, int] = defaultdict(int)
     saved: defaultdict[str, int] = defaultdict(int)

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 aten = torch.ops.aten
-VALUES = (DataDependentOutputException, DynamicOutputShapeException)  # the values of a tensor are asked for
+VALUES = (DataDependentOutputException, DynamicOutputShapeException)  # an operator needs the values of a tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +62,7 @@ class _Recipe:
 
     @functools.cached_property
     def values(self) -> Tensor:
-        """Everything in the storage. It is computed when it is first asked for, which few models do."""
+        """All values of the storage, computed at the first use; few models need them."""
         values = torch.zeros(max(self.layout.room(), 0), dtype=self.layout.dtype)
         self.layout.within(values).copy_(tree_leaves(_computed(self.function, self.arguments))[self.result])
         return values
@@ -121,7 +121,7 @@ class Fakes:
             chosen = _Recipe(_in_turn, ((layout.shape, num_choices), {}), 0, layout)
             self._recipes[results[-1].untyped_storage()] = chosen
         elif _has_values(function) and (known := self._known((args, kwargs))) is not None:
-            for number, result in enumerate(results):  # some operators return what they are given
+            for number, result in enumerate(results):  # some operators return their arguments
                 self._recipes.setdefault(result.untyped_storage(), _Recipe(function, known, number, _Layout.of(result)))
 
     def _known(self, arguments: Any) -> Any:
@@ -143,7 +143,7 @@ def _fake_like(tensor: Tensor) -> Tensor:
 
 
 def _in_turn(shape: tuple[int, ...], num_choices: int) -> Tensor:
-    """Return choices of which each is made as often as any other, and neighbours differ."""
+    """Return choices with equal frequency, of which neighbours differ."""
     return torch.arange(math.prod(shape)).remainder(num_choices).view(shape)
 
 

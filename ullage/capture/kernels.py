@@ -21,13 +21,13 @@ _FREE = frozenset(
     {"detach", "_unsafe_view", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
     | {"_reshape_alias", "alias", "lift_fresh", "resize_", "set_", "_local_scalar_dense"}
 )
-# In place, without reading what was there.
+# In place, without reading the old values.
 _OVERWRITE = frozenset({"fill_", "zero_", "normal_", "uniform_", "bernoulli_", "random_", "exponential_"})
 # They read of their first tensor as much as they write.
 _LOOK_UP = frozenset({"embedding", "index", "_unsafe_index", "index_select", "gather", "take"})
 # They fill their output and then copy their first tensor into it.
 _INTO_ZEROS = frozenset({"slice_backward", "select_backward"})
-# Work of which neither FLOP nor bytes say how long it takes.
+# Operators whose time follows neither from FLOP nor from bytes.
 _UNPRICED = (
     *("mkldnn_rnn", "_cudnn_rnn", "miopen_rnn", "_thnn_fused"),
     *("linalg_", "_linalg_", "_fft_", "_cdist", "_trilinear"),

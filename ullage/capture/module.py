@@ -31,7 +31,7 @@ from ullage.capture.recording import record
 from ullage.capture.records import CaptureError
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-_FAKE_LOG = logging.getLogger("torch._subclasses.fake_tensor")  # it tells of errors that are told here
+_FAKE_LOG = logging.getLogger("torch._subclasses.fake_tensor")  # it logs errors that are raised here
 _UNKNOWN = (UnsupportedOperatorException, UnsupportedFakeTensorException)
 
 

@@ -45,7 +45,7 @@ class _Like:
         return torch.full((max(room, 0),), value, dtype=self.dtype).as_strided(self.shape, self.strides)
 
     def shrunk(self, sizes: dict[int, int]) -> "_Like":
-        """Return it with other sizes. Strides keep order and alignment; what is contiguous stays so."""
+        """Return it with other sizes. Strides keep their order and alignment; contiguous tensors stay contiguous."""
         shape = tuple(sizes.get(size, size) for size in self.shape)
         strides, room = [0] * len(shape), 1
         for dim in sorted(range(len(shape)), key=lambda dim: (self.strides[dim], -dim)):

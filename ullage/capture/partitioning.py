@@ -26,7 +26,7 @@ _SMALL_OUTSIDE, _SMALL_ALONE = 1 / 4, 1 / 16
 
 @dataclasses.dataclass(slots=True)
 class UnitVisits:
-    """A unit, and what it consists of.
+    """A unit and its parts.
 
     Attributes:
         name: path of its largest module.
@@ -262,7 +262,7 @@ def _assign(recording: Recording, places: list[UnitVisits], inside: dict[int, li
 
 
 def _computing(recording: Recording, places: list[UnitVisits]) -> list[UnitVisits]:
-    """Return the units that run kernels; what others do is a neighbour's."""
+    """Return the units that run kernels; other units are merged into neighbours."""
     found: list[UnitVisits] = []
     before: list[int] = []
     for unit in places:

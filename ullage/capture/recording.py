@@ -34,7 +34,7 @@ def record(model: nn.Module, args: Sequence[Tensor], kwargs: Mapping[str, Tensor
 
     Args:
         model: in training mode.
-        args: what it is called with.
+        args: its arguments.
         kwargs: likewise, by name.
         as_on_gpu: record GPU kernels where PyTorch has others for it than for a CPU.
 
@@ -193,7 +193,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise CaptureError(f"backward of {self._at()}: {error}") from error
 
     def _at(self) -> str:
-        """Return the module of which the backward runs, in words."""
+        """Return the module whose backward runs, in words."""
         visit = self.forward[self._source].visit
         path = self.visits[visit].path if visit >= 0 else ""
         return f"module {path}" if path else "the model"
@@ -241,7 +241,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tensor, tensor._version
 
     def unpack(self, kept: tuple[Tensor, int]) -> Tensor:
-        """Check what autograd does without hooks: that nothing was written over what it kept."""
+        """Check, as autograd does without hooks, that saved tensors were not overwritten."""
         tensor, version = kept
         if tensor._version != version:
             raise CaptureError(

@@ -53,7 +53,7 @@ class Storage:
     """Memory that was allocated.
 
     Attributes:
-        born, died: first and last event at which it is there; what is there before the first was born at -1.
+        born, died: first and last event at which it exists; -1 if it exists before the first.
         owner: ``parameter``, ``buffer``, ``input``, ``gradient`` of a parameter, or empty.
     """
 
@@ -68,7 +68,7 @@ class Save:
     """A tensor that autograd keeps.
 
     Attributes:
-        position: forward events that had been dispatched when it was kept.
+        position: number of forward events before it was saved.
     """
 
     storage: int

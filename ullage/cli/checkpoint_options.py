@@ -1,4 +1,4 @@
-"""The options of ``ullage plan`` that say which failures checkpoints are for, and what they may take.
+"""The options of ``ullage plan`` for failures that checkpoints must survive, and for limits on checkpoints.
 
 What reads them is in :mod:`ullage.cli.checkpoint_request`: that imports the planner, which is not needed to refuse a
 line.
@@ -13,7 +13,7 @@ from ullage.cli.arguments import fraction, parse_bytes, positive_float, positive
 def mtbf(text: str) -> dict[Level, float]:
     """Return the times between failures that ``6h`` or ``memory=2h,nvme=1d,pfs=30d`` mean, in seconds by level.
 
-    A time alone is of failures that anything durable survives: the node's drives, or what is slower.
+    A time without a level is for failures that any durable level survives: the node's drives, or a slower one.
 
     Raises:
         argparse.ArgumentTypeError: it is neither.

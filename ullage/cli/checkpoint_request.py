@@ -40,7 +40,7 @@ def checkpoints_of(args: argparse.Namespace) -> CheckpointsAsked | None:
 
 
 def with_pfs(hardware: HardwareProfile, bytes_per_s: int) -> HardwareProfile:
-    """Return a profile with a shared file system of which each node draws so much, as asked for.
+    """Return a profile with a shared file system of the given rate for each node.
 
     Raises:
         ValueError: it has one.

@@ -1,4 +1,4 @@
-"""The machine that is meant if nobody names one: this one if it was calibrated, else a packaged one."""
+"""The default of ``--hardware``: this machine if it was calibrated, otherwise a packaged profile."""
 
 import argparse
 import platform

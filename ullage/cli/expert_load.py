@@ -1,4 +1,4 @@
-"""How tokens spread over experts, as it is asked for on the command line."""
+"""The distribution of tokens over experts, as given on the command line."""
 
 import math
 from pathlib import Path

@@ -9,11 +9,11 @@ from types import FrameType
 from typing import Any, Final, Self, final
 
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
-_SAME_WISH_S: Final = 3.0  # torchrun passes on what its processes have been sent already
+_SAME_WISH_S: Final = 3.0  # torchrun repeats signals that its processes have already received
 
 
 class InterruptedTrainingError(Exception):
-    """Training was asked to end, and has: what it had is in a checkpoint.
+    """Training ended early as requested, and its state is in a checkpoint.
 
     Attributes:
         signal: what asked.
@@ -25,7 +25,7 @@ class InterruptedTrainingError(Exception):
 
 
 class ForcedExitError(KeyboardInterrupt):
-    """Training was asked twice to end.
+    """A second signal asked training to end at once.
 
     Attributes:
         signal: what asked.
@@ -38,7 +38,7 @@ class ForcedExitError(KeyboardInterrupt):
 
 @contextlib.contextmanager
 def consistent_interrupt() -> Iterator[None]:
-    """Let whatever ends after Ctrl-C end by :class:`KeyboardInterrupt`.
+    """Make any error after Ctrl-C a :class:`KeyboardInterrupt`.
 
     What Ctrl-C interrupts may fail in another way: an extension in Rust or C that imports a module calls it a broken
     import.

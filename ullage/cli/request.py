@@ -28,7 +28,7 @@ def request_of(
         change_model: likewise.
 
     Raises:
-        ValueError: no such model or machine, or it cannot do what is asked for.
+        ValueError: there is no such model or machine, or the machine cannot meet the request.
     """
     hardware = change_machine(load_profile(args.hardware or default_hardware().name))
     if args.device_memory is not None:
@@ -59,7 +59,7 @@ def request_of(
 
 
 def _spread(hardware: HardwareProfile, num_devices: int, num_nodes: int) -> HardwareProfile:
-    """Return nodes of which each gives as many of its devices as ``num_nodes`` take to have all."""
+    """Return a machine whose nodes have so many devices that ``num_nodes`` have all of them."""
     per_node, rest = divmod(num_devices, num_nodes)
     if rest or not 0 < per_node <= hardware.devices_per_node:
         raise ValueError(

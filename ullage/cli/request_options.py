@@ -1,4 +1,4 @@
-"""The options that say what is trained on which machine, shared by the commands that ask for it.
+"""The options for model, machine and batch, shared by several commands.
 
 What reads them is in :mod:`ullage.cli.request`: that imports the planner, which is not needed to refuse a line.
 """
@@ -18,7 +18,7 @@ _FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 
 def add_request_options(parser: argparse.ArgumentParser, *, model_required: bool) -> None:
-    """Add the options of a request. None has a default, so that what was given can be told."""
+    """Add the options of a request. They have no defaults, so that given options can be told from others."""
     group = parser.add_argument_group("what is trained, on which machine")
     group.add_argument(
         "--model",

@@ -74,7 +74,7 @@ def command_parser(
         subparsers: where to.
         name: of the command, a key of :data:`SUMMARIES`.
         run: what runs it.
-        description: what it does, for its help text.
+        description: its purpose, for the help text.
         examples: command lines, one a line.
     """
     lines = "\n".join(f"  {line.strip()}" for line in examples.strip().splitlines())

@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _describe(action: Any, names: dict[str, tuple[str, ...]], places: dict[str, Any]) -> None:
-    """Say of an option what completes it: what is known by name, or files."""
+    """Set the completion of an option: known names, or files."""
     if action.dest in names:
         action.choices = names[action.dest]
     elif action.type is Path or action.metavar == "PLACE":

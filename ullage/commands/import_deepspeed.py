@@ -1,4 +1,4 @@
-"""``ullage import-deepspeed``: what a configuration of DeepSpeed takes, and what it leaves on the table."""
+"""``ullage import-deepspeed``: predict a configuration of DeepSpeed, and compare it with a plan."""
 
 import argparse
 import sys

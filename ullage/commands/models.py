@@ -1,4 +1,4 @@
-"""``ullage models``: what is known by name."""
+"""``ullage models``: the models that are known by name."""
 
 import argparse
 

@@ -53,7 +53,7 @@ class Checked:
     fitted: bool
 
     def rows(self) -> dict[Metric, Row]:
-        """Return what was measured beside what is predicted."""
+        """Return measured and predicted values side by side."""
         return {
             metric: Row(metric.value, self.outcome.values[metric], measured, metric.unit)
             for metric, measured in self.case.measurements().items()
@@ -65,7 +65,7 @@ class Checked:
         return row.error if row else None
 
     def headlines(self) -> Iterator[tuple[str, float]]:
-        """Yield name and signed relative error of what thresholds apply to."""
+        """Yield name and signed relative error of quantities that have a threshold."""
         for metric, row in self.rows().items():
             if metric.headline:
                 yield f"{self.case.id} ({metric.value})", row.error or 0.0
@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _profiles(cases: Iterable[Case]) -> dict[str, HardwareProfile]:
-    """Return the profiles of the cases' machines by what the cases call them."""
+    """Return the profiles of the cases' machines, by their names in the cases."""
     profiles: dict[str, HardwareProfile] = {}
     for case in cases:
         if case.hardware not in profiles:

@@ -1,4 +1,4 @@
-"""``ullage verify``: check a plan without trusting who made it."""
+"""``ullage verify``: check a plan without trusting the program that made it."""
 
 import argparse
 from pathlib import Path

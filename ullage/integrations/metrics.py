@@ -1,6 +1,6 @@
 """Metrics of an execution as it goes: event files for TensorBoard, and a text file for Prometheus.
 
-Rank 0 writes both. What cannot be written is said once and given up: training is not to end because nobody can watch.
+Rank 0 writes both. If one cannot be written, Ullage warns once and stops writing it; training goes on.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from planner.plan.document import Plan
 from planner.schedule.tasks import Tier
 from ullage.training.trainer import Step, Trainer
 
-_PERIOD_S: Final = 1.0  # between two writes of the text file, which whoever reads it does much less often
+_PERIOD_S: Final = 1.0  # between two writes of the text file; readers poll it less often
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ class TensorBoard:
             self._writer.add_scalar(tag, value, sample.iteration)
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write the rest."""
         if self._writer is not None:
             self._writer.close()
 
@@ -202,7 +202,7 @@ class Metrics:
 
     Args:
         sinks: where samples go.
-        warn: is told once of each sink that fails.
+        warn: called once for each sink that fails.
     """
 
     def __init__(self, sinks: Sequence[Sink], warn: Callable[[str], None]) -> None:
@@ -216,7 +216,7 @@ class Metrics:
             self._all(lambda sink: sink.write(sample))
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write the rest."""
         self._all(lambda sink: sink.close())
 
     def _all(self, do: Callable[[Sink], None]) -> None:

@@ -1,4 +1,4 @@
-"""A plan inside ``transformers.Trainer``: what has to agree, and what was predicted beside what is measured.
+"""A plan inside ``transformers.Trainer``: checks of its arguments, and measurements beside predictions in its log.
 
 A model and an optimizer from :func:`ullage.prepare` go into ``Trainer`` as any others do; it calls forward, backward,
 ``clip_grad_norm_`` and ``step()``, which is all that a plan needs. What the callback adds is to check, before training,
@@ -30,7 +30,7 @@ class UllageCallback(TrainerCallback):
 
     Args:
         optimizer: what :func:`ullage.prepare` returned.
-        plan: what it was given.
+        plan: the plan.
     """
 
     def __init__(self, optimizer: OffloadedOptimizer, plan: Plan) -> None:
@@ -42,10 +42,10 @@ class UllageCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Check that the trainer does what is planned.
+        """Check that the trainer's arguments agree with the plan.
 
         Raises:
-            PlanError: it does not; names the argument, and what it has to be.
+            PlanError: they do not; the message names the argument and its planned value.
         """
         decided = self._plan.decisions
         clips = args.max_grad_norm is not None and args.max_grad_norm > 0
@@ -88,7 +88,7 @@ class UllageCallback(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Put what was measured, and what was predicted for it, into the log."""
+        """Add measurements and their predictions to the log."""
         if not self._spent_s or logs is None or "loss" not in logs:
             return
         found = {
@@ -102,5 +102,5 @@ class UllageCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Wait for the last updates, so that what goes wrong in them is told here."""
+        """Wait for the last updates, so that their errors are raised here."""
         self._optimizer.session.synchronize()

@@ -10,7 +10,7 @@ _MINUTE_S, _HOUR_S, _DAY_S = 60.0, 3600.0, 86400.0
 _YEAR_S = 365.25 * _DAY_S
 _THOUSAND_YEARS_S = 1000 * _YEAR_S
 _LONG_UNITS = ((_YEAR_S, "years"), (_DAY_S, "d"), (_HOUR_S, "h"), (_MINUTE_S, "min"))
-_FEWEST = 1.5  # of a unit, before a smaller one is told
+_FEWEST = 1.5  # of a unit; smaller amounts are shown in a smaller unit
 _ROUNDING_S = 1e-9  # of sums
 _BARS = "▁▂▃▄▅▆▇█"
 
@@ -78,7 +78,7 @@ def sparkline(values: Sequence[float], top: float) -> str:
 
 
 def binds(critical_s: dict[str, float], period_s: float) -> str:
-    """Return what the critical path consists of, in words, largest share first; what is below 1 % is left out."""
+    """Return the parts of the critical path in words, largest share first, without those below 1 %."""
     shares = sorted(((seconds / period_s, lane) for lane, seconds in critical_s.items()), reverse=True)
     parts = [f"{LANE_WORDS[Lane(lane)]} {percent(share)}" for share, lane in shares if share >= 0.01]
     return ", ".join(parts) or "nothing"

@@ -1,4 +1,4 @@
-"""Colours of what is trained with: the same for one class of memory or work in every picture, printed or on a screen.
+"""Colours: each class of memory or work has the same one in every picture, printed or on a screen.
 
 They are Okabe and Ito's, which people with any kind of colour vision tell apart ("Color Universal Design", 2008), and
 for a dark ground the same hues, lighter.
@@ -97,10 +97,10 @@ COLOURS: Final[dict[str, Colour]] = {
     f"phase {Phase.UPDATE}": Colour("#eeeeee", "#23272c"),
     f"phase {Phase.LOOP}": Colour("#f6f0e2", "#2c281d"),
 }
-"""Every colour by what it stands for; ``first`` to ``sixth`` are those of what has no class."""
+"""Every colour by its class; ``first`` to ``sixth`` are for data without a class."""
 
 SCALE: Final = ("least", "middle", "most")
-"""Names of colours between which amounts are: one hue, whose lightness alone tells them apart."""
+"""Names of colours for the ends of a scale of amounts: one hue of different lightness."""
 
 ORDINALS: Final = ("first", "second", "third", "fourth", "fifth", "sixth")
-"""Names of colours for what has no class, in the order in which they are taken."""
+"""Names of colours for data without a class, in the order of use."""

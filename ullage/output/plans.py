@@ -14,7 +14,7 @@ _REACH = {
 
 
 def model_line(model: Model) -> str:
-    """Return a model's sizes and number of parameters; of a captured one what was captured, and the loss."""
+    """Return a model's sizes and number of parameters; for a captured one, its function and its loss."""
     if isinstance(model, CapturedModel):
         num_repeated = sum(bool(segment.path) for segment in model.segments)
         return (

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 @contextlib.contextmanager
 def progress_bar(*, time_left: bool = False) -> Iterator[Callable[[str, int, int], None]]:
-    """Yield a function of what is being done, steps done and steps in total (0: not known).
+    """Yield a function to be called with the present step in words, steps done and steps in total (0: unknown).
 
     Args:
         time_left: show how many steps are done, and how long the others will take.
@@ -39,7 +39,7 @@ def progress_bar(*, time_left: bool = False) -> Iterator[Callable[[str, int, int
 
 @contextlib.contextmanager
 def seconds_bar() -> Iterator[Callable[[str, float, float], None]]:
-    """Yield a function of what begins, and seconds of a budget before it and in all; the bar goes on by itself."""
+    """Yield a function to be called with a new step, and the budget's seconds before it and in total."""
     from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn  # noqa: PLC0415 - slow to import
     from rich.text import Text  # noqa: PLC0415
 

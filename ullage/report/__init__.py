@@ -50,7 +50,7 @@ def load(path: Path) -> Source:
 
 
 def report_on(source: Source, progress: Progress) -> Part:
-    """Return what a report says about a file; ``progress`` is told what is being done."""
+    """Return the part of a report about a file; ``progress`` is called with each step in words."""
     if isinstance(source, Study):
         return study_part(source)
     if isinstance(source, Plan):

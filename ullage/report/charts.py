@@ -17,7 +17,7 @@ from ullage.output.palette import Work
 PREFIXED: Final = frozenset({"s", "B", "B/s", "FLOP", "FLOP/s", "params", "params/s"})
 """Units that take a prefix, as in GB; others (currencies, tokens per second) have plain numbers."""
 
-_TABLE_ROWS = 24  # of what changes over time
+_TABLE_ROWS = 24  # of a table over time
 
 
 class Mark(StrEnum):
@@ -57,7 +57,7 @@ class Trace:
         colour: a key of :data:`ullage.output.palette.COLOURS`, or one for each value.
         measured: measured rather than predicted: drawn dashed, or hatched.
         texts: of each value, in words.
-        faint: what stands behind a line of the same name, with every detail.
+        faint: a detailed line drawn behind the line of the same name.
     """
 
     name: str
@@ -106,7 +106,7 @@ class Chart:
         key: names it within its report, in letters, digits and dashes.
         title, note: what it shows, and how to read it.
         x, y: axes.
-        traces: what is drawn; areas from the bottom up.
+        traces: its lines; areas are ordered from the bottom up.
         levels, bands: limits and stretches with names.
         over_time: x is the time of one iteration, which all such charts of a report share.
         limits: values of x that end what there is.
@@ -129,7 +129,7 @@ class Chart:
 
     @property
     def table(self) -> Table:
-        """The same as a table; of what changes over time the values at equal distances."""
+        """The same data as a table; a curve over time is sampled at equal distances."""
         shown = [trace for trace in self.traces if not trace.faint]
         if any(trace.mark is Mark.BARS for trace in shown):
             return self._of_bars(shown)
@@ -266,8 +266,8 @@ class Section:
 
     Attributes:
         key, short, title: its name, in letters, digits and dashes; for the bar at the top; for its heading.
-        words: paragraphs that say what comes out.
-        parts: what is shown.
+        words: paragraphs with the conclusions.
+        parts: charts and tables.
     """
 
     key: str

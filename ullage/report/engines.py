@@ -202,7 +202,7 @@ def offload_section(
 
 
 def _shares(bench: Bench, pieces: list[tuple[str, int]]) -> Iterator[tuple[float, Decisions]]:
-    """Yield the plan's decisions with other shares off the device; what leaves goes to the CPU or is streamed."""
+    """Yield the plan's decisions with other shares of updates off the device, on the CPU or streamed."""
     places = {piece: bench.decisions.units[piece[0]].update[piece[1]] for piece in pieces}
     for step in range(_STEPS + 1):
         count = round(len(pieces) * (1 - step / _STEPS))

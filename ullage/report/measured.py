@@ -6,7 +6,7 @@ from ullage.analysis.comparison import Explained, Row, kind_words
 from ullage.output.formatting import si, signed_percent, signed_s
 from ullage.report.charts import Axis, Chart, Mark, Section, Table, Trace
 
-_LEAST = 1e-3  # of the iteration: causes that explain less are told in the table alone
+_LEAST = 1e-3  # of the iteration; smaller causes are in the table alone
 
 
 def comparison_section(explained: Explained) -> Section:

@@ -17,12 +17,12 @@ from ullage.report.views import View
 
 _TIME = Axis("time since the iteration began", "s")
 _TIERS = {Tier.GPU: "one device", Tier.HOST: "one host", Tier.NVME: "the drives of one node"}
-# A capacity far above what is held would press the picture flat: it is told, not drawn.
+# A capacity far above the curve would flatten the picture, so it is written in the note and not drawn.
 _DRAWN = 0.25
 # Lines are means over this part of the period, as a sampling monitor would show them; behind them is every single task.
 _WINDOW = 1 / 60
 _NUM_SAMPLES = 600
-_MOST_STEPS = 3000  # of a step function that is drawn as it is; a longer one as so many equal parts
+_MOST_STEPS = 3000  # of a step function that is drawn exactly; a longer one is drawn as this many equal parts
 _LINKS = {
     "host-link": ("host link (PCIe)", "towards the device", Lane.H2D, "to the host", Lane.D2H),
     "nvme": ("NVMe", "read", Lane.NVME_READ, "written", Lane.NVME_WRITE),
@@ -183,7 +183,7 @@ def _both_ways(
     directions: Sequence[tuple[str, Lane, int]],
     capacity: Mapping[Resource, float],
 ) -> Chart | None:
-    """Draw what goes to the device upwards and what comes from it downwards."""
+    """Draw traffic to the device upwards and traffic from it downwards."""
     traces, told = [], []
     levels = []
     for number, (words, lane, sign) in enumerate(directions):

@@ -33,8 +33,8 @@ def render(parts: Sequence[Part], overview: Table | None = None) -> str:
     """Return the HTML of a report on some files.
 
     Args:
-        parts: what it says about each.
-        overview: what they have in common, side by side.
+        parts: the part about each file.
+        overview: a table of all files side by side.
     """
     own = files("ullage.report")
     scripts = [get_plotlyjs(), own.joinpath("page.js").read_text(encoding="utf-8")]

@@ -19,7 +19,7 @@ try:
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator, NullFormatter
 except ModuleNotFoundError as error:
-    raise ModuleNotFoundError("figures need matplotlib; pip install 'ullage[report]'", name="matplotlib") from error
+    raise ModuleNotFoundError("figures need matplotlib; pip install 'ullage[figure]'", name="matplotlib") from error
 
 _WIDTH_INCHES, _HEIGHT_INCHES, _DPI = 9.0, 3.8, 150
 _BAR_INCHES, _ROW_INCHES = 0.2, 0.26
@@ -46,12 +46,13 @@ def save_figures(parts: Sequence[Part], folder: Path) -> list[Path]:
                 drawn = draw(picture, part.summary.title)
                 for kind in ("svg", "png"):
                     path = folder / f"{begin}{_NOT_IN_NAMES.sub('-', picture.key)}.{kind}"
-                    write_whole(path, _bytes_of(drawn, kind))
+                    write_whole(path, to_bytes(drawn, kind))
                     written.append(path)
     return written
 
 
-def _bytes_of(drawn: Figure, kind: str) -> bytes:
+def to_bytes(drawn: Figure, kind: str) -> bytes:
+    """Return a figure as a file of a kind, ``svg`` or ``png``; equal figures are equal bytes."""
     data = io.BytesIO()
     with mpl.rc_context({"svg.hashsalt": "ullage"}):
         drawn.savefig(data, format=kind, dpi=_DPI, metadata={"Date": None} if kind == "svg" else {"Software": None})
@@ -59,24 +60,29 @@ def _bytes_of(drawn: Figure, kind: str) -> bytes:
 
 
 def draw(picture: Picture, subject: str) -> Figure:
-    """Return a picture; ``subject`` says what it is of."""
+    """Return a picture of ``subject``."""
     figure = Figure(figsize=(_WIDTH_INCHES, _height_inches(picture)), layout="constrained")
     axes = figure.subplots()
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.set_axisbelow(True)
-    if isinstance(picture, Gantt):
-        _draw_gantt(axes, picture)
-    elif isinstance(picture, HeatMap):
-        _draw_map(figure, axes, picture)
-    else:
-        _draw_chart(axes, picture)
-    if not isinstance(picture, HeatMap):
-        _draw_bands(axes, picture)
+    draw_on(axes, picture)
     figure.suptitle(_plain(f"{picture.title}: {subject}"), x=0.01, ha="left", fontsize=11, fontweight="bold")
     handles, labels = axes.get_legend_handles_labels()
     if len(handles) > 1:
         figure.legend(handles, labels, loc="outside lower left", ncols=4, frameon=False, fontsize=9)
     return figure
+
+
+def draw_on(axes: Axes, picture: Picture) -> None:
+    """Draw a picture without its title and legend."""
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_axisbelow(True)
+    if isinstance(picture, HeatMap):
+        _draw_map(axes, picture)
+        return
+    if isinstance(picture, Gantt):
+        _draw_gantt(axes, picture)
+    else:
+        _draw_chart(axes, picture)
+    _draw_bands(axes, picture)
 
 
 def _height_inches(picture: Picture) -> float:
@@ -114,7 +120,7 @@ def _draw_gantt(axes: Axes, gantt: Gantt) -> None:
     _name(axes, gantt.x, "x")
 
 
-def _draw_map(figure: Figure, axes: Axes, shown: HeatMap) -> None:
+def _draw_map(axes: Axes, shown: HeatMap) -> None:
     """Colour the cells, and write their values where there is room."""
     values = np.array([[np.nan if value is None else value for value in row] for row in shown.values])
     scale = LinearSegmentedColormap.from_list("amounts", [COLOURS[name].light for name in SCALE])
@@ -130,7 +136,8 @@ def _draw_map(figure: Figure, axes: Axes, shown: HeatMap) -> None:
     axes.set_xlabel(_plain(shown.x.title), fontsize=9)
     axes.set_ylabel(_plain(shown.y.title), fontsize=9)
     axes.tick_params(length=0)
-    bar = figure.colorbar(drawn, ax=axes, format=lambda value, _: _tick(value, shown.of), aspect=30)
+    assert isinstance(axes.figure, Figure)
+    bar = axes.figure.colorbar(drawn, ax=axes, format=lambda value, _: _tick(value, shown.of), aspect=30)
     bar.set_label(_plain(f"{shown.of.title} ({shown.of.unit})" if shown.of.unit else shown.of.title), fontsize=9)
     bar.ax.tick_params(labelsize=9)
 
@@ -155,7 +162,7 @@ def _draw_chart(axes: Axes, chart: Chart) -> None:
         va = "top" if level.value < 0 else "bottom"
         axes.annotate(words, (1.0, level.value), xycoords=("axes fraction", "data"), ha="right", va=va, fontsize=8)
     if chart.over_time:
-        axes.set_xlim(0.0, max(float(trace.x[-1]) for trace in chart.traces))
+        axes.set_xlim(0.0, max((float(trace.x[-1]) for trace in chart.traces), default=chart.bands[-1].end))
     axes.grid(color=COLOURS["grid"].light, linewidth=0.6)
     for axis, which in ((chart.x, "x"), (chart.y, "y")):
         _name(axes, axis, which)

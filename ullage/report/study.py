@@ -162,7 +162,7 @@ def _map(
     best: Callable[..., Point],
     read: Callable[[Point], float],
 ) -> HeatMap:
-    """Return one map, of which every cell is the best of all points that it stands for."""
+    """Return one map; each cell shows the best of its points."""
     columns = [value for value in x.values if any(pair[0] == value for pair in cells)]
     rows = [value for value in y.values if any(pair[1] == value for pair in cells)]
     values, texts = [], []
@@ -290,7 +290,7 @@ def _point_words(study: Study, point: Point) -> str:
 
 
 def _x(axis: Axis, point: Point) -> float:
-    """Return where a point lies on an axis of numbers: what is there, or the factor of it where that is no number."""
+    """Return a point's position on an axis of numbers: the value, or the factor if the value is no number."""
     value: Value | None = point.settings[axis.name]
     if axis.relative and (varied := point.varied.get(axis.name)) is not None and _unit(axis) != "x":
         value = varied.after
@@ -333,7 +333,7 @@ def _bottleneck_section(fitting: Sequence[Point]) -> Section:
 
 
 def _sensitivity_section(found: Sensitivities) -> Section:
-    """Show what one per cent more or less of every resource does to the iteration."""
+    """Show the effect of one per cent more or less of every resource on the iteration."""
     rows = found.rows
     traces = [
         Trace(

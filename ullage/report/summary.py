@@ -1,4 +1,4 @@
-"""The first screen: the answer, for whoever asked and for whoever pays."""
+"""The first screen of a report: the answer in a few figures."""
 
 from planner.models.captured import counted
 from planner.optimizers import OPTIMIZERS

@@ -88,11 +88,11 @@ class View:
         return busy(self.timeline, self.iteration)
 
     def used(self, of_tasks: list[float]) -> Series:
-        """Return what is used of something per second, given what each task uses of it in all."""
+        """Return the use of a resource per second, given the total use of each task."""
         return amounts(self.timeline, self.iteration, of_tasks)
 
     def rows(self, *, says_who: bool) -> Iterator[tuple[tuple[int, int], Row]]:
-        """Yield, by stage and lane, all tasks that run within it, of whichever iteration they are."""
+        """Yield, by stage and lane, all tasks that run within it, of any iteration."""
         tasks = self.timeline.schedule.tasks
         start_s = self.timeline.start_s - self.begin_s
         end_s = self.timeline.end_s - self.begin_s

@@ -14,7 +14,7 @@ from ullage.capture.module import DTYPES, load_factory
 from ullage.capture.recording import find_loss
 from ullage.training.text import NUM_BYTES, Tokens, TokenStream, read_text
 
-_SHARE_TO_MAKE = 0.8  # of what is free on the device: weights that are tied later are drawn apart
+_SHARE_TO_MAKE = 0.8  # of free device memory: weights that are tied later are drawn separately
 
 
 class BatchSource(Protocol):
@@ -33,7 +33,7 @@ class BatchSource(Protocol):
 
 
 def batch_source(plan: Plan, data: Tokens | None, seed: int, position: int, rank: int = 0) -> BatchSource:
-    """Return what one rank trains a plan's model on.
+    """Return one rank's training data for a plan's model.
 
     Of every micro-batch of all ranks together, each takes its own sequences, in the order of ranks: how many ranks
     share a batch does not change what is in it. Of a captured model each has a random batch of its own.

@@ -1,4 +1,4 @@
-"""A trainer's checkpoints: on which levels, what they have beside the model, and going on from them."""
+"""A trainer's checkpoints: their levels, their content beside the model, and resuming from them."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ class CheckpointOptions:
         levels: where, how often and how many, fastest first; one more comes to all of them at the end. The first is a
             folder that all ranks share, or ``"memory"``, a folder in the host memory of this node that outlives the
             process, named after user and plan.
-        buffer_bytes: host memory for what is taken and not written yet.
+        buffer_bytes: host memory for snapshots that are not written yet.
         patience_s: how long the end of training waits for the last one to come to all levels.
     """
 
@@ -135,7 +135,7 @@ class CheckpointSaver:
         """End. Closing twice is allowed.
 
         Args:
-            waits: until what has begun is durable on the first level; it is given up otherwise.
+            waits: whether to wait until pending checkpoints are durable on the first level; otherwise they are dropped.
             brings_down: and until the newest one has come to all levels, for as long as the options say.
         """
         if self._checkpoints is None:

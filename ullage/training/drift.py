@@ -21,7 +21,7 @@ _MOST_NAMED: Final = 3  # lanes in one warning
 # Times of all tasks are kept of the first iterations, which run.json holds, and of a few of every period after that:
 # enough to see a change, and a bounded cost in time however long training lasts.
 _PERIOD = 100
-_WINDOW = 5  # of which the first and the last may be incomplete
+_WINDOW = 5  # iterations; the first and the last may be incomplete
 _FIRST_CHECK = 7  # when warm-up and metering have left the window
 
 

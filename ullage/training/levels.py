@@ -13,7 +13,7 @@ from planner.plan.document import Plan
 MEMORY: Final = "memory"
 """Short for :func:`memory_folder`."""
 
-_MEMORY_ROOT: Final = Path("/dev/shm")  # noqa: S108 - shared memory is what is meant
+_MEMORY_ROOT: Final = Path("/dev/shm")  # noqa: S108 - shared memory is intended
 
 
 def memory_folder(plan: Plan) -> Path:

@@ -1,4 +1,4 @@
-"""What `ullage execute` is asked."""
+"""The options of `ullage execute`."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ class ExecuteOptions:
         num_iterations: how many optimizer steps.
         text: what to train on; without it and ``tokens``, the built-in English text.
         tokens: a file of tokens to train on instead of a text.
-        token_dtype: what its tokens are, if it does not say so itself.
+        token_dtype: type of its tokens, if the file does not say so itself.
         data_position: where to begin; see :class:`ullage.training.text.TokenStream`.
         seed: of the weights and of the order of the data.
         lr: learning rate.
@@ -29,7 +29,7 @@ class ExecuteOptions:
         storage_dir: where what the plan keeps on NVMe is while it trains; ``None``: in ``output_dir``.
         compile_blocks: whether ``torch.compile`` fuses kernels of the repeated blocks.
         cores: what this machine's ranks divide, ``auto`` or ``free``; see :class:`ullage.training.trainer.Settings`.
-        replan: plan again after some iterations, by what was measured, and change to a faster plan.
+        replan: plan again after some iterations with measured rates, and change to a faster plan.
         checkpoint_places: where checkpoints go, fastest first; empty: none are made. See :mod:`ullage.training.levels`.
         checkpoint_every: iterations from one to the next, for each place or all.
         keep: the newest checkpoints that stay, at least :data:`LEAST_KEPT`, for each place or all; empty: so many as

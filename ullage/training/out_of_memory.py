@@ -16,7 +16,7 @@ from ullage.output.formatting import si
 from ullage.training.processes import ranks_per_node
 
 _COMES_AND_GOES: AbstractSet[MemoryClass] = frozenset({MemoryClass.ACTIVATIONS, MemoryClass.WORKSPACE})
-# Nothing of the ledger says what the machine lacked: then so much less is proposed.
+# If the ledger does not show how much memory was missing, propose this fraction less.
 _MARGIN = 0.05
 
 
@@ -66,11 +66,11 @@ class OutOfMemoryError(MemoryError):
 def reporting_out_of_memory(
     plan: Plan, memory: Callable[[], Mapping[Tier, MeasuredMemory]] | None = None
 ) -> Iterator[None]:
-    """Turn whatever says out of memory inside it into one error with the ledger.
+    """Turn any out-of-memory error inside it into one error with the ledger.
 
     Args:
-        plan: what is executed.
-        memory: says what is held; ``None`` before there is anything.
+        plan: the executed plan.
+        memory: returns held memory; ``None`` before there is any.
 
     Raises:
         OutOfMemoryError: memory ran out.

@@ -1,4 +1,4 @@
-"""Planning again while training goes on: with a profile fitted to what was measured, for the same request."""
+"""Plan again during training, for the same request, with a profile fitted to measurements."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -54,7 +54,7 @@ class Replanned:
         return max((use.peak_bytes for use in uses), default=0)
 
     def __str__(self) -> str:
-        """Return what was done, and why, in one line."""
+        """Return the decision and its reason in one line."""
         now = f"{si(self.refit.predicted_s, 's')} per iteration on what was measured"
         if self.after is None:
             return f"planned again: {now}; no other plan was found that can be executed, so it stays"
@@ -107,10 +107,10 @@ def _decided(plan: Plan) -> str:
 def replan(
     plan: Plan, measured: Timeline, made_by_first: Callable[[Callable[[], str]], str] = lambda make: make()
 ) -> Replanned:
-    """Fit a plan's profile to what was measured of it, and plan again; nothing is changed so far.
+    """Fit a plan's profile to measurements of its run and plan again, without changing anything yet.
 
     Args:
-        plan: what was executed.
+        plan: the executed plan.
         measured: a session of it, from its first iteration on; of several ranks the mean of all.
         made_by_first: gives all ranks the text that one of them makes: on another machine the same search may come to
             another plan, and ranks with different plans would wait for each other.
@@ -126,7 +126,7 @@ def replan(
 def _planned_again(plan: Plan, found: Refit) -> str:
     try:
         after = make_plan(dataclasses.replace(request_of(plan), storage=plan.asked.storage, hardware=found.profile))
-    except InfeasibleError:  # what is executed fits, so it was only not found
+    except InfeasibleError:  # the executed plan fits, so the search only did not find it
         return _NOTHING
     return after.to_json() if after.decisions.executable else _NOTHING
 

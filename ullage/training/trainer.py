@@ -166,7 +166,7 @@ class Trainer:
         settings: see :class:`Settings`.
 
     Attributes:
-        plan, model, optimizer: what is trained, and how. LR schedulers may be built on the optimizer.
+        plan, model, optimizer: of the training. LR schedulers may be built on the optimizer.
         process: this process among those of the plan.
         stateful: what else goes into checkpoints, by name: anything with ``state_dict()``, of plain numbers and lists,
             and ``load_state_dict()``. LR schedulers belong here.
@@ -222,7 +222,7 @@ class Trainer:
                 self.saver.open(self.optimizer)
                 failing.pop_all()
         if self.process.data_rank:  # ranks that share layers must drop out the same
-            torch.manual_seed(seed + self.process.data_rank)  # of what is left to chance in training (dropout)
+            torch.manual_seed(seed + self.process.data_rank)  # for random operations in training (dropout)
 
     @property
     def session(self) -> Session:
@@ -239,7 +239,7 @@ class Trainer:
             yield self._step()
 
     def run(self, num_iterations: int) -> Iterator[Step]:
-        """Train for so many iterations more, and yield each as it ends."""
+        """Train for more iterations, and yield each as it ends."""
         return itertools.islice(self, num_iterations)
 
     @property
@@ -274,7 +274,7 @@ class Trainer:
         self.saver.save(self.plan, self._iteration, self.position)
 
     def replan(self) -> Replanned:
-        """Plan again by what was measured, and change to the new plan if it is faster; between two iterations.
+        """Plan again with measured rates, and change to the new plan if it is faster; between two iterations.
 
         Everything that training has goes on: weights, optimizer state, schedulers, chance, and the place in the data.
         State passes through a file in ``storage_dir`` (or the system's folder for temporary files), one for each node,
@@ -351,7 +351,7 @@ class Trainer:
         return Step(iteration, loss, time.perf_counter() - begin_s)
 
     def _check_device(self) -> None:
-        """Check what the device has held, and meter the next iteration too if it was too much, but not for ever.
+        """Check the device's peak, and meter a few more iterations if it was too high.
 
         Threads of gloo may give a tensor up milliseconds after its sum is there, if others have the cores.
         """
@@ -436,7 +436,7 @@ def _make(
     lr: float,
     seed: int,
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Make what is not given of the planned model, with random weights, and its optimizer."""
+    """Make the planned model with random weights and its optimizer, unless they are given."""
     if plan.hardware.device.kind == "host":
         torch.set_num_threads(plan.hardware.device.num_cores)
         keep_freed_memory()

@@ -30,7 +30,7 @@ def study_of(args: argparse.Namespace) -> Study:
     """Run the study that options ask for, write it and its table, and return it.
 
     Raises:
-        ValueError: something that is asked for does not exist or go together.
+        ValueError: an option names something unknown, or options contradict one another.
         OSError: a file cannot be written.
     """
     output: Path = args.output
@@ -87,7 +87,7 @@ def study_request(args: argparse.Namespace) -> StudyRequest:
 
 
 def store_path(output: Path) -> Path:
-    """Return where the results of a study's points are kept as they come."""
+    """Return the store for results of a study's points."""
     return output.with_name(f"{output.stem}.points.jsonl")
 
 

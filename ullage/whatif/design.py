@@ -40,9 +40,9 @@ class Case:
         settings: the value of every axis, as the axis has it.
         varied: numbers of machine and model that the study changes.
         hardware, model: their names.
-        request: what is asked for; ``None`` if it cannot be asked for, which ``refused`` says.
-        key: digest of what determines the result.
-        refused: why it cannot be asked for, if so.
+        request: of the point; ``None`` if it is invalid, and ``refused`` says why.
+        key: digest of everything that determines the result.
+        refused: why the request is invalid, if it is.
         checkpoints: the failures that they are chosen for, and their limits, if that is asked.
     """
 

@@ -1,4 +1,4 @@
-"""What points cost: per hour, per million tokens, per run; and which of them nobody would do without."""
+"""Costs of points: per hour, per million tokens and per run, and the Pareto front of cost and speed."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -11,7 +11,7 @@ _MILLION = 1e6
 
 
 def charged(points: Iterable[Point], prices: Prices | None, asked: StudyRequest) -> tuple[list[Point], list[str]]:
-    """Return points with what they cost, if there are prices, and what readers should know about it.
+    """Return points with their costs, if there are prices, and notes about these.
 
     Without prices a run still takes some time, so that a deadline can be held against it.
     """
@@ -47,7 +47,7 @@ def pareto_front(points: Sequence[Point]) -> set[int]:
 
 
 def run_seconds(figures: Figures, tokens: float) -> float:
-    """Return how long training on so many tokens takes."""
+    """Return the time to train on a number of tokens."""
     return tokens / figures.goodput_tokens_per_s
 
 
@@ -68,7 +68,7 @@ def _cost(point: Point, prices: Prices, asked: StudyRequest) -> Cost | None:
 
 
 def _per_hour(point: Point, figures: Figures, machine: MachinePrice, prices: Prices) -> float:
-    """Return the price of all nodes that are used, with what they have more than the profile, or less."""
+    """Return the price of all nodes in use, adjusted for parts that differ from the profile."""
     own = figures.num_devices * machine.per_device_hour + figures.num_nodes * machine.per_node_hour
     extra = 0.0
     for name, change in point.varied.items():
@@ -83,7 +83,7 @@ def _number(value: Value | None) -> float:
 
 
 def _notes(points: Sequence[Point], prices: Prices) -> list[str]:
-    """Say whose prices they are, and what has none."""
+    """Return the source of prices, and the things without a price, in words."""
     hardware = dict.fromkeys(point.hardware for point in points if point.figures)
     origins = {name: prices.machines[name].provenance for name in hardware if name in prices.machines}
     by_origin: dict[str, list[str]] = defaultdict(list)

@@ -1,4 +1,4 @@
-"""Questions that are asked so often that they have a name: which points they need, and what the answer is in words."""
+"""Common questions by name: their points, and their answers in words."""
 
 import dataclasses
 import itertools
@@ -23,7 +23,7 @@ COMPARES_MACHINES: Final[frozenset[Question | None]] = frozenset({"fits", "cheap
 """Questions about all packaged machines, where none is named."""
 _MOST_DEVICES: Final = 64
 _NEAR: Final = 1.05  # least amounts of memory are found to this ratio
-_LEAST_SHARE: Final = 1 / 1024  # of what there is: less is not tried
+_LEAST_SHARE: Final = 1 / 1024  # of the present amount: smaller ones are not tried
 _GOOD: Final = 0.8  # efficiency that people call good
 _MATTERS: Final = 0.01  # a change of the iteration time that is more than what a search misses
 _HARDWARE = Axis(name="hardware", words="profile of the machine", values=())
@@ -234,7 +234,7 @@ def _cheapest_change(points: Sequence[Point]) -> str | None:
 
 
 def _is_charged(point: Point, present: Point) -> bool:
-    """Return whether a change costs anything: what has no price is not known to be a bargain."""
+    """Return whether a change has a cost; something without a price may not be free."""
     return bool(point.cost and present.cost and point.cost.per_hour != present.cost.per_hour)
 
 

@@ -92,7 +92,7 @@ def points_table(study: Study, points: Sequence[Point]) -> Table:
 
 
 def minimum_table(study: Study, rows: Sequence[Minimum]) -> Table:
-    """Return what every machine needs at least, beside what it has."""
+    """Return the least that every machine needs, beside its present amount."""
     columns = ["devices", "device memory", "of", "host memory", "of", "iteration"]
     drives = any(row.num_drives is not None for row in rows)
     result = table(

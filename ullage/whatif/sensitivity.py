@@ -83,7 +83,7 @@ def sensitivities(space: Space, evaluator: Evaluator) -> Sensitivities:
 
 
 class _Trials:
-    """Results of scaling one field by a factor, planned as they are asked for.
+    """Results of scaling one field by a factor, planned on demand.
 
     Args:
         space: of the study.

@@ -1,4 +1,4 @@
-"""A study as a file: what was asked, and what became of every point.
+"""A study as a file: the request, and the result of every point.
 
 The same schema serves both ends. A file with ``asked`` alone is a study to be run (``ullage whatif STUDY``); a finished
 one has ``points`` too, so that whatever was run can be run again. Numbers are in the base unit of their field (bytes,
@@ -65,7 +65,7 @@ class Axis(Frozen):
         name: of the field.
         words: what it is.
         unit: of its values, such as ``bytes`` or ``bytes_per_s``; empty for counts and words.
-        relative: values are factors of what is there.
+        relative: values are factors of the present value.
         values: all that occur, in the order asked for.
     """
 
@@ -80,8 +80,8 @@ class Varied(Frozen):
     """One field at one point, in its unit.
 
     Attributes:
-        before: what it is without the study's change; ``None``: nothing is there.
-        after: what it is at the point.
+        before: the value without the study's change; ``None`` if there is none.
+        after: the value at the point.
     """
 
     before: Value | None = None
@@ -112,13 +112,13 @@ class Checkpoints(Frozen):
 
 
 class Figures(Frozen):
-    """What the plan of a point is predicted to take, or what was tried and lacks memory.
+    """The prediction for a point's plan, or its missing memory.
 
     Attributes:
         iteration_s, forward_s, backward_s, update_s, loop_s: see :class:`planner.simulate.prediction.Prediction`.
         tokens_per_iteration, tokens_per_s: over all devices.
         model_flop_per_s: per device, without recomputation.
-        num_devices, num_nodes: what is used.
+        num_devices, num_nodes: in use.
         bound_by: the lane with the largest share of the critical path.
         critical_shares: share of every lane in the critical path, largest first; they add up to 1.
         busy_shares: part of the iteration that each lane is occupied.
@@ -126,7 +126,7 @@ class Figures(Frozen):
         choice: degrees and batch in words.
         placement: where things are, in words.
         engines: predicted seconds per iteration of engine policies; ``None`` where one does not fit.
-        bound_s: no schedule is faster, which is proven; ``None`` unless that was asked for.
+        bound_s: proven lower bound on the iteration time; ``None`` unless requested.
         gap: how much slower the plan is than that, as a fraction.
         warnings: what readers should know about the prediction.
         num_simulations: schedules that the search simulated.
@@ -205,9 +205,9 @@ class Point(Frozen):
     Attributes:
         settings: the value of every axis, as the axis has it.
         varied: every field that the study sets or sweeps and that changes a number of the machine or the model.
-        hardware, model: names of what was planned for.
+        hardware, model: names of machine and model.
         key: digest of everything that determines the result.
-        result: what was found.
+        result: of the point.
         cost: if there are prices for it and it fits.
         on_front: no other point is both faster and cheaper per token.
     """
@@ -346,7 +346,7 @@ class Study(Frozen):
 
     Attributes:
         program_version: of the program that planned the points.
-        asked: what is to be found out.
+        asked: the request of the study.
         axes: what varies.
         prices: what points are charged with.
         points: in the order of the design; empty before it is run.

@@ -27,7 +27,7 @@ _MOST_VALUES: Final = 10_000
 
 @dataclasses.dataclass(frozen=True)
 class Number:
-    """A number, or a factor of what there is (``relative``)."""
+    """A number, or a factor of the present value (``relative``)."""
 
     value: float
     relative: bool = False

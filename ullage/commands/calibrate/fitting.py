@@ -63,7 +63,7 @@ def parse_bounds(text: str) -> tuple[str, tuple[float, float]]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Fit, write the profile, print what was fitted and the errors on both sorts of cases."""
+    """Fit, write the profile, and print the fitted quantities and the errors on fitted and other cases."""
     if args.profile is None:
         raise FitError("--from-runs needs --profile NAME: the profile to fit, which the cases call their hardware")
     path: Path = args.output or Path(f"{Path(args.profile).stem}.json")
@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
             progress=lambda count: show(f"{count} runs simulated", 0, 0),
         )
     groups = {"fitted": errors(result, chosen), "not fitted": errors(result, others)}
-    save_profile(result.profile, path)  # last, so that whatever stops the rest leaves nothing behind
+    save_profile(result.profile, path)  # last, so that an error leaves no file behind
     if args.json:
         from ullage.output.console import write_json  # noqa: PLC0415 - slow to import
 

@@ -1,4 +1,4 @@
-"""What calibration measured, with its spread, and what it did not, with the reason."""
+"""The screen of a calibration: measured quantities with their spread, and others with the reason."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,7 +37,7 @@ def list_quantities(*, as_json: bool) -> None:
 def calibrated(
     profile: HardwareProfile, path: Path, base: HardwareProfile | None, report: "CalibrationReport | None"
 ) -> None:
-    """Print what was measured, what slowed what, and what is not known.
+    """Print measured quantities, how activities slowed each other down, and unknown quantities.
 
     Args:
         profile: as it is now.

@@ -1,4 +1,4 @@
-"""``ullage compare``: a prediction beside what was measured, and which assumption was wrong."""
+"""``ullage compare``: a prediction beside its measurement, and the assumption that was wrong."""
 
 import argparse
 from pathlib import Path
@@ -40,7 +40,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compare, write what is asked for, print."""
+    """Compare, write the requested files, print."""
     check_output("--trace", args.trace)
     check_output("--refit", args.refit)
     record = load_run(args.run_file)

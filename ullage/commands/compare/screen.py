@@ -27,7 +27,7 @@ def render_comparison(comparison: Comparison) -> RenderableType:
 
 
 def render_explained(explained: Explained) -> RenderableType:
-    """Return what the difference consists of, all tables, and what a refit would change; the answer is apart."""
+    """Return the parts of the difference, all tables, and the effect of a refit."""
     found = explained.attribution
     spread = f"measured iterations: p10 {si(explained.p10_s, 's')}, p90 {si(explained.p90_s, 's')}"
     parts: list[RenderableType] = [spread, ""]

@@ -158,7 +158,7 @@ class _Trained:
 
 
 def _train(options: ExecuteOptions, trainer: Trainer, sinks: list[Sink]) -> _Trained:
-    """Train with a cosine schedule with warm-up, and change the plan on the way if that is asked for and pays.
+    """Train with a cosine schedule with warm-up, and change the plan on the way if requested and faster.
 
     The trainer is closed in the end; signals are heard until then.
     """

@@ -1,4 +1,4 @@
-"""``ullage explain``: why a plan is what it is, or why one unit is where it is."""
+"""``ullage explain``: why a plan is as it is, or why one unit has its place."""
 
 import argparse
 from pathlib import Path

@@ -39,13 +39,13 @@ _RESTS = {
     "update": "updates between the last backward and the next forward",
     "leave": "gradients that leave before that",
 }
-# Of what one more GB, or GB/s, is told, and from which elasticity of the bound on.
+# The quantities for which the worth of one more GB or GB/s is shown, and the smallest elasticity of the bound to show.
 _SOLD = ("host-link", "host-dram", "device-memory", "host-memory", "intra-node", "inter-node", "nvme")
 _WORTH_TELLING = 0.01
 
 
 def plan_explained_screen(explained: PlanExplained) -> None:
-    """Print why a plan is what it is."""
+    """Print why a plan is as it is."""
     out = console()
     out.print(facts(_summary(explained)))
     for part in (_tricks(explained), _units(explained), _limits(explained)):

@@ -133,8 +133,8 @@ def different(first: HardwareProfile, second: HardwareProfile, *, as_json: bool)
 
 
 def drifted(before: HardwareProfile, now: HardwareProfile, *, as_json: bool) -> bool:
-    """Print what was measured again, and return whether anything of it has drifted."""
-    both = (d for d in differences(before, now) if d.ratio is not None)  # what is new cannot have drifted
+    """Print quantities that were measured again, and return whether any has drifted."""
+    both = (d for d in differences(before, now) if d.ratio is not None)  # new quantities cannot have drifted
     measured = [d for d in both if d.first != d.second and d.path not in _FREE]
     found = [d for d in measured if d.matters and abs(math.log(d.ratio or 1.0)) > -math.log(1 - DRIFT)]
     if as_json:

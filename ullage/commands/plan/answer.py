@@ -88,12 +88,12 @@ def _refuse(request: Request, error: InfeasibleError, *, as_json: bool) -> int:
 
 def _say(words: str) -> None:
     sys.stderr.write(f"ullage plan: {words}\n")
-    sys.stderr.flush()  # whoever interrupts keeps it
+    sys.stderr.flush()  # it stays on the screen after an interrupt
 
 
 @contextlib.contextmanager
 def _status(words: str) -> Iterator[Callable[[str], None] | None]:
-    """Show what is being done on stderr, if that is a terminal."""
+    """Show the present step on stderr, if that is a terminal."""
     if not sys.stderr.isatty():
         yield None
         return

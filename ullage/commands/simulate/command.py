@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _subject(args: argparse.Namespace) -> Subject:
-    """Return what is asked for: a plan, or an engine on a machine."""
+    """Return the requested subject: a plan, or an engine on a machine."""
     given = given_options(args)
     if args.plan is not None:
         if given:

@@ -12,7 +12,7 @@ from ullage.output.console import console, facts, table
 from ullage.output.formatting import percent, si, sparkline
 
 _LABEL_COLUMNS = 11  # the longest name: "collective", "activations"
-_NOTE_COLUMNS = 28  # what stands behind a line of bars
+_NOTE_COLUMNS = 28  # width of the note behind a line of bars
 _CHART_COLUMNS = (16, 72)
 # Parts of the critical path that are smaller than this share of the iteration are shown as one.
 _SMALL = 0.005

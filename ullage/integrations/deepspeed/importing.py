@@ -120,13 +120,13 @@ def imported(config: Config, request: Request, given: Callable[[str], bool]) -> 
     """Return what a configuration asks for.
 
     Args:
-        config: what was read.
+        config: the configuration.
         request: the model, the machine, and what the command line says.
         given: whether the command line says ``micro_batch``, ``num_micro_batches``, ``num_devices``, ``precision``,
             ``optimizer``, ``clip`` or ``storage``.
 
     Raises:
-        DeepSpeedConfigError: it contradicts itself or the command line, or asks for what nobody can simulate.
+        DeepSpeedConfigError: it contradicts itself or the command line, or cannot be simulated.
     """
     assumed = [f"{key}; ignored" for key in unknown_keys(config)] + left_out(config)
     request = _typed(config, request, given, assumed)

@@ -60,7 +60,7 @@ def _connect(address: str, num_workers: int | None) -> None:
 
 
 def _check_reachable(address: str) -> None:
-    """Fail at once where nobody listens: Ray itself tries for minutes."""
+    """Fail at once if nothing listens at the address; Ray itself would try for minutes."""
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if colon and port.isdecimal():
         with socket.create_connection((host, int(port)), timeout=10):

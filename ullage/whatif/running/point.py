@@ -30,7 +30,7 @@ whether it fits, with the first plan that does."""
 
 
 def digest_of(request: Request, effort: Effort, checkpoints: CheckpointsAsked | None = None) -> str:
-    """Return a SHA-256 of all that a point's result follows from: what is asked, the program and its libraries."""
+    """Return a SHA-256 of everything that determines a point's result: the request, the program and its libraries."""
     parts = {field.name: getattr(request, field.name) for field in dataclasses.fields(request)}
     plain = {
         name: value.model_dump(mode="json") if hasattr(value, "model_dump") else value for name, value in parts.items()
@@ -58,7 +58,7 @@ def plan_point(request: Request, effort: Effort, checkpoints: CheckpointsAsked |
     Whatever goes wrong is a result too, so that a study goes on.
 
     Args:
-        request: what is trained, and where.
+        request: of the point.
         effort: how much is done for it.
         checkpoints: choose when to make them, for these failures; not where only ``fit`` is asked.
     """
@@ -120,7 +120,7 @@ _tried: dict[str, tuple[Found, Plan, Trial]] = {}
 
 
 def _with_checkpoints(request: Request, asked: CheckpointsAsked) -> tuple[Found, Checkpoints]:
-    """Return what was found and when to make checkpoints of it; what one choice simulated serves the next.
+    """Return the best plan and its checkpoints; simulations of one choice are reused for the next.
 
     Raises:
         ValueError: nothing survives the failures within the limits, or nothing is left of the time.

@@ -1,4 +1,4 @@
-"""Running a study: what is not done yet is planned, kept, and put together."""
+"""Run a study: plan the points that are not in the store, and collect all results."""
 
 import dataclasses
 from collections import Counter
@@ -17,7 +17,7 @@ Tell = Callable[[str, int, int], None]
 
 
 class InterruptedStudyError(KeyboardInterrupt):
-    """A study was interrupted; what is done is kept, and the message says how to go on."""
+    """A study was interrupted. Its results are stored, and the message says how to go on."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Evaluator:
     Attributes:
         store: where results are kept.
         runner: plans points.
-        tell: is told what is being done, how many points are done, and how many there are.
+        tell: called with the present step in words, the number of points done and the total.
     """
 
     store: Store

@@ -1,4 +1,4 @@
-"""Results of points as they come, kept so that nothing is computed twice.
+"""A store of results of points, so that nothing is computed twice.
 
 [Note: Store] One line of JSON for each point, in the order in which they were done: its key, a checksum, the result.
 A line is written and synced before the point counts as done. What a kill or a full disk leaves is at most one line
@@ -68,7 +68,7 @@ class Store:
         """Add a result; when this returns it survives a crash.
 
         Raises:
-            OSError: it cannot be written, as on a full disk; what was there before is as it was.
+            OSError: it cannot be written, as on a full disk; earlier results are unchanged.
         """
         assert key not in self._results, "what is done is not computed again"
         text = json.dumps(result.model_dump(mode="json", exclude_none=True), separators=(",", ":"))
@@ -93,7 +93,7 @@ class Store:
             ) from None
 
     def _read(self) -> tuple[dict[str, Result], int]:
-        """Return the results, and where whole lines end; what is behind that is cut off."""
+        """Return the results, and the offset where whole lines end; the rest was cut off in writing."""
         with open(self._file, "rb", closefd=False) as file:
             file.seek(0)  # the descriptor is where an earlier look has left it
             data = file.read(len(_BEGIN))  # the rest of another file may be large

@@ -24,7 +24,7 @@ Runner = Callable[[Iterable[Task], Effort], Iterator[tuple[str, Result]]]
 """Takes points, and how much is done for each; yields results by key as they come."""
 
 AHEAD: Final = 2
-"""Points handed out beyond those that are being planned: enough that nobody waits, few enough to stop at once."""
+"""Points queued beyond those in work: enough to keep workers busy, few enough to stop at once."""
 
 # Libraries that would start threads of their own: a worker is one thread, and there are as many as cores.
 _ONE_THREAD: Final = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
