@@ -69,7 +69,7 @@ class Runtime:
         self.gpu = Arena(Tier.GPU, options.gpu_capacity_bytes, backend)
         self.host = Arena(Tier.HOST, options.host_capacity_bytes, backend)
         if ranks is not None:
-            ranks.check_same("plan or model", schedule.to_json() + "".join(shards))
+            ranks.all.check_same("plan or model", (schedule.to_json() + "".join(shards)).encode())
         rank = 0 if ranks is None else ranks.rank
         written = (task.unit for task in schedule.tasks if task.op is Op.SNAPSHOT)
         self.state = state = ModelState(

@@ -254,7 +254,7 @@ class Session:
                 for name, parts in runtime.state.by_parameter.items() if give_back else ():
                     parts[0][1].shard.whole.data = _with_own_storage(self.access.kept_weights(name))
                 if self._ranks is not None:
-                    self._ranks.barrier()
+                    self._ranks.all.barrier()
                 together = found = True
             elif not runtime.machine.stopped and self.decisions.update_start == "step":
                 self.synchronize()
@@ -287,7 +287,7 @@ def _move_buffers(model: nn.Module, device: torch.device, ranks: Ranks | None) -
     """Bring buffers to the device, as rank 0 has them on all; what a model writes to them is a rank's own."""
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
-            values = buffer if ranks is None else ranks.broadcast(buffer)
+            values = buffer if ranks is None else ranks.all.broadcast(buffer)
             setattr(module, name, values.to(device))
 
 

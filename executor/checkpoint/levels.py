@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import time
 from collections.abc import Callable, Sequence
@@ -109,7 +110,9 @@ class Levels:
         self._on_outcome = on_outcome
         self._newest: PromotionRequest | None = None
         self._promoters = [
-            Promoter(index, self.stores[index], levels[index].keep, on_outcome, self._forwarder(index + 1))
+            Promoter(
+                index, self.stores[index], levels[index].keep, on_outcome, functools.partial(self._submit, index + 1)
+            )
             for index in (range(1, len(levels)) if is_first else ())
         ]
 
@@ -161,9 +164,6 @@ class Levels:
         for promoter in self._promoters:
             promoter.close(why)
         self._locks.close()
-
-    def _forwarder(self, index: int) -> Callable[[PromotionRequest], None]:
-        return lambda request: self._submit(index, request)
 
     def _submit(self, index: int, request: PromotionRequest) -> None:
         """Submit a checkpoint to a level, if its interval is due; that level passes it on to the next."""

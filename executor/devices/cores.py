@@ -132,7 +132,7 @@ def take_cores(
                 "choose from those, or leave cores out"
             )
         allowed = frozenset(choice)
-    sharing = [0] if ranks is None else ranks.ranks_with_same(f"{this_machine()} {ranges(allowed)}")
+    sharing = [0] if ranks is None else ranks.all.ranks_with_same(f"{this_machine()} {ranges(allowed)}".encode())
     position = 0 if ranks is None else sharing.index(ranks.rank)
     is_bound = choice != "free" and (len(sharing) > 1 or choice != "auto") and hasattr(os, "sched_setaffinity")
     own = divide(in_order(allowed), position, len(sharing))

@@ -21,7 +21,7 @@ class HostCollectives:
 
     def broadcast(self, value: int) -> int:
         """Return rank 0's value."""
-        return value if self._ranks is None else int(self._ranks.broadcast(torch.tensor(value)))
+        return value if self._ranks is None else int(self._ranks.all.broadcast(torch.tensor(value)))
 
     def broadcast_text(self, make: Callable[[], str]) -> str:
         """Return the text that rank 0 makes, which is not empty, while the others wait."""
@@ -29,7 +29,7 @@ class HostCollectives:
             return make()
         values = torch.frombuffer(bytearray(make().encode()), dtype=torch.uint8) if self.rank == 0 else torch.empty(0)
         count = self.broadcast(len(values))
-        text = self._ranks.broadcast(values if self.rank == 0 else torch.empty(count, dtype=torch.uint8))
+        text = self._ranks.all.broadcast(values if self.rank == 0 else torch.empty(count, dtype=torch.uint8))
         return bytes(text.tolist()).decode()
 
     def mean(self, value: float) -> float:

@@ -54,6 +54,7 @@ class Ranks:
     Attributes:
         rank, size: this rank, and how many there are.
         mesh: where it is among them.
+        all: all ranks, over host memory, in the order of the caller's program.
         tensor, experts: this rank's tensor-parallel and expert-parallel groups.
         num_values: how many numbers :meth:`check_same_call` sums; set once, to the same on all ranks.
         decision_hash: of this rank's decisions that must be the same on all ranks; set before each update.
@@ -82,8 +83,8 @@ class Ranks:
             dist.distributed_c10d.PrefixStore(prefix, store), self.rank, size, silence_s=silence_s
         )
         everybody = dist.new_group(backend="gloo", timeout=_TIMEOUT)
-        self._all = Group(range(size), self.rank, device=everybody, hosts=everybody, on_device=False, wait=self._wait)
-        self._groups, self._parts = [everybody], [self._all]
+        self.all = Group(range(size), self.rank, device=everybody, hosts=everybody, on_device=False, wait=self._wait)
+        self._groups, self._parts = [everybody], [self.all]
         self._on_devices: list[dist.ProcessGroup] = []  # those that work on devices that are not hosts
         del everybody  # a group's connections close when nobody has it any more
         self._to_abort, self._aborting = self._on_devices, threading.Lock()
@@ -127,7 +128,7 @@ class Ranks:
             RankError: a rank has failed. So do all methods below.
         """
         total = torch.tensor(values, dtype=torch.float64)
-        self._all.all_reduce(total)
+        self.all.all_reduce(total)
         result: list[float] = total.tolist()
         return result
 
@@ -158,35 +159,17 @@ class Ranks:
             )
         return total[4:]
 
-    def broadcast(self, values: torch.Tensor) -> torch.Tensor:
-        """Return rank 0's values, in host memory. Every rank passes a tensor of the same shape and type."""
-        return self._all.broadcast(values)
-
     def sync_rng_state(self) -> None:
         """Give tensor-parallel ranks the same RNG state, so that dropout is the same on them."""
-        torch.set_rng_state(self.tensor.all_gather_on_host(torch.get_rng_state()).view(self.tensor.size, -1)[0])
+        torch.set_rng_state(self.tensor.broadcast(torch.get_rng_state()))
         if self._on_device:
-            torch.cuda.set_rng_state(
-                self.tensor.all_gather_on_host(torch.cuda.get_rng_state()).view(self.tensor.size, -1)[0]
-            )
-
-    def check_same(self, what: str, value: str) -> None:
-        """Check that all ranks have the same value.
-
-        Raises:
-            ValueError: they do not.
-        """
-        self._all.check_same(what, value.encode())
+            torch.cuda.set_rng_state(self.tensor.broadcast(torch.cuda.get_rng_state()))
 
     def all_gather_text(self, text: str) -> list[str]:
         """Return every rank's text, in the order of ranks: short and ASCII."""
         values = torch.frombuffer(bytearray(text.encode("ascii").ljust(_TEXT_BYTES, b"\0")), dtype=torch.uint8)
-        every = self._all.all_gather_on_host(values).view(self.size, _TEXT_BYTES)
+        every = self.all.all_gather_on_host(values).view(self.size, _TEXT_BYTES)
         return [bytes(row.tolist()).rstrip(b"\0").decode("ascii") for row in every]
-
-    def ranks_with_same(self, value: str) -> list[int]:
-        """Return the ranks with the same value as this one, in order, this one included."""
-        return self._all.ranks_with_same(value.encode())
 
     # Failing and closing.
 
@@ -197,10 +180,6 @@ class Ranks:
     def stop(self) -> None:
         """End all waiting for collectives on this rank."""
         self._stopped.set()
-
-    def barrier(self) -> None:
-        """Wait until all ranks have called this."""
-        self._all.barrier()
 
     def close(self, *, together: bool) -> None:
         """Leave the process groups. Closing twice is allowed.

@@ -185,9 +185,8 @@ class Watchdog:
                 with contextlib.suppress(Exception):  # its report, if it made one
                     if reported := self._reported_failure():
                         return reported
-                return (
-                    f"{other} (process {self._process[other]}) ended without reporting why: it was killed, or crashed"
-                )
+                process = f"{other} (process {self._process[other]})"
+                return f"{process} has ended without reporting why: it was killed, or crashed"
         return None
 
     def _heartbeat(self, other: int) -> bytes:

@@ -163,7 +163,7 @@ class ModelState:
             for parameter in unit.parameters:
                 shard = parameter.shard
                 of_all = shard.on_all_ranks(shard.whole.detach())
-                values = shard.on_this_rank(self._ranks.broadcast(of_all) if self._ranks else of_all).reshape(-1)
+                values = shard.on_this_rank(self._ranks.all.broadcast(of_all) if self._ranks else of_all).reshape(-1)
                 for part in parameter.parts:
                     if part.piece.place is Place.NVME:
                         assert keep is not None

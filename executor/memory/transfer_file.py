@@ -44,19 +44,20 @@ class TransferFile:
     def __init__(self, folder: Path, tensors: Mapping[str, torch.Tensor], ranks: Ranks | None = None) -> None:
         sizes = [-(-tensor.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for tensor in tensors.values()]
         self.num_bytes = max(sum(sizes), 1)
-        mates = (
-            [0] if ranks is None else ranks.ranks_with_same(f"{this_machine()} {Path('/proc/self/ns/pid').readlink()}")
-        )
+        mates = [0]  # ranks of this machine, which can open each other's files
+        if ranks is not None:
+            where = f"{this_machine()} {Path('/proc/self/ns/pid').readlink()}"
+            mates = ranks.all.ranks_with_same(where.encode())
         turn = 0 if ranks is None else mates.index(ranks.rank)
         self._written_here = set(itertools.islice(tensors, turn, None, len(mates)))
         with contextlib.ExitStack() as files:
             made = self._step(ranks, folder, lambda: _make(folder, self.num_bytes, files) if not turn else "")
-            where = made[0 if ranks is None else mates[0]]
+            path = made[0 if ranks is None else mates[0]]
             flat = torch.empty(0)
 
             def map_it() -> str:
                 nonlocal flat
-                with Path(where).open("r+b") as file:
+                with Path(path).open("r+b") as file:
                     flat = torch.frombuffer(mmap.mmap(file.fileno(), self.num_bytes), dtype=torch.uint8)
                 return ""
 

@@ -44,7 +44,8 @@ def compiled_modules(
     for module in model.modules():  # from the outside to the inside
         owners = (inner for inner in module.modules() if next(inner.parameters(recurse=False), None) is not None)
         inner = {unit_of.get(owner, "") for owner in owners}  # experts in several units are in no unit here
-        if module in inside or len(inner) != 1 or not inner <= repeated or not _is_called(module):
+        has_forward = type(module).forward is not nn.Module.forward  # containers have none
+        if module in inside or len(inner) != 1 or not inner <= repeated or not has_forward:
             continue
         inside.update(module.modules())
         if not type(module).__module__.startswith("torch.nn."):
@@ -81,8 +82,3 @@ def allow_variants(num_modules: int) -> Callable[[], None]:
         config.recompile_limit = before
 
     return undo
-
-
-def _is_called(module: nn.Module) -> bool:
-    """Return whether a module has a forward; mere containers have none."""
-    return type(module).forward is not nn.Module.forward
