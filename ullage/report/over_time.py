@@ -195,7 +195,7 @@ def _both_ways(
             traces += _rate(series, name, colour, sign, measured=view.measured)
             told.append(f"{name} {si(series.integral, 'B')}, at most {si(series.peak, 'B/s')}")
         if told and lane in _CAPACITY and _CAPACITY[lane] in capacity:
-            levels.append(Level(sign * capacity[_CAPACITY[lane]], f"{words}: the most there is"))
+            levels.append(Level(sign * capacity[_CAPACITY[lane]], f"{words}: peak rate"))
     if not traces:
         return None
     mirrored = any(sign < 0 for _, _, sign in directions)
@@ -224,7 +224,7 @@ def _dram(views: Sequence[View], cost: CostModel, capacity: float) -> Chart:
         x=_TIME,
         y=Axis("rate", "B/s"),
         traces=tuple(traces),
-        levels=(Level(capacity, "the most there is"),),
+        levels=(Level(capacity, "peak rate"),),
         bands=views[0].bands,
         over_time=True,
     )

@@ -87,7 +87,6 @@ def points_table(study: Study, points: Sequence[Point]) -> Table:
         column.no_wrap = True
     if money:
         result.caption = "* no other point is both faster and cheaper"
-        result.caption_justify = "left"
     return result
 
 
@@ -112,7 +111,6 @@ def minimum_table(study: Study, rows: Sequence[Minimum]) -> Table:
         cells += ["" if row.num_drives is None else str(row.num_drives)] if drives else []
         result.add_row(row.hardware, *cells)
     result.caption = "memory of each device and node; the iteration time is with all that the machine has"
-    result.caption_justify = "left"
     return result
 
 

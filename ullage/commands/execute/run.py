@@ -137,7 +137,7 @@ def _print_checkpoints(options: ExecuteOptions, trainer: Trainer, trained: "_Tra
             f"interrupted after iteration {trainer.iteration}; {where}; go on with --resume", trained.signal
         )
     if trainer.process.is_first and not options.json:
-        console().print(where, markup=False, soft_wrap=True)
+        console().print(where, soft_wrap=True)
 
 
 def _data(options: ExecuteOptions) -> Tokens | None:
@@ -340,14 +340,14 @@ def _report(
     plan = record.plan
     tokens = tokens_per_iteration(plan)
     iteration = next(row for row in comparison.phases if row.name == "iteration")
-    out.print(f"{plan.model.name}: {len(losses)} iterations, loss {losses[0]:.3f} -> {losses[-1]:.3f}", markup=False)
+    out.print(f"{plan.model.name}: {len(losses)} iterations, loss {losses[0]:.3f} -> {losses[-1]:.3f}")
     if iteration.measured:
-        out.print(f"{tokens / iteration.measured:,.0f} {counted(plan.model)}/s on {record.machine}", markup=False)
+        out.print(f"{tokens / iteration.measured:,.0f} {counted(plan.model)}/s on {record.machine}")
     out.print()
     out.print(render_comparison(comparison))
     out.print()
     if replanned is not None:
         out.print(replanned.render(iteration.measured))
         out.print()
-    out.print(f"run written to {options.output_dir / _RUN}", markup=False)
-    out.print(f"trace written to {options.output_dir / _TRACE} (open it in ui.perfetto.dev)", markup=False)
+    out.print(f"run written to {options.output_dir / _RUN}")
+    out.print(f"trace written to {options.output_dir / _TRACE} (open it in ui.perfetto.dev)")

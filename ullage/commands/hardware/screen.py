@@ -108,8 +108,7 @@ def shown(profile: HardwareProfile, *, as_json: bool) -> None:
         known["measured on"] = ", ".join(parts)
     out.print(facts(known))
     out.print()
-    rows = table("quantities", "quantity", "value", "p10 to p90", "n", "origin", "source")
-    rows.columns[4].justify = rows.columns[5].justify = "left"
+    rows = table("quantities", "quantity", "value", "p10 to p90", "n", "origin", "source", text={4, 5})
     for path, item in quantities(profile).items():
         made = item.provenance
         count = "" if made.num_samples is None else str(made.num_samples)

@@ -27,18 +27,8 @@ def checkpoints_screen(plan: CheckpointPlan) -> Iterator[RenderableType]:
 
 
 def _levels(plan: CheckpointPlan) -> Table:
-    size = si(plan.size_bytes, "B")
-    result = table(
-        f"checkpoints of {size}",
-        "level",
-        "every",
-        "costs",
-        "safe after",
-        "restart",
-        "for failures",
-        "stored",
-        "because",
-    )
+    columns = ("level", "every", "costs", "safe after", "restart", "for failures", "stored", "because")
+    result = table(f"checkpoints of {si(plan.size_bytes, 'B')}", *columns, text={7})
     for each in plan.levels:
         result.add_row(
             each.level,
@@ -50,7 +40,6 @@ def _levels(plan: CheckpointPlan) -> Table:
             si(each.stored_bytes, "B"),
             _BOUNDS[each.bound],
         )
-    result.columns[-1].justify = "left"
     return result
 
 
@@ -73,8 +62,8 @@ def _expected(plan: CheckpointPlan) -> dict[str, str]:
 
 
 def _engines(plan: CheckpointPlan) -> Table:
-    result = table("checkpoint engines, each at its best interval", "engine", "level", "every", "costs", "lost", "")
-    result.columns[-1].justify = "left"
+    columns = ("engine", "level", "every", "costs", "lost", "")
+    result = table("checkpoint engines, each at its best interval", *columns, text={5})
     levels = "+".join(each.level for each in plan.levels)
     first = plan.levels[0]
     result.add_row(

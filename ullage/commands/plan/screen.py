@@ -39,10 +39,10 @@ def plan_screen(plan: Plan, path: Path, *, default_hardware: bool) -> None:
             out.print()
             out.print(part)
     for warning in plan.prediction.warnings:
-        out.print(f"warning: {warning}", markup=False, soft_wrap=True)
+        out.print(f"warning: {warning}", soft_wrap=True)
     if not plan.prediction.converged:
         out.print("warning: the simulated iteration does not repeat itself exactly; times are of one of several")
-    out.print(f"plan written to {path}", markup=False, soft_wrap=True)
+    out.print(f"plan written to {path}", soft_wrap=True)
 
 
 def memory_table(memory: dict[Tier, TierMemory], allocator: AllocatorUse | None = None) -> Table:
@@ -143,11 +143,8 @@ def _fits(memory: dict[Tier, TierMemory]) -> str:
 
 def _engine_table(plan: Plan) -> Table:
     ours_s = plan.prediction.iteration_s
-    result = table(
-        f"engines ({plan.num_simulations} schedules simulated)", "engine", "time", "ratio", "fits", "setting"
-    )
-    result.columns[4].justify = "left"
-    result.columns[3].justify = "left"
+    title = f"engines ({plan.num_simulations} schedules simulated)"
+    result = table(title, "engine", "time", "ratio", "fits", "setting", text={3, 4})
     result.add_row("ullage", si(ours_s, "s"), "1.00", "yes", describe(plan.decisions, plan.units()), style="bold")
     for row in plan.engines:
         time_s = row.iteration_s if row.fits else None
