@@ -29,3 +29,8 @@ def unit_and_value(item: Quantity | Curve) -> tuple[str, float]:
     if isinstance(item, Curve):
         return _RATES[item.size_unit], number(item)
     return _UNITS.get(item.unit, ""), number(item)
+
+
+def origin_words(profile: HardwareProfile) -> str:
+    """Return the shares of a profile's quantities by origin, such as ``70 % measured, 30 % assumed``."""
+    return ", ".join(f"{100 * share:.0f} % {origin}" for origin, share in origin_shares(profile).items())

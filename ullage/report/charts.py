@@ -105,7 +105,7 @@ class Chart:
     Attributes:
         key: names it within its report, in letters, digits and dashes.
         title, note: what it shows, and how to read it.
-        x, y: axes.
+        x, y: axes; of bars, y has no title.
         traces: what is drawn; areas from the bottom up.
         levels, bands: limits and stretches with names.
         over_time: x is the time of one iteration, which all such charts of a report share.
@@ -118,8 +118,8 @@ class Chart:
     title: str
     note: str
     x: Axis
-    y: Axis
     traces: tuple[Trace, ...]
+    y: Axis = Axis("")
     levels: tuple[Level, ...] = ()
     bands: tuple[Band, ...] = ()
     over_time: bool = False

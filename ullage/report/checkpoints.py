@@ -39,7 +39,6 @@ def checkpoints_section(chosen: CheckpointPlan) -> Section:
         title="Time lost to checkpoints and failures",
         note="Each checkpoint engine at its own best interval.",
         x=Axis("expected share of the time", "%"),
-        y=Axis(""),
         traces=(
             Trace(
                 "lost",

@@ -56,7 +56,6 @@ def _causes(explained: Explained) -> tuple[Chart | Table, ...]:
         title="Which assumption was wrong",
         note="What of the difference between the measured and the predicted iteration each explains; they add up.",
         x=Axis("measured - predicted", "s"),
-        y=Axis(""),
         traces=(
             Trace(
                 "explains",
@@ -92,7 +91,6 @@ def _bars(key: str, title: str, axis: Axis, note: str, rows: Iterable[Row]) -> C
         title=title,
         note=note,
         x=axis,
-        y=Axis(""),
         traces=(
             Trace(
                 "predicted",

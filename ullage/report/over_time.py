@@ -287,7 +287,6 @@ def resources_section(views: Sequence[View], cost: CostModel) -> Section:
         note="Mean use within each phase: processors as a share of the time, links and memory as a share of their "
         "highest rate.",
         x=Axis("mean use within the phase", "%"),
-        y=Axis(""),
         traces=tuple(traces),
     )
     return Section("resources", "Phases", "Phases against resources", (), (by_phase, busy))

@@ -317,7 +317,6 @@ def _bottleneck_section(fitting: Sequence[Point]) -> Section:
         title="What bounds how many of the points",
         note="The lane with the largest share of a plan's critical path.",
         x=ChartAxis("share of the points that fit", "%"),
-        y=ChartAxis(""),
         traces=(
             Trace(
                 "points",
@@ -355,7 +354,6 @@ def _sensitivity_section(found: Sensitivities) -> Section:
         note="Relative change of the iteration over relative change of the resource, each side planned anew: -1 is "
         "twice as fast with twice as much, 0 does not matter.",
         x=ChartAxis("elasticity of the iteration"),
-        y=ChartAxis(""),
         traces=tuple(traces),
     )
     table = Table(

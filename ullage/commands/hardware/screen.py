@@ -13,7 +13,7 @@ from typing import Any, Final
 from hwprofiles.paths import Item, quantities
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.quantity import Curve, Quantity
-from ullage.analysis.provenance import origin_shares, spread, unit_and_value
+from ullage.analysis.provenance import origin_shares, origin_words, spread, unit_and_value
 from ullage.output.console import console, facts, table, write_json
 from ullage.output.formatting import si, signed_percent
 
@@ -82,12 +82,8 @@ def listed(profiles: Mapping[str, HardwareProfile], *, as_json: bool) -> None:
     rows = table("hardware", "name", "description", "origins", "devices", "device memory", num_text=3)
     for name, profile in profiles.items():
         memory = si(profile.device.memory_bytes.value, "B")
-        rows.add_row(name, profile.description, _origins(profile), str(profile.devices_per_node), memory)
+        rows.add_row(name, profile.description, origin_words(profile), str(profile.devices_per_node), memory)
     console().print(rows)
-
-
-def _origins(profile: HardwareProfile) -> str:
-    return ", ".join(f"{100 * share:.0f} % {origin}" for origin, share in origin_shares(profile).items())
 
 
 def shown(profile: HardwareProfile, *, as_json: bool) -> None:
@@ -101,7 +97,7 @@ def shown(profile: HardwareProfile, *, as_json: bool) -> None:
         "description": profile.description,
         "device": f"{profile.device.name} ({profile.device.kind}), {profile.devices_per_node} per node",
         "host": f"{profile.host.name}, {profile.host.num_cores} cores",
-        "quantities": _origins(profile),
+        "quantities": origin_words(profile),
     }
     if (on := profile.measured_on) is not None:
         parts = [on.cpu, f"{on.num_cpus} logical CPUs", si(on.memory_bytes, "B"), *on.gpus, *on.drives]
