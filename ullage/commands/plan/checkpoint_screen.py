@@ -8,15 +8,7 @@ from rich.table import Table
 from planner.plan.checkpoints import CheckpointPlan
 from ullage.output.console import facts, table
 from ullage.output.formatting import duration, percent, si
-
-_BOUNDS = {
-    "waste": "loses least time",
-    "iteration": "one iteration",
-    "drain": "the previous one is safe",
-    "endurance": "drive endurance",
-    "overhead": "overhead limit",
-    "lost work": "lost-work limit",
-}
+from ullage.output.plans import LEVEL_COLUMNS, level_rows
 
 
 def checkpoints_screen(plan: CheckpointPlan) -> Iterator[RenderableType]:
@@ -27,19 +19,9 @@ def checkpoints_screen(plan: CheckpointPlan) -> Iterator[RenderableType]:
 
 
 def _levels(plan: CheckpointPlan) -> Table:
-    columns = ("level", "every", "costs", "safe after", "restart", "for failures", "stored", "because")
-    result = table(f"checkpoints of {si(plan.size_bytes, 'B')}", *columns, text={7})
-    for each in plan.levels:
-        result.add_row(
-            each.level,
-            f"{each.every} it. = {duration(each.every * plan.iteration_s)}",
-            duration(each.cost_s),
-            duration(each.latency_s),
-            duration(each.restart_s),
-            f"every {duration(each.mtbf_s)}" if each.mtbf_s else "-",
-            si(each.stored_bytes, "B"),
-            _BOUNDS[each.bound],
-        )
+    result = table(f"checkpoints of {si(plan.size_bytes, 'B')}", *LEVEL_COLUMNS, text={7})
+    for row in level_rows(plan):
+        result.add_row(*row)
     return result
 
 
