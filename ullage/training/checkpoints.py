@@ -25,7 +25,7 @@ class CheckpointOptions:
             folder that all ranks share, or ``"memory"``, a folder in the host memory of this node that outlives the
             process, named after user and plan.
         buffer_bytes: host memory for what is taken and not written yet.
-        patience_s: how long the end of training waits for the last one to come to all levels.
+        patience_s: how long the end of training waits until the last one is on all levels.
     """
 
     levels: Sequence[Level]

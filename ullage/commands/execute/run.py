@@ -332,10 +332,10 @@ def _report(
 ) -> None:
     losses, comparison = record.losses, compared[""]
     if options.json:
-        told: dict[str, Any] = {} if replanned is None else {"replan": replanned.to_json()}
+        extra: dict[str, Any] = {} if replanned is None else {"replan": replanned.to_json()}
         if " before" in compared:
-            told["replan"]["comparison_before"] = compared[" before"].to_json()
-        write_json({"losses": list(losses), "output_dir": str(options.output_dir), **comparison.to_json(), **told})
+            extra["replan"]["comparison_before"] = compared[" before"].to_json()
+        write_json({"losses": list(losses), "output_dir": str(options.output_dir), **comparison.to_json(), **extra})
         return
     out = console()
     plan = record.plan

@@ -109,11 +109,11 @@ def _summary(explained: PlanExplained) -> dict[str, str]:
 
 def _rests_on(weights: dict[tuple[str, str], float]) -> str:
     """Return what the bound rests on, in words, by kind of condition."""
-    told = []
+    conditions = []
     for kind, words in _RESTS.items():
         shares = [f"{_by(by)} {percent(weight)}" for (other, by), weight in weights.items() if other == kind]
-        told += [f"{words}: {', '.join(shares)}"] if shares else []
-    return f"the bound rests on {'; '.join(told)}"
+        conditions += [f"{words}: {', '.join(shares)}"] if shares else []
+    return f"the bound rests on {'; '.join(conditions)}"
 
 
 def _by(key: str) -> str:

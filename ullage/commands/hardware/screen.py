@@ -148,13 +148,13 @@ def drifted(before: HardwareProfile, now: HardwareProfile, *, as_json: bool) -> 
 def _table(title: str, found: list[Difference], first: str, second: str) -> Any:
     rows = table(title, "quantity", first, "p10 to p90", second, "p10 to p90", "change")
     origins = {item.provenance.origin for d in found for item in (d.first, d.second) if item is not None}
-    if told := origins != {"measured"}:
+    if with_origins := origins != {"measured"}:
         rows.add_column("origins", header_style="dim")
     for d in found:
         of = dict.fromkeys(item.provenance.origin for item in (d.first, d.second) if item is not None)
         change = "-" if d.ratio is None else signed_percent(d.ratio - 1)
         cells = [cell for item in (d.first, d.second) for cell in (_value(item), _spread(item))]
-        rows.add_row(d.path, *cells, change, *([", ".join(of)] if told else []))
+        rows.add_row(d.path, *cells, change, *([", ".join(of)] if with_origins else []))
     return rows
 
 
