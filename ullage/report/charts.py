@@ -105,8 +105,8 @@ class Chart:
     Attributes:
         key: names it within its report, in letters, digits and dashes.
         title, note: what it shows, and how to read it.
-        x, y: axes; of bars, y has no title.
-        traces: what is drawn; areas from the bottom up.
+        x, y: axes.
+        traces: its lines; areas are ordered from the bottom up.
         levels, bands: limits and stretches with names.
         over_time: x is the time of one iteration, which all such charts of a report share.
         limits: values of x that end what there is.

@@ -183,7 +183,7 @@ def _both_ways(
     directions: Sequence[tuple[str, Lane, int]],
     capacity: Mapping[Resource, float],
 ) -> Chart | None:
-    """Draw what goes to the device upwards and what comes from it downwards."""
+    """Draw traffic to the device upwards and traffic from it downwards."""
     traces, totals = [], []
     levels = []
     for number, (words, lane, sign) in enumerate(directions):

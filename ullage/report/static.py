@@ -60,8 +60,8 @@ def to_bytes(drawn: Figure, kind: str) -> bytes:
 
 
 def draw(picture: Picture, subject: str) -> Figure:
-    """Return a picture; ``subject`` says what it is of."""
-    figure = make_figure(_WIDTH_INCHES, _height_inches(picture))
+    """Return a picture of ``subject``."""
+    figure = Figure(figsize=(_WIDTH_INCHES, _height_inches(picture)), layout="constrained")
     axes = figure.subplots()
     draw_on(axes, picture)
     figure.suptitle(_plain(f"{picture.title}: {subject}"), x=0.01, ha="left", fontsize=11, fontweight="bold")
@@ -69,11 +69,6 @@ def draw(picture: Picture, subject: str) -> Figure:
     if len(handles) > 1:
         figure.legend(handles, labels, loc="outside lower left", ncols=4, frameon=False, fontsize=9)
     return figure
-
-
-def make_figure(width_inches: float, height_inches: float) -> Figure:
-    """Return an empty figure."""
-    return Figure(figsize=(width_inches, height_inches), layout="constrained")
 
 
 def draw_on(axes: Axes, picture: Picture) -> None:

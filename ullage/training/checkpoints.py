@@ -24,8 +24,8 @@ class CheckpointOptions:
         levels: where, how often and how many, fastest first; one more comes to all of them at the end. The first is a
             folder that all ranks share, or ``"memory"``, a folder in the host memory of this node that outlives the
             process, named after user and plan.
-        buffer_bytes: host memory for what is taken and not written yet.
-        patience_s: how long the end of training waits until the last one is on all levels.
+        buffer_bytes: host memory for snapshots that are not written yet.
+        patience_s: how long the end of training waits for the last one to come to all levels.
     """
 
     levels: Sequence[Level]

@@ -7,7 +7,6 @@ A Study of I/O Patterns and GPU Memory Utilization for Hybrid CPU-GPU Offloaded 
 import dataclasses
 import html
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from hwprofiles.files import write_whole
 from planner.schedule.tasks import Tier
@@ -16,18 +15,17 @@ from ullage.output.formatting import si
 from ullage.output.palette import COLOURS
 from ullage.report.charts import Chart, Level
 from ullage.report.over_time import memory_section, resources_section, traffic_section
-from ullage.report.static import draw_on, make_figure, to_bytes
+from ullage.report.static import draw_on, to_bytes
 from ullage.report.views import View
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from matplotlib.figure import Figure  # isort: skip  (static names the remedy if it is missing)
 
 _SIZE_INCHES = (10.0, 7.0)
 
 
-def draw(seen: Iteration) -> "Figure":
+def draw(seen: Iteration) -> Figure:
     """Return the picture of an iteration."""
-    figure = make_figure(*_SIZE_INCHES)
+    figure = Figure(figsize=_SIZE_INCHES, layout="constrained")
     charts = _charts(seen)
     panels = figure.subplots(len(charts), 1, sharex=True, height_ratios=(5, 4, 3))
     for axes, chart in zip(panels, charts, strict=True):
