@@ -3,7 +3,7 @@
 Names are imported when first used, so that ``import ullage`` is quick and planning never loads torch.
 """
 
-import pkgutil
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -61,73 +61,58 @@ if TYPE_CHECKING:
     from ullage.training.trainer import Trainer as Trainer
     from ullage.training.trainer import prepare as prepare
 
-_ORIGINS = {
-    "ActivationError": "executor.memory.recompute_cache:ActivationError",
-    "BindingError": "executor.distributed.shards:BindingError",
-    "capture_module": "ullage.capture.module:capture_module",
-    "CapturedInput": "planner.models.captured:CapturedInput",
-    "CapturedModel": "planner.models.captured:CapturedModel",
-    "CaptureError": "ullage.capture.records:CaptureError",
-    "Checkpoint": "executor.checkpoint:Checkpoint",
-    "checkpoint_at": "executor.checkpoint:checkpoint_at",
-    "CheckpointError": "executor.checkpoint:CheckpointError",
-    "CheckpointOptions": "ullage.training.checkpoints:CheckpointOptions",
-    "Checkpoints": "executor.saving:Checkpoints",
-    "CompileError": "executor.module.compilation:CompileError",
-    "DamagedError": "executor.checkpoint:DamagedError",
-    "Decisions": "planner.decisions:Decisions",
-    "DeviceMemoryError": "executor.memory.arenas:DeviceMemoryError",
-    "GradientError": "executor.gradients:GradientError",
-    "HardwareProfile": "hwprofiles.profile:HardwareProfile",
-    "InfeasibleError": "planner.plan.planning:InfeasibleError",
-    "LaneError": "executor.devices.lanes:LaneError",
-    "Level": "executor.checkpoint:Level",
-    "Lion": "executor.optimizer.reference:Lion",
-    "load_plan": "planner.plan.document:load_plan",
-    "load_profile": "hwprofiles.registry:load_profile",
-    "memory_folder": "ullage.training.levels:memory_folder",
-    "ModelConfig": "planner.models.config:ModelConfig",
-    "ModelConfigError": "planner.models.config:ModelConfigError",
-    "OffloadedOptimizer": "executor.prepare:OffloadedOptimizer",
-    "OtherMachineError": "hwprofiles.machine:OtherMachineError",
-    "Outcome": "executor.checkpoint:Outcome",
-    "OutOfMemoryError": "ullage.training.out_of_memory:OutOfMemoryError",
-    "OutOfOrderError": "planner.schedule.loop:OutOfOrderError",
-    "Plan": "planner.plan.document:Plan",
-    "plan": "ullage.planning:plan",
-    "PlanError": "planner.plan.document:PlanError",
-    "Precision": "planner.decisions:Precision",
-    "Prediction": "planner.simulate.prediction:Prediction",
-    "prepare": "ullage.training.trainer:prepare",
-    "ProfileError": "hwprofiles.registry:ProfileError",
-    "RankError": "executor.distributed.watchdog:RankError",
-    "Request": "planner.plan.planning:Request",
-    "resolve_model": "planner.models.registry:resolve_model",
-    "restore": "executor.restoring:restore",
-    "Resumed": "executor.saving:Resumed",
-    "Session": "executor.session:Session",
-    "Settings": "ullage.training.trainer:Settings",
-    "simulate": "ullage.analysis.simulation:simulate",
-    "Simulation": "planner.simulate.machine:Simulation",
-    "Step": "ullage.training.trainer:Step",
-    "StorageError": "executor.memory.nvme_files:StorageError",
-    "Timeline": "planner.schedule.timeline:Timeline",
-    "Trainer": "ullage.training.trainer:Trainer",
-    "UllageCallback": "ullage.integrations.trainer_callback:UllageCallback",
-    "UnknownModelError": "planner.models.config:UnknownModelError",
+_MODULES = {
+    "executor.checkpoint": ("Checkpoint", "checkpoint_at", "CheckpointError", "DamagedError", "Level", "Outcome"),
+    "executor.devices.lanes": ("LaneError",),
+    "executor.distributed.shards": ("BindingError",),
+    "executor.distributed.watchdog": ("RankError",),
+    "executor.gradients": ("GradientError",),
+    "executor.memory.arenas": ("DeviceMemoryError",),
+    "executor.memory.nvme_files": ("StorageError",),
+    "executor.memory.recompute_cache": ("ActivationError",),
+    "executor.module.compilation": ("CompileError",),
+    "executor.optimizer.reference": ("Lion",),
+    "executor.prepare": ("OffloadedOptimizer",),
+    "executor.restoring": ("restore",),
+    "executor.saving": ("Checkpoints", "Resumed"),
+    "executor.session": ("Session",),
+    "hwprofiles.machine": ("OtherMachineError",),
+    "hwprofiles.profile": ("HardwareProfile",),
+    "hwprofiles.registry": ("load_profile", "ProfileError"),
+    "planner.decisions": ("Decisions", "Precision"),
+    "planner.models.captured": ("CapturedInput", "CapturedModel"),
+    "planner.models.config": ("ModelConfig", "ModelConfigError", "UnknownModelError"),
+    "planner.models.registry": ("resolve_model",),
+    "planner.plan.document": ("load_plan", "Plan", "PlanError"),
+    "planner.plan.planning": ("InfeasibleError", "Request"),
+    "planner.schedule.loop": ("OutOfOrderError",),
+    "planner.schedule.timeline": ("Timeline",),
+    "planner.simulate.machine": ("Simulation",),
+    "planner.simulate.prediction": ("Prediction",),
+    "ullage.analysis.simulation": ("simulate",),
+    "ullage.capture.module": ("capture_module",),
+    "ullage.capture.records": ("CaptureError",),
+    "ullage.integrations.trainer_callback": ("UllageCallback",),
+    "ullage.planning": ("plan",),
+    "ullage.training.checkpoints": ("CheckpointOptions",),
+    "ullage.training.levels": ("memory_folder",),
+    "ullage.training.out_of_memory": ("OutOfMemoryError",),
+    "ullage.training.trainer": ("prepare", "Settings", "Step", "Trainer"),
 }
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
-__all__ = list(_ORIGINS)
+__all__ = list(_MODULE_OF)
+__all__.sort(key=str.lower)
 
 
 def __getattr__(name: str) -> Any:
     """Import a public name (PEP 562)."""
-    if name not in _ORIGINS:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module 'ullage' has no attribute {name!r}")
-    value = pkgutil.resolve_name(_ORIGINS[name])
+    value = getattr(importlib.import_module(_MODULE_OF[name]), name)
     globals()[name] = value  # next time without coming here
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_ORIGINS})
+    return sorted({*globals(), *_MODULE_OF})

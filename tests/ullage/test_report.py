@@ -258,10 +258,10 @@ def test_names_in_charts_are_no_tags():
     """plotly.js knows a few: names of units, which a captured module gives, must not be read as such."""
     x, y = Axis("x", "s"), Axis("y", "B")
     trace = Trace(HOSTILE, [1.0], [HOSTILE], Mark.BARS, "first", texts=[HOSTILE])
-    bars = Chart("bars", HOSTILE, HOSTILE, x, Axis(""), (trace,))
+    bars = Chart("bars", HOSTILE, HOSTILE, x, (trace,))
     level, band = Level(1.0, HOSTILE), Band(0.0, 1.0, HOSTILE, "grid")
     line = Trace(HOSTILE, [0.0, 1.0], [0.0, 1.0], Mark.LINE, "first", texts=[HOSTILE] * 2)
-    lines = Chart("lines", HOSTILE, HOSTILE, x, y, (line,), levels=(level,), bands=(band,))
+    lines = Chart("lines", HOSTILE, HOSTILE, x, (line,), y, levels=(level,), bands=(band,))
     gantt = Gantt("gantt", "", "", x, (Row(HOSTILE, [0.0], [1.0], [Work.UPDATE], [HOSTILE]),), 1.0, (band,))
     for picture in (bars, lines, gantt):
         text = re.sub("<(br|extra|/extra)>", "", json.dumps(figure(picture)))

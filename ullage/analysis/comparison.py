@@ -216,12 +216,12 @@ class Explained:
     def answer(self) -> str:
         """What came of it, in one line."""
         found = self.attribution
-        told = f"predicted {si(found.predicted_s, 's')}, measured {si(found.measured_s, 's')}"
+        times = f"predicted {si(found.predicted_s, 's')}, measured {si(found.measured_s, 's')}"
         cause = self.main
         if cause is None:
-            return f"{told}: within {100 * CLOSE:.0f} %"
+            return f"{times}: within {100 * CLOSE:.0f} %"
         return (
-            f"{told}: {self.reason(cause)}, which explains {si(abs(cause.seconds), 's')} of the "
+            f"{times}: {self.reason(cause)}, which explains {si(abs(cause.seconds), 's')} of the "
             f"{si(abs(self.error_s), 's')}"
         )
 

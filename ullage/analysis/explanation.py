@@ -216,14 +216,14 @@ def lacks_short(trial: Trial) -> str:
 def move_words(bench: Bench, unit: str, decision: UnitDecision) -> str:
     """Return what a decision does otherwise than the plan's, in words."""
     own = bench.decisions.units[unit]
-    told = []
+    changes = []
     if decision.update != own.update or decision.streamed_gradients != own.streamed_gradients:
-        told.append(f"updated {_update_words(decision)}")
+        changes.append(f"updated {_update_words(decision)}")
     if decision.params != own.params:
-        told.append(f"parameters {PARAMS[decision.params]}")
+        changes.append(f"parameters {PARAMS[decision.params]}")
     if decision.activations != own.activations:
-        told.append(f"activations {ACTIVATIONS[decision.activations]}")
-    return ", ".join(told)
+        changes.append(f"activations {ACTIVATIONS[decision.activations]}")
+    return ", ".join(changes)
 
 
 def treatment_words(decision: UnitDecision) -> tuple[str, str, str]:

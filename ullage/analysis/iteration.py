@@ -116,21 +116,23 @@ class Iteration:
     @property
     def warnings(self) -> list[str]:
         """What the user should know about the numbers."""
-        told = list(self.subject.cost.warnings)
+        warnings = list(self.subject.cost.warnings)
         if not self.simulation.converged:
-            told.append("the simulated iteration is not known to repeat itself exactly; times are of one of several")
+            warnings.append(
+                "the simulated iteration is not known to repeat itself exactly; times are of one of several"
+            )
         if self.simulation.cycle > 1:
-            told.append(
+            warnings.append(
                 f"iterations repeat every {self.simulation.cycle}: this is one of those, their mean is "
                 f"{si(self.simulation.period_s, 's')}"
             )
         use, capacity_bytes = self.allocator, self.peaks[Tier.GPU].capacity_bytes
         if use is not None and use.allocated_bytes <= capacity_bytes < use.reserved_bytes:
-            told.append(
+            warnings.append(
                 f"PyTorch's caching allocator would reserve {si(use.reserved_bytes, 'B')} where there are "
                 f"{si(capacity_bytes, 'B')}: leave more room, or set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
             )
-        return told
+        return warnings
 
     @property
     def verdict(self) -> str:
@@ -147,19 +149,18 @@ class Iteration:
     def relief(self) -> str:
         """What would help, in one line: the lanes whose relief shortens the iteration, most first."""
         saved = sorted(((1 - s / self.period_s, lane) for lane, s in self.half_work_s.items()), reverse=True)
-        told = [f"{lane} -{percent(share)}" for share, lane in saved if share >= _WORTH_TELLING]
-        return f"half the work on a lane: {', '.join(told)}" if told else "less work on no single lane"
+        lanes = [f"{lane} -{percent(share)}" for share, lane in saved if share >= _WORTH_TELLING]
+        return f"half the work on a lane: {', '.join(lanes)}" if lanes else "less work on no single lane"
 
     @property
     def sharing(self) -> str:
         """What sharing costs, in one line; empty if nothing to speak of."""
-        told = [f"{name} {si(s, 's')}" for name, s in self.slowed_s.items() if s >= 1e-3 * self.period_s]
+        resources = [f"{name} {si(s, 's')}" for name, s in self.slowed_s.items() if s >= 1e-3 * self.period_s]
         total_s = sum(self.slowed_s.values())
-        if not told:
+        if not resources:
             return ""
-        return (
-            f"stretches the critical path by {si(total_s, 's')} ({percent(total_s / self.period_s)}): {', '.join(told)}"
-        )
+        total = f"{si(total_s, 's')} ({percent(total_s / self.period_s)})"
+        return f"stretches the critical path by {total}: {', '.join(resources)}"
 
     def critical_columns(self, num_columns: int) -> list[Lane]:
         """Return which lane is critical at the middle of each of equally long parts of the period."""

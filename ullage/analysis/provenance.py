@@ -5,9 +5,7 @@ from collections import Counter
 from hwprofiles.paths import number, quantities
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.quantity import Curve, Quantity
-
-_RATES = {"bytes": "B/s", "flop": "FLOP/s", "params": "param/s"}
-_UNITS = {"bytes": "B", "bytes_per_s": "B/s", "s": "s", "flop_per_s": "FLOP/s", "params_per_s": "param/s"}
+from ullage.output.formatting import UNIT_SYMBOLS
 
 
 def origin_shares(profile: HardwareProfile) -> dict[str, float]:
@@ -27,5 +25,10 @@ def spread(item: Quantity | Curve) -> tuple[float, float] | None:
 def unit_and_value(item: Quantity | Curve) -> tuple[str, float]:
     """Return a quantity's value, or the best rate of a curve, with its unit."""
     if isinstance(item, Curve):
-        return _RATES[item.size_unit], number(item)
-    return _UNITS.get(item.unit, ""), number(item)
+        return UNIT_SYMBOLS[f"{item.size_unit}_per_s"], number(item)
+    return UNIT_SYMBOLS.get(item.unit, ""), number(item)
+
+
+def origin_words(profile: HardwareProfile) -> str:
+    """Return the shares of a profile's quantities by origin, such as ``70 % measured, 30 % assumed``."""
+    return ", ".join(f"{100 * share:.0f} % {origin}" for origin, share in origin_shares(profile).items())

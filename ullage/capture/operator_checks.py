@@ -73,7 +73,7 @@ class OperatorChecks:
         """Check that an operator runs which fake tensors ran; the mode that is active makes fake tensors.
 
         Raises:
-            RefusedError: it does not.
+            RefusedOperatorError: it does not.
         """
         leaves, spec = tree_flatten((args, kwargs))
         likes = [

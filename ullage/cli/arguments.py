@@ -3,23 +3,32 @@
 import argparse
 import math
 import re
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from planner.models.captured import CapturedInput
 
-_UNITS = {"": 1, "b": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
-_BINARY_UNITS = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 Cores = tuple[int, ...] | Literal["auto", "free"]
 
 _MOST_COUNT = 10**9
 _MOST = 2**62 - 1
 
 _CORES = re.compile(r"(\d+)(?:-(\d+))?")
-_COUNT = re.compile(r"((?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)\s*([kmbt]?)", re.IGNORECASE)
-_TIME_UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
-_TIME = re.compile(r"(\d+\.?\d*|\.\d+)\s*([smhd]?)")
-_SIZE = re.compile(r"(\d+\.?\d*|\.\d+)(e[+-]?\d+)?\s*(|b|[kmgt]i?b)", re.IGNORECASE)
+_AMOUNT = re.compile(r"((?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)\s*([a-z]*)", re.IGNORECASE)
+_BYTES = {"": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}
+_BINARY_BYTES = {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+_COUNTS = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+_SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+def _amount(text: str, units: Mapping[str, float], rule: str, least: float = math.ulp(0.0)) -> float:
+    """Return a number times its unit, if that is finite and at least ``least``; ``rule`` ends the error."""
+    found = _AMOUNT.fullmatch(text.strip())
+    value = float(found[1]) * units.get(found[2].lower(), math.nan) if found else math.nan
+    if not least <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not {rule}")
+    return value
 
 
 def parse_bytes(text: str) -> int:
@@ -28,14 +37,8 @@ def parse_bytes(text: str) -> int:
     Raises:
         argparse.ArgumentTypeError: it is no size, or less than one byte.
     """
-    found = _SIZE.fullmatch(text.strip())
-    if found:
-        mantissa, exponent, unit = found.groups()
-        factor = (_UNITS | _BINARY_UNITS)[unit.lower().removesuffix("b")]
-        num_bytes = float(mantissa + (exponent or "")) * factor
-        if math.isfinite(num_bytes) and num_bytes >= 1:
-            return round(num_bytes)
-    raise argparse.ArgumentTypeError(f"{text!r} is not a size; give bytes with an optional unit: 150MB, 1.5GiB, 2e9")
+    rule = "a size; give bytes with an optional unit: 150MB, 1.5GiB, 2e9"
+    return round(_amount(text, _BYTES | _BINARY_BYTES, rule, least=1))
 
 
 def positive_int(text: str) -> int:
@@ -115,11 +118,7 @@ def tokens(text: str) -> float:
     Raises:
         argparse.ArgumentTypeError: it is none, or not above 0.
     """
-    found = _COUNT.fullmatch(text.strip())
-    value = float(found[1]) * {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}[found[2].lower()] if found else 0.0
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens; give 300B, 1.5T or 2e9")
-    return value
+    return _amount(text, _COUNTS, "a number of tokens; give 300B, 1.5T or 2e9")
 
 
 def input_shape(text: str) -> "CapturedInput":
@@ -142,11 +141,7 @@ def seconds(text: str) -> float:
     Raises:
         argparse.ArgumentTypeError: it is no time, or not above 0.
     """
-    found = _TIME.fullmatch(text.strip())
-    value = float(found[1]) * _TIME_UNITS[found[2]] if found else 0.0
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a time above 0; give 90s, 10m, 6h or 30d")
-    return value
+    return _amount(text, _SECONDS, "a time above 0; give 90s, 10m, 6h or 30d")
 
 
 def fraction(text: str) -> float:

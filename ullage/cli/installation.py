@@ -14,7 +14,7 @@ def check_packages() -> None:
     """Check that all our packages resolve beside this one.
 
     Raises:
-        IntruderError: one is missing or resolves elsewhere; names it and says what to do.
+        InstallationError: one is missing or resolves elsewhere; names it and says what to do.
     """
     home = Path(__file__).resolve().parents[2]
     for name in PACKAGES:

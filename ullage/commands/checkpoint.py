@@ -170,4 +170,4 @@ def _is_one(place: str) -> bool:
 
 
 def _say(line: str) -> None:
-    console().print(line, markup=False, soft_wrap=True)
+    console().print(line, soft_wrap=True)

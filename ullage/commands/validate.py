@@ -178,6 +178,6 @@ def _print(checked: Sequence[Checked], summaries: Sequence[dict[str, Any]], fail
                 f"warning: case {item.case.id} has no two equal iterations; the last one was read", soft_wrap=True
             )
     for warning in dict.fromkeys(text for item in checked for text in item.outcome.warnings):
-        out.print(f"warning: {warning}", markup=False, soft_wrap=True)
+        out.print(f"warning: {warning}", soft_wrap=True)
     for failure in failures:
-        out.print(f"failed: {failure}", markup=False, soft_wrap=True)
+        out.print(f"failed: {failure}", soft_wrap=True)

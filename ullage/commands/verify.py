@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
         if args.json:
             write_json({"holds": False, "why": str(error)})
         else:
-            console().print(f"does not hold: {error}", markup=False, soft_wrap=True)
+            console().print(f"does not hold: {error}", soft_wrap=True)
         return CHECK_FAILED
     if args.json:
         write_json(

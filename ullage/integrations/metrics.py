@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, Final, Protocol, final
 
 from hwprofiles.files import check_output, make_folder, write_whole
-from planner.plan.document import Plan
 from planner.schedule.tasks import Tier
+from ullage.output.plans import tokens_per_iteration
 from ullage.training.trainer import Step, Trainer
 
 _PERIOD_S: Final = 1.0  # between two writes of the text file; readers poll it less often
@@ -56,12 +56,6 @@ class Sample:
             num_saved=len(trainer.outcomes) - failed,
             num_failed=failed,
         )
-
-
-def tokens_per_iteration(plan: Plan) -> int:
-    """Return the tokens of one iteration over all ranks; of a captured model, its samples."""
-    decided = plan.decisions
-    return decided.data_parallel * decided.num_micro_batches * decided.micro_batch * plan.seq_len
 
 
 class Sink(Protocol):

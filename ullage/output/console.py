@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NoReturn
 
 from rich.console import Console, JustifyMethod
@@ -25,12 +25,13 @@ def console(*, stderr: bool = False) -> Console:
     return _PipeConsole(stderr=stderr, width=width, highlight=False, markup=False, emoji=False)
 
 
-def table(title: str, *columns: str, num_text: int = 1) -> Table:
-    """Return a plain table; the first ``num_text`` columns are text, the others numbers."""
+def table(title: str, *columns: str, num_text: int = 1, text: Collection[int] = ()) -> Table:
+    """Return a plain table; the first ``num_text`` columns, and those at ``text``, are text, the others numbers."""
     result = Table(
         title=title,
         title_justify="left",
         title_style="bold",
+        caption_justify="left",
         box=None,
         pad_edge=False,
         padding=(0, 2, 0, 0),
@@ -38,7 +39,7 @@ def table(title: str, *columns: str, num_text: int = 1) -> Table:
     )
     for position, column in enumerate(columns):
         # In a narrow terminal a long word goes on in the next line: a name that is cut off names nothing.
-        justify: JustifyMethod = "left" if position < num_text else "right"
+        justify: JustifyMethod = "left" if position < num_text or position in text else "right"
         result.add_column(column, justify=justify, header_style="dim", overflow="fold")
     return result
 

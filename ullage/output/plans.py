@@ -1,15 +1,29 @@
 """Lines about a plan that screens and reports share."""
 
+from typing import Final
+
 from planner.bounds.proof import Certificate
-from planner.models.captured import CapturedModel, Model
+from planner.models.captured import CapturedModel, Model, counted
 from planner.models.parameters import num_parameters
+from planner.optimizers import OPTIMIZERS
+from planner.plan.checkpoints import CheckpointPlan
 from planner.plan.document import Plan
-from ullage.output.formatting import percent, si
+from ullage.output.formatting import duration, percent, si
 
 _REACH = {
     "never": "on device and host",
     "activations": "that also offloads activations",
     "nvme": "that also uses NVMe and offloads activations",
+}
+
+LEVEL_COLUMNS: Final = ("level", "every", "costs", "safe after", "restart", "for failures", "stored", "because")
+_BOUNDS = {
+    "waste": "loses least time",
+    "iteration": "one iteration",
+    "drain": "the previous one is safe",
+    "endurance": "drive endurance",
+    "overhead": "overhead limit",
+    "lost work": "lost-work limit",
 }
 
 
@@ -27,6 +41,25 @@ def model_line(model: Model) -> str:
         f"MLP {model.expert_ffn_hidden_size or model.ffn_hidden_size}{experts}, {model.num_attention_heads} heads, "
         f"{model.num_key_value_heads} key/value heads, vocabulary {model.vocab_size}; "
         f"{num_parameters(model):,} parameters"
+    )
+
+
+def tokens_per_iteration(plan: Plan) -> int:
+    """Return the tokens of one iteration over all ranks; of a captured model, its samples."""
+    decided = plan.decisions
+    return decided.data_parallel * decided.num_micro_batches * decided.micro_batch * plan.seq_len
+
+
+def batch_line(plan: Plan) -> str:
+    """Return what one iteration trains on, in which types, and with which optimizer."""
+    decided, items = plan.decisions, counted(plan.model)
+    sequences = f"{plan.seq_len} tokens x {decided.micro_batch} sequences"
+    accumulated = f" x {decided.num_micro_batches} micro-batches" if decided.num_micro_batches > 1 else ""
+    ranks = "device(s)" if decided.num_devices == decided.data_parallel else "data-parallel rank(s)"
+    return (
+        f"{sequences if items == 'tokens' else f'{decided.micro_batch} samples'}{accumulated} x "
+        f"{decided.data_parallel} {ranks} = {tokens_per_iteration(plan):,} {items}, {decided.precision.weights}, "
+        f"{OPTIMIZERS[decided.optimizer].words}, gradients {'clipped' if decided.clip else 'not clipped'}"
     )
 
 
@@ -48,3 +81,20 @@ def gap_line(plan: Plan) -> str:
 def gap_parts_words(certificate: Certificate, iteration_s: float) -> str:
     """Return the parts of the gap, in words."""
     return ", ".join(f"{percent(part)} {name}" for name, part in certificate.gap_parts(iteration_s).items())
+
+
+def level_rows(chosen: CheckpointPlan) -> tuple[tuple[str, ...], ...]:
+    """Return a row of :data:`LEVEL_COLUMNS` for each level."""
+    return tuple(
+        (
+            level.level,
+            f"{level.every} it. = {duration(level.every * chosen.iteration_s)}",
+            duration(level.cost_s),
+            duration(level.latency_s),
+            duration(level.restart_s),
+            f"every {duration(level.mtbf_s)}" if level.mtbf_s else "-",
+            si(level.stored_bytes, "B"),
+            _BOUNDS[level.bound],
+        )
+        for level in chosen.levels
+    )

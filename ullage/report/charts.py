@@ -118,8 +118,8 @@ class Chart:
     title: str
     note: str
     x: Axis
-    y: Axis
     traces: tuple[Trace, ...]
+    y: Axis = Axis("")
     levels: tuple[Level, ...] = ()
     bands: tuple[Band, ...] = ()
     over_time: bool = False

@@ -2,6 +2,7 @@
 
 from planner.plan.checkpoints import CheckpointPlan
 from ullage.output.formatting import duration, percent, si
+from ullage.output.plans import LEVEL_COLUMNS, level_rows
 from ullage.report.charts import Axis, Chart, Mark, Section, Table, Trace
 
 
@@ -13,24 +14,8 @@ def checkpoints_section(chosen: CheckpointPlan) -> Section:
         f"{duration(chosen.expected_s)}, and without checkpoints {duration(chosen.without_s)}. One failure loses at "
         f"most {duration(chosen.most_lost_s)} of work."
     )
-    levels = Table(
-        "Levels",
-        ("level", "every", "costs", "safe after", "restart", "for failures every", "stored", "because of"),
-        tuple(
-            (
-                level.level,
-                f"{level.every} iterations, {duration(level.every * chosen.iteration_s)}",
-                si(level.cost_s, "s"),
-                duration(level.latency_s),
-                duration(level.restart_s),
-                "-" if level.mtbf_s is None else duration(level.mtbf_s),
-                si(level.stored_bytes, "B"),
-                level.bound,
-            )
-            for level in chosen.levels
-        ),
-        "; ".join(f"{level} not used: {why}" for level, why in chosen.left_out.items()),
-    )
+    unused = "; ".join(f"{level} not used: {why}" for level, why in chosen.left_out.items())
+    levels = Table("Levels", LEVEL_COLUMNS, level_rows(chosen), unused)
     engines = [("ullage (this plan)", chosen.waste, ""), *((e.name, e.waste, e.why_not or "") for e in chosen.engines)]
     engines = [row for row in engines if row[0] != "ullage"]
     known = [(name, waste) for name, waste, _ in engines if waste is not None]
@@ -39,7 +24,6 @@ def checkpoints_section(chosen: CheckpointPlan) -> Section:
         title="Time lost to checkpoints and failures",
         note="Each checkpoint engine at its own best interval.",
         x=Axis("expected share of the time", "%"),
-        y=Axis(""),
         traces=(
             Trace(
                 "lost",

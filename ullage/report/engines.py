@@ -50,7 +50,6 @@ def engines_section(plan: Plan, measured_s: float | None) -> Section:
         note="One iteration of the same model on the same machine, each engine at its best setting, by the same "
         "simulator.",
         x=Axis("iteration", "s"),
-        y=Axis(""),
         traces=tuple(traces),
         bars="overlay",
     )
@@ -101,7 +100,6 @@ def tricks_section(bench: Bench, progress: Progress) -> Section:
         note="How much longer an iteration is without it, all else as it is. Below zero: faster, but only where "
         "memory would lack.",
         x=Axis("longer iteration", "s"),
-        y=Axis(""),
         traces=(
             Trace(
                 "without it",

@@ -45,26 +45,25 @@ def comparison_section(explained: Explained) -> Section:
 def _causes(explained: Explained) -> tuple[Chart | Table, ...]:
     """Show the steps from the predicted iteration to the measured one."""
     found = explained.attribution
-    told = [cause for cause in found.causes if abs(cause.seconds) >= _LEAST * found.measured_s]
+    shown = [cause for cause in found.causes if abs(cause.seconds) >= _LEAST * found.measured_s]
     rows = tuple((cause.kind, explained.reason(cause), signed_s(cause.seconds)) for cause in found.causes)
     total = ("", "measured - predicted", signed_s(explained.error_s))
     table = Table("Which assumption was wrong, and what it explains", ("", "what happened", "explains"), (*rows, total))
-    if not told:
+    if not shown:
         return (table,)
     chart = Chart(
         key="causes",
         title="Which assumption was wrong",
         note="What of the difference between the measured and the predicted iteration each explains; they add up.",
         x=Axis("measured - predicted", "s"),
-        y=Axis(""),
         traces=(
             Trace(
                 "explains",
-                [cause.seconds for cause in told],
-                [cause.kind + (f": {kind_words(cause.of)}" if cause.of else "") for cause in told],
+                [cause.seconds for cause in shown],
+                [cause.kind + (f": {kind_words(cause.of)}" if cause.of else "") for cause in shown],
                 Mark.BARS,
-                ["second" if cause.seconds > 0 else "third" for cause in told],
-                texts=[signed_s(cause.seconds) for cause in told],
+                ["second" if cause.seconds > 0 else "third" for cause in shown],
+                texts=[signed_s(cause.seconds) for cause in shown],
             ),
         ),
     )
@@ -92,7 +91,6 @@ def _bars(key: str, title: str, axis: Axis, note: str, rows: Iterable[Row]) -> C
         title=title,
         note=note,
         x=axis,
-        y=Axis(""),
         traces=(
             Trace(
                 "predicted",

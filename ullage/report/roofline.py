@@ -74,7 +74,6 @@ def roofline_section(views: Sequence[View], cost: CostModel, precision: str) -> 
         note="Rate while busy, as a share of the best that the profile has for it, and the share of the iteration in "
         "which it is busy. A lane that is busy all the time at its best rate is the wall.",
         x=Axis("share", "%"),
-        y=Axis(""),
         traces=tuple(traces),
     )
     columns = (

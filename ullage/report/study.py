@@ -19,7 +19,7 @@ from ullage.whatif.tables import every_words
 _MOST_CURVES = len(ORDINALS)
 _MOST_ROWS = 400
 _MOST_POINTS = 2000
-_MOST_CELLS = 40  # along one side of a map: more are too small to be told apart
+_MOST_CELLS = 40  # along one side of a map: more are too small to see
 
 
 def study_part(study: Study) -> Part:
@@ -95,8 +95,8 @@ def _figures(point: Point) -> Figures:
 
 
 def _settings(study: Study, point: Point) -> str:
-    told = [f"{axis.name} {value_words(axis, point.settings[axis.name])}" for axis in study.axes]
-    return ", ".join(told) or point.hardware
+    settings = [f"{axis.name} {value_words(axis, point.settings[axis.name])}" for axis in study.axes]
+    return ", ".join(settings) or point.hardware
 
 
 def _answer_section(study: Study) -> Section:
@@ -317,7 +317,6 @@ def _bottleneck_section(fitting: Sequence[Point]) -> Section:
         title="What bounds how many of the points",
         note="The lane with the largest share of a plan's critical path.",
         x=ChartAxis("share of the points that fit", "%"),
-        y=ChartAxis(""),
         traces=(
             Trace(
                 "points",
@@ -355,7 +354,6 @@ def _sensitivity_section(found: Sensitivities) -> Section:
         note="Relative change of the iteration over relative change of the resource, each side planned anew: -1 is "
         "twice as fast with twice as much, 0 does not matter.",
         x=ChartAxis("elasticity of the iteration"),
-        y=ChartAxis(""),
         traces=tuple(traces),
     )
     table = Table(

@@ -1,15 +1,14 @@
 """The first screen of a report: the answer in a few figures."""
 
 from planner.models.captured import counted
-from planner.optimizers import OPTIMIZERS
 from planner.plan.document import Plan
 from planner.plan.planning import describe
 from planner.schedule.tasks import Tier
 from planner.simulate.prediction import TierMemory
-from ullage.analysis.provenance import origin_shares
+from ullage.analysis.provenance import origin_words
 from ullage.analysis.runs import RunRecord
 from ullage.output.formatting import binds, duration, percent, si, signed_percent
-from ullage.output.plans import gap_line, mfu, model_line
+from ullage.output.plans import batch_line, gap_line, mfu, model_line, tokens_per_iteration
 from ullage.report.charts import Axis, Chart, Fact, Level, Mark, Section, Summary, Table, Trace
 
 _BILLION = 1e9
@@ -20,7 +19,7 @@ def plan_summary(plan: Plan, run: RunRecord | None, measured_s: float | None) ->
     """Return the first screen of a plan, or of a run of it whose iterations were measured to take ``measured_s``."""
     seen, decided = plan.prediction, plan.decisions
     items = counted(plan.model)
-    tokens = decided.data_parallel * decided.num_micro_batches * decided.micro_batch * plan.seq_len
+    tokens = tokens_per_iteration(plan)
     speed = seen.tokens_per_s if not measured_s else tokens / measured_s
     where = f"{decided.num_devices} device{'s' if decided.num_devices > 1 else ''} of {plan.hardware.name}"
     how = "measured" if measured_s else "predicted"
@@ -52,15 +51,11 @@ def plan_summary(plan: Plan, run: RunRecord | None, measured_s: float | None) ->
             f"of its best matrix rate, predicted: {si(seen.model_flop_per_s, 'FLOP/s')} of the model per device",
         ),
     ]
-    origins = ", ".join(f"{100 * share:.0f} % {origin}" for origin, share in origin_shares(plan.hardware).items())
-    sequences = (
-        f"{decided.micro_batch} x {plan.seq_len} tokens" if items == "tokens" else f"{decided.micro_batch} samples"
-    )
     about = {
         "model": model_line(plan.model),
-        "machine": f"{plan.hardware.name}: {plan.hardware.description}; its quantities are {origins}",
-        "batch": f"{sequences} x {decided.num_micro_batches} micro-batch(es) x {decided.data_parallel} data-parallel "
-        f"rank(s) = {tokens:,} {items}; {decided.precision.weights}, {OPTIMIZERS[decided.optimizer].words}",
+        "machine": f"{plan.hardware.name}: {plan.hardware.description}; its quantities are "
+        f"{origin_words(plan.hardware)}",
+        "batch": batch_line(plan),
         "placement": describe(decided, plan.units()),
         "gap": gap_line(plan),
         **({} if run is None else {"ran on": run.machine, "losses": _losses(run)}),
@@ -132,7 +127,6 @@ def memory_by_tier(plan: Plan, run: RunRecord | None) -> Section:
             for tier, use in memory.items()
         ),
         x=Axis("share of capacity", "%"),
-        y=Axis(""),
         traces=tuple(traces),
         limits=(Level(1.0, "capacity"),),
         bars="stack",

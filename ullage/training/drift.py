@@ -76,7 +76,7 @@ class DriftWatch:
         Looking waits for the updates under way, which then do not overlap with the next forward: one iteration of many.
 
         Returns:
-            Lanes that have drifted and were not told before.
+            Lanes that have drifted and were not reported before.
         """
         upcoming = iteration + 1
         session.record = upcoming < NUM_RECORDED or upcoming % _PERIOD < _WINDOW
@@ -86,7 +86,7 @@ class DriftWatch:
         return tuple(self.drifts(timeline, range(1, _WINDOW - 1)))
 
     def drifts(self, measured: Timeline, iterations: Sequence[int]) -> Iterator[Drift]:
-        """Yield the lanes that have drifted in these iterations, by their medians, and were not told before."""
+        """Yield the lanes that have drifted in these iterations, by their medians, and were not reported before."""
         seen_s = [measured.busy_s(i) for i in iterations]
         for lane in dict.fromkeys([*self._busy_s, *(lane for busy_s in seen_s for lane in busy_s)]):
             predicted_s = self._busy_s.get(lane, 0.0)

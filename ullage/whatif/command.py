@@ -105,8 +105,7 @@ def list_fields(args: argparse.Namespace) -> None:
     if not wanted and not aliases:
         raise StudyError(f"no field has {args.fields!r} in its name or description; `ullage whatif --fields` lists all")
     out = console()
-    rows = table("fields", "field", "unit", "here", "what it is", num_text=2)
-    rows.columns[3].justify = "left"
+    rows = table("fields", "field", "unit", "here", "what it is", num_text=2, text={3})
     for field in wanted:
         here = "" if field.present is None else _present(field)
         rows.add_row(field.name, field.unit, here, field.words)

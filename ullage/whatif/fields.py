@@ -48,7 +48,6 @@ _READ: Final[Mapping[str, Callable[[Any], Any]]] = {"clip": lambda value: None i
 SUBGROUP_PARAMS: Final = "subgroup_params"
 """The one field of a request that is no option."""
 
-_RATES = {"bytes": "bytes_per_s", "flop": "flop_per_s", "params": "params_per_s"}
 _WORDS = {
     "host.num_cores": "cores of a node; updates and other passes of the host follow, DRAM stays",
     "host.num_optimizer_cores": "cores that a node gives to updates, whose rate follows",
@@ -245,7 +244,7 @@ def _machine_fields(hardware: HardwareProfile) -> Iterator[Field]:
 
 
 def _unit(item: Quantity | Curve) -> str:
-    return _RATES[item.size_unit] if isinstance(item, Curve) else item.unit
+    return f"{item.size_unit}_per_s" if isinstance(item, Curve) else item.unit
 
 
 @functools.cache

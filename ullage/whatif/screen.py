@@ -16,7 +16,6 @@ from ullage.whatif.tables import every_words
 _MOST_ROWS, _MOST_ANSWERS = 48, 16
 _COMMON = 5  # columns that every point has behind its settings
 _STATUS_WORDS = {"lacks-memory": "lacks memory", "refused": "cannot be asked for", "failed": "the planner failed"}
-_TIERS = {Tier.GPU: "device", Tier.HOST: "host", Tier.NVME: "NVMe"}
 
 
 def study_screen(study: Study, path: Path, table_path: Path | None) -> None:
@@ -87,7 +86,6 @@ def points_table(study: Study, points: Sequence[Point]) -> Table:
         column.no_wrap = True
     if money:
         result.caption = "* no other point is both faster and cheaper"
-        result.caption_justify = "left"
     return result
 
 
@@ -112,7 +110,6 @@ def minimum_table(study: Study, rows: Sequence[Minimum]) -> Table:
         cells += ["" if row.num_drives is None else str(row.num_drives)] if drives else []
         result.add_row(row.hardware, *cells)
     result.caption = "memory of each device and node; the iteration time is with all that the machine has"
-    result.caption_justify = "left"
     return result
 
 
@@ -190,6 +187,4 @@ def _most_telling(study: Study) -> list[Point]:
         return [study.points[position] for position in study.answer.points[:_MOST_ANSWERS]]
     if len(study.points) <= _MOST_ROWS:
         return list(study.points)
-    first: list[Point] = []
-    fits = sorted(study.points, key=lambda p: -(p.figures.goodput_tokens_per_s if p.figures else 0))
-    return list({id(point): point for point in (*first, *fits)}.values())[:_MOST_ROWS]
+    return sorted(study.points, key=lambda p: -(p.figures.goodput_tokens_per_s if p.figures else 0))[:_MOST_ROWS]

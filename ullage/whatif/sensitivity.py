@@ -87,20 +87,20 @@ class _Trials:
 
     Args:
         space: of the study.
-        bench: plans them.
+        evaluator: plans them.
         values: the fields, with what the base point has of each.
     """
 
     def __init__(self, space: Space, evaluator: Evaluator, values: Mapping[str, float]) -> None:
         self.values = values
-        self._space, self._bench = space, evaluator
+        self._space, self._evaluator = space, evaluator
         self._results: dict[tuple[str, float], tuple[Case, Result]] = {}
 
     def plan(self, factors: Mapping[str, tuple[float, ...]], what: str) -> None:
         """Plan several factors of several fields, all at once."""
         wanted = [(name, factor) for name, all_factors in factors.items() for factor in all_factors]
         cases = [self._space.case({name: Number(self._scaled(name, factor))}) for name, factor in wanted]
-        results = self._bench.results(cases, self._space.effort, what)
+        results = self._evaluator.results(cases, self._space.effort, what)
         self._results |= dict(zip(wanted, zip(cases, results, strict=True), strict=True))
 
     def side(self, name: str, factor: float) -> Side:

@@ -156,9 +156,9 @@ def _print(result: Fit, chosen: Sequence[Case], groups: dict[str, Errors], path:
     from ullage.output.formatting import percent, si  # noqa: PLC0415
 
     out = console()
-    out.print(f"{result.profile.name}: fitted to {len(chosen)} runs", markup=False)
+    out.print(f"{result.profile.name}: fitted to {len(chosen)} runs")
     for case in chosen:
-        out.print(f"  {case.id}", markup=False, soft_wrap=True)
+        out.print(f"  {case.id}", soft_wrap=True)
     out.print()
     known = quantities(result.profile)
     rows = table("fitted", "quantity", "before", "now", "standard error", "bounds")
@@ -181,4 +181,4 @@ def _print(result: Fit, chosen: Sequence[Case], groups: dict[str, Errors], path:
             summary.add_row(group, metric.value, str(row["num"]), percent(row["mean"]), percent(row["worst"]))
     out.print(summary)
     out.print(f"residuals of the fit: {percent(result.rms)} (root mean square)")
-    out.print(f"profile written to {path}", markup=False, soft_wrap=True)
+    out.print(f"profile written to {path}", soft_wrap=True)

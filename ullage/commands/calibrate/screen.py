@@ -46,7 +46,7 @@ def calibrated(
         report: of calibration; ``None`` of collectives.
     """
     out = console()
-    out.print(f"{profile.name}: {profile.description}", markup=False)
+    out.print(f"{profile.name}: {profile.description}")
     out.print()
     found = quantities(profile)
     before = quantities(base) if base else {}
@@ -71,7 +71,7 @@ def calibrated(
         out.print(unknown)
     took = f"measured in {report.elapsed_s:.0f} s; " if report else ""
     meaning = "; it is now the default of --hardware" if path == local_profile_path() else ""
-    out.print(f"{took}profile written to {path}{meaning}", markup=False, soft_wrap=True)
+    out.print(f"{took}profile written to {path}{meaning}", soft_wrap=True)
 
 
 def _shown(item: Item) -> tuple[str, str, str, str]:

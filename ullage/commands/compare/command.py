@@ -56,17 +56,14 @@ def run(args: argparse.Namespace) -> int:
     from ullage.commands.compare.screen import render_explained  # noqa: PLC0415 - slow to import
 
     out = console()
-    out.print(f"{record.plan.model.name} on {record.machine}", markup=False)
-    out.print(explained.answer, markup=False, soft_wrap=True)
+    out.print(f"{record.plan.model.name} on {record.machine}")
+    out.print(explained.answer, soft_wrap=True)
     if explained.before:
-        out.print(f"before the plan was changed: {explained.before.answer}", markup=False, soft_wrap=True)
+        out.print(f"before the plan was changed: {explained.before.answer}", soft_wrap=True)
     out.print(render_explained(explained))
     if args.trace:
-        out.print(f"trace written to {args.trace}", markup=False, soft_wrap=True)
+        out.print(f"trace written to {args.trace}", soft_wrap=True)
     if args.refit:
-        out.print(
-            f"profile written to {args.refit}; plan with it: `ullage plan ... --hardware {args.refit}`",
-            markup=False,
-            soft_wrap=True,
-        )
+        plan_with_it = f"plan with it: `ullage plan ... --hardware {args.refit}`"
+        out.print(f"profile written to {args.refit}; {plan_with_it}", soft_wrap=True)
     return 0

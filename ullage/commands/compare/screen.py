@@ -106,5 +106,5 @@ def _refit(explained: Explained) -> list[RenderableType]:
     result = table("refit: the profile that this run proposes", "quantity", "from", "to", "change")
     for change in explained.changes:
         result.add_row(*change.cells)
-    told = f"with this profile the prediction would have been {si(fit.predicted_s, 's')}; --refit PATH writes it"
-    return [result, told]
+    proposal = f"with this profile the prediction would have been {si(fit.predicted_s, 's')}; --refit PATH writes it"
+    return [result, proposal]

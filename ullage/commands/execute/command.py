@@ -172,6 +172,6 @@ def run(args: argparse.Namespace) -> int:
     except InterruptedTrainingError as error:
         from ullage.output.console import console  # noqa: PLC0415 - slow to import
 
-        console(stderr=True).print(str(error), markup=False, soft_wrap=True)
+        console(stderr=True).print(str(error), soft_wrap=True)
         return 128 + error.signal
     return 0

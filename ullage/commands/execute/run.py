@@ -24,9 +24,10 @@ from ullage.analysis.runs import RunRecord, rows, save_run
 from ullage.analysis.simulation import simulate
 from ullage.cli.interruption import InterruptedTrainingError, Interruption
 from ullage.commands.compare.screen import render_comparison
-from ullage.integrations.metrics import Metrics, Prometheus, Sink, TensorBoard, tokens_per_iteration
+from ullage.integrations.metrics import Metrics, Prometheus, Sink, TensorBoard
 from ullage.output.console import console, write_json
 from ullage.output.formatting import si
+from ullage.output.plans import tokens_per_iteration
 from ullage.training.batches import check_knows_text, check_takes_data
 from ullage.training.checkpoints import CheckpointOptions, where_saved
 from ullage.training.drift import DriftWatch, warning
@@ -137,7 +138,7 @@ def _print_checkpoints(options: ExecuteOptions, trainer: Trainer, trained: "_Tra
             f"interrupted after iteration {trainer.iteration}; {where}; go on with --resume", trained.signal
         )
     if trainer.process.is_first and not options.json:
-        console().print(where, markup=False, soft_wrap=True)
+        console().print(where, soft_wrap=True)
 
 
 def _data(options: ExecuteOptions) -> Tokens | None:
@@ -331,23 +332,23 @@ def _report(
 ) -> None:
     losses, comparison = record.losses, compared[""]
     if options.json:
-        told: dict[str, Any] = {} if replanned is None else {"replan": replanned.to_json()}
+        extra: dict[str, Any] = {} if replanned is None else {"replan": replanned.to_json()}
         if " before" in compared:
-            told["replan"]["comparison_before"] = compared[" before"].to_json()
-        write_json({"losses": list(losses), "output_dir": str(options.output_dir), **comparison.to_json(), **told})
+            extra["replan"]["comparison_before"] = compared[" before"].to_json()
+        write_json({"losses": list(losses), "output_dir": str(options.output_dir), **comparison.to_json(), **extra})
         return
     out = console()
     plan = record.plan
     tokens = tokens_per_iteration(plan)
     iteration = next(row for row in comparison.phases if row.name == "iteration")
-    out.print(f"{plan.model.name}: {len(losses)} iterations, loss {losses[0]:.3f} -> {losses[-1]:.3f}", markup=False)
+    out.print(f"{plan.model.name}: {len(losses)} iterations, loss {losses[0]:.3f} -> {losses[-1]:.3f}")
     if iteration.measured:
-        out.print(f"{tokens / iteration.measured:,.0f} {counted(plan.model)}/s on {record.machine}", markup=False)
+        out.print(f"{tokens / iteration.measured:,.0f} {counted(plan.model)}/s on {record.machine}")
     out.print()
     out.print(render_comparison(comparison))
     out.print()
     if replanned is not None:
         out.print(replanned.render(iteration.measured))
         out.print()
-    out.print(f"run written to {options.output_dir / _RUN}", markup=False)
-    out.print(f"trace written to {options.output_dir / _TRACE} (open it in ui.perfetto.dev)", markup=False)
+    out.print(f"run written to {options.output_dir / _RUN}")
+    out.print(f"trace written to {options.output_dir / _TRACE} (open it in ui.perfetto.dev)")

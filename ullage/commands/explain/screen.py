@@ -19,7 +19,7 @@ from ullage.analysis.explanation import (
     treatment_words,
 )
 from ullage.output.console import console, facts, table
-from ullage.output.formatting import LANE_WORDS, binds, percent, si, signed_percent
+from ullage.output.formatting import LANE_WORDS, UNIT_SYMBOLS, binds, percent, si, signed_percent
 from ullage.output.plans import gap_line
 
 _RESOURCES = {
@@ -109,11 +109,11 @@ def _summary(explained: PlanExplained) -> dict[str, str]:
 
 def _rests_on(weights: dict[tuple[str, str], float]) -> str:
     """Return what the bound rests on, in words, by kind of condition."""
-    told = []
+    conditions = []
     for kind, words in _RESTS.items():
         shares = [f"{_by(by)} {percent(weight)}" for (other, by), weight in weights.items() if other == kind]
-        told += [f"{words}: {', '.join(shares)}"] if shares else []
-    return f"the bound rests on {'; '.join(told)}"
+        conditions += [f"{words}: {', '.join(shares)}"] if shares else []
+    return f"the bound rests on {'; '.join(conditions)}"
 
 
 def _by(key: str) -> str:
@@ -130,17 +130,8 @@ def _worth(limit: Limit) -> str:
 
 
 def _tricks(explained: PlanExplained) -> Table:
-    result = table(
-        "each technique switched off alone",
-        "technique",
-        "instead",
-        "time",
-        "slower by",
-        "",
-        "fits",
-        num_text=2,
-    )
-    result.columns[5].justify = "left"
+    columns = ("technique", "instead", "time", "slower by", "", "fits")
+    result = table("each technique switched off alone", *columns, num_text=2, text={5})
     for worth in explained.worths:
         if worth.trial is None:
             continue
@@ -149,7 +140,6 @@ def _tricks(explained: PlanExplained) -> Table:
         result.add_row(worth.trick.words, worth.trick.without, *times, lacks_short(worth.trial))
     if unused := [worth.trick.words for worth in explained.worths if worth.trial is None]:
         result.caption = f"this plan does not use: {'; '.join(unused)}"
-        result.caption_justify = "left"
     return result
 
 
@@ -166,7 +156,6 @@ def _units(explained: PlanExplained) -> Table:
     tried, total = sum(len(group.cheapest) for group in explained.groups), len(explained.bench.units)
     rule = "of each group the first, the middle and the last" if tried < total else "all of them"
     result.caption = f"simulated: moves of {tried} of {total} units ({rule}), one unit at a time"
-    result.caption_justify = "left"
     return result
 
 
@@ -192,14 +181,12 @@ def _slowdown(bench: Bench, trial: Trial) -> tuple[float, float]:
 
 def _limits(explained: PlanExplained) -> Table:
     title = f"how much each quantity matters, and at which value another lane than {explained.lane} binds"
-    result = table(title, "quantity", "now", "this plan", "any plan", "binds below", "binds above")
-    for column in result.columns[4:]:
-        column.justify = "left"
+    result = table(title, "quantity", "now", "this plan", "any plan", "binds below", "binds above", text={4, 5})
     for limit in explained.limits:
         least = f"fits from {si(limit.fits_from * limit.value, 'B')}" if limit.fits_from is not None else ""
         result.add_row(
             limit.knob.words,
-            si(limit.value, _unit(limit)),
+            si(limit.value, UNIT_SYMBOLS[limit.unit]),
             _one_per_cent(limit.elasticity),
             _one_per_cent(limit.bound_elasticity),
             least or _crossing(limit.below, limit),
@@ -209,7 +196,6 @@ def _limits(explained: PlanExplained) -> Table:
         "this plan, any plan: change of the iteration and of the bound if there is 1 % more of the quantity. This "
         "plan's decisions stay as they are; `ullage whatif` plans again"
     )
-    result.caption_justify = "left"
     return result
 
 
@@ -217,27 +203,20 @@ def _one_per_cent(elasticity: float) -> str:
     return f"{elasticity:+.2f} %" if abs(elasticity) >= 0.005 else "0"
 
 
-def _unit(limit: Limit) -> str:
-    names = {"bytes": "B", "params_per_s": "params/s", "flop_per_s": "FLOP/s", "bytes_per_s": "B/s", "s": "s"}
-    return names[limit.unit]
-
-
 def _crossing(crossing: Crossing | None, limit: Limit) -> str:
     if crossing is None:
         return "-"
-    return f"{si(crossing.value, _unit(limit))} (x{crossing.factor:.3f}) {crossing.takes_over}"
+    return f"{si(crossing.value, UNIT_SYMBOLS[limit.unit])} (x{crossing.factor:.3f}) {crossing.takes_over}"
 
 
 def _alternatives(explained: UnitExplained) -> Table:
     bench = explained.bench
     columns = ("update", "parameters", "activations", "time", "change", "", "device", "host", "moved", "fits")
-    result = table("all ways to place this unit", *columns, num_text=3)
-    result.columns[9].justify = "left"
+    result = table("all ways to place this unit", *columns, num_text=3, text={9})
     order = sorted(explained.alternatives, key=lambda a: (not a.chosen, not a.trial.fits, a.trial.iteration_s))
     for alternative in order:
         result.add_row(*_alternative(bench, alternative), style="bold" if alternative.chosen else "")
     result.caption = "the first row is the plan's. In each other row only this unit changes"
-    result.caption_justify = "left"
     return result
 
 

@@ -13,7 +13,7 @@ from typing import Any, Final
 from hwprofiles.paths import Item, quantities
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.quantity import Curve, Quantity
-from ullage.analysis.provenance import origin_shares, spread, unit_and_value
+from ullage.analysis.provenance import origin_shares, origin_words, spread, unit_and_value
 from ullage.output.console import console, facts, table, write_json
 from ullage.output.formatting import si, signed_percent
 
@@ -82,12 +82,8 @@ def listed(profiles: Mapping[str, HardwareProfile], *, as_json: bool) -> None:
     rows = table("hardware", "name", "description", "origins", "devices", "device memory", num_text=3)
     for name, profile in profiles.items():
         memory = si(profile.device.memory_bytes.value, "B")
-        rows.add_row(name, profile.description, _origins(profile), str(profile.devices_per_node), memory)
+        rows.add_row(name, profile.description, origin_words(profile), str(profile.devices_per_node), memory)
     console().print(rows)
-
-
-def _origins(profile: HardwareProfile) -> str:
-    return ", ".join(f"{100 * share:.0f} % {origin}" for origin, share in origin_shares(profile).items())
 
 
 def shown(profile: HardwareProfile, *, as_json: bool) -> None:
@@ -101,15 +97,14 @@ def shown(profile: HardwareProfile, *, as_json: bool) -> None:
         "description": profile.description,
         "device": f"{profile.device.name} ({profile.device.kind}), {profile.devices_per_node} per node",
         "host": f"{profile.host.name}, {profile.host.num_cores} cores",
-        "quantities": _origins(profile),
+        "quantities": origin_words(profile),
     }
     if (on := profile.measured_on) is not None:
         parts = [on.cpu, f"{on.num_cpus} logical CPUs", si(on.memory_bytes, "B"), *on.gpus, *on.drives]
         known["measured on"] = ", ".join(parts)
     out.print(facts(known))
     out.print()
-    rows = table("quantities", "quantity", "value", "p10 to p90", "n", "origin", "source")
-    rows.columns[4].justify = rows.columns[5].justify = "left"
+    rows = table("quantities", "quantity", "value", "p10 to p90", "n", "origin", "source", text={4, 5})
     for path, item in quantities(profile).items():
         made = item.provenance
         count = "" if made.num_samples is None else str(made.num_samples)
@@ -153,13 +148,13 @@ def drifted(before: HardwareProfile, now: HardwareProfile, *, as_json: bool) -> 
 def _table(title: str, found: list[Difference], first: str, second: str) -> Any:
     rows = table(title, "quantity", first, "p10 to p90", second, "p10 to p90", "change")
     origins = {item.provenance.origin for d in found for item in (d.first, d.second) if item is not None}
-    if told := origins != {"measured"}:
+    if with_origins := origins != {"measured"}:
         rows.add_column("origins", header_style="dim")
     for d in found:
         of = dict.fromkeys(item.provenance.origin for item in (d.first, d.second) if item is not None)
         change = "-" if d.ratio is None else signed_percent(d.ratio - 1)
         cells = [cell for item in (d.first, d.second) for cell in (_value(item), _spread(item))]
-        rows.add_row(d.path, *cells, change, *([", ".join(of)] if told else []))
+        rows.add_row(d.path, *cells, change, *([", ".join(of)] if with_origins else []))
     return rows
 
 

@@ -8,15 +8,7 @@ from rich.table import Table
 from planner.plan.checkpoints import CheckpointPlan
 from ullage.output.console import facts, table
 from ullage.output.formatting import duration, percent, si
-
-_BOUNDS = {
-    "waste": "loses least time",
-    "iteration": "one iteration",
-    "drain": "the previous one is safe",
-    "endurance": "drive endurance",
-    "overhead": "overhead limit",
-    "lost work": "lost-work limit",
-}
+from ullage.output.plans import LEVEL_COLUMNS, level_rows
 
 
 def checkpoints_screen(plan: CheckpointPlan) -> Iterator[RenderableType]:
@@ -27,30 +19,9 @@ def checkpoints_screen(plan: CheckpointPlan) -> Iterator[RenderableType]:
 
 
 def _levels(plan: CheckpointPlan) -> Table:
-    size = si(plan.size_bytes, "B")
-    result = table(
-        f"checkpoints of {size}",
-        "level",
-        "every",
-        "costs",
-        "safe after",
-        "restart",
-        "for failures",
-        "stored",
-        "because",
-    )
-    for each in plan.levels:
-        result.add_row(
-            each.level,
-            f"{each.every} it. = {duration(each.every * plan.iteration_s)}",
-            duration(each.cost_s),
-            duration(each.latency_s),
-            duration(each.restart_s),
-            f"every {duration(each.mtbf_s)}" if each.mtbf_s else "-",
-            si(each.stored_bytes, "B"),
-            _BOUNDS[each.bound],
-        )
-    result.columns[-1].justify = "left"
+    result = table(f"checkpoints of {si(plan.size_bytes, 'B')}", *LEVEL_COLUMNS, text={7})
+    for row in level_rows(plan):
+        result.add_row(*row)
     return result
 
 
@@ -73,8 +44,8 @@ def _expected(plan: CheckpointPlan) -> dict[str, str]:
 
 
 def _engines(plan: CheckpointPlan) -> Table:
-    result = table("checkpoint engines, each at its best interval", "engine", "level", "every", "costs", "lost", "")
-    result.columns[-1].justify = "left"
+    columns = ("engine", "level", "every", "costs", "lost", "")
+    result = table("checkpoint engines, each at its best interval", *columns, text={5})
     levels = "+".join(each.level for each in plan.levels)
     first = plan.levels[0]
     result.add_row(

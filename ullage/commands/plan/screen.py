@@ -7,16 +7,15 @@ from rich.table import Table
 from planner.choices.choice import Choice
 from planner.costs.allocator import AllocatorUse
 from planner.models.captured import counted
-from planner.optimizers import OPTIMIZERS
 from planner.plan.document import EngineRow, Plan
 from planner.plan.planning import describe
 from planner.schedule.tasks import Lane, MemoryClass, Tier
 from planner.simulate.prediction import TierMemory
-from ullage.analysis.provenance import origin_shares
+from ullage.analysis.provenance import origin_words
 from ullage.commands.plan.checkpoint_screen import checkpoints_screen
 from ullage.output.console import console, facts, table
 from ullage.output.formatting import binds, percent, si
-from ullage.output.plans import gap_line, mfu, model_line
+from ullage.output.plans import batch_line, gap_line, mfu, model_line
 from ullage.training.processes import launch_line, ranks_per_node
 
 
@@ -39,10 +38,10 @@ def plan_screen(plan: Plan, path: Path, *, default_hardware: bool) -> None:
             out.print()
             out.print(part)
     for warning in plan.prediction.warnings:
-        out.print(f"warning: {warning}", markup=False, soft_wrap=True)
+        out.print(f"warning: {warning}", soft_wrap=True)
     if not plan.prediction.converged:
         out.print("warning: the simulated iteration does not repeat itself exactly; times are of one of several")
-    out.print(f"plan written to {path}", markup=False, soft_wrap=True)
+    out.print(f"plan written to {path}", soft_wrap=True)
 
 
 def memory_table(memory: dict[Tier, TierMemory], allocator: AllocatorUse | None = None) -> Table:
@@ -74,27 +73,17 @@ def memory_table(memory: dict[Tier, TierMemory], allocator: AllocatorUse | None 
 
 def _summary(plan: Plan, *, default_hardware: bool) -> dict[str, str]:
     decided, seen, hardware = plan.decisions, plan.prediction, plan.hardware
-    tokens = decided.data_parallel * decided.num_micro_batches * decided.micro_batch * plan.seq_len
-    items = counted(plan.model)
-    batch = f"{plan.seq_len} tokens x {decided.micro_batch} sequences"
-    if items == "samples":
-        batch = f"{decided.micro_batch} samples"
-    origins = ", ".join(f"{100 * share:.0f} % {origin}" for origin, share in origin_shares(hardware).items())
     chosen = " (the default; choose another with --hardware)" if default_hardware else ""
-    ranks = "device(s)" if decided.num_devices == decided.data_parallel else "data-parallel rank(s)"
-    accumulated = f" x {decided.num_micro_batches} micro-batches" if decided.num_micro_batches > 1 else ""
     return {
         "model": model_line(plan.model),
-        "hardware": f"{hardware.name}{chosen}: {hardware.description}. Its quantities are {origins}",
-        "batch": f"{batch}{accumulated} x {decided.data_parallel} {ranks} = {tokens:,} {items}, "
-        f"{decided.precision.weights}, {OPTIMIZERS[decided.optimizer].words}, "
-        f"gradients {'clipped' if decided.clip else 'not clipped'}",
+        "hardware": f"{hardware.name}{chosen}: {hardware.description}. Its quantities are {origin_words(hardware)}",
+        "batch": batch_line(plan),
         **_choice(plan),
         "fits": _fits(seen.memory),
         "iteration": f"{si(seen.iteration_s, 's')} = forward {si(seen.forward_s, 's')} + backward "
         f"{si(seen.backward_s, 's')} + update {si(seen.update_s, 's')} (updates may run inside the next forward)",
-        "speed": f"{seen.tokens_per_s:,.0f} {items}/s; {si(seen.model_flop_per_s, 'FLOP/s')} of the model per device, "
-        f"{percent(mfu(plan))} of the best GEMM rate",
+        "speed": f"{seen.tokens_per_s:,.0f} {counted(plan.model)}/s; {si(seen.model_flop_per_s, 'FLOP/s')} of the "
+        f"model per device, {percent(mfu(plan))} of the best GEMM rate",
         "binds": binds(seen.critical_s, seen.iteration_s),
         "best": gap_line(plan),
         "placement": describe(decided, plan.units()),
@@ -143,11 +132,8 @@ def _fits(memory: dict[Tier, TierMemory]) -> str:
 
 def _engine_table(plan: Plan) -> Table:
     ours_s = plan.prediction.iteration_s
-    result = table(
-        f"engines ({plan.num_simulations} schedules simulated)", "engine", "time", "ratio", "fits", "setting"
-    )
-    result.columns[4].justify = "left"
-    result.columns[3].justify = "left"
+    title = f"engines ({plan.num_simulations} schedules simulated)"
+    result = table(title, "engine", "time", "ratio", "fits", "setting", text={3, 4})
     result.add_row("ullage", si(ours_s, "s"), "1.00", "yes", describe(plan.decisions, plan.units()), style="bold")
     for row in plan.engines:
         time_s = row.iteration_s if row.fits else None

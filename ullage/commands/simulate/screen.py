@@ -23,7 +23,7 @@ def iteration_screen(seen: Iteration) -> None:
     out = console()
     out.print(facts(_summary(seen)))
     if seen.missing:
-        out.print(f"does not fit: {seen.missing}", style="bold", markup=False, soft_wrap=True)
+        out.print(f"does not fit: {seen.missing}", style="bold", soft_wrap=True)
     for part in (_lanes(seen), _critical(seen), memory_table(seen.peaks, seen.allocator)):
         out.print()
         out.print(part)
@@ -32,9 +32,9 @@ def iteration_screen(seen: Iteration) -> None:
     for chart in _charts(seen, num_columns):
         out.print()
         for line in chart:
-            out.print(line, markup=False, soft_wrap=True)
+            out.print(line, soft_wrap=True)
     for warning in seen.warnings:
-        out.print(f"warning: {warning}", markup=False, soft_wrap=True)
+        out.print(f"warning: {warning}", soft_wrap=True)
 
 
 def _summary(seen: Iteration) -> dict[str, str]:

@@ -83,17 +83,17 @@ class SideBySide:
             more_s = theirs_s - ours.phases.by_phase[phase]
             if more_s > 0.02 * theirs.period_s:
                 found.append((more_s, f"{phase.value} takes {si(more_s, 's')} longer by DeepSpeed"))
-        told = [words for _, words in sorted(found, reverse=True)]
-        told += [f"DeepSpeed is {theirs.verdict}", f"the plan is {ours.verdict}"]
+        reasons = [words for _, words in sorted(found, reverse=True)]
+        reasons += [f"DeepSpeed is {theirs.verdict}", f"the plan is {ours.verdict}"]
         for tier in {Tier.GPU, Tier.HOST} & theirs.peaks.keys() & ours.peaks.keys():
             unused = theirs.peaks[tier].capacity_bytes - theirs.peaks[tier].peak_bytes
             ours_uses = ours.peaks[tier].peak_bytes - theirs.peaks[tier].peak_bytes
             if unused > 0 and ours_uses > 0.05 * theirs.peaks[tier].capacity_bytes:
                 where = "of one device" if tier is Tier.GPU else "of the host"
-                told.append(
+                reasons.append(
                     f"DeepSpeed leaves {si(unused, 'B')} {where} unused, of which the plan takes {si(ours_uses, 'B')}"
                 )
-        return told
+        return reasons
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data: predicted seconds and bytes of both, and the words."""
@@ -288,9 +288,9 @@ def _check_devices(stage: int, optimizer: Offload, params: Offload, hardware: Ha
 def words(settings: DeepSpeed) -> str:
     """Return settings in a few words."""
     where = {"none": "the device", "cpu": "the host", "nvme": "NVMe"}
-    told = [f"ZeRO-{settings.stage}", f"optimizer on {where[settings.optimizer_device]}"]
+    parts = [f"ZeRO-{settings.stage}", f"optimizer on {where[settings.optimizer_device]}"]
     if settings.optimizer_device == "cpu" and settings.stage == 3 and settings.cpu_ratio < 1:
-        told[-1] = f"{percent(settings.cpu_ratio)} of the optimizer on the host"
+        parts[-1] = f"{percent(settings.cpu_ratio)} of the optimizer on the host"
     if settings.param_device != "none":
-        told.append(f"parameters on {where[settings.param_device]}")
-    return ", ".join(told)
+        parts.append(f"parameters on {where[settings.param_device]}")
+    return ", ".join(parts)

@@ -29,15 +29,15 @@ def side_by_side_screen(found: SideBySide) -> None:
     out.print(rows)
     out.print()
     if found.theirs.missing:
-        out.print(f"DeepSpeed does not fit: {found.theirs.missing}", style="bold", markup=False, soft_wrap=True)
+        out.print(f"DeepSpeed does not fit: {found.theirs.missing}", style="bold", soft_wrap=True)
     if found.missing:
-        out.print(f"no plan: {found.missing}", markup=False, soft_wrap=True)
+        out.print(f"no plan: {found.missing}", soft_wrap=True)
     if found.ratio is not None:
-        out.print(f"the plan is {found.ratio:.2f} x as fast (predicted)", style="bold", markup=False)
+        out.print(f"the plan is {found.ratio:.2f} x as fast (predicted)", style="bold")
     for line in found.reasons:
-        out.print(f"- {line}", markup=False, soft_wrap=True)
+        out.print(f"- {line}", soft_wrap=True)
     for line in found.imported.assumed:
-        out.print(f"note: {line}", markup=False, soft_wrap=True)
+        out.print(f"note: {line}", soft_wrap=True)
 
 
 def _cells(seen: Iteration, tiers: list[Tier]) -> list[str]:

@@ -13,7 +13,7 @@ from ullage.whatif.running.store import Store
 from ullage.whatif.running.workers import Runner, Task
 from ullage.whatif.study import Point, Result, Study
 
-Tell = Callable[[str, int, int], None]
+Progress = Callable[[str, int, int], None]
 
 
 class InterruptedStudyError(KeyboardInterrupt):
@@ -27,12 +27,12 @@ class Evaluator:
     Attributes:
         store: where results are kept.
         runner: plans points.
-        tell: called with the present step in words, the number of points done and the total.
+        progress: called with the present step in words, points done and points in total.
     """
 
     store: Store
     runner: Runner
-    progress: Tell = lambda *_: None
+    progress: Progress = lambda *_: None
 
     def results(self, cases: Iterable[Case], effort: Effort, what: str = "planning") -> list[Result]:
         """Return the results of points; those that are in the store are not planned again.
@@ -87,7 +87,7 @@ class Evaluator:
 
 
 def _alike(case: Case) -> tuple[str | float, ...]:
-    """Return a sort key: searches that differ only in rates come by the same schedules, which are remembered."""
+    """Return a sort key: points whose searches reach the same schedules, which are cached, are neighbours."""
     request = case.request
     if request is None:
         return ()
@@ -100,7 +100,7 @@ def run_study(space: Space, prices: Prices | None, evaluator: Evaluator) -> Stud
     """Plan all points of a study and charge them.
 
     Raises:
-        InterruptedStudyError: see :meth:`Bench.results`.
+        InterruptedStudyError: see :meth:`Evaluator.results`.
         OSError: the store cannot be written.
     """
     asked = space.asked
@@ -117,8 +117,8 @@ def run_study(space: Space, prices: Prices | None, evaluator: Evaluator) -> Stud
     )
 
 
-def tracked(cases: Iterable[Case], total: int, progress: Tell) -> Iterator[Case]:
-    """Yield points while telling how many there are so far: putting machines together takes time too."""
+def tracked(cases: Iterable[Case], total: int, progress: Progress) -> Iterator[Case]:
+    """Yield points, and report each to ``progress``: making their machines takes time too."""
     for done, case in enumerate(cases):
         progress("preparing", done, total)
         yield case
