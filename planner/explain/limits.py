@@ -24,8 +24,8 @@ from planner.bounds.program import LinearProgram
 from planner.bounds.proof import Proof
 from planner.bounds.solver import solve
 from planner.choices.variants import variant
-from planner.costs.scalable import Knob, scaled
-from planner.costs.scalable import knobs as knobs_of
+from planner.costs.scalable import Scalable, scaled
+from planner.costs.scalable import scalables as scalables_of
 from planner.explain.trial import Bench, bounding_lane
 from planner.schedule.tasks import Lane, Tier
 from planner.verification import job_of
@@ -63,7 +63,7 @@ class Limit:
     """How much one quantity of the machine matters to a plan whose decisions stay.
 
     Attributes:
-        knob: the quantity.
+        scalable: the quantity.
         value, unit: its present value: bytes, an amount per second, or seconds.
         elasticity: relative change of the iteration time for a relative change of the quantity; -1: inversely
             proportional, 0: it does not matter.
@@ -74,7 +74,7 @@ class Limit:
         bound_s_per_unit: change of that bound in seconds for one more unit; negative if more is faster.
     """
 
-    knob: Knob
+    scalable: Scalable
     value: float
     unit: str
     elasticity: float
@@ -86,69 +86,69 @@ class Limit:
     bound_s_per_unit: float
 
 
-def knobs(bench: Bench) -> tuple[Knob, ...]:
+def scalables(bench: Bench) -> tuple[Scalable, ...]:
     """Return the quantities of the machine that could matter to any task of a plan."""
     decided = bench.decisions
-    return knobs_of(
+    return scalables_of(
         bench.plan.hardware, decided.precision.weights, decided.num_devices, uses_storage=decided.uses_storage
     )
 
 
 def limits(bench: Bench, progress: Callable[[int, int], object] = lambda *_: None) -> tuple[Limit, ...]:
     """Return how much every quantity matters to a plan; ``progress`` is called with the number done and the total."""
-    found, all_knobs = [], knobs(bench)
+    found, all_scalables = [], scalables(bench)
     derivative = _BoundDerivative(bench)
-    for done, knob in enumerate(all_knobs):
-        progress(done, len(all_knobs))
-        found.append(_limit(bench, knob, derivative))
+    for done, scalable in enumerate(all_scalables):
+        progress(done, len(all_scalables))
+        found.append(_limit(bench, scalable, derivative))
     return tuple(found)
 
 
-def _limit(bench: Bench, knob: Knob, derivative: "_BoundDerivative") -> Limit:
-    item = quantities(bench.plan.hardware)[knob.paths[0]]
+def _limit(bench: Bench, scalable: Scalable, derivative: "_BoundDerivative") -> Limit:
+    item = quantities(bench.plan.hardware)[scalable.paths[0]]
     value, own_s = number(item), bench.own.iteration_s
     unit = f"{item.size_unit}_per_s" if isinstance(item, Curve) else item.unit
-    bound_elasticity = derivative.elasticity(knob)
+    bound_elasticity = derivative.elasticity(scalable)
     worth = {
         "bound_elasticity": bound_elasticity,
         "bound_s_per_unit": bound_elasticity * derivative.bound_s / value,
     }
-    if knob.tier is not None:
-        needed = bench.own.peak_bytes(knob.tier) / value
-        return Limit(knob, value, unit, 0.0, own_s, None, None, fits_from=needed, **worth)
-    (more_s, _), (less_s, _) = (_at(bench, knob, factor) for factor in (1 + _STEP, 1 / (1 + _STEP)))
+    if scalable.tier is not None:
+        needed = bench.own.peak_bytes(scalable.tier) / value
+        return Limit(scalable, value, unit, 0.0, own_s, None, None, fits_from=needed, **worth)
+    (more_s, _), (less_s, _) = (_at(bench, scalable, factor) for factor in (1 + _STEP, 1 / (1 + _STEP)))
     return Limit(
-        knob,
+        scalable,
         value,
         unit,
         elasticity=math.log(more_s / less_s) / (2 * math.log1p(_STEP)),
-        best_iteration_s=_at(bench, knob, _FARTHEST)[0],
-        below=_crossing(bench, knob, value, 0.5),
-        above=_crossing(bench, knob, value, 2.0),
+        best_iteration_s=_at(bench, scalable, _FARTHEST)[0],
+        below=_crossing(bench, scalable, value, 0.5),
+        above=_crossing(bench, scalable, value, 2.0),
         fits_from=None,
         **worth,
     )
 
 
-def _at(bench: Bench, knob: Knob, factor: float) -> tuple[float, Lane]:
-    return bench.on(scaled(bench.plan.hardware, knob, factor))
+def _at(bench: Bench, scalable: Scalable, factor: float) -> tuple[float, Lane]:
+    return bench.on(scaled(bench.plan.hardware, scalable, factor))
 
 
-def _crossing(bench: Bench, knob: Knob, value: float, step: float) -> Crossing | None:
+def _crossing(bench: Bench, scalable: Scalable, value: float, step: float) -> Crossing | None:
     """Return the crossing nearest to the present value in one direction; see [Note: Crossing]."""
     present = bounding_lane(bench.simulation)
     last, factor = 1.0, step
-    while _at(bench, knob, factor)[1] is present:
+    while _at(bench, scalable, factor)[1] is present:
         last, factor = factor, factor * step
         if not 1 / _FARTHEST <= factor <= _FARTHEST:
             return None
     while abs(math.log(factor / last)) > _NEAR:
         middle = math.sqrt(last * factor)
-        if _at(bench, knob, middle)[1] is present:
+        if _at(bench, scalable, middle)[1] is present:
             last = middle
         else:
             factor = middle
-    iteration_s, lane = _at(bench, knob, factor)
+    iteration_s, lane = _at(bench, scalable, factor)
     return Crossing(last, factor, value * factor, iteration_s, lane)
 
 
@@ -164,9 +164,9 @@ class _BoundDerivative:
         self._mixture = solution.values
         self._here_s = self._asked_s(bench.plan.hardware)
 
-    def elasticity(self, knob: Knob) -> float:
+    def elasticity(self, scalable: Scalable) -> float:
         """Return the relative change of the bound for a relative change of a quantity."""
-        there_s = self._asked_s(scaled(self._bench.plan.hardware, knob, 1 + _SMALL_STEP))
+        there_s = self._asked_s(scaled(self._bench.plan.hardware, scalable, 1 + _SMALL_STEP))
         return (there_s - self._here_s) / self.bound_s / _SMALL_STEP
 
     def _asked_s(self, hardware: HardwareProfile) -> float:

@@ -11,7 +11,7 @@ from hwprofiles.profile import HardwareProfile
 from hwprofiles.registry import list_profiles, load_profile
 from planner.costs.model import CostModel, total_flop
 from planner.costs.resources import Price, Resource
-from planner.costs.scalable import knobs, scaled
+from planner.costs.scalable import scalables, scaled
 from planner.decisions import BF16, Precision
 from planner.engines.policies import POLICIES
 from planner.engines.setup import Setup
@@ -118,9 +118,11 @@ def test_elementwise_kernels_have_the_rate_of_their_type_if_it_is_known() -> Non
     both = machine().model_copy(update={"device": device})
     assert model(both, precision=FP32).compute_s(kernels) == pytest.approx(5e-4)
     assert model(both).compute_s(kernels) == pytest.approx(2e-3)
-    knob = next(knob for knob in knobs(both, "fp32", 1, uses_storage=False) if knob.key == "device-elementwise")
-    assert model(scaled(both, knob, 2.0), precision=FP32).compute_s(kernels) == pytest.approx(2.5e-4)
-    assert model(scaled(both, knob, 2.0)).compute_s(kernels) == pytest.approx(2e-3)  # of another type
+    scalable = next(
+        scalable for scalable in scalables(both, "fp32", 1, uses_storage=False) if scalable.key == "device-elementwise"
+    )
+    assert model(scaled(both, scalable, 2.0), precision=FP32).compute_s(kernels) == pytest.approx(2.5e-4)
+    assert model(scaled(both, scalable, 2.0)).compute_s(kernels) == pytest.approx(2e-3)  # of another type
 
 
 def test_compute_is_the_sum_of_its_kernels() -> None:

@@ -18,7 +18,7 @@ from planner.bounds.certificate import certify
 from planner.choices.variants import variants
 from planner.costs.model import CostModel
 from planner.decisions import Decisions, GradientPath, HostUpdate, Place
-from planner.explain.limits import binding_proof, bound_rests_on, full_tiers, knobs, limits
+from planner.explain.limits import binding_proof, bound_rests_on, full_tiers, limits, scalables
 from planner.explain.moves import (
     _runs,
     alternatives,
@@ -292,8 +292,8 @@ def test_crossings_are_where_another_lane_takes_over(name: str) -> None:
                 continue
             num_crossings += 1
             assert 1 < (crossing.factor / crossing.last_factor) ** sign < 1.0011
-            assert lane(limit.knob.paths, crossing.last_factor) == present
-            assert lane(limit.knob.paths, crossing.factor) == crossing.takes_over != present
+            assert lane(limit.scalable.paths, crossing.last_factor) == present
+            assert lane(limit.scalable.paths, crossing.factor) == crossing.takes_over != present
             assert crossing.value == pytest.approx(limit.value * crossing.factor)
     assert num_crossings >= 2
 
@@ -301,13 +301,13 @@ def test_crossings_are_where_another_lane_takes_over(name: str) -> None:
 def test_a_capacity_binds_where_the_plan_no_longer_fits() -> None:
     explained = bench("one")
     for limit in limits(explained):
-        if limit.knob.tier is None:
+        if limit.scalable.tier is None:
             assert limit.fits_from is None
             continue
-        peak_bytes = explained.own.memory[limit.knob.tier].peak_bytes
+        peak_bytes = explained.own.memory[limit.scalable.tier].peak_bytes
         assert limit.fits_from is not None
         for num_bytes, fits in ((peak_bytes, True), (peak_bytes - 1, False)):
-            hardware = replace(explained.plan.hardware, {limit.knob.paths[0]: float(num_bytes)}, SCALED)
+            hardware = replace(explained.plan.hardware, {limit.scalable.paths[0]: float(num_bytes)}, SCALED)
             plan = explained.plan.model_copy(update={"hardware": hardware})
             assert predicted(explained, explained.decisions, plan).fits is fits
         assert limit.fits_from * limit.value == pytest.approx(peak_bytes)
@@ -325,12 +325,12 @@ def test_the_bound_changes_with_the_machine_as_its_multipliers_say(name: str) ->
         has = quantities(plan.hardware)
         sides = []
         for factor in (1 + step, 1 - step):
-            other = replace(plan.hardware, {path: number(has[path]) * factor for path in limit.knob.paths}, SCALED)
+            other = replace(plan.hardware, {path: number(has[path]) * factor for path in limit.scalable.paths}, SCALED)
             there = job_of(plan.model_copy(update={"hardware": other}))
             (rival,) = variants(there, plan.asked)
             there_s = certify([rival], rival, plan.decisions, plan.prediction.iteration_s).bound_s
             sides.append((there_s / plan.certificate.bound_s - 1) / (factor - 1))
-        assert sides[1] - 0.01 <= limit.bound_elasticity <= sides[0] + 0.01, limit.knob.key
+        assert sides[1] - 0.01 <= limit.bound_elasticity <= sides[0] + 0.01, limit.scalable.key
         assert limit.bound_s_per_unit * limit.value == pytest.approx(limit.bound_elasticity * plan.certificate.bound_s)
         num_that_matter += abs(limit.bound_elasticity) > 0.05
     assert num_that_matter
@@ -342,20 +342,20 @@ def test_the_bound_changes_with_the_machine_as_its_multipliers_say(name: str) ->
 
 def test_elasticities() -> None:
     explained = bench("one")
-    found = {limit.knob.key: limit for limit in limits(explained)}
-    assert set(found) == {knob.key for knob in knobs(explained)}
+    found = {limit.scalable.key: limit for limit in limits(explained)}
+    assert set(found) == {scalable.key for scalable in scalables(explained)}
     hardware = explained.plan.hardware
     has = quantities(hardware)
     for key in ("device-gemm", "host-link", "cpu-optimizer"):
         times_s = []
         for factor in (1.01, 1 / 1.01):
-            other = replace(hardware, {path: number(has[path]) * factor for path in found[key].knob.paths}, SCALED)
+            other = replace(hardware, {path: number(has[path]) * factor for path in found[key].scalable.paths}, SCALED)
             plan = explained.plan.model_copy(update={"hardware": other})
             times_s.append(predicted(explained, explained.decisions, plan).iteration_s)
         expected = math.log(times_s[0] / times_s[1]) / (2 * math.log(1.01))
         assert found[key].elasticity == pytest.approx(expected, abs=1e-9)
     assert "intra-node" not in found
-    assert "intra-node" in {knob.key for knob in knobs(bench("two"))}
+    assert "intra-node" in {scalable.key for scalable in scalables(bench("two"))}
 
 
 @pytest.mark.parametrize("name", NAMES)

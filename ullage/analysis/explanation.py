@@ -279,5 +279,5 @@ def _trial(bench: Bench, trial: Trial) -> dict[str, Any]:
 
 def _limit(limit: Limit) -> dict[str, Any]:
     data = dataclasses.asdict(limit)
-    knob = data.pop("knob")
-    return {"quantity": knob["key"], "words": knob["words"], "paths": list(knob["paths"]), **data}
+    scalable = data.pop("scalable")
+    return {"quantity": scalable["key"], "words": scalable["words"], "paths": list(scalable["paths"]), **data}

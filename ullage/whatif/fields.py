@@ -13,7 +13,7 @@ from hwprofiles.changes import CHANGED, CHANGES
 from hwprofiles.paths import counts, number, quantities, replace
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.quantity import Curve, Quantity
-from planner.costs.scalable import Knob, all_knobs, scaled
+from planner.costs.scalable import Scalable, all_scalables, scaled
 from planner.models.captured import CapturedModel, Model
 from planner.models.config import ModelConfig, ModelConfigError
 from ullage.cli.arguments import positive_int
@@ -66,7 +66,7 @@ class Field:
 
     Attributes:
         name: of an option (``gpus``), a size of the model (``model.num_layers``), a path of the profile
-            (``host.dram_bytes_per_s``) or a knob that turns several of them (``host-link``).
+            (``host.dram_bytes_per_s``) or a scalable that turns several of them (``host-link``).
         kind: whose it is.
         words: what it is.
         unit: of its numbers; empty for counts and words.
@@ -141,8 +141,8 @@ def changed_machine(hardware: HardwareProfile, changes: Mapping[str, Number | Va
         before = of_machine(hardware, name)
         after = _applied(before, change)
         try:
-            if (knob := _knob(hardware, name)) is not None:
-                hardware = scaled(hardware, knob, float(after) / float(before))
+            if (scalable := _scalable(hardware, name)) is not None:
+                hardware = scaled(hardware, scalable, float(after) / float(before))
             elif name in CHANGES:
                 hardware = CHANGES[name](hardware, int(after))
             else:
@@ -177,7 +177,7 @@ def of_machine(hardware: HardwareProfile, name: str) -> float | int | bool:
     Raises:
         FieldError: it has none.
     """
-    path = knob.paths[0] if (knob := _knob(hardware, name)) else name
+    path = scalable.paths[0] if (scalable := _scalable(hardware, name)) else name
     if (item := quantities(hardware).get(path)) is not None:
         return number(item)
     if (count := counts(hardware).get(path)) is not None:
@@ -207,8 +207,8 @@ def _applied(before: float | bool, change: Number | Value) -> Any:
     return round(after) if isinstance(before, int) else after
 
 
-def _knob(hardware: HardwareProfile, name: str) -> Knob | None:
-    return next((knob for knob in all_knobs(hardware) if knob.key == name), None)
+def _scalable(hardware: HardwareProfile, name: str) -> Scalable | None:
+    return next((scalable for scalable in all_scalables(hardware) if scalable.key == name), None)
 
 
 def _option_fields() -> Iterator[Field]:
@@ -231,10 +231,10 @@ def _model_fields(model: Model) -> Iterator[Field]:
 
 def _machine_fields(hardware: HardwareProfile) -> Iterator[Field]:
     has = quantities(hardware)
-    for knob in all_knobs(hardware):
-        item = has[knob.paths[0]]
-        words = f"{knob.words}; scales {', '.join(knob.paths)}"
-        yield Field(knob.key, "machine", words, _unit(item), present=number(item))
+    for scalable in all_scalables(hardware):
+        item = has[scalable.paths[0]]
+        words = f"{scalable.words}; scales {', '.join(scalable.paths)}"
+        yield Field(scalable.key, "machine", words, _unit(item), present=number(item))
     for path, item in has.items():
         words = "as a whole; its best rate is the value" if isinstance(item, Curve) else ""
         yield Field(path, "machine", words, _unit(item), present=number(item))

@@ -9,7 +9,7 @@ from typing import Final
 from hwprofiles import __version__
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.registry import LOCAL, list_profiles, load_profile
-from planner.costs.scalable import knobs
+from planner.costs.scalable import scalables
 from ullage.output.formatting import duration, percent
 from ullage.whatif.design import Case, Space
 from ullage.whatif.fields import of_machine
@@ -174,14 +174,14 @@ def _upgrade(space: Space, prices: Prices | None, evaluator: Evaluator) -> Study
         raise StudyError(f"there is nothing to upgrade: {base.refused.reason if base.refused else ''}")
     request = base.request
     names = [
-        knob.key
-        for knob in knobs(
+        scalable.key
+        for scalable in scalables(
             request.hardware,
             request.job.precision.weights,
             request.num_devices,
             uses_storage=request.storage == "nvme",
         )
-        if knob.key != "issue"  # a time: twice of it is no upgrade
+        if scalable.key != "issue"  # a time: twice of it is no upgrade
     ]
     cases = {"as it is": base}
     for name in (*names, "host.num_cores"):

@@ -16,7 +16,7 @@ import math
 from collections.abc import Mapping
 from typing import Final
 
-from planner.costs.scalable import knobs
+from planner.costs.scalable import scalables
 from planner.schedule.tasks import Lane
 from ullage.whatif.design import Case, Space
 from ullage.whatif.fields import Field, of_machine
@@ -67,13 +67,13 @@ def sensitivities(space: Space, evaluator: Evaluator) -> Sensitivities:
     if base.figures is None or base_case.request is None or base.status != "fits":
         raise StudyError(f"nothing to vary: the base point has no plan: {base.reason}")
     request = base_case.request
-    matters = knobs(
+    matters = scalables(
         request.hardware,
         request.job.precision.weights,
         request.num_devices,
         uses_storage=request.storage == "nvme",
     )
-    fields = [space.fields[name] for name in (*(knob.key for knob in matters), _CORES)]
+    fields = [space.fields[name] for name in (*(scalable.key for scalable in matters), _CORES)]
     trials = _Trials(space, evaluator, {field.name: of_machine(request.hardware, field.name) for field in fields})
     trials.plan(dict.fromkeys(trials.values, (1 + STEP, 1 / (1 + STEP), RANGE, 1 / RANGE)), "what is it worth")
     crossings = _crossings(trials, base.figures.bound_by)

@@ -121,12 +121,12 @@ def _by(key: str) -> str:
 
 
 def _matters(limit: Limit) -> bool:
-    return limit.knob.key in _SOLD and limit.bound_elasticity < -_WORTH_TELLING
+    return limit.scalable.key in _SOLD and limit.bound_elasticity < -_WORTH_TELLING
 
 
 def _worth(limit: Limit) -> str:
     unit = "GB" if limit.unit == "bytes" else "GB/s"
-    return f"one more {unit} of {limit.knob.words} {si(-1e9 * limit.bound_s_per_unit, 's')}"
+    return f"one more {unit} of {limit.scalable.words} {si(-1e9 * limit.bound_s_per_unit, 's')}"
 
 
 def _tricks(explained: PlanExplained) -> Table:
@@ -185,7 +185,7 @@ def _limits(explained: PlanExplained) -> Table:
     for limit in explained.limits:
         least = f"fits from {si(limit.fits_from * limit.value, 'B')}" if limit.fits_from is not None else ""
         result.add_row(
-            limit.knob.words,
+            limit.scalable.words,
             si(limit.value, UNIT_SYMBOLS[limit.unit]),
             _one_per_cent(limit.elasticity),
             _one_per_cent(limit.bound_elasticity),
