@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 OUT := out
 
-.PHONY: demo test test-all test-executor test-ullage test-planner test-checkpoint test-others test-capture lint mutation fuzz torture bench docs clean
+.PHONY: demo test test-all test-executor-1 test-executor-2 test-ullage test-planner test-checkpoint test-others test-capture lint mutation fuzz torture bench docs clean
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, this is " + sys.version.split()[0] + "; set PYTHON=/path/to/python3.11") if sys.version_info < (3, 11) else None'
@@ -27,9 +27,12 @@ test: $(VENV)/ready
 # Parts beside each other, the longest first: three at a time, as tests on two cores wait for a third of their time. What
 # compares times of threads within 5 % goes before, alone.
 TIMED := tests/ullage/test_agreement.py
-PARTS := test-executor test-ullage test-planner test-checkpoint test-others test-capture
-test-executor:
-	$(BIN)/python -m pytest tests/executor
+PARTS := test-executor-2 test-ullage test-planner test-executor-1 test-checkpoint test-others test-capture
+HALF := $(wildcard tests/executor/test_[i-s]*.py)
+test-executor-1:
+	$(BIN)/python -m pytest tests/executor $(HALF:%=--ignore=%)
+test-executor-2:
+	$(BIN)/python -m pytest $(HALF)
 test-checkpoint:
 	$(BIN)/python -m pytest tests/checkpoint
 test-ullage:

@@ -1,7 +1,8 @@
 """How much tests try: ``make test`` a part of what ``make test-all`` tries, of every property and every table.
 
 ``examples`` says it of a property, the marker ``part`` of a table: of a test with ``@pytest.mark.part(3)`` one case in
-three is run by ``make test``. ``short_searches`` says it of plans that tests of other things need.
+three is run by ``make test``, and of one with ``@pytest.mark.part(0)`` none. ``short_searches`` says it of plans that
+tests of other things need.
 """
 
 import contextlib
@@ -18,9 +19,9 @@ ALL: Final = os.environ.get("ULLAGE_TESTS") == "all"
 _FEWEST: Final = 5
 
 
-def examples(number: int) -> int:
+def examples(number: int, fewest: int = _FEWEST) -> int:
     """Return how many examples of a property are tried, if ``number`` are tried in ``make test-all``."""
-    return number if ALL else max(min(number, _FEWEST), number // 4)
+    return number if ALL else max(min(number, fewest), number // 4)
 
 
 @contextlib.contextmanager
@@ -39,6 +40,7 @@ def divided(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.It
     for item in items:
         test = item.nodeid.partition("[")[0]
         every = next((mark.args[0] for mark in item.iter_markers("part")), 1)
-        (left if seen[test] % every and not ALL else run).append(item)
+        is_left = not every or seen[test] % every
+        (left if is_left and not ALL else run).append(item)
         seen[test] += 1
     return run, left

@@ -38,6 +38,7 @@ def threads():
     torch.set_num_threads(before)
 
 
+@pytest.mark.part(0)
 def test_command_from_end_to_end(tmp_path: Path) -> None:
     output = tmp_path / "peers.json"
     command = [sys.executable, "benchmarks/cpu/peers.py", "--tiny", "--profile", "epyc-turin-2c", "--rows", "ours"]

@@ -204,7 +204,7 @@ def differing(folder, state):
     return [name for name, values in found.items() if not torch.equal(values, state[name])]
 
 
-@settings(max_examples=examples(4))
+@settings(max_examples=examples(4, fewest=2))
 @given(plan=plans(), seed=st.integers(0, 99))
 def test_what_is_taken_is_at_rest_until_it_may_change(plan, seed, tmp_path_factory):
     task, decisions = plan
