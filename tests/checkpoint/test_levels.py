@@ -187,6 +187,7 @@ def test_a_place_that_does_not_answer_is_told_and_not_waited_for(tmp_path, monke
     gate = Gate(tmp_path / "b")
     run = Run(Level(tmp_path / "a", 1), Level(tmp_path / "b", 1), files=gate)
     run.make(1)
+    assert gate.reached.wait(S)
     run.levels.promote_newest(0.1)
     assert "not within 0.1 s after training; the place has not answered for 0.2 s" in run.failures()[0][2]
     gate.opened.set()
