@@ -207,7 +207,8 @@ def find(
     rivals = request.variants()
     if proofs := infeasible(rivals):  # a proof saves the search
         raise _infeasible(request, *_closest(request, rivals, proofs), proofs)
-    misfits = pool.submit(prove_misfits, rivals[0]) if pool and len(rivals) == 1 else None
+    # A variant of its own: prices remember what they were asked, and threads must not share that.
+    misfits = pool.submit(prove_misfits, request.variants()[0]) if pool and len(rivals) == 1 else None
     deadline_s = None if budget_s is None else time.monotonic() + budget_s
     found = compete(rivals, request.seq_len, max_simulations, progress, deadline_s)
     best, own = found.best.decisions, found.winner
