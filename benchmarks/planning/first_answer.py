@@ -78,9 +78,12 @@ def compared(trees: dict[str, Path], request: tuple[str, ...], num_rounds: int, 
     row: dict[str, Any] = {"request": " ".join(request), **medians, "now_over_base": ratios}
     if all(path.exists() for path in plans.values()):
         made = [json.loads(path.read_text(encoding="utf-8")) for path in plans.values()]
-        for plan in made:  # digests also cover optional fields that only one version knows
-            for name in ("model_digest", "hardware_digest", "content_digest"):
+        for plan in made:  # digests cover fields that only one version knows; a search may need fewer simulations
+            for name in ("model_digest", "hardware_digest", "content_digest", "num_simulations"):
                 del plan[name]
+            for proof in plan["certificate"]["proofs"]:
+                if proof["overrun"] is not None:  # that nothing fits can be proven with different multipliers
+                    proof |= {"overrun": True, "multipliers": {}}
         row["same_plan"] = made[0] == made[1]
     return row
 

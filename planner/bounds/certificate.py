@@ -87,17 +87,15 @@ def certify(
 
 
 def prove_misfits(variant: Variant) -> dict[int, Proof]:
-    """Return a proof for every ZeRO stage of a variant that does not fit, by stage.
+    """Return a proof for every ZeRO stage but the last of a variant that does not fit, by stage.
 
     These proofs do not depend on a plan. So they can be made beside the search, on another core: HiGHS takes most of
-    the time and does not hold the interpreter. The conditions on memory alone, which are few, show where to look.
+    the time and does not hold the interpreter. The last stage fits, or :func:`infeasible` would have said so.
     """
     proofs = {}
-    for space in variant.space.stages():
-        if _does_not_fit(variant.choice, space, memory_conditions(space, variant.cost)):
-            proof = _does_not_fit(variant.choice, space, conditions(space, variant.cost, NEVER_S, soft=True))
-            if proof:
-                proofs[space.given.zero_stage] = proof
+    for space in variant.space.stages()[:-1]:
+        if proof := _does_not_fit(variant.choice, space, memory_conditions(space, variant.cost)):
+            proofs[space.given.zero_stage] = proof
     return proofs
 
 
@@ -212,8 +210,10 @@ def _prove(choice: Choice, space: Space, cost: CostModel, limit_s: float) -> Pro
     program = conditions(space, cost, limit_s)
     solution = solve(program)
     if solution is None:
-        if proof := _does_not_fit(choice, space, conditions(space, cost, NEVER_S, soft=True)):
-            return proof
+        # The conditions on memory alone are few, and mostly enough.
+        for soft in (memory_conditions(space, cost), conditions(space, cost, NEVER_S, soft=True)):
+            if proof := _does_not_fit(choice, space, soft):
+                return proof
         # It fits, but takes longer than the limit. A proof without the limit gives a bound above it.
         solution = solve(conditions(space, cost, NEVER_S))
         assert solution is not None

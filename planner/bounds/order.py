@@ -10,6 +10,8 @@ it.
 import dataclasses
 from collections import defaultdict
 
+import numpy as np
+
 from planner.costs.model import CostModel
 from planner.costs.resources import Resource
 from planner.schedule.schedule import Schedule
@@ -22,13 +24,16 @@ _NUM_ITERATIONS = (4, 16)
 
 def order_bound_s(schedule: Schedule, cost: CostModel) -> float:
     """Return a lower bound on the iteration time of a schedule, in seconds; see [Note: Order bound]."""
-    prices, capacity = cost.prices(schedule), cost.capacities()
+    arrays, capacity = schedule.arrays, cost.capacities()
+    prices = [cost.price(each) for each in arrays.works]
+    counts = np.bincount(arrays.work, minlength=len(prices)).tolist()
     work: dict[tuple[Resource, int], float] = defaultdict(float)
-    for task, price in zip(schedule.tasks, prices, strict=True):
+    for each, price, count in zip(arrays.works, prices, counts, strict=True):
         for resource, rate in price.uses:
-            work[resource, task.stage] += rate * price.duration_s / capacity[resource]
+            work[resource, each.stage] += count * rate * price.duration_s / capacity[resource]
     at_least_s = max(work.values(), default=0.0)
-    alone = [dataclasses.replace(price, uses=()) for price in prices]
+    without = [dataclasses.replace(price, uses=()) for price in prices]
+    alone = [without[number] for number in arrays.work.tolist()]
     for num_iterations in _NUM_ITERATIONS:
         timeline = run(schedule, alone, capacity, num_iterations)
         if cycle := find_cycle(timeline):

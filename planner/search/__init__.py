@@ -20,6 +20,7 @@ from planner.engines.policies import (
     zero_infinity,
 )
 from planner.engines.setup import Mix, Setup
+from planner.schedule.tasks import Tier
 from planner.search.descent import descend
 from planner.search.mixtures import first_look, smallest, starting_points
 from planner.search.moves import polish
@@ -34,6 +35,7 @@ from planner.search.scoring import (
     no_garbage_collection,
     traffic_bytes,
 )
+from planner.simulate.prediction import capacities
 from planner.terms import Storage
 
 # A plan that moves fewer bytes may be this much slower than the fastest; so many simulations look for such a plan.
@@ -171,16 +173,36 @@ def _default_simulations(scorer: Scorer, example: Candidate, *, endless: bool) -
 
 def engine_policies(setup: Setup, scorer: Scorer) -> dict[str, Candidate]:
     """Return the best candidate of every engine policy that can do what the setup requires, by name."""
-    found = {name: best_of(map(scorer.score, policy(setup))) for name, policy in POLICIES.items()}
+    found = {name: _best_as_used(setup, scorer, policy(setup)) for name, policy in POLICIES.items()}
     for name in HOST_PARAMETER_POLICIES:
         if found[name].missing_bytes:
             with_host = (with_host_parameters(decisions, setup) for decisions in POLICIES[name](setup))
-            found[name] = best_of([found[name], *map(scorer.score, with_host)])
+            found[name] = best_of([found[name], _best_as_used(setup, scorer, with_host)])
     if setup.storage == "nvme":
-        found["zero-infinity"] = best_of(map(scorer.score, zero_infinity(setup)))
+        found["zero-infinity"] = _best_as_used(setup, scorer, zero_infinity(setup))
         if not setup.clip:  # it updates during backward
             found["ratel"] = best_of(map(scorer.score, _swapping(setup)))
     return found
+
+
+def _best_as_used(setup: Setup, scorer: Scorer, placements: Iterable[Decisions]) -> Candidate:
+    """Return the best of an engine's placements. Its users recompute activations only where keeping them does not fit.
+
+    Args:
+        setup: the model, the machine and what the user has fixed.
+        scorer: scores candidates.
+        placements: every placement twice: first with activations kept, then with activations recomputed.
+    """
+    # When forward ends, all kept activations are on the device.
+    may_fit = sum(unit.saved_bytes for unit in setup.units) <= capacities(scorer.cost)[Tier.GPU]
+    found: list[Candidate] = []
+    pairs = iter(placements)
+    for kept, recomputed in zip(pairs, pairs, strict=True):
+        for decisions in (kept, recomputed) if may_fit else (recomputed, kept):
+            found.append(scorer.score(decisions))
+            if not found[-1].missing_bytes:
+                break
+    return best_of(found)
 
 
 def _swapping(setup: Setup) -> Iterator[Decisions]:

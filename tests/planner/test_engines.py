@@ -5,7 +5,10 @@ import re
 from collections import Counter
 
 import pytest
+from amount import examples
 from cases import MODELS, small_units
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from machines import machine
 
 from hwprofiles.profile import HardwareProfile
@@ -18,6 +21,7 @@ from planner.decisions import (
     Place,
 )
 from planner.engines.policies import (
+    HOST_PARAMETER_POLICIES,
     POLICIES,
     STORAGE_POLICIES,
     gpu_only,
@@ -32,9 +36,9 @@ from planner.lowering import lower
 from planner.models import resolve_model
 from planner.plan.planning import Request, _infeasible, prepare
 from planner.schedule.tasks import Op, Tier
-from planner.search import Scorer, engine_policies
+from planner.search import Scorer, best_of, engine_policies
 from planner.simulate.machine import run_until_steady
-from planner.simulate.prediction import memory_peaks
+from planner.simulate.prediction import Workload, memory_peaks
 
 UNITS = small_units("demo-llama")
 
@@ -170,6 +174,22 @@ def test_plain_training_needs_most_device_memory(recompute: bool) -> None:
     # Nothing held against the same, held a little longer: Twin-Flow with nothing on the CPU keeps its gradient buffer.
     assert most >= 0.9 * max(peaks.values())
     assert most > max(peak for (_, num_gpu), peak in peaks.items() if num_gpu <= half)
+
+
+@given(st.sampled_from(MODELS), st.floats(2e6, 2e8), st.sampled_from([1, 4]))
+@settings(max_examples=examples(30), deadline=None)
+def test_engines_recompute_only_where_they_must(model: str, gpu_bytes: float, ranks: int) -> None:
+    """What need not be scored would not be chosen: the best of all settings, on devices of any size."""
+    chosen = Setup(small_units(model), data_parallel=ranks, subgroup_params=500_000)
+    cost = CostModel(machine(gpu_bytes=gpu_bytes, devices_per_node=ranks), chosen.units, chosen.precision, ranks)
+    scorer, thorough = (Scorer(Workload(chosen.units, 64), cost) for _ in range(2))
+    found = engine_policies(chosen, scorer)
+    for name, policy in POLICIES.items():
+        best = best_of(map(thorough.score, policy(chosen)))
+        if name not in HOST_PARAMETER_POLICIES or not best.missing_bytes:
+            assert found[name].order == pytest.approx(best.order, rel=1e-9)
+    if not any(candidate.missing_bytes for candidate in found.values()):
+        assert scorer.num_simulations < thorough.num_simulations
 
 
 def test_a_mix_fills_the_device_from_the_front_and_spreads_what_is_streamed() -> None:
