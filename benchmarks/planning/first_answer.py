@@ -82,7 +82,7 @@ def compared(trees: dict[str, Path], request: tuple[str, ...], num_rounds: int, 
             for name in ("model_digest", "hardware_digest", "content_digest", "num_simulations"):
                 del plan[name]
             for proof in plan["certificate"]["proofs"]:
-                if proof["overrun"] is not None:  # that nothing fits can be proven with different multipliers
+                if "overrun" in proof:  # that nothing fits can be proven with different multipliers
                     proof |= {"overrun": True, "multipliers": {}}
         row["same_plan"] = made[0] == made[1]
     return row

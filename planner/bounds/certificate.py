@@ -208,15 +208,15 @@ def _order_s(space: Space, cost: CostModel, decisions: Decisions) -> float:
 def _prove(choice: Choice, space: Space, cost: CostModel, limit_s: float) -> Proof:
     """Prove a bound for one choice and ZeRO stage, or that nothing fits."""
     program = conditions(space, cost, limit_s)
-    solution = solve(program)
+    # Where nothing is within the limit, a proof without the limit gives a bound above it, unless nothing fits.
+    solution = solve(program) or solve(conditions(space, cost, NEVER_S))
     if solution is None:
         # The conditions on memory alone are few, and mostly enough.
-        for soft in (memory_conditions(space, cost), conditions(space, cost, NEVER_S, soft=True)):
-            if proof := _does_not_fit(choice, space, soft):
-                return proof
-        # It fits, but takes longer than the limit. A proof without the limit gives a bound above it.
-        solution = solve(conditions(space, cost, NEVER_S))
-        assert solution is not None
+        softened = (memory_conditions(space, cost), conditions(space, cost, NEVER_S, soft=True))
+        proofs = (_does_not_fit(choice, space, soft) for soft in softened)
+        proof = next(filter(None, proofs), None)
+        assert proof is not None, "if nothing fits, a proof shows it"
+        return proof
     multipliers, stage = solution.multipliers, space.given.zero_stage
     return Proof(choice=choice, zero_stage=stage, bound_s=_proven(program, multipliers), multipliers=multipliers)
 
