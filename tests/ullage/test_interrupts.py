@@ -37,9 +37,9 @@ PHASES = {
     "imports of the planner": ("plan --model opt-13b --gpus 8 --output {out}", "_pydantic_core", 0.0),
     "imports of torch": ("execute {host_plan} --output-dir {out}", "libtorch_cpu", 0.0),
     "planning": (
-        "plan --model llama-3-70b --hardware a100-cluster --gpus 64 --budget 100 --output {out}",
+        "plan --model moe-1t --hardware h100 --gpus 4096 --output {out}",
         "highs",
-        2.0,
+        0.5,
     ),
     "a report": ("report {plan} --output {out}.html", "_pydantic_core", 0.4),
 }
