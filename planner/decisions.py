@@ -7,9 +7,9 @@ from typing import Annotated, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from planner.graph import Degrees, Unit
-from planner.optimizers import OPTIMIZERS, Optimizer
+from planner.optimizers import ALL_OPTIMIZERS, Optimizer
 
-Activations = Literal["keep", "recompute", "offload", "offload-nvme"]
+Activations = Literal["keep", "recompute", "offload", "offload-nvme", "offload-input"]
 
 
 class Place(StrEnum):
@@ -30,11 +30,19 @@ class GradientPath(StrEnum):
     ZERO3_BLOCKING = "zero3-blocking"  # the last copy is unpinned, and the caller waits for it
     ZERO3_PINNED = "zero3-pinned"  # the caller waits for the last copy, to a pinned buffer of the NVMe swapper
     ZERO3_ASYNC = "zero3-async"  # the last copy is pinned, and the caller does not wait
+    # Engines that stream layers: the device adds up. The sum waits on the host between micro-batches. After the last
+    # one it stays, and with it the weights, until the update there.
+    ON_DEVICE = "on-device"
 
     @property
     def blocks(self) -> bool:
         """Whether the caller waits until a gradient is on the host."""
         return self in {GradientPath.ZERO3_BLOCKING, GradientPath.ZERO3_PINNED}
+
+    @property
+    def is_deepspeed(self) -> bool:
+        """Whether DeepSpeed moves them."""
+        return self not in {GradientPath.ONCE, GradientPath.ON_DEVICE}
 
 
 class HostUpdate(StrEnum):
@@ -61,7 +69,8 @@ class UnitDecision(Frozen):
         params: ``gpu`` keeps them (or the rank's shard) on the device; ``host`` fetches them into a slot for every use;
             ``nvme`` reads them into a host buffer before that.
         activations: ``keep`` saved activations, ``recompute`` them, or ``offload`` outputs of products to the host
-            (``offload-nvme``: on to NVMe) and recompute the rest; equal for all units of one segment.
+            (``offload-nvme``: on to NVMe) and recompute the rest; ``offload-input`` offloads only the segment's input
+            and recomputes everything. Equal for all units of one segment.
         update: one place per subgroup of the unit's (sharded) parameters, in order.
         streamed_gradients: where gradients of streamed subgroups wait for their update: on the ``gpu``, or on the
             ``host``, from where they come back with their state.
@@ -80,13 +89,25 @@ class UnitDecision(Frozen):
     @property
     def offloads(self) -> bool:
         """Whether activations leave the device between forward and backward."""
-        return self.activations in {"offload", "offload-nvme"}
+        return self.activations in {"offload", "offload-nvme", "offload-input"}
 
 
 class Precision(Frozen):
-    """Types of weights and gradients. The optimizer always works in fp32."""
+    """Types of weights and gradients, and of optimizer state.
+
+    Attributes:
+        weights: the type of weights and gradients.
+        state: the type of optimizer state; ``None`` is fp32, the only one that our executor has.
+    """
 
     weights: Literal["bf16", "fp32"]
+    state: Literal["bf16"] | None = None
+
+    @model_validator(mode="after")
+    def _state_fits(self) -> Self:
+        if self.state and self.weights != self.state:
+            raise ValueError(f"state {self.state} needs weights of the same type, not {self.weights}; change one")
+        return self
 
     @property
     def weight_bytes(self) -> Literal[2, 4]:
@@ -95,8 +116,17 @@ class Precision(Frozen):
 
     @property
     def master_is_weight(self) -> bool:
-        """Whether the fp32 master copy is the weight itself, if both are in one place."""
-        return self.weights == "fp32"
+        """Whether the optimizer's master copy is the weight itself, if both are in one place."""
+        return self.weights == (self.state or "fp32")
+
+    def state_bytes_per_param(self, optimizer: Optimizer) -> int:
+        """Return the bytes of optimizer state per parameter, the master copy included."""
+        return ALL_OPTIMIZERS[optimizer].bytes_per_param(2 if self.state else 4)
+
+    def update_bytes_per_param(self, optimizer: Optimizer) -> int:
+        """Return the bytes that one fused pass moves: gradient and state in, state and (if it is apart) weight out."""
+        apart = 0 if self.master_is_weight else self.weight_bytes
+        return self.weight_bytes + 2 * self.state_bytes_per_param(optimizer) + apart
 
 
 BF16, FP32 = Precision(weights="bf16"), Precision(weights="fp32")
@@ -107,7 +137,7 @@ class Decisions(Frozen):
 
     Attributes:
         policy: the engine policy that these decisions follow or started from.
-        optimizer: the optimizer, which works in fp32; it determines the size of the state.
+        optimizer: the optimizer; with the precision it determines the size of the state.
         micro_batch: sequences per forward, on each rank.
         num_micro_batches: forwards+backwards per iteration (gradient accumulation).
         data_parallel: ranks that share the model's data; each has one device.
@@ -197,6 +227,8 @@ class Decisions(Frozen):
             )
         if self.pipeline_parallel > 1:
             self._check_pipeline()
+        if self.gradient_path is GradientPath.ON_DEVICE:
+            self._check_on_device()
         for name, unit in self.units.items():
             if unit.fetched and Place.GPU in unit.update:
                 raise ValueError(
@@ -209,6 +241,18 @@ class Decisions(Frozen):
                     "'nvme' or params to 'host'"
                 )
         return self
+
+    def _check_on_device(self) -> None:
+        if self.data_parallel > 1:
+            raise ValueError(
+                f"data_parallel is {self.data_parallel}, but gradient_path 'on-device' has one rank; set it to 1"
+            )
+        for name, unit in self.units.items():
+            if places := set(unit.update) & {Place.CPU, Place.NVME}:
+                raise ValueError(
+                    f"unit {name}: gradient_path 'on-device' needs updates on the device, but there is one on "
+                    f"{min(places)!r}; choose 'gpu' or 'stream'"
+                )
 
     def _check_pipeline(self) -> None:
         if self.reduce_start != "step":
@@ -239,17 +283,21 @@ class Decisions(Frozen):
             and self.reduce_start == "backward"
             and self.pipeline_parallel == 1
             and self.pinned_reads
+            and self.precision.state is None
+            and self.optimizer != "muon"
+            and all(unit.activations != "offload-input" for unit in self.units.values())
         )
 
     @property
     def state_bytes_per_param(self) -> int:
-        """Bytes of optimizer state per parameter, the fp32 master copy included."""
-        return OPTIMIZERS[self.optimizer].state_bytes_per_param
+        """Bytes of optimizer state per parameter, the master copy included."""
+        return self.precision.state_bytes_per_param(self.optimizer)
 
     @property
     def resident_state_bytes_per_param(self) -> int:
-        """Bytes of state per parameter beside weights on the device; fp32 weights are the master copy themselves."""
-        return self.state_bytes_per_param - (4 if self.precision.master_is_weight else 0)
+        """Bytes of state per parameter beside weights on the device, which may be the master copy themselves."""
+        precision = self.precision
+        return self.state_bytes_per_param - (precision.weight_bytes if precision.master_is_weight else 0)
 
     @property
     def uses_storage(self) -> bool:

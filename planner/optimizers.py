@@ -7,13 +7,13 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Final, Literal
 
-Optimizer = Literal["adamw", "sgd", "adagrad", "lion"]
-"""AdamW (or Adam, whose state is the same), SGD with momentum, Adagrad, Lion."""
+Optimizer = Literal["adamw", "sgd", "adagrad", "lion", "muon"]
+"""AdamW (or Adam, whose state is the same), SGD with momentum, Adagrad, Lion; Muon is only simulated so far."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OptimizerState:
-    """Fp32 state of one optimizer.
+    """State of one optimizer.
 
     Attributes:
         words: a description for people.
@@ -25,21 +25,23 @@ class OptimizerState:
 
     @property
     def state_bytes_per_param(self) -> int:
-        """Bytes of master copy and buffers."""
-        return 4 * (1 + self.num_buffers)
+        """Bytes of master copy and buffers in fp32."""
+        return self.bytes_per_param(4)
 
-    @property
-    def update_bytes_per_param(self) -> int:
-        """Bytes that one fused pass moves: bf16 gradient and state in, state and bf16 weight out."""
-        return 2 + 2 * self.state_bytes_per_param + 2
+    def bytes_per_param(self, value_bytes: int) -> int:
+        """Return the bytes of master copy and buffers."""
+        return value_bytes * (1 + self.num_buffers)
 
 
-OPTIMIZERS: Final[Mapping[Optimizer, OptimizerState]] = {
+ALL_OPTIMIZERS: Final[Mapping[Optimizer, OptimizerState]] = {
     "adamw": OptimizerState("AdamW", 2),
     "sgd": OptimizerState("SGD with momentum", 1),
     "adagrad": OptimizerState("Adagrad", 1),
     "lion": OptimizerState("Lion", 1),
+    # Its matrices have a momentum. Embeddings, norms and head are AdamW's, whose second moment is left out here.
+    "muon": OptimizerState("Muon", 1),
 }
-
-# Profiles contain the time of AdamW's update.
-MEASURED: Final = OPTIMIZERS["adamw"]
+OPTIMIZERS: Final[Mapping[Optimizer, OptimizerState]] = {
+    name: state for name, state in ALL_OPTIMIZERS.items() if name != "muon"
+}
+"""Those that our executor has."""

@@ -10,10 +10,11 @@ from pydantic import ValidationError
 from hwprofiles.files import read_json
 from planner.cases.base import Case, CaseError
 from planner.cases.checkpoints import CheckpointCase
+from planner.cases.streaming import StreamingCase
 from planner.cases.swapping import SwappingCase
 from planner.cases.training import TrainingCase
 
-_KINDS: tuple[type[Case], ...] = (SwappingCase, CheckpointCase, TrainingCase)
+_KINDS: tuple[type[Case], ...] = (SwappingCase, CheckpointCase, StreamingCase, TrainingCase)
 _FIELDS = ("schema_version", "title", "note", "cases")
 
 

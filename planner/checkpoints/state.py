@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 
 from planner.checkpoints.policy import CheckpointPolicy
-from planner.optimizers import OPTIMIZERS, Optimizer
+from planner.optimizers import ALL_OPTIMIZERS, Optimizer
 from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import Lane, Op, Tier
 
@@ -51,7 +51,7 @@ def state_of(
             change = changed.get((task.unit, task.piece), task)
             here = Tier.GPU if task.lane is Lane.GPU_UPDATE else Tier.HOST
             replicas = num_replicas if isinstance(num_replicas, int) else num_replicas[task.unit]
-            num_bytes = -(-OPTIMIZERS[optimizer].state_bytes_per_param * task.num_params // replicas)
+            num_bytes = -(-ALL_OPTIMIZERS[optimizer].state_bytes_per_param * task.num_params // replicas)
             shards.append(Shard(num_bytes, _CHANGES.get(change.op, here), change.index, task.unit, task.piece))
     return tuple(shards)
 

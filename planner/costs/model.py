@@ -15,11 +15,12 @@ from planner.costs.fabrics import Fabrics
 from planner.costs.kernels import KernelCosts
 from planner.costs.layout import Layout
 from planner.costs.resources import Price, RankHardware, Resource
-from planner.decisions import Decisions, Precision
+from planner.decisions import BF16, Decisions, Precision
 from planner.graph import Degrees, Kernel, Unit
 from planner.lowering import stages
 from planner.models.kernels import flop, num_kernels
-from planner.optimizers import MEASURED, OPTIMIZERS, Optimizer
+from planner.models.work import newton_schulz
+from planner.optimizers import Optimizer
 from planner.schedule.arrays import kind_of
 from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import Lane, Op, Work
@@ -66,9 +67,10 @@ class CostModel:
         self.profile = profile
         self._units = {unit.name: unit for unit in units}
         self._dtype_bytes = precision.weight_bytes
-        self._update_bytes = OPTIMIZERS[optimizer].update_bytes_per_param
-        # Memory binds every update, so its time is AdamW's, scaled by the bytes that it moves.
-        self._of_measured = self._update_bytes / MEASURED.update_bytes_per_param
+        self._optimizer = optimizer
+        self._update_bytes = precision.update_bytes_per_param(optimizer)
+        # Profiles have the time of AdamW. Memory binds every update, so its time is that, scaled by the bytes it moves.
+        self._of_measured = self._update_bytes / BF16.update_bytes_per_param("adamw")
         self._degrees = Degrees(data_parallel, tensor_parallel, pipeline_parallel, expert_parallel)
         self.layout = Layout(data_parallel, tensor_parallel, pipeline_parallel, profile.devices_per_node)
         self._fabrics = Fabrics(profile, self.layout)
@@ -179,7 +181,17 @@ class CostModel:
         duration_s = self._of_measured * self._rank.read_s(
             self.profile.device.optimizer, task.num_params, "device optimizer"
         )
+        if self._optimizer == "muon":
+            unit = self._units[task.unit]
+            duration_s += self._orthogonalization_s(unit) * task.num_params / unit.num_params
         return Price(0.0, duration_s, self._kernels.on_device(duration_s, self._update_bytes * task.num_params))
+
+    def _orthogonalization_s(self, unit: Unit) -> float:
+        """Return the time that Muon adds to the update of a unit. Units of the same size have the same matrices."""
+        if unit.segment == unit.name:  # embedding and head are AdamW's
+            return 0.0
+        shapes = [spec.shape for spec in unit.parameters if len(spec.shape) == 2]
+        return sum(self.compute_s(newton_schulz(*shape)) for shape in shapes)
 
     def _cpu_update(self, task: Work) -> Price:
         """Price an update on the rank's share of the node, because all ranks update at the same time."""

@@ -10,13 +10,20 @@ when the first segment comes back, the last one has been written.
 
 from collections.abc import Mapping
 
-from planner.decisions import Decisions
+from planner.decisions import Activations, Decisions
 from planner.graph import Unit, segments
 from planner.lowering.program import Draft, Keys, LoweredUnit, Program
 from planner.schedule.tasks import Lane, Op, Phase
 
 Segment = list[LoweredUnit]
-OFFLOADS = frozenset({"offload", "offload-nvme"})
+OFFLOADS = frozenset({"offload", "offload-nvme", "offload-input"})
+
+
+def offloaded_bytes(unit: Unit, activations: Activations) -> int:
+    """Return the bytes of a unit that leave the device and return."""
+    if activations == "offload-input":
+        return unit.activation_output_bytes if unit.is_first else 0
+    return unit.swap_bytes
 
 
 class OffloadRooms:
@@ -30,7 +37,12 @@ class OffloadRooms:
 
     def __init__(self, units: tuple[Unit, ...], decisions: Decisions) -> None:
         decided = decisions.units
-        self.on_host = {unit.name: unit.swap_bytes for unit in units if decided[unit.name].activations == "offload"}
+        ways = {unit.name: decided[unit.name].activations for unit in units}
+        self.on_host = {
+            unit.name: offloaded_bytes(unit, ways[unit.name])
+            for unit in units
+            if ways[unit.name] in OFFLOADS - {"offload-nvme"}
+        }
         evicted = [s for s in segments(units) if decided[s[0].name].activations == "offload-nvme"]
         self.on_nvme = {unit.name: unit.swap_bytes for segment in evicted for unit in segment}
         self.slot_bytes = max((sum(unit.swap_bytes for unit in segment) for segment in evicted), default=0)
@@ -98,6 +110,6 @@ def _move(program: Program, anchor: Draft, lane: Lane, op: Op, unit: LoweredUnit
     """Add a copy of a unit's activations, issued right after a compute task of the same micro-batch."""
     phase = Phase.FORWARD if op in {Op.OFFLOAD, Op.EVICT} else Phase.BACKWARD
     draft = program.draft(lane, op, phase, unit, anchor.micro_batch, after)
-    draft.num_bytes = unit.unit.swap_bytes
+    draft.num_bytes = offloaded_bytes(unit.unit, unit.activations)
     program.behind[anchor.key].append(draft)
     return draft

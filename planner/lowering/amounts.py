@@ -7,7 +7,7 @@ import dataclasses
 from collections import Counter
 from typing import Literal
 
-from planner.decisions import Decisions, GradientPath, Place, UnitDecision
+from planner.decisions import Decisions, Place, UnitDecision
 from planner.graph import Unit
 from planner.schedule.tasks import Tier
 
@@ -99,7 +99,7 @@ def _amounts(decisions: Decisions, unit: Unit, decided: UnitDecision) -> Amounts
     flushes = frozenset(place for place in placed if decisions.flushes(name, place))
     flushed = sum(placed[place] for place in flushes)
     # DeepSpeed allocates one flat buffer for the gradients of device updates before training.
-    buffer = placed[Place.GPU] if decisions.gradient_path is not GradientPath.ONCE else 0
+    buffer = placed[Place.GPU] if decisions.gradient_path.is_deepspeed else 0
     shard, padded, gathered = decisions.shard_params(unit), decisions.padded_params(unit), decisions.gathers(unit)
     return Amounts(
         params=decided.params,

@@ -8,7 +8,7 @@ from planner.lowering.program import Draft, LoweredUnit, Program
 from planner.schedule.tasks import Lane, Op, Phase
 
 # The task that runs just before the backward of a segment, by the decision on its activations.
-AGAIN = {"recompute": Op.RECOMPUTE, "offload": Op.REMAKE, "offload-nvme": Op.REMAKE}
+AGAIN = {"recompute": Op.RECOMPUTE, "offload": Op.REMAKE, "offload-nvme": Op.REMAKE, "offload-input": Op.RECOMPUTE}
 
 
 def compute(program: Program) -> None:

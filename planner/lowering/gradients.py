@@ -20,6 +20,7 @@ def gradients(program: Program) -> None:
     blocks = decisions.gradient_path.blocks
     leaving: list[int] = []
     spilled: list[Draft] = []
+    _bring_sums(program)
     for draft, following in zip(program.spine, (*program.spine[1:], None), strict=True):
         if draft.op is not Op.BACKWARD or not (unit := program.named[draft.unit]).num_params:
             continue
@@ -54,7 +55,8 @@ def gradient_ready(program: Program, unit: LoweredUnit) -> Draft:
 def summed(program: Program, unit: LoweredUnit) -> Draft:
     """Return the task after which a unit's whole summed gradient is where it will be used."""
     copies = unit.flushes.get(program.decisions.num_micro_batches - 1)
-    return copies[-1] if copies else gradient_ready(program, unit)
+    stays = program.decisions.gradient_path is GradientPath.ON_DEVICE
+    return copies[-1] if copies and not stays else gradient_ready(program, unit)
 
 
 def _reduce(program: Program, unit: LoweredUnit, backward: Draft) -> Draft:
@@ -93,6 +95,24 @@ def _scatter(program: Program, unit: LoweredUnit, micro_batch: int, after: Draft
     return scatter
 
 
+def _bring_sums(program: Program) -> None:
+    """Copy the sum of earlier micro-batches to the device, one unit ahead of the backward that adds to it."""
+    decisions = program.decisions
+    if decisions.gradient_path is not GradientPath.ON_DEVICE:
+        return
+    for before, ahead, backward in zip(program.spine, program.spine[1:], program.spine[2:], strict=False):
+        if backward.op is not Op.BACKWARD or not backward.micro_batch:
+            continue
+        unit = program.named[backward.unit]
+        if not unit.amounts.flushed_params:
+            continue
+        bring = program.draft(Lane.H2D, Op.LOAD, Phase.BACKWARD, unit, backward.micro_batch, (before.key,))
+        bring.num_bytes = decisions.precision.weight_bytes * unit.amounts.flushed_params
+        unit.flushes[backward.micro_batch] = [bring]
+        program.before[ahead.key].append(bring)
+        backward.after += (bring.key,)
+
+
 def _flush(program: Program, unit: LoweredUnit, backward: Draft, ready: Draft) -> Draft | None:
     """Add the copies of one micro-batch's gradient to the host; return the last one."""
     num_params = unit.amounts.flushed_params
@@ -105,20 +125,24 @@ def _flush(program: Program, unit: LoweredUnit, backward: Draft, ready: Draft) -
         steps: tuple[tuple[Lane, Op, int], ...] = ((Lane.D2H, Op.FLUSH, weight_bytes),)
     else:  # [Note: Accumulation]
         out, back = (Lane.D2H, Op.OVERWRITE, weight_bytes), (Lane.H2D, Op.LOAD, weight_bytes)
-        steps = (back, out) if micro_batch else (out, back)
-        steps += ((Lane.D2H, Op.OVERWRITE, 4),) if last else ()
+        if path is GradientPath.ON_DEVICE:
+            steps = () if last else (out,)
+        else:
+            steps = (back, out) if micro_batch else (out, back)
+            steps += ((Lane.D2H, Op.OVERWRITE, 4),) if last else ()
     draft = ready
-    copies = unit.flushes[micro_batch] = []
+    brought, copies = unit.flushes.get(micro_batch, []), list[Draft]()
     for lane, op, bytes_per_param in steps:
         draft = program.draft(lane, op, Phase.BACKWARD, unit, micro_batch, (draft.key,))
         draft.num_bytes = bytes_per_param * num_params
         copies.append(draft)
+    unit.flushes[micro_batch] = brought + copies
     if micro_batch and path is not GradientPath.ONCE:
-        copies[0].after += (unit.flushes[micro_batch - 1][-1].key,)
+        unit.flushes[micro_batch][0].after += (unit.flushes[micro_batch - 1][-1].key,)
     program.behind[backward.key] += copies
-    if last:
+    if last and copies:
         draft.pinned = path is not GradientPath.ZERO3_BLOCKING
-        draft.stalls = path is not GradientPath.ONCE and not path.blocks
+        draft.stalls = path is GradientPath.ZERO3_ASYNC
     if decisions.clip and last:
         draft.num_params = num_params  # the copy also computes the norm
     return draft

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping
 
 from planner.decisions import GradientPath
-from planner.lowering.activations import OFFLOADS, OffloadRooms, Segment
+from planner.lowering.activations import OFFLOADS, OffloadRooms, Segment, offloaded_bytes
 from planner.lowering.amounts import HeldBytes
 from planner.lowering.parameters import assign_slots
 from planner.lowering.program import Draft, LoweredUnit, Program
@@ -99,7 +99,8 @@ def _gradients_of(program: Program, unit: LoweredUnit, maker: LoweredUnit, tied:
             fresh[micro_batch][unit.name] |= shares
         else:
             fresh[micro_batch][maker.name] |= shares
-        made = made or maker.backwards[micro_batch]
+        brought = decisions.gradient_path is GradientPath.ON_DEVICE and unit.flushes.get(micro_batch)
+        made = made or (brought[0] if brought else maker.backwards[micro_batch])
         if scatter := unit.scatters.get(micro_batch):
             # First the unreduced gradient of all parameters, then the rank's shard.
             num_bytes, label = weight_bytes * amounts.padded_params, f"{unit.name} unreduced"
@@ -108,7 +109,8 @@ def _gradients_of(program: Program, unit: LoweredUnit, maker: LoweredUnit, tied:
         elif ranks > 1:
             continue
         if host:
-            last = unit.flushes[micro_batch][-1]
+            stays = decisions.gradient_path is GradientPath.ON_DEVICE and micro_batch + 1 == decisions.num_micro_batches
+            last = unit.updates[-1] if stays else unit.flushes[micro_batch][-1]
             _hold_from(program, unit, tied, weight_bytes * host, unit.name, made, last)
         summed, made = summed or made, None
     if resident:
@@ -209,7 +211,7 @@ def _offloaded(program: Program, segment: Segment, micro_batch: int) -> None:
         forward, offload, reload, remake, backward = (
             tasks[micro_batch] for tasks in (unit.forwards, unit.offloads, unit.reloads, unit.agains, unit.backwards)
         )
-        moved_bytes = unit.unit.swap_bytes
+        moved_bytes = offloaded_bytes(unit.unit, unit.activations)
         program.hold_while(MemoryClass.ACTIVATIONS, moved_bytes, unit.name, forward, offload)
         program.hold_while(MemoryClass.ACTIVATIONS, moved_bytes, unit.name, reload, backward)
         rest_bytes = max(unit.unit.saved_bytes - moved_bytes, 0)

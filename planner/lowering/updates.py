@@ -1,7 +1,7 @@
 """The pass for optimizer steps, and for copies of updated parameters back to the device."""
 
-from planner.decisions import HostUpdate, Place
-from planner.lowering.gradients import gradient_ready
+from planner.decisions import GradientPath, HostUpdate, Place
+from planner.lowering.gradients import gradient_ready, summed
 from planner.lowering.parameters import issue_ahead
 from planner.lowering.program import Draft, Keys, LoweredUnit, Program
 from planner.lowering.storage import Ring, spilled_bytes
@@ -55,7 +55,7 @@ def _ready(program: Program, unit: LoweredUnit, place: Place) -> Keys:
     if place is Place.NVME and unit.spill:
         here = unit.spill
     elif place in unit.amounts.flushes:
-        here = unit.flushes[program.decisions.num_micro_batches - 1][-1]
+        here = summed(program, unit)
     else:
         here = gradient_ready(program, unit)
     if program.clip:
@@ -142,7 +142,11 @@ def _streamed(program: Program, ring: Ring, unit: LoweredUnit, piece: int, num_p
     decisions = program.decisions
     weight_bytes, state_bytes = decisions.precision.weight_bytes, decisions.state_bytes_per_param
     load = _place(program, unit, piece, Lane.STATE_IN, Op.LOAD, ready)
-    load.num_bytes = (state_bytes + (weight_bytes if Place.STREAM in unit.amounts.flushes else 0)) * num_params
+    there = decisions.gradient_path is GradientPath.ON_DEVICE  # gradient and weights, which may be the master copy
+    state_bytes -= weight_bytes if there and decisions.precision.master_is_weight else 0
+    load.num_bytes = state_bytes * num_params
+    if Place.STREAM in unit.amounts.flushes and not there:
+        load.num_bytes += weight_bytes * num_params
     ring.take(load)
     update = _update(program, unit, piece, Lane.GPU_UPDATE, num_params, (load.key,))
     store = _place(program, unit, piece, Lane.STATE_OUT, Op.STORE, (update.key,))
@@ -151,7 +155,7 @@ def _streamed(program: Program, ring: Ring, unit: LoweredUnit, piece: int, num_p
     unit.changes.append(store)
     if not unit.amounts.fetched:
         return update  # the new weights are written in place
-    if not decisions.precision.master_is_weight:
+    if there or not decisions.precision.master_is_weight:
         store.num_bytes += weight_bytes * num_params
     return store
 

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Mapping
 
-from planner.models import megatron, work
+from planner.models import fused, megatron, work
 from planner.models.config import ModelConfig
 from planner.models.kernels import Work, all_reduce, each
 from planner.models.layers import has_learned_positions, norm_work, sum_input_gradient, sum_output
@@ -96,7 +96,8 @@ def head_operators(config: ModelConfig, batch: Batch, specs: Mapping[str, Parame
         operators.append(make(name, "projection", Pattern.REPLICATE, project, rows * width * e, f"{name}.weight"))
     logits = sum_input_gradient(batch, width) + work.linear(rows, width, vocab, e, bias=False)
     # The gradient of the logits, in their type, stays until the gradient of the hidden state is complete.
-    logits = work.keeping(logits, rows * width * e, rows * (vocab + width) * e)
+    at_once = min(rows, fused.LOSS_TOKENS) if batch.is_fused else rows
+    logits = work.keeping(logits, 0 if batch.is_fused else rows * width * e, at_once * vocab * e + rows * width * e)
     if config.tied_embeddings:
         owned, shared = [], _token_weight(config)
     else:
@@ -108,6 +109,8 @@ def head_operators(config: ModelConfig, batch: Batch, specs: Mapping[str, Parame
 
 def _loss(batch: Batch, vocab: int) -> Work:
     rows, ranks = batch.num_tokens, batch.tensor_parallel
+    if batch.is_fused:
+        return fused.loss(rows, vocab, batch.dtype_bytes)
     if batch.is_megatron:
         return megatron.loss(rows, vocab, batch.dtype_bytes, ranks)
     loss = work.loss(rows, vocab, batch.dtype_bytes)

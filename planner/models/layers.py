@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Iterable
 
-from planner.models import experts, megatron, work
+from planner.models import experts, fused, megatron, work
 from planner.models.config import ModelConfig
 from planner.models.kernels import Attention, Collective, Work, all_reduce, each
 from planner.models.operators import Batch, Operator
@@ -106,6 +106,8 @@ def layer_parts(config: ModelConfig, batch: Batch, layer: int) -> tuple[Part, ..
         # Non-reentrant checkpointing stops as soon as the last saved tensor is back, which is the last product's
         # input: neither the product nor the residual sum runs again. Of experts, the weighted sum does not.
         parts[-1] = dataclasses.replace(parts[-1], num_skipped=_num_skipped(config, batch, parts[-1]))
+        if batch.is_fused:  # backward applies the activation function again anyway
+            parts[-2] = dataclasses.replace(parts[-2], num_skipped=len(parts[-2].work.forward))
     else:
         parts.append(norm(names.second_norm, "mlp", names.down))
     return tuple(parts)
@@ -122,8 +124,10 @@ def _num_skipped(config: ModelConfig, batch: Batch, part: Part) -> int:
 def norm_work(config: ModelConfig, batch: Batch, *, around: bool = True) -> Work:
     """Return the work of a norm over the hidden size, with or without a residual ``around`` it."""
     rows, hidden, e = batch.num_tokens, config.hidden_size, batch.dtype_bytes
-    fused = config.norm == "layernorm" or batch.is_megatron
-    normalize = work.layer_norm(rows, hidden, e) if fused else work.rms_norm(rows, hidden, e, around=around)
+    if batch.is_fused:
+        return fused.rms_norm(rows, hidden, e)
+    one_kernel = config.norm == "layernorm" or batch.is_megatron
+    normalize = work.layer_norm(rows, hidden, e) if one_kernel else work.rms_norm(rows, hidden, e, around=around)
     if batch.is_megatron:
         normalize += megatron.accumulate(e, hidden, hidden)
     return normalize
@@ -168,6 +172,8 @@ def exchange(batch: Batch, num_bytes: int) -> Work:
 
 
 def _residual(batch: Batch, width: int, *, has_dropout: bool) -> Work:
+    if batch.is_fused:
+        return Work()
     if batch.is_megatron and has_dropout:
         return megatron.bias_dropout_add(batch.num_tokens, width, batch.dtype_bytes)
     return work.residual(batch.num_tokens, width, batch.dtype_bytes)
@@ -224,6 +230,8 @@ def _qkv_work(config: ModelConfig, batch: Batch) -> Work:
         joint = linear(batch, hidden, query + 2 * key, bias=bias)
         return work.keeping(share + joint, rows * hidden * e, rows * (query + 2 * key + hidden) * e)
     q, k = linear(batch, hidden, query, bias=bias), linear(batch, hidden, key, bias=bias)
+    if batch.is_fused:
+        return work.keeping(share + q + k + k, 0, rows * (query + 2 * key + hidden) * e)
     if config.family == "opt":
         q += Work(each(rows * query, 2 * e), each(rows * query, 2 * e))  # scaled before attention
     else:  # rotary's gradients are turned back into the projection's layout
@@ -257,21 +265,23 @@ def _core_work(config: ModelConfig, batch: Batch) -> Work:
         attend = work.eager_attention(core, query, key, e, upcast=config.family != "gpt2")
     if has_learned_positions(config):
         return attend
-    return work.rotary(query, e) + work.rotary(key, e) + attend
+    rotary = fused.rotary if batch.is_fused else work.rotary
+    return rotary(query, e) + rotary(key, e) + attend
 
 
 def _mlp_parts(config: ModelConfig, batch: Batch, names: _Names, source: str, skip: str) -> Iterable[Part]:
     rows, hidden, ffn, e = batch.num_tokens, config.hidden_size, config.ffn_hidden_size, batch.dtype_bytes
     up = linear(batch, hidden, ffn, bias=config.mlp_bias)
     if config.is_gated:
-        up = Work((), each(rows * hidden, 3 * e)) + up + up
+        up = (Work() if batch.is_fused else Work((), each(rows * hidden, 3 * e))) + up + up
     # Backward computes the gate's gradient after the up projection's. At that time three gradients are alive: that of
     # the gate's output, and one of the input from each of the two products.
     inside_bytes = rows * (ffn + hidden * (2 if config.is_gated else 1)) * e
-    up = work.keeping(sum_input_gradient(batch, hidden) + up, rows * hidden * e, inside_bytes)
+    saved_bytes = 0 if batch.is_fused else rows * hidden * e
+    up = work.keeping(sum_input_gradient(batch, hidden) + up, saved_bytes, inside_bytes)
     up_bytes = rows * ffn * e * (2 if config.is_gated else 1)
     yield Part(names.up, "up", "mlp", Pattern.COLUMN, up, up_bytes, names.up_modules, (source,), product_bytes=up_bytes)
-    activate = work.activation(config.mlp, rows * ffn, e)
+    activate = fused.swiglu(rows * ffn, e) if batch.is_fused else work.activation(config.mlp, rows * ffn, e)
     yield Part(names.activation, "activation", "mlp", Pattern.SHARD, activate, rows * ffn * e, (), (names.up,))
     down = (
         linear(batch, ffn, hidden, bias=config.mlp_bias)

@@ -30,7 +30,7 @@ class Batch:
     dtype_bytes: Literal[2, 4] = 2
     flash_attention: bool = True
     tensor_parallel: int = 1
-    kernels: Literal["transformers", "megatron"] = "transformers"
+    kernels: Literal["transformers", "megatron", "fused"] = "transformers"
     expert_parallel: int = 1
     expert_units: int = 1
     expert_load: tuple[tuple[float, ...], ...] = ()
@@ -56,6 +56,11 @@ class Batch:
     def is_megatron(self) -> bool:
         """Whether Megatron's kernels run."""
         return self.kernels == "megatron"
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether the kernels of :mod:`planner.models.fused` run."""
+        return self.kernels == "fused"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

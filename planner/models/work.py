@@ -250,3 +250,12 @@ def loss(rows: int, vocab: int, e: int) -> Work:
     convert = [e + 4] if e != 4 else []
     forward = (*each(n, *convert, 8), *each(rows, 12))
     return Work(forward, each(n, 4, 12, *convert), 4 * n + 8 * rows, 8 * n)
+
+
+def newton_schulz(rows: int, columns: int) -> Kernels:
+    """Return Muon's orthogonalization of a matrix: five iterations of ``X <- a X + (b A + c A A) X``, ``A = X X^T``.
+
+    The smaller side comes first, as in ``torch.optim.Muon``.
+    """
+    short, long = sorted((rows, columns))
+    return (Gemm(short, short, long, 5), Gemm(short, short, short, 5), Gemm(short, long, short, 5))

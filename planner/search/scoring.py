@@ -11,7 +11,6 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from planner.costs.model import CostModel
 from planner.decisions import Decisions
 from planner.lowering import lower
-from planner.optimizers import OPTIMIZERS
 from planner.schedule.arrays import Arrays
 from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import Lane, Tier
@@ -225,6 +224,6 @@ def _overload(missing_bytes: dict[Tier, int], capacity_bytes: dict[Tier, int]) -
 def traffic_bytes(schedule: Schedule, decisions: Decisions) -> int:
     """Return the bytes that cross links and host memory in an iteration, hidden or not."""
     arrays = schedule.arrays
-    update_bytes = OPTIMIZERS[decisions.optimizer].update_bytes_per_param
+    update_bytes = decisions.precision.update_bytes_per_param(decisions.optimizer)
     moved_bytes, num_updated = arrays.moved
     return moved_bytes + update_bytes * num_updated

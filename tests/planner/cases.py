@@ -8,7 +8,17 @@ import numpy as np
 from hypothesis import strategies as st
 
 from planner.costs.resources import Price, Resource
-from planner.decisions import Activations, Decisions, GradientPath, HostUpdate, Place, Precision, UnitDecision
+from planner.decisions import (
+    BF16,
+    FP32,
+    Activations,
+    Decisions,
+    GradientPath,
+    HostUpdate,
+    Place,
+    Precision,
+    UnitDecision,
+)
 from planner.graph import Batch, Unit, build_graph, units
 from planner.lowering import lower
 from planner.models import resolve_model
@@ -50,9 +60,11 @@ def decide(model_units: tuple[Unit, ...], place: Place = Place.CPU, *, recompute
 def decisions(draw: st.DrawFn, model_units: tuple[Unit, ...]) -> Decisions:
     """Return anything that can be decided for a model."""
     clip = draw(st.booleans())
-    ranks = draw(st.sampled_from([1, 1, 2, 4]))
+    gradient_path = draw(st.sampled_from(GradientPath))
+    on_device = gradient_path is GradientPath.ON_DEVICE
+    ranks = 1 if on_device else draw(st.sampled_from([1, 1, 2, 4]))
     options = {
-        "precision": Precision(weights=draw(st.sampled_from(["bf16", "fp32"]))),
+        "precision": draw(st.sampled_from([BF16, FP32, Precision(weights="bf16", state="bf16")])),
         "optimizer": draw(st.sampled_from(sorted(OPTIMIZERS))),
         "num_micro_batches": draw(st.integers(1, 3)),
         "data_parallel": ranks,
@@ -66,7 +78,7 @@ def decisions(draw: st.DrawFn, model_units: tuple[Unit, ...]) -> Decisions:
         "max_prefetch_params": draw(st.sampled_from([None, 0, 400_000])),
         "max_reuse_params": draw(st.sampled_from([None, 0, 400_000])),
         "host_update": draw(st.sampled_from(HostUpdate)),
-        "gradient_path": draw(st.sampled_from(GradientPath)),
+        "gradient_path": gradient_path,
         "clip": clip,
         "num_nvme_slots": draw(st.integers(1, 3)),
         "num_activation_slots": draw(st.integers(1, 3)),
@@ -80,8 +92,9 @@ def decisions(draw: st.DrawFn, model_units: tuple[Unit, ...]) -> Decisions:
     chosen = {}
     for unit in model_units:
         anywhere = unit.num_params > 0 and not never_on_host
-        params = draw(st.sampled_from(["gpu", "host", "nvme"])) if anywhere else "gpu"
+        params = draw(st.sampled_from(["gpu", "host"] if on_device else ["gpu", "host", "nvme"])) if anywhere else "gpu"
         places = {"gpu": list(Place), "host": [Place.CPU, Place.STREAM, Place.NVME], "nvme": [Place.NVME]}[params]
+        places = [place for place in places if not (on_device and place in {Place.CPU, Place.NVME})]
         count = len(empty.piece_params(unit))
         update = draw(st.lists(st.sampled_from(places), min_size=count, max_size=count))
         chosen[unit.name] = UnitDecision(

@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable
 from typing import Any
 
-from planner.decisions import Decisions, HostUpdate, Place
+from planner.decisions import Decisions, GradientPath, HostUpdate, Place
 from planner.graph import Unit, segments
 from planner.lowering import slots
 from planner.lowering.activations import OffloadRooms
@@ -62,6 +62,7 @@ class Walk:
 
     def __init__(self, schedule: Schedule, units: tuple[Unit, ...], decisions: Decisions, ordered: Ordered) -> None:
         self.schedule, self.decisions, self.ordered = schedule, decisions, ordered
+        self.on_device = decisions.gradient_path is GradientPath.ON_DEVICE
         self.units = {unit.name: unit for unit in units}
         self.slot_of = slots(units, decisions).of_unit
         self.passage = OffloadRooms(units, decisions).slot_of
@@ -221,6 +222,10 @@ class Walk:
                 self.write(("sum", name), None)
         if self.units[task.unit].num_params:
             self.flushes[self.node[0], task.unit, task.micro_batch] = []
+            if self.on_device and self.host_pieces(task.unit):
+                place = ("device sum", self.node[0], task.unit, task.micro_batch)
+                before = self.read(place) if task.micro_batch else frozenset()
+                self.write(place, (before or frozenset()) | self._new(task))
 
     # -- parameters -----------------------------------------------------------------------------------------------
 
@@ -296,6 +301,9 @@ class Walk:
         """Copy the device's sum to a buffer on the host; after the last micro-batch also to the gradients."""
         key = (self.node[0], task.unit, task.micro_batch)
         self.flushes[key].append(self.node)
+        if self.on_device:
+            self.write(("buffer of the sum", task.unit), self.read(("device sum", *key)))
+            return
         device, buffer = ("summed on the device", *key), ("buffer of the sum", task.unit)
         if len(self.flushes[key]) - (task.unit in self.replicated) <= 1:
             before = self.read(device) if task.micro_batch else frozenset()
@@ -343,7 +351,9 @@ class Walk:
             self.expect(found, set(micro_batches), "summed gradients of micro-batches")
         else:
             wanted = {(self.node[0], micro_batch) for micro_batch in micro_batches}
-            self.expect(self.read(self._arrival(unit, piece), frozenset()), wanted, "gradients (iteration, batch)")
+            on_device = ("device sum", self.node[0], unit, micro_batches[-1])
+            place = on_device if self.on_device else self._arrival(unit, piece)
+            self.expect(self.read(place, frozenset()), wanted, "gradients (iteration, batch)")
 
     def _arrival(self, unit: str, piece: int) -> Hashable:
         """Return where a gradient is on the host: apart, or in the place of weights, which are gone then."""
@@ -382,7 +392,7 @@ class Walk:
             self._clipped()
         else:
             self.expect(self.read(("scaled", task.unit, task.piece)), self.node[0], "gradients scaled in iteration")
-        stays = place is Place.STREAM and not self.decisions.flushes(task.unit, place)
+        stays = place is Place.STREAM and (self.on_device or not self.decisions.flushes(task.unit, place))
         if place in {Place.CPU, Place.GPU} or stays:
             self._summed(task.unit, task.piece, place)
         if place is Place.STREAM:
@@ -401,10 +411,11 @@ class Walk:
 
     def _load(self, task: Task) -> None:
         if task.piece < 0:  # the sum of gradients, to which the device will add
-            on_device = ("summed on the device", self.node[0], task.unit, task.micro_batch)
+            name = "device sum" if self.on_device else "summed on the device"
+            on_device = (name, self.node[0], task.unit, task.micro_batch)
             self.write(on_device, self.read(("buffer of the sum", task.unit)))
             return
-        if self.decisions.flushes(task.unit, Place.STREAM):
+        if self.decisions.flushes(task.unit, Place.STREAM) and not self.on_device:
             self._summed(task.unit, task.piece, Place.STREAM)
         version = self.read(("host state", task.unit, task.piece), 0)
         self.expect(task.slot in range(self.decisions.num_state_slots), True, "its state slot to exist:")

@@ -192,7 +192,8 @@ def test_a_missing_task_is_noticed(change: dict[str, Op], message: str) -> None:
 def test_the_callers_tasks_come_in_the_order_of_training(case: Case) -> None:
     """Forward, then backward in reverse, each segment recomputed as a whole just before; then the norm."""
     names = [unit.name for unit in case.units]
-    recomputed = {name for name, decided in case.decisions.units.items() if decided.activations == "recompute"}
+    ways = ("recompute", "offload-input")
+    recomputed = {name for name, decided in case.decisions.units.items() if decided.activations in ways}
     expected: list[tuple[Op, str]] = []
     for _ in range(case.decisions.num_micro_batches):
         expected += [(Op.FORWARD, name) for name in names]
@@ -231,14 +232,21 @@ def test_bytes_are_those_that_decisions_imply(case: Case) -> None:
     assert updated[Lane.CPU] == params[Place.CPU] + params[Place.NVME]
     assert updated[Lane.GPU_UPDATE] == params[Place.GPU] + params[Place.STREAM]
     state = {"adamw": 12, "sgd": 8, "adagrad": 8, "lion": 8}[decisions.optimizer]
+    state //= 2 if decisions.precision.state else 1
     once = decisions.gradient_path is GradientPath.ONCE
     leaving += come_back
     assert moved[Op.FLUSH] == (weight * leaving * batches if once else 0)
-    assert moved[Op.OVERWRITE] == (0 if once else (weight * batches + 4) * leaving)
-    gradient_loads = weight * (come_back + (0 if once else leaving * batches))
-    assert moved[Op.LOAD] == state * params[Place.STREAM] + gradient_loads
-    no_master = 0 if decisions.precision.master_is_weight else weight * stored_weights
-    assert moved[Op.STORE] == state * params[Place.STREAM] + no_master
+    if decisions.gradient_path is GradientPath.ON_DEVICE:  # the last sum stays, and with it weights that are masters
+        there = weight * params[Place.STREAM] * decisions.precision.master_is_weight
+        assert moved[Op.OVERWRITE] == weight * leaving * (batches - 1)
+        assert moved[Op.LOAD] == state * params[Place.STREAM] - there + weight * leaving * (batches - 1)
+        assert moved[Op.STORE] == state * params[Place.STREAM] - there + weight * stored_weights
+    else:
+        assert moved[Op.OVERWRITE] == (0 if once else (weight * batches + 4) * leaving)
+        gradient_loads = weight * (come_back + (0 if once else leaving * batches))
+        assert moved[Op.LOAD] == state * params[Place.STREAM] + gradient_loads
+        no_master = 0 if decisions.precision.master_is_weight else weight * stored_weights
+        assert moved[Op.STORE] == state * params[Place.STREAM] + no_master
     assert moved[Op.UPLOAD] == (4 if decisions.host_update is HostUpdate.DEVICE_CAST else weight) * uploaded
     scaled = params[Place.CPU] + params[Place.NVME]
     assert moved[Op.PASS] == (8 if decisions.host_update is HostUpdate.DEEPSPEED else 0) * scaled
@@ -249,7 +257,10 @@ def test_bytes_are_those_that_decisions_imply(case: Case) -> None:
     assert moved[Op.SWAP_OUT] == state * params[Place.NVME] + written
     assert read * weight <= moved[Op.READ]  # once at least; again where another unit was in the slot
     assert moved[Op.READ] <= moved[Op.FETCH]
-    swapped = [u.swap_bytes * batches for u in case.units if decisions.units[u.name].offloads]
+    ways = {u.name: decisions.units[u.name].activations for u in case.units}
+    swapped = [u.swap_bytes * batches for u in case.units if ways[u.name] in {"offload", "offload-nvme"}]
+    inputs = [u for u in case.units if ways[u.name] == "offload-input" and u.is_first]
+    swapped += [u.activation_output_bytes * batches for u in inputs]
     evicted = [u.swap_bytes * batches for u in case.units if decisions.units[u.name].activations == "offload-nvme"]
     assert moved[Op.OFFLOAD] == moved[Op.RELOAD] == sum(swapped)
     assert moved[Op.EVICT] == moved[Op.RECALL] == sum(evicted)
