@@ -251,7 +251,7 @@ class Decisions(Frozen):
             if places := set(unit.update) & {Place.CPU, Place.NVME}:
                 raise ValueError(
                     f"unit {name}: gradient_path 'on-device' needs updates on the device, but there is one on "
-                    f"{min(places)!r}; choose 'gpu' or 'stream'"
+                    f"{str(min(places))!r}; choose 'gpu' or 'stream'"
                 )
 
     def _check_pipeline(self) -> None:
@@ -298,6 +298,12 @@ class Decisions(Frozen):
         """Bytes of state per parameter beside weights on the device, which may be the master copy themselves."""
         precision = self.precision
         return self.state_bytes_per_param - (precision.weight_bytes if precision.master_is_weight else 0)
+
+    @property
+    def streamed_state_bytes_per_param(self) -> int:
+        """Bytes of state per parameter that are streamed; a master copy that is the weight may be there already."""
+        there = self.gradient_path is GradientPath.ON_DEVICE and self.precision.master_is_weight
+        return self.state_bytes_per_param - (self.precision.weight_bytes if there else 0)
 
     @property
     def uses_storage(self) -> bool:
@@ -382,7 +388,8 @@ class Decisions(Frozen):
     def weights_pass(self, unit: str) -> bool:
         """Return whether streamed state of a unit travels with its gradients, or with its new weights."""
         weights_go = self.units[unit].fetched and not self.precision.master_is_weight
-        return self.flushes(unit, Place.STREAM) or weights_go
+        gradients_come = self.flushes(unit, Place.STREAM) and self.gradient_path is not GradientPath.ON_DEVICE
+        return gradients_come or weights_go
 
     def shard_params(self, unit: Unit) -> int:
         """Return the number of a unit's parameters that one rank updates, padded to equal shards."""

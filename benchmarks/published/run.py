@@ -30,6 +30,7 @@ FILES = (
     "checkpointing",
     "parallel_training",
     "activation_swapping",
+    "streamed_h100",
 )
 
 
@@ -108,6 +109,12 @@ FITTINGS = (
         "activation_swapping",
         ("lohan-13b-bs8", "lohan-13b-bs32-ssd1", "lohan-13b-bs32-ssd6", "lohan-13b-bs128"),
         ("host.optimizer", "nvme.write"),
+    ),
+    Fitting(
+        "h100-80g-dataflow",
+        "streamed_h100",
+        ("*-adamw-*-b18",),
+        ("device.gemm.bf16", "device.attention.bf16"),
     ),
     Fitting(
         "polaris-a100-40g",

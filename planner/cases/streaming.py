@@ -88,12 +88,9 @@ class StreamingCase(Case):
                 f"case {self.id}: it ran on one device, but {profile.name} has {profile.devices_per_node} per node; "
                 "name another profile"
             )
-        memory = profile.device.memory_bytes
-        budget = memory.model_copy(update={"value": min(self.device_budget_gib * 2**30, memory.value)})
-        device = profile.device.model_copy(update={"memory_bytes": budget})
-        machine = profile.model_copy(update={"device": device})
+        machine = within(profile, self.device_budget_gib)
         num_rounds = self.tokens_per_step // self.tokens_per_round
-        few = self._setup(min(num_rounds, _ROUNDS))
+        few = self.setup(min(num_rounds, _ROUNDS))
         cost = CostModel(machine, few.units, few.precision, 1, optimizer=self.engine.optimizer)
         best = best_streaming(few, Scorer(Workload(few.units, self.seq_len), cost))
         decisions = best.decisions.model_copy(update={"num_micro_batches": num_rounds})
@@ -102,7 +99,8 @@ class StreamingCase(Case):
         warnings = (*cost.warnings, *shortages(self.id, peaks))
         return Outcome({Metric.ITERATION: simulation.period_s}, simulation.converged, warnings)
 
-    def _setup(self, num_rounds: int) -> Setup:
+    def setup(self, num_rounds: int) -> Setup:
+        """Return what the engine is asked for, with so many rounds in an iteration."""
         sizes = self.model.model_dump(exclude_none=True, exclude={"flash_attention"})
         sizes.setdefault("max_positions", max(DEFAULT_POSITIONS, self.seq_len))
         batch = Batch(
@@ -121,3 +119,10 @@ class StreamingCase(Case):
             optimizer=self.engine.optimizer,
             subgroup_params=max(unit.num_params for unit in model_units if unit.recompute),
         )
+
+
+def within(profile: HardwareProfile, budget_gib: float) -> HardwareProfile:
+    """Return the machine with at most so much device memory."""
+    memory = profile.device.memory_bytes
+    budget = memory.model_copy(update={"value": min(budget_gib * 2**30, memory.value)})
+    return profile.model_copy(update={"device": profile.device.model_copy(update={"memory_bytes": budget})})

@@ -171,7 +171,8 @@ def _state_slots(program: Program) -> None:
     streaming = [unit for unit in program.units if unit.amounts.streamed]
     passing = [max(unit.amounts.streamed) for unit in streaming if decisions.weights_pass(unit.name)]
     largest = max((max(unit.amounts.streamed) for unit in streaming), default=0)
-    num_bytes = decisions.state_bytes_per_param * largest + decisions.precision.weight_bytes * max(passing, default=0)
+    num_bytes = decisions.streamed_state_bytes_per_param * largest
+    num_bytes += decisions.precision.weight_bytes * max(passing, default=0)
     for slot in range(min(decisions.num_state_slots, sum(len(unit.amounts.streamed) for unit in streaming))):
         program.hold(Tier.GPU, MemoryClass.OPTIMIZER, num_bytes, f"state slot {slot}")
 

@@ -44,10 +44,24 @@ def updates(program: Program) -> None:
                 done.append(_streamed(program, streamed, unit, piece, num_params, ready))
         if done:
             _gate(program, unit, position, done)
+    _bound_gradients(program)
     streamed.recycle()
     through_nvme.recycle()
     if program.loop:
         program.loop.after += tuple(draft.key for draft in program.drafts if draft.phase is Phase.UPDATE)
+
+
+def _bound_gradients(program: Program) -> None:
+    """Let the last backward run a few units ahead of updates if gradients wait for them on the device."""
+    decisions = program.decisions
+    if decisions.gradient_path is not GradientPath.ON_DEVICE or decisions.update_start == "step":
+        return
+    updated: list[Draft] = []
+    for unit in reversed(program.units):
+        if unit.amounts.flushed_params:
+            if len(updated) >= decisions.num_gradient_slots:
+                unit.backwards[-1].after += (updated[-decisions.num_gradient_slots].key,)
+            updated.append(unit.updates[-1])
 
 
 def _ready(program: Program, unit: LoweredUnit, place: Place) -> Keys:
@@ -140,12 +154,11 @@ def _through_nvme(
 def _streamed(program: Program, ring: Ring, unit: LoweredUnit, piece: int, num_params: int, ready: Keys) -> Draft:
     """Copy a subgroup's state to the next slot, update it there, copy it back; return the task its unit waits for."""
     decisions = program.decisions
-    weight_bytes, state_bytes = decisions.precision.weight_bytes, decisions.state_bytes_per_param
+    weight_bytes, state_bytes = decisions.precision.weight_bytes, decisions.streamed_state_bytes_per_param
     load = _place(program, unit, piece, Lane.STATE_IN, Op.LOAD, ready)
-    there = decisions.gradient_path is GradientPath.ON_DEVICE  # gradient and weights, which may be the master copy
-    state_bytes -= weight_bytes if there and decisions.precision.master_is_weight else 0
+    on_device = decisions.gradient_path is GradientPath.ON_DEVICE
     load.num_bytes = state_bytes * num_params
-    if Place.STREAM in unit.amounts.flushes and not there:
+    if Place.STREAM in unit.amounts.flushes and not on_device:
         load.num_bytes += weight_bytes * num_params
     ring.take(load)
     update = _update(program, unit, piece, Lane.GPU_UPDATE, num_params, (load.key,))
@@ -155,7 +168,7 @@ def _streamed(program: Program, ring: Ring, unit: LoweredUnit, piece: int, num_p
     unit.changes.append(store)
     if not unit.amounts.fetched:
         return update  # the new weights are written in place
-    if there or not decisions.precision.master_is_weight:
+    if on_device or not decisions.precision.master_is_weight:
         store.num_bytes += weight_bytes * num_params
     return store
 

@@ -25,7 +25,7 @@ def rotary(elements: int, e: int) -> Work:
 
 def swiglu(elements: int, e: int) -> Work:
     """Return SwiGLU on ``elements`` values of its width. Saved: its two inputs. Backward first applies it again."""
-    return Work(each(elements, 3 * e), each(elements, 3 * e, 5 * e), 2 * elements * e, 2 * elements * e)
+    return Work(each(elements, 3 * e), each(elements, 3 * e, 5 * e), 2 * elements * e, elements * e)
 
 
 def loss(rows: int, vocab: int, e: int) -> Work:

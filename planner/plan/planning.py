@@ -18,7 +18,7 @@ from planner.decisions import BF16, FP32, Decisions, Place, Precision
 from planner.engines.setup import Setup
 from planner.graph import Unit
 from planner.models.captured import Model
-from planner.optimizers import Optimizer
+from planner.optimizers import OPTIMIZERS, Optimizer
 from planner.plan.competition import closest, compete
 from planner.plan.document import EngineRow, Plan
 from planner.schedule.tasks import Tier
@@ -127,6 +127,12 @@ class Request:
         for field, most in _MOST.items():
             if (value := getattr(self, field)) is not None and value > most:
                 raise ValueError(f"{field} is {value}, but no more than {most} can be planned; ask for less")
+        if self.optimizer not in OPTIMIZERS:
+            raise ValueError(f"optimizer is {self.optimizer!r}, but must be one of {', '.join(OPTIMIZERS)}; choose one")
+        if state := self.job.precision.state:
+            raise ValueError(
+                f"optimizer state in {state} can only be simulated so far; leave out precision.state"
+            )
         if self.storage == "nvme" and self.hardware.nvme is None:
             raise ValueError(
                 f"storage is 'nvme', but profile {self.hardware.name} has no nvme; ask for 'activations' or choose a "

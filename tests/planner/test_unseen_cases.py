@@ -156,6 +156,15 @@ WRONG = {
         ("phases_s.forward", float("nan"), "finite"),
         ("nodes", 3, "multiple of nodes"),
     ],
+    "streamed_h100": [
+        ("tokens_per_round", 1000, "multiple of 1024"),
+        ("tokens_per_step", 40_000, "multiple of 32768"),
+        ("engine.clip", True, "False"),
+        ("engine.optimizer", "sgd", "'adamw' or 'muon'"),
+        ("engine.state.moments", "fp32", "'bf16'"),
+        ("device_budget_gib", 0, "greater than 0"),
+        ("measured.tokens_per_s", -1, "0.000000000001"),
+    ],
     "activation_swapping": [
         ("model", "14b", "sizes are unknown"),
         ("ssds", 13, "has 12"),

@@ -31,7 +31,13 @@ PLACES = {
     Place.NVME: "on the CPU from NVMe",
 }
 PARAMS = {"gpu": "resident", "host": "fetched", "nvme": "from NVMe"}
-ACTIVATIONS = {"keep": "kept", "recompute": "recomputed", "offload": "offloaded", "offload-nvme": "on NVMe"}
+ACTIVATIONS = {
+    "keep": "kept",
+    "recompute": "recomputed",
+    "offload": "offloaded",
+    "offload-nvme": "on NVMe",
+    "offload-input": "recomputed from the host",
+}
 TIERS = {Tier.GPU: "device", Tier.HOST: "host", Tier.NVME: "NVMe"}
 
 
