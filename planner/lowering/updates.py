@@ -155,13 +155,13 @@ def _streamed(program: Program, ring: Ring, unit: LoweredUnit, piece: int, num_p
     """Copy a subgroup's state to the next slot, update it there, copy it back; return the task its unit waits for."""
     decisions = program.decisions
     weight_bytes, state_bytes = decisions.precision.weight_bytes, decisions.streamed_state_bytes_per_param
-    load = _place(program, unit, piece, Lane.STATE_IN, Op.LOAD, ready)
-    on_device = decisions.gradient_path is GradientPath.ON_DEVICE
+    on_device = decisions.gradient_path is GradientPath.ON_DEVICE  # then only the update waits for the gradient
+    load = _place(program, unit, piece, Lane.STATE_IN, Op.LOAD, () if on_device else ready)
     load.num_bytes = state_bytes * num_params
     if Place.STREAM in unit.amounts.flushes and not on_device:
         load.num_bytes += weight_bytes * num_params
     ring.take(load)
-    update = _update(program, unit, piece, Lane.GPU_UPDATE, num_params, (load.key,))
+    update = _update(program, unit, piece, Lane.GPU_UPDATE, num_params, (load.key, *(ready if on_device else ())))
     store = _place(program, unit, piece, Lane.STATE_OUT, Op.STORE, (update.key,))
     store.num_bytes = state_bytes * num_params
     ring.free(load, store)

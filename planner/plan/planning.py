@@ -130,9 +130,7 @@ class Request:
         if self.optimizer not in OPTIMIZERS:
             raise ValueError(f"optimizer is {self.optimizer!r}, but must be one of {', '.join(OPTIMIZERS)}; choose one")
         if state := self.job.precision.state:
-            raise ValueError(
-                f"optimizer state in {state} can only be simulated so far; leave out precision.state"
-            )
+            raise ValueError(f"optimizer state in {state} can only be simulated so far; leave out precision.state")
         if self.storage == "nvme" and self.hardware.nvme is None:
             raise ValueError(
                 f"storage is 'nvme', but profile {self.hardware.name} has no nvme; ask for 'activations' or choose a "

@@ -22,6 +22,7 @@ PUBLISHED = (
     ("file offloaded_update.json", "peak GPU", "offloaded updates: peak GPU memory"),
     ("file nvme_offload.json", "iteration", "optimizer in DRAM or on NVMe: iteration time"),
     ("file activation_swapping.json", "model FLOP rate", "activations swapped to NVMe: FLOP rate"),
+    ("file streamed_h100.json", "iteration", "8B streamed through one H100: iteration time"),
     ("file checkpointing.json", "end to end", "checkpoint engines: end-to-end time"),
     ("file checkpointing.json", "blocking throughput", "checkpoint engines: blocking throughput"),
     ("hardware a100x8-nvlink", "iteration", "in memory, one server of 8: iteration time"),
