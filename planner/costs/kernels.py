@@ -60,6 +60,12 @@ class KernelCosts:
                 num_bytes *= kernel.count
                 time_s = self._rank.read_s(device.gemm[self._dtype], kernel.flop, "GEMM")
                 return max(time_s, num_bytes / device.memory_bytes_per_s.value), float(num_bytes)
+            case Gemm() if kernel.grouped and device.kind == "gpu":  # one kernel, but tiles end where groups end
+                num_bytes = self._dtype_bytes * (kernel.m * kernel.k + kernel.k * kernel.n + kernel.m * kernel.n)
+                num_bytes *= kernel.count
+                time_s = self._rank.read_s(device.gemm[self._dtype], kernel.flop, "GEMM")
+                time_s *= wave_factor(kernel.m, kernel.n, device.multiprocessors or 1, kernel.count)
+                return max(time_s, num_bytes / device.memory_bytes_per_s.value), float(num_bytes)
             case Gemm():
                 flop = kernel.flop / kernel.count
                 if device.multiprocessors:
@@ -89,13 +95,13 @@ class KernelCosts:
         return sum(ring.fabric.latency_s.value for ring in rings) + max((ring.time_s for ring in rings), default=0.0)
 
 
-def wave_factor(m: int, n: int, multiprocessors: int) -> float:
-    """Return the factor by which a product of an (m, n) output is slower because tiles come in whole waves.
+def wave_factor(m: int, n: int, multiprocessors: int, count: int = 1) -> float:
+    """Return the factor by which ``count`` products of (m, n) outputs are slower because tiles come in whole waves.
 
     Each multiprocessor computes one tile at a time, of 128 x 128 outputs, the most common size in cuBLAS. A partial
     tile or wave takes as long as a full one (NVIDIA, *Matrix Multiplication Background*, "Tile Quantization" and "Wave
     Quantization").
     """
-    tiles = -(-m // _TILE) * -(-n // _TILE)
+    tiles = count * -(-m // _TILE) * -(-n // _TILE)
     waves = -(-tiles // multiprocessors)
-    return waves * multiprocessors * _TILE**2 / (m * n)
+    return waves * multiprocessors * _TILE**2 / (m * n * count)

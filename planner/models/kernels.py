@@ -19,6 +19,7 @@ class Gemm:
 
     Attributes:
         batched: all products are one kernel and fill the device together.
+        grouped: the same, with as many rows for each product as tokens visit an expert (``grouped_mm``).
     """
 
     m: int
@@ -26,6 +27,7 @@ class Gemm:
     k: int
     count: int = 1
     batched: bool = False
+    grouped: bool = False
 
     @property
     def flop(self) -> int:
@@ -156,6 +158,6 @@ def _num_launched(kernel: Kernel) -> int:
         case Attention():
             return 1
         case Gemm():
-            return 1 if kernel.batched else kernel.count
+            return 1 if kernel.batched or kernel.grouped else kernel.count
         case _:
             return kernel.count

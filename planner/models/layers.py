@@ -349,7 +349,7 @@ def _expert_parts(config: ModelConfig, batch: Batch, layer: int, source: str, sk
             "experts",
             unit,
             Pattern.EXPERT,
-            work.experts(bank, hidden, ffn, e),
+            work.experts(bank, hidden, ffn, e, one_kernel=whole),
             sum(bank) * hidden * e,
             ("mlp.experts",),
             ("mlp.dispatch",),

@@ -6,6 +6,7 @@ Here ``e`` is the number of bytes of one value of the training data type and ``r
 """
 
 import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
@@ -173,7 +174,7 @@ def dispatch(rows: int, hidden: int, top: int, e: int) -> Work:
     return Work(forward, backward, 8 * visits)
 
 
-def experts(sizes: Iterable[int], hidden: int, ffn: int, e: int) -> Work:
+def experts(sizes: Iterable[int], hidden: int, ffn: int, e: int, *, one_kernel: bool) -> Work:
     """Return gated experts: grouped products over tokens sorted by expert.
 
     Args:
@@ -181,19 +182,21 @@ def experts(sizes: Iterable[int], hidden: int, ffn: int, e: int) -> Work:
         hidden: width of a token.
         ffn: width of one expert.
         e: bytes per value.
+        one_kernel: see :func:`grouped`. Experts that are units of their own are computed one after another.
     """
     counts = Counter(size for size in sizes if size)
     visits = sum(size * count for size, count in counts.items())
     inner = visits * ffn
     if not visits:
         return Work()
-    forward = (*grouped(counts, 2 * ffn, hidden), *each(inner, 2 * e, 3 * e), *grouped(counts, hidden, ffn))
+    product, gradient = (functools.partial(make, counts, one_kernel=one_kernel) for make in (grouped, _grouped_wgrad))
+    forward = (*product(2 * ffn, hidden), *each(inner, 2 * e, 3 * e), *product(hidden, ffn))
     backward = (
-        *_grouped_wgrad(hidden, ffn, counts),
-        *grouped(counts, ffn, hidden),
+        *gradient(hidden, ffn),
+        *product(ffn, hidden),
         *each(inner, 3 * e, 3 * e, 3 * e, 4 * e),
-        *_grouped_wgrad(2 * ffn, hidden, counts),
-        *grouped(counts, hidden, 2 * ffn),
+        *gradient(2 * ffn, hidden),
+        *product(hidden, 2 * ffn),
     )
     return Work(forward, backward, (visits * hidden + 4 * inner) * e, 2 * inner * e)
 
@@ -220,9 +223,16 @@ def combine(rows: int, hidden: int, top: int, e: int, weight_bytes: int) -> Work
     return Work(forward, backward, widths * e + visits * (8 + w), 3 * widths * w)
 
 
-def grouped(counts: Mapping[int, int], n: int, k: int) -> tuple[Gemm, ...]:
-    """Return products with one (k, n) matrix per group; ``counts`` maps a number of rows to the groups that have it."""
-    return tuple(Gemm(m, n, k, count) for m, count in counts.items())
+def grouped(counts: Mapping[int, int], n: int, k: int, *, one_kernel: bool = True) -> tuple[Gemm, ...]:
+    """Return products with one (k, n) matrix per group.
+
+    Args:
+        counts: maps a number of rows to the number of groups that have it.
+        n: columns.
+        k: the inner size.
+        one_kernel: ``grouped_mm``, which ``transformers`` runs; otherwise one kernel per group.
+    """
+    return tuple(Gemm(m, n, k, count, grouped=one_kernel) for m, count in counts.items())
 
 
 def equal_shares(rows: int, num_groups: int) -> dict[int, int]:
@@ -231,8 +241,8 @@ def equal_shares(rows: int, num_groups: int) -> dict[int, int]:
     return {size: count for size, count in ((share + 1, rest), (share, num_groups - rest)) if size and count}
 
 
-def _grouped_wgrad(n: int, k: int, counts: Mapping[int, int]) -> Kernels:
-    return tuple(Gemm(n, k, m, count) for m, count in counts.items())
+def _grouped_wgrad(counts: Mapping[int, int], n: int, k: int, *, one_kernel: bool) -> Kernels:
+    return tuple(Gemm(n, k, m, count, grouped=one_kernel) for m, count in counts.items())
 
 
 def embedding(rows: int, vocab: int, width: int, e: int) -> Work:

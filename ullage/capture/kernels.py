@@ -107,7 +107,7 @@ def _grouped_product(args: Sequence[Any], _kwargs: dict[str, Any], _output: Any)
     if a.dim() == 2:  # the inner dimension is in groups, as for gradients of weights
         groups = _output.shape[0]
         shares = equal_shares(a.shape[1], groups)
-        return tuple(Gemm(a.shape[0], b.shape[1], size, count) for size, count in shares.items())
+        return tuple(Gemm(a.shape[0], b.shape[1], size, count, grouped=True) for size, count in shares.items())
     if b.dim() == 2:
         return grouped(equal_shares(b.shape[1], a.shape[0]), a.shape[1], a.shape[2])
     return (Gemm(a.shape[1], b.shape[2], a.shape[2], a.shape[0], batched=True),)
