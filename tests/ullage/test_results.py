@@ -55,6 +55,13 @@ def published() -> Iterator[tuple[str, ...]]:
         yield words, counts[0], percent(every["mean"]), counts[1], percent(others["mean"]), percent(every["worst"])
 
 
+def streamed() -> Iterator[tuple[str, ...]]:
+    for row in result("streamed.json")["rows"].values():
+        tokens = (f"{row[f'{who}_tokens_per_s']:,.0f}" for who in ("measured", "predicted", "ours"))
+        sizes = (f"{row[name] // 1024} k" for name in ("tokens_per_step", "ours_tokens_per_round"))
+        yield f"{row['budget_gib']:g} GiB", next(sizes), *tokens, next(sizes)
+
+
 def demo() -> Iterator[tuple[str, ...]]:
     for number, error in enumerate(result("demo.json")["iteration_errors"], 1):
         yield str(number), percent(error, sign="+")
@@ -245,6 +252,7 @@ def mutation() -> Iterator[tuple[str, ...]]:
 
 TABLES = (
     published,
+    streamed,
     demo,
     memory,
     calibration,
