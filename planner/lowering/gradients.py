@@ -5,6 +5,9 @@ bf16. DeepSpeed adds on the device. With ZeRO-3 and the optimizer on the host, `
 copies the first micro-batch's gradient to a pinned buffer and back; of each later one it copies the sum to the device
 and, with the gradient added, back to the buffer. These copies are asynchronous. Only after the last micro-batch is the
 sum copied once more, in fp32, to the optimizer's gradients: that copy is exposed.
+
+Engines that stream layers add up on the device too, in the products of backward. They bring the sum one unit ahead, and
+after the last micro-batch they leave it there for the update. Backward then runs a few units ahead of updates.
 """
 
 from planner.decisions import GradientPath
@@ -143,6 +146,6 @@ def _flush(program: Program, unit: LoweredUnit, backward: Draft, ready: Draft) -
     if last and copies:
         draft.pinned = path is not GradientPath.ZERO3_BLOCKING
         draft.stalls = path is GradientPath.ZERO3_ASYNC
-    if decisions.clip and last:
+    if decisions.clip and last and copies:
         draft.num_params = num_params  # the copy also computes the norm
     return draft
