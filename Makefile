@@ -22,9 +22,9 @@ demo: $(VENV)/ready
 
 test: $(VENV)/ready
 	$(BIN)/python -m pytest $(TIMED)
-	$(MAKE) --no-print-directory --keep-going --jobs 4 $(PARTS) lint
+	$(MAKE) --no-print-directory --keep-going --jobs 3 $(PARTS) lint
 
-# Parts beside each other, the longest first: four at a time, as tests on two cores wait for a third of their time. What
+# Parts beside each other, the longest first: three at a time, as tests on two cores wait for a third of their time. What
 # compares times of threads within 5 % goes before, alone.
 TIMED := tests/ullage/test_agreement.py
 PARTS := test-executor-2 test-ullage test-planner test-executor-1 test-checkpoint test-others test-capture

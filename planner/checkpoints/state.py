@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 
 from planner.checkpoints.policy import CheckpointPolicy
-from planner.optimizers import ALL_OPTIMIZERS, Optimizer
 from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import Lane, Op, Tier
 
@@ -32,9 +31,9 @@ class Shard:
 
 
 def state_of(
-    schedule: Schedule, *, num_replicas: int | Mapping[str, int] = 1, optimizer: Optimizer = "adamw"
+    schedule: Schedule, *, num_replicas: int | Mapping[str, int] = 1, bytes_per_param: int = 12
 ) -> tuple[Shard, ...]:
-    """Return the optimizer state that an iteration's updates change, in their order: fp32 master and buffers.
+    """Return the optimizer state that an iteration's updates change, in their order: master and buffers.
 
     16-bit weights are casts of the master and are not saved. State that is streamed through the device lives on the
     host and changes when it is stored back. State on NVMe changes when its new version is written.
@@ -42,7 +41,7 @@ def state_of(
     Args:
         schedule: one iteration.
         num_replicas: data-parallel ranks that hold the same state, by unit if they differ; each saves a part of it.
-        optimizer: whose state it is.
+        bytes_per_param: bytes of state, see :attr:`planner.decisions.Decisions.state_bytes_per_param`.
     """
     changed = {(task.unit, task.piece): task for task in schedule.tasks if task.op in _CHANGES}
     shards = []
@@ -51,7 +50,7 @@ def state_of(
             change = changed.get((task.unit, task.piece), task)
             here = Tier.GPU if task.lane is Lane.GPU_UPDATE else Tier.HOST
             replicas = num_replicas if isinstance(num_replicas, int) else num_replicas[task.unit]
-            num_bytes = -(-ALL_OPTIMIZERS[optimizer].state_bytes_per_param * task.num_params // replicas)
+            num_bytes = -(-bytes_per_param * task.num_params // replicas)
             shards.append(Shard(num_bytes, _CHANGES.get(change.op, here), change.index, task.unit, task.piece))
     return tuple(shards)
 

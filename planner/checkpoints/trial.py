@@ -65,7 +65,7 @@ class Trial:
         self._prices = self.cost.prices(self._schedule)
         of_ranks = stages(units, decisions)
         replicas = {unit.name: 1 if decisions.zero_stage else decisions.replicas(unit) for unit in of_ranks}
-        self._state = state_of(self._schedule, num_replicas=replicas, optimizer=decisions.optimizer)
+        self._state = state_of(self._schedule, num_replicas=replicas, bytes_per_param=decisions.state_bytes_per_param)
         saved = bytes_by_stage(self._schedule, self._state)
         self._by_stage = saved
         self.shard_bytes = max(saved)

@@ -67,7 +67,7 @@ def test_products_are_those_of_equal_shares(way: str, dtype: str) -> None:
     assert flop(forward) == 2 * VISITS * 3 * HIDDEN * INNER
     assert flop(backward) == 2 * flop(forward)
     share = VISITS // EXPERTS
-    up, down = Gemm(share, 2 * INNER, HIDDEN, EXPERTS), Gemm(share, HIDDEN, INNER, EXPERTS)
+    up, down = (Gemm(share, *size, EXPERTS, grouped=True) for size in ((2 * INNER, HIDDEN), (HIDDEN, INNER)))
     found = gemms(forward)
     if way == "grouped_mm":
         assert found == [up, down]
