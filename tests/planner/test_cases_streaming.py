@@ -87,6 +87,16 @@ def test_the_device_adds_up_and_the_last_sum_stays() -> None:
     assert sorted(sums) == [(Op.LOAD, 1), (Op.LOAD, 2), (Op.OVERWRITE, 0), (Op.OVERWRITE, 1)]
 
 
+def test_the_last_sum_is_held_until_its_update() -> None:
+    asked = setup(2)
+    schedule = lower(asked.units, streaming(asked, 0, 0, 0), asynchronous=True)
+    tasks = schedule.tasks
+    for name in ("layers.1.attn", "layers.2.mlp"):
+        held = [b for b in schedule.buffers if b.label == name and b.memory_class == "gradients" and b.tier == "gpu"]
+        ends = [(tasks[b.first].op, tasks[b.last].op) for b in sorted(held, key=lambda b: b.first or 0)]
+        assert ends == [(Op.BACKWARD, Op.OVERWRITE), (Op.LOAD, Op.UPDATE)]
+
+
 def test_only_inputs_leave_where_layers_are_recomputed() -> None:
     asked = setup()
     schedule = lower(asked.units, streaming(asked, 1, 1, 0), asynchronous=True)

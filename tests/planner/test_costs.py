@@ -297,16 +297,15 @@ def test_total_flop_counts_no_recomputation() -> None:
 
 
 @settings(max_examples=examples(100), deadline=None)
-@given(st.integers(1, 1000), st.integers(1, 4), st.integers(1, 64), st.sampled_from(["a100-80", "h100"]))
+@given(st.integers(1, 8192), st.integers(1, 32), st.integers(1, 64), st.sampled_from(["a100-80", "h100"]))
 def test_a_grouped_kernel_is_between_one_product_and_many(rows: int, tiles: int, count: int, name: str) -> None:
     """Groups of whole tiles are one product; no grouping is slower than a kernel for every group."""
     cost = CostModel(load_profile(name), small_units("demo-llama"), BF16, 1)
-    n, k = 128 * tiles, 512
+    n, k = 128 * tiles, 4096
     grouped, apart = (cost.compute_s((Gemm(rows, n, k, count, grouped=one),)) for one in (True, False))
     assert grouped <= apart * (1 + 1e-9)
     padded = Gemm(-(-rows // 128) * 128 * count, n, k)
     floor_s = 2 * count * (rows * k + k * n + rows * n) / cost.profile.device.memory_bytes_per_s.value
-    lower = cost.compute_s((Gemm(rows * count, n, k),))
-    assert min(lower, floor_s) <= grouped
+    assert cost.compute_s((Gemm(rows * count, n, k),)) <= grouped * (1 + 1e-9)
     assert grouped <= max(cost.compute_s((padded,)), floor_s) * (1 + 1e-9)
     assert num_kernels((Gemm(rows, n, k, count, grouped=True),)) == 1

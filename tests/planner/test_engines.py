@@ -176,11 +176,12 @@ def test_plain_training_needs_most_device_memory(recompute: bool) -> None:
     assert most > max(peak for (_, num_gpu), peak in peaks.items() if num_gpu <= half)
 
 
-@given(st.sampled_from(MODELS), st.floats(2e6, 2e8), st.sampled_from([1, 4]))
+@given(st.sampled_from(MODELS), st.floats(0.5, 8.0), st.sampled_from([1, 4]))
 @settings(max_examples=examples(30), deadline=None)
-def test_engines_recompute_only_where_they_must(model: str, gpu_bytes: float, ranks: int) -> None:
+def test_engines_recompute_only_where_they_must(model: str, room: float, ranks: int) -> None:
     """What need not be scored would not be chosen: the best of all settings, on devices of any size."""
     chosen = Setup(small_units(model), data_parallel=ranks, subgroup_params=500_000)
+    gpu_bytes = room * sum(unit.saved_bytes for unit in chosen.units)
     cost = CostModel(machine(gpu_bytes=gpu_bytes, devices_per_node=ranks), chosen.units, chosen.precision, ranks)
     scorer, thorough = (Scorer(Workload(chosen.units, 64), cost) for _ in range(2))
     found = engine_policies(chosen, scorer)

@@ -1,5 +1,7 @@
 """What a schedule takes at least, against what it is simulated to take, and against hand calculation."""
 
+from collections import Counter
+
 from cases import cases, decide, small_units
 from hypothesis import given
 from machines import machine
@@ -18,6 +20,18 @@ def test_no_simulation_is_faster(case) -> None:
     simulation = run_until_steady(case.schedule, cost)
     if simulation.converged:
         assert order_bound_s(case.schedule, cost) <= simulation.period_s * (1 + 1e-6)
+
+
+@given(cases())
+def test_no_resource_does_more_than_it_can(case) -> None:
+    profile = machine(kind="gpu" if case.asynchronous else "host", devices_per_node=2)
+    cost = CostModel.of(profile, case.units, case.decisions)
+    work, capacity = Counter(), cost.capacities()
+    for task in case.schedule.tasks:
+        price = cost.price(task)
+        work.update({resource: rate * price.duration_s for resource, rate in price.uses})
+    busiest_s = max(amount / capacity[resource] for resource, amount in work.items())
+    assert order_bound_s(case.schedule, cost) >= busiest_s * (1 - 1e-9)
 
 
 def test_without_sharing_it_is_what_the_schedule_takes() -> None:
