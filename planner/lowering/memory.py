@@ -99,7 +99,7 @@ def _gradients_of(program: Program, unit: LoweredUnit, maker: LoweredUnit, tied:
             fresh[micro_batch][unit.name] |= shares
         else:
             fresh[micro_batch][maker.name] |= shares
-        brought = decisions.gradient_path is GradientPath.ON_DEVICE and unit.flushes.get(micro_batch)
+        brought = decisions.gradient_path is GradientPath.ON_DEVICE and micro_batch and unit.flushes.get(micro_batch)
         made = made or (brought[0] if brought else maker.backwards[micro_batch])
         if scatter := unit.scatters.get(micro_batch):
             # First the unreduced gradient of all parameters, then the rank's shard.
