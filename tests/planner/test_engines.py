@@ -192,7 +192,7 @@ def test_engines_recompute_only_where_they_must(model: str, room: float, ranks: 
         if name not in HOST_PARAMETER_POLICIES or not best.missing_bytes:
             assert found[name].order == pytest.approx(best.order, rel=1e-9)
     if not any(candidate.missing_bytes for candidate in found.values()):
-        assert scorer.num_simulations < thorough.num_simulations
+        assert scorer.num_simulations <= thorough.num_simulations
 
 
 def test_a_mix_fills_the_device_from_the_front_and_spreads_what_is_streamed() -> None:
