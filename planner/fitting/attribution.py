@@ -30,7 +30,7 @@ import numpy as np
 from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import Lane, Op, Task
 from planner.schedule.timeline import Timeline
-from planner.simulate.critical_path import critical_steps
+from planner.simulate.critical_path import critical_walk
 from planner.simulate.machine import Simulation
 from planner.simulate.replays import Replays, Seconds
 
@@ -369,15 +369,18 @@ def _by_kind(
 
 
 def _stalls_s(measured: Timeline, iterations: Sequence[int]) -> dict[TaskKind, float]:
-    """Return the mean length of gaps on the critical path, in seconds, by the kind of task after the gap."""
+    """Return the mean length of gaps on the critical path, in seconds, by the kind of task after the gap.
+
+    The path is walked back from the end of the run, not from the end of each iteration: where it has passed through an
+    iteration or two, it repeats itself, and the work on it is the work of the iteration's critical circuit.
+    """
     tasks = measured.schedule.tasks
-    first = kind_of(tasks[measured.schedule.first_forward or 0])
+    windows_s = [(measured.begin_s(i), measured.begin_s(i) + measured.period_s(i)) for i in iterations]
     found: dict[TaskKind, float] = defaultdict(float)
-    for iteration in iterations:
-        before_s = 0.0
-        for step in critical_steps(measured, iteration):
-            found[kind_of(tasks[step.task])] += (step.start_s - before_s) / len(iterations)
-            before_s = step.end_s
-        found[first] += (measured.period_s(iteration) - before_s) / len(iterations)
+    for later, earlier in itertools.pairwise(critical_walk(measured)):
+        gap_s = float(measured.end_s[earlier]), float(measured.start_s[later])
+        found[kind_of(tasks[later[1]])] += sum(
+            max(0.0, min(gap_s[1], end_s) - max(gap_s[0], begin_s)) for begin_s, end_s in windows_s
+        ) / len(windows_s)
     ordered = sorted(found.items(), key=lambda item: -item[1])
     return {kind: seconds for kind, seconds in ordered if seconds > 0}

@@ -9,7 +9,7 @@ mean rates.
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -75,27 +75,45 @@ def critical_steps(timeline: Timeline, iteration: int) -> tuple[Step, ...]:
     schedule ran.
     """
     begin_s, end_s = timeline.begin_s(iteration), timeline.begin_s(iteration) + timeline.period_s(iteration)
-    before = _before_in_lane(timeline.schedule)
-    tasks = timeline.schedule.tasks
-    current: _Key = (iteration + 1, timeline.schedule.first_forward or 0)
-    if current[0] >= timeline.num_iterations:  # the last iteration ends with its last task
-        current = (iteration, int(np.nanargmax(timeline.end_s[iteration])))
-        steps = [_step(timeline, current, begin_s, end_s)]
-    else:
-        steps = []
-    while timeline.start_s[current] > begin_s:
+    # The last iteration ends with its last task, others with the beginning of the next one.
+    is_last = iteration + 1 >= timeline.num_iterations
+    end = _last_of(timeline) if is_last else (iteration + 1, timeline.schedule.first_forward or 0)
+    steps = []
+    for key in critical_walk(timeline, end):
+        if (step := _step(timeline, key, begin_s, end_s)).length_s > 0:
+            steps.append(step)
+        if timeline.start_s[key] <= begin_s:
+            break
+    return tuple(reversed(steps))
+
+
+def critical_walk(timeline: Timeline, end: tuple[int, int] | None = None) -> Iterator[tuple[int, int]]:
+    """Walk back through executions, each time to the one that was waited for last; see [Note: Critical path].
+
+    Args:
+        timeline: the timeline.
+        end: iteration and task to begin with; by default the execution that ended last.
+
+    Yields:
+        Iteration and task of each execution of the chain, the latest first.
+    """
+    before, tasks = _before_in_lane(timeline.schedule), timeline.schedule.tasks
+    current = _last_of(timeline) if end is None else end
+    while True:
+        yield current
         number, index = current
         lane_task, back = before[index]
         waited = [(number - back, lane_task), *((number, i) for i in tasks[index].after)]
         waited += [(number - 1, i) for i in tasks[index].after_previous]
         known = [key for key in waited if key[0] >= 0 and not np.isnan(timeline.start_s[key])]
         if not known:
-            break
+            return
         # Of several tasks that ended at once, take the one that started last: it is the shortest explanation.
         current = max(known, key=lambda key: (timeline.end_s[key], timeline.start_s[key], key))
-        if (step := _step(timeline, current, begin_s, end_s)).length_s > 0:
-            steps.append(step)
-    return tuple(reversed(steps))
+
+
+def _last_of(timeline: Timeline) -> _Key:
+    return timeline.num_iterations - 1, int(np.nanargmax(timeline.end_s[-1]))
 
 
 def critical_path(timeline: Timeline, iteration: int) -> dict[str, float]:

@@ -78,8 +78,9 @@ def test_every_value_has_the_unit_of_its_name_and_a_source(name):
         ("gemm_rows_half", "count"),
         ("_ratio", "ratio"),
     )
-    found = list(values(load_profile(name)))
-    assert len(found) >= 20
+    profile = load_profile(name)
+    found = list(values(profile))
+    assert len(found) > (20 if profile.nvme or profile.intra_node else 19)  # a device and its host alone: 20 values
     for path, value in found:
         assert len(value.provenance.source) > 10, path
         assert "http" not in value.provenance.source, path
