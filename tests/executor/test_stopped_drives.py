@@ -102,6 +102,8 @@ def test_ctrl_c_ends_training_that_waits_for_a_drive_that_hangs(call, over, tmp_
     transfer = getattr(os, call)
 
     def hanging(fd, buffers, offset):
+        if not threading.current_thread().name.startswith("lane nvme-state-"):
+            return transfer(fd, buffers, offset)  # a thread that an earlier test has left behind
         hung.append(fd)
         time.sleep(PATIENCE_S)  # until the caller waits too
         os.kill(os.getpid(), signal.SIGINT)
