@@ -44,6 +44,8 @@ class Device(Frozen):
             the device; 0 switches the correction off.
         multiprocessors: how many of them share a product's tiles, so that the last wave leaves some idle (see
             :func:`planner.costs.model.wave_factor`); ``None`` leaves that to the curve, and ``gemm_rows_half`` applies.
+        gemm_bytes_per_s: rate at which a product's matrices pass, if that adds to its time: where the tensor cores run
+            at the device's power limit, they slow down with every byte moved. ``None``: transfers hide behind products.
         attention: time of one fused attention against its FLOP (the masked half not counted), per data type.
         elementwise: time of one elementwise kernel against the bytes it reads and writes, dispatch included.
         elementwise_fp32: the same in fp32; ``None`` where the same memory binds both. Processors without instructions
@@ -71,6 +73,7 @@ class Device(Frozen):
     gemm: dict[Dtype, CurveOverFlop]
     gemm_rows_half: Count
     multiprocessors: Annotated[int, Field(ge=1)] | None = None
+    gemm_bytes_per_s: BytesPerSecond | None = None
     attention: dict[Dtype, CurveOverFlop]
     elementwise: CurveOverBytes
     elementwise_fp32: CurveOverBytes | None = None
@@ -231,6 +234,8 @@ class Fabric(Frozen):
         bytes_per_s: bus bandwidth of an all-gather or reduce-scatter, per device and direction, while all devices of
             a node take part (between nodes: each device's share of the NICs).
         latency_s: start-up time of one collective.
+        hop_latency_s: what every step of a ring adds to that, so that it grows with the ranks; ``None``: the start-up
+            time is that of the usual groups, steps included.
         via_host_link: the collective's bytes cross the same link as host copies (no NVLink).
         partial_group_ratio: between nodes, the fraction of ``bytes_per_s`` that a group reaches if it has only some of
             a node's devices, while other groups have the rest; ``None`` stands for 1.
@@ -238,6 +243,7 @@ class Fabric(Frozen):
 
     bytes_per_s: BytesPerSecond
     latency_s: Seconds
+    hop_latency_s: Seconds | None = None
     via_host_link: bool = False
     partial_group_ratio: Ratio | None = None
 

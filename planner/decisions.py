@@ -92,16 +92,23 @@ class UnitDecision(Frozen):
         return self.activations in {"offload", "offload-nvme", "offload-input"}
 
 
+# Over gradients in buffers: read for the check and for the norm, read and written to scale, written to clear.
+_GRADIENT_PASSES = 5
+
+
 class Precision(Frozen):
-    """Types of weights and gradients, and of optimizer state.
+    """Types of weights, gradients and optimizer state.
 
     Attributes:
-        weights: the type of weights and gradients.
+        weights: the type of weights and activations.
         state: the type of optimizer state; ``None`` is fp32, the only one that our executor has.
+        gradients: the type in which gradients are summed over micro-batches and ranks; ``None`` is that of weights, the
+            only one that our executor has.
     """
 
     weights: Literal["bf16", "fp32"]
     state: Literal["bf16"] | None = None
+    gradients: Literal["fp32"] | None = None
 
     @model_validator(mode="after")
     def _state_fits(self) -> Self:
@@ -111,8 +118,13 @@ class Precision(Frozen):
 
     @property
     def weight_bytes(self) -> Literal[2, 4]:
-        """Bytes of one weight or gradient."""
+        """Bytes of one weight."""
         return 2 if self.weights == "bf16" else 4
+
+    @property
+    def gradient_bytes(self) -> Literal[2, 4]:
+        """Bytes of one gradient."""
+        return 4 if self.gradients else self.weight_bytes
 
     @property
     def master_is_weight(self) -> bool:
@@ -124,9 +136,14 @@ class Precision(Frozen):
         return ALL_OPTIMIZERS[optimizer].bytes_per_param(2 if self.state else 4)
 
     def update_bytes_per_param(self, optimizer: Optimizer) -> int:
-        """Return the bytes that one fused pass moves: gradient and state in, state and (if it is apart) weight out."""
+        """Return the bytes that an update moves: gradient and state in, state and (if it is apart) weight out.
+
+        Where gradients have a type of their own, they have buffers, which are checked, clipped and cleared in passes
+        of their own (Megatron-Core's ``distributed_data_parallel.py`` and ``clip_grads.py``).
+        """
         apart = 0 if self.master_is_weight else self.weight_bytes
-        return self.weight_bytes + 2 * self.state_bytes_per_param(optimizer) + apart
+        passes = _GRADIENT_PASSES * self.gradient_bytes if self.gradients else 0
+        return self.gradient_bytes + 2 * self.state_bytes_per_param(optimizer) + apart + passes
 
 
 BF16, FP32 = Precision(weights="bf16"), Precision(weights="fp32")
@@ -227,6 +244,8 @@ class Decisions(Frozen):
             )
         if self.pipeline_parallel > 1:
             self._check_pipeline()
+        if self.precision.gradients:
+            self._check_gradients()
         if self.gradient_path is GradientPath.ON_DEVICE:
             self._check_on_device()
         for name, unit in self.units.items():
@@ -252,6 +271,14 @@ class Decisions(Frozen):
                 raise ValueError(
                     f"unit {name}: gradient_path 'on-device' needs updates on the device, but there is one on "
                     f"{str(min(places))!r}; choose 'gpu' or 'stream'"
+                )
+
+    def _check_gradients(self) -> None:
+        for name, unit in self.units.items():
+            if places := set(unit.update) - {Place.GPU}:
+                raise ValueError(
+                    f"unit {name}: gradients in {self.precision.gradients} stay on the device, but an update is on "
+                    f"{str(min(places))!r}; choose 'gpu'"
                 )
 
     def _check_pipeline(self) -> None:
@@ -283,7 +310,7 @@ class Decisions(Frozen):
             and self.reduce_start == "backward"
             and self.pipeline_parallel == 1
             and self.pinned_reads
-            and self.precision.state is None
+            and self.precision in {BF16, FP32}
             and self.optimizer != "muon"
             and all(unit.activations != "offload-input" for unit in self.units.values())
         )

@@ -5,7 +5,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterable
 
-from planner.models import experts
+from planner.models import experts, megatron_core
 from planner.models.captured import CapturedModel, Model
 from planner.models.config import ModelConfig
 from planner.models.ends import embedding_operators, head_operators
@@ -228,7 +228,8 @@ def build_graph(config: Model, batch: Batch) -> Graph:
     for layer in range(config.num_layers):
         kind = (config.has_experts(layer), experts.load_of(batch, layer))
         if kind not in parts:
-            parts[kind] = layer_parts(config, batch, layer)
+            make = megatron_core.layer_parts if batch.is_core else layer_parts
+            parts[kind] = make(config, batch, layer)
         hidden = _add_layer(graph, config, layer, parts[kind], hidden)
     _add_chain(graph, head_operators(config, batch, specs), hidden)
     return graph

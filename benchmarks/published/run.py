@@ -31,6 +31,7 @@ FILES = (
     "parallel_training",
     "activation_swapping",
     "streamed_h100",
+    "in_memory_b200",
 )
 
 
@@ -115,6 +116,12 @@ FITTINGS = (
         "streamed_h100",
         ("*-adamw-*-b18",),
         ("device.gemm.bf16", "device.attention.bf16"),
+    ),
+    Fitting(
+        "b200x8-nvlink",
+        "in_memory_b200",
+        ("*-70b-tp2-*", "*-405b-l4-tp2-pp1-dp4-*", "*-deepseekv2-tp1-ep8-*"),
+        ("device.gemm.bf16",),
     ),
     Fitting(
         "polaris-a100-40g",

@@ -10,11 +10,12 @@ from pydantic import ValidationError
 from hwprofiles.files import read_json
 from planner.cases.base import Case, CaseError
 from planner.cases.checkpoints import CheckpointCase
+from planner.cases.in_memory import InMemoryCase
 from planner.cases.streaming import StreamingCase
 from planner.cases.swapping import SwappingCase
 from planner.cases.training import TrainingCase
 
-_KINDS: tuple[type[Case], ...] = (SwappingCase, CheckpointCase, StreamingCase, TrainingCase)
+_KINDS: tuple[type[Case], ...] = (SwappingCase, CheckpointCase, StreamingCase, TrainingCase, InMemoryCase)
 _FIELDS = ("schema_version", "title", "note", "cases")
 
 

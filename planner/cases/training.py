@@ -225,20 +225,23 @@ class TrainingCase(Case):
                 f"{profile.devices_per_node} devices per node; name another profile"
             )
         model_units, setup = setup_of(self)
-        decisions = decide(self, setup)
-        cost = CostModel.of(profile, model_units, decisions)
-        simulation = run_until_steady(lower(model_units, decisions, asynchronous=cost.asynchronous), cost)
-        phases = simulation.phases
-        peaks = memory_peaks(simulation.timeline, simulation.steady, cost)
-        values = {
-            Metric.FORWARD: phases.forward_s,
-            Metric.BACKWARD: phases.backward_s,
-            Metric.UPDATE: phases.update_s,
-            Metric.ITERATION: phases.iteration_s,
-            Metric.PEAK_GPU: float(peaks[Tier.GPU].peak_bytes),
-        }
-        warnings = (*cost.warnings, *shortages(self.id, peaks))
-        return Outcome(values, simulation.converged, warnings)
+        return simulated(self.id, profile, model_units, decide(self, setup))
+
+
+def simulated(case_id: str, profile: HardwareProfile, model_units: tuple[Unit, ...], decisions: Decisions) -> Outcome:
+    """Return what is predicted for a case's decisions: simulated until iterations repeat."""
+    cost = CostModel.of(profile, model_units, decisions)
+    simulation = run_until_steady(lower(model_units, decisions, asynchronous=cost.asynchronous), cost)
+    phases = simulation.phases
+    peaks = memory_peaks(simulation.timeline, simulation.steady, cost)
+    values = {
+        Metric.FORWARD: phases.forward_s,
+        Metric.BACKWARD: phases.backward_s,
+        Metric.UPDATE: phases.update_s,
+        Metric.ITERATION: phases.iteration_s,
+        Metric.PEAK_GPU: float(peaks[Tier.GPU].peak_bytes),
+    }
+    return Outcome(values, simulation.converged, (*cost.warnings, *shortages(case_id, peaks)))
 
 
 def setup_of(case: TrainingCase) -> tuple[tuple[Unit, ...], Setup]:

@@ -30,11 +30,13 @@ class Ring:
         fabric: the fabric of this level.
         num_bytes: the bytes of the collective as each rank sees them on this level.
         time_s: at full speed, without latency.
+        latency_s: the start-up time.
     """
 
     fabric: Fabric
     num_bytes: float
     time_s: float
+    latency_s: float
 
 
 class Fabrics:
@@ -66,7 +68,7 @@ class Fabrics:
         sent_bytes = num_rounds * num_bytes * (size - 1) / size
         rings = []
         if group.per_node > 1:
-            rings.append(_ring(self._inside(), num_rounds * num_bytes, sent_bytes))
+            rings.append(_ring(self._inside(), num_rounds * num_bytes, sent_bytes, num_rounds * (group.per_node - 1)))
         if group.nodes > 1:
             fabric = self._between_nodes()
             if group.nodes == 2 and num_rounds == 2:
@@ -74,7 +76,8 @@ class Fabrics:
             share_bytes = sent_bytes / group.per_node
             if fabric.partial_group_ratio and group.per_node < self._layout.ranks_per_node:
                 share_bytes /= fabric.partial_group_ratio.value
-            rings.append(_ring(fabric, num_rounds * num_bytes / group.per_node, share_bytes))
+            num_steps = num_rounds * (group.nodes - 1)
+            rings.append(_ring(fabric, num_rounds * num_bytes / group.per_node, share_bytes, num_steps))
         return rings
 
     def all_to_all_s(self, group: Group, num_bytes: float) -> float:
@@ -84,7 +87,7 @@ class Fabrics:
         levels = [(self._inside(), inside)] if inside else []
         levels += [(self._between_nodes(), across)] if across else []
         slowest_s = max((sent / fabric.bytes_per_s.value for fabric, sent in levels), default=0.0)
-        return slowest_s + sum(fabric.latency_s.value for fabric, _ in levels)
+        return slowest_s + sum(_latency_s(fabric, size - 1) for fabric, _ in levels)
 
     def between(self, stage: int, other: int) -> Fabric:
         """Return the fabric of a rank's transfer to its counterpart in another pipeline stage.
@@ -109,5 +112,10 @@ class Fabrics:
         return fabric
 
 
-def _ring(fabric: Fabric, num_bytes: float, sent_bytes: float) -> Ring:
-    return Ring(fabric, num_bytes, sent_bytes / fabric.bytes_per_s.value)
+def _ring(fabric: Fabric, num_bytes: float, sent_bytes: float, num_steps: int) -> Ring:
+    return Ring(fabric, num_bytes, sent_bytes / fabric.bytes_per_s.value, _latency_s(fabric, num_steps))
+
+
+def _latency_s(fabric: Fabric, num_steps: int) -> float:
+    step_s = fabric.hop_latency_s.value if fabric.hop_latency_s else 0.0
+    return fabric.latency_s.value + step_s * num_steps

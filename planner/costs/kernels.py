@@ -1,5 +1,6 @@
 """The time of kernels on a device."""
 
+import dataclasses
 from collections.abc import Iterable
 
 from hwprofiles.profile import Dtype
@@ -12,6 +13,7 @@ from planner.models.kernels import Collective
 
 # Outputs along each side of the tile that one multiprocessor computes at a time.
 _TILE = 128
+_FP32 = 4
 
 
 class KernelCosts:
@@ -73,12 +75,15 @@ class KernelCosts:
                 else:  # few rows leave part of the device idle: the curve's rate times r / (r + r_half)
                     idle = 1 + device.gemm_rows_half.value / kernel.m
                 time_s = self._rank.read_s(device.gemm[self._dtype], flop, "GEMM") * idle
-                num_bytes = self._dtype_bytes * (kernel.m * kernel.k + kernel.k * kernel.n + kernel.m * kernel.n)
+                out_bytes = (2 * _FP32 if kernel.accumulates else self._dtype_bytes) * kernel.m * kernel.n
+                num_bytes = self._dtype_bytes * (kernel.m * kernel.k + kernel.k * kernel.n) + out_bytes
+                if device.gemm_bytes_per_s:
+                    time_s += num_bytes / device.gemm_bytes_per_s.value
                 return time_s * kernel.count, float(num_bytes * kernel.count)
             case Attention():
-                curve = device.attention if kernel.flash else device.gemm
-                time_s = self._rank.read_s(curve[self._dtype], kernel.flop, "attention")
-                rows = kernel.batch * kernel.num_heads * kernel.seq_len * kernel.head_dim
+                curve, steps = device.attention if kernel.flash else device.gemm, kernel.num_steps
+                time_s = steps * self._rank.read_s(curve[self._dtype], kernel.flop / steps, "attention")
+                rows = kernel.batch * kernel.num_heads * kernel.seq_len * kernel.head_dim // steps
                 return time_s, float(4 * self._dtype_bytes * rows)
             case Elementwise():
                 curve_of_type = device.elementwise_fp32 if self._dtype == "fp32" else None
@@ -88,11 +93,14 @@ class KernelCosts:
                 return self._inside_unit_s(kernel) * kernel.count, float(kernel.num_bytes * kernel.count)
 
     def _inside_unit_s(self, kernel: Collective) -> float:
-        """Return the time of a collective inside a unit. The unit's next kernel waits for it."""
+        """Return the time of a collective inside a unit for which its next kernel waits."""
+        if kernel.behind:
+            alone_s = self._inside_unit_s(dataclasses.replace(kernel, behind=None))
+            return max(alone_s - self.time_and_bytes(kernel.behind)[0], 0.0)
         if kernel.kind == "all-to-all":
             return self._fabrics.all_to_all_s(self._layout.parts(kernel.num_ranks), kernel.num_bytes)
         rings = self._fabrics.rings(self._layout.tensor_group, kernel.num_bytes, kernel.num_passes)
-        return sum(ring.fabric.latency_s.value for ring in rings) + max((ring.time_s for ring in rings), default=0.0)
+        return sum(ring.latency_s for ring in rings) + max((ring.time_s for ring in rings), default=0.0)
 
 
 def wave_factor(m: int, n: int, multiprocessors: int, count: int = 1) -> float:

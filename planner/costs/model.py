@@ -269,7 +269,7 @@ class CostModel:
             if ring.fabric.via_host_link and ring.time_s > 0:
                 best = self.profile.host_link.down.best_rate_per_s() / self._rank.ranks_per_uplink
                 uses += [(Resource.LINK_DOWN, min(ring.num_bytes / ring.time_s, best))]
-        return Price(sum(ring.fabric.latency_s.value for ring in rings), duration_s, tuple(sorted(uses)))
+        return Price(sum(ring.latency_s for ring in rings), duration_s, tuple(sorted(uses)))
 
     def _send(self, task: Work) -> Price:
         """Price one rank's transfer to another stage. The outer stages exchange the tied embedding's gradient."""

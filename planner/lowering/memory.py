@@ -75,10 +75,10 @@ def _gradients_of(program: Program, unit: LoweredUnit, maker: LoweredUnit, tied:
     The ``maker`` makes only the gradient of a ``tied`` weight; the unit's own backward makes the others.
     """
     decisions, amounts = program.decisions, unit.amounts
-    weight_bytes, ranks = decisions.precision.weight_bytes, amounts.replicas
+    gradient_bytes, ranks = decisions.precision.gradient_bytes, amounts.replicas
     host, resident = amounts.flushed_params, amounts.resident_params
     if amounts.buffer_params:
-        num_bytes = weight_bytes * amounts.buffer_params
+        num_bytes = gradient_bytes * amounts.buffer_params
         program.hold(Tier.GPU, MemoryClass.GRADIENTS, num_bytes, f"{unit.name} buffer", unit.stage)
     _hold_always(program, unit, MemoryClass.GRADIENTS, amounts.gradients)
     if unit.spill and decisions.gradient_path is not GradientPath.ONCE:  # other engines allocate on demand
@@ -103,7 +103,7 @@ def _gradients_of(program: Program, unit: LoweredUnit, maker: LoweredUnit, tied:
         made = made or (brought[0] if brought else maker.backwards[micro_batch])
         if scatter := unit.scatters.get(micro_batch):
             # First the unreduced gradient of all parameters, then the rank's shard.
-            num_bytes, label = weight_bytes * amounts.padded_params, f"{unit.name} unreduced"
+            num_bytes, label = gradient_bytes * amounts.padded_params, f"{unit.name} unreduced"
             program.hold_while(MemoryClass.GRADIENTS, num_bytes, label, made, scatter)
             made = scatter
         elif ranks > 1:
@@ -111,13 +111,13 @@ def _gradients_of(program: Program, unit: LoweredUnit, maker: LoweredUnit, tied:
         if host:
             stays = decisions.gradient_path is GradientPath.ON_DEVICE and micro_batch + 1 == decisions.num_micro_batches
             last = unit.updates[-1] if stays else unit.flushes[micro_batch][-1]
-            _hold_from(program, unit, tied, weight_bytes * host, unit.name, made, last)
+            _hold_from(program, unit, tied, gradient_bytes * host, unit.name, made, last)
         summed, made = summed or made, None
     if resident:
         assert summed is not None
         final = max(i for i, (_, place) in enumerate(amounts.pieces) if place not in amounts.flushes)
         last = unit.updates[final]
-        _hold_from(program, unit, tied, weight_bytes * resident, f"{unit.name} resident", summed, last)
+        _hold_from(program, unit, tied, gradient_bytes * resident, f"{unit.name} resident", summed, last)
 
 
 def _hold_from(
@@ -138,21 +138,21 @@ def _tied_gradients(program: Program, tied: Mapping[str, LoweredUnit], fresh: Fr
 
     Only then is the sum added to that of earlier micro-batches, so the first gradient waits until then.
     """
-    weight_bytes = program.decisions.precision.weight_bytes
+    gradient_bytes = program.decisions.precision.gradient_bytes
     for name, maker in sorted(tied.items(), key=lambda item: item[0]):
         owner = next(unit for unit in program.units if name in unit.unit.sizes)
-        gradient_bytes = weight_bytes * owner.unit.sizes[name]
+        num_bytes = gradient_bytes * owner.unit.sizes[name]
         for micro_batch, shares in enumerate(fresh):
             adding, made = owner.backwards[micro_batch], maker.backwards[micro_batch]
-            program.hold_while(MemoryClass.GRADIENTS, 2 * gradient_bytes, f"{name} summed", adding, adding)
-            waiting_bytes = int(gradient_bytes * (1 - shares[maker.name][name]))
+            program.hold_while(MemoryClass.GRADIENTS, 2 * num_bytes, f"{name} summed", adding, adding)
+            waiting_bytes = int(num_bytes * (1 - shares[maker.name][name]))
             program.hold_while(MemoryClass.GRADIENTS, waiting_bytes, f"{name} waiting", made, adding)
             shares[maker.name][name] = 1.0
 
 
 def _workspace(program: Program, fresh: Fresh) -> None:
     """Hold the workspace of each compute task while it runs."""
-    weight_bytes = program.decisions.precision.weight_bytes
+    gradient_bytes = program.decisions.precision.gradient_bytes
     for draft in program.computing:
         unit = program.named[draft.unit]
         num_bytes = unit.unit.forward_workspace_bytes
@@ -161,7 +161,7 @@ def _workspace(program: Program, fresh: Fresh) -> None:
             for other in unit.unit.shared_units:
                 sizes = sizes | program.named[other].unit.sizes
             new, piled = fresh[draft.micro_batch][unit.name], unit.amounts.replicas > 1
-            num_bytes = backward_workspace_bytes(unit.unit, sizes, new, weight_bytes, piled=piled)
+            num_bytes = backward_workspace_bytes(unit.unit, sizes, new, gradient_bytes, piled=piled)
         program.hold_while(MemoryClass.WORKSPACE, num_bytes, f"{unit.name} workspace", draft, draft)
 
 

@@ -3,7 +3,8 @@
 [Note: Stages] Inside a stage nothing is placed or moved separately, so a stage is lowered as one unit. Its forward is
 that of all its layers, and its backward includes their recomputation. One representative rank with its own lanes and
 resources stands for each stage, and the whole pipeline is one schedule. Warm-up, cool-down and bubbles follow from the
-order within each stage and from dependencies.
+order within each stage and from dependencies. If data-parallel ranks share experts, those of a stage are a unit beside
+it, because other ranks reduce their gradients and share their state.
 
 The order is 1F1B (Narayanan et al., *Memory-Efficient Pipeline-Parallel DNN Training*, 2021): stage ``s`` of ``p``
 runs ``p - s`` forwards ahead, then alternates, so that it holds the activations of at most that many micro-batches.
@@ -27,7 +28,7 @@ _PHASES = {Op.FORWARD: Phase.FORWARD, Op.BACKWARD: Phase.BACKWARD}
 
 
 def stages(units: tuple[Unit, ...], decisions: Decisions) -> tuple[Unit, ...]:
-    """Return the units to lower and price: one per pipeline stage, or the given units if there is one stage.
+    """Return the units to lower and price: the given ones, or one per pipeline stage and then one for its experts.
 
     Raises:
         ValueError: there are fewer layers than stages.
@@ -36,7 +37,8 @@ def stages(units: tuple[Unit, ...], decisions: Decisions) -> tuple[Unit, ...]:
         return units
     specs = {spec.name: spec for unit in units for spec in unit.parameters}
     dealt = deal(units, decisions.pipeline_parallel)
-    return tuple(_merge(parts, stage, decisions, specs) for stage, parts in enumerate(dealt))
+    merged = tuple(_merge(parts, stage, decisions, specs) for stage, parts in enumerate(dealt))
+    return merged if decisions.expert_parallel == 1 else merged + tuple(itertools.starmap(_experts, enumerate(dealt)))
 
 
 def deal(units: tuple[Unit, ...], num_stages: int) -> list[list[list[Unit]]]:
@@ -96,7 +98,8 @@ def _merge(parts: list[list[Unit]], stage: int, decisions: Decisions, specs: dic
         forward = (gather if stage else ()) + forward
         backward = (gather if stage < decisions.pipeline_parallel - 1 else ()) + backward
     name = f"stage{stage}"
-    used = [spec.name for unit in members for spec in unit.parameters]
+    apart = {spec.name for spec in _expert_parameters(parts)} if decisions.expert_parallel > 1 else set()
+    used = [spec.name for unit in members for spec in unit.parameters if spec.name not in apart]
     used += [shared for unit in members for operator in unit.operators for shared in operator.shared_parameters]
     parameters = tuple(specs[parameter] for parameter in dict.fromkeys(used))
     merged = Operator(
@@ -106,11 +109,24 @@ def _merge(parts: list[list[Unit]], stage: int, decisions: Decisions, specs: dic
     return Unit(name, name, (merged,), parameters)
 
 
+def _experts(stage: int, parts: list[list[Unit]]) -> Unit:
+    """Return the experts of a stage as a unit that computes nothing: its kernels are the stage's."""
+    name, parameters = f"stage{stage}.experts", _expert_parameters(parts)
+    bank = Operator(name, "experts", name, name, parameters, Pattern.EXPERT, (), (), 0, 0, 0)
+    return Unit(name, name, (bank,), parameters)
+
+
+def _expert_parameters(parts: list[list[Unit]]) -> tuple[ParameterSpec, ...]:
+    operators = (operator for segment in parts for unit in segment for operator in unit.operators)
+    return tuple(spec for operator in operators if operator.pattern is Pattern.EXPERT for spec in operator.parameters)
+
+
 def compute(program: Program) -> None:
     """Make the spine of a pipeline: forwards and backwards of all stages, each after the transfer that it needs."""
     units, decisions = program.units, program.decisions
     sent: dict[tuple[Lane, int, int], Draft] = {}  # by sender and micro-batch
-    for op, stage, micro_batch in issue_order(len(units), decisions.num_micro_batches):
+    num_stages = decisions.pipeline_parallel
+    for op, stage, micro_batch in issue_order(num_stages, decisions.num_micro_batches):
         unit, phase = units[stage], _PHASES[op]
         forward = op is Op.FORWARD
         lane, step = (Lane.SEND, 1) if forward else (Lane.SEND_BACK, -1)
@@ -119,18 +135,20 @@ def compute(program: Program) -> None:
             draft.after = (received.key,)
         (unit.forwards if forward else unit.backwards).append(draft)
         program.spine.append(draft)
-        if not 0 <= stage + step < len(units):
+        if not 0 <= stage + step < num_stages:
             continue
         send = sent[lane, stage, micro_batch] = program.draft(lane, Op.SEND, phase, unit, micro_batch, (draft.key,))
         send.num_bytes = -(-unit.unit.activation_output_bytes // decisions.tensor_parallel)
         program.behind[draft.key].append(send)
+    for stage, bank in enumerate(units[num_stages:]):
+        bank.forwards, bank.backwards = units[stage].forwards, units[stage].backwards
 
 
 def exchange_tied(program: Program) -> None:
     """Add the all-reduce of the tied embedding's gradient between the first and the last stage, at the end."""
-    first, last = program.units[0], program.units[-1]
+    first, last = program.units[0], program.units[program.decisions.pipeline_parallel - 1]
     tied = {spec.name: spec.num_params for spec in first.unit.parameters if spec in last.unit.parameters}
-    if not tied or len(program.units) == 1:
+    if not tied or first is last:
         return
     final = program.decisions.num_micro_batches - 1
     backward = (first.backwards[final].key, last.backwards[final].key)

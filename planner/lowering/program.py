@@ -119,7 +119,8 @@ class Program:
         _check(model, decisions)
         self.model, self.decisions = model, decisions
         amounts_of, decided = AmountsOf(decisions), decisions.units
-        stages = range(len(model)) if decisions.pipeline_parallel > 1 else itertools.repeat(0)  # units are then stages
+        # In a pipeline, units are the stages, and then perhaps the experts of each.
+        stages = itertools.cycle(range(decisions.pipeline_parallel))
         self.units = [
             LoweredUnit(
                 unit,

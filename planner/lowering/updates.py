@@ -18,7 +18,8 @@ def updates(program: Program) -> None:
     fetches and all-gathers for it are issued in the next iteration, in the order of use.
     """
     decisions = program.decisions
-    order = list(enumerate(program.units))
+    # In a pipeline, units are placed by their stage.
+    order = [(unit.stage if decisions.pipeline_parallel > 1 else i, unit) for i, unit in enumerate(program.units)]
     # Updates that start during backward are issued after it, so in the order of backward, whatever was decided.
     forward = decisions.update_order == "forward" and decisions.update_start == "step"
     streamed, through_nvme = Ring(decisions.num_state_slots), Ring(decisions.num_nvme_slots)

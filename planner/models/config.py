@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-Family = Literal["opt", "gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"]
+Family = Literal["opt", "gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "deepseek"]
 Mlp = Literal["relu", "gelu", "gelu_new", "swiglu"]
 Norm = Literal["layernorm", "rmsnorm"]
 # Far beyond any model. Products of sizes stay finite, and a schedule with a unit for each layer stays small enough.
@@ -19,6 +19,24 @@ class ModelConfigError(ValueError):
 
 class UnknownModelError(ModelConfigError):
     """A name that is neither a packaged model nor a file."""
+
+
+class LatentAttention(BaseModel):
+    """Sizes of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1).
+
+    Attributes:
+        q_lora_rank: width of the vector from which queries are made.
+        kv_lora_rank: width of the vector from which keys and values are made.
+        qk_rope_head_dim: how much of a head's query and key is rotated; heads share that part of the key.
+        v_head_dim: width of a head's values.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    q_lora_rank: Size
+    kv_lora_rank: Size
+    qk_rope_head_dim: Size
+    v_head_dim: Size
 
 
 class ModelConfig(BaseModel):
@@ -41,6 +59,8 @@ class ModelConfig(BaseModel):
         expert_ffn_hidden_size: width of one expert.
         dense_layers: layers of an expert model that have a dense MLP.
         normalize_router: routing weights are scaled to sum to 1.
+        shared_expert_ffn_hidden_size: width of the expert that every token visits, if there is one.
+        latent: sizes of multi-head latent attention, if that is used; ``head_dim`` is a head's query and key.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -70,6 +90,8 @@ class ModelConfig(BaseModel):
     expert_ffn_hidden_size: Count = 0
     dense_layers: tuple[Count, ...] = ()
     normalize_router: bool = True
+    shared_expert_ffn_hidden_size: Size | None = None
+    latent: LatentAttention | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -103,7 +125,7 @@ class ModelConfig(BaseModel):
     @property
     def is_expert_model(self) -> bool:
         """Whether the architecture routes tokens to experts."""
-        return self.family in {"mixtral", "qwen3_moe"}
+        return self.family in {"mixtral", "qwen3_moe", "deepseek"}
 
     @property
     def query_size(self) -> int:

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Mapping
 
-from planner.models import fused, megatron, work
+from planner.models import fused, megatron, megatron_core, work
 from planner.models.config import ModelConfig
 from planner.models.kernels import Work, all_reduce, each
 from planner.models.layers import has_learned_positions, norm_work, sum_input_gradient, sum_output
@@ -46,8 +46,13 @@ def embedding_operators(config: ModelConfig, batch: Batch, specs: Mapping[str, P
     look_up = work.embedding(rows, config.vocab_size, width, e)
     if config.tied_embeddings:  # the head's gradient is added
         look_up += Work((), each(config.vocab_size * width, 3 * e))
-    look_up += sum_output(batch, width)
-    if batch.tensor_parallel > 1 and not batch.is_megatron:  # a copy of the gradient, without other ranks' rows
+    if batch.is_core:
+        tokens = megatron_core.pass_tokens(batch, width)
+        look_up += Work(tokens, tokens) + megatron_core.add_gradient(config.vocab_size * width, e)
+    else:
+        look_up += sum_output(batch, width)
+    if batch.tensor_parallel > 1 and batch.kernels == "transformers":
+        # A copy of the gradient, without other ranks' rows.
         look_up = work.keeping(look_up, 0, 2 * rows * width * e)
     if batch.is_megatron:
         look_up += megatron.accumulate(e, config.vocab_size * width) + megatron.embedding(
@@ -88,16 +93,21 @@ def head_operators(config: ModelConfig, batch: Batch, specs: Mapping[str, Parame
     if config.final_norm:
         norm = f"{path}.{ {'gpt2': 'ln_f', 'opt': 'final_layer_norm'}.get(config.family, 'norm') }"
         owned = [f"{norm}.weight"] + ([f"{norm}.bias"] if config.norm == "layernorm" else [])
-        normalize = norm_work(config, batch, around=False)
+        own = rows // batch.tensor_parallel  # [Note: Sequence parallelism]
+        normalize = megatron_core.norm(own, hidden, e) if batch.is_core else norm_work(config, batch, around=False)
         operators.append(make(norm, "norm", Pattern.REPLICATE, normalize, rows * hidden * e, *owned))
     if width != hidden:
         name = f"{path}.project_out"
         project = work.keeping(work.linear(rows, hidden, width, e, bias=False), rows * hidden * e)
         operators.append(make(name, "projection", Pattern.REPLICATE, project, rows * width * e, f"{name}.weight"))
-    logits = sum_input_gradient(batch, width) + work.linear(rows, width, vocab, e, bias=False)
+    if batch.is_core:
+        logits = megatron_core.column(batch, width, vocab)
+    else:
+        logits = sum_input_gradient(batch, width) + work.linear(rows, width, vocab, e, bias=False)
     # The gradient of the logits, in their type, stays until the gradient of the hidden state is complete.
     at_once = min(rows, fused.LOSS_TOKENS) if batch.is_fused else rows
-    logits = work.keeping(logits, 0 if batch.is_fused else rows * width * e, at_once * vocab * e + rows * width * e)
+    saved_bytes = 0 if batch.is_fused or batch.is_core else rows * width * e
+    logits = work.keeping(logits, saved_bytes, at_once * vocab * e + rows * width * e)
     if config.tied_embeddings:
         owned, shared = [], _token_weight(config)
     else:
@@ -111,6 +121,8 @@ def _loss(batch: Batch, vocab: int) -> Work:
     rows, ranks = batch.num_tokens, batch.tensor_parallel
     if batch.is_fused:
         return fused.loss(rows, vocab, batch.dtype_bytes)
+    if batch.is_core:
+        return megatron_core.loss(rows, vocab, batch.dtype_bytes, ranks)
     if batch.is_megatron:
         return megatron.loss(rows, vocab, batch.dtype_bytes, ranks)
     loss = work.loss(rows, vocab, batch.dtype_bytes)

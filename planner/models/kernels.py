@@ -20,6 +20,7 @@ class Gemm:
     Attributes:
         batched: all products are one kernel and fill the device together.
         grouped: the same, with as many rows for each product as tokens visit an expert (``grouped_mm``).
+        accumulates: the result is added to an fp32 sum in device memory.
     """
 
     m: int
@@ -28,6 +29,7 @@ class Gemm:
     count: int = 1
     batched: bool = False
     grouped: bool = False
+    accumulates: bool = False
 
     @property
     def flop(self) -> int:
@@ -44,6 +46,9 @@ class Attention:
         causal: a flash kernel skips the masked half.
         flash: one fused kernel. Otherwise this entry is only the two batched products, and elementwise kernels follow.
         backward: this is the backward of such a core.
+        value_dim: width of a head's values; ``head_dim`` if it is not given.
+        num_steps: ranks that share the sequence, and kernels that this rank runs, each on ``1 / num_steps`` of its
+            share. ``seq_len`` is the whole sequence, the FLOP are this rank's.
     """
 
     batch: int
@@ -53,6 +58,8 @@ class Attention:
     causal: bool = True
     flash: bool = True
     backward: bool = False
+    value_dim: int | None = None
+    num_steps: int = 1
 
     @property
     def flop(self) -> int:
@@ -61,8 +68,9 @@ class Attention:
         A forward has two products of 2 s^2 d each. A backward has four, and a fifth to recompute the scores if fused
         (Dao et al., FlashAttention, appendix B). A fused causal kernel does half of each.
         """
-        products = (5 if self.flash else 4) if self.backward else 2
-        full = products * 2 * self.batch * self.num_heads * self.seq_len**2 * self.head_dim
+        of_keys, of_values = ((3 if self.flash else 2), 2) if self.backward else (1, 1)
+        widths = of_keys * self.head_dim + of_values * (self.value_dim or self.head_dim)
+        full = 2 * self.batch * self.num_heads * self.seq_len**2 * widths // self.num_steps
         return full // 2 if self.causal and self.flash else full
 
 
@@ -84,6 +92,7 @@ class Collective:
         num_passes: rounds of the ring: 2 for an all-reduce, 1 for an all-gather.
         count: how often it runs.
         kind: over tensor-parallel ranks in a ``ring``, or an ``all-to-all`` of expert-parallel ones.
+        behind: a product that runs meanwhile, so that only the rest of its time counts.
     """
 
     num_bytes: int
@@ -91,6 +100,7 @@ class Collective:
     num_passes: int = 2
     count: int = 1
     kind: Literal["ring", "all-to-all"] = "ring"
+    behind: Gemm | None = None
 
 
 Kernel = Gemm | Attention | Elementwise | Collective

@@ -19,6 +19,7 @@ class Batch:
         flash_attention: fused attention (``sdpa``), otherwise ``eager``.
         tensor_parallel: ranks that share every layer; the graph is then that of one of them.
         kernels: the implementation that runs; see [Note: Kernel lists].
+        context_parallel: ranks that share every sequence; the graph is that of one of them.
         expert_parallel: ranks that share the experts of every layer; the graph is that of the rank with most tokens.
         expert_units: the most units into which a rank's experts of a layer are divided.
         expert_load: shares of all visits that go to each expert, one row for all layers or one for each; empty if
@@ -30,22 +31,30 @@ class Batch:
     dtype_bytes: Literal[2, 4] = 2
     flash_attention: bool = True
     tensor_parallel: int = 1
-    kernels: Literal["transformers", "megatron", "fused"] = "transformers"
+    kernels: Literal["transformers", "megatron", "megatron-core", "fused"] = "transformers"
+    context_parallel: int = 1
     expert_parallel: int = 1
     expert_units: int = 1
     expert_load: tuple[tuple[float, ...], ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("micro_batch", "seq_len", "tensor_parallel", "expert_parallel", "expert_units"):
+        for name in (
+            "micro_batch", "seq_len", "tensor_parallel", "context_parallel", "expert_parallel", "expert_units",
+        ):  # fmt: skip
             if (value := getattr(self, name)) < 1:
                 raise ValueError(f"{name} is {value}, but must be at least 1; give a positive number")
+        if self.seq_len % (2 * self.context_parallel) and self.context_parallel > 1:
+            raise ValueError(
+                f"seq_len is {self.seq_len}, but must be a multiple of twice context_parallel {self.context_parallel}: "
+                "every rank has two blocks of each sequence; change one"
+            )
         if self.dtype_bytes not in {2, 4}:
             raise ValueError(f"dtype_bytes is {self.dtype_bytes}, but must be 2 (bf16) or 4 (fp32); choose one")
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the whole micro-batch."""
-        return self.micro_batch * self.seq_len
+        """Tokens of the micro-batch on one rank."""
+        return self.micro_batch * self.seq_len // self.context_parallel
 
     @property
     def experts_apart(self) -> bool:
@@ -54,8 +63,13 @@ class Batch:
 
     @property
     def is_megatron(self) -> bool:
-        """Whether Megatron's kernels run."""
+        """Whether the kernels of Megatron-LM before Megatron-Core run."""
         return self.kernels == "megatron"
+
+    @property
+    def is_core(self) -> bool:
+        """Whether the kernels of :mod:`planner.models.megatron_core` run."""
+        return self.kernels == "megatron-core"
 
     @property
     def is_fused(self) -> bool:

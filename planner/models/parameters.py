@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 
-from planner.models.config import ModelConfig
+from planner.models.config import LatentAttention, ModelConfig
 
 _ROOTS = {"opt": "model.decoder", "gpt2": "transformer"}
 
@@ -69,15 +69,19 @@ def _layer_shapes(config: ModelConfig, experts: bool) -> Shapes:
     if config.family == "gpt2":
         return _gpt2_layer(config)
     hidden, query, key = config.hidden_size, config.query_size, config.key_value_size
-    shapes = [
-        *_linear("self_attn.q_proj", query, hidden, bias=config.qkv_bias),
-        *_linear("self_attn.k_proj", key, hidden, bias=config.qkv_bias),
-        *_linear("self_attn.v_proj", key, hidden, bias=config.qkv_bias),
-        *_linear("self_attn.o_proj", hidden, query, bias=config.output_bias),
-    ]
+    shapes = (
+        _latent_attention(config, config.latent)
+        if config.latent
+        else [
+            *_linear("self_attn.q_proj", query, hidden, bias=config.qkv_bias),
+            *_linear("self_attn.k_proj", key, hidden, bias=config.qkv_bias),
+            *_linear("self_attn.v_proj", key, hidden, bias=config.qkv_bias),
+            *_linear("self_attn.o_proj", hidden, query, bias=config.output_bias),
+        ]
+    )
     if config.qk_norm:
         shapes += [(f"self_attn.{side}_norm.weight", (config.head_dim,)) for side in "qk"]
-    shapes += _expert_shapes(config) if experts else _gated_mlp(config)
+    shapes += _expert_shapes(config) if experts else _gated_mlp(config, "mlp", config.ffn_hidden_size)
     shapes += [("input_layernorm.weight", (hidden,)), ("post_attention_layernorm.weight", (hidden,))]
     return tuple(shapes)
 
@@ -135,20 +139,35 @@ def _gpt2_layer(config: ModelConfig) -> Shapes:
     )
 
 
-def _gated_mlp(config: ModelConfig) -> Shapes:
-    hidden, ffn = config.hidden_size, config.ffn_hidden_size
+def _gated_mlp(config: ModelConfig, path: str, ffn: int) -> Shapes:
+    hidden = config.hidden_size
     return (
-        *_linear("mlp.gate_proj", ffn, hidden, bias=config.mlp_bias),
-        *_linear("mlp.up_proj", ffn, hidden, bias=config.mlp_bias),
-        *_linear("mlp.down_proj", hidden, ffn, bias=config.mlp_bias),
+        *_linear(f"{path}.gate_proj", ffn, hidden, bias=config.mlp_bias),
+        *_linear(f"{path}.up_proj", ffn, hidden, bias=config.mlp_bias),
+        *_linear(f"{path}.down_proj", hidden, ffn, bias=config.mlp_bias),
     )
+
+
+def _latent_attention(config: ModelConfig, latent: LatentAttention) -> list[tuple[str, tuple[int, ...]]]:
+    hidden, heads, turned = config.hidden_size, config.num_attention_heads, latent.qk_rope_head_dim
+    keys = heads * (config.head_dim - turned + latent.v_head_dim)
+    return [
+        ("self_attn.q_a_proj.weight", (latent.q_lora_rank, hidden)),
+        ("self_attn.q_a_layernorm.weight", (latent.q_lora_rank,)),
+        ("self_attn.q_b_proj.weight", (config.query_size, latent.q_lora_rank)),
+        ("self_attn.kv_a_proj_with_mqa.weight", (latent.kv_lora_rank + turned, hidden)),
+        ("self_attn.kv_a_layernorm.weight", (latent.kv_lora_rank,)),
+        ("self_attn.kv_b_proj.weight", (keys, latent.kv_lora_rank)),
+        ("self_attn.o_proj.weight", (hidden, heads * latent.v_head_dim)),
+    ]
 
 
 def _expert_shapes(config: ModelConfig) -> Shapes:
     num, hidden, ffn = config.num_experts, config.hidden_size, config.expert_ffn_hidden_size
     router = ("mlp.gate.weight", (num, hidden))
     bank = (("mlp.experts.gate_up_proj", (num, 2 * ffn, hidden)), ("mlp.experts.down_proj", (num, hidden, ffn)))
-    return (router, *bank) if config.family == "mixtral" else (*bank, router)
+    shared = _gated_mlp(config, "mlp.shared_experts", width) if (width := config.shared_expert_ffn_hidden_size) else ()
+    return (router, *bank) if config.family == "mixtral" else (*bank, router, *shared)
 
 
 def _linear(name: str, rows: int, columns: int, *, bias: bool) -> Shapes:

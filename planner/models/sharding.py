@@ -30,7 +30,7 @@ def share(config: ModelConfig, batch: Batch) -> ModelConfig:
                 "equally; choose a tensor_parallel that divides it"
             )
     sizes = {name: getattr(config, name) // ranks for name in divided}
-    if ranks > 1 or batch.is_megatron:
+    if ranks > 1 or batch.is_megatron or batch.is_core:
         sizes["vocab_size"] = -(-config.vocab_size // (VOCAB_MULTIPLE * ranks)) * VOCAB_MULTIPLE
     # A share keeps the model's head_dim and hidden_size. As a model of its own it would be invalid: do not validate it.
     return config.model_copy(update=sizes)

@@ -129,8 +129,10 @@ class Request:
                 raise ValueError(f"{field} is {value}, but no more than {most} can be planned; ask for less")
         if self.optimizer not in OPTIMIZERS:
             raise ValueError(f"optimizer is {self.optimizer!r}, but must be one of {', '.join(OPTIMIZERS)}; choose one")
-        if state := self.job.precision.state:
-            raise ValueError(f"optimizer state in {state} can only be simulated so far; leave out precision.state")
+        if (precision := self.job.precision) not in {BF16, FP32}:
+            raise ValueError(
+                f"precision is {precision!r}, but types of state or gradients can only be simulated so far"
+            )
         if self.storage == "nvme" and self.hardware.nvme is None:
             raise ValueError(
                 f"storage is 'nvme', but profile {self.hardware.name} has no nvme; ask for 'activations' or choose a "

@@ -32,6 +32,7 @@ PUBLISHED = {
     "a100x8-nvlink",
     "a100-cluster",
     "h100-80g-dataflow",
+    "b200x8-nvlink",
 }
 CALIBRATED = {"epyc-turin-2c"}
 GB, TERA = 1e9, 1e12

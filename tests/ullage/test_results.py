@@ -23,6 +23,8 @@ PUBLISHED = (
     ("file nvme_offload.json", "iteration", "optimizer in DRAM or on NVMe: iteration time"),
     ("file activation_swapping.json", "model FLOP rate", "activations swapped to NVMe: FLOP rate"),
     ("file streamed_h100.json", "iteration", "8B streamed through one H100: iteration time"),
+    ("file in_memory_b200.json", "iteration", "Llama 3 and DeepSeek in memory on 8 B200: iteration time"),
+    ("file in_memory_b200.json", "peak GPU", "Llama 3 and DeepSeek in memory on 8 B200: peak memory"),
     ("file checkpointing.json", "end to end", "checkpoint engines: end-to-end time"),
     ("file checkpointing.json", "blocking throughput", "checkpoint engines: blocking throughput"),
     ("hardware a100x8-nvlink", "iteration", "in memory, one server of 8: iteration time"),

@@ -1,0 +1,294 @@
+"""Layers of Megatron-Core with TransformerEngine: fused kernels, shared tokens, sums of gradients in fp32.
+
+Counted in the public source of Megatron-LM ``core_r0.14`` (``megatron/core/transformer``, ``core/fusions``,
+``core/tensor_parallel``) and TransformerEngine 2.x (``pytorch/module``): norms, SwiGLU, rotary embedding and residual
+sums are one kernel each, and a product adds a weight's gradient to the sum over micro-batches, in fp32, as it writes it
+(``gradient_accumulation_fusion``).
+
+[Note: Sequence parallelism] Between a row-parallel and the next column-parallel product, tensor-parallel ranks share
+the tokens: norms and residual sums see ``rows / t`` of them, and reduce-scatter and all-gather take the place of the
+all-reduce (Korthikanti et al., *Reducing Activation Recomputation in Large Transformer Models*, 2022). In backward, the
+input of a column-parallel product is gathered again while its gradient is computed, and that gradient is reduced while
+the weight's is (``LinearWithGradAccumulationAndAsyncCommunication``). Only what takes longer than the product counts.
+
+[Note: Context parallelism] Ranks share the tokens of each sequence: a rank has ``s / c`` of them, an early and a late
+block, so that all have the same share of the causal triangle. Keys and values go round a ring, each step's behind the
+attention of the step before, so ``c`` attention kernels run, each with ``1 / c`` of the rank's FLOP. After each, fp32
+factors bring the outputs to a common scale (Liu et al., *Ring Attention*, 2023; ``AttnFuncWithCPAndKVP2P``).
+"""
+
+import dataclasses
+from collections.abc import Iterator
+
+from planner.models import experts
+from planner.models.config import LatentAttention, ModelConfig
+from planner.models.kernels import Attention, Collective, Gemm, Kernels, Work, each
+from planner.models.layers import Part
+from planner.models.operators import Batch
+from planner.models.patterns import Pattern
+
+_FP32 = 4
+_OUTPUT = "self_attn.o_proj"
+
+
+def layer_parts(config: ModelConfig, batch: Batch, layer: int) -> tuple[Part, ...]:
+    """Return the operators of one decoder layer in order of execution."""
+    rows, e = batch.num_tokens // batch.tensor_parallel, batch.dtype_bytes
+    hidden_bytes = rows * config.hidden_size * e
+    has_experts = config.has_experts(layer)
+    first, second = "input_layernorm", "post_attention_layernorm"
+    normalize = norm(rows, config.hidden_size, e)
+
+    def norm_part(name: str, unit: str, source: str) -> Part:
+        return Part(name, "norm", unit, Pattern.REPLICATE, normalize, hidden_bytes, (name,), (source,))
+
+    mlp = (_experts if has_experts else _mlp)(config, batch, layer, second, _OUTPUT)
+    apart = has_experts and batch.experts_apart
+    return (
+        norm_part(first, "attn", ""),
+        *(
+            _latent_attention(config, config.latent, batch, first)
+            if config.latent
+            else _attention(config, batch, first)
+        ),
+        norm_part(second, "attn" if apart else "mlp", _OUTPUT),
+        *mlp,
+    )
+
+
+def norm(rows: int, width: int, e: int) -> Work:
+    """Return an RMS norm. Saved: its input, its output for the product after it, and one factor per row."""
+    n = rows * width
+    return Work(each(n, 2 * e), each(n, 4 * e), 2 * n * e + _FP32 * rows, 2 * n * e)
+
+
+def linear(rows: int, inputs: int, outputs: int, e: int, beside: tuple[Kernels, Kernels] = ((), ())) -> Work:
+    """Return a product of every token; the gradient of its weight is added to an fp32 sum.
+
+    Args:
+        rows: tokens.
+        inputs: values of a token before it.
+        outputs: values of a token after it.
+        e: bytes per value.
+        beside: collectives that run while the gradient of the input, and that of the weight, is computed.
+    """
+    to_input, to_weight = Gemm(rows, inputs, outputs), Gemm(outputs, inputs, rows, accumulates=True)
+    backward = (to_input, *_rest(beside[0], to_input), to_weight, *_rest(beside[1], to_weight))
+    return Work((Gemm(rows, outputs, inputs),), backward, workspace_bytes=rows * inputs * e)
+
+
+def _rest(collectives: Kernels, product: Gemm) -> Kernels:
+    """Return collectives that run behind a product."""
+    return tuple(
+        dataclasses.replace(kernel, behind=product) for kernel in collectives if isinstance(kernel, Collective)
+    )
+
+
+def pass_tokens(batch: Batch, width: int) -> Kernels:
+    """Return the all-gather or the reduce-scatter of all tokens' values; see [Note: Sequence parallelism]."""
+    if batch.tensor_parallel == 1:
+        return ()
+    return (Collective(batch.num_tokens * width * batch.dtype_bytes, batch.tensor_parallel, num_passes=1),)
+
+
+def column(batch: Batch, inputs: int, outputs: int) -> Work:
+    """Return a column-parallel product: tokens are gathered before it; their gradients are reduced after it."""
+    tokens = pass_tokens(batch, inputs)
+    return Work(tokens) + linear(batch.num_tokens, inputs, outputs, batch.dtype_bytes, (tokens, tokens))
+
+
+def row(batch: Batch, inputs: int, outputs: int) -> Work:
+    """Return a row-parallel product and a residual sum: tokens are reduced in between, and gathered in backward."""
+    e, own = batch.dtype_bytes, batch.num_tokens // batch.tensor_parallel
+    tokens = pass_tokens(batch, outputs)
+    residual = each(own * outputs, 3 * e)
+    return linear(batch.num_tokens, inputs, outputs, e) + Work((*tokens, *residual), (*residual, *tokens))
+
+
+def swiglu(elements: int, e: int) -> Work:
+    """Return SwiGLU on ``elements`` values of its width. Saved: its two inputs, and its output for the next product."""
+    return Work(each(elements, 3 * e), each(elements, 5 * e), 3 * elements * e, 2 * elements * e)
+
+
+def rotary(elements: int, e: int) -> Work:
+    """Return the rotation of ``elements`` values, one fused kernel."""
+    return Work(each(elements, 2 * e), each(elements, 2 * e))
+
+
+def loss(rows: int, vocab: int, e: int, num_ranks: int) -> Work:
+    """Return cross-entropy over a divided vocabulary with its fusions (``fused_cross_entropy.py``).
+
+    To fp32; maximum; difference, exponential and sum; quotient. Backward subtracts the target, scales and casts. The
+    logits live in the training data type and in fp32.
+    """
+    n = rows * vocab
+    sums = (Collective(_FP32 * rows, num_ranks, count=3),) if num_ranks > 1 else ()
+    return Work((*each(n, e + 4, 4, 8, 8), *sums), each(n, 8, 4 + e), 4 * n + 8 * rows, n * (4 + e))
+
+
+def add_gradient(size: int, e: int) -> Work:
+    """Return the addition of a gradient that no product writes to its fp32 sum."""
+    return Work((), each(size, e + 2 * _FP32))
+
+
+def _attention(config: ModelConfig, batch: Batch, source: str) -> Iterator[Part]:
+    rows, hidden, e = batch.num_tokens, config.hidden_size, batch.dtype_bytes
+    query, key = config.query_size, config.key_value_size
+    joint = "self_attn.qkv_proj"
+    modules = tuple(f"self_attn.{side}_proj" for side in "qkv")
+    out_bytes = rows * (query + 2 * key) * e
+    project = column(batch, hidden, query + 2 * key)
+    yield Part(joint, "qkv", "attn", Pattern.COLUMN, project, out_bytes, modules, (source,), product_bytes=out_bytes)
+    core = _core(config, batch, config.head_dim)
+    turn = rotary(rows * (query + key), e)
+    # The gradients of query, key and value are written where the joint projection's gradient is read.
+    attend = turn + _ring(batch, core, rows * query, rows * 2 * key)
+    yield Part(
+        "self_attn.core", "attention", "attn", Pattern.SHARD, attend, rows * query * e, (), (joint, "rotary")
+    )  # fmt: skip
+    yield _output(config, batch, query)
+
+
+def _output(config: ModelConfig, batch: Batch, width: int) -> Part:
+    hidden, e = config.hidden_size, batch.dtype_bytes
+    hidden_bytes = batch.num_tokens // batch.tensor_parallel * hidden * e
+    product = row(batch, width, hidden)
+    return Part(
+        _OUTPUT, "output", "attn", Pattern.ROW, product, hidden_bytes, (_OUTPUT,), ("self_attn.core", ""),
+        product_bytes=hidden_bytes,
+    )  # fmt: skip
+
+
+def _latent_attention(config: ModelConfig, latent: LatentAttention, batch: Batch, source: str) -> Iterator[Part]:
+    """Yield multi-head latent attention: queries, keys and values come from narrow vectors with norms of their own.
+
+    Keys of all heads share their rotated part, so they are put together before attention
+    (DeepSeek-V2, arXiv:2405.04434, section 2.1; ``megatron/core/transformer/multi_latent_attention.py``).
+    """
+    rows, hidden, e, heads = batch.num_tokens, config.hidden_size, batch.dtype_bytes, config.num_attention_heads
+    rank, shared, turned = latent.q_lora_rank, latent.kv_lora_rank, latent.qk_rope_head_dim
+    query, value = config.query_size, heads * latent.v_head_dim
+    keys = heads * (config.head_dim - turned) + value
+
+    def part(name: str, work: Work, width: int, modules: tuple[str, ...], source: str) -> Part:
+        return Part(f"self_attn.{name}", "qkv", "attn", Pattern.REPLICATE, work, rows * width * e, modules, (source,))
+
+    down = linear(rows, hidden, rank, e) + linear(rows, hidden, shared + turned, e)
+    modules = ("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa")
+    yield part("down_proj", down, rank + shared + turned, modules, source)
+    normalize = norm(rows, rank, e) + norm(rows, shared, e)
+    modules = ("self_attn.q_a_layernorm", "self_attn.kv_a_layernorm")
+    yield part("latent_norm", normalize, rank + shared, modules, "self_attn.down_proj")
+    up = linear(rows, rank, query, e) + linear(rows, shared, keys, e)
+    modules = ("self_attn.q_b_proj", "self_attn.kv_b_proj")
+    yield part("up_proj", up, query + keys, modules, "self_attn.latent_norm")
+    turn = rotary(rows * turned * (heads + 1), e)
+    joined = Work(each(rows * query, 2 * e), each(rows * query, 2 * e))
+    attend = turn + joined + _ring(batch, _core(config, batch, latent.v_head_dim), rows * value, rows * (query + value))
+    yield Part(
+        "self_attn.core", "attention", "attn", Pattern.SHARD, attend, rows * value * e, (),
+        ("self_attn.up_proj", "rotary"),
+    )  # fmt: skip
+    yield _output(config, batch, value)
+
+
+def _core(config: ModelConfig, batch: Batch, value_dim: int) -> Attention:
+    return Attention(
+        batch.micro_batch,
+        config.num_attention_heads,
+        batch.seq_len,
+        config.head_dim,
+        value_dim=value_dim,
+        num_steps=batch.context_parallel,
+    )
+
+
+def _ring(batch: Batch, core: Attention, outputs: int, keys_and_values: int) -> Work:
+    """Return flash attention, over all steps of the ring; saved are query, key, value, output and a factor per row.
+
+    Args:
+        batch: the batch.
+        core: the forward kernel.
+        outputs: values of the rank's output.
+        keys_and_values: values of the rank's keys and values together.
+    """
+    e, factors = batch.dtype_bytes, core.batch * core.num_heads * (core.seq_len // core.num_steps)
+    queries = factors * core.head_dim
+    steps = core.num_steps if core.num_steps > 1 else 0
+    rescale = each(outputs, *(e + 2 * _FP32,) * steps)
+    # Backward adds each step's gradients of query, key and value to those before.
+    add = each(queries + keys_and_values, *(3 * e,) * steps)
+    saved_bytes = (queries + keys_and_values + outputs) * e + _FP32 * factors
+    workspace_bytes = (queries + keys_and_values + outputs) * e
+    backward = (dataclasses.replace(core, backward=True), *add)
+    return Work((core, *rescale), backward, saved_bytes, workspace_bytes)
+
+
+def _mlp(config: ModelConfig, batch: Batch, _layer: int, source: str, skip: str) -> Iterator[Part]:
+    yield from _gated(config, batch, "mlp", config.ffn_hidden_size, source, skip)
+
+
+def _gated(
+    config: ModelConfig, batch: Batch, path: str, ffn: int, source: str, skip: str, unit: str = "mlp"
+) -> Iterator[Part]:
+    """Yield a gated MLP; the first product writes the gate's input and the other side by side."""
+    rows, hidden, e = batch.num_tokens, config.hidden_size, batch.dtype_bytes
+    names = up, activation, down = f"{path}.gate_up_proj", f"{path}.act_fn", f"{path}.down_proj"
+    up_bytes, modules = 2 * rows * ffn * e, (f"{path}.gate_proj", f"{path}.up_proj")
+    project = column(batch, hidden, 2 * ffn)
+    yield Part(up, "up", unit, Pattern.COLUMN, project, up_bytes, modules, (source,), product_bytes=up_bytes)
+    activate = swiglu(rows * ffn, e)
+    yield Part(activation, "activation", unit, Pattern.SHARD, activate, rows * ffn * e, (), (up,))
+    hidden_bytes = rows // batch.tensor_parallel * hidden * e
+    product = row(batch, ffn, hidden)
+    yield Part(down, "down", unit, Pattern.ROW, product, hidden_bytes, (names[2],), (activation, skip))
+
+
+def _experts(config: ModelConfig, batch: Batch, layer: int, source: str, skip: str) -> Iterator[Part]:
+    """Yield router, shared expert, dispatch, the bank of experts and the sum of their outputs.
+
+    Counted in ``token_dispatcher.py`` (all-to-all) and ``moe_utils.py`` with the fused permutation of
+    TransformerEngine: tokens are copied in the order of experts, exchanged, and sorted by local expert; back the other
+    way round. Routing weights are applied in the activation function.
+    """
+    rows, hidden, e = batch.num_tokens, config.hidden_size, batch.dtype_bytes
+    before = "attn" if batch.experts_apart else "mlp"
+    num, visits = config.num_experts, rows * config.experts_per_token
+    scores = each(rows * num, e + 4, 8, 8, 8)
+    route = linear(rows, hidden, num, e) + Work(scores, scores, 8 * rows * num)
+    visit_bytes = visits * hidden * e
+    yield Part("mlp.gate", "router", before, Pattern.REPLICATE, route, 8 * visits, ("mlp.gate",), (source,))
+    if ffn := config.shared_expert_ffn_hidden_size:
+        yield from _gated(config, batch, "mlp.shared_experts", ffn, source, skip, before)
+    swap: Kernels = ()
+    if batch.expert_parallel > 1:
+        exchange = Collective(visit_bytes, batch.expert_parallel, kind="all-to-all")
+        swap = (exchange, *each(visits * hidden, 2 * e))
+    copy = each(visits * hidden, 2 * e)
+    send = Work((*copy, *swap), (*swap, *copy), 8 * visits)
+    yield Part("mlp.dispatch", "dispatch", before, Pattern.SHARD, send, visit_bytes, (), ("mlp.gate", source))
+    sizes, unit, names = experts.tokens(config, batch, layer), "mlp", []
+    for first, count in experts.groups(config, batch):
+        label = f".{first}-{first + count - 1}" if batch.experts_apart else ""
+        unit = f"experts{label}" if batch.experts_apart else "mlp"
+        names.append(f"mlp.experts{label}")
+        bank = sizes[first : first + count]
+        work = _bank(bank, hidden, config.expert_ffn_hidden_size, e)
+        yield Part(
+            names[-1], "experts", unit, Pattern.EXPERT, work, sum(bank) * hidden * e, ("mlp.experts",),
+            ("mlp.dispatch",), experts=(first, count),
+        )  # fmt: skip
+    gather = Work((*swap, *copy, *each(rows * hidden, 3 * e)), (*each(rows * hidden, 3 * e), *copy, *swap))
+    sources = (*names, "mlp.gate", *(["mlp.shared_experts.down_proj"] if config.shared_expert_ffn_hidden_size else []))
+    yield Part("mlp.combine", "combine", unit, Pattern.SHARD, gather, rows * hidden * e, (), (*sources, skip))
+
+
+def _bank(sizes: tuple[int, ...], hidden: int, ffn: int, e: int) -> Work:
+    """Return a bank of experts: ``GroupedLinear`` runs one product per expert, on a few streams in turn."""
+    total = Work()
+    for size in sizes:
+        if size:
+            total += linear(size, hidden, 2 * ffn, e) + swiglu(size * ffn, e) + linear(size, ffn, hidden, e)
+    visits = sum(sizes)
+    inside_bytes = 2 * visits * ffn * e
+    return dataclasses.replace(total, saved_bytes=total.saved_bytes + visits * hidden * e, workspace_bytes=inside_bytes)

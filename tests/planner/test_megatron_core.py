@@ -1,0 +1,204 @@
+"""Layers of Megatron-Core: their products are those of ``transformers``, and ranks share them without loss."""
+
+import dataclasses
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from amount import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from machines import machine, quantity
+from pydantic import ValidationError
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from planner.cases.in_memory import DeepSeekModel
+from planner.costs.model import CostModel
+from planner.decisions import BF16, Decisions, Place, Precision, UnitDecision
+from planner.engines.policies import gpu_only
+from planner.engines.setup import Setup
+from planner.graph import Attention, Batch, Collective, Elementwise, Gemm, Kernel, Unit, build_graph, units
+from planner.lowering import lower
+from planner.models import ModelConfig, model_from_case, parameters
+from planner.schedule.tasks import MemoryClass, Op
+
+SIZES = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 256}
+LLAMA = model_from_case(
+    {**SIZES, "name": "llama", "architecture": "llama", "ffn_hidden_size": 96, "num_key_value_heads": 4}
+    | {"mlp": "swiglu", "norm": "rmsnorm", "tied_embeddings": False, "bias": False}
+)
+LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
+DEEPSEEK = DeepSeekModel.model_validate(
+    {**SIZES, **LATENT, "name": "deepseek", "architecture": "deepseek_v3", "num_dense_layers": 1}
+    | {"ffn_hidden_size": 96, "moe_ffn_hidden_size": 32, "shared_expert_ffn_hidden_size": 32}
+    | {"num_experts": 8, "experts_per_token": 2, "mlp": "swiglu", "norm": "rmsnorm"}
+    | {"tied_embeddings": False, "bias": False, "flash_attention": True}
+).config(64)
+HF_SIZES = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4}
+HF_SIZES |= {"vocab_size": 256, "intermediate_size": 96, "max_position_embeddings": 64, "attn_implementation": "eager"}
+HF = {
+    "llama": {"model_type": "llama", **HF_SIZES},
+    "deepseek": {"model_type": "deepseek_v3", **HF_SIZES, **LATENT, "first_k_dense_replace": 1, "n_group": 1}
+    | {"topk_group": 1, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1}
+    | {"moe_intermediate_size": 32},
+}
+CONFIGS = {"llama": LLAMA, "deepseek": DEEPSEEK}
+
+
+def graph_units(config: ModelConfig, **options: Any) -> tuple[Unit, ...]:
+    return units(build_graph(config, Batch(1, 64, **{"kernels": "megatron-core"} | options)))
+
+
+def kernels(found: tuple[Unit, ...], kind: type[Kernel], *, inside: bool = False) -> list[Any]:
+    """Return the kernels of a kind in forward and backward, perhaps of layers alone."""
+    chosen = [unit for unit in found if unit.recompute or not inside]
+    return [k for unit in chosen for way in (unit.forward, unit.backward) for k in way if isinstance(k, kind)]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_products_and_parameters_are_those_of_transformers(name: str) -> None:
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**HF[name]), experts_implementation="eager")
+    found = {spec.name: spec.shape for spec in parameters(CONFIGS[name])}
+    assert found == {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    ids = torch.randint(256, (1, 64))
+    with FlopCounterMode(display=False) as counted:
+        model(input_ids=ids, labels=ids).loss.backward()
+    counts = counted.get_flop_counts()["Global"]
+    products = sum(count for op, count in counts.items() if "bmm" not in str(op))  # attention's are batched
+    assert sum(kernel.flop for kernel in kernels(graph_units(CONFIGS[name]), Gemm)) == products
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_attention_with_narrower_values_has_the_flop_of_its_products(backward: bool) -> None:
+    query, key, value = (torch.randn(2, 3, 16, width, requires_grad=True) for width in (12, 12, 8))
+    with FlopCounterMode(display=False) as forward:
+        out = (query @ key.transpose(-1, -2)).softmax(-1) @ value
+    with FlopCounterMode(display=False) as again:
+        out.sum().backward()
+    core = Attention(2, 3, 16, 12, causal=False, flash=False, value_dim=8, backward=backward)
+    assert core.flop == (again if backward else forward).get_total_flops()
+
+
+@given(st.sampled_from([2, 4]), st.sampled_from([1, 2, 4]))
+@settings(deadline=None, max_examples=examples(6))
+def test_ranks_share_the_work_of_layers_equally(tensor: int, context: int) -> None:
+    whole = graph_units(LLAMA)
+    part = graph_units(LLAMA, tensor_parallel=tensor, context_parallel=context)
+    for kind in (Gemm, Attention):
+        all_flop, own_flop = (sum(k.flop for k in kernels(found, kind)) for found in (whole, part))
+        if kind is Attention or LLAMA.vocab_size % (128 * tensor) == 0:
+            assert own_flop * tensor * context == all_flop
+    if context == 1:  # tokens of norms and residual sums too: nothing is done twice
+        all_bytes, own_bytes = (
+            sum(k.num_bytes * k.count for k in kernels(found, Elementwise, inside=True)) for found in (whole, part)
+        )
+        assert own_bytes * tensor == pytest.approx(all_bytes)
+
+
+def test_shared_tokens_move_the_bytes_of_the_all_reduces_and_one_gather_more() -> None:
+    """Two rounds for each of four sums in a layer, and the input of a column's weight gradient once more."""
+    layer_bytes = Counter[str]()
+    for kind in ("megatron", "megatron-core"):
+        found = [unit for unit in graph_units(LLAMA, tensor_parallel=2, kernels=kind) if unit.segment == "layers.0"]
+        moved = kernels(tuple(found), Collective)
+        layer_bytes[kind] = sum(k.num_bytes * k.num_passes * k.count for k in moved)
+    assert layer_bytes["megatron-core"] == layer_bytes["megatron"] * 10 // 8
+
+
+def cost(found: tuple[Unit, ...], precision: Precision = BF16, **changes: Any) -> CostModel:
+    profile = machine(devices_per_node=4)
+    device = profile.device.model_copy(update=changes)
+    return CostModel(profile.model_copy(update={"device": device}), found, precision, 1, 4)
+
+
+def test_only_what_outlasts_its_product_is_waited_for() -> None:
+    costs = cost(graph_units(LLAMA))
+    product = Gemm(1024, 1024, 1024)
+    alone = [Collective(num_bytes, 4, num_passes=1) for num_bytes in (10**3, 10**9)]
+    behind = [dataclasses.replace(kernel, behind=product) for kernel in alone]
+    alone_s, behind_s = ([costs.compute_s([kernel]) for kernel in kinds] for kinds in (alone, behind))
+    assert behind_s == [max(seconds - costs.compute_s([product]), 0.0) for seconds in alone_s]
+    assert 0 == behind_s[0] < behind_s[1]
+
+
+def test_bytes_of_products_count_where_they_do_not_hide() -> None:
+    plain, added = Gemm(100, 200, 300), Gemm(100, 200, 300, accumulates=True)
+    hidden, seen = cost(()), cost((), gemm_bytes_per_s=quantity(1e9, "bytes_per_s"))
+    assert hidden.compute_s([plain]) == hidden.compute_s([added])
+    operands = 2 * (100 * 300 + 300 * 200)
+    assert seen.compute_s([plain]) - hidden.compute_s([plain]) == pytest.approx((operands + 2 * 100 * 200) / 1e9)
+    assert seen.compute_s([added]) - hidden.compute_s([added]) == pytest.approx((operands + 8 * 100 * 200) / 1e9)
+
+
+def test_the_steps_of_a_ring_are_kernels_of_their_own() -> None:
+    costs = cost(())
+    whole = Attention(1, 8, 4096, 128)
+    shared = dataclasses.replace(whole, num_steps=4)
+    assert shared.flop * 4 == whole.flop
+    assert costs.compute_s([shared]) == pytest.approx(costs.compute_s([whole]) / 4)  # at a constant rate
+
+
+def test_every_rank_of_a_ring_adds_its_step_to_the_latency() -> None:
+    profile = machine(devices_per_node=4)
+    fabric = profile.intra_node.model_copy(update={"hop_latency_s": quantity(1e-3, "s")})
+    slower = profile.model_copy(update={"intra_node": fabric})
+    for kind, passes, steps in (("ring", 1, 3), ("ring", 2, 6), ("all-to-all", 2, 3)):
+        tokens = Collective(1000, 4, num_passes=passes, kind=kind)
+        degrees = (1, 4) if kind == "ring" else (4, 1)
+        took_s = [CostModel(p, (), BF16, *degrees).compute_s([tokens]) for p in (slower, profile)]
+        assert took_s[0] - took_s[1] == pytest.approx(steps * 1e-3)
+
+
+FP32_GRADIENTS = Precision(weights="bf16", gradients="fp32")
+
+
+def lowered(found: tuple[Unit, ...], precision: Precision, pipeline: int = 1, **options: Any) -> tuple[Any, Decisions]:
+    setup = Setup(found, data_parallel=4, num_micro_batches=2, precision=precision, **options)
+    changes = {"reduce_start": "step", "pipeline_parallel": pipeline}
+    decisions = next(gpu_only(setup)).model_copy(update=changes)
+    return lower(found, decisions, asynchronous=True), decisions
+
+
+def test_gradients_of_their_own_type_are_held_and_reduced_in_it() -> None:
+    found = graph_units(LLAMA)
+    moved, held = Counter[Precision](), Counter[Precision]()
+    for precision in (BF16, FP32_GRADIENTS):
+        schedule, _ = lowered(found, precision)
+        moved[precision] = sum(task.num_bytes for task in schedule.tasks if task.op is Op.SCATTER)
+        held[precision] = sum(b.num_bytes for b in schedule.buffers if b.memory_class is MemoryClass.GRADIENTS)
+        gathered = sum(task.num_bytes for task in schedule.tasks if task.op is Op.GATHER)
+        assert gathered == 2 * sum(unit.num_params for unit in found)
+    assert moved[FP32_GRADIENTS] == 2 * moved[BF16] == 4 * sum(unit.num_params for unit in found)
+    assert held[FP32_GRADIENTS] == 2 * held[BF16]
+    assert FP32_GRADIENTS.update_bytes_per_param("adamw") == BF16.update_bytes_per_param("adamw") + 2 + 5 * 4
+
+
+def test_gradients_of_their_own_type_stay_on_the_device() -> None:
+    unit = {"unit": UnitDecision(params="gpu", activations="keep", update=(Place.CPU,))}
+    with pytest.raises(ValidationError, match="gradients in fp32 stay on the device, but an update is on 'cpu'"):
+        Decisions(policy="test", precision=FP32_GRADIENTS, units=unit)
+    assert not lowered(graph_units(LLAMA), FP32_GRADIENTS)[1].executable
+
+
+@pytest.mark.parametrize("pipeline", [1, 2])
+@pytest.mark.parametrize("expert", [2, 4])
+def test_experts_are_sharded_over_the_ranks_that_have_the_same(expert: int, pipeline: int) -> None:
+    config = DEEPSEEK.model_copy(update={"num_layers": 4})
+    found = graph_units(config, expert_parallel=expert)
+    schedule, decisions = lowered(found, FP32_GRADIENTS, pipeline, expert_parallel=expert)
+    own = {
+        name: sum(u.num_params for u in found if (".experts" in u.name) == (name == "experts"))
+        for name in ("experts", "others")
+    }
+    state = sum(b.num_bytes for b in schedule.buffers if b.memory_class is MemoryClass.OPTIMIZER)
+    shards = own["experts"] / (4 // expert) + own["others"] / 4
+    assert state == pytest.approx(12 * shards, rel=1e-2)  # shards are padded
+    updated = sum(task.num_params for task in schedule.tasks if task.op is Op.UPDATE)
+    assert updated == pytest.approx(shards, rel=1e-2)
+    reduced = sum(task.num_bytes for task in schedule.tasks if task.op is Op.SCATTER)
+    assert reduced == 4 * (own["others"] + (own["experts"] if expert < 4 else 0))
+    held = sum(b.num_bytes for b in schedule.buffers if b.memory_class is MemoryClass.PARAMETERS)
+    assert held == 2 * sum(own.values())
+    assert decisions.pipeline_parallel == pipeline
