@@ -440,7 +440,7 @@ def _cut(state: Iterable[Shard], chunk_bytes: int) -> Iterable[Shard]:
 
 
 def _moved(buffer: Buffer, first: int, last: int) -> Buffer:
-    return dataclasses.replace(buffer, first=first, last=last)
+    return Buffer(buffer.tier, buffer.memory_class, buffer.num_bytes, buffer.label, first, last, buffer.stage)
 
 
 def _unique(indices: Iterable[int]) -> tuple[int, ...]:

@@ -278,6 +278,7 @@ def test_a_trick_off_is_the_best_that_can_be_done_without() -> None:
     assert trial.iteration_s == pytest.approx(min(fitting), rel=1e-12)
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_crossings_are_where_another_lane_takes_over(name: str) -> None:
     explained = bench(name)
@@ -362,6 +363,7 @@ def test_elasticities() -> None:
     assert "intra-node" in {scalable.key for scalable in scalables(bench("two"))}
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_groups_hold_every_unit_once_and_tell_the_cheapest_move(name: str) -> None:
     explained = bench(name)

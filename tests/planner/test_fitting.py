@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -34,7 +35,7 @@ def made_by(profile: HardwareProfile) -> list[Case]:
     return made
 
 
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=examples(4, fewest=1), deadline=None)
 @given(st.lists(st.floats(0.5, 2.0), min_size=2, max_size=2))
 def test_what_made_the_times_is_found_again(factors: list[float]) -> None:
     wanted = {p: number(quantities(PROFILE)[p]) * f for p, f in zip(PATHS, factors, strict=True)}
