@@ -30,19 +30,28 @@ class GradientPath(StrEnum):
     ZERO3_BLOCKING = "zero3-blocking"  # the last copy is unpinned, and the caller waits for it
     ZERO3_PINNED = "zero3-pinned"  # the caller waits for the last copy, to a pinned buffer of the NVMe swapper
     ZERO3_ASYNC = "zero3-async"  # the last copy is pinned, and the caller does not wait
+    # FSDP2 with ``CPUOffloadPolicy``: out in the master copy's type. Copies of the first micro-batch are pinned. The
+    # caller waits for those of later ones, because it adds them (``_fsdp_collectives.py::foreach_reduce``).
+    FSDP2 = "fsdp2"
     # Engines that stream layers: the device adds up. The sum waits on the host between micro-batches. After the last
     # one it stays, and with it the weights, until the update there.
     ON_DEVICE = "on-device"
 
-    @property
-    def blocks(self) -> bool:
-        """Whether the caller waits until a gradient is on the host."""
-        return self in {GradientPath.ZERO3_BLOCKING, GradientPath.ZERO3_PINNED}
+    def blocks(self, micro_batch: int, last: int) -> bool:
+        """Return whether the caller waits until a micro-batch's gradient is on the host; ``last`` is the last one."""
+        if self is GradientPath.FSDP2:
+            return micro_batch > 0
+        return micro_batch == last and self in {GradientPath.ZERO3_BLOCKING, GradientPath.ZERO3_PINNED}
 
     @property
     def is_deepspeed(self) -> bool:
         """Whether DeepSpeed moves them."""
-        return self not in {GradientPath.ONCE, GradientPath.ON_DEVICE}
+        return self.value.startswith("zero3")
+
+    @property
+    def is_one_copy(self) -> bool:
+        """Whether each micro-batch's gradient is copied to the host once, where it is added to the sum."""
+        return self in {GradientPath.ONCE, GradientPath.FSDP2}
 
 
 class HostUpdate(StrEnum):
@@ -127,13 +136,18 @@ class Precision(Frozen):
         return 4 if self.gradients else self.weight_bytes
 
     @property
+    def master_bytes(self) -> Literal[2, 4]:
+        """Bytes of one value of the master copy."""
+        return 2 if self.state else 4
+
+    @property
     def master_is_weight(self) -> bool:
         """Whether the optimizer's master copy is the weight itself, if both are in one place."""
         return self.weights == (self.state or "fp32")
 
     def state_bytes_per_param(self, optimizer: Optimizer) -> int:
         """Return the bytes of optimizer state per parameter, the master copy included."""
-        return ALL_OPTIMIZERS[optimizer].bytes_per_param(2 if self.state else 4)
+        return ALL_OPTIMIZERS[optimizer].bytes_per_param(self.master_bytes)
 
     def update_bytes_per_param(self, optimizer: Optimizer) -> int:
         """Return the bytes that an update moves: gradient and state in, state and (if it is apart) weight out.
@@ -244,10 +258,6 @@ class Decisions(Frozen):
             )
         if self.pipeline_parallel > 1:
             self._check_pipeline()
-        if self.precision.gradients:
-            self._check_gradients()
-        if self.gradient_path is GradientPath.ON_DEVICE:
-            self._check_on_device()
         for name, unit in self.units.items():
             if unit.fetched and Place.GPU in unit.update:
                 raise ValueError(
@@ -261,6 +271,16 @@ class Decisions(Frozen):
                 )
         return self
 
+    @model_validator(mode="after")
+    def _consistent_gradients(self) -> Self:
+        if self.precision.gradients:
+            self._check_gradients()
+        if self.gradient_path is GradientPath.FSDP2:
+            self._check_fsdp2()
+        if self.gradient_path is GradientPath.ON_DEVICE:
+            self._check_on_device()
+        return self
+
     def _check_on_device(self) -> None:
         if self.data_parallel > 1:
             raise ValueError(
@@ -271,6 +291,14 @@ class Decisions(Frozen):
                 raise ValueError(
                     f"unit {name}: gradient_path 'on-device' needs updates on the device, but there is one on "
                     f"{str(min(places))!r}; choose 'gpu' or 'stream'"
+                )
+
+    def _check_fsdp2(self) -> None:
+        for name, unit in self.units.items():
+            if set(unit.update) - {Place.CPU} or (unit.update and unit.params != "host"):
+                raise ValueError(
+                    f"unit {name}: gradient_path 'fsdp2' offloads everything; set its params to 'host' and update to "
+                    "'cpu'"
                 )
 
     def _check_gradients(self) -> None:
@@ -349,7 +377,25 @@ class Decisions(Frozen):
     @property
     def spilled_bytes_per_param(self) -> int:
         """Bytes per parameter of a gradient on NVMe: in the weights' type, or in fp32 if it is converted first."""
-        return self.precision.weight_bytes if self.gradient_path is GradientPath.ONCE else 4
+        if self.gradient_path.is_one_copy:
+            return self.flushed_bytes_per_param
+        return 4
+
+    @property
+    def master_is_fetched(self) -> bool:
+        """Whether fetched weights are the master copy: FSDP2 casts it on the device."""
+        return self.precision.master_is_weight or self.gradient_path is GradientPath.FSDP2
+
+    @property
+    def fetched_bytes_per_param(self) -> int:
+        """Bytes per parameter of a fetch from the host."""
+        fsdp2 = self.gradient_path is GradientPath.FSDP2
+        return self.precision.master_bytes if fsdp2 else self.precision.weight_bytes
+
+    @property
+    def flushed_bytes_per_param(self) -> int:
+        """Bytes per parameter of a gradient that is copied to the host once: FSDP2 has the type of the master copy."""
+        return self.fetched_bytes_per_param
 
     def stored_weight_bytes(self, unit: str) -> int:
         """Return the bytes per parameter of a unit's weights on NVMe: 0 if the fp32 master copy is the weight."""
@@ -395,7 +441,7 @@ class Decisions(Frozen):
         copy is needed.
         """
         params = self.units[unit].params
-        if params == "nvme" or (self.precision.master_is_weight and place is not Place.NVME):
+        if params == "nvme" or (self.master_is_fetched and place is not Place.NVME):
             return False
         return params == "host" or place in {Place.CPU, Place.NVME}
 

@@ -9,7 +9,7 @@ import functools
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from planner.decisions import (
     Activations,
@@ -50,7 +50,7 @@ def zero_offload_blocking(setup: Setup) -> Iterator[Decisions]:
 
 
 def with_host_parameters(decisions: Decisions, setup: Setup) -> Decisions:
-    """Return a ZeRO-3 policy's decisions with DeepSpeed's ``offload_param`` to the host.
+    """Return decisions with parameters on the host, such as DeepSpeed's ``offload_param``.
 
     Each rank keeps its shard of the parameters in pinned host memory and copies it to the device before each all-gather
     (``runtime/zero/partition_parameters.py``). The CPU updates it there.
@@ -60,6 +60,28 @@ def with_host_parameters(decisions: Decisions, setup: Setup) -> Decisions:
         for unit in setup.units
     }
     return Decisions.model_validate(dict(decisions) | {"units": units})
+
+
+def fsdp2_offload(setup: Setup) -> Iterator[Decisions]:
+    """FSDP2 with ``CPUOffloadPolicy``: master copies in pinned host memory, fetched in fp32 for every use.
+
+    A layer is cast on the device and then all-gathered, while the layer before it computes. The fused AdamW of PyTorch
+    updates all parameters on the CPU when backward has ended (``torch/distributed/fsdp/_fully_shard``).
+    """
+    # One layer's shard waits in fp32 on the device until it is cast.
+    fp32_bytes = 4 * max((-(-unit.num_params // setup.replicas(unit)) for unit in setup.units), default=0)
+    for activations in _ACTIVATIONS:
+        yield _decide(
+            setup,
+            "fsdp2-offload",
+            activations,
+            lambda _: Place.CPU,
+            params="host",
+            zero_stage=3 if setup.data_parallel > 1 else 0,
+            gradient_path=GradientPath.FSDP2,
+            device_buffer_bytes=fp32_bytes,
+            **_AFTER_BACKWARD,
+        )
 
 
 def twin_flow(setup: Setup, fractions: Sequence[float] = TWIN_FLOW_FRACTIONS) -> Iterator[Decisions]:
@@ -268,7 +290,7 @@ def _evenly(total: int, count: int) -> list[bool]:
 
 _decided = functools.lru_cache(4096)(UnitDecision)  # most units have equal decisions, in all mixes of a search
 _ACTIVATIONS: tuple[Activations, ...] = ("keep", "recompute")
-_AFTER_BACKWARD = {"overlap_next_forward": False}
+_AFTER_BACKWARD: dict[str, Any] = {"overlap_next_forward": False}
 # DeepSpeed's default ``reduce_bucket_size``: gradients are copied into one buffer of so many values before the
 # reduction, and ``reduce_scatter_coalesced`` makes its flat input from it (``runtime/comm/coalesced_collectives.py``).
 REDUCE_BUCKET_PARAMS = 500_000_000
@@ -310,7 +332,13 @@ def num_live_segments(setup: Setup, max_live_params: int = MAX_LIVE_PARAMS) -> i
 
 
 def _decide(
-    setup: Setup, policy: str, activations: Activations, place: Callable[[int], Place], **options: object
+    setup: Setup,
+    policy: str,
+    activations: Activations,
+    place: Callable[[int], Place],
+    *,
+    params: Literal["gpu", "host"] = "gpu",
+    **options: object,
 ) -> Decisions:
     """Return decisions that treat all units equally; ``place`` maps a subgroup's number to its place.
 
@@ -323,7 +351,7 @@ def _decide(
         sizes = pieces(setup, unit)
         starts = itertools.accumulate(sizes, initial=offset)
         units[unit.name] = UnitDecision(
-            params="gpu",
+            params=params if unit.num_params else "gpu",
             activations=activations if unit.recompute else "keep",
             update=tuple(place(start // setup.subgroup_params) for start, _ in zip(starts, sizes, strict=False)),
             streamed_gradients="gpu",  # Deep Optimizer States leaves them where they are
@@ -345,6 +373,7 @@ POLICIES: dict[str, Callable[[Setup], Iterator[Decisions]]] = {
     "zero-offload": zero_offload,
     "twin-flow": twin_flow,
     "interleaved": interleaved,
+    "fsdp2-offload": fsdp2_offload,
 }
 # Policies that can also keep their parameters on the host. This is tried if nothing fits otherwise.
 HOST_PARAMETER_POLICIES = ("zero-offload-blocking", "zero-offload")

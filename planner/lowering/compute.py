@@ -2,7 +2,6 @@
 
 from collections import Counter
 
-from planner.decisions import GradientPath
 from planner.lowering import pipeline
 from planner.lowering.program import Draft, LoweredUnit, Program
 from planner.schedule.tasks import Lane, Op, Phase
@@ -70,8 +69,12 @@ def launch(program: Program) -> None:
         pipeline.launch(program)
         return
     hooks = program.decisions.module_hooks
-    path = program.decisions.gradient_path
-    awaited = {Op.FLUSH, Op.SCATTER} if path is GradientPath.ONCE else {Op.OVERWRITE} if path.blocks else set[Op]()
+    path, last = program.decisions.gradient_path, program.decisions.num_micro_batches - 1
+    awaited = set[Op]()
+    if path.is_one_copy:
+        awaited = {Op.FLUSH, Op.SCATTER}
+    elif path.blocks(last, last):
+        awaited = {Op.OVERWRITE}
     for unit in program.units:
         num_modules = unit.unit.num_modules if hooks else 0
         for tasks in (unit.forwards, unit.agains, unit.backwards):

@@ -20,7 +20,7 @@ from planner.schedule.tasks import Lane, Op, Phase
 def gradients(program: Program) -> None:
     """Reduce gradients over ranks, and copy those of host updates to the host, as soon as a unit's backward ends."""
     decisions = program.decisions
-    blocks = decisions.gradient_path.blocks
+    last = decisions.num_micro_batches - 1
     leaving: list[int] = []
     spilled: list[Draft] = []
     _bring_sums(program)
@@ -37,7 +37,7 @@ def gradients(program: Program) -> None:
             spill(program, unit, draft, flushed, spilled)
         if (gone := flushed or ready) is not draft:
             leaving.append(gone.key)
-        waits = flushed if blocks and draft.micro_batch == decisions.num_micro_batches - 1 else None
+        waits = flushed if decisions.gradient_path.blocks(draft.micro_batch, last) else None
         if waits is None and ready is not draft and not decisions.gathers_ahead(unit.num_params):
             waits = ready
         if waits and following:
@@ -124,8 +124,8 @@ def _flush(program: Program, unit: LoweredUnit, backward: Draft, ready: Draft) -
     decisions, micro_batch = program.decisions, backward.micro_batch
     weight_bytes, path = decisions.precision.weight_bytes, decisions.gradient_path
     last = micro_batch == decisions.num_micro_batches - 1
-    if path is GradientPath.ONCE:
-        steps: tuple[tuple[Lane, Op, int], ...] = ((Lane.D2H, Op.FLUSH, weight_bytes),)
+    if path.is_one_copy:
+        steps: tuple[tuple[Lane, Op, int], ...] = ((Lane.D2H, Op.FLUSH, decisions.flushed_bytes_per_param),)
     else:  # [Note: Accumulation]
         out, back = (Lane.D2H, Op.OVERWRITE, weight_bytes), (Lane.H2D, Op.LOAD, weight_bytes)
         if path is GradientPath.ON_DEVICE:
@@ -140,12 +140,14 @@ def _flush(program: Program, unit: LoweredUnit, backward: Draft, ready: Draft) -
         draft.num_bytes = bytes_per_param * num_params
         copies.append(draft)
     unit.flushes[micro_batch] = brought + copies
-    if micro_batch and path is not GradientPath.ONCE:
+    if micro_batch and not path.is_one_copy:
         unit.flushes[micro_batch][0].after += (unit.flushes[micro_batch - 1][-1].key,)
     program.behind[backward.key] += copies
     if last and copies:
         draft.pinned = path is not GradientPath.ZERO3_BLOCKING
         draft.stalls = path is GradientPath.ZERO3_ASYNC
-    if decisions.clip and last and copies:
+    if path is GradientPath.FSDP2 and micro_batch:
+        draft.pinned = False
+    if decisions.clip and last and copies and path is not GradientPath.FSDP2:  # that computes the norm on the host
         draft.num_params = num_params  # the copy also computes the norm
     return draft

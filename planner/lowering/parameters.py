@@ -126,7 +126,7 @@ def _fill(
     tasks: list[Draft] = []
     if unit.amounts.fetched:
         fetch = program.draft(Lane.H2D, Op.FETCH, user.phase, unit, user.micro_batch, start)
-        fetch.num_bytes = weight_bytes * amounts.shard_params
+        fetch.num_bytes = decisions.fetched_bytes_per_param * amounts.shard_params
         tasks.append(fetch)
     if amounts.gathered:
         after = (*start, tasks[0].key) if tasks else start

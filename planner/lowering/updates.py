@@ -9,6 +9,8 @@ from planner.schedule.tasks import Lane, Op, Phase
 
 # A separate pass of DeepSpeed: scaling fp32 gradients in place.
 _SCALE_BYTES_PER_PARAM = 8
+# Passes of PyTorch over gradients on the host: the norm, and scaling in place.
+_CLIP_PASSES = 3
 
 
 def updates(program: Program) -> None:
@@ -97,9 +99,14 @@ def _tail(program: Program, unit: LoweredUnit) -> list[Draft]:
 
 
 def _on_cpu(program: Program, unit: LoweredUnit, piece: int, num_params: int, ready: Keys) -> Draft:
-    if program.decisions.host_update is HostUpdate.DEEPSPEED:
+    decisions, passed_bytes = program.decisions, 0
+    if decisions.host_update is HostUpdate.DEEPSPEED:
+        passed_bytes = _SCALE_BYTES_PER_PARAM
+    elif decisions.clip and decisions.gradient_path is GradientPath.FSDP2:
+        passed_bytes = _CLIP_PASSES * decisions.precision.master_bytes
+    if passed_bytes:
         scale = _place(program, unit, piece, Lane.CPU, Op.PASS, ready)
-        scale.num_bytes = _SCALE_BYTES_PER_PARAM * num_params
+        scale.num_bytes = passed_bytes * num_params
         ready = (scale.key,)
     return _update(program, unit, piece, Lane.CPU, num_params, ready)
 

@@ -61,14 +61,14 @@ def decisions(draw: st.DrawFn, model_units: tuple[Unit, ...]) -> Decisions:
     """Return anything that can be decided for a model."""
     clip = draw(st.booleans())
     gradient_path = draw(st.sampled_from(GradientPath))
-    on_device = gradient_path is GradientPath.ON_DEVICE
+    on_device, fsdp2 = gradient_path is GradientPath.ON_DEVICE, gradient_path is GradientPath.FSDP2
     ranks = 1 if on_device else draw(st.sampled_from([1, 1, 2, 4]))
     options = {
         "precision": draw(st.sampled_from([BF16, FP32, Precision(weights="bf16", state="bf16")])),
         "optimizer": draw(st.sampled_from(sorted(OPTIMIZERS))),
         "num_micro_batches": draw(st.integers(1, 3)),
         "data_parallel": ranks,
-        "zero_stage": draw(st.integers(0, 3)),
+        "zero_stage": 3 if fsdp2 else draw(st.integers(0, 3)),
         "subgroup_params": draw(st.sampled_from([400_000, 1_000_000, 100_000_000])),
         "num_param_slots": draw(st.integers(1, 3)),
         "num_state_slots": draw(st.integers(1, 3)),
@@ -95,6 +95,8 @@ def decisions(draw: st.DrawFn, model_units: tuple[Unit, ...]) -> Decisions:
         params = draw(st.sampled_from(["gpu", "host"] if on_device else ["gpu", "host", "nvme"])) if anywhere else "gpu"
         places = {"gpu": list(Place), "host": [Place.CPU, Place.STREAM, Place.NVME], "nvme": [Place.NVME]}[params]
         places = [place for place in places if not (on_device and place in {Place.CPU, Place.NVME})]
+        if fsdp2:  # all or nothing
+            params, places = "host" if unit.num_params else "gpu", [Place.CPU]
         count = len(empty.piece_params(unit))
         update = draw(st.lists(st.sampled_from(places), min_size=count, max_size=count))
         chosen[unit.name] = UnitDecision(

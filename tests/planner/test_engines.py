@@ -102,6 +102,38 @@ def test_what_policies_are() -> None:
     assert stages == {1, 2, 3}
 
 
+@pytest.mark.parametrize("clip", [True, False])
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_fsdp2_moves_master_copies_and_adds_up_on_the_host(ranks: int, clip: bool) -> None:
+    """As ``torch.distributed.fsdp`` does: 4 bytes in for every use, 4 out for every micro-batch, nothing overlaps."""
+    kept, recomputed = POLICIES["fsdp2-offload"](setup(data_parallel=ranks, num_micro_batches=3, clip=clip))
+    assert not kept.executable
+    for decisions in (kept, recomputed):
+        schedule = lower(UNITS, decisions, asynchronous=True)
+        shard = sum(-(-unit.num_params // ranks) for unit in UNITS)
+        tasks = {op: [task for task in schedule.tasks if task.op is op] for op in Op}
+        assert sum(task.num_bytes for task in tasks[Op.FETCH]) % 4 == 0
+        flushed = [sum(t.num_bytes for t in tasks[Op.FLUSH] if t.micro_batch == i) for i in range(3)]
+        assert flushed == [4 * shard] * 3
+        assert [all(t.pinned for t in tasks[Op.FLUSH] if t.micro_batch == i) for i in range(3)] == [True, False, False]
+        assert not tasks[Op.UPLOAD]
+        if ranks > 1:
+            assert sum(task.num_bytes for task in tasks[Op.GATHER]) == ranks / 2 * sum(
+                task.num_bytes for task in tasks[Op.FETCH]
+            )
+        assert sum(task.num_bytes for task in tasks[Op.PASS]) == (12 * shard if clip else 0)
+        held = Counter[Tier]()
+        for buffer in schedule.buffers:
+            held[buffer.tier] += buffer.num_bytes if buffer.first is None else 0
+        assert held[Tier.HOST] == 16 * shard  # weights, two moments and the gradient
+        # Backward waits for gradients that are added on the host.
+        waiting = {i for task in schedule.tasks if task.op is Op.BACKWARD for i in task.after}
+        later = [t.index for t in tasks[Op.FLUSH] if 0 < t.micro_batch < 2]
+        assert set(later) <= waiting
+        first_update = min(task.index for task in tasks[Op.UPDATE])
+        assert first_update > max(task.index for task in tasks[Op.BACKWARD])
+
+
 def test_what_storage_policies_are() -> None:
     first = {name: next(iter(policy(setup()))) for name, policy in STORAGE_POLICIES.items()}
     assert {name: d.policy for name, d in first.items()} == {name: name for name in STORAGE_POLICIES}

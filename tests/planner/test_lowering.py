@@ -233,9 +233,10 @@ def test_bytes_are_those_that_decisions_imply(case: Case) -> None:
     assert updated[Lane.GPU_UPDATE] == params[Place.GPU] + params[Place.STREAM]
     state = {"adamw": 12, "sgd": 8, "adagrad": 8, "lion": 8}[decisions.optimizer]
     state //= 2 if decisions.precision.state else 1
-    once = decisions.gradient_path is GradientPath.ONCE
+    once, fsdp2 = decisions.gradient_path.is_one_copy, decisions.gradient_path is GradientPath.FSDP2
     leaving += come_back
-    assert moved[Op.FLUSH] == (weight * leaving * batches if once else 0)
+    master = 2 if decisions.precision.state else 4
+    assert moved[Op.FLUSH] == ((master if fsdp2 else weight) * leaving * batches if once else 0)
     if decisions.gradient_path is GradientPath.ON_DEVICE:  # the last sum stays, and with it weights that are masters
         there = weight * params[Place.STREAM] * decisions.precision.master_is_weight
         assert moved[Op.OVERWRITE] == weight * leaving * (batches - 1)
@@ -249,7 +250,8 @@ def test_bytes_are_those_that_decisions_imply(case: Case) -> None:
         assert moved[Op.STORE] == state * params[Place.STREAM] + no_master
     assert moved[Op.UPLOAD] == (4 if decisions.host_update is HostUpdate.DEVICE_CAST else weight) * uploaded
     scaled = params[Place.CPU] + params[Place.NVME]
-    assert moved[Op.PASS] == (8 if decisions.host_update is HostUpdate.DEEPSPEED else 0) * scaled
+    clipped = 3 * master if fsdp2 and decisions.clip else 0
+    assert moved[Op.PASS] == (8 if decisions.host_update is HostUpdate.DEEPSPEED else clipped) * scaled
     spilled = decisions.spilled_bytes_per_param * params[Place.NVME] * decisions.spill_gradients
     assert moved[Op.SPILL] == spilled
     assert moved[Op.SWAP_IN] == state * params[Place.NVME] + spilled
