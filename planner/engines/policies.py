@@ -375,6 +375,8 @@ POLICIES: dict[str, Callable[[Setup], Iterator[Decisions]]] = {
     "interleaved": interleaved,
     "fsdp2-offload": fsdp2_offload,
 }
+# Policies from whose placements our search does not start: ours would be another one.
+ONLY_COMPARED = frozenset({"fsdp2-offload"})
 # Policies that can also keep their parameters on the host. This is tried if nothing fits otherwise.
 HOST_PARAMETER_POLICIES = ("zero-offload-blocking", "zero-offload")
 # Policies that need NVMe. They are tried if the request allows it.

@@ -13,6 +13,7 @@ from planner.choices.space import NEVER_S
 from planner.decisions import Decisions, GradientPath, HostUpdate
 from planner.engines.policies import (
     HOST_PARAMETER_POLICIES,
+    ONLY_COMPARED,
     POLICIES,
     mixed,
     ratel,
@@ -79,7 +80,7 @@ def search(
         if progress:
             progress(candidate, scorer.num_simulations)
 
-    engines = engine_policies(setup, scorer)
+    engines = _starts(setup, scorer)
     # We must be able to run a plan. So another engine's placement is driven by our engine, which is never slower.
     driven = [scorer.score(_driven_by_us(setup, candidate.decisions)) for candidate in engines.values()]
     driven += [candidate for candidate in engines.values() if candidate.decisions.executable]
@@ -94,7 +95,7 @@ def search(
         best, bound_s = _improve(allowed, scorer, driven, engines, budget, report, last=last, enough_s=enough_s)
         enough_s = NEVER_S if best.missing_bytes else min(bound_s * (1 - _CLOSE), NEVER_S)
         driven.append(best)
-    return Outcome(best, engines, scorer.num_simulations)
+    return Outcome(best, engines | _compared(setup, scorer), scorer.num_simulations)
 
 
 def _improve(
@@ -173,7 +174,18 @@ def _default_simulations(scorer: Scorer, example: Candidate, *, endless: bool) -
 
 def engine_policies(setup: Setup, scorer: Scorer) -> dict[str, Candidate]:
     """Return the best candidate of every engine policy that can do what the setup requires, by name."""
-    found = {name: _best_as_used(setup, scorer, policy(setup)) for name, policy in POLICIES.items()}
+    return _starts(setup, scorer) | _compared(setup, scorer)
+
+
+def _compared(setup: Setup, scorer: Scorer) -> dict[str, Candidate]:
+    """Return the best candidates of engines from whose placements the search does not start."""
+    return {name: _best_as_used(setup, scorer, POLICIES[name](setup)) for name in sorted(ONLY_COMPARED)}
+
+
+def _starts(setup: Setup, scorer: Scorer) -> dict[str, Candidate]:
+    """Return the best candidates of engines from whose placements the search starts."""
+    names = [name for name in POLICIES if name not in ONLY_COMPARED]
+    found = {name: _best_as_used(setup, scorer, POLICIES[name](setup)) for name in names}
     for name in HOST_PARAMETER_POLICIES:
         if found[name].missing_bytes:
             with_host = (with_host_parameters(decisions, setup) for decisions in POLICIES[name](setup))
