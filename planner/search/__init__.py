@@ -80,6 +80,8 @@ def search(
         if progress:
             progress(candidate, scorer.num_simulations)
 
+    if max_simulations is not None:  # each engine's activations may be kept, or recomputed
+        max_simulations = max(max_simulations - 2 * len(ONLY_COMPARED), 1)
     engines = _starts(setup, scorer)
     # We must be able to run a plan. So another engine's placement is driven by our engine, which is never slower.
     driven = [scorer.score(_driven_by_us(setup, candidate.decisions)) for candidate in engines.values()]
