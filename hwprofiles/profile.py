@@ -275,6 +275,8 @@ class HardwareProfile(Frozen):
             every device reaches ``dram``. Devices joined to one ``switch…`` share its uplink to the host.
         devices_per_node: devices in one node.
         intra_node, inter_node: fabrics inside and between nodes; ``None`` where there is only one device or node.
+        one_memory: whether host and device have the same memory, so that moving state gains nothing. It counts as the
+            device's, but for the little that the host needs. ``None``: each has its own.
         measured_on: the machine that was calibrated; ``None`` where values are not those of one machine.
     """
 
@@ -290,6 +292,7 @@ class HardwareProfile(Frozen):
     intra_node: Fabric | None = None
     inter_node: Fabric | None = None
     topology: tuple[tuple[str, str], ...]
+    one_memory: Literal[True] | None = None
     measured_on: MachineIdentity | None = None
 
     @model_validator(mode="after")

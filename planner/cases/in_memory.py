@@ -141,11 +141,14 @@ class InMemoryCase(Case):
             if value != allowed:
                 raise CaseError(f"case {self.id}: {field} is {value}, but only {allowed} can be predicted so far")
         parallel = self.parallel
-        replicas = parallel.data_parallel * parallel.context_parallel
-        if replicas % parallel.expert_parallel:
+        replicas, tensor_parallel = parallel.data_parallel * parallel.context_parallel, parallel.tensor_parallel
+        if isinstance(self.model, DeepSeekModel) and (
+            parallel.expert_parallel % tensor_parallel or replicas * tensor_parallel % parallel.expert_parallel
+        ):
             raise CaseError(
-                f"case {self.id}: parallel.expert_parallel is {parallel.expert_parallel}, but must divide "
-                f"data_parallel x context_parallel, {replicas}; correct it"
+                f"case {self.id}: parallel.expert_parallel is {parallel.expert_parallel}, but must be a multiple of "
+                f"tensor_parallel {tensor_parallel} and divide data_parallel x context_parallel x tensor_parallel, "
+                f"{replicas * tensor_parallel}; correct it"
             )
         self.share()
 
@@ -156,9 +159,7 @@ class InMemoryCase(Case):
         yield "engine.zero_stage", self.engine.zero_stage, 1
         if self.parallel.tensor_parallel > 1:  # otherwise there is nothing to share
             yield "engine.sequence_parallel", self.engine.sequence_parallel, True
-        if isinstance(self.model, DeepSeekModel):
-            yield "parallel.tensor_parallel", self.parallel.tensor_parallel, 1
-        else:
+        if not isinstance(self.model, DeepSeekModel):
             yield "parallel.expert_parallel", self.parallel.expert_parallel, 1
 
     def share(self) -> tuple[ModelConfig, Batch]:
@@ -201,7 +202,7 @@ class InMemoryCase(Case):
             num_micro_batches=self.num_micro_batches,
             precision=Precision(weights="bf16", gradients="fp32"),
             tensor_parallel=parallel.tensor_parallel,
-            expert_parallel=parallel.expert_parallel,
+            expert_parallel=max(parallel.expert_parallel // parallel.tensor_parallel, 1),
         )
         decisions = next(gpu_only(setup)).model_copy(
             update={"reduce_start": "step", "pipeline_parallel": parallel.pipeline_parallel}

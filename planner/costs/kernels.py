@@ -98,7 +98,8 @@ class KernelCosts:
             alone_s = self._inside_unit_s(dataclasses.replace(kernel, behind=None))
             return max(alone_s - self.time_and_bytes(kernel.behind)[0], 0.0)
         if kernel.kind == "all-to-all":
-            return self._fabrics.all_to_all_s(self._layout.parts(kernel.num_ranks), kernel.num_bytes)
+            group = self._layout.parts(kernel.num_ranks, over_tensor=kernel.over_tensor)
+            return self._fabrics.all_to_all_s(group, kernel.num_bytes)
         rings = self._fabrics.rings(self._layout.tensor_group, kernel.num_bytes, kernel.num_passes)
         return sum(ring.latency_s for ring in rings) + max((ring.time_s for ring in rings), default=0.0)
 

@@ -63,9 +63,12 @@ class Layout:
         """Return the data-parallel ranks that hold the same one of ``parts`` parts: every ``parts``-th rank."""
         return self._group(self.data // parts, max(self.devices_per_node // (self.tensor * parts), 1))
 
-    def parts(self, parts: int) -> Group:
-        """Return the data-parallel ranks that hold different ones of ``parts`` parts: neighbours."""
-        return self._group(parts, max(self.devices_per_node // self.tensor, 1))
+    def parts(self, parts: int, *, over_tensor: bool = False) -> Group:
+        """Return the ranks that hold different ones of ``parts`` parts: neighbours.
+
+        They are data-parallel ranks, or, ``over_tensor``, those that share layers too.
+        """
+        return self._group(parts, max(self.devices_per_node // (1 if over_tensor else self.tensor), 1))
 
     def crosses(self, stage: int, other: int) -> bool:
         """Return whether some rank of a stage and its counterpart in another stage are on different nodes."""

@@ -92,6 +92,7 @@ class Collective:
         num_passes: rounds of the ring: 2 for an all-reduce, 1 for an all-gather.
         count: how often it runs.
         kind: over tensor-parallel ranks in a ``ring``, or an ``all-to-all`` of expert-parallel ones.
+        over_tensor: the ranks of an all-to-all include those that share layers.
         behind: a product that runs meanwhile, so that only the rest of its time counts.
     """
 
@@ -100,6 +101,7 @@ class Collective:
     num_passes: int = 2
     count: int = 1
     kind: Literal["ring", "all-to-all"] = "ring"
+    over_tensor: bool = False
     behind: Gemm | None = None
 
 

@@ -162,7 +162,8 @@ def _output(config: ModelConfig, batch: Batch, width: int) -> Part:
 def _latent_attention(config: ModelConfig, latent: LatentAttention, batch: Batch, source: str) -> Iterator[Part]:
     """Yield multi-head latent attention: queries, keys and values come from narrow vectors with norms of their own.
 
-    Keys of all heads share their rotated part, so they are put together before attention
+    Ranks make the narrow vectors of their own tokens, and gather those. Keys of all heads share their rotated part, so
+    they are put together before attention
     (DeepSeek-V2, arXiv:2405.04434, section 2.1; ``megatron/core/transformer/multi_latent_attention.py``).
     """
     rows, hidden, e, heads = batch.num_tokens, config.hidden_size, batch.dtype_bytes, config.num_attention_heads
@@ -173,13 +174,15 @@ def _latent_attention(config: ModelConfig, latent: LatentAttention, batch: Batch
     def part(name: str, work: Work, width: int, modules: tuple[str, ...], source: str) -> Part:
         return Part(f"self_attn.{name}", "qkv", "attn", Pattern.REPLICATE, work, rows * width * e, modules, (source,))
 
-    down = linear(rows, hidden, rank, e) + linear(rows, hidden, shared + turned, e)
+    own = rows // batch.tensor_parallel
+    down = linear(own, hidden, rank, e) + linear(own, hidden, shared + turned, e)
     modules = ("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa")
     yield part("down_proj", down, rank + shared + turned, modules, source)
-    normalize = norm(rows, rank, e) + norm(rows, shared, e)
+    normalize = norm(own, rank, e) + norm(own, shared, e)
     modules = ("self_attn.q_a_layernorm", "self_attn.kv_a_layernorm")
     yield part("latent_norm", normalize, rank + shared, modules, "self_attn.down_proj")
-    up = linear(rows, rank, query, e) + linear(rows, shared, keys, e)
+    keys_turned = pass_tokens(batch, turned)
+    up = column(batch, rank, query) + column(batch, shared, keys) + Work(keys_turned, keys_turned)
     modules = ("self_attn.q_b_proj", "self_attn.kv_b_proj")
     yield part("up_proj", up, query + keys, modules, "self_attn.latent_norm")
     turn = rotary(rows * turned * (heads + 1), e)
@@ -249,9 +252,11 @@ def _experts(config: ModelConfig, batch: Batch, layer: int, source: str, skip: s
 
     Counted in ``token_dispatcher.py`` (all-to-all) and ``moe_utils.py`` with the fused permutation of
     TransformerEngine: tokens are copied in the order of experts, exchanged, and sorted by local expert; back the other
-    way round. Routing weights are applied in the activation function.
+    way round. Routing weights are applied in the activation function. Tensor-parallel ranks route their own tokens and
+    have whole experts, so expert-parallel ranks are among them too.
     """
-    rows, hidden, e = batch.num_tokens, config.hidden_size, batch.dtype_bytes
+    own = dataclasses.replace(batch, context_parallel=batch.context_parallel * batch.tensor_parallel)
+    rows, hidden, e = own.num_tokens, config.hidden_size, batch.dtype_bytes
     before = "attn" if batch.experts_apart else "mlp"
     num, visits = config.num_experts, rows * config.experts_per_token
     scores = each(rows * num, e + 4, 8, 8, 8)
@@ -262,12 +267,12 @@ def _experts(config: ModelConfig, batch: Batch, layer: int, source: str, skip: s
         yield from _gated(config, batch, "mlp.shared_experts", ffn, source, skip, before)
     swap: Kernels = ()
     if batch.expert_parallel > 1:
-        exchange = Collective(visit_bytes, batch.expert_parallel, kind="all-to-all")
+        exchange = Collective(visit_bytes, batch.expert_parallel, kind="all-to-all", over_tensor=True)
         swap = (exchange, *each(visits * hidden, 2 * e))
     copy = each(visits * hidden, 2 * e)
     send = Work((*copy, *swap), (*swap, *copy), 8 * visits)
     yield Part("mlp.dispatch", "dispatch", before, Pattern.SHARD, send, visit_bytes, (), ("mlp.gate", source))
-    sizes, unit, names = experts.tokens(config, batch, layer), "mlp", []
+    sizes, unit, names = experts.tokens(config, own, layer), "mlp", []
     for first, count in experts.groups(config, batch):
         label = f".{first}-{first + count - 1}" if batch.experts_apart else ""
         unit = f"experts{label}" if batch.experts_apart else "mlp"

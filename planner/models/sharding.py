@@ -22,7 +22,10 @@ def share(config: ModelConfig, batch: Batch) -> ModelConfig:
         ModelConfigError: something does not divide evenly.
     """
     ranks = batch.tensor_parallel
-    divided = ("num_attention_heads", "num_key_value_heads", "ffn_hidden_size", "expert_ffn_hidden_size")
+    # With Megatron-Core, experts stay whole: expert-parallel ranks include those that share layers.
+    experts = "shared_expert_ffn_hidden_size" if batch.is_core else "expert_ffn_hidden_size"
+    names = ("num_attention_heads", "num_key_value_heads", "ffn_hidden_size", experts)
+    divided = [name for name in names if getattr(config, name) is not None]
     for name in divided:
         if getattr(config, name) % ranks:
             raise ModelConfigError(

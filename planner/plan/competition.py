@@ -13,6 +13,7 @@ from planner.bounds.conditions import conditions
 from planner.bounds.solver import solve
 from planner.choices.space import NEVER_S
 from planner.choices.variants import Variant
+from planner.engines.policies import gpu_only
 from planner.search import (
     Candidate,
     Outcome,
@@ -113,7 +114,10 @@ def closest(rival: Variant, scorer: Scorer) -> Candidate:
     """Return the candidate with the least missing memory, of a choice of which nothing fits."""
     if rival.choice.pipeline_parallel > 1:
         return search_pipeline(rival.setup, scorer).best
-    return best_of(map(scorer.score, smallest(rival.setup)))
+    tried = list(smallest(rival.setup))
+    if rival.cost.profile.one_memory:  # it is the device's
+        tried += gpu_only(rival.setup)
+    return best_of(map(scorer.score, tried))
 
 
 @no_garbage_collection()

@@ -364,9 +364,11 @@ def _infeasible(
         for tier in tiers
     )
     tried = f"the {'smallest' if proofs else 'best'} plan found ({describe(best, units)})"
+    # If there is one memory, it is the device's.
+    remedies = dict.fromkeys(_REMEDIES[Tier.GPU if request.hardware.one_memory else tier] for tier in tiers)
     message = (
         f"{request.model.name} does not fit on {request.num_devices} device(s) of {request.hardware.name}: {lacks} "
-        f"even with {tried}, and {_proven(proofs)}; " + "; ".join(_REMEDIES[tier] for tier in tiers)
+        f"even with {tried}, and {_proven(proofs)}; " + "; ".join(remedies)
     )
     return InfeasibleError(message, missing_bytes, proven=bool(proofs))
 

@@ -107,7 +107,7 @@ def _larger_device(request: Request) -> Iterator[tuple[str, Request]]:
 
 
 def _larger_host(request: Request) -> Iterator[tuple[str, Request]]:
-    sizes = {f"hosts with {size} GiB": float(size * 2**30) for size in _HOST_GIB}
+    sizes = {f"hosts with {size} GiB": float(size * 2**30) for size in _HOST_GIB if not request.hardware.one_memory}
     return _larger(request, "host.memory_bytes", sizes)
 
 

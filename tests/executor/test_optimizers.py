@@ -99,6 +99,7 @@ def test_stock_optimizers_and_clipping_agree_within_rounding(optimizer):
 # --- state ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_training_goes_on_from_saved_states_as_if_it_had_not_stopped(optimizer, dtype):

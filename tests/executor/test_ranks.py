@@ -188,6 +188,7 @@ def test_evaluation_states_and_a_closed_model_are_whole_on_all_ranks(processes, 
         assert found == []
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize(("zero_stage", "choose"), STAGES.values(), ids=STAGES)
 def test_memory_and_times_are_those_of_the_schedule(processes, zero_stage, choose, size):

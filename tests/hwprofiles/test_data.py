@@ -130,8 +130,8 @@ def test_rates_are_ordered_as_physics_orders_them(name):
         if device.gemm[dtype].provenance.origin == "fitted":  # to whole runs, with all that keeps a device waiting
             continue
         assert 0.3 < rate(device.attention[dtype]) / rate(device.gemm[dtype]) < 0.7
-    one_memory = name == "gb10"  # it is the device's: nothing is gained by moving state
-    assert (device.memory_bytes.value < host.memory_bytes.value) is not one_memory
+    assert (profile.one_memory is True) == (name == "gb10")
+    assert (device.memory_bytes.value < host.memory_bytes.value) == (profile.one_memory is None)
     if profile.nvme is not None:
         assert rate(profile.nvme.write) <= rate(profile.nvme.read) < host.dram_bytes_per_s.value
     if profile.intra_node is not None:

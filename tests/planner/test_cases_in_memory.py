@@ -67,9 +67,9 @@ def test_wrong_fields_are_named(tmp_path, name, place, values, field):
         (DENSE, "engine", {"fused_cross_entropy": False}, "engine.fused_cross_entropy is False"),
         (DENSE, "engine", {"zero_stage": 0}, "engine.zero_stage is 0"),
         (SHARDED, "engine", {"sequence_parallel": False}, "engine.sequence_parallel is False"),
-        (EXPERTS, "parallel", {"tensor_parallel": 2}, "parallel.tensor_parallel is 2"),
+        (EXPERTS, "parallel", {"tensor_parallel": 16}, "must be a multiple of tensor_parallel 16"),
         (DENSE, "parallel", {"expert_parallel": 4}, "parallel.expert_parallel is 4"),
-        (EXPERTS, "parallel", {"expert_parallel": 3}, "must divide data_parallel x context_parallel, 8"),
+        (EXPERTS, "parallel", {"expert_parallel": 3}, "divide data_parallel x context_parallel x tensor_parallel, 8"),
         (EXPERTS, "model", {"num_experts": 100}, "num_experts of deepseek-v3-shape is 100"),
         (LONG, "parallel", {"context_parallel": 3}, "multiple of twice context_parallel 3"),
         (SHARDED, "model", {"num_attention_heads": 63}, "num_attention_heads"),
@@ -117,5 +117,7 @@ def test_each_degree_does_what_it_is_for():
         InMemoryCase.model_validate(changed(SHARDED) | {"num_micro_batches": number}).predict(PROFILE).values
         for number in (4, 8)
     )
+    shared = predicted(EXPERTS, parallel={"data_parallel": 4, "tensor_parallel": 2})
+    assert shared[Metric.ITERATION] < predicted(EXPERTS)[Metric.ITERATION]  # half as many tokens in all
     assert 1.8 < twice[Metric.ITERATION] / once[Metric.ITERATION] < 2
     assert twice[Metric.PEAK_GPU] == once[Metric.PEAK_GPU]

@@ -33,7 +33,7 @@ LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope
 DEEPSEEK = DeepSeekModel.model_validate(
     {**SIZES, **LATENT, "name": "deepseek", "architecture": "deepseek_v3", "num_dense_layers": 1}
     | {"ffn_hidden_size": 96, "moe_ffn_hidden_size": 32, "shared_expert_ffn_hidden_size": 32}
-    | {"num_experts": 8, "experts_per_token": 2, "mlp": "swiglu", "norm": "rmsnorm"}
+    | {"num_experts": 16, "experts_per_token": 2, "mlp": "swiglu", "norm": "rmsnorm"}
     | {"tied_embeddings": False, "bias": False, "flash_attention": True}
 ).config(64)
 HF_SIZES = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4}
@@ -41,7 +41,7 @@ HF_SIZES |= {"vocab_size": 256, "intermediate_size": 96, "max_position_embedding
 HF = {
     "llama": {"model_type": "llama", **HF_SIZES},
     "deepseek": {"model_type": "deepseek_v3", **HF_SIZES, **LATENT, "first_k_dense_replace": 1, "n_group": 1}
-    | {"topk_group": 1, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1}
+    | {"topk_group": 1, "n_routed_experts": 16, "num_experts_per_tok": 2, "n_shared_experts": 1}
     | {"moe_intermediate_size": 32},
 }
 CONFIGS = {"llama": LLAMA, "deepseek": DEEPSEEK}
@@ -81,20 +81,32 @@ def test_attention_with_narrower_values_has_the_flop_of_its_products(backward: b
     assert core.flop == (again if backward else forward).get_total_flops()
 
 
-@given(st.sampled_from([2, 4]), st.sampled_from([1, 2, 4]))
-@settings(deadline=None, max_examples=examples(6))
-def test_ranks_share_the_work_of_layers_equally(tensor: int, context: int) -> None:
-    whole = graph_units(LLAMA)
-    part = graph_units(LLAMA, tensor_parallel=tensor, context_parallel=context)
+@given(st.sampled_from(sorted(CONFIGS)), st.sampled_from([2, 4]), st.sampled_from([1, 2, 4]))
+@settings(deadline=None, max_examples=examples(12, fewest=12))
+def test_ranks_share_the_work_of_layers_equally(name: str, tensor: int, context: int) -> None:
+    """Experts too: ranks that share layers route their own tokens to whole experts."""
+    config = CONFIGS[name]
+    degrees = {"tensor_parallel": tensor, "context_parallel": context}
+    degrees |= {"expert_parallel": tensor * context} if config.is_expert_model else {}
+    whole, part = graph_units(config), graph_units(config, **degrees)
     for kind in (Gemm, Attention):
-        all_flop, own_flop = (sum(k.flop for k in kernels(found, kind)) for found in (whole, part))
-        if kind is Attention or LLAMA.vocab_size % (128 * tensor) == 0:
-            assert own_flop * tensor * context == all_flop
-    if context == 1:  # tokens of norms and residual sums too: nothing is done twice
+        all_flop, own_flop = (sum(k.flop for k in kernels(found, kind, inside=True)) for found in (whole, part))
+        assert own_flop * tensor * context == all_flop
+    if context == 1 and name == "llama":  # tokens of norms and residual sums too: nothing is done twice
         all_bytes, own_bytes = (
             sum(k.num_bytes * k.count for k in kernels(found, Elementwise, inside=True)) for found in (whole, part)
         )
         assert own_bytes * tensor == pytest.approx(all_bytes)
+    if config.is_expert_model:
+        sizes = [sum(u.num_params for u in found if ".experts" in u.name) for found in (whole, part)]
+        apart = graph_units(config, expert_parallel=tensor * context)
+        assert sizes[1] == sum(u.num_params for u in apart if ".experts" in u.name)
+
+
+def test_expert_parallel_ranks_that_share_layers_are_on_one_node() -> None:
+    tokens = [Collective(10**6, 4, kind="all-to-all", over_tensor=over_tensor) for over_tensor in (True, False)]
+    near_s, far_s = (CostModel(machine(devices_per_node=4), (), BF16, 2, 2).compute_s([kernel]) for kernel in tokens)
+    assert near_s < far_s
 
 
 def test_shared_tokens_move_the_bytes_of_the_all_reduces_and_one_gather_more() -> None:

@@ -36,6 +36,17 @@ def test_host_memory_is_asked_for_where_that_is_what_lacks():
     assert not [word for word in words if word.startswith("--micro-batch")]
 
 
+def test_where_there_is_one_memory_it_is_the_device_that_lacks_it():
+    asked = request(micro_batch=1, gpu_bytes=1.2e8, host_bytes=1e8)
+    asked = dataclasses.replace(asked, hardware=asked.hardware.model_copy(update={"one_memory": True}))
+    with pytest.raises(InfeasibleError, match=r"a device with more memory$") as caught:
+        make_plan(asked)
+    assert "host" not in str(caught.value)
+    words = [remedy.words for remedy in what_would_fit(asked)]
+    assert "devices with 16 GB" in words
+    assert not [word for word in words if word.startswith("hosts")]
+
+
 def test_nothing_is_said_to_help_that_does_not():
     tiny = machine(gpu_bytes=1e6, host_bytes=1e6, inter_node=False)
     assert not list(what_would_fit(Request(resolve_model("opt-30b"), tiny, seq_len=256, micro_batch=1)))
