@@ -48,6 +48,7 @@ CATALOGUE: Final[Mapping[str, Entry]] = {
     "device.memory_bytes_per_s": _measured("device", "copies inside the device's memory"),
     "device.gemm.*": _measured("device", "products of a linear layer: forward, dgrad and wgrad"),
     "device.gemm_rows_half": _measured("device", "short against tall products of equal FLOP"),
+    "device.gemm_bytes_per_s": Entry("unknown", "", "measured products include what transfers add to their time"),
     "device.attention.*": _measured("device", "fused causal attention"),
     "device.elementwise": _measured("device", "eager kernels on tensors of all sizes"),
     "device.elementwise_fp32": _measured("device", "the same in fp32"),
@@ -91,9 +92,11 @@ CATALOGUE: Final[Mapping[str, Entry]] = {
     "pfs.endurance_bytes_per_day": Entry("unknown", "", "whoever runs a shared file system replaces its drives"),
     "intra_node.bytes_per_s": _measured("fabric", _CANNOT_BE_COLLECTIVE),
     "intra_node.latency_s": _measured("fabric", _CANNOT_BE_COLLECTIVE),
+    "intra_node.hop_latency_s": Entry("unknown", "", "the start-up time is measured in groups of one size"),
     "intra_node.partial_group_ratio": Entry("unknown", "", "inside a node every device has links of its own"),
     "inter_node.bytes_per_s": _measured("fabric", "collectives over several nodes, by torchrun --nnodes"),
     "inter_node.latency_s": _measured("fabric", "collectives over several nodes, by torchrun --nnodes"),
+    "inter_node.hop_latency_s": Entry("unknown", "", "the start-up time is measured in groups of one size"),
     "inter_node.partial_group_ratio": Entry("fitted", "", "groups with some of a node's devices; calibration has all"),
 }
 """By dotted path as in :mod:`hwprofiles.paths`, with ``*`` for a key; multiprocessors, cores and drives are counts."""

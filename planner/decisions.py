@@ -153,7 +153,7 @@ class Precision(Frozen):
         """Return the bytes that an update moves: gradient and state in, state and (if it is apart) weight out.
 
         Where gradients have a type of their own, they have buffers, which are checked, clipped and cleared in passes
-        of their own (Megatron-Core's ``distributed_data_parallel.py`` and ``clip_grads.py``).
+        of their own (Megatron-Core's ``param_and_grad_buffer.py`` and ``clip_grads.py``).
         """
         apart = 0 if self.master_is_weight else self.weight_bytes
         passes = _GRADIENT_PASSES * self.gradient_bytes if self.gradients else 0

@@ -96,7 +96,7 @@ class Engine(Strict):
 
 
 class Parallel(Strict):
-    """Degrees; expert-parallel ranks are data-parallel ranks that share the experts."""
+    """Degrees; expert-parallel ranks are among those that share tokens or layers."""
 
     data_parallel: Number
     tensor_parallel: Number
@@ -157,6 +157,9 @@ class InMemoryCase(Case):
         yield "engine.gradients", self.engine.gradients, "fp32"
         yield "engine.fused_cross_entropy", self.engine.fused_cross_entropy, True
         yield "engine.zero_stage", self.engine.zero_stage, 1
+        yield "model.flash_attention", self.model.flash_attention, True
+        yield "model.bias", self.model.bias, False
+        yield "model.mlp", self.model.mlp, "swiglu"
         if self.parallel.tensor_parallel > 1:  # otherwise there is nothing to share
             yield "engine.sequence_parallel", self.engine.sequence_parallel, True
         if not isinstance(self.model, DeepSeekModel):

@@ -57,29 +57,8 @@ class KernelCosts:
     def _price(self, kernel: Kernel) -> tuple[float, float]:
         device = self._rank.profile.device
         match kernel:
-            case Gemm() if kernel.batched:  # one kernel, in which all products together fill the device
-                num_bytes = self._dtype_bytes * (kernel.m * kernel.k + kernel.k * kernel.n + kernel.m * kernel.n)
-                num_bytes *= kernel.count
-                time_s = self._rank.read_s(device.gemm[self._dtype], kernel.flop, "GEMM")
-                return max(time_s, num_bytes / device.memory_bytes_per_s.value), float(num_bytes)
-            case Gemm() if kernel.grouped and device.kind == "gpu":  # one kernel, but tiles end where groups end
-                num_bytes = self._dtype_bytes * (kernel.m * kernel.k + kernel.k * kernel.n + kernel.m * kernel.n)
-                num_bytes *= kernel.count
-                time_s = self._rank.read_s(device.gemm[self._dtype], kernel.flop, "GEMM")
-                time_s *= wave_factor(kernel.m, kernel.n, device.multiprocessors or 1, kernel.count)
-                return max(time_s, num_bytes / device.memory_bytes_per_s.value), float(num_bytes)
             case Gemm():
-                flop = kernel.flop / kernel.count
-                if device.multiprocessors:
-                    idle = wave_factor(kernel.m, kernel.n, device.multiprocessors)
-                else:  # few rows leave part of the device idle: the curve's rate times r / (r + r_half)
-                    idle = 1 + device.gemm_rows_half.value / kernel.m
-                time_s = self._rank.read_s(device.gemm[self._dtype], flop, "GEMM") * idle
-                out_bytes = (2 * _FP32 if kernel.accumulates else self._dtype_bytes) * kernel.m * kernel.n
-                num_bytes = self._dtype_bytes * (kernel.m * kernel.k + kernel.k * kernel.n) + out_bytes
-                if device.gemm_bytes_per_s:
-                    time_s += num_bytes / device.gemm_bytes_per_s.value
-                return time_s * kernel.count, float(num_bytes * kernel.count)
+                return self._price_product(kernel)
             case Attention():
                 curve, steps = device.attention if kernel.flash else device.gemm, kernel.num_steps
                 time_s = steps * self._rank.read_s(curve[self._dtype], kernel.flop / steps, "attention")
@@ -91,6 +70,27 @@ class KernelCosts:
                 return time_s * kernel.count, float(kernel.num_bytes * kernel.count)
             case Collective():
                 return self._inside_unit_s(kernel) * kernel.count, float(kernel.num_bytes * kernel.count)
+
+    def _price_product(self, kernel: Gemm) -> tuple[float, float]:
+        device = self._rank.profile.device
+        out_bytes = (2 * _FP32 if kernel.accumulates else self._dtype_bytes) * kernel.m * kernel.n
+        num_bytes = kernel.count * (self._dtype_bytes * (kernel.m * kernel.k + kernel.k * kernel.n) + out_bytes)
+        # A batch is one kernel, and its products fill the device together. So are groups, but tiles end where they end.
+        if kernel.batched or (kernel.grouped and device.kind == "gpu"):
+            time_s = self._rank.read_s(device.gemm[self._dtype], kernel.flop, "GEMM")
+            if kernel.grouped:
+                time_s *= wave_factor(kernel.m, kernel.n, device.multiprocessors or 1, kernel.count)
+            time_s = max(time_s, num_bytes / device.memory_bytes_per_s.value)
+        else:
+            if device.multiprocessors:
+                idle = wave_factor(kernel.m, kernel.n, device.multiprocessors)
+            else:  # few rows leave part of the device idle: the curve's rate times r / (r + r_half)
+                idle = 1 + device.gemm_rows_half.value / kernel.m
+            alone_s = self._rank.read_s(device.gemm[self._dtype], kernel.flop / kernel.count, "GEMM")
+            time_s = alone_s * idle * kernel.count
+        if device.gemm_bytes_per_s:
+            time_s += num_bytes / device.gemm_bytes_per_s.value
+        return time_s, float(num_bytes)
 
     def _inside_unit_s(self, kernel: Collective) -> float:
         """Return the time of a collective inside a unit for which its next kernel waits."""

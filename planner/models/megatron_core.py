@@ -1,7 +1,7 @@
 """Layers of Megatron-Core with TransformerEngine: fused kernels, shared tokens, sums of gradients in fp32.
 
-Counted in the public source of Megatron-LM ``core_r0.14`` (``megatron/core/transformer``, ``core/fusions``,
-``core/tensor_parallel``) and TransformerEngine 2.x (``pytorch/module``): norms, SwiGLU, rotary embedding and residual
+Counted in the public source of Megatron-LM (``megatron/core/transformer``, ``core/fusions``, ``core/tensor_parallel``)
+and TransformerEngine (``pytorch/module``): norms, SwiGLU, rotary embedding and residual
 sums are one kernel each, and a product adds a weight's gradient to the sum over micro-batches, in fp32, as it writes it
 (``gradient_accumulation_fusion``).
 
@@ -22,7 +22,7 @@ from collections.abc import Iterator
 
 from planner.models import experts
 from planner.models.config import LatentAttention, ModelConfig
-from planner.models.kernels import Attention, Collective, Gemm, Kernels, Work, each
+from planner.models.kernels import Attention, Collective, Gemm, Kernels, Work, all_reduce, each
 from planner.models.layers import Part
 from planner.models.operators import Batch
 from planner.models.patterns import Pattern
@@ -42,18 +42,16 @@ def layer_parts(config: ModelConfig, batch: Batch, layer: int) -> tuple[Part, ..
     def norm_part(name: str, unit: str, source: str) -> Part:
         return Part(name, "norm", unit, Pattern.REPLICATE, normalize, hidden_bytes, (name,), (source,))
 
-    mlp = (_experts if has_experts else _mlp)(config, batch, layer, second, _OUTPUT)
-    apart = has_experts and batch.experts_apart
-    return (
-        norm_part(first, "attn", ""),
-        *(
-            _latent_attention(config, config.latent, batch, first)
-            if config.latent
-            else _attention(config, batch, first)
-        ),
-        norm_part(second, "attn" if apart else "mlp", _OUTPUT),
-        *mlp,
-    )
+    if config.latent:
+        attention = _latent_attention(config, config.latent, batch, first)
+    else:
+        attention = _attention(config, batch, first)
+    if has_experts:
+        mlp = _experts(config, batch, layer, second, _OUTPUT)
+    else:
+        mlp = _gated(config, batch, "mlp", config.ffn_hidden_size, second, _OUTPUT)
+    unit = "attn" if has_experts and batch.experts_apart else "mlp"
+    return norm_part(first, "attn", ""), *attention, norm_part(second, unit, _OUTPUT), *mlp
 
 
 def norm(rows: int, width: int, e: int) -> Work:
@@ -122,7 +120,8 @@ def loss(rows: int, vocab: int, e: int, num_ranks: int) -> Work:
     logits live in the training data type and in fp32.
     """
     n = rows * vocab
-    sums = (Collective(_FP32 * rows, num_ranks, count=3),) if num_ranks > 1 else ()
+    # The maximum; then the target's logit and the sum together.
+    sums = (*all_reduce(_FP32 * rows, num_ranks), *all_reduce(2 * _FP32 * rows, num_ranks))
     return Work((*each(n, e + 4, 4, 8, 8), *sums), each(n, 8, 4 + e), 4 * n + 8 * rows, n * (4 + e))
 
 
@@ -227,16 +226,12 @@ def _ring(batch: Batch, core: Attention, outputs: int, keys_and_values: int) -> 
     return Work((core, *rescale), backward, saved_bytes, workspace_bytes)
 
 
-def _mlp(config: ModelConfig, batch: Batch, _layer: int, source: str, skip: str) -> Iterator[Part]:
-    yield from _gated(config, batch, "mlp", config.ffn_hidden_size, source, skip)
-
-
 def _gated(
     config: ModelConfig, batch: Batch, path: str, ffn: int, source: str, skip: str, unit: str = "mlp"
 ) -> Iterator[Part]:
     """Yield a gated MLP; the first product writes the gate's input and the other side by side."""
     rows, hidden, e = batch.num_tokens, config.hidden_size, batch.dtype_bytes
-    names = up, activation, down = f"{path}.gate_up_proj", f"{path}.act_fn", f"{path}.down_proj"
+    up, activation, down = f"{path}.gate_up_proj", f"{path}.act_fn", f"{path}.down_proj"
     up_bytes, modules = 2 * rows * ffn * e, (f"{path}.gate_proj", f"{path}.up_proj")
     project = column(batch, hidden, 2 * ffn)
     yield Part(up, "up", unit, Pattern.COLUMN, project, up_bytes, modules, (source,), product_bytes=up_bytes)
@@ -244,7 +239,7 @@ def _gated(
     yield Part(activation, "activation", unit, Pattern.SHARD, activate, rows * ffn * e, (), (up,))
     hidden_bytes = rows // batch.tensor_parallel * hidden * e
     product = row(batch, ffn, hidden)
-    yield Part(down, "down", unit, Pattern.ROW, product, hidden_bytes, (names[2],), (activation, skip))
+    yield Part(down, "down", unit, Pattern.ROW, product, hidden_bytes, (down,), (activation, skip))
 
 
 def _experts(config: ModelConfig, batch: Batch, layer: int, source: str, skip: str) -> Iterator[Part]:

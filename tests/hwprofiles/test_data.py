@@ -129,7 +129,8 @@ def test_rates_are_ordered_as_physics_orders_them(name):
     for dtype in ("bf16", "fp32"):
         if device.gemm[dtype].provenance.origin == "fitted":  # to whole runs, with all that keeps a device waiting
             continue
-        assert 0.3 < rate(device.attention[dtype]) / rate(device.gemm[dtype]) < 0.7
+        most = 0.9 if device.gemm_bytes_per_s else 0.7  # products at the power limit are hardly faster than attention
+        assert 0.3 < rate(device.attention[dtype]) / rate(device.gemm[dtype]) < most
     assert (profile.one_memory is True) == (name == "gb10")
     assert (device.memory_bytes.value < host.memory_bytes.value) == (profile.one_memory is None)
     if profile.nvme is not None:
