@@ -36,7 +36,7 @@ from planner.graph import Batch, build_graph, units
 from planner.lowering import lower
 from planner.models import resolve_model
 from planner.plan.planning import Request, _infeasible, prepare
-from planner.schedule.tasks import Op, Tier
+from planner.schedule.tasks import Lane, Op, Tier
 from planner.search import Scorer, best_of, engine_policies
 from planner.simulate.machine import run_until_steady
 from planner.simulate.prediction import Workload, memory_peaks
@@ -126,10 +126,12 @@ def test_fsdp2_moves_master_copies_and_adds_up_on_the_host(ranks: int, clip: boo
         for buffer in schedule.buffers:
             held[buffer.tier] += buffer.num_bytes if buffer.first is None else 0
         assert held[Tier.HOST] == 16 * shard  # weights, two moments and the gradient
-        # Backward waits for gradients that are added on the host.
-        waiting = {i for task in schedule.tasks if task.op is Op.BACKWARD for i in task.after}
-        later = [t.index for t in tasks[Op.FLUSH] if 0 < t.micro_batch < 2]
-        assert set(later) <= waiting
+        # What comes next waits for a gradient that is added on the host, not for the first micro-batch's.
+        computing = [task for task in schedule.tasks if task.lane is Lane.COMPUTE]
+        flush = {(task.unit, task.micro_batch): task.index for task in tasks[Op.FLUSH]}
+        for task, following in itertools.pairwise(computing):
+            if task.op is Op.BACKWARD and (key := (task.unit, task.micro_batch)) in flush:
+                assert (flush[key] in following.after) == (task.micro_batch > 0)
         first_update = min(task.index for task in tasks[Op.UPDATE])
         assert first_update > max(task.index for task in tasks[Op.BACKWARD])
 

@@ -211,6 +211,11 @@ def test_experts_are_sharded_over_the_ranks_that_have_the_same(expert: int, pipe
     assert updated == pytest.approx(shards, rel=1e-2)
     reduced = sum(task.num_bytes for task in schedule.tasks if task.op is Op.SCATTER)
     assert reduced == 4 * (own["others"] + (own["experts"] if expert < 4 else 0))
+    for buffer in schedule.buffers:
+        if buffer.memory_class is MemoryClass.GRADIENTS and buffer.first is not None and pipeline > 1:
+            made = schedule.tasks[buffer.first]
+            assert buffer.label.startswith(f"stage{made.stage}")
+            assert buffer.stage == made.stage
     held = sum(b.num_bytes for b in schedule.buffers if b.memory_class is MemoryClass.PARAMETERS)
     assert held == 2 * sum(own.values())
     assert decisions.pipeline_parallel == pipeline
