@@ -131,7 +131,8 @@ class Request:
             raise ValueError(f"optimizer is {self.optimizer!r}, but must be one of {', '.join(OPTIMIZERS)}; choose one")
         if (precision := self.job.precision) not in {BF16, FP32}:
             raise ValueError(
-                f"precision is {precision!r}, but types of state or gradients can only be simulated so far"
+                f"precision is {precision!r}, but types of state or gradients can only be simulated so far; give "
+                "'bf16' or 'fp32'"
             )
         if self.storage == "nvme" and self.hardware.nvme is None:
             raise ValueError(

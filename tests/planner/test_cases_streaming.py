@@ -179,7 +179,7 @@ def test_what_can_only_be_simulated_is_refused_by_name() -> None:
     model, profile = resolve_model("demo-llama"), machine()
     for changes, message in (
         ({"optimizer": "muon"}, "must be one of adamw"),
-        ({"precision": _BF16}, "only be simulated"),
+        ({"precision": _BF16}, "only be simulated so far; give 'bf16' or 'fp32'"),
     ):
         with pytest.raises(ValueError, match=message):
             Request(model, profile, **changes)  # type: ignore[arg-type]
