@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 OUT := out
 
-.PHONY: demo test test-all test-executor-1 test-executor-2 test-ullage test-planner test-checkpoint test-others test-capture lint mutation fuzz torture bench docs clean
+.PHONY: demo test test-all test-executor test-ullage test-planner test-checkpoint test-others test-capture lint mutation fuzz torture bench docs clean
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, this is " + sys.version.split()[0] + "; set PYTHON=/path/to/python3.11") if sys.version_info < (3, 11) else None'
@@ -24,29 +24,27 @@ test: $(VENV)/ready
 	$(BIN)/python -m pytest $(TIMED)
 	$(MAKE) --no-print-directory --keep-going --jobs 3 $(PARTS) lint
 
-# Parts beside each other, the longest first: three at a time, as tests on two cores wait for a third of their time. What
-# compares times of threads within 5 % goes before, alone.
+# Three parts at a time, the longest first. Threads and ranks that hand work to each other wait much longer for a core
+# than for the work, if other parts compute. So those parts come first, and the others get the time that they leave.
+# What compares times of threads within 5 % runs before, alone.
 TIMED := tests/ullage/test_agreement.py
-PARTS := test-executor-2 test-ullage test-planner test-executor-1 test-checkpoint test-others test-capture
-HALF := $(wildcard tests/executor/test_[i-s]*.py)
-test-executor-1:
-	$(BIN)/python -m pytest tests/executor $(HALF:%=--ignore=%)
-test-executor-2:
-	$(BIN)/python -m pytest $(HALF)
-test-checkpoint:
-	$(BIN)/python -m pytest tests/checkpoint
+PARTS := test-executor test-ullage test-planner test-checkpoint test-others test-capture
+test-executor:
+	$(BIN)/python -m pytest tests/executor
 test-ullage:
-	$(BIN)/python -m pytest tests/ullage --ignore=$(TIMED)
+	nice -n 5 $(BIN)/python -m pytest tests/ullage --ignore=$(TIMED)
+test-checkpoint:
+	nice -n 10 $(BIN)/python -m pytest tests/checkpoint
 test-planner:
-	$(BIN)/python -m pytest tests/planner
+	nice -n 19 $(BIN)/python -m pytest tests/planner
 test-capture:
-	$(BIN)/python -m pytest tests/capture tests/hwprofiles
+	nice -n 19 $(BIN)/python -m pytest tests/capture tests/hwprofiles
 test-others:
-	$(BIN)/python -m pytest tests $(patsubst %,--ignore=tests/%,executor checkpoint ullage planner capture hwprofiles)
+	nice -n 19 $(BIN)/python -m pytest tests $(patsubst %,--ignore=tests/%,executor checkpoint ullage planner capture hwprofiles)
 lint:
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy
+	nice -n 19 $(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
 # Everything that tests can try; `make test` tries a part of every property and every table (tests/amount.py).

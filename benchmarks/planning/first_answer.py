@@ -84,6 +84,9 @@ def compared(trees: dict[str, Path], request: tuple[str, ...], num_rounds: int, 
             for proof in plan["certificate"]["proofs"]:
                 if "overrun" in proof:  # that nothing fits can be proven with different multipliers
                     proof |= {"overrun": True, "multipliers": {}}
+        known = set.intersection(*({engine["name"] for engine in plan["engines"]} for plan in made))
+        for plan in made:  # engines that only one version compares with
+            plan["engines"] = [engine for engine in plan["engines"] if engine["name"] in known]
         row["same_plan"] = made[0] == made[1]
     return row
 

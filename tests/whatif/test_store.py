@@ -118,7 +118,7 @@ def test_ctrl_c_keeps_what_is_done_and_says_how_to_go_on(tiny, start, tmp_path):
     wait_for_lines(process, store, 3)
     os.killpg(process.pid, signal.SIGINT)
     out, error = process.communicate(timeout=60)
-    assert (process.returncode, out, error.count("\n")) == (130, "", 1)
+    assert (process.returncode, out, error.count("\n")) == (130, "", 1), error
     assert f"{len(lines(store))} of 30 points are kept in study.points.jsonl, and the same command goes on" in error
     assert not (tmp_path / "study.json").exists()
     deadline = time.monotonic() + 30
@@ -126,6 +126,16 @@ def test_ctrl_c_keeps_what_is_done_and_says_how_to_go_on(tiny, start, tmp_path):
         while time.monotonic() < deadline:
             os.killpg(process.pid, 0)
             time.sleep(0.05)
+
+
+def test_ctrl_c_while_workers_start_is_one_line(tiny, start):
+    process = start("--model", tiny, *STUDY, start_new_session=True)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    while len(children.read_text().split()) < 2:  # the first worker, beside what tracks resources
+        assert process.poll() is None
+    os.killpg(process.pid, signal.SIGINT)
+    _, error = process.communicate(timeout=60)
+    assert (process.returncode, error.count("\n")) == (130, 1), error
 
 
 def test_a_full_disk_costs_one_line(tiny, start, tmp_path):

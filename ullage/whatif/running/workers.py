@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import connection
+from multiprocessing import connection, resource_tracker
 from typing import Final
 
 from planner.plan.checkpoints import CheckpointsAsked
@@ -54,7 +54,8 @@ def in_processes(num_workers: int) -> Runner:
             try:
                 while True:
                     for key, request, checkpoints in itertools.islice(todo, num_workers + AHEAD - len(running)):
-                        running[pool.submit(plan_point, request, effort, checkpoints)] = key
+                        with _interrupts_wait():
+                            running[pool.submit(plan_point, request, effort, checkpoints)] = key
                     if not running:
                         break
                     for future in wait(running, return_when=FIRST_COMPLETED).done:
@@ -76,9 +77,27 @@ def _end(pool: ProcessPoolExecutor) -> None:
     pool.shutdown(cancel_futures=True)
 
 
+@contextlib.contextmanager
+def _interrupts_wait() -> Iterator[None]:
+    """Let Ctrl-C wait meanwhile, and block it for good in processes that start meanwhile: they leave it to this one."""
+    came: list[int] = []
+    is_main = threading.current_thread() is threading.main_thread()  # elsewhere Python takes no handlers
+    # Another thread may receive the signal in spite of this one's mask. The handler always runs in the main thread.
+    handler = signal.signal(signal.SIGINT, lambda number, _: came.append(number)) if is_main else None
+    resource_tracker.ensure_running()  # it unblocks signals when it starts
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        if is_main:
+            signal.signal(signal.SIGINT, handler or signal.SIG_DFL)
+        if came:
+            signal.raise_signal(signal.SIGINT)
+
+
 def _begin_worker() -> None:
-    """Leave Ctrl-C to the parent, and end when it does, however it ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """End when the parent does, however it ends."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 
