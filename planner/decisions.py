@@ -63,6 +63,15 @@ class HostUpdate(StrEnum):
     # Deep Optimizer States: AdamW; then a pinned upload of fp32 weights, cast on the device. The next update waits for
     # it.
     DEVICE_CAST = "device-cast"
+    # DeepSpeed's Super-Offload: a process of its own copies the gradient, then AdamW. After the last backward, its
+    # result is copied, the gradient is scaled (``superoffload_stage3.py``), and an unpinned copy casts the weights. The
+    # next of these waits for it.
+    SUPER_OFFLOAD = "super-offload"
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether weights are uploaded from pinned memory."""
+        return self not in {HostUpdate.DEEPSPEED, HostUpdate.SUPER_OFFLOAD}
 
 
 class Frozen(BaseModel):

@@ -13,6 +13,7 @@ from planner.engines.policies import (
     REDUCE_BUCKET_PARAMS,
     gpu_only,
     num_live_segments,
+    super_offload,
     twin_flow,
     zero_infinity,
     zero_offload,
@@ -42,6 +43,7 @@ class DeepSpeed:
         pipeline_read, pipeline_write: whether reads from NVMe, or writes to it, overlap with updates.
         reduce_bucket_params, prefetch_params, max_live_params, max_reuse_params: see :mod:`planner.engines.policies`.
         persistent_params: parameters with at most so many values stay on the device.
+        super_offload: whether a process of its own updates what the CPU updates (Super-Offload), in stage 3.
     """
 
     stage: int = 0
@@ -55,6 +57,7 @@ class DeepSpeed:
     max_live_params: int = MAX_LIVE_PARAMS
     max_reuse_params: int = MAX_REUSE_PARAMS
     persistent_params: int = 100_000
+    super_offload: bool = False
 
 
 def configured(setup: Setup, settings: DeepSpeed) -> Iterator[Decisions]:
@@ -87,7 +90,8 @@ def _placed(setup: Setup, settings: DeepSpeed) -> Iterator[Decisions]:
                 setup, pipeline_read=settings.pipeline_read, pipeline_write=settings.pipeline_write
             )
         else:
-            yield from twin_flow(setup, (settings.cpu_ratio if settings.optimizer_device == "cpu" else 0.0,))
+            policy = super_offload if settings.super_offload else twin_flow
+            yield from policy(setup, (settings.cpu_ratio if settings.optimizer_device == "cpu" else 0.0,))
         return
     stage = {"zero_stage": settings.stage if setup.data_parallel > 1 else 0}
     if settings.optimizer_device == "none":

@@ -98,6 +98,19 @@ def twin_flow(setup: Setup, fractions: Sequence[float] = TWIN_FLOW_FRACTIONS) ->
             yield _decide(setup, "twin-flow", activations, chosen, **options)
 
 
+def super_offload(setup: Setup, fractions: Sequence[float] = (*TWIN_FLOW_FRACTIONS, 1.0)) -> Iterator[Decisions]:
+    """DeepSpeed's Super-Offload: a process of its own updates each subgroup during backward, if nothing is clipped.
+
+    It is a ZeRO-3 engine with the ratio of Twin-Flow. If gradients are clipped, all updates wait until backward has
+    ended (``runtime/superoffload/superoffload_stage3.py``).
+    """
+    for decisions in twin_flow(setup, fractions):
+        update = {"policy": "super-offload", "host_update": HostUpdate.SUPER_OFFLOAD}
+        if not setup.clip:
+            update |= {"update_start": "backward", "update_order": "backward"}
+        yield decisions.model_copy(update=update)
+
+
 def interleaved(
     setup: Setup, strides: Sequence[int] = INTERLEAVED_STRIDES, cpu_fraction: float = 1.0
 ) -> Iterator[Decisions]:
@@ -374,9 +387,13 @@ POLICIES: dict[str, Callable[[Setup], Iterator[Decisions]]] = {
     "twin-flow": twin_flow,
     "interleaved": interleaved,
     "fsdp2-offload": fsdp2_offload,
+    "super-offload": super_offload,
 }
 # Policies from whose placements our search does not start: ours would be another one.
-ONLY_COMPARED = frozenset({"fsdp2-offload"})
+ONLY_COMPARED = frozenset({"fsdp2-offload", "super-offload"})
+# Policies whose first placement that fits is the fastest, with activations kept and with all recomputed: the fewer
+# updates the CPU does, the faster.
+FIRST_IS_FASTEST = frozenset({"twin-flow", "super-offload"})
 # Policies that can also keep their parameters on the host. This is tried if nothing fits otherwise.
 HOST_PARAMETER_POLICIES = ("zero-offload-blocking", "zero-offload")
 # Policies that need NVMe. They are tried if the request allows it.

@@ -7,8 +7,11 @@ from planner.lowering.program import Draft, Keys, LoweredUnit, Program
 from planner.lowering.storage import Ring, spilled_bytes
 from planner.schedule.tasks import Lane, Op, Phase
 
-# A separate pass of DeepSpeed: scaling fp32 gradients in place.
-_SCALE_BYTES_PER_PARAM = 8
+# Separate passes of DeepSpeed over fp32 values, each of which is read and written: before the update, scaling gradients
+# in place, or in Super-Offload copying them to the worker; and there, before the upload, both copying the worker's
+# result and scaling.
+_PASS_BYTES_PER_PARAM = 8
+_PASSES_BEFORE_UPLOAD = 2
 # Passes of PyTorch over gradients on the host: the norm, and scaling in place.
 _CLIP_PASSES = 3
 
@@ -31,9 +34,11 @@ def updates(program: Program) -> None:
         for piece, (num_params, place) in enumerate(unit.amounts.pieces):
             ready = _ready(program, unit, place)
             if place is Place.CPU:
-                updated = _on_cpu(program, unit, piece, num_params, ready + blocker)
+                # A worker goes on to the next update meanwhile.
+                apart = decisions.host_update is HostUpdate.SUPER_OFFLOAD and decisions.update_start == "backward"
+                updated = _on_cpu(program, unit, piece, num_params, ready + (() if apart else blocker))
                 unit.changes.append(updated)
-                uploaded = _upload(program, unit, piece, num_params, position, updated)
+                uploaded = _upload(program, unit, piece, num_params, position, updated, blocker)
                 if uploaded and decisions.host_update is not HostUpdate.FUSED:
                     blocker = (uploaded.key,)  # the update thread waits for the copy
                 done.append(uploaded or updated)
@@ -100,8 +105,8 @@ def _tail(program: Program, unit: LoweredUnit) -> list[Draft]:
 
 def _on_cpu(program: Program, unit: LoweredUnit, piece: int, num_params: int, ready: Keys) -> Draft:
     decisions, passed_bytes = program.decisions, 0
-    if decisions.host_update is HostUpdate.DEEPSPEED:
-        passed_bytes = _SCALE_BYTES_PER_PARAM
+    if not decisions.host_update.is_pinned:
+        passed_bytes = _PASS_BYTES_PER_PARAM
     elif decisions.clip and decisions.gradient_path is GradientPath.FSDP2:
         passed_bytes = _CLIP_PASSES * decisions.precision.master_bytes
     if passed_bytes:
@@ -112,22 +117,34 @@ def _on_cpu(program: Program, unit: LoweredUnit, piece: int, num_params: int, re
 
 
 def _upload(
-    program: Program, unit: LoweredUnit, piece: int, num_params: int, position: int, updated: Draft
+    program: Program,
+    unit: LoweredUnit,
+    piece: int,
+    num_params: int,
+    position: int,
+    updated: Draft,
+    blocker: Keys = (),
 ) -> Draft | None:
     """Copy parameters that the host updated to the device, unless the unit is fetched into a slot anyway."""
     if unit.amounts.fetched:
         return None
-    decisions = program.decisions
+    decisions, tail = program.decisions, _tail(program, unit)
+    if decisions.host_update is HostUpdate.SUPER_OFFLOAD:
+        tail = program.tail
+        after = (updated.key, program.spine[-1].key, *blocker)
+        updated = program.draft(Lane.CPU, Op.PASS, Phase.UPDATE, unit, after=after, piece=piece)
+        updated.num_bytes = _PASSES_BEFORE_UPLOAD * _PASS_BYTES_PER_PARAM * num_params
+        tail.append(updated)
     draft = program.draft(Lane.H2D, Op.UPLOAD, Phase.UPDATE, unit, piece=piece)
     fp32 = decisions.host_update is HostUpdate.DEVICE_CAST
     draft.num_bytes = (4 if fp32 else decisions.precision.weight_bytes) * num_params
-    draft.pinned = decisions.host_update is not HostUpdate.DEEPSPEED
+    draft.pinned = decisions.host_update.is_pinned
     if decisions.overlap_next_forward:
         draft.after_previous = (updated.key,)
         issue_ahead(program, unit, position, draft)
     else:
         draft.after = (updated.key,)
-        _tail(program, unit).append(draft)
+        tail.append(draft)
     return draft
 
 

@@ -6,19 +6,20 @@ budget is a number of simulations, unless the user gives seconds. So the same in
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import get_args
 
 from planner.choices.space import NEVER_S
 from planner.decisions import Decisions, GradientPath, HostUpdate
 from planner.engines.policies import (
+    FIRST_IS_FASTEST,
     HOST_PARAMETER_POLICIES,
     ONLY_COMPARED,
     POLICIES,
+    STORAGE_POLICIES,
     mixed,
     ratel,
     with_host_parameters,
-    zero_infinity,
 )
 from planner.engines.setup import Mix, Setup
 from planner.schedule.tasks import Tier
@@ -181,40 +182,51 @@ def engine_policies(setup: Setup, scorer: Scorer) -> dict[str, Candidate]:
 
 def _compared(setup: Setup, scorer: Scorer) -> dict[str, Candidate]:
     """Return the best candidates of engines from whose placements the search does not start."""
-    return {name: _best_as_used(setup, scorer, POLICIES[name](setup)) for name in sorted(ONLY_COMPARED)}
+    return {name: _best_as_used(setup, scorer, name) for name in POLICIES if name in ONLY_COMPARED}
 
 
 def _starts(setup: Setup, scorer: Scorer) -> dict[str, Candidate]:
     """Return the best candidates of engines from whose placements the search starts."""
     names = [name for name in POLICIES if name not in ONLY_COMPARED]
-    found = {name: _best_as_used(setup, scorer, POLICIES[name](setup)) for name in names}
-    for name in HOST_PARAMETER_POLICIES:
-        if found[name].missing_bytes:
-            with_host = (with_host_parameters(decisions, setup) for decisions in POLICIES[name](setup))
-            found[name] = best_of([found[name], _best_as_used(setup, scorer, with_host)])
+    found = {name: _best_as_used(setup, scorer, name) for name in names}
     if setup.storage == "nvme":
-        found["zero-infinity"] = _best_as_used(setup, scorer, zero_infinity(setup))
+        found["zero-infinity"] = _best_as_used(setup, scorer, "zero-infinity")
         if not setup.clip:  # it updates during backward
             found["ratel"] = best_of(map(scorer.score, _swapping(setup)))
     return found
 
 
-def _best_as_used(setup: Setup, scorer: Scorer, placements: Iterable[Decisions]) -> Candidate:
-    """Return the best of an engine's placements. Its users recompute activations only where keeping them does not fit.
+def _best_as_used(setup: Setup, scorer: Scorer, name: str) -> Candidate:
+    """Return the best of an engine's placements, as its users find it.
+
+    They recompute activations only where keeping them does not fit, and offload parameters only where nothing fits.
+    """
+    placements = list((POLICIES | STORAGE_POLICIES)[name](setup))
+    best = _best_of_pairs(setup, scorer, placements, ends=name in FIRST_IS_FASTEST)
+    if best.missing_bytes and name in HOST_PARAMETER_POLICIES:
+        on_host = [with_host_parameters(decisions, setup) for decisions in placements]
+        best = best_of([best, _best_of_pairs(setup, scorer, on_host)])
+    return best
+
+
+def _best_of_pairs(setup: Setup, scorer: Scorer, placements: Sequence[Decisions], *, ends: bool = False) -> Candidate:
+    """Return the best placement.
 
     Args:
         setup: the model, the machine and what the user has fixed.
         scorer: scores candidates.
         placements: every placement twice: first with activations kept, then with activations recomputed.
+        ends: whether the first that fits of either kind is its fastest.
     """
     # When forward ends, all kept activations are on the device.
     may_fit = sum(unit.saved_bytes for unit in setup.units) <= capacities(scorer.cost)[Tier.GPU]
+    ways: tuple[int, ...] = (0, 1) if may_fit else (1, 0)
     found: list[Candidate] = []
-    pairs = iter(placements)
-    for kept, recomputed in zip(pairs, pairs, strict=True):
-        for decisions in (kept, recomputed) if may_fit else (recomputed, kept):
-            found.append(scorer.score(decisions))
+    for pair in zip(placements[::2], placements[1::2], strict=True):
+        for rank, way in enumerate(ways):
+            found.append(scorer.score(pair[way]))
             if not found[-1].missing_bytes:
+                ways = ways[:rank] if ends else ways
                 break
     return best_of(found)
 

@@ -265,6 +265,9 @@ class Walk:
         return min((version for version in versions if isinstance(version, int)), default=-1)  # none of a gradient
 
     def _upload(self, task: Task) -> None:
+        if self.decisions.host_update is HostUpdate.SUPER_OFFLOAD:
+            updated = self.read(("host weights", task.unit, task.piece), 0)
+            self.expect(self.read(("returned", task.unit, task.piece), 0), updated, "weights returned of version")
         self.write(("device", task.unit, task.piece), self.read(("host weights", task.unit, task.piece), 0))
 
     # -- gradients ------------------------------------------------------------------------------------------------
@@ -373,6 +376,10 @@ class Walk:
             self.expect(self.read("clip"), self.node[0], "the clip factor of iteration")
 
     def _pass(self, task: Task) -> None:
+        if self.updated[self.node[0], task.unit, task.piece]:  # Super-Offload's second one
+            self.expect(self.decisions.host_update, HostUpdate.SUPER_OFFLOAD, "an engine that copies results:")
+            self.write(("returned", task.unit, task.piece), self.read(("host weights", task.unit, task.piece), 0))
+            return
         self._clipped()
         self._gradient_of(task)
         self.write(("scaled", task.unit, task.piece), self.node[0])
@@ -387,7 +394,7 @@ class Walk:
         place = self.places(task.unit)[task.piece]
         on_cpu = place in {Place.CPU, Place.NVME}
         self.expect(task.lane, Lane.CPU if on_cpu else Lane.GPU_UPDATE, "its lane as")
-        fused = self.decisions.host_update is not HostUpdate.DEEPSPEED or not on_cpu
+        fused = self.decisions.host_update.is_pinned or not on_cpu
         if fused:
             self._clipped()
         else:

@@ -2,7 +2,7 @@
 
 import itertools
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 
 import pytest
 from amount import examples
@@ -28,15 +28,17 @@ from planner.engines.policies import (
     interleaved,
     mixed,
     ratel,
+    super_offload,
     twin_flow,
     zero_infinity,
+    zero_offload,
 )
 from planner.engines.setup import Mix, Setup, pieces
 from planner.graph import Batch, build_graph, units
 from planner.lowering import lower
 from planner.models import resolve_model
 from planner.plan.planning import Request, _infeasible, prepare
-from planner.schedule.tasks import Lane, Op, Tier
+from planner.schedule.tasks import Lane, Op, Task, Tier
 from planner.search import Scorer, best_of, engine_policies
 from planner.simulate.machine import run_until_steady
 from planner.simulate.prediction import Workload, memory_peaks
@@ -94,12 +96,47 @@ def test_what_policies_are() -> None:
     assert first["zero-offload"].gradient_path is GradientPath.ZERO3_ASYNC
     assert first["interleaved"].gradient_path is GradientPath.ZERO3_ASYNC
     assert first["interleaved"].host_update is HostUpdate.DEVICE_CAST
-    hooked = {"zero-offload", "zero-offload-blocking", "twin-flow", "interleaved"}
+    hooked = {"zero-offload", "zero-offload-blocking", "twin-flow", "interleaved", "super-offload"}
     assert {name for name, d in first.items() if d.module_hooks} == hooked
     assert not any(d.overlap_next_forward for d in first.values())
     assert {name: d.policy for name, d in first.items()} == {name: name for name in POLICIES}
     stages = {d.zero_stage for d in gpu_only(setup(data_parallel=4))}
     assert stages == {1, 2, 3}
+
+
+@pytest.mark.parametrize("clip", [True, False])
+def test_super_offload_updates_beside_backward_only_if_nothing_is_clipped(clip: bool) -> None:
+    """Its worker costs two copies more, and what it overlaps is the updates: weights go up when backward has ended."""
+    some = setup(clip=clip)
+    (half, _, decisions, _), (slower, _) = super_offload(some, (0.5, 1.0)), zero_offload(some)
+    assert not decisions.executable
+    schedule = lower(UNITS, decisions, asynchronous=True)
+    last = max(task.index for task in schedule.tasks if task.op is Op.BACKWARD)
+    chains: dict[tuple[str, int], list[Task]] = defaultdict(list)
+    for task in schedule.tasks:
+        if task.op in {Op.PASS, Op.UPDATE, Op.UPLOAD}:
+            chains[task.unit, task.piece].append(task)
+    uploads = []
+    for chain in chains.values():
+        copied, update, returned, upload = chain
+        assert [task.op for task in chain] == [Op.PASS, Op.UPDATE, Op.PASS, Op.UPLOAD]
+        assert (copied.num_bytes, returned.num_bytes) == (8 * update.num_params, 16 * update.num_params)
+        assert not upload.pinned
+        assert copied.index in update.after
+        assert returned.index > last  # and on the lane of the update, which keeps its order
+        assert (returned.lane, returned.index > update.index) == (update.lane, True)
+        assert upload.after == (returned.index,)
+        uploads.append((returned, upload))
+    assert len(chains) == len(places(decisions))
+    assert (min(chain[0].index for chain in chains.values()) > last) == clip
+    for (_, upload), (returned, _) in itertools.pairwise(sorted(uploads, key=lambda pair: pair[1].index)):
+        assert upload.index in returned.after  # one after the other
+    tasks = lower(UNITS, half, asynchronous=True).tasks  # backward ends with units that the device updates
+    last = max(task.index for task in tasks if task.op is Op.BACKWARD)
+    (returned,) = next(task for task in tasks if task.op is Op.UPLOAD).after
+    assert clip or last in tasks[returned].after
+    slow_host = machine(flop_per_s=1e12)  # backward takes about as long as updates
+    assert (iteration_s(slow_host, decisions) > iteration_s(slow_host, slower)) == clip
 
 
 @pytest.mark.parametrize("clip", [True, False])
@@ -211,12 +248,12 @@ def test_plain_training_needs_most_device_memory(recompute: bool) -> None:
     assert most > max(peak for (_, num_gpu), peak in peaks.items() if num_gpu <= half)
 
 
-@given(st.sampled_from(MODELS), st.sampled_from([0.5, 1.1, 1.3, 1.6, 2.0, 3.0]), st.sampled_from([1, 4]))
+@given(st.sampled_from(MODELS), st.sampled_from([0.5, 1.1, 1.3, 1.6, 2.0, 3.0]), st.sampled_from([1, 4]), st.booleans())
 @settings(max_examples=examples(30), deadline=None)
-def test_engines_recompute_only_where_they_must(model: str, room: float, ranks: int) -> None:
+def test_engines_recompute_only_where_they_must(model: str, room: float, ranks: int, clip: bool) -> None:
     """What need not be scored would not be chosen: the best of all settings, on devices of any size."""
     many = units(build_graph(resolve_model(model), Batch(64, 512)))  # activations are most of the memory
-    chosen = Setup(many, data_parallel=ranks, micro_batch=64, subgroup_params=100_000_000)
+    chosen = Setup(many, data_parallel=ranks, micro_batch=64, subgroup_params=1_000_000, clip=clip)
     gpu_bytes = room * sum(unit.saved_bytes for unit in chosen.units)
     cost = CostModel(machine(gpu_bytes=gpu_bytes, devices_per_node=ranks), chosen.units, chosen.precision, ranks)
     scorer, thorough = (Scorer(Workload(chosen.units, 512), cost) for _ in range(2))

@@ -251,7 +251,8 @@ def test_bytes_are_those_that_decisions_imply(case: Case) -> None:
     assert moved[Op.UPLOAD] == (4 if decisions.host_update is HostUpdate.DEVICE_CAST else weight) * uploaded
     scaled = params[Place.CPU] + params[Place.NVME]
     clipped = 3 * master if fsdp2 and decisions.clip else 0
-    assert moved[Op.PASS] == (8 if decisions.host_update is HostUpdate.DEEPSPEED else clipped) * scaled
+    again = 16 * uploaded if decisions.host_update is HostUpdate.SUPER_OFFLOAD else 0
+    assert moved[Op.PASS] == (clipped if decisions.host_update.is_pinned else 8) * scaled + again
     spilled = decisions.spilled_bytes_per_param * params[Place.NVME] * decisions.spill_gradients
     assert moved[Op.SPILL] == spilled
     assert moved[Op.SWAP_IN] == state * params[Place.NVME] + spilled

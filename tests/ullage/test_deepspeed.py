@@ -10,7 +10,7 @@ import pytest
 from hwprofiles.registry import load_profile
 from planner.decisions import Place
 from planner.engines.deepspeed import DeepSpeed, configured
-from planner.engines.policies import gpu_only, twin_flow, zero_infinity, zero_offload
+from planner.engines.policies import gpu_only, super_offload, twin_flow, zero_infinity, zero_offload
 from planner.engines.setup import Setup
 from planner.graph import Batch, build_graph, units
 from planner.models import resolve_model
@@ -34,6 +34,7 @@ def same(found, expected) -> None:
 def test_defaults_are_the_published_engines():
     same(configured(SETUP, DeepSpeed(3, "cpu")), zero_offload(SETUP))
     same(configured(SETUP, DeepSpeed(3, "cpu", 0.3)), twin_flow(SETUP, (0.3,)))
+    same(configured(SETUP, DeepSpeed(3, "cpu", 0.3, super_offload=True)), super_offload(SETUP, (0.3,)))
     same(configured(SETUP, DeepSpeed(3, "nvme", pipeline_read=True)), zero_infinity(SETUP, pipeline_read=True))
     buckets = {"device_buffer_bytes": 2 * 500_000_000 * 2}
     same(configured(SETUP, DeepSpeed(2)), [d.model_copy(update=buckets) for d in gpu_only(SETUP) if d.zero_stage == 2])

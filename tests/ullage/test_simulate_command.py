@@ -55,9 +55,10 @@ def test_settings_of_engines(plan):
 
     # The model is smaller than one subgroup, which these engines treat as a whole.
     assert (places("twin-flow", "0"), places("twin-flow", "1")) == ({"gpu"}, {"cpu"})
+    assert (places("super-offload", "0"), places("super-offload", "1")) == ({"gpu"}, {"cpu"})
     assert (places("interleaved", "1"), places("interleaved", "2")) == ({"stream"}, {"cpu"})
     assert engine_decisions(plan, "ullage") == plan.decisions
-    with pytest.raises(ValueError, match="choose one of twin-flow, interleaved"):
+    with pytest.raises(ValueError, match="choose one of twin-flow, super-offload, interleaved"):
         engine_decisions(plan, "ullage", "3")
 
 

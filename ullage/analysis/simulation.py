@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from hwprofiles.profile import HardwareProfile
 from planner.costs.model import CostModel
 from planner.decisions import Decisions
-from planner.engines.policies import POLICIES, STORAGE_POLICIES, interleaved, twin_flow
+from planner.engines.policies import POLICIES, STORAGE_POLICIES, interleaved, super_offload, twin_flow
 from planner.engines.setup import Setup
 from planner.lowering import lower
 from planner.models.captured import Model
@@ -111,8 +111,9 @@ def engine_decisions(plan: Plan, engine: str, setting: str | None = None) -> Dec
     Args:
         plan: gives the model, the machine and the batch.
         engine: name of a policy (of :data:`ENGINES`), or ``ullage`` for the plan's own decisions.
-        setting: what the policy leaves to its user: the fraction that the CPU updates (``twin-flow``) or the stride
-            (``interleaved``). ``None``: the best that :mod:`planner.engines.policies` tries.
+        setting: what the policy leaves to its user: the fraction that the CPU updates (``twin-flow``,
+            ``super-offload``) or the stride (``interleaved``). ``None``: the best that
+            :mod:`planner.engines.policies` tries.
 
     Raises:
         ValueError: no such policy, or not a setting of it.
@@ -125,7 +126,7 @@ def engine_decisions(plan: Plan, engine: str, setting: str | None = None) -> Dec
 
 def _best(engine: str, setting: str | None, setup: Setup, scorer: Scorer) -> Decisions:
     if engine not in ENGINES:
-        names = ", ".join((OURS, *ENGINES)) if engine != OURS else "twin-flow, interleaved"
+        names = ", ".join((OURS, *ENGINES)) if engine != OURS else "twin-flow, super-offload, interleaved"
         raise ValueError(f"no engine {engine!r} takes {'that setting' if setting else 'part'}; choose one of {names}")
     policy = ENGINES[engine] if setting is None else _with_setting(engine, setting)
     return min(map(scorer.score, policy(setup)), key=lambda candidate: candidate.order).decisions
@@ -164,14 +165,14 @@ def request_of(plan: Plan) -> Request:
 
 
 def _with_setting(engine: str, setting: str) -> Callable[[Setup], Iterator[Decisions]]:
-    if engine == "twin-flow":
+    if policy := {"twin-flow": twin_flow, "super-offload": super_offload}.get(engine):
         try:
             fraction = float(setting)
         except ValueError:
             fraction = -1.0
         if not 0 <= fraction <= 1:
-            raise ValueError(f"twin-flow {setting}: the fraction that the CPU updates must lie between 0 and 1")
-        return lambda setup: twin_flow(setup, (fraction,))
+            raise ValueError(f"{engine} {setting}: the fraction that the CPU updates must lie between 0 and 1")
+        return lambda setup: policy(setup, (fraction,))
     if engine == "interleaved":
         if not setting.isdecimal() or int(setting) < 1:
             raise ValueError(f"interleaved {setting}: the stride must be a whole number from 1 on")

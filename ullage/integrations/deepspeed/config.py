@@ -155,7 +155,6 @@ def _parts(config: Config) -> Iterator[tuple[str, _Part, list[str]]]:
 _VARIANTS: Final = re.compile(r"bool|.*[^A-Za-z0-9_].*")  # what pydantic calls the types of a union
 _UNMODELLED: Final = {
     "zenflow": "updates of chosen gradients only are not simulated; ZeRO's own are",
-    "super_offload": "its kernels for superchips are not simulated; CPUAdam is",
     "zero_quantized_weights": "gathers are simulated as not quantised",
     "zero_quantized_gradients": "reductions are simulated as not quantised",
     "zero_hpz_partition_size": "parameters are simulated as sharded over all devices",

@@ -256,6 +256,7 @@ def _settings(config: Config, request: Request, assumed: list[str]) -> tuple[Dee
         stage=zero.stage,
         optimizer_device=optimizer.device,
         cpu_ratio=optimizer.ratio,
+        super_offload=optimizer.super_offload,
         param_device=params.device,
         pipeline_read=optimizer.pipeline_read,
         pipeline_write=optimizer.pipeline_write,
