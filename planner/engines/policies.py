@@ -53,10 +53,12 @@ def with_host_parameters(decisions: Decisions, setup: Setup) -> Decisions:
     """Return decisions with parameters on the host, such as DeepSpeed's ``offload_param``.
 
     Each rank keeps its shard of the parameters in pinned host memory and copies it to the device before each all-gather
-    (``runtime/zero/partition_parameters.py``). The CPU updates it there.
+    (``runtime/zero/partition_parameters.py``). The CPU updates it there. Parameters that the device updates stay.
     """
     units = {
-        unit.name: decisions.units[unit.name].model_copy(update={"params": "host"} if unit.num_params else {})
+        unit.name: decisions.units[unit.name].model_copy(
+            update={"params": "host"} if unit.num_params and Place.GPU not in decisions.units[unit.name].update else {}
+        )
         for unit in setup.units
     }
     return Decisions.model_validate(dict(decisions) | {"units": units})
@@ -395,6 +397,6 @@ ONLY_COMPARED = frozenset({"fsdp2-offload", "super-offload"})
 # updates the CPU does, the faster.
 FIRST_IS_FASTEST = frozenset({"twin-flow", "super-offload"})
 # Policies that can also keep their parameters on the host. This is tried if nothing fits otherwise.
-HOST_PARAMETER_POLICIES = ("zero-offload-blocking", "zero-offload")
+HOST_PARAMETER_POLICIES = ("zero-offload-blocking", "zero-offload", "super-offload")
 # Policies that need NVMe. They are tried if the request allows it.
 STORAGE_POLICIES: dict[str, Callable[[Setup], Iterator[Decisions]]] = {"zero-infinity": zero_infinity, "ratel": ratel}

@@ -37,6 +37,8 @@ class EngineRow(Frozen):
         fits: whether it fits in memory with these.
         iteration_s: predicted; ``None`` if it was not simulated because it cannot fit.
         missing_bytes: missing memory by tier; empty if it fits.
+        nearest: if it does not fit, the smallest change with which it would; ``None`` if none is known.
+        nearest_iteration_s: predicted with that change.
     """
 
     name: str
@@ -44,6 +46,8 @@ class EngineRow(Frozen):
     fits: bool
     iteration_s: float | None = None
     missing_bytes: dict[Tier, int]
+    nearest: str | None = None
+    nearest_iteration_s: float | None = None
 
 
 class Plan(Frozen):

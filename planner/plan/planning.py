@@ -21,6 +21,7 @@ from planner.models.captured import Model
 from planner.optimizers import OPTIMIZERS, Optimizer
 from planner.plan.competition import closest, compete
 from planner.plan.document import EngineRow, Plan
+from planner.plan.nearest import nearest_fit
 from planner.schedule.tasks import Tier
 from planner.search import Candidate, Progress, Scorer, no_garbage_collection
 from planner.simulate.prediction import Prediction, Workload, capacities
@@ -181,7 +182,7 @@ class Found:
         prediction: its predicted time and memory.
         own: its variant.
         rivals: all variants.
-        engines: predictions for engine policies.
+        engines: by name, the best candidate of every engine policy, and its variant.
         num_simulations: number of simulated schedules.
         misfits: proofs for ZeRO stages that do not fit, if they were begun beside the search.
     """
@@ -190,7 +191,7 @@ class Found:
     prediction: Prediction
     own: Variant
     rivals: tuple[Variant, ...]
-    engines: tuple[EngineRow, ...]
+    engines: Mapping[str, tuple[Variant, Candidate]]
     num_simulations: int
     misfits: Future[dict[int, Proof]] | None = None
 
@@ -225,8 +226,7 @@ def find(
             best, missing_bytes = _lacking_least(best, own, scorer)
         raise _infeasible(request, best, missing_bytes, own)
     prediction = scorer.predict(best)
-    engines = tuple(_row(name, engine, other.setup.units) for name, (other, engine) in found.engines.items())
-    return Found(best, prediction, own, rivals, engines, found.num_simulations, misfits)
+    return Found(best, prediction, own, rivals, found.engines, found.num_simulations, misfits)
 
 
 @no_garbage_collection()
@@ -261,7 +261,7 @@ def make_plan(
         hardware=request.hardware,
         decisions=found.decisions,
         prediction=found.prediction,
-        engines=found.engines,
+        engines=tuple(_row(request.job, name, *found.engines[name]) for name in found.engines),
         certificate=certificate,
         num_simulations=found.num_simulations,
     ).sealed()
@@ -305,14 +305,17 @@ _VERBS = {
 }
 
 
-def _row(name: str, candidate: Candidate, units: tuple[Unit, ...]) -> EngineRow:
+def _row(job: Job, name: str, variant: Variant, candidate: Candidate) -> EngineRow:
     simulated = candidate.iteration_s != float("inf")
+    nearest = nearest_fit(job, variant, name, candidate) if candidate.missing_bytes else None
     return EngineRow(
         name=name,
-        setting=describe(candidate.decisions, units),
+        setting=describe(candidate.decisions, variant.setup.units),
         fits=not candidate.missing_bytes,
         iteration_s=candidate.iteration_s if simulated else None,
         missing_bytes=candidate.missing_bytes,
+        nearest=nearest[0] if nearest else None,
+        nearest_iteration_s=nearest[1] if nearest else None,
     )
 
 

@@ -1,24 +1,19 @@
 """Remedies for an infeasible request: the smallest change of each kind with which a plan was found."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 
-from hwprofiles.paths import number, quantities, replace
-from hwprofiles.quantity import Provenance
+from hwprofiles.profile import HardwareProfile
 from planner.bounds.certificate import infeasible
 from planner.models.captured import CapturedModel
 from planner.plan.competition import first_fit
+from planner.plan.nearest import larger_devices, larger_hosts, most_devices
 from planner.plan.planning import InfeasibleError, Request, find
 from planner.terms import DEFAULT_MICRO_BATCH, Storage
 
-# Memory sizes on the market: of one device, and of one host.
-_DEVICE_GB = (16, 24, 32, 40, 48, 80, 96, 141, 192, 288)
-_HOST_GIB = tuple(2**i for i in range(4, 15))
-_MOST_DEVICES = 64
 # The most plans to try for each kind of change, without those that are proven not to fit.
 _TRIALS = 2
-_ASKED = Provenance(origin="assumed", source="a size that is sold")
 # A short search is enough to see whether a plan fits.
 _SIMULATIONS = 1
 
@@ -52,8 +47,16 @@ def what_would_fit(request: Request) -> Iterator[Remedy]:
 
 
 def _changes(request: Request) -> Iterator[Remedy]:
-    for kind in (_smaller_micro_batch, _storage, _more_devices, _larger_host, _larger_device):
-        if remedy := _first(kind(request)):
+    hardware = request.hardware
+    kinds = (
+        _smaller_micro_batch(request),
+        _storage(request),
+        _more_devices(request),
+        _on(larger_hosts(hardware), request),
+        _on(larger_devices(hardware), request),
+    )
+    for kind in kinds:
+        if remedy := _first(kind):
             yield remedy
 
 
@@ -93,28 +96,12 @@ def _storage(request: Request) -> Iterator[tuple[str, Request]]:
 
 
 def _more_devices(request: Request) -> Iterator[tuple[str, Request]]:
-    hardware = request.hardware
-    most = _MOST_DEVICES if hardware.inter_node else hardware.devices_per_node
     count = request.num_devices * 2
-    while count <= most:
+    while count <= most_devices(request.hardware):
         yield f"--gpus {count}", dataclasses.replace(request, num_devices=count)
         count *= 2
 
 
-def _larger_device(request: Request) -> Iterator[tuple[str, Request]]:
-    sizes = {f"devices with {size} GB": size * 1e9 for size in _DEVICE_GB}
-    return _larger(request, "device.memory_bytes", sizes)
-
-
-def _larger_host(request: Request) -> Iterator[tuple[str, Request]]:
-    sizes = {f"hosts with {size} GiB": float(size * 2**30) for size in _HOST_GIB if not request.hardware.one_memory}
-    return _larger(request, "host.memory_bytes", sizes)
-
-
-def _larger(request: Request, path: str, sizes: Mapping[str, float]) -> Iterator[tuple[str, Request]]:
-    """Replace a capacity of the machine by the larger ones in ``sizes``, which maps names to capacities."""
-    has = number(quantities(request.hardware)[path])
-    for words, size in sizes.items():
-        if size > has:
-            hardware = replace(request.hardware, {path: size}, _ASKED)
-            yield words, dataclasses.replace(request, hardware=hardware)
+def _on(machines: Iterable[tuple[str, HardwareProfile]], request: Request) -> Iterator[tuple[str, Request]]:
+    for words, hardware in machines:
+        yield words, dataclasses.replace(request, hardware=hardware)

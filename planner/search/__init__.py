@@ -182,25 +182,27 @@ def engine_policies(setup: Setup, scorer: Scorer) -> dict[str, Candidate]:
 
 def _compared(setup: Setup, scorer: Scorer) -> dict[str, Candidate]:
     """Return the best candidates of engines from whose placements the search does not start."""
-    return {name: _best_as_used(setup, scorer, name) for name in POLICIES if name in ONLY_COMPARED}
+    return {name: best_of_engine(setup, scorer, name) for name in POLICIES if name in ONLY_COMPARED}
 
 
 def _starts(setup: Setup, scorer: Scorer) -> dict[str, Candidate]:
     """Return the best candidates of engines from whose placements the search starts."""
     names = [name for name in POLICIES if name not in ONLY_COMPARED]
-    found = {name: _best_as_used(setup, scorer, name) for name in names}
+    found = {name: best_of_engine(setup, scorer, name) for name in names}
     if setup.storage == "nvme":
-        found["zero-infinity"] = _best_as_used(setup, scorer, "zero-infinity")
+        found["zero-infinity"] = best_of_engine(setup, scorer, "zero-infinity")
         if not setup.clip:  # it updates during backward
-            found["ratel"] = best_of(map(scorer.score, _swapping(setup)))
+            found["ratel"] = best_of_engine(setup, scorer, "ratel")
     return found
 
 
-def _best_as_used(setup: Setup, scorer: Scorer, name: str) -> Candidate:
+def best_of_engine(setup: Setup, scorer: Scorer, name: str) -> Candidate:
     """Return the best of an engine's placements, as its users find it.
 
     They recompute activations only where keeping them does not fit, and offload parameters only where nothing fits.
     """
+    if name == "ratel":
+        return best_of(map(scorer.score, _swapping(setup)))
     placements = list((POLICIES | STORAGE_POLICIES)[name](setup))
     best = _best_of_pairs(setup, scorer, placements, ends=name in FIRST_IS_FASTEST)
     if best.missing_bytes and name in HOST_PARAMETER_POLICIES:
@@ -278,6 +280,7 @@ __all__ = [
     "Progress",
     "Scorer",
     "best_of",
+    "best_of_engine",
     "engine_policies",
     "first_look",
     "no_garbage_collection",

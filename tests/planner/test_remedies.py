@@ -2,13 +2,21 @@
 
 import dataclasses
 import re
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from machines import machine
 
+from hwprofiles.paths import replace
+from hwprofiles.profile import HardwareProfile
+from hwprofiles.quantity import Provenance
 from planner.models import resolve_model
-from planner.plan.planning import InfeasibleError, Request, make_plan
+from planner.plan.planning import InfeasibleError, Request, make_plan, prepare
 from planner.plan.remedies import what_would_fit
+from planner.search import Candidate, Scorer, engine_policies
+
+ASSUMED = Provenance(origin="assumed", source="a test")
 
 
 def request(micro_batch: int = 8, **sizes: object) -> Request:
@@ -50,3 +58,48 @@ def test_where_there_is_one_memory_it_is_the_device_that_lacks_it():
 def test_nothing_is_said_to_help_that_does_not():
     tiny = machine(gpu_bytes=1e6, host_bytes=1e6, inter_node=False)
     assert not list(what_would_fit(Request(resolve_model("opt-30b"), tiny, seq_len=256, micro_batch=1)))
+
+
+# What a row's words change, and the largest change of this kind with which the engine still lacks memory.
+CHANGES: dict[str, Callable[[Request, int], tuple[dict[str, Any], dict[str, Any]]]] = {
+    "--micro-batch": lambda _, n: tuple({"micro_batch": m, "num_micro_batches": 8 // m} for m in (n, 2 * n)),
+    "--gpus": lambda _, n: ({"num_devices": n}, {"num_devices": n // 2}),
+    "devices": lambda asked, n: ({"hardware": larger(asked, gpu_bytes=n * 1e9)}, {}),
+    "hosts": lambda asked, n: ({"hardware": larger(asked, host_bytes=n * 2**30)}, {}),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        ("--micro-batch", {"micro_batch": 8, "gpu_bytes": 4.2e8}),
+        ("--gpus", {"micro_batch": 1, "gpu_bytes": 8e7, "devices_per_node": 8}),
+        ("devices", {"micro_batch": 1, "gpu_bytes": 8e7, "inter_node": False}),
+        ("hosts", {"micro_batch": 1, "gpu_bytes": 3e8, "host_bytes": 2e8, "inter_node": False}),
+    ],
+)
+def test_an_engine_that_does_not_fit_names_its_nearest_set_up_that_does(kind: str, sizes: dict[str, Any]):
+    asked = request(**sizes)
+    rows = [row for row in make_plan(asked, max_simulations=1).engines if not row.fits]
+    assert any(row.nearest and row.nearest.startswith(kind) for row in rows)
+    for row in rows:
+        assert row.nearest
+        if not row.nearest.startswith(kind):
+            continue
+        size, *more = (int(n) for n in re.findall(r"\d+", row.nearest))
+        changed, smaller = CHANGES[kind](asked, size)
+        assert more == {"--micro-batch": [8 // size], "--gpus": [size]}.get(kind, [])
+        fits, lacks = (engine(dataclasses.replace(asked, **change), row.name) for change in (changed, smaller))
+        assert not fits.missing_bytes
+        assert fits.iteration_s == row.nearest_iteration_s
+        assert lacks.missing_bytes
+
+
+def larger(asked: Request, **sizes: float) -> HardwareProfile:
+    names = {"gpu_bytes": "device.memory_bytes", "host_bytes": "host.memory_bytes"}
+    return replace(asked.hardware, {names[name]: size for name, size in sizes.items()}, ASSUMED)
+
+
+def engine(asked: Request, name: str) -> Candidate:
+    setup, workload, cost = prepare(asked)
+    return engine_policies(setup, Scorer(workload, cost))[name]

@@ -12,12 +12,13 @@ from hwprofiles.paths import quantities
 from hwprofiles.quantity import Curve, Quantity
 from hwprofiles.registry import load_profile
 from planner.models.parameters import num_parameters
-from planner.plan.document import load_plan
+from planner.plan.document import EngineRow, load_plan
 from planner.plan.remedies import Remedy
+from planner.schedule.tasks import Tier
 from ullage.analysis.provenance import origin_shares
 from ullage.main import main
 from ullage.output.formatting import duration
-from ullage.output.plans import mfu
+from ullage.output.plans import engine_fits, mfu
 from ullage.training.levels import MEMORY, buffer_bytes, intervals, levels_of
 
 # A search of a hundredth of the usual length.
@@ -44,6 +45,15 @@ def test_two_processes_write_the_same_bytes(plan_args, tmp_path):
     assert texts[0] == texts[1]
 
 
+def test_a_row_that_does_not_fit_says_what_lacks_and_what_would_fit():
+    row = EngineRow(name="twin-flow", setting="", fits=False, missing_bytes={Tier.GPU: 2_000_000_000, Tier.HOST: 5000})
+    lacking = "lacks 2.00 GB of gpu memory and 5.00 kB of host memory"
+    assert engine_fits(row) == lacking
+    row = row.model_copy(update={"nearest": "--gpus 16 and 2 x the batch", "nearest_iteration_s": 7.5})
+    assert engine_fits(row) == f"{lacking}; fits with --gpus 16 and 2 x the batch (7.50 s)"
+    assert engine_fits(row.model_copy(update={"fits": True})) == "yes"
+
+
 def test_screen_says_everything(plan_args, plan, tmp_path, capsys):
     path = tmp_path / "plan.json"
     assert main([*plan_args, "--output", str(path)]) == 0
@@ -65,7 +75,7 @@ def test_screen_says_everything(plan_args, plan, tmp_path, capsys):
         if row.fits:
             assert f"{row.iteration_s / seen.iteration_s:.2f}" in starts[row.name]
         else:
-            assert "short" in starts[row.name]
+            assert "lacks" in starts[row.name]
     assert any(not row.fits for row in plan.engines)
     assert "3.00 MB" in starts["capacity"]
     for warning in seen.warnings:

@@ -7,7 +7,7 @@ from planner.models.captured import CapturedModel, Model, counted
 from planner.models.parameters import num_parameters
 from planner.optimizers import OPTIMIZERS
 from planner.plan.checkpoints import CheckpointPlan
-from planner.plan.document import Plan
+from planner.plan.document import EngineRow, Plan
 from ullage.output.formatting import duration, percent, si
 
 _REACH = {
@@ -42,6 +42,15 @@ def model_line(model: Model) -> str:
         f"{model.num_key_value_heads} key/value heads, vocabulary {model.vocab_size}; "
         f"{num_parameters(model):,} parameters"
     )
+
+
+def engine_fits(row: EngineRow) -> str:
+    """Return whether an engine fits; if not, what memory it lacks at least, and the nearest set-up in which it fits."""
+    if row.fits:
+        return "yes"
+    lacking = " and ".join(f"{si(n, 'B')} of {tier} memory" for tier, n in row.missing_bytes.items())
+    nearest = f"; fits with {row.nearest} ({si(row.nearest_iteration_s, 's')})" if row.nearest_iteration_s else ""
+    return f"lacks {lacking}{nearest}"
 
 
 def tokens_per_iteration(plan: Plan) -> int:

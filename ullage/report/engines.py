@@ -10,6 +10,7 @@ from planner.schedule.tasks import Tier
 from ullage.analysis.explanation import change, lacks
 from ullage.analysis.runs import RunRecord
 from ullage.output.formatting import percent, si, signed_percent
+from ullage.output.plans import engine_fits
 from ullage.report.charts import Axis, Chart, Level, Mark, Section, Table, Trace
 
 Progress = Callable[[str, int, int], None]
@@ -61,7 +62,7 @@ def engines_section(plan: Plan, measured_s: float | None) -> Section:
                 row.name,
                 si(row.iteration_s, "s") if row.iteration_s else "-",
                 f"{row.iteration_s / ours_s:.2f}" if row.iteration_s else "-",
-                _missing(row),
+                engine_fits(row),
                 row.setting,
             )
             for row in rows
@@ -81,12 +82,7 @@ def engines_section(plan: Plan, measured_s: float | None) -> Section:
 def _engine_words(row: EngineRow, ours_s: float) -> str:
     assert row.iteration_s is not None
     ratio = row.iteration_s / ours_s
-    return f"{si(row.iteration_s, 's')}, {ratio:.2f} x{'' if row.fits else ', ' + _missing(row)}"
-
-
-def _missing(row: EngineRow) -> str:
-    lacking = " and ".join(f"{si(n, 'B')} of {tier} memory" for tier, n in row.missing_bytes.items())
-    return "yes" if row.fits else f"lacks at least {lacking}" if lacking else "no"
+    return f"{si(row.iteration_s, 's')}, {ratio:.2f} x{'' if row.fits else ', ' + engine_fits(row)}"
 
 
 def tricks_section(bench: Bench, progress: Progress) -> Section:

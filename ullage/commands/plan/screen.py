@@ -7,7 +7,7 @@ from rich.table import Table
 from planner.choices.choice import Choice
 from planner.costs.allocator import AllocatorUse
 from planner.models.captured import counted
-from planner.plan.document import EngineRow, Plan
+from planner.plan.document import Plan
 from planner.plan.planning import describe
 from planner.schedule.tasks import Lane, MemoryClass, Tier
 from planner.simulate.prediction import TierMemory
@@ -15,7 +15,7 @@ from ullage.analysis.provenance import origin_words
 from ullage.commands.plan.checkpoint_screen import checkpoints_screen
 from ullage.output.console import console, facts, table
 from ullage.output.formatting import binds, percent, si
-from ullage.output.plans import batch_line, gap_line, mfu, model_line
+from ullage.output.plans import batch_line, engine_fits, gap_line, mfu, model_line
 from ullage.training.processes import launch_line, ranks_per_node
 
 
@@ -138,9 +138,5 @@ def _engine_table(plan: Plan) -> Table:
     for row in plan.engines:
         time_s = row.iteration_s if row.fits else None
         times = (si(time_s, "s"), f"{time_s / ours_s:.2f}") if time_s else ("-", "-")
-        result.add_row(row.name, *times, _lacks(row), row.setting)
+        result.add_row(row.name, *times, engine_fits(row), row.setting)
     return result
-
-
-def _lacks(row: EngineRow) -> str:
-    return "yes" if row.fits else ", ".join(f"no: {si(n, 'B')} {tier} short" for tier, n in row.missing_bytes.items())

@@ -107,7 +107,7 @@ def _figures(request: Request, found: Found, *, certify: bool) -> Figures:
         },
         choice=choice.words,
         placement=describe(decided, found.own.setup.units),
-        engines={row.name: row.iteration_s if row.fits else None for row in found.engines},
+        engines={name: None if row.missing_bytes else row.iteration_s for name, (_, row) in found.engines.items()},
         bound_s=certificate.bound_s if certificate else None,
         gap=certificate.gap(seen.iteration_s) if certificate else None,
         warnings=seen.warnings,

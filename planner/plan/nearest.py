@@ -1,0 +1,85 @@
+"""The nearest set-up in which another engine fits, where that of the plan is too small for it."""
+
+import dataclasses
+from collections.abc import Iterator
+
+from hwprofiles.paths import number, quantities, replace
+from hwprofiles.profile import HardwareProfile
+from hwprofiles.quantity import Provenance
+from planner.choices.choice import Choice
+from planner.choices.variants import Job, Variant, variant
+from planner.models.captured import CapturedModel
+from planner.schedule.tasks import Tier
+from planner.search import Candidate, Scorer, best_of_engine
+from planner.simulate.prediction import Workload
+
+# Memory sizes on the market: of one device, and of one host.
+_DEVICE_GB = (16, 24, 32, 40, 48, 80, 96, 141, 192, 288)
+_HOST_GIB = tuple(2**i for i in range(4, 15))
+_MOST_DEVICES = 64
+_ASKED = Provenance(origin="assumed", source="a size that is sold")
+
+Change = tuple[str, Job, Choice]
+"""What to change, as an option or in words, and what is then planned."""
+
+
+def most_devices(hardware: HardwareProfile) -> int:
+    """Return the most devices that are proposed instead of fewer."""
+    return _MOST_DEVICES if hardware.inter_node else hardware.devices_per_node
+
+
+def larger_devices(hardware: HardwareProfile) -> Iterator[tuple[str, HardwareProfile]]:
+    """Yield machines with more memory on each device, the smallest first, with words for the change."""
+    return _larger(hardware, "device.memory_bytes", {f"devices with {size} GB": size * 1e9 for size in _DEVICE_GB})
+
+
+def larger_hosts(hardware: HardwareProfile) -> Iterator[tuple[str, HardwareProfile]]:
+    """Yield machines with more host memory, the smallest first; none if there is one memory, the device's."""
+    sizes = {f"hosts with {size} GiB": float(size * 2**30) for size in _HOST_GIB if not hardware.one_memory}
+    return _larger(hardware, "host.memory_bytes", sizes)
+
+
+def _larger(hardware: HardwareProfile, path: str, sizes: dict[str, float]) -> Iterator[tuple[str, HardwareProfile]]:
+    has = number(quantities(hardware)[path])
+    for words, size in sizes.items():
+        if size > has:
+            yield words, replace(hardware, {path: size}, _ASKED)
+
+
+def nearest_fit(job: Job, plan: Variant, name: str, lacking: Candidate) -> tuple[str, float] | None:
+    """Return the smallest change with which an engine fits, in words, and its predicted seconds; ``None`` if none does.
+
+    Args:
+        job: what is planned.
+        plan: the variant that was compared.
+        name: of the engine.
+        lacking: its best candidate there.
+    """
+    for words, changed, choice in _changes(job, plan.choice, lacking):
+        rival = variant(changed, choice, plan.setup.storage)
+        found = best_of_engine(rival.setup, Scorer(Workload(rival.setup.units, job.seq_len), rival.cost), name)
+        if not found.missing_bytes:
+            return words, found.iteration_s
+    return None
+
+
+def _changes(job: Job, choice: Choice, lacking: Candidate) -> Iterator[Change]:
+    yield from _smaller_micro_batch(job, choice)
+    count = choice.data_parallel * choice.tensor_parallel * choice.pipeline_parallel
+    factor = 2
+    while count * factor <= most_devices(job.hardware):
+        spread = choice.model_copy(update={"data_parallel": choice.data_parallel * factor})
+        yield f"--gpus {count * factor} and {factor} x the batch", job, spread
+        factor *= 2
+    machines = larger_hosts if lacking.missing_bytes.keys() == {Tier.HOST} else larger_devices
+    for words, hardware in machines(job.hardware):
+        yield words, dataclasses.replace(job, hardware=hardware), choice
+
+
+def _smaller_micro_batch(job: Job, choice: Choice) -> Iterator[Change]:
+    """Halve the micro-batch; accumulation keeps the global batch. A captured model has only one micro-batch."""
+    size, repeats = choice.micro_batch, choice.num_micro_batches
+    while size % 2 == 0 and not isinstance(job.model, CapturedModel):
+        size, repeats = size // 2, repeats * 2
+        smaller = choice.model_copy(update={"micro_batch": size, "num_micro_batches": repeats})
+        yield f"--micro-batch {size} --accumulate {repeats}", job, smaller
