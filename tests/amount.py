@@ -21,7 +21,7 @@ _FEWEST: Final = 5
 
 def examples(number: int, fewest: int = _FEWEST) -> int:
     """Return how many examples of a property are tried, if ``number`` are tried in ``make test-all``."""
-    return number if ALL else max(min(number, fewest), number // 4)
+    return number if ALL else max(min(number, fewest), number // 5)
 
 
 @contextlib.contextmanager

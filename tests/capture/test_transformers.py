@@ -56,6 +56,7 @@ def test_units_parameters_and_flop_are_equal(name: str) -> None:
         assert bool(mine.recompute) == bool(theirs.recompute)
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_saved_bytes_are_equal(name: str) -> None:
     """But for rotary frequencies, which the capture counts as what they are, buffers."""

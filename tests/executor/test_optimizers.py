@@ -34,6 +34,7 @@ from planner.schedule.tasks import MemoryClass, Tier
 OTHERS = [name for name in OPTIMIZERS if name != "adamw"]
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(("params", "place"), PLACEMENTS)
 @pytest.mark.parametrize("optimizer", OTHERS)
