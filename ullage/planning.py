@@ -9,10 +9,10 @@ from hwprofiles.profile import Dtype, HardwareProfile
 from hwprofiles.registry import LOCAL, load_profile
 from planner.decisions import Precision
 from planner.models.captured import CapturedModel, Model
-from planner.models.registry import resolve_model
 from planner.plan.document import Plan
 from planner.plan.planning import Request, default_precision, make_plan
 from ullage.cli.default_hardware import default_hardware
+from ullage.cli.request import model_named
 from ullage.cli.request_options import DEFAULT_SEQ_LEN
 
 # Fields of a request that have another name here, or none.
@@ -57,7 +57,15 @@ def plan(
     if unknown := sorted(set(options) - _OPTIONS):
         raise ValueError(f"plan() has no option {unknown[0]}; use one of {', '.join(sorted(_OPTIONS))}")
     machine = hardware if isinstance(hardware, HardwareProfile) else load_profile(hardware or _default_hardware())
-    sizes = resolve_model(str(model)) if isinstance(model, str | Path) else model
+    if isinstance(model, str | Path):
+        weights = precision.weights if isinstance(precision, Precision) else precision
+        dtype = weights or default_precision(machine.device).weights
+        called_with = options.get("seq_len"), options.get("micro_batch")
+        sizes = model_named(str(model), *called_with, dtype, as_on_gpu=machine.device.kind == "gpu")
+        if isinstance(sizes, CapturedModel):  # it was captured with these
+            options = {name: value for name, value in options.items() if name not in {"seq_len", "micro_batch"}}
+    else:
+        sizes = model
     if isinstance(sizes, CapturedModel):
         options = {"seq_len": sizes.seq_len, "micro_batch": sizes.micro_batch, **options}
         precision = precision or sizes.dtype

@@ -86,8 +86,12 @@ class KernelCosts:
                 idle = wave_factor(kernel.m, kernel.n, device.multiprocessors)
             else:  # few rows leave part of the device idle: the curve's rate times r / (r + r_half)
                 idle = 1 + device.gemm_rows_half.value / kernel.m
-            alone_s = self._rank.read_s(device.gemm[self._dtype], kernel.flop / kernel.count, "GEMM")
-            time_s = alone_s * idle * kernel.count
+            flop = kernel.flop / kernel.count
+            if (
+                kernel.m * kernel.n < _TILE**2
+            ):  # what idles takes no start-up, which is most of the time of so few outputs
+                flop, idle = flop * idle, 1.0
+            time_s = self._rank.read_s(device.gemm[self._dtype], flop, "GEMM") * idle * kernel.count
         if device.gemm_bytes_per_s:
             time_s += num_bytes / device.gemm_bytes_per_s.value
         return time_s, float(num_bytes)

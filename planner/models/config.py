@@ -21,6 +21,10 @@ class UnknownModelError(ModelConfigError):
     """A name that is neither a packaged model nor a file."""
 
 
+class NoFormulasError(ModelConfigError):
+    """A configuration of an architecture that has no formulas here; PyTorch can capture it."""
+
+
 class LatentAttention(BaseModel):
     """Sizes of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1).
 

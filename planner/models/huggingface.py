@@ -5,7 +5,7 @@ from typing import Any, TypeGuard, get_args
 
 from pydantic import ValidationError
 
-from planner.models.config import Family, ModelConfig, ModelConfigError
+from planner.models.config import Family, ModelConfig, ModelConfigError, NoFormulasError
 
 # The names of our fields in configuration files; the first one that is present counts.
 _ALIASES: dict[str, tuple[str, ...]] = {
@@ -63,17 +63,18 @@ def from_hf_config(data: Mapping[str, Any], name: str) -> ModelConfig:
         name: what to call the model; also named in errors.
 
     Raises:
-        ModelConfigError: unsupported ``model_type``, a missing field, or a size that breaks a rule.
+        NoFormulasError: another architecture.
+        ModelConfigError: a missing field, or a size that breaks a rule.
     """
     family = str(data.get("model_type"))
     if family not in get_args(Family):
-        raise ModelConfigError(
-            f"{name}: model_type is {family!r}, but must be one of {', '.join(get_args(Family))}; choose a "
-            "model of one of these architectures"
+        raise NoFormulasError(
+            f"{name}: model_type is {family!r}, but sizes alone describe only {', '.join(get_args(Family))}; plan it, "
+            "which captures any other architecture of transformers"
         )
     for key, value in _UNSUPPORTED.items():
         if data.get(key) is value:
-            raise ModelConfigError(f"{name}: {key} is {value}, which is not supported; remove it")
+            raise NoFormulasError(f"{name}: {key} is {value}, which has no formulas; plan it, which captures it")
     return build(_DEFAULTS[family] | _known_fields(data) | _family_fields(data, family), name, family)
 
 

@@ -26,6 +26,7 @@ def resolve_model(text: str) -> ModelConfig:
 
     Raises:
         UnknownModelError: no such file and no such preset; names the nearest ones.
+        NoFormulasError: the file describes an architecture that has to be captured.
         ModelConfigError: the file is not a configuration that can be used.
     """
     path = Path(text).expanduser()
@@ -84,7 +85,7 @@ def _from_file(path: Path) -> ModelConfig:
     try:
         return from_hf_config(data, path.parent.name if path.name == "config.json" else path.stem)
     except ModelConfigError as error:
-        raise ModelConfigError(f"{path}: {error}") from error
+        raise type(error)(f"{path}: {error}") from error
 
 
 @functools.cache

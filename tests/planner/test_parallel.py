@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from machines import machine
 
+from hwprofiles.registry import load_profile
 from planner.costs.allocator import replay
 from planner.costs.kernels import wave_factor
 from planner.costs.layout import Layout
@@ -110,6 +111,14 @@ def test_waves() -> None:
     assert wave_factor(128 * 9, 128 * 12, 108) == 1  # one full wave
     assert wave_factor(128 * 9 + 1, 128 * 12, 108) == pytest.approx(2 * 108 / 12 / (9 + 1 / 128))
     assert wave_factor(1, 1, 108) == 108 * 128**2
+
+
+def test_few_outputs_take_no_longer_than_a_whole_tile() -> None:
+    """What idles beside a classifier of two classes does not multiply the start-up of its kernel."""
+    cost = CostModel(load_profile("h100"), share("gpt2", 1), BF16, 1)
+    whole = cost.compute_s([Gemm(128, 128, 1280)])
+    for m, n in ((8, 2), (1, 1), (128, 127)):
+        assert 0 < cost.compute_s([Gemm(m, n, 1280)]) <= 1.01 * whole
 
 
 def test_layout() -> None:

@@ -8,6 +8,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, Literal
 from unittest import mock
 
@@ -21,6 +22,7 @@ from torch._subclasses.fake_tensor import (
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from planner.models.captured import CapturedInput, CapturedModel
+from ullage.capture.architectures import architecture
 from ullage.capture.assembly import assemble
 from ullage.capture.executable import check_executable
 from ullage.capture.fakes import VALUES
@@ -45,7 +47,8 @@ def capture(
     """Capture the module that a function makes.
 
     Args:
-        factory: ``package.module:function``; the function takes no arguments. The current directory can be imported.
+        factory: ``package.module:function``, which takes no arguments and is looked for from the current directory; or
+            the path of a ``config.json``.
         inputs: what the module is called with; the leading dimension is the micro-batch.
         dtype: of weights and floating inputs.
         as_on_gpu: the kernels of a GPU, where PyTorch has others for it.
@@ -89,11 +92,13 @@ def capture_module(
 
 
 def load_factory(text: str) -> Callable[[], nn.Module]:
-    """Return the function that ``package.module:function`` names.
+    """Return the function that ``package.module:function`` names, or that makes what a ``config.json`` describes.
 
     Raises:
         CaptureError: there is none.
     """
+    if ":" not in text or Path(text).exists():
+        return architecture(text).make
     module_name, _, attribute = text.partition(":")
     if (here := os.getcwd()) not in sys.path:  # noqa: PTH109 - as `python -m` does
         sys.path.insert(0, here)

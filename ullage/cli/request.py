@@ -8,8 +8,10 @@ from hwprofiles.profile import Dtype, HardwareProfile
 from hwprofiles.registry import load_profile
 from planner.decisions import Precision
 from planner.models.captured import CapturedInput, CapturedModel, Model
+from planner.models.config import NoFormulasError
 from planner.models.registry import resolve_model
 from planner.plan.planning import Request, default_precision
+from planner.terms import DEFAULT_MICRO_BATCH
 from ullage.cli.default_hardware import default_hardware
 from ullage.cli.expert_load import expert_load
 from ullage.cli.request_options import DEFAULT_SEQ_LEN, is_captured
@@ -79,8 +81,11 @@ def trained(
                 f"--input-shape is for models that are captured, but --model {args.model} has no function; "
                 "give package.module:function, or --seq-len and --micro-batch"
             )
-        model = change(resolve_model(args.model))
-        assert not isinstance(model, CapturedModel)
+        found = model_named(args.model, args.seq_len, args.micro_batch, precision.weights, as_on_gpu=as_on_gpu)
+        model = change(found)
+        assert isinstance(model, CapturedModel) == isinstance(found, CapturedModel)
+        if isinstance(model, CapturedModel):
+            return model, model.seq_len, model.micro_batch
         return model, args.seq_len or min(DEFAULT_SEQ_LEN, model.max_positions), args.micro_batch
     for option in ("seq_len", "micro_batch"):
         if getattr(args, option) is not None:
@@ -92,6 +97,29 @@ def trained(
     changed = change(captured)
     assert isinstance(changed, CapturedModel)
     return changed, changed.seq_len, changed.micro_batch
+
+
+def model_named(text: str, seq_len: int | None, micro_batch: int | None, dtype: Dtype, *, as_on_gpu: bool) -> Model:
+    """Return the model that a name or a file describes; architectures without formulas are captured.
+
+    Args:
+        text: see :func:`planner.models.registry.resolve_model`.
+        seq_len: tokens of a sequence that a captured model is called with; ``None`` is the default.
+        micro_batch: sequences, likewise.
+        dtype: of weights.
+        as_on_gpu: see :func:`ullage.capture.capture`.
+
+    Raises:
+        ValueError: there is no such model, or it cannot be captured.
+    """
+    try:
+        return resolve_model(text)
+    except NoFormulasError:
+        from ullage.capture.architectures import architecture  # noqa: PLC0415 - torch is slow to import
+
+        found = architecture(text)
+        inputs = found.inputs(micro_batch or DEFAULT_MICRO_BATCH, found.seq_len(seq_len, DEFAULT_SEQ_LEN))
+        return _captured(text, inputs, dtype, as_on_gpu=as_on_gpu)
 
 
 @functools.cache  # a study asks for the same again and again

@@ -4,6 +4,7 @@ What reads them is in :mod:`ullage.cli.request`: that imports the planner, which
 """
 
 import argparse
+import contextlib
 import re
 from pathlib import Path
 from typing import Final, get_args
@@ -25,7 +26,8 @@ def add_request_options(parser: argparse.ArgumentParser, *, model_required: bool
         "-m",
         required=model_required,
         help="name (see `ullage models`), hub id, path of a config.json, or package.module:function that returns any "
-        "nn.Module. Ullage captures such a module without its memory, and plans its frozen parameters like others",
+        "nn.Module. Ullage captures such a module, and architectures of transformers that it has no formulas for, "
+        "without their memory. It plans frozen parameters like others",
     )
     group.add_argument(
         "--input-shape",
@@ -129,9 +131,11 @@ def check_names(args: argparse.Namespace) -> None:
         ValueError: one of them does not.
     """
     from hwprofiles.registry import load_profile  # noqa: PLC0415 - `--help` does without
+    from planner.models.config import NoFormulasError  # noqa: PLC0415
     from planner.models.registry import resolve_model  # noqa: PLC0415
     from ullage.cli.default_hardware import default_hardware  # noqa: PLC0415
 
     load_profile(args.hardware or default_hardware().name)
     if not is_captured(args.model):
-        resolve_model(args.model)
+        with contextlib.suppress(NoFormulasError):
+            resolve_model(args.model)
