@@ -113,12 +113,13 @@ def test_waves() -> None:
     assert wave_factor(1, 1, 108) == 108 * 128**2
 
 
-def test_few_outputs_take_no_longer_than_a_whole_tile() -> None:
-    """What idles beside a classifier of two classes does not multiply the start-up of its kernel."""
-    cost = CostModel(load_profile("h100"), share("gpt2", 1), BF16, 1)
-    whole = cost.compute_s([Gemm(128, 128, 1280)])
-    for m, n in ((8, 2), (1, 1), (128, 127)):
-        assert 0 < cost.compute_s([Gemm(m, n, 1280)]) <= 1.01 * whole
+def test_few_outputs_take_little_more_than_the_start_up_of_their_kernel() -> None:
+    """What idles beside a classifier of two classes does not multiply the start-up."""
+    profile = load_profile("h100")
+    cost = CostModel(profile, share("gpt2", 1), BF16, 1)
+    start_up_s = profile.device.gemm["bf16"].points[0].median_s
+    for m, n in ((8, 2), (1, 1), (128, 127), (128, 128)):
+        assert start_up_s < cost.compute_s([Gemm(m, n, 1280)]) < 3 * start_up_s
 
 
 def test_layout() -> None:
