@@ -87,9 +87,7 @@ class KernelCosts:
             else:  # few rows leave part of the device idle: the curve's rate times r / (r + r_half)
                 idle = 1 + device.gemm_rows_half.value / kernel.m
             flop = kernel.flop / kernel.count
-            if (
-                kernel.m * kernel.n < _TILE**2
-            ):  # what idles takes no start-up, which is most of the time of so few outputs
+            if kernel.m * kernel.n <= _TILE**2:  # mostly start-up, to which idling does not add
                 flop, idle = flop * idle, 1.0
             time_s = self._rank.read_s(device.gemm[self._dtype], flop, "GEMM") * idle * kernel.count
         if device.gemm_bytes_per_s:
