@@ -89,6 +89,7 @@ OF_COMMANDS = {
     "InterruptedStudyError",
     "InterruptedTrainingError",
     "InstallationError",
+    "NoFormulasError",
     "PricesError",
     "RefusedOperatorError",
     "ReportError",
