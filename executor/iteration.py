@@ -60,6 +60,7 @@ class IterationDriver:
         self._groups = groups
         self._names = {id(shard.whole): shard.name for shard in shards.values()}
         self._last_short = -2  # the latest iteration that ended before all micro-batches had run
+        self._last_other = -2  # the latest iteration with a batch of another shape than planned
         self._model_trains = False  # a training forward is under way
         self._loop, self._units = runtime.loop, runtime.state.units
         self.accumulation = Accumulation(decisions.num_micro_batches)
@@ -78,9 +79,9 @@ class IterationDriver:
         self.visibility = WeightVisibility(runtime.state, shared, shards.values())
 
     @property
-    def last_was_short(self) -> bool:
-        """Whether the latest iteration ended before all of the plan's micro-batches had run."""
-        return self._last_short == self._loop.iteration - 1
+    def last_was_whole(self) -> bool:
+        """Whether the latest iteration had all of the plan's micro-batches, each in the planned shape."""
+        return self._loop.iteration - 1 not in {self._last_short, self._last_other}
 
     def on_forward(self, unit: str) -> None:
         """Forward, or recomputation, has reached a unit.
@@ -138,6 +139,12 @@ class IterationDriver:
     def on_model_end(self) -> None:
         """The model's own forward has ended, or failed."""
         self._model_trains = False
+
+    def on_other_shape(self) -> None:
+        """A forward of the plan begins with a batch of another shape; see [Note: Other shapes]."""
+        if self._last_other != self._loop.iteration:
+            self._last_other = self._loop.iteration
+            self._runtime.machine.exclude(self._last_other)
 
     def after_forward(self, *_args: object) -> None:
         """Hide the weights of the last unit after an evaluation; a hook."""
@@ -237,7 +244,7 @@ class IterationDriver:
             self._begin_updates()
         self.progress.end_early()
         self._runtime.machine.exclude(iteration)
-        if iteration == 1 and self.last_was_short:
+        if iteration == 1 and self._last_short == 0:
             warnings.warn(
                 f"the first two steps came after fewer micro-batches than the plan's "
                 f"{self._decisions.num_micro_batches}, the second after {num_complete}; training goes on as the loop "

@@ -26,7 +26,7 @@ class SessionOptions:
         checkpoint_buffer_bytes: host memory for what is taken for checkpoints and not written yet; 0: none are made.
         record: whether to keep times from the start on, for :meth:`Session.timeline`: those of the latest
             :data:`executor.devices.lanes.NUM_RECORDED` iterations.
-        batch: what the model is planned to be called with; empty: larger batches are not warned of.
+        batch: what the model is planned to be called with; empty: batches of other shapes are not noticed.
     """
 
     device: Literal["cpu", "cuda"] = "cpu"

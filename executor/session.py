@@ -119,7 +119,7 @@ class Session:
             self._undo += bind_state_dict(model, self._names, self.access.weights)
             self._undo.append(driver.accumulation.bind(model))
             if options.batch:
-                self._undo.append(bind_batches(model, options.batch, lambda: driver.trains))
+                self._undo.append(bind_batches(model, options.batch, lambda: driver.trains, driver.on_other_shape))
             _move_buffers(model, backend.device, ranks)
             driver.visibility.show("")
             self.synchronize()  # what was copied in so far was on no lane
@@ -188,7 +188,14 @@ class Session:
         return self.runtime.machine.timeline(first, last)
 
     def mean_timeline(self) -> Timeline:
-        """Return :meth:`timeline`, with the mean over ranks of every time; all ranks do so together."""
+        """Return :meth:`timeline`, with the mean over ranks of every time; all ranks do so together.
+
+        Iterations that one of them leaves out are left out: each rank has batches of its own.
+        """
+        machine = self.runtime.machine
+        shares = self.collectives.means(np.array([float(i in machine.left_out) for i in machine.recorded]))
+        for iteration in np.array(machine.recorded)[shares > 0]:
+            machine.exclude(int(iteration))
         own = self.timeline()
         start_s, end_s = self.collectives.means(np.stack((own.start_s, own.end_s)))
         return Timeline(own.schedule, start_s, end_s)

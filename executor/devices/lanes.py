@@ -182,8 +182,18 @@ class LaneMachine:
         timeline = Timeline.from_spans(self._schedule, spans, end - begin + 1)
         return timeline.without({i - begin for i in self._left_out if begin <= i <= end})
 
+    @property
+    def recorded(self) -> list[int]:
+        """Iterations whose times are kept, those included that are left out of every timeline."""
+        return sorted(self._recorded)
+
+    @property
+    def left_out(self) -> frozenset[int]:
+        """Iterations that are left out of every timeline."""
+        return frozenset(self._left_out)
+
     def exclude(self, iteration: int) -> None:
-        """Leave an incomplete iteration out of every timeline."""
+        """Leave an iteration that was not run as planned out of every timeline."""
         self._left_out = {i for i in self._left_out if i in self._recorded} | {iteration}
 
     def fail(self, error: BaseException) -> None:

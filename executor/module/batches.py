@@ -1,4 +1,11 @@
-"""Warns of batches that are larger than planned: they train as well, but take more memory."""
+"""Notices batches of other shapes than planned. They train as well: tasks that compute are shorter, or longer.
+
+[Note: Other shapes] Only forward, backward and activations depend on the shape of a batch. All of it is as in memory:
+saved activations are offloaded as far as they fit into the memory that the plan has for them, and the rest is
+recomputed ([Note: Room] in :mod:`executor.memory.activations`). So a smaller batch takes less of everything, and a
+larger one more memory of the device. Times of such an iteration are those of another iteration than the planned one, so
+they are left out of what is compared with the prediction.
+"""
 
 import math
 import warnings
@@ -12,22 +19,30 @@ BatchShapes = tuple[tuple[str, tuple[int, ...]], ...]
 """For each tensor that a model is called with, in order: its keyword, if any, and its planned shape."""
 
 
-def bind_batches(model: nn.Module, planned: BatchShapes, trains: Callable[[], bool]) -> Callable[[], None]:
-    """Warn once, at the first batch that is larger than planned; return what undoes it.
+def bind_batches(
+    model: nn.Module, planned: BatchShapes, trains: Callable[[], bool], on_other: Callable[[], None]
+) -> Callable[[], None]:
+    """Tell of batches of other shapes, and warn once of one that is larger; return what undoes it.
 
     Args:
         model: the bound model.
         planned: planned inputs.
         trains: returns whether a forward that begins now is one of the plan's.
+        on_other: called before the forward of a batch of another shape; see [Note: Other shapes].
     """
+    has_warned = False
 
     def before(_module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        nonlocal has_warned
         if not trains():
             return
         for position, (name, shape) in enumerate(planned):
             given = kwargs.get(name, args[position] if position < len(args) else None)
-            if isinstance(given, torch.Tensor) and given.numel() > math.prod(shape):
-                handle.remove()
+            if not isinstance(given, torch.Tensor) or given.shape == shape:
+                continue
+            on_other()
+            if given.numel() > math.prod(shape) and not has_warned:
+                has_warned = True
                 warnings.warn(
                     f"{name or f'input {position + 1}'} is {_words(given.shape)}, but the plan is for {_words(shape)}; "
                     "training goes on, but may take more memory and time than planned: give smaller batches, or plan "
@@ -35,7 +50,7 @@ def bind_batches(model: nn.Module, planned: BatchShapes, trains: Callable[[], bo
                     RuntimeWarning,
                     stacklevel=2,
                 )
-                return
+            return
 
     handle = model.register_forward_pre_hook(before, with_kwargs=True)
     return handle.remove

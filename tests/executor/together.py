@@ -17,6 +17,8 @@ import transformers
 from forked import FORKS, start_server
 from training import (
     FOLDER,
+    MICRO_BATCH,
+    SEQ_LEN,
     ReferenceOptimizer,
     Task,
     batches,
@@ -162,6 +164,15 @@ def trained(rank: int, _size: int, task: Task, decisions: Decisions, delays: int
         seen = train(task, model, optimizer, rank=rank // decisions.tensor_parallel)
         final = {n: w.clone() for n, w in optimizer.session.full_parameters().items()}
     return seen, {n: w.view(torch.uint8).numpy() for n, w in final.items()}
+
+
+def measured(rank: int, _size: int, task: Task, decisions: Decisions):
+    """Train with batches of a rank's own shapes; return how many iterations are in its timeline, and in all ranks'."""
+    shape = (("input_ids", (MICRO_BATCH, SEQ_LEN)),)
+    model, optimizer = prepare(task, decisions, record=True, batch=shape)
+    with optimizer.session as session:
+        train(task, model, optimizer, rank=rank)
+        return session.timeline().num_iterations, session.mean_timeline().num_iterations
 
 
 def trained_on_gpu(rank: int, _size: int, task: Task, decisions: Decisions, blind: Lane | None = None):
@@ -584,7 +595,7 @@ def _reference(task: Task, size: int, piles: frozenset[str], frozen: tuple[str, 
     optimizer = ReferenceOptimizer(make_optimizer(task, model))
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, task.iterations) if task.schedule else None
     chance = [torch.Generator().manual_seed(11 + rank).get_state() for rank in range(size)]
-    data = [grouped(task, batches(task, rank)) for rank in range(size)]
+    data = [grouped(task, batches(task, rank), rank) for rank in range(size)]
     seen = [[] for _ in range(size)]
     for iteration in range(task.iterations):
         found = [{n: [] for n, _ in model.named_parameters()} for _ in range(size)]

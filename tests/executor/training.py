@@ -99,6 +99,7 @@ class Task:
     schedule: bool = True
     optimizer: str = "adamw"
     group_sizes: tuple[int, ...] = ()  # micro-batches of each iteration; as many as planned if it is empty
+    shapes: tuple[tuple[int, int], ...] = ()  # samples and tokens of micro-batches in turn; as planned if it is empty
 
 
 def make_model(task: Task) -> torch.nn.Module:
@@ -144,10 +145,14 @@ def batches(task: Task, rank: int = 0):
     return tokens
 
 
-def grouped(task: Task, tokens):
-    """Return the micro-batches of every iteration, of which the last ones of a short group are left out."""
+def grouped(task: Task, tokens, rank: int = 0):
+    """Return a rank's micro-batches of every iteration, of which the last ones of a short group are left out."""
     sizes = task.group_sizes or (task.num_micro_batches,) * task.iterations
-    return [micro_batches[:size] for micro_batches, size in zip(tokens, sizes, strict=True)]
+    shapes = itertools.cycle(task.shapes[rank:] + task.shapes[:rank] or [(MICRO_BATCH, SEQ_LEN)])
+    return [
+        [one[:num_samples, :length] for one, (num_samples, length) in zip(micro_batches[:size], shapes, strict=False)]
+        for micro_batches, size in zip(tokens, sizes, strict=True)
+    ]
 
 
 def make_optimizer(task: Task, model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -199,7 +204,7 @@ def train(task: Task, model, optimizer, *, clip=None, before_clip=None, before_s
     torch.manual_seed(11 + rank)
     seen = []
     device = next(model.parameters()).device
-    for iteration, micro_batches in enumerate(grouped(task, batches(task, rank).to(device))):
+    for iteration, micro_batches in enumerate(grouped(task, batches(task, rank).to(device), rank)):
         for tokens in micro_batches:
             loss = model(input_ids=tokens, labels=tokens).loss
             loss.backward()

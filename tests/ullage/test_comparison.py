@@ -64,7 +64,15 @@ def test_measured_is_the_mean_of_the_middle_steady_iterations_only():
     assert (found.num_iterations, found.num_read) == (3, 1)
 
 
-@pytest.mark.parametrize("iterations", [[], [2], [-1]])
+def test_without_an_iteration_as_planned_only_memory_is_measured():
+    some = timeline((1, 1, 1), (1, 1, 1))
+    found = compare(steady(some), some, [], {}, {Tier.HOST: 5})
+    assert {row.measured for row in (*found.phases, *found.lanes)} == {None}
+    assert found.memory[0].measured == 5
+    assert (found.num_iterations, found.num_read) == (0, 0)
+
+
+@pytest.mark.parametrize("iterations", [[2], [-1]])
 def test_iterations_must_have_been_measured(iterations):
     some = timeline((1, 1, 1), (1, 1, 1))
     with pytest.raises(ValueError, match="measured"):

@@ -107,15 +107,19 @@ def compare(
         predicted_memory: peak bytes by tier.
         measured_memory: the same, measured.
 
+    Without any iterations nothing is measured but memory.
+
     Raises:
-        ValueError: ``iterations`` is empty or names an iteration that was not measured.
+        ValueError: ``iterations`` names an iteration that was not measured.
     """
-    chosen = middle(measured, iterations)
+    chosen = middle(measured, iterations) if iterations else ()
     expected, seen = predicted.timeline, [(measured, i) for i in chosen]
     simulated = [(expected, i) for i in predicted.iterations]
 
     def row(name: str, read: Callable[[Timeline, int], float]) -> Row:
-        predicted_s, measured_s = (statistics.fmean(read(*one) for one in ones) for ones in (simulated, seen))
+        predicted_s, measured_s = (
+            statistics.fmean(read(*one) for one in ones) if ones else None for ones in (simulated, seen)
+        )
         return Row(name, predicted_s, measured_s, "s")
 
     present = {task.phase for task in expected.schedule.tasks}
@@ -303,6 +307,12 @@ def explain_run(
         That, and the simulated prediction.
     """
     simulation, measured, steady = simulate(record.plan), record.timeline, record.steady_iterations
+    if not steady:
+        raise ValueError(
+            f"none of the run's {len(record.losses)} iterations was as planned after the first ones: their batches had "
+            "other shapes, or too few of them; pack the data to the planned length (--pack), or plan for the shorter "
+            "--seq-len"
+        )
     chosen = middle(measured, steady)
     plan = record.plan
     run = f"{plan.model.name} on {record.machine}"

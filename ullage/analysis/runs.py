@@ -30,7 +30,8 @@ class RunRecord(Frozen):
         losses: mean loss of each iteration.
         start_s, end_s: seconds of each task of each recorded iteration (the first 200 at most); ``None`` where it has
             not run.
-        steady_iterations: recorded iterations to be measured: not the first ones, and complete.
+        steady_iterations: recorded iterations to be measured: not the first ones, and complete; none if no more had all
+            micro-batches in the planned shape, because only those are recorded.
         memory: measured peak bytes by tier; of the host only what the program allocated itself.
         data_position: sequences passed in the data's order by all ranks together, with those that were skipped: what
             ``--data-position`` takes to go on in the same data with the same seed and length of sequences.
@@ -48,7 +49,7 @@ class RunRecord(Frozen):
     losses: tuple[float, ...]
     start_s: tuple[tuple[float | None, ...], ...]
     end_s: tuple[tuple[float | None, ...], ...]
-    steady_iterations: tuple[int, ...] = Field(min_length=1)
+    steady_iterations: tuple[int, ...]
     memory: dict[Tier, int]
     data_position: int
     before: "RunRecord | None" = None

@@ -24,9 +24,9 @@ class UllageCallback(TrainerCallback):
     """For ``Trainer(model=model, optimizers=(optimizer, scheduler), callbacks=[UllageCallback(optimizer, plan)])``.
 
     The log of every step then has ``ullage_iteration_s`` (measured, the mean since the last log) and
-    ``ullage_predicted_s``; not that of a step on fewer micro-batches than planned. The session stays open when training
-    ends, for ``trainer.save_model()`` and ``trainer.evaluate()``; ``optimizer.session.close()`` gives the model back as
-    an ordinary one.
+    ``ullage_predicted_s``; not that of a step on fewer micro-batches, or on other shapes, than planned. The session
+    stays open when training ends, for ``trainer.save_model()`` and ``trainer.evaluate()``;
+    ``optimizer.session.close()`` gives the model back as an ordinary one.
 
     Args:
         optimizer: what :func:`ullage.prepare` returned.
@@ -76,8 +76,8 @@ class UllageCallback(TrainerCallback):
         self._begin_s = time.perf_counter()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Note how long it has taken, if it had all micro-batches; updates under way are in the next one's time."""
-        if not self._optimizer.session.driver.last_was_short:
+        """Note how long it has taken, if it was as planned; updates under way are in the next one's time."""
+        if self._optimizer.session.driver.last_was_whole:
             self._spent_s.append(time.perf_counter() - self._begin_s)
 
     def on_log(

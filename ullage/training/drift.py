@@ -83,7 +83,8 @@ class DriftWatch:
         if iteration != _FIRST_CHECK and (iteration < _PERIOD or iteration % _PERIOD != _WINDOW - 1):
             return ()
         timeline = session.timeline(iteration - _WINDOW + 1, iteration)
-        return tuple(self.drifts(timeline, range(1, _WINDOW - 1)))
+        whole = range(1, timeline.num_iterations - 1)  # some may have been left out
+        return tuple(self.drifts(timeline, whole)) if whole else ()
 
     def drifts(self, measured: Timeline, iterations: Sequence[int]) -> Iterator[Drift]:
         """Yield the lanes that have drifted in these iterations, by their medians, and were not reported before."""

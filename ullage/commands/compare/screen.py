@@ -17,6 +17,8 @@ def render_comparison(comparison: Comparison) -> RenderableType:
     """Return tables of phases, lanes and memory, to print with :func:`ullage.output.console.console`."""
     count = comparison.num_iterations
     title = f"phases (measured: mean of the middle {comparison.num_read} of {count} iterations)"
+    if not count:
+        title = "phases (not measured: too few iterations had all micro-batches in the planned shape)"
     return Group(
         _rows(title, comparison.phases),
         "",
