@@ -23,6 +23,7 @@ from executor.options import SessionOptions
 from executor.session import Session
 from planner.decisions import Decisions, Place
 from planner.graph import Unit
+from planner.plan.document import Plan
 from planner.schedule.loop import OutOfOrderError
 
 _ON_CPU = SessionOptions()
@@ -98,7 +99,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     Attributes:
         entry: the optimizer's kernels and state.
         session: executes the plan.
+        plan: what is executed, if that is a whole plan and not decisions alone.
     """
+
+    plan: Plan
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, entry: OptimizerEntry, model: nn.Module, config: ExecutionConfig

@@ -56,10 +56,11 @@ if TYPE_CHECKING:
     from ullage.training.checkpoints import CheckpointOptions as CheckpointOptions
     from ullage.training.levels import memory_folder as memory_folder
     from ullage.training.out_of_memory import OutOfMemoryError as OutOfMemoryError
-    from ullage.training.trainer import Settings as Settings
+    from ullage.training.preparing import Options as Options
+    from ullage.training.preparing import Settings as Settings
+    from ullage.training.preparing import prepare as prepare
     from ullage.training.trainer import Step as Step
     from ullage.training.trainer import Trainer as Trainer
-    from ullage.training.trainer import prepare as prepare
 
 _MODULES = {
     "executor.checkpoint": ("Checkpoint", "checkpoint_at", "CheckpointError", "DamagedError", "Level", "Outcome"),
@@ -97,7 +98,8 @@ _MODULES = {
     "ullage.training.checkpoints": ("CheckpointOptions",),
     "ullage.training.levels": ("memory_folder",),
     "ullage.training.out_of_memory": ("OutOfMemoryError",),
-    "ullage.training.trainer": ("prepare", "Settings", "Step", "Trainer"),
+    "ullage.training.preparing": ("Options", "prepare", "Settings"),
+    "ullage.training.trainer": ("Step", "Trainer"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

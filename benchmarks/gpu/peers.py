@@ -25,7 +25,7 @@ from benchmarks.peers.jobs import Cell
 from hwprofiles.calibrate import CalibrationOptions, calibrate
 from hwprofiles.registry import load_profile
 from ullage.cli.arguments import parse_bytes
-from ullage.commands.calibrate.command import kernels
+from ullage.this_machine.kernels import kernels
 
 OUTPUT = Path(__file__).parents[1] / "results" / "gpu" / "peers.json"
 # sequences, tokens of each, micro-batches, norm, whether peers recompute

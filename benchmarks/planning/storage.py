@@ -13,7 +13,8 @@ from rich.progress import track
 from hwprofiles.files import write_whole
 from hwprofiles.registry import load_profile
 from planner.models import resolve_model
-from planner.plan.planning import InfeasibleError, Request, describe, make_plan
+from planner.plan.document import describe
+from planner.plan.planning import InfeasibleError, Request, make_plan
 from planner.terms import Storage
 from planner.verification import verify
 

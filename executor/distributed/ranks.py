@@ -67,7 +67,7 @@ class Ranks:
 
     def __init__(self, degrees: Degrees, device: torch.device, *, silence_s: float = SILENCE_S) -> None:
         size = degrees.num_devices
-        _join(size)
+        join(size)
         self.rank, self.size = dist.get_rank(), size
         self.mesh = Mesh(degrees, self.rank)
         # Our watchdog reports which rank failed, and why; NCCL's own would end the process before that.
@@ -279,7 +279,7 @@ class Ranks:
                 abortable[0]._group_end()
 
 
-def _join(size: int) -> None:
+def join(size: int) -> None:
     """Make the default process group if there is none, and check its size."""
     remedy = f"start one process per device: torchrun --nproc-per-node {size} (a node), plus --nnodes for several"
     if not dist.is_initialized():

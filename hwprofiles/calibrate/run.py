@@ -36,7 +36,7 @@ from hwprofiles.profile import Device, Fabric, HardwareProfile, Host, Link, Stor
 from hwprofiles.quantity import Provenance, Quantity
 
 # Part of a GPU's free memory that is left for cuBLAS, NCCL, the code of kernels, and rounding of PyTorch's allocator.
-_FOR_LIBRARIES_BYTES = 1 << 30
+FOR_LIBRARIES_BYTES = 1 << 30
 USABLE_SHARE = 0.85
 """Usable fraction of the available memory; the rest is for the program itself and for other programs."""
 # Steps of each part in order, with their shares of the time. The disk comes first, because it fails most often.
@@ -358,7 +358,7 @@ def _divide_memory(options: CalibrationOptions, *, on_gpu: bool) -> tuple[Quanti
     usable = int(available_memory_bytes() * USABLE_SHARE)
     share = f"{USABLE_SHARE:.0%} of the available memory"
     asked = options.device_memory_bytes
-    capacity = torch.cuda.mem_get_info()[0] - _FOR_LIBRARIES_BYTES if on_gpu else usable - 1
+    capacity = torch.cuda.mem_get_info()[0] - FOR_LIBRARIES_BYTES if on_gpu else usable - 1
     if asked is not None and asked > capacity:
         raise CalibrationError(f"device_memory_bytes is {asked}, but at most {capacity} are free for it; give fewer")
     if on_gpu:

@@ -8,11 +8,11 @@ from typing import Annotated, Any, Final, Literal, Self
 from pydantic import Field, ValidationError, model_validator
 
 from hwprofiles.complaints import complaint
-from hwprofiles.files import read_json
+from hwprofiles.files import read_json, write_whole
 from hwprofiles.profile import HardwareProfile
 from planner.bounds.proof import Certificate
 from planner.choices.choice import Asked, batch_of
-from planner.decisions import Decisions, Frozen
+from planner.decisions import Decisions, Frozen, Place
 from planner.graph import Unit, build_graph, units
 from planner.lowering import lower
 from planner.models.captured import ModelField
@@ -125,6 +125,27 @@ class Plan(Frozen):
         asynchronous = self.hardware.device.kind == "gpu"
         return lower(self.units(), self.decisions, asynchronous=asynchronous, takes_snapshots=takes_snapshots)
 
+    def __str__(self) -> str:
+        """Return the plan in one line; `ullage explain` has more of a plan that was saved."""
+        seen = self.prediction
+        memory = ", ".join(
+            f"{gigabytes(use.peak_bytes)} of {gigabytes(use.capacity_bytes)} on {_TIERS[tier]}"
+            for tier, use in seen.memory.items()
+            if use.peak_bytes
+        )
+        return (
+            f"{self.model.name} on {self.decisions.num_devices} device(s) of {self.hardware.name}: "
+            f"{1e3 * seen.iteration_s:.4g} ms per iteration, {describe(self.decisions, self.units())}; {memory}"
+        )
+
+    def save(self, path: Path | str) -> None:
+        """Write ``plan.json``, whole or not at all; :func:`load_plan` reads it.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        write_whole(Path(path), self.to_json())
+
     def to_json(self) -> str:
         """Return the text of ``plan.json``: equal plans give equal bytes."""
         data = self.sealed().model_dump(mode="json", exclude_none=True)
@@ -162,6 +183,44 @@ def load_plan(path: Path | str) -> Plan:
     if not plan.content_digest:
         raise PlanError(f"{path}: content_digest is missing, so the file cannot be trusted; make the plan again")
     return plan
+
+
+def describe(decisions: Decisions, units: tuple[Unit, ...]) -> str:
+    """Return the placement in one line: recomputed units, parameters on the host, places of updates."""
+    placed = dict.fromkeys(Place, 0)
+    for unit in units:
+        for num_params, place in decisions.placed_pieces(unit):
+            placed[place] += num_params
+    total = sum(placed.values())
+    parts = [f"{100 * n / total:.0f} % of updates {_VERBS[place]}" for place, n in placed.items() if n > total / 200]
+    recomputed = sum(unit.activations == "recompute" for unit in decisions.units.values())
+    offloaded = sum(unit.offloads for unit in decisions.units.values())
+    if offloaded:
+        parts.append(f"activations of {offloaded} of {len(decisions.units)} units offloaded")
+    if recomputed or not offloaded:
+        parts.append(f"{recomputed} of {len(decisions.units)} units recomputed" if recomputed else "activations kept")
+    fetched = {where: sum(unit.params == where for unit in decisions.units.values()) for where in ("host", "nvme")}
+    parts += [f"parameters of {count} units on the {where}" for where, count in fetched.items() if count]
+    if decisions.data_parallel > 1:
+        parts.append(f"ZeRO-{decisions.zero_stage}")
+    degrees = {"tensor": decisions.tensor_parallel, "pipeline": decisions.pipeline_parallel}
+    degrees |= {"expert": decisions.expert_parallel}
+    parts += [f"{name} parallel {count}" for name, count in degrees.items() if count > 1]
+    return ", ".join(parts)
+
+
+_VERBS = {
+    Place.GPU: "on the device",
+    Place.STREAM: "streamed through the device",
+    Place.CPU: "on the CPU",
+    Place.NVME: "on the CPU from NVMe",
+}
+_TIERS = {Tier.GPU: "the device", Tier.HOST: "the host", Tier.NVME: "NVMe"}
+
+
+def gigabytes(num_bytes: int) -> str:
+    """Return a size in words."""
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.3g} MB"
 
 
 def _digest(data: Any) -> str:

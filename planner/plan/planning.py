@@ -14,13 +14,12 @@ from planner.bounds.proof import Certificate, Proof
 from planner.choices.choice import MOST_MICRO_BATCHES, Asked
 from planner.choices.variants import Job, Variant, variants
 from planner.costs.model import CostModel
-from planner.decisions import BF16, FP32, Decisions, Place, Precision
+from planner.decisions import BF16, FP32, Decisions, Precision
 from planner.engines.setup import Setup
-from planner.graph import Unit
 from planner.models.captured import Model
 from planner.optimizers import OPTIMIZERS, Optimizer
 from planner.plan.competition import closest, compete
-from planner.plan.document import EngineRow, Plan
+from planner.plan.document import EngineRow, Plan, describe, gigabytes
 from planner.plan.nearest import nearest_fit
 from planner.schedule.tasks import Tier
 from planner.search import Candidate, Progress, Scorer, no_garbage_collection
@@ -273,38 +272,6 @@ def prepare(request: Request) -> tuple[Setup, Workload, CostModel]:
     return variant.setup, Workload(variant.setup.units, request.seq_len), variant.cost
 
 
-def describe(decisions: Decisions, units: tuple[Unit, ...]) -> str:
-    """Return the placement in one line: recomputed units, parameters on the host, places of updates."""
-    placed = dict.fromkeys(Place, 0)
-    for unit in units:
-        for num_params, place in decisions.placed_pieces(unit):
-            placed[place] += num_params
-    total = sum(placed.values())
-    parts = [f"{100 * n / total:.0f} % of updates {_VERBS[place]}" for place, n in placed.items() if n > total / 200]
-    recomputed = sum(unit.activations == "recompute" for unit in decisions.units.values())
-    offloaded = sum(unit.offloads for unit in decisions.units.values())
-    if offloaded:
-        parts.append(f"activations of {offloaded} of {len(decisions.units)} units offloaded")
-    if recomputed or not offloaded:
-        parts.append(f"{recomputed} of {len(decisions.units)} units recomputed" if recomputed else "activations kept")
-    fetched = {where: sum(unit.params == where for unit in decisions.units.values()) for where in ("host", "nvme")}
-    parts += [f"parameters of {count} units on the {where}" for where, count in fetched.items() if count]
-    if decisions.data_parallel > 1:
-        parts.append(f"ZeRO-{decisions.zero_stage}")
-    degrees = {"tensor": decisions.tensor_parallel, "pipeline": decisions.pipeline_parallel}
-    degrees |= {"expert": decisions.expert_parallel}
-    parts += [f"{name} parallel {count}" for name, count in degrees.items() if count > 1]
-    return ", ".join(parts)
-
-
-_VERBS = {
-    Place.GPU: "on the device",
-    Place.STREAM: "streamed through the device",
-    Place.CPU: "on the CPU",
-    Place.NVME: "on the CPU from NVMe",
-}
-
-
 def _row(job: Job, name: str, variant: Variant, candidate: Candidate) -> EngineRow:
     simulated = candidate.iteration_s != float("inf")
     nearest = nearest_fit(job, variant, name, candidate) if candidate.missing_bytes else None
@@ -363,7 +330,7 @@ def _infeasible(
     names = {tier: f"{tier.value} ({cost.ranks_per_node} device(s) per node)" for tier in tiers}
     names[Tier.GPU] = request.hardware.device.name
     lacks = " and ".join(
-        f"the {names[tier]} lacks {_gigabytes(missing_bytes[tier])} beyond its {_gigabytes(capacity_bytes[tier])} "
+        f"the {names[tier]} lacks {gigabytes(missing_bytes[tier])} beyond its {gigabytes(capacity_bytes[tier])} "
         f"({_percent(shares[tier])} of that)"
         for tier in tiers
     )
@@ -388,7 +355,3 @@ def _proven(proofs: tuple[Proof, ...]) -> str:
 
 def _percent(share: float) -> str:
     return f"{100 * share:.1f} %"
-
-
-def _gigabytes(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.3g} MB"

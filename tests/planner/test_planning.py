@@ -16,7 +16,8 @@ from planner.bounds.certificate import prove_misfits
 from planner.bounds.proof import Proof
 from planner.decisions import Place
 from planner.models import resolve_model
-from planner.plan.planning import InfeasibleError, Request, default_precision, describe, find, make_plan
+from planner.plan.document import describe
+from planner.plan.planning import InfeasibleError, Request, default_precision, find, make_plan
 from planner.schedule.tasks import Tier
 
 DEMO = resolve_model("demo-llama")

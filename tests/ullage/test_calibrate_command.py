@@ -8,8 +8,8 @@ import pytest
 import hwprofiles.calibrate
 from executor.optimizer import AdamWParams, adamw_step
 from hwprofiles.registry import load_profile
-from ullage.commands.calibrate.command import kernels
 from ullage.main import main
+from ullage.this_machine.kernels import kernels
 
 
 @pytest.fixture

@@ -84,7 +84,7 @@ def test_what_is_no_model_optimizer_or_plan_is_named(plan: Plan) -> None:
     for arguments, words in (
         ((5, optimizer, plan), r"the model is int; give a torch\.nn\.Module"),
         ((net, 1e-3, plan), r"the optimizer is float; give one of torch\.optim"),
-        ((net, optimizer, "plan.json"), r"the plan is str; give what .*load_plan"),
+        ((net, optimizer, "plan.json"), r"the third argument is str; give a plan .*load_plan"),
     ):
         with pytest.raises(TypeError, match=words):
             ullage.prepare(*arguments)

@@ -37,6 +37,7 @@ CLASSES = {
     "Lion",
     "ModelConfig",
     "OffloadedOptimizer",
+    "Options",
     "Outcome",
     "Plan",
     "Precision",

@@ -60,35 +60,47 @@ def capture(
 
 
 def capture_module(
-    make: Callable[[], nn.Module],
+    make: Callable[[], nn.Module] | nn.Module,
     inputs: Sequence[CapturedInput | str],
     dtype: Literal["bf16", "fp32"] = "bf16",
     *,
     name: str = "",
     as_on_gpu: bool = True,
 ) -> CapturedModel:
-    """Capture the module that ``make`` makes; see :func:`capture`. Inputs may be written as after ``--input-shape``."""
+    """Capture the module that ``make`` makes, or one that is there, which stays as it is; see :func:`capture`.
+
+    Inputs may be written as after ``--input-shape``.
+    """
     given = tuple(CapturedInput.read(spec) if isinstance(spec, str) else spec for spec in inputs)
-    name = name or f"{make.__module__}:{make.__qualname__}"
+    if isinstance(make, nn.Module):
+        model, name = make, name or type(make).__name__
+    else:
+        name = name or f"{make.__module__}:{make.__qualname__}"
+        _check_inputs(given)
+        model = _made(make, name)
     _check_inputs(given)
-    # Made without memory, as `transformers` does, and then of fake tensors, which take part in autograd like real ones.
+    _check_parameters(model, name)
+    _check_statistics(model, name, DTYPES[dtype])
+    with FakeTensorMode(allow_non_fake_inputs=True), _faked(model, DTYPES[dtype]):
+        with _refusing(name, model), _positions_known():
+            args = [_tensor(spec, DTYPES[dtype]) for spec in given if not spec.name]
+            named = {spec.name: _tensor(spec, DTYPES[dtype]) for spec in given if spec.name}
+            recording = record(model.train(), args, named, as_on_gpu=as_on_gpu)
+        first = given[0]
+        seq_len = first.shape[1] if first.dtype.startswith("int") and len(first.shape) > 1 else 1
+        captured = assemble(recording, partition(recording), factory=name, inputs=given, dtype=dtype, seq_len=seq_len)
+        with _refusing(name):
+            check_executable(recording, captured)
+    return captured
+
+
+def _made(make: Callable[[], nn.Module], name: str) -> nn.Module:
+    """Return the module that a function makes, without memory, as ``transformers`` makes it."""
     with _refusing(f"{name}()"), torch.device("meta"):
         model = make()
     if not isinstance(model, nn.Module):
         raise CaptureError(f"{name}() returned a {type(model).__name__}, not an nn.Module; return the model")
-    _check_parameters(model, name)
-    _check_statistics(model, name, DTYPES[dtype])
-    with FakeTensorMode(allow_non_fake_inputs=True), _refusing(name, model), _positions_known():
-        _make_fake(model, DTYPES[dtype])
-        args = [_tensor(spec, DTYPES[dtype]) for spec in given if not spec.name]
-        named = {spec.name: _tensor(spec, DTYPES[dtype]) for spec in given if spec.name}
-        recording = record(model.train(), args, named, as_on_gpu=as_on_gpu)
-    first = given[0]
-    seq_len = first.shape[1] if first.dtype.startswith("int") and len(first.shape) > 1 else 1
-    captured = assemble(recording, partition(recording), factory=name, inputs=given, dtype=dtype, seq_len=seq_len)
-    with _refusing(name):
-        check_executable(recording, captured)
-    return captured
+    return model
 
 
 def load_factory(text: str) -> Callable[[], nn.Module]:
@@ -97,6 +109,11 @@ def load_factory(text: str) -> Callable[[], nn.Module]:
     Raises:
         CaptureError: there is none.
     """
+    if text.isidentifier() and not Path(text).exists():
+        raise CaptureError(
+            f"{text} was captured from a model in memory, which no function makes; give ullage.prepare such a model "
+            "with this plan, or plan --model package.module:function"
+        )
     if ":" not in text or Path(text).exists():
         return architecture(text).make
     module_name, _, attribute = text.partition(":")
@@ -154,17 +171,38 @@ def _check_statistics(model: nn.Module, name: str, dtype: torch.dtype) -> None:
                 )
 
 
-def _make_fake(model: nn.Module, dtype: torch.dtype) -> None:
-    """Make parameters anew, of the planned type, tied ones still one; and all other tensors, of theirs."""
-    made: dict[int, nn.Parameter] = {}
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            if id(parameter) not in made:
-                made[id(parameter)] = nn.Parameter(torch.empty(parameter.shape, dtype=dtype), parameter.requires_grad)
-            setattr(module, name, made[id(parameter)])
-        plain = [(name, value) for name, value in vars(module).items() if isinstance(value, Tensor)]
-        for name, tensor in (*module.named_buffers(recurse=False), *plain):
-            setattr(module, name, torch.empty(tensor.shape, dtype=tensor.dtype))
+@contextlib.contextmanager
+def _faked(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Give a model fake tensors, which take part in autograd like real ones, and everything back afterwards.
+
+    Parameters are of the planned type, tied ones still one; all other tensors are of theirs. What forward leaves in a
+    module (a cache, say) goes too.
+    """
+    modules = list(model.modules())
+    kept = [dict(vars(module)) for module in modules]
+    inside = [{name: dict(held) for name, held in own.items() if isinstance(held, dict)} for own in kept]
+    try:
+        made: dict[int, nn.Parameter] = {}
+        for module in modules:
+            for name, parameter in module._parameters.items():
+                if parameter is None:
+                    continue
+                if id(parameter) not in made:
+                    values = torch.empty(parameter.shape, dtype=dtype)
+                    made[id(parameter)] = nn.Parameter(values, parameter.requires_grad)
+                module._parameters[name] = made[id(parameter)]
+            for tensors in (module._buffers, vars(module)):
+                for name, tensor in tensors.items():
+                    if isinstance(tensor, Tensor):
+                        tensors[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
+        yield
+    finally:
+        for module, own, contents in zip(modules, kept, inside, strict=True):
+            vars(module).clear()
+            vars(module).update(own)
+            for name, content in contents.items():  # the same dictionaries: handles of hooks know them
+                own[name].clear()
+                own[name].update(content)
 
 
 def _tensor(spec: CapturedInput, dtype: torch.dtype) -> Tensor:

@@ -1,8 +1,13 @@
 """Progress of long work: a bar on stderr if that is a terminal, else nothing."""
 
 import contextlib
+import sys
 import time
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from planner.search import Candidate
 
 
 @contextlib.contextmanager
@@ -61,3 +66,29 @@ def seconds_bar() -> Iterator[Callable[[str, float, float], None]]:
             progress.update(task, description=step, completed=done_s, total=total_s, since_s=time.monotonic())
 
         yield show
+
+
+@contextlib.contextmanager
+def status(words: str) -> Iterator[Callable[[str], None] | None]:
+    """Show the present step on stderr, if that is a terminal."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from ullage.output.console import console  # noqa: PLC0415 - rich is slow to import
+
+    # What is written meanwhile to stderr appears above it.
+    with console(stderr=True).status(words) as status:
+        yield status.update
+
+
+@contextlib.contextmanager
+def search_progress() -> Iterator["Callable[[Candidate, int], None] | None"]:
+    """Show the best plan so far on stderr, if that is a terminal; yield what a search calls."""
+    with status("looking at engine policies") as update:
+
+        def show(best: "Candidate", num_simulations: int) -> None:
+            assert update is not None
+            found = "nothing fits yet" if best.missing_bytes else f"best so far {best.iteration_s:.3g} s per iteration"
+            update(f"{num_simulations} schedules simulated, {found}")
+
+        yield show if update else None

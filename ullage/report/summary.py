@@ -1,8 +1,7 @@
 """The first screen of a report: the answer in a few figures."""
 
 from planner.models.captured import counted
-from planner.plan.document import Plan
-from planner.plan.planning import describe
+from planner.plan.document import Plan, describe
 from planner.schedule.tasks import Tier
 from planner.simulate.prediction import TierMemory
 from ullage.analysis.provenance import origin_words

@@ -8,8 +8,8 @@ import numpy as np
 from rich.console import Group, RenderableType
 
 from planner.fitting.refit import Refit, refit
-from planner.plan.document import Plan
-from planner.plan.planning import InfeasibleError, describe, make_plan
+from planner.plan.document import Plan, describe
+from planner.plan.planning import InfeasibleError, make_plan
 from planner.schedule.tasks import Tier
 from planner.schedule.timeline import Timeline
 from ullage.analysis.simulation import request_of

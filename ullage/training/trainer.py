@@ -7,32 +7,28 @@ import math
 import os
 import tempfile
 import time
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final, Literal, Self, TypedDict, Unpack, final
+from typing import Any, Final, Literal, Self, Unpack, final
 
 import torch
 from torch import nn
 
 from executor.checkpoint import Outcome
 from executor.checkpoint.levels import check_levels
-from executor.devices.cores import CoreChoice
-from executor.module.guards import check_kinds
 from executor.optimizer.table import torch_class_of
-from executor.options import SessionOptions
-from executor.prepare import ExecutionConfig, OffloadedOptimizer, prepare_session
+from executor.prepare import ExecutionConfig
 from executor.saving import Resumed
 from executor.session import Session
 from hwprofiles.allocator import keep_freed_memory
 from planner.optimizers import Optimizer
 from planner.plan.document import Plan, PlanError
 from planner.schedule.tasks import Tier
-from ullage.capture.module import DTYPES
-from ullage.training.batches import BatchSource, batch_shapes, batch_source
+from ullage.training.batches import BatchSource, batch_source
 from ullage.training.checkpoints import CheckpointOptions, CheckpointSaver, Stateful
 from ullage.training.out_of_memory import OutOfMemoryError, check_device, reporting_out_of_memory
-from ullage.training.processes import Process, ranks_per_node
+from ullage.training.preparing import Settings, prepare_planned, session_options, warn_about_dtypes
+from ullage.training.processes import Process
 from ullage.training.replanning import Replanned, replan
 from ullage.training.text import Tokens
 
@@ -47,86 +43,6 @@ _HYPER_PARAMETERS: dict[Optimizer, dict[str, Any]] = {
     "adagrad": {},
     "lion": {"betas": (0.95, 0.98), "weight_decay": 0.1},
 }
-
-
-class Settings(TypedDict, total=False):
-    """How a plan is executed here; all may be left out.
-
-    Attributes:
-        storage_dir: folder on the planned drives, if the plan keeps anything on NVMe.
-        compile_blocks: whether ``torch.compile`` fuses kernels of the repeated blocks (attention, MLP, norms, each by
-            itself) when they first run, which takes a while; not of those whose activations leave. Rounding, and what
-            dropout draws, are then those of the compiled kernels; times are predicted without.
-        cores: of this machine, which its ranks divide; left out, those that are open to the process. Threads are bound
-            if there are several ranks or cores are named, and left alone if this is ``"free"``: see
-            [Note: Shares of cores] in :mod:`executor.devices.cores`.
-        checkpoint_buffer_bytes: host memory for what is taken for checkpoints and not written yet; without it none can
-            be made, see :class:`ullage.Checkpoints`.
-    """
-
-    storage_dir: Path | None
-    compile_blocks: bool
-    cores: CoreChoice
-    checkpoint_buffer_bytes: int
-
-
-def prepare(
-    model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, **settings: Unpack[Settings]
-) -> tuple[nn.Module, OffloadedOptimizer]:
-    """Make a model and its optimizer train as planned, in your own loop.
-
-    Args:
-        model: an unmodified module whose parameters are those the plan was made for (a ``transformers`` model of the
-            planned configuration, say). It takes the planned type; under a bf16 plan the values of a float32 model
-            become its master copy.
-        optimizer: the planned one (``torch.optim.AdamW``, ``Adam``, ``SGD``, ``Adagrad`` or :class:`ullage.Lion`) over
-            its parameters or some of them, in any groups; LR schedulers may be built on it or on the result. Parameters
-            that are frozen or not in it stay as they are; the plan still has room for their state and gradients.
-        plan: made for the machine this runs on.
-        settings: see :class:`Settings`.
-
-    Returns:
-        The model and the optimizer to use from now on; ``optimizer.session`` executes the plan. Under a plan of n
-        micro-batches every n of them, forward and backward, have one ``step()``; the first n - 1 may be ``with
-        model.no_sync():``, as of ``DistributedDataParallel``, and then they are counted.
-
-    A plan for several devices is executed by one process for each, which ``torchrun`` starts: see
-    :func:`executor.prepare.prepare_session`.
-
-    Raises:
-        TypeError: an argument is of another kind.
-        ValueError: the plan cannot be executed here, or the model is not the planned one.
-        DeviceMemoryError: less memory is free than planned.
-        RankError: another rank has failed.
-
-    A model whose weights are of another type than the plan's is converted, with a warning. The first batch that is
-    larger than planned is warned of too.
-
-    A block that cannot be compiled raises :class:`executor.module.compilation.CompileError` when it first runs.
-    """
-    if not isinstance(plan, Plan):
-        raise TypeError(f"the plan is {type(plan).__name__}; give what ullage.plan or ullage.load_plan returns")
-    check_kinds(model, optimizer)
-    _warn_about_dtypes(model, plan)
-    return _prepare(model, optimizer, plan, settings)
-
-
-def _warn_about_dtypes(model: nn.Module, plan: Plan) -> None:
-    planned = DTYPES[plan.decisions.precision.weights]
-    if others := sorted({str(parameter.dtype) for parameter in model.parameters()} - {str(planned)}):
-        masters = "; the float32 master copies begin with the values given" if planned is torch.bfloat16 else ""
-        warnings.warn(
-            f"the model's weights are {', '.join(others)}, and become {planned} as the plan has it{masters}; convert "
-            "the model before prepare(), or plan with another --precision",
-            RuntimeWarning,
-            stacklevel=3,
-        )
-
-
-def _prepare(
-    model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, settings: Settings
-) -> tuple[nn.Module, OffloadedOptimizer]:
-    return prepare_session(model, optimizer, plan.units(), plan.decisions, _session_options(plan, settings))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -212,10 +128,10 @@ class Trainer:
         self._batches = batch_source(plan, data, seed, position, self.process.data_rank)
         self._iteration = self._num_to_meter = 0
         if model is not None:
-            _warn_about_dtypes(model, plan)
+            warn_about_dtypes(model, plan)
         with reporting_out_of_memory(plan):
             model, optimizer = _make(plan, model, optimizer, self._batches, self.process, lr=lr, seed=seed)
-            self.model, self.optimizer = _prepare(model, optimizer, plan, settings)
+            self.model, self.optimizer = prepare_planned(model, optimizer, plan, settings)
         if self.saver is not None:
             with contextlib.ExitStack() as failing:
                 failing.push(self.session)  # which tells the other ranks of a failure
@@ -294,13 +210,13 @@ class Trainer:
         if found.after is None or not self.session.collectives.broadcast(int(found.is_faster)):
             return found
         config = ExecutionConfig(
-            found.after.units(), found.after.decisions, _session_options(found.after, self._settings)
+            found.after.units(), found.after.decisions, session_options(found.after, self._settings)
         )
         if self.saver is not None:
             self.saver.close(waits=True, brings_down=False)
         with reporting_out_of_memory(found.after):
             file_bytes = self.optimizer.switch_plan(config, config.options.storage_dir or Path(tempfile.gettempdir()))
-        self.plan = found.after
+        self.plan = self.optimizer.plan = found.after
         if self.saver is not None:
             self.saver.open(self.optimizer)
         return dataclasses.replace(found, switched=True, file_bytes=file_bytes)
@@ -408,22 +324,6 @@ def check_machine(plan: Plan, process: Process, device: Literal["auto", "host", 
             f"the plan computes on {wanted_cores} cores, but this process may use {cores}; "
             "run `ullage calibrate` here and plan with --hardware local"
         )
-
-
-def _session_options(plan: Plan, settings: Settings) -> SessionOptions:
-    hardware, per_node = plan.hardware, ranks_per_node(plan)
-    return SessionOptions(
-        device="cuda" if hardware.device.kind == "gpu" else "cpu",
-        num_threads=max(hardware.host.num_optimizer_cores // per_node, 1),
-        gpu_capacity_bytes=int(hardware.device.memory_bytes.value),
-        host_capacity_bytes=int(hardware.host.memory_bytes.value) // per_node,
-        storage_dir=settings.get("storage_dir"),
-        compile_backend="inductor" if settings.get("compile_blocks") else None,
-        cores=settings.get("cores", "auto"),
-        checkpoint_buffer_bytes=settings.get("checkpoint_buffer_bytes", 0),
-        record=True,
-        batch=batch_shapes(plan),
-    )
 
 
 def _make(

@@ -122,6 +122,8 @@ def run(args: argparse.Namespace) -> int:
         base=base,
         endurance_bytes_per_day=args.drive_endurance,
     )
+    from ullage.this_machine.kernels import kernels  # noqa: PLC0415 - torch
+
     with seconds_bar() as progress:
         profile, report = calibrate(options, kernels(), progress)
     save_profile(profile, path)
@@ -154,33 +156,6 @@ def _collectives(args: argparse.Namespace, base: HardwareProfile | None, path: P
         save_profile(profile, path)
         _print(args, profile, path, base, None)
     return 0
-
-
-def kernels() -> Any:
-    """Return what the executor runs, in the form that calibration calls."""
-    import torch  # noqa: PLC0415 - slow to import
-
-    from executor.devices.backend import sum_of_squares  # noqa: PLC0415 - numba
-    from executor.devices.cuda import update_on_device  # noqa: PLC0415
-    from executor.optimizer import AdamWParams, WorkerTeam, adamw_step  # noqa: PLC0415
-    from executor.optimizer.table import ENTRIES, Rule  # noqa: PLC0415
-    from hwprofiles.calibrate import Kernels  # noqa: PLC0415 - torch
-    from ullage.commands.calibrate.probe import host_times  # noqa: PLC0415 - transformers
-
-    params = AdamWParams()
-    rule = Rule(next(entry for entry in ENTRIES if entry.torch_class is torch.optim.AdamW), params)
-    teams: dict[int, WorkerTeam] = {}
-
-    def step(master: Any, exp_avg: Any, exp_avg_sq: Any, grad: Any, weight: Any, num_threads: int) -> None:
-        if num_threads not in teams:  # threads outlive one step, as they do in training
-            teams[num_threads] = WorkerTeam(num_threads)
-        adamw_step((master, exp_avg, exp_avg_sq), grad, weight, params, step=1, team=teams[num_threads])
-
-    def device_step(master: Any, exp_avg: Any, exp_avg_sq: Any, grad: Any, weight: Any) -> None:
-        state = master, exp_avg, exp_avg_sq, weight
-        update_on_device(state, [grad], rule, step=1, scale=0.5)  # as clipping has it
-
-    return Kernels(cpu_adamw=step, device_adamw=device_step, sum_of_squares=sum_of_squares, host_times=host_times)
 
 
 def _print(args: argparse.Namespace, profile: HardwareProfile, path: Path, base: Any, report: Any) -> None:

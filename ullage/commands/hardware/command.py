@@ -64,9 +64,9 @@ def run(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace) -> int:
     from hwprofiles.calibrate import CalibrationOptions, calibrate  # noqa: PLC0415 - torch
     from hwprofiles.machine import check_measured_here  # noqa: PLC0415
-    from ullage.commands.calibrate.command import kernels  # noqa: PLC0415
     from ullage.commands.hardware import screen as screens  # noqa: PLC0415
     from ullage.output.progress import seconds_bar  # noqa: PLC0415
+    from ullage.this_machine.kernels import kernels  # noqa: PLC0415
 
     profile = load_profile(args.names[0] if args.names else "local")
     check_measured_here(profile, otherwise="")

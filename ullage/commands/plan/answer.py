@@ -2,12 +2,10 @@
 
 import argparse
 import atexit
-import contextlib
 import dataclasses
 import gc
 import json
 import sys
-from collections.abc import Callable, Iterator
 
 from hwprofiles.files import write_whole
 from hwprofiles.machine import check_measured_here
@@ -15,12 +13,13 @@ from hwprofiles.registry import LOCAL
 from planner.plan.checkpoints import CheckpointsAsked
 from planner.plan.document import Plan
 from planner.plan.planning import InfeasibleError, Request, make_plan
-from planner.search import Candidate, no_garbage_collection
+from planner.search import no_garbage_collection
 from ullage.cli.checkpoint_request import checkpoints_of, with_pfs
 from ullage.cli.exit_codes import BAD_INPUT
 from ullage.cli.request import request_of
 from ullage.cli.request_options import PACKAGED_HARDWARE
 from ullage.output.formatting import si
+from ullage.output.progress import search_progress, status
 
 
 @no_garbage_collection()
@@ -37,7 +36,7 @@ def plan_command(args: argparse.Namespace) -> int:
     if args.pfs_bandwidth is not None:
         request = dataclasses.replace(request, hardware=with_pfs(request.hardware, args.pfs_bandwidth))
     try:
-        with _progress() as progress:
+        with search_progress() as progress:
             plan = make_plan(request, progress=progress, budget_s=args.budget)
     except InfeasibleError as error:
         return _refuse(request, error, as_json=args.json)
@@ -67,7 +66,7 @@ def _refuse(request: Request, error: InfeasibleError, *, as_json: bool) -> int:
 
     _say(f"error: {error}")
     found = []
-    with _status("looking for what would fit"):
+    with status("looking for what would fit"):
         for remedy in what_would_fit(request):
             found.append({"change": remedy.words, "iteration_s": remedy.iteration_s})
             _say(f"it fits with {remedy.words} ({si(remedy.iteration_s, 's')} per iteration before any search)")
@@ -89,29 +88,3 @@ def _refuse(request: Request, error: InfeasibleError, *, as_json: bool) -> int:
 def _say(words: str) -> None:
     sys.stderr.write(f"ullage plan: {words}\n")
     sys.stderr.flush()  # it stays on the screen after an interrupt
-
-
-@contextlib.contextmanager
-def _status(words: str) -> Iterator[Callable[[str], None] | None]:
-    """Show the present step on stderr, if that is a terminal."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from ullage.output.console import console  # noqa: PLC0415 - rich is slow to import
-
-    # What is written meanwhile to stderr appears above it.
-    with console(stderr=True).status(words) as status:
-        yield status.update
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[Callable[[Candidate, int], None] | None]:
-    """Show the best so far."""
-    with _status("looking at engine policies") as update:
-
-        def show(best: Candidate, num_simulations: int) -> None:
-            assert update is not None
-            found = "nothing fits yet" if best.missing_bytes else f"best so far {best.iteration_s:.3g} s per iteration"
-            update(f"{num_simulations} schedules simulated, {found}")
-
-        yield show if update else None

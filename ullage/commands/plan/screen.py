@@ -7,8 +7,7 @@ from rich.table import Table
 from planner.choices.choice import Choice
 from planner.costs.allocator import AllocatorUse
 from planner.models.captured import counted
-from planner.plan.document import Plan
-from planner.plan.planning import describe
+from planner.plan.document import Plan, describe
 from planner.schedule.tasks import Lane, MemoryClass, Tier
 from planner.simulate.prediction import TierMemory
 from ullage.analysis.provenance import origin_words

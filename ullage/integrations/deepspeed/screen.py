@@ -1,6 +1,6 @@
 """What `ullage import-deepspeed` prints."""
 
-from planner.plan.planning import describe
+from planner.plan.document import describe
 from planner.schedule.tasks import Tier
 from ullage.analysis.iteration import Iteration
 from ullage.integrations.deepspeed.importing import SideBySide, words

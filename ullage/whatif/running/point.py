@@ -13,8 +13,8 @@ from planner.checkpoints.choosing import choose_checkpoints
 from planner.checkpoints.trial import Trial
 from planner.choices.choice import Choice
 from planner.plan.checkpoints import CheckpointsAsked
-from planner.plan.document import Plan
-from planner.plan.planning import Found, InfeasibleError, Request, describe, find
+from planner.plan.document import Plan, describe
+from planner.plan.planning import Found, InfeasibleError, Request, find
 from planner.schedule.tasks import Lane
 from planner.simulate.prediction import Workload
 from ullage.whatif.study import SCHEMA_VERSION, Checkpoints, Figures, Peak, Result

@@ -1,0 +1,249 @@
+"""``ullage.prepare`` from a batch instead of a plan: profile, capture of a live model, plan, training."""
+
+import contextlib
+import io
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import hwprofiles.calibrate
+import ullage
+from hwprofiles import registry
+from hwprofiles.machine import this_machine
+from hwprofiles.registry import load_profile, local_profile_path, save_profile
+from ullage.main import main
+from ullage.this_machine import profile as measuring
+from ullage.this_machine.planning import capture_live
+
+BATCH = (torch.ones(8, 16), torch.zeros(8, dtype=torch.long))
+MEMORY = 60_000
+
+
+class Net(nn.Module):
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.first, self.inner, self.last = nn.Linear(16, width), nn.Linear(width, width), nn.Linear(width, 4)
+        self.drop = nn.Dropout(0.1)
+        self.register_buffer("scale", torch.full((1,), 2.0))
+        self.seen: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        self.seen = x  # what a forward leaves behind
+        x = torch.relu(self.inner(torch.relu(self.first(x)))) * self.scale
+        return nn.functional.cross_entropy(self.last(self.drop(x)), labels)
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home of its own, where this machine has a profile."""
+    monkeypatch.setenv("ULLAGE_HOME", str(tmp_path / "home"))
+    keep()
+    return tmp_path / "home"
+
+
+def keep(**changes: object) -> ullage.HardwareProfile:
+    measured_on = this_machine().model_copy(update=changes)
+    profile = load_profile("epyc-turin-2c").model_copy(update={"name": "mine", "measured_on": measured_on})
+    save_profile(profile, local_profile_path())
+    return profile
+
+
+def made(**options: object):
+    torch.manual_seed(0)
+    net = Net()
+    return ullage.prepare(net, torch.optim.AdamW(net.parameters(), lr=1e-2), **options)
+
+
+def losses(model: nn.Module, optimizer: torch.optim.Optimizer, num: int = 4) -> list[float]:
+    torch.manual_seed(1)
+    result = []
+    with optimizer.session:
+        for size in (8, 8, 5, 8)[:num]:  # the last batch of an epoch is smaller
+            loss = model(torch.randn(size, 16), torch.randint(4, (size,)))
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            result.append(loss.item())
+    return result
+
+
+def test_a_batch_is_enough_and_its_plan_is_one_like_any_other(tmp_path: Path) -> None:
+    before = torch.get_rng_state()
+    torch.manual_seed(0)
+    net = Net()
+    drawn = torch.get_rng_state()
+    model, optimizer = ullage.prepare(net, torch.optim.AdamW(net.parameters(), lr=1e-2), BATCH, device_memory=MEMORY)
+    assert torch.equal(drawn, torch.get_rng_state())  # training draws what it would have drawn
+    torch.set_rng_state(before)
+    plan = optimizer.plan
+    assert plan.prediction.fits
+    assert (plan.hardware.name, plan.model.name) == ("mine", "Net")
+    assert plan.gpu_memory.capacity_bytes == MEMORY
+    assert any(unit.params == "host" for unit in plan.decisions.units.values())  # it does not fit otherwise
+    assert str(plan).startswith("Net on 1 device(s) of mine: ")
+    assert "of 0.06 MB on the device" in str(plan)
+    ours = losses(model, optimizer)
+    plan.save(tmp_path / "plan.json")
+    again = ullage.load_plan(tmp_path / "plan.json")
+    assert again == plan
+    assert losses(*made(plan=again)) == ours
+    roomy = made(plan=BATCH)[1]
+    assert {unit.params for unit in roomy.plan.decisions.units.values()} == {"gpu"}
+    roomy.session.close()
+    assert losses(*made(plan=BATCH, device_memory="1MB", num_micro_batches=1, storage="never")) == ours
+
+
+def test_options_decide(tmp_path: Path) -> None:
+    options = {"num_micro_batches": 2, "clip": False, "storage_dir": tmp_path, "hardware": load_profile("local")}
+    optimizer = made(plan=BATCH, **options)[1]
+    optimizer.session.close()
+    plan = optimizer.plan
+    assert (plan.decisions.num_micro_batches, plan.decisions.clip) == (2, False)
+    with pytest.raises(ValueError, match="clip is decided by the plan that is given; leave it out, or give a batch"):
+        made(plan=plan, clip=False)
+    with pytest.raises(TypeError, match="no option seq_len; use one of hardware, device_memory, "):
+        made(plan=plan, seq_len=5)
+
+
+def test_capturing_a_live_model_leaves_it_as_it_is() -> None:
+    net = Net().eval()
+    called: list[object] = []
+    handle = net.first.register_forward_hook(lambda *_: called.append(1))
+    before = {name: (id(tensor), tensor.clone()) for name, tensor in net.state_dict(keep_vars=True).items()}
+    names = {id(module): set(vars(module)) for module in net.modules()}
+    captured = capture_live(net, BATCH)
+    assert captured.num_params == sum(parameter.numel() for parameter in net.parameters())
+    assert not net.training
+    assert net.seen is None
+    assert names == {id(module): set(vars(module)) for module in net.modules()}
+    for name, tensor in net.state_dict(keep_vars=True).items():
+        assert id(tensor) == before[name][0]
+        assert torch.equal(tensor, before[name][1])
+    handle.remove()
+    called.clear()
+    net(*BATCH)
+    assert not called
+    with pytest.raises(ullage.CaptureError):
+        capture_live(net, (torch.ones(8, 15), BATCH[1]))
+    net(*BATCH)  # after an error too
+
+
+def test_weights_are_neither_copied_nor_read() -> None:
+    net = Net()
+    net.inner.weight = nn.Parameter(torch.zeros(1).expand(10**6, 10**6))  # 4 TB
+    net.first, net.last = (nn.Linear(16, 1), nn.Linear(1, 4))
+    net.first.weight, net.last.weight = (
+        nn.Parameter(torch.zeros(1).expand(*shape)) for shape in ((10**6, 16), (4, 10**6))
+    )
+    net.first.bias = net.inner.bias = nn.Parameter(torch.zeros(1).expand(10**6))
+    assert capture_live(net, BATCH).num_params > 10**12
+
+
+def test_a_factory_and_its_module_are_captured_alike() -> None:
+    specs = ["8x16", "8:int64"]
+    live = ullage.capture_module(Net(), specs, "fp32", as_on_gpu=False)
+    assert live == ullage.capture_module(Net, specs, "fp32", as_on_gpu=False, name="Net")
+    with pytest.raises(ullage.CaptureError, match=r"captured from a model in memory.*give ullage.prepare such a model"):
+        ullage.Trainer(ullage.plan(live, hardware="epyc-turin-2c"))
+
+
+def net_with(**changes: object) -> nn.Module:
+    net = Net()
+    for name, value in changes.items():
+        setattr(net, name, value)
+    return net
+
+
+class ByValue(Net):
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return super().forward(x if x.sum() > 0 else -x, labels)
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "options", "message"),
+    [
+        (Net(), (torch.ones(8, 15), BATCH[1]), {}, r"Net, in module first: .*; make it run with these inputs first"),
+        (ByValue(), BATCH, {}, "needs the values of a tensor.*control flow.*as torch.where does"),
+        (nn.ReLU(), (BATCH[0],), {}, "ReLU has no parameters; give the model that is trained"),
+        (Net().half(), BATCH, {}, r"weights are torch.float16, which cannot be planned.*model.to\(torch.bfloat16\)"),
+        (Net(), {"x": BATCH[0], "labels": None}, {}, "labels of the example batch is NoneType, not a tensor"),
+        (Net(), (BATCH[0].to(torch.uint8), BATCH[1]), {}, "input 1 of the example batch is torch.uint8, but"),
+        (Net(), (BATCH[0], BATCH[1][:0]), {}, r"input 2 of the example batch has shape \[0\], but its first"),
+        (Net(), (BATCH[0], BATCH[1][:4]), {}, "inputs have leading dimensions 4, 8, but it is the micro-batch"),
+        (Net(), "plan.json", {}, "the third argument is str; give a plan .*or an example batch"),
+        (Net(), 5, {}, "the third argument is int; give a plan .*or an example batch"),
+        (Net(), BATCH, {"device_memory": 100}, "Net does not fit on 1 device.*lacks"),
+        (Net(), BATCH, {"device_memory": "900TB"}, "device_memory is .* B, but .* B are free for each device"),
+        (Net(), BATCH, {"device_memory": "much"}, "'much' is not a size; give bytes with an optional unit"),
+        (Net(), BATCH, {"hardware": "a100-80"}, "a100-80 is of a gpu device, but this machine computes on a host"),
+        (Net(), BATCH, {"num_micro_batches": 0}, "num_micro_batches is 0, but must be at least 1"),
+    ],
+)
+def test_what_cannot_be_is_one_line_and_leaves_the_model_alone(model, batch, options, message) -> None:
+    parameters = list(model.parameters()) or [torch.zeros(1)]
+    optimizer = torch.optim.AdamW(parameters)
+    with pytest.raises((ValueError, TypeError), match=message) as refused:
+        ullage.prepare(model, optimizer, batch, **options)
+    assert "\n" not in str(refused.value)
+    if (
+        not isinstance(model, ByValue)
+        and sum(p.numel() for p in model.parameters())
+        and model.inner.weight.dtype is (torch.float32)
+    ):
+        model(*BATCH).backward()
+
+
+def test_an_unknown_optimizer_is_named() -> None:
+    net = Net()
+    with pytest.raises(ValueError, match=r"the optimizer is RMSprop, but only torch.optim.AdamW, .*; use one of them"):
+        ullage.prepare(net, torch.optim.RMSprop(net.parameters()), BATCH)
+
+
+@pytest.fixture
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measure for real, but for a second."""
+    options = partial(hwprofiles.calibrate.CalibrationOptions, budget_s=1.0)
+    monkeypatch.setattr(measuring, "CalibrationOptions", options)
+
+
+@contextlib.contextmanager
+def stderr() -> Iterator[io.StringIO]:
+    with contextlib.redirect_stderr(io.StringIO()) as written:
+        yield written
+
+
+@pytest.mark.usefixtures("hurried")
+def test_a_machine_without_a_profile_is_measured_once_and_it_is_the_default_from_then_on(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keep(cpu="another")
+    drawn = torch.get_rng_state()
+    found = measuring.profile_here()
+    assert torch.equal(drawn, torch.get_rng_state())
+    told = capsys.readouterr().err.splitlines()
+    assert [line.partition(":")[2][:30] for line in told] == [
+        f" {local_profile_path()}"[:30],
+        " profile written to " + str(home)[:10],
+    ]
+    assert "was measured on another machine (its CPU is 'another'" in told[0]
+    assert sorted(path.suffix for path in home.iterdir()) == [".json", ".old"]  # the other one is not lost
+    assert measuring.profile_here() == found == load_profile("local")
+    assert capsys.readouterr().err == ""
+    assert main(["plan", "--model", "demo-llama", "--seq-len", "64", "--output", str(home / "p"), "--json"]) == 0
+    assert ullage.load_plan(home / "p").hardware == found
+
+
+def test_a_profile_that_cannot_be_kept_is_used(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    profile = load_profile("local")
+    local_profile_path().unlink()
+    monkeypatch.setattr(measuring, "calibrate", lambda *_: (profile, SimpleNamespace()))
+    monkeypatch.setattr(registry, "write_whole", lambda *_: (_ for _ in ()).throw(PermissionError("no room")))
+    assert measuring.profile_here() == profile
+    assert "the profile cannot be kept (no room), so the next time measures again" in capsys.readouterr().err

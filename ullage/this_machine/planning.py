@@ -1,0 +1,274 @@
+"""From a user's own model, optimizer and one batch to a plan for what is free on this machine now."""
+
+import argparse
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, Literal, TypedDict
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from executor.distributed.ranks import join
+from executor.module.guards import check_has_values, check_kinds, check_plain, check_unprepared
+from executor.optimizer.table import entry_of
+from hwprofiles.calibrate.run import FOR_LIBRARIES_BYTES, USABLE_SHARE
+from hwprofiles.machine import available_memory_bytes
+from hwprofiles.profile import Fabric, HardwareProfile
+from hwprofiles.quantity import Provenance, Quantity
+from hwprofiles.registry import load_profile
+from planner.models.captured import CapturedInput, CapturedModel
+from planner.plan.document import Plan, PlanError
+from planner.plan.planning import Request, make_plan
+from planner.terms import Storage
+from ullage.capture.module import DTYPES, capture_module
+from ullage.cli.arguments import parse_bytes
+from ullage.output.progress import search_progress
+from ullage.this_machine.profile import profile_here
+
+Batch = Mapping[str, Tensor] | Sequence[Tensor] | Tensor
+"""What a model is called with: ``model(**batch)``, ``model(*batch)`` or ``model(batch)``."""
+
+_INTEGERS: Final[dict[torch.dtype, Literal["int64", "int32", "bool"]]] = {
+    torch.int64: "int64",
+    torch.int32: "int32",
+    torch.bool: "bool",
+}
+_MOST_SIMULATIONS: Final = 150  # more gain little, and a user waits for each
+
+
+class Wishes(TypedDict, total=False):
+    """What is planned otherwise than by default.
+
+    Attributes:
+        hardware: name or path of a profile, or a profile; left out, this machine's own.
+        device_memory: bytes of each device, or a text like ``"8GB"``; left out, what is free.
+        num_micro_batches: forward and backward of one step (1).
+        clip: whether gradients are clipped by their norm (yes).
+        storage: what may be offloaded beside optimizer state and parameters (activations, and everything to the drives
+            if there is a ``storage_dir``).
+    """
+
+    hardware: str | HardwareProfile
+    device_memory: int | str
+    num_micro_batches: int
+    clip: bool
+    storage: Storage
+
+
+def plan_here(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, wishes: Wishes) -> Plan:
+    """Return a plan for a model that is there, for the memory that is free now.
+
+    Of several ranks the first one measures, captures and plans; all have its plan, or its error.
+
+    Raises:
+        InfeasibleError: nothing fits.
+        ValueError: the model or the batch cannot be captured, or the optimizer is unknown.
+    """
+    check_kinds(model, optimizer)
+    check_unprepared(model)
+    check_plain(model)
+    check_has_values(model)
+    free = free_memory(model)
+    with torch.random.fork_rng():  # the user's random numbers go on where they were
+
+        def make() -> Plan:
+            entry, captured = entry_of(optimizer), capture_live(model, batch)
+            request = Request(
+                captured,
+                machine_now(wishes, free),
+                num_devices=world_size(),
+                seq_len=captured.seq_len,
+                micro_batch=captured.micro_batch,
+                num_micro_batches=wishes.get("num_micro_batches", 1),
+                precision=captured.dtype,
+                optimizer=entry.planned_as,
+                clip=wishes.get("clip", True),
+                storage=wishes.get("storage", "activations"),
+            )
+            with search_progress() as progress:
+                return make_plan(request, max_simulations=_MOST_SIMULATIONS, progress=progress)
+
+        return of_first_rank(make)
+
+
+def capture_live(model: nn.Module, batch: Batch) -> CapturedModel:
+    """Capture a model as it is, called with a batch: its own weights are neither read nor copied.
+
+    Raises:
+        CaptureError: it cannot be captured, or does not run with the batch.
+        ValueError: the batch or the type of the weights cannot be planned.
+    """
+    dtype = _dtype_of(model)
+    return capture_module(model, _inputs(batch), dtype, as_on_gpu=torch.cuda.is_available())
+
+
+def _dtype_of(model: nn.Module) -> Literal["bf16", "fp32"]:
+    """Return the type of most weights."""
+    counts: dict[torch.dtype, int] = {}
+    for parameter in model.parameters():
+        counts[parameter.dtype] = counts.get(parameter.dtype, 0) + parameter.numel()
+    if not counts:
+        raise ValueError(f"{type(model).__name__} has no parameters; give the model that is trained")
+    most = max(counts, key=counts.__getitem__)
+    for name, dtype in DTYPES.items():
+        if dtype is most:
+            return name  # type: ignore[return-value]
+    raise ValueError(
+        f"the model's weights are {most}, which cannot be planned; convert it first: model.to(torch.bfloat16)"
+    )
+
+
+def _inputs(batch: Batch) -> list[CapturedInput]:
+    if isinstance(batch, Tensor):
+        named = [("", batch)]
+    elif isinstance(batch, Mapping):
+        named = list(batch.items())
+    elif isinstance(batch, Sequence) and not isinstance(batch, str):
+        named = [("", value) for value in batch]
+    else:
+        raise TypeError(
+            f"the third argument is {type(batch).__name__}; give a plan (ullage.plan or ullage.load_plan), or an "
+            "example batch: a dict, a tuple or a tensor that the model is called with"
+        )
+    return [_input(name, value, position) for position, (name, value) in enumerate(named)]
+
+
+def _input(name: str, value: object, position: int) -> CapturedInput:
+    words = f"{name or f'input {position + 1}'} of the example batch"
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{words} is {type(value).__name__}, not a tensor; give what the model is called with")
+    if not value.dim() or not value.numel():
+        raise ValueError(
+            f"{words} has shape {list(value.shape)}, but its first dimension is the micro-batch, and none is 0; give "
+            "a whole batch"
+        )
+    if value.is_floating_point():
+        return CapturedInput(name=name, shape=tuple(value.shape))
+    if value.dtype not in _INTEGERS:
+        raise ValueError(
+            f"{words} is {value.dtype}, but inputs are floating-point numbers, int64, int32 or bool; convert it before "
+            "it comes to the model"
+        )
+    return CapturedInput(name=name, shape=tuple(value.shape), dtype=_INTEGERS[value.dtype])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Free:
+    """Bytes that are free now, on the emptiest rank's device (``None`` without a GPU) and on this host."""
+
+    device_bytes: int | None
+    host_bytes: int
+
+
+def free_memory(model: nn.Module | None = None) -> Free:
+    """Return what is free for training; what a model has on a GPU will be, as its weights move.
+
+    All ranks call it together; the device is the one that has least.
+    """
+    device = None
+    if torch.cuda.is_available():
+        own = {id(t): t.nbytes for t in (*model.parameters(), *model.buffers()) if t.is_cuda} if model else {}
+        cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        device = torch.cuda.mem_get_info()[0] + cached + sum(own.values()) - FOR_LIBRARIES_BYTES
+    host = int(available_memory_bytes() * USABLE_SHARE)
+    if world_size() > 1:
+        join(world_size())
+        every: list[tuple[int | None, int]] = [(None, 0)] * world_size()
+        dist.all_gather_object(every, (device, host))
+        device = None if device is None else min(of_rank for of_rank, _ in every if of_rank is not None)
+        host = min(of_rank for _, of_rank in every)
+    return Free(device, host)
+
+
+def machine_now(wishes: Wishes, free: Free) -> HardwareProfile:
+    """Return the machine with the memory that is free now, and with as many devices as there are ranks on it.
+
+    Raises:
+        ValueError: more memory is asked for than there is, or the profile is of another kind of device.
+    """
+    asked = wishes.get("hardware")
+    profile = profile_here() if asked is None else asked if isinstance(asked, HardwareProfile) else load_profile(asked)
+    kind = "host" if free.device_bytes is None else "gpu"
+    if profile.device.kind != kind:
+        raise PlanError(
+            f"profile {profile.name} is of a {profile.device.kind} device, but this machine computes on a {kind}; "
+            "leave hardware out, or run `ullage calibrate` here"
+        )
+    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or world_size())
+    if kind == "host" and num_ranks > profile.devices_per_node:
+        profile = _in_parts(profile, num_ranks)
+    most = free.device_bytes if free.device_bytes is not None else free.host_bytes // num_ranks - 1
+    wanted = wishes.get("device_memory")
+    if isinstance(wanted, str):
+        try:
+            wanted = parse_bytes(wanted)
+        except argparse.ArgumentTypeError as error:
+            raise ValueError(f"device_memory: {error}") from error
+    if wanted is not None and not 0 < wanted <= most:
+        raise ValueError(f"device_memory is {wanted} B, but {most} B are free for each device; give at most that")
+    if wanted is None:
+        wanted = most if kind == "gpu" else min(int(profile.device.memory_bytes.value), most // 2)
+    host = free.host_bytes - (wanted * num_ranks if kind == "host" else 0)
+    return _with_memory(profile, wanted, host)
+
+
+def _with_memory(profile: HardwareProfile, device_bytes: int, host_bytes: int) -> HardwareProfile:
+    origin = Provenance(origin="assumed", source="free when it was planned, or asked for")
+    device, host = (
+        Quantity(value=float(num_bytes), unit="bytes", provenance=origin) for num_bytes in (device_bytes, host_bytes)
+    )
+    parts = {
+        "device": profile.device.model_copy(update={"memory_bytes": device}),
+        "host": profile.host.model_copy(update={"memory_bytes": host}),
+    }
+    return profile.model_copy(update=parts)
+
+
+def _in_parts(profile: HardwareProfile, num_devices: int) -> HardwareProfile:
+    """Return a host whose cores stand in for several devices, which talk over loopback."""
+    origin = Provenance(origin="assumed", source="gloo over loopback")
+    fabric = Fabric(
+        bytes_per_s=Quantity(value=1e9, unit="bytes_per_s", provenance=origin),
+        latency_s=Quantity(value=3e-4, unit="s", provenance=origin),
+    )
+    joined = tuple((f"host{number}", "dram") for number in range(profile.devices_per_node, num_devices))
+    data = profile.model_dump(mode="json", exclude_none=True) | {
+        "devices_per_node": num_devices,
+        "intra_node": fabric.model_dump(mode="json", exclude_none=True),
+        "topology": [*profile.topology, *joined],
+    }
+    return HardwareProfile.model_validate(data)
+
+
+def world_size() -> int:
+    """Return the processes that train together: those of the process group, or else what ``torchrun`` has started."""
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE") or 1)
+
+
+def of_first_rank(make: Callable[[], Plan]) -> Plan:
+    """Return the plan that rank 0 makes, on all ranks.
+
+    Raises:
+        InfeasibleError, ValueError, OSError: what ``make`` raises, on rank 0.
+        PlanError: that it did, on the others.
+    """
+    if world_size() == 1:
+        return make()
+    join(world_size())
+    found: list[str] = [""]
+    if dist.get_rank() == 0:
+        try:
+            plan = make()
+        except Exception as error:
+            dist.broadcast_object_list([json.dumps({"error": " ".join(str(error).split())})])
+            raise
+        dist.broadcast_object_list([plan.to_json()])
+        return plan
+    dist.broadcast_object_list(found)
+    data: Any = json.loads(found[0])
+    if "error" in data:
+        raise PlanError(f"rank 0 could not plan: {data['error']}")
+    return Plan.model_validate(data)

@@ -1,0 +1,142 @@
+"""``ullage.prepare``: a model and its optimizer under a plan, or under one that is made for them now."""
+
+import warnings
+from pathlib import Path
+from typing import Any, TypedDict, Unpack, cast
+
+import torch
+from torch import nn
+
+from executor.devices.cores import CoreChoice
+from executor.module.guards import check_kinds
+from executor.options import SessionOptions
+from executor.prepare import OffloadedOptimizer, prepare_session
+from planner.plan.document import Plan
+from ullage.capture.module import DTYPES
+from ullage.this_machine.planning import Batch, Wishes, plan_here
+from ullage.training.batches import batch_shapes
+from ullage.training.processes import ranks_per_node
+
+
+class Settings(TypedDict, total=False):
+    """How a plan is executed here; all may be left out.
+
+    Attributes:
+        storage_dir: folder on the planned drives, if the plan keeps anything on NVMe.
+        compile_blocks: whether ``torch.compile`` fuses kernels of the repeated blocks (attention, MLP, norms, each by
+            itself) when they first run, which takes a while; not of those whose activations leave. Rounding, and what
+            dropout draws, are then those of the compiled kernels; times are predicted without.
+        cores: of this machine, which its ranks divide; left out, those that are open to the process. Threads are bound
+            if there are several ranks or cores are named, and left alone if this is ``"free"``: see
+            [Note: Shares of cores] in :mod:`executor.devices.cores`.
+        checkpoint_buffer_bytes: host memory for what is taken for checkpoints and not written yet; without it none can
+            be made, see :class:`ullage.Checkpoints`.
+    """
+
+    storage_dir: Path | None
+    compile_blocks: bool
+    cores: CoreChoice
+    checkpoint_buffer_bytes: int
+
+
+class Options(Wishes, Settings, total=False):
+    """How a model is planned, if no plan is given, and how its plan is executed; all may be left out.
+
+    Attributes:
+        hardware, device_memory, num_micro_batches, clip, storage: see :class:`ullage.this_machine.planning.Wishes`.
+        storage_dir, compile_blocks, cores, checkpoint_buffer_bytes: see :class:`Settings`.
+    """
+
+
+def prepare(
+    model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan | Batch, **options: Unpack[Options]
+) -> tuple[nn.Module, OffloadedOptimizer]:
+    """Make a model and its optimizer train in your own loop, in the memory that is free.
+
+    Args:
+        model: an unmodified module. It takes the planned type; under a bf16 plan the values of a float32 model become
+            its master copy.
+        optimizer: ``torch.optim.AdamW``, ``Adam``, ``SGD``, ``Adagrad`` or :class:`ullage.Lion` over its parameters or
+            some of them, in any groups; LR schedulers may be built on it or on the result. Parameters that are frozen
+            or not in it stay as they are; the plan still has room for their state and gradients.
+        plan: one batch of your loop, the largest: a dict (``model(**batch)``), a tuple (``model(*batch)``) or a tensor.
+            The model is then captured without a copy of its weights, and planned for the memory that is free now on
+            this machine, which is measured once, for half a minute. Or a plan for a model with these parameters, made
+            for the machine this runs on.
+        options: see :class:`Options`. A plan that is given has decided ``hardware`` to ``storage``.
+
+    Returns:
+        The model and the optimizer to use from now on; ``optimizer.plan`` is the plan, and ``optimizer.session``
+        executes it. Under a plan of n micro-batches every n of them, forward and backward, have one ``step()``; the
+        first n - 1 may be ``with model.no_sync():``, as of ``DistributedDataParallel``, and then they are counted.
+
+    A plan for several devices is executed by one process for each, which ``torchrun`` starts: see
+    :func:`executor.prepare.prepare_session`. Without a plan there are as many devices as such processes.
+
+    Raises:
+        TypeError: an argument is of another kind.
+        ValueError: the plan cannot be executed here, the model is not the planned one, or it or the batch cannot be
+            planned.
+        InfeasibleError: no plan fits in the memory that is free.
+        DeviceMemoryError: less memory is free than planned.
+        RankError: another rank has failed.
+
+    A model whose weights are of another type than the plan's is converted, with a warning. The first batch that is
+    larger than planned is warned of too.
+
+    A block that cannot be compiled raises :class:`executor.module.compilation.CompileError` when it first runs.
+    """
+    check_kinds(model, optimizer)
+    if unknown := sorted(set(options) - Options.__annotations__.keys()):
+        raise TypeError(f"prepare() has no option {unknown[0]}; use one of {', '.join(Options.__annotations__)}")
+    given: dict[str, Any] = dict(options)
+    wishes = {name: given.pop(name) for name in Wishes.__annotations__ if name in given}
+    if not isinstance(plan, Plan):
+        if given.get("storage_dir") is not None:
+            wishes = {"storage": "nvme", **wishes}
+        plan = plan_here(model, optimizer, plan, cast("Wishes", wishes))
+    elif wishes:
+        raise ValueError(
+            f"{next(iter(wishes))} is decided by the plan that is given; leave it out, or give a batch instead of it"
+        )
+    warn_about_dtypes(model, plan)
+    return prepare_planned(model, optimizer, plan, cast("Settings", given))
+
+
+def warn_about_dtypes(model: nn.Module, plan: Plan) -> None:
+    """Warn if a model's weights are not of the planned type."""
+    planned = DTYPES[plan.decisions.precision.weights]
+    if others := sorted({str(parameter.dtype) for parameter in model.parameters()} - {str(planned)}):
+        masters = "; the float32 master copies begin with the values given" if planned is torch.bfloat16 else ""
+        warnings.warn(
+            f"the model's weights are {', '.join(others)}, and become {planned} as the plan has it{masters}; convert "
+            "the model before prepare(), or plan with another --precision",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+
+def prepare_planned(
+    model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, settings: Settings
+) -> tuple[nn.Module, OffloadedOptimizer]:
+    """Put a model and its optimizer under a plan; see :func:`executor.prepare.prepare_session`."""
+    model, offloaded = prepare_session(model, optimizer, plan.units(), plan.decisions, session_options(plan, settings))
+    offloaded.plan = plan
+    return model, offloaded
+
+
+def session_options(plan: Plan, settings: Settings) -> SessionOptions:
+    """Return how a plan is executed here."""
+    hardware, per_node = plan.hardware, ranks_per_node(plan)
+    return SessionOptions(
+        device="cuda" if hardware.device.kind == "gpu" else "cpu",
+        num_threads=max(hardware.host.num_optimizer_cores // per_node, 1),
+        gpu_capacity_bytes=int(hardware.device.memory_bytes.value),
+        host_capacity_bytes=int(hardware.host.memory_bytes.value) // per_node,
+        storage_dir=settings.get("storage_dir"),
+        compile_backend="inductor" if settings.get("compile_blocks") else None,
+        cores=settings.get("cores", "auto"),
+        checkpoint_buffer_bytes=settings.get("checkpoint_buffer_bytes", 0),
+        record=True,
+        batch=batch_shapes(plan),
+    )
