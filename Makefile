@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 OUT := out
+# Where it is set, every process that tests start would compile torch and all else again: 12 CPU seconds each time.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test test-all test-executor test-ullage test-planner test-checkpoint test-others test-capture lint mutation fuzz torture bench docs clean
 
