@@ -202,6 +202,7 @@ class IterationDriver:
             yield handle.remove
 
     def _begin(self) -> None:
+        self._runtime.check_has_weights()
         self._runtime.doing = f"iteration {self._loop.iteration + 1}"
         self._access.end_evaluation()
         self.visibility.check_unmodified()

@@ -17,7 +17,7 @@ from executor.memory.pieces import Part
 from executor.memory.state import write_weights
 from executor.memory.transfer_file import TransferFile
 from executor.memory.units import ParameterState, UnitState
-from executor.module.guards import check_has_values, check_kinds, check_plain, check_unprepared
+from executor.module.guards import check_kinds, check_plain, check_unprepared
 from executor.optimizer.table import OptimizerEntry, entry_of
 from executor.options import SessionOptions
 from executor.session import Session
@@ -79,7 +79,6 @@ def prepare_session(
     check_kinds(model, optimizer)
     check_unprepared(model)
     check_plain(model)
-    check_has_values(model)
     config = ExecutionConfig(units, decisions, options)
     return model, OffloadedOptimizer(optimizer, entry_of(optimizer), model, config)
 
@@ -100,6 +99,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         entry: the optimizer's kernels and state.
         session: executes the plan.
         plan: what is executed, if that is a whole plan and not decisions alone.
+        weights_folder: where weights were loaded from last, if they were.
     """
 
     plan: Plan
@@ -113,6 +113,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             super().__init__(optimizer.param_groups, optimizer.defaults)  # keeps the very dicts that it is given
             self.entry = entry
             self.session = session
+            self.weights_folder: Path | None = None
             self._given = optimizer
             self._model = model
             self._config = config
@@ -380,7 +381,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                         self._write_part(state, parameter, part, mine[parameter.name])
         for parameter in unit.parameters:
             if parameter.name in mine and "master" in (entry := mine[parameter.name][0]):
-                write_weights(unit, parameter, entry["master"])
+                write_weights(unit, parameter, entry["master"], parameter.start)
 
     def _write_part(
         self, state: tuple[torch.Tensor, ...], parameter: ParameterState, part: Part, entry: _Entry

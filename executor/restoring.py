@@ -63,6 +63,7 @@ def restore(optimizer: OffloadedOptimizer, checkpoint: Checkpoint) -> dict[str, 
     with session.access.changing():
         _read_shares(optimizer, checkpoint, alike, keys)
         _read_wholes(optimizer, checkpoint, [unit for unit in units if unit not in alike], keys, extra["steps"])
+    session.runtime.state.absent -= session.runtime.state.by_parameter.keys()
     for _, entry in held:
         entry.step = int(extra["steps"][entry.shard.name])
     for group, saved in zip(optimizer.param_groups, extra["groups"], strict=True):

@@ -69,7 +69,8 @@ class Runtime:
         self.gpu = Arena(Tier.GPU, options.gpu_capacity_bytes, backend)
         self.host = Arena(Tier.HOST, options.host_capacity_bytes, backend)
         if ranks is not None:
-            ranks.all.check_same("plan or model", (schedule.to_json() + "".join(shards)).encode())
+            names = "".join(name + "?" * shard.is_absent for name, shard in shards.items())
+            ranks.all.check_same("plan or model", (schedule.to_json() + names).encode())
         rank = 0 if ranks is None else ranks.rank
         written = (task.unit for task in schedule.tasks if task.op is Op.SNAPSHOT)
         self.state = state = ModelState(
@@ -94,6 +95,19 @@ class Runtime:
         if ranks is not None:
             ranks.num_values = len(state.by_name)
             ranks.watch(self.machine.fail, self._waits_for)
+
+    def check_has_weights(self) -> None:
+        """Check that all weights have values.
+
+        Raises:
+            ValueError: some have none.
+        """
+        if absent := self.state.absent:
+            more = f" and {len(absent) - 1} more have" if len(absent) > 1 else " has"
+            raise ValueError(
+                f"{min(absent)}{more} no values, because the model was made on the meta device; load them first, as "
+                "with ullage.load(optimizer, FOLDER)"
+            )
 
     def synchronize(self) -> None:
         """Wait until all updates have ended.

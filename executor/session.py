@@ -25,9 +25,12 @@ from executor.distributed.shards import shards_of
 from executor.distributed.tensor_parallel import bind_tensor_parallel
 from executor.iteration import IterationDriver
 from executor.memory.arenas import MeasuredMemory
+from executor.memory.state import without_values
 from executor.module.batches import bind_batches
 from executor.module.binding import bind, bind_state_dict, no_compile
+from executor.module.empty import take_off_meta
 from executor.module.guards import bind_guards
+from executor.module.naming import Naming
 from executor.optimizer.table import OptimizerEntry
 from executor.options import SessionOptions, backend_of
 from executor.runtime import Runtime
@@ -46,6 +49,7 @@ class Session:
         groups: its parameter groups, read whenever the updates of an iteration begin.
 
     Attributes:
+        model: the user's own.
         decisions, schedule: what is executed.
         cores: which the threads run on.
         collectives: of the ranks on the host, while no iteration is under way.
@@ -69,6 +73,7 @@ class Session:
     ) -> None:
         check_decisions(decisions, entry)
         check_units(decisions, units)
+        self.model = model
         self.decisions = decisions
         self._meter: Meter | None = None
         self._undo: list[Callable[[], None]] = []
@@ -79,7 +84,9 @@ class Session:
             contextlib.ExitStack() as failing,
             contextlib.nullcontext() if ranks is None else ranks.reporting_failures(),
         ):
-            shards = shards_of(model, units, Mesh(decisions.degrees, ranks.rank if ranks else 0))
+            absent = take_off_meta(model, failing)
+            mesh = Mesh(decisions.degrees, ranks.rank if ranks else 0)
+            shards = shards_of(model, units, mesh, absent.parameters)
             self._names = {id(shard.whole): shard.name for shard in shards.values()}
             check_groups(entry, groups, self._names)
             # First, so that memory is near the cores that touch it.
@@ -99,6 +106,7 @@ class Session:
                 options=options,
                 failing=failing,
             )
+            self.runtime.state.absent |= absent.buffers
             self.schedule = self.runtime.loop.schedule
             bf16 = decisions.precision.weights == "bf16"
             for group in groups:  # or the first update would compile it
@@ -176,6 +184,36 @@ class Session:
             RankError: another rank has failed.
         """
         return {name: self.access.weights(name) for name in self.runtime.state.by_parameter}
+
+    def naming(self) -> Naming:
+        """Return what the model's tensors are called in files of weights."""
+        shards = [held[0][1].shard for held in self.runtime.state.by_parameter.values()]
+        return Naming(self.model, {id(shard.whole): shard.whole_shape for shard in shards})
+
+    def stream_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield all weights, one at a time, under the names and in the form that ``transformers`` writes to files.
+
+        Take them between two iterations, and use each before the next is asked for: it may be a view of memory that
+        then has other values. Nothing is copied that is whole in memory. All ranks iterate together, to the end.
+
+        Args:
+            dtype: of weights; left out, that of the plan. In another one they are made of the float32 master copies.
+
+        Raises:
+            OutOfOrderError: in the middle of an iteration.
+            ValueError: the model has no weights yet.
+        """
+        naming = self.naming()
+        kept = naming.kept_names()
+        masters = self.access.masters() if dtype not in {None, self.runtime.state.dtype} else None
+
+        def read(plain: str) -> torch.Tensor:
+            tensor = naming.tensors[kept[plain]]
+            name = self._names.get(id(tensor))
+            return tensor if name is None else (masters or self.access.weights)(name)
+
+        for conversion in naming.to_files(kept):
+            yield from conversion.apply(read).items()
 
     def sync_rng_state(self) -> None:
         """Give ranks that share layers the same RNG state: what they drop out must be the same."""
@@ -259,7 +297,12 @@ class Session:
                 runtime.check_same_call()
                 self.access.make_current(runtime.doing)
                 for name, parts in runtime.state.by_parameter.items() if give_back else ():
-                    parts[0][1].shard.whole.data = _with_own_storage(self.access.kept_weights(name))
+                    shard = parts[0][1].shard
+                    shard.whole.data = (
+                        without_values(shard.whole_shape, runtime.state.dtype)
+                        if name in runtime.state.absent
+                        else _with_own_storage(self.access.kept_weights(name))
+                    )
                 if self._ranks is not None:
                     self._ranks.all.barrier()
                 together = found = True

@@ -1,7 +1,7 @@
 """Weights and optimizer state outside training: for evaluating, saving and loading."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import final
 
 import torch
@@ -85,8 +85,30 @@ class StateAccess:
 
     def weights(self, name: str) -> torch.Tensor:
         """Return one parameter's current weights. See :meth:`executor.session.Session.full_parameters`."""
+        self._runtime.check_has_weights()
         self.make_current("state_dict()", uses=True)
         return self.kept_weights(name)
+
+    def masters(self) -> Callable[[str], torch.Tensor]:
+        """Return a function that returns a parameter's master copy, float32, whole, on the host.
+
+        It may be a view of memory that the next call reuses, as one unit's is held. All ranks make the same calls.
+        """
+        held, flat = "", torch.empty(0)
+
+        def master(name: str) -> torch.Tensor:
+            nonlocal held, flat
+            self._runtime.check_has_weights()
+            self.make_current("state_dict()", uses=True)
+            parts = []
+            for unit, parameter in self._state.by_parameter[name]:
+                if held != unit.name:
+                    held, flat = unit.name, unit.unsharded(self._own_masters(unit))
+                values = flat[parameter.start : parameter.stop].view(parameter.shard.shape)
+                parts.append((parameter.shard, values))
+            return unshard(parts, self._runtime.ranks)
+
+        return master
 
     def kept_weights(self, name: str) -> torch.Tensor:
         """Return a parameter's weights once they are current: a view of where they are kept.
@@ -95,6 +117,13 @@ class StateAccess:
         """
         parts = self._state.by_parameter[name]
         return unshard([(p.shard, self._share(unit, p)) for unit, p in parts], self._runtime.ranks)
+
+    def _own_masters(self, unit: UnitState) -> torch.Tensor:
+        own = torch.empty(sum(piece.num_params for piece in unit.pieces))
+        for piece in unit.pieces:
+            with self._state.state_of(unit, piece) as (master, *_):
+                own[piece.start - unit.start : piece.stop - unit.start].copy_(master)
+        return own
 
     def make_current(self, doing: str, *, uses: bool = False) -> None:
         """Wait for all updates, and bring to the device what the next iteration would.
@@ -127,6 +156,7 @@ class StateAccess:
         Raises as :meth:`parameter_states`.
         """
         if not self.is_evaluating:
+            self._runtime.check_has_weights()
             try:
                 self.make_current("an evaluation", uses=True)
             except OutOfOrderError as error:

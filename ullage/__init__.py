@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from executor.saving import Checkpoints as Checkpoints
     from executor.saving import Resumed as Resumed
     from executor.session import Session as Session
+    from executor.weights import Loaded as Loaded
+    from executor.weights import WeightsError as WeightsError
+    from executor.weights import load as load
+    from executor.weights import save as save
     from hwprofiles.machine import OtherMachineError as OtherMachineError
     from hwprofiles.profile import HardwareProfile as HardwareProfile
     from hwprofiles.registry import ProfileError as ProfileError
@@ -77,6 +81,7 @@ _MODULES = {
     "executor.restoring": ("restore",),
     "executor.saving": ("Checkpoints", "Resumed"),
     "executor.session": ("Session",),
+    "executor.weights": ("load", "Loaded", "save", "WeightsError"),
     "hwprofiles.machine": ("OtherMachineError",),
     "hwprofiles.profile": ("HardwareProfile",),
     "hwprofiles.registry": ("load_profile", "ProfileError"),

@@ -10,7 +10,7 @@ until the session is closed.
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -41,6 +41,7 @@ class ParameterShard:
         dim: the dimension that is divided over tensor-parallel ranks; ``None`` if each rank has all of it.
         num_fused: number of fused parts in that dimension, each of which is divided.
         mesh: position of this rank.
+        is_absent: whether it has a shape but no values at first.
     """
 
     name: str
@@ -52,6 +53,7 @@ class ParameterShard:
     dim: int | None
     num_fused: int
     mesh: Mesh
+    is_absent: bool
 
     @property
     def trains(self) -> bool:
@@ -79,7 +81,13 @@ class ParameterShard:
 
     def part(self, values: torch.Tensor) -> torch.Tensor:
         """Return this shard of a whole parameter's values, ``[whole_shape]``; a view if possible."""
-        return self.on_this_rank(self.on_all_ranks(values.view(self.whole_shape)))
+        whole = values.view(self.whole_shape)
+        return self.divided(whole if self.rows is None else whole[slice(*self.own_rows)])
+
+    @property
+    def own_rows(self) -> tuple[int, int]:
+        """The experts whose rows this shard has, if it has those of some."""
+        return self._rows_of(self.mesh.expert)
 
     def on_all_ranks(self, values: torch.Tensor) -> torch.Tensor:
         """Return the rows that all ranks' shards have, ``[..., *whole_shape[1:]]``, of the whole parameter's values."""
@@ -93,14 +101,21 @@ class ParameterShard:
         values = on_all_ranks
         if self.rows is not None:
             values = _unflatten(on_all_ranks, 0, self.mesh.degrees.expert_parallel, -1)[self.mesh.expert]
+        return self.divided(values)
+
+    def divided(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the part of this tensor-parallel rank of the rows that its shard has; a view if possible."""
         if (dim := self.dim) is None:
             return values
-        ranks = self.mesh.degrees.tensor_parallel
-        if missing := ranks * self.shape[dim] - values.shape[dim]:
+        if self.num_fused > 1:
+            fused = _unflatten(values, dim, self.num_fused, self.mesh.degrees.tensor_parallel, -1)
+            return fused.select(dim + 1, self.mesh.tensor).flatten(dim, dim + 1)
+        first = min(self.mesh.tensor * self.shape[dim], values.shape[dim])
+        own = values.narrow(dim, first, self.num_unpadded)
+        if missing := self.shape[dim] - self.num_unpadded:
             pads = values.new_zeros(*values.shape[:dim], missing, *values.shape[dim + 1 :])
-            values = torch.cat((values, pads), dim)
-        fused = _unflatten(values, dim, self.num_fused, ranks, -1)
-        return fused.select(dim + 1, self.mesh.tensor).flatten(dim, dim + 1)
+            own = torch.cat((own, pads), dim)
+        return own
 
     def join(self, shards: Sequence[torch.Tensor], into: torch.Tensor) -> None:
         """Write the shards of all ranks to ``into``, ``[whole_shape]``.
@@ -126,8 +141,16 @@ class ParameterShard:
         return before + self.rows[0], before + self.rows[1]
 
 
-def shards_of(model: nn.Module, units: tuple[Unit, ...], mesh: Mesh) -> dict[str, ParameterShard]:
+def shards_of(
+    model: nn.Module, units: tuple[Unit, ...], mesh: Mesh, absent: Collection[int] = ()
+) -> dict[str, ParameterShard]:
     """Return this rank's shards of the model's parameters, by the names that the units use.
+
+    Args:
+        model: with the parameters.
+        units: in forward order.
+        mesh: position of this rank.
+        absent: parameters without values, by identity.
 
     Raises:
         BindingError: the model's parameters differ from those of the units in name or shape.
@@ -145,7 +168,8 @@ def shards_of(model: nn.Module, units: tuple[Unit, ...], mesh: Mesh) -> dict[str
             )
         rows = (int(cut["first"]), int(cut["stop"])) if cut["stop"] else None
         is_vocabulary = operator.kind in {"embedding", "head"} and operator.pattern is not Pattern.REPLICATE
-        shards[spec.name] = _shard(name, named[name], torch.Size(spec.shape), rows, mesh, is_vocabulary=is_vocabulary)
+        shard = _shard(name, named[name], torch.Size(spec.shape), rows, mesh, is_vocabulary=is_vocabulary)
+        shards[spec.name] = dataclasses.replace(shard, is_absent=id(named[name]) in absent)
         if (other := owned.setdefault(id(named[name]), name)) != name:
             raise BindingError(
                 f"parameters {other} and {name} are one object in the model, but two in the plan; tie them in the "
@@ -231,7 +255,7 @@ def _shard(
             f"parameter {name} has shape {tuple(there)}, but {tuple(shape)} in the plan{of}; plan this model again"
         )
     leaf = whole if rows is None else nn.Parameter(whole.new_empty(0))
-    return ParameterShard(name, whole, whole.shape, leaf, shape, rows, dim, _num_fused(name), mesh)
+    return ParameterShard(name, whole, whole.shape, leaf, shape, rows, dim, _num_fused(name), mesh, is_absent=False)
 
 
 def _num_fused(name: str) -> int:

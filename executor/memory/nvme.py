@@ -264,28 +264,24 @@ class StoredState:
         return {memory_class: num_bytes for memory_class, num_bytes in totals.items() if num_bytes}
 
     @contextlib.contextmanager
-    def begin(self, unit: str) -> Iterator[Callable[[int, int, torch.Tensor], None]]:
-        """Write a unit's first state; yields a function that takes ranges of master copies, in order.
+    def writing_masters(self, unit: str, *, reads: bool) -> Iterator[Callable[[int, int, torch.Tensor], None]]:
+        """Write a unit's master copies; yields a function that takes ranges of them, in order.
 
-        All other state is 0. Only one piece at a time is in memory.
+        All other state stays as it is, or is 0 if it is not read (``reads``). Only one piece at a time is in memory.
         """
         current: int | None = None
         master = self._ring[0]
+        with contextlib.ExitStack() as piece:
 
-        def settle() -> None:
-            if current is not None:
-                self._write_at_rest((unit, current))
+            def keep(index: int, start: int, values: torch.Tensor) -> None:
+                nonlocal current, master
+                if index != current:
+                    piece.close()
+                    current = index
+                    master = piece.enter_context(self.at_rest((unit, index), reads=reads, writes=True))[0]
+                master[start : start + len(values)].copy_(values)
 
-        def keep(index: int, start: int, values: torch.Tensor) -> None:
-            nonlocal current, master
-            if index != current:
-                settle()
-                current = index
-                master = self._tensors((unit, index), self._ring[0].zero_())[0]
-            master[start : start + len(values)].copy_(values)
-
-        yield keep
-        settle()
+            yield keep
 
     def read_weights(self, unit: str) -> None:
         """Read the weights of a unit into its landing buffers."""

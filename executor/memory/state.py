@@ -9,7 +9,7 @@ address, and the slot holds the same bytes again before backward reads them (see
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -28,12 +28,15 @@ from planner.schedule.tasks import MemoryClass, Tier
 
 _SECTOR_BYTES = 4 * SECTOR_PARAMS
 
+Values = Callable[[ParameterState], Iterable[torch.Tensor]]
+"""Yields the values of this rank's shard of a parameter: flat parts, one after another, of any type."""
+
 
 class ModelState:
     """All units of a model, and the memory they are in.
 
     Parameters are copied out of the model one by one, and become views of slots and blocks. So at most one of them is
-    in memory twice.
+    in memory twice. Those that have no values yet get them by :meth:`set_weights`.
 
     Args:
         shards: this rank's shards of the model's parameters, by the names that the units use.
@@ -43,6 +46,7 @@ class ModelState:
 
     Attributes:
         dtype: of weights.
+        absent: names of parameters, and buffers, that have had no values so far.
         units: state of each unit that has parameters, by name.
         by_name: every parameter with its unit, by the name that the unit uses.
         by_parameter: this rank's shards of each of the model's parameters, by the parameter's own name.
@@ -66,6 +70,7 @@ class ModelState:
         storage_dir: Path | None = None,
         written: Iterable[str] = (),
     ) -> None:
+        self.absent = {shard.name for shard in shards.values() if shard.is_absent}
         self.dtype = torch.bfloat16 if decisions.precision.weights == "bf16" else torch.float32
         self._decisions = decisions
         self._num_buffers = OPTIMIZERS[decisions.optimizer].num_buffers
@@ -117,7 +122,7 @@ class ModelState:
         """
         for held in self.by_parameter.values():
             shard = held[0][1].shard
-            if lost or self._ranks is not None:
+            if lost or self._ranks is not None or shard.name in self.absent:
                 shard.whole.data = without_values(shard.whole_shape, self.dtype)
             elif shard.leaf is shard.whole or not shard.whole.is_contiguous():  # else it still has its values
                 shard.whole.data = unshard(
@@ -158,19 +163,37 @@ class ModelState:
         """Yield every parameter with its unit."""
         return iter(self.by_name.values())
 
-    def _move_in(self, unit: UnitState) -> None:
-        with self.stored.begin(unit.name) if self.stored else contextlib.nullcontext() as keep:
+    def set_weights(self, unit: UnitState, values_of: Values, *, reads: bool = True) -> None:
+        """Set all weights of a unit and their master copies, wherever they are kept.
+
+        At most one part that ``values_of`` yields is held at a time, and one piece that is on NVMe.
+
+        Args:
+            unit: whose weights they are.
+            values_of: yields the values of a parameter; nothing for one that stays as it is.
+            reads: whether other state on NVMe is kept; it is 0 otherwise.
+        """
+        with self.stored.writing_masters(unit.name, reads=reads) if self.stored else contextlib.nullcontext() as keep:
             for parameter in unit.parameters:
-                shard = parameter.shard
+                start = parameter.start
+                for values in values_of(parameter):
+                    write_weights(unit, parameter, values, start, keep)
+                    start += len(values)
+                    del values  # or it would be held until there are others
+
+    def _move_in(self, unit: UnitState) -> None:
+        """Copy the model's own values into a unit's memory, and make its parameters views of the slot or block."""
+
+        def values_of(parameter: ParameterState) -> Iterator[torch.Tensor]:
+            shard = parameter.shard
+            if shard.name not in self.absent:
                 of_all = shard.on_all_ranks(shard.whole.detach())
-                values = shard.on_this_rank(self._ranks.all.broadcast(of_all) if self._ranks else of_all).reshape(-1)
-                for part in parameter.parts:
-                    if part.piece.place is Place.NVME:
-                        assert keep is not None
-                        keep(part.piece.index, part.within.start, parameter.values_of(part, values))
-                self.by_name[parameter.name] = unit, parameter
-                self.by_parameter.setdefault(shard.name, []).append((unit, parameter))
-                _move_in(unit, parameter, values)
+                yield shard.on_this_rank(self._ranks.all.broadcast(of_all) if self._ranks else of_all).reshape(-1)
+            self.by_name[parameter.name] = unit, parameter
+            self.by_parameter.setdefault(shard.name, []).append((unit, parameter))
+            shard.leaf.data = unit.device_weights[parameter.start : parameter.stop].view(shard.shape)
+
+        self.set_weights(unit, values_of, reads=False)
 
     def _take(self, unit: Unit, slot: int, shards: Mapping[str, ParameterShard]) -> UnitState:
         name, dtype = unit.name, self.dtype
@@ -306,31 +329,41 @@ def _clear_pads(unit: UnitState, num_params: int) -> None:
             tensor[beyond].zero_()
 
 
-def _move_in(unit: UnitState, parameter: ParameterState, values: torch.Tensor) -> None:
-    """Copy a shard into the unit's memory, and make its parameter a view of the slot or block."""
-    write_weights(unit, parameter, values)
-    shard = parameter.shard
-    shard.leaf.data = unit.device_weights[parameter.start : parameter.stop].view(shard.shape)
-
-
 def without_values(shape: torch.Size, dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
     """Return a tensor of NaN that takes no memory."""
     return torch.full((), torch.nan, dtype=dtype, device=device).expand(shape)
 
 
-def write_weights(unit: UnitState, parameter: ParameterState, values: torch.Tensor) -> None:
-    """Set the weights of a shard, and this rank's part of its master copy, except on NVMe.
+def write_weights(
+    unit: UnitState,
+    parameter: ParameterState,
+    values: torch.Tensor,
+    start: int,
+    keep: Callable[[int, int, torch.Tensor], None] | None = None,
+) -> None:
+    """Set some weights of a shard, and this rank's part of their master copies.
 
-    ``values`` are the shard's, flat.
+    Args:
+        unit: of the parameter.
+        parameter: whose weights they are.
+        values: flat.
+        start: where they begin in the unit's range.
+        keep: takes master copies on NVMe, see :meth:`executor.memory.nvme.StoredState.writing_masters`.
     """
+    stop = start + len(values)
     if unit.slot < 0:
-        unit.device_weights[parameter.start : parameter.stop].copy_(values)
+        unit.device_weights[start:stop].copy_(values)
     for part in parameter.parts:
-        piece, source = part.piece, parameter.values_of(part, values)
+        piece, first, last = part.piece, max(part.start, start), min(part.stop, stop)
+        if first >= last:
+            continue
+        source, within = values[first - start : last - start], slice(first - piece.start, last - piece.start)
         if piece.place is not Place.NVME:
-            unit.master(piece)[part.within].copy_(source)
+            unit.master(piece)[within].copy_(source)
+        elif keep is not None:
+            keep(piece.index, within.start, source)
         if unit.on_device:
-            unit.own(piece)[part.within].copy_(source)
+            unit.own(piece)[within].copy_(source)
         weight = unit.host_weight(piece)
         if weight is not None:
-            weight[part.within].copy_(source)
+            weight[within].copy_(source)

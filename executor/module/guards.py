@@ -72,20 +72,6 @@ def check_kinds(model: object, optimizer: object) -> None:
         raise TypeError(f"the optimizer is {type(optimizer).__name__}; give one of torch.optim over model.parameters()")
 
 
-def check_has_values(model: nn.Module) -> None:
-    """Check that a model has weights.
-
-    Raises:
-        ValueError: some are on the meta device.
-    """
-    for name, parameter in model.named_parameters():
-        if parameter.is_meta:
-            raise ValueError(
-                f"{name} is on the meta device and has no values; make the model on the CPU, or model.to_empty(device="
-                "'cpu') and load its weights, before prepare()"
-            )
-
-
 def bind_guards(model: nn.Module, dtype: torch.dtype, device: torch.device) -> list[Callable[[], None]]:
     """Make a model, and all modules of it, refuse what a session cannot follow; return what undoes it.
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 import transformers
 from forked import FORKS, start_server
 from training import (
+    CONFIGS,
     FOLDER,
     MICRO_BATCH,
     SEQ_LEN,
@@ -48,6 +49,7 @@ from executor.memory.nvme_files import StorageError
 from executor.prepare import ExecutionConfig, prepare_session
 from executor.restoring import restore
 from executor.saving import Checkpoints
+from executor.weights import load, save
 from planner.decisions import Decisions
 from planner.graph import Batch, build_graph, units
 from planner.models import from_hf_config
@@ -716,3 +718,19 @@ def resumed_where_one_sees_less(rank: int, size: int, task: Task, decisions: Dec
         return resumed(rank, size, task, decisions, folder)
     finally:
         Checkpoint.__init__ = opened
+
+
+def loaded_and_saved(rank: int, _size: int, task: Task, decisions: Decisions, folder: str):
+    """Load weights of ``source`` into a model without any, train, load again, and save the masters."""
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(CONFIGS[task.family]()).train()
+    model, optimizer = prepare(task, decisions, model=model)
+    with optimizer.session as session:
+        load(optimizer, Path(folder) / "source")
+        train(task, model, optimizer, rank=rank // decisions.tensor_parallel)
+        load(optimizer, Path(folder) / "source")
+        save(optimizer, Path(folder) / "saved", dtype="float32", max_shard_bytes=20_000)
+        digest = hashlib.sha256()
+        for name, values in session.stream_weights():
+            digest.update(name.encode() + values.contiguous().view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()

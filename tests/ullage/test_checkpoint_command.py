@@ -260,7 +260,7 @@ def test_a_folder_of_weights_must_be_new(whole: Path, tmp_path: Path, capsys: py
     os.mkfifo(tmp_path / "pipe")
     for name in ("link", "pipe"):
         assert main(["checkpoint", "export", str(whole), "--output-dir", str(tmp_path / name)]) == 2
-        assert f"{name} is there already; export into a new folder\n" in capsys.readouterr().err
+        assert f"{name} is there already; give a new folder\n" in capsys.readouterr().err
 
 
 def test_the_command_lists_verifies_exports_and_prunes(

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from executor.distributed.ranks import join
-from executor.module.guards import check_has_values, check_kinds, check_plain, check_unprepared
+from executor.module.guards import check_kinds, check_plain, check_unprepared
 from executor.optimizer.table import entry_of
 from hwprofiles.calibrate.run import FOR_LIBRARIES_BYTES, USABLE_SHARE
 from hwprofiles.machine import available_memory_bytes
@@ -70,7 +70,6 @@ def plan_here(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, 
     check_kinds(model, optimizer)
     check_unprepared(model)
     check_plain(model)
-    check_has_values(model)
     free = free_memory(model)
     with torch.random.fork_rng():  # the user's random numbers go on where they were
 

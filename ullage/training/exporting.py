@@ -3,26 +3,22 @@
 import dataclasses
 import json
 import math
-import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 
 from executor.checkpoint import Checkpoint, DamagedError, ReadRequest
 from executor.checkpoint.format.layout import ITEM_BYTES
 from executor.checkpoint.source import MODEL_FOLDER
 from executor.distributed.shards import assemble, whole_name
-from hwprofiles.files import write_whole
+from executor.module.naming import Shape
+from executor.weights.folder import MAX_SHARD_BYTES, WeightsFolder
+from executor.weights.saving import SAVED_DTYPES, Dtype
 
-MAX_SHARD_BYTES: Final = 5_000_000_000
-_READ_BYTES: Final = 256 << 20  # of values in float32 at once, unless one tensor has more
-DTYPES: Final = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-Dtype = Literal["bfloat16", "float16", "float32"]
+_READ_BYTES: Final = 256 << 20  # of values in float32 at once, and one tensor more
 
 
 def export_hf(
@@ -43,34 +39,15 @@ def export_hf(
         ValueError: the folder is there.
         OSError: it cannot be written.
     """
-    if os.path.lexists(folder):  # also a link to nothing, in whose place no folder can come
-        raise ValueError(f"{folder} is there already; export into a new folder")
-    new = folder.with_name(f".{folder.name}.new")
-    shutil.rmtree(new, ignore_errors=True)
-    new.mkdir(parents=True)
-    try:
-        names = _weights(checkpoint)
-        shards = list(_shards(names, DTYPES[dtype].itemsize, max_shard_bytes))
-        index: dict[str, str] = {}
-        for number, held in enumerate(shards, 1):
-            file = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else "model.safetensors"
-            tensors: dict[str, torch.Tensor] = {}
-            for names_read in _shards(held, ITEM_BYTES["F32"], _READ_BYTES):
-                read = _read(checkpoint, names_read)
-                tensors |= {name: values.to(DTYPES[dtype]) for name, values in read.items()}
-            save_file(tensors, new / file, metadata={"format": "pt"})
-            index |= dict.fromkeys(held, file)
-        if len(shards) > 1:
-            total = sum(weight.num_values for weight in names.values()) * DTYPES[dtype].itemsize
-            text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2)
-            write_whole(new / "model.safetensors.index.json", text + "\n")
-        config: dict[str, Any] | None = checkpoint.manifest.extra["ranks"][0].get("config")
+    weights = _weights(checkpoint)
+    shapes = {name: Shape(weight.shape, SAVED_DTYPES[dtype]) for name, weight in weights.items()}
+    config: dict[str, Any] | None = checkpoint.manifest.extra["ranks"][0].get("config")
+    with WeightsFolder(folder) as new:
         if config is not None:
-            write_whole(new / "config.json", json.dumps(config | {"dtype": dtype}, indent=2) + "\n")
-        new.rename(folder)
-    finally:
-        shutil.rmtree(new, ignore_errors=True)
-    return len(names)
+            (new.path / "config.json").write_text(json.dumps(config | {"dtype": dtype}, indent=2) + "\n", "utf-8")
+        new.write_tensors(shapes, _values(checkpoint, weights), max_shard_bytes)
+        new.commit()
+    return len(weights)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -99,17 +76,17 @@ def _weights(checkpoint: Checkpoint) -> dict[str, _Weight]:
     return found
 
 
-def _shards(weights: dict[str, _Weight], item_bytes: int, most_bytes: int) -> Iterator[dict[str, _Weight]]:
+def _values(checkpoint: Checkpoint, weights: dict[str, _Weight]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield whole tensors in float32, some at a time as readers work in parallel."""
     held: dict[str, _Weight] = {}
-    num_bytes = 0
+    num_values = 0
     for name, weight in weights.items():
-        size = weight.num_values * item_bytes
-        if held and num_bytes + size > most_bytes:
-            yield held
-            held, num_bytes = {}, 0
         held[name] = weight
-        num_bytes += size
-    yield held
+        num_values += weight.num_values
+        if num_values * ITEM_BYTES["F32"] >= _READ_BYTES:
+            yield from _read(checkpoint, held).items()
+            held, num_values = {}, 0
+    yield from _read(checkpoint, held).items()
 
 
 def _read(checkpoint: Checkpoint, weights: dict[str, _Weight]) -> dict[str, torch.Tensor]:

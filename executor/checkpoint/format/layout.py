@@ -19,9 +19,18 @@ from typing import Final, Literal
 
 from executor.direct_io import in_blocks
 
-Dtype = Literal["F64", "F32", "BF16", "F16", "I64", "U8"]
+Dtype = Literal["F64", "F32", "BF16", "F16", "I64", "I32", "U8", "BOOL"]
 
-ITEM_BYTES: Final[Mapping[Dtype, int]] = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I64": 8, "U8": 1}
+ITEM_BYTES: Final[Mapping[Dtype, int]] = {
+    "F64": 8,
+    "F32": 4,
+    "BF16": 2,
+    "F16": 2,
+    "I64": 8,
+    "I32": 4,
+    "U8": 1,
+    "BOOL": 1,
+}
 """Bytes of one value, by safetensors' names of types."""
 
 _SHARDING_KEY: Final = "DCP_SHARDING_INFO"  # read by torch.distributed.checkpoint
@@ -107,11 +116,12 @@ class Layout:
     num_bytes: int
 
 
-def layout(entries: tuple[Entry, ...]) -> Layout:
+def layout(entries: tuple[Entry, ...], *, known: Mapping[str, str] | None = None) -> Layout:
     """Lay out a file.
 
     Args:
         entries: in the order in which values will be written; names are unique.
+        known: what the file says of itself; by default which boxes it has.
 
     Raises:
         ValueError: two entries have one name.
@@ -129,8 +139,8 @@ def layout(entries: tuple[Entry, ...]) -> Layout:
             "data_offsets": [starts[-1], end],
         }
     sharding = {entry.name: {"saved_offsets": list(entry.box.offsets)} for entry in entries}
-    known = {"format": "pt", _SHARDING_KEY: json.dumps(sharding)}
-    text = json.dumps({"__metadata__": known, **fields}, separators=(",", ":")).encode()
+    said = known or {"format": "pt", _SHARDING_KEY: json.dumps(sharding)}
+    text = json.dumps({"__metadata__": said, **fields}, separators=(",", ":")).encode()
     room = in_blocks(8 + len(text))
     header = (room - 8).to_bytes(8, "little") + text.ljust(room - 8)
     return Layout(entries, header, tuple(room + start for start in starts), room + end)

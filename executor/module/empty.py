@@ -1,0 +1,79 @@
+"""Models that are made on the meta device, so that their weights are in memory only where a plan keeps them."""
+
+import contextlib
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from executor.memory.state import without_values
+
+
+class Absent(NamedTuple):
+    """What has a shape but no values.
+
+    Attributes:
+        parameters: by identity.
+        buffers: names of those that files of weights have.
+    """
+
+    parameters: frozenset[int]
+    buffers: frozenset[str]
+
+
+def take_off_meta(model: nn.Module, failing: contextlib.ExitStack) -> Absent:
+    """Give parameters on the meta device a shape on the host, without memory; return what has no values.
+
+    Buffers that ``transformers`` computes from a configuration, such as rotary frequencies, are computed.
+
+    Args:
+        model: changed in place; its parameters stay the same objects.
+        failing: gets callbacks that put parameters back.
+
+    Raises:
+        ValueError: a buffer is there that neither files nor ``transformers`` have values of.
+    """
+    persistent = _make_buffers(model)
+    absent = [parameter for parameter in model.parameters() if parameter.is_meta]
+    for parameter in absent:
+        _become(parameter, without_values(parameter.shape, parameter.dtype))
+        failing.callback(functools.partial(_become, parameter, parameter.new_empty(parameter.shape, device="meta")))
+    return Absent(frozenset(map(id, absent)), frozenset(persistent))
+
+
+def _become(parameter: nn.Parameter, values: torch.Tensor) -> None:
+    """Make a parameter one on another device, which an assignment to its ``data`` does not allow."""
+    other = nn.Parameter(values, requires_grad=parameter.requires_grad)
+    vars(other).update(vars(parameter))
+    torch.utils.swap_tensors(parameter, other)  # type: ignore[no-untyped-call]
+
+
+def _make_buffers(model: nn.Module) -> list[str]:
+    """Bring buffers on the meta device to the host; return the names of those that files must give values."""
+    persistent = []
+    makers = {"": model}
+    for path, module in model.named_modules():
+        if callable(getattr(module, "_init_weights", None)):
+            makers[path] = module
+        own = {name: buffer for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta}
+        for name, buffer in own.items():
+            setattr(module, name, torch.zeros_like(buffer, device="cpu"))
+        if not own:
+            continue
+        prefix = f"{path}." if path else ""
+        saved = [name for name in own if name not in module._non_persistent_buffers_set]
+        persistent += [prefix + name for name in saved]
+        maker = makers[max((p for p in makers if f"{path}.".startswith(f"{p}." if p else "")), key=len)]
+        is_made = callable(getattr(maker, "_init_weights", None)) and all(
+            parameter.is_meta for parameter in module.parameters(recurse=False)
+        )
+        if is_made:
+            maker._init_weights(module)  # type: ignore[operator]
+        elif len(saved) < len(own):
+            name = next(name for name in own if name not in saved)
+            raise ValueError(
+                f"buffer {prefix}{name} is on the meta device, and no file has its values; make the model with buffers "
+                "on the CPU (accelerate.init_empty_weights(include_buffers=False))"
+            )
+    return persistent

@@ -1,0 +1,262 @@
+"""Names and forms of a model's weights in the files of ``transformers`` and ``peft``.
+
+Files may have weights under other names, or in another form, than the module: one matrix per expert where the module
+has one bank of all, or query, key and value in one. ``transformers`` lists this for each class, and converts both ways
+(:mod:`transformers.core_model_loading`). Here its converters are applied to some tensors at a time, never to all.
+"""
+
+import copy
+import dataclasses
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple, final
+
+import torch
+from torch import nn
+
+_WRAPPED: Final = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.)")
+"""What ``peft`` puts into the path of a layer that it has wrapped."""
+
+
+class Shape(NamedTuple):
+    """Shape and type of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def empty(self) -> torch.Tensor:
+        """Return a tensor of this shape without memory."""
+        return torch.empty(self.shape, dtype=self.dtype, device="meta")
+
+
+Read = Callable[[str], torch.Tensor]
+"""Returns a tensor by its name."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Conversion:
+    """Tensors that become others together.
+
+    Attributes:
+        key: the name of the first of these.
+        sources: names of the tensors, each with the pattern of the converter that it matches.
+        converter: of ``transformers``; ``None`` if there is one tensor, which only gets another name.
+        renamed: gives tensors their final names.
+        model: of ``transformers``.
+    """
+
+    key: str
+    sources: Sequence[tuple[str, str]]
+    converter: Any = None
+    renamed: Callable[[str], str] = str
+    model: Any = None
+
+    def apply(self, read: Read) -> dict[str, torch.Tensor]:
+        """Return the new tensors, by name."""
+        if self.converter is None:
+            return {self.key: read(self.sources[0][1])}
+        converter = copy.deepcopy(self.converter)
+        for pattern, name in self.sources:
+            converter.add_tensor(self.key, name, pattern, lambda name=name: read(name))
+        made = converter.convert(self.key, model=self.model, config=self.model.config)
+        return {self.renamed(name): value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+    def by_rows(self) -> "list[Conversion] | None":
+        """Return conversions of which each makes one row, if this one stacks tensors as rows; else ``None``."""
+        operations = [] if self.converter is None else self.converter.operations
+        if not operations or type(operations[0]).__name__ != "MergeModulelist":
+            return None
+        if operations[0].dim != 0 or not all(_keeps_rows(operation) for operation in operations[1:]):
+            return None
+        of_pattern: dict[str, list[tuple[str, str]]] = {}
+        for source in self.sources:
+            of_pattern.setdefault(source[0], []).append(source)
+        return [dataclasses.replace(self, sources=row) for row in zip(*of_pattern.values(), strict=True)]
+
+
+def _keeps_rows(operation: Any) -> bool:
+    """Return whether an operation works on each row by itself."""
+    if type(operation).__name__ == "Transpose":
+        return 0 not in {operation.dim0, operation.dim1}
+    return type(operation).__name__ == "Concatenate" and operation.dim != 0
+
+
+@final
+class Naming:
+    """What a model's tensors are called in files.
+
+    Args:
+        model: any module; with adapters of ``peft`` or without.
+        whole_shapes: of parameters of which this rank's have another shape, by identity.
+
+    Attributes:
+        base: the module without adapters.
+        tensors: parameters and buffers that are saved, by every name that they have in the model.
+        adapters: of each adapter, the names of its tensors in the model by those in its file.
+        in_base: names without what ``peft`` adds, of all tensors that are not an adapter's alone.
+    """
+
+    def __init__(self, model: nn.Module, whole_shapes: Mapping[int, torch.Size]) -> None:
+        self._whole_shapes = whole_shapes
+        self.base: Any = model
+        self.tensors = dict(_saved_tensors(model))
+        self.adapters = {name: dict(_adapter_names(model, name, self.tensors)) for name in adapter_names(model)}
+        prefix = ""
+        if self.adapters and hasattr(model, "get_base_model"):
+            self.base = model.get_base_model()  # type: ignore[operator]
+            prefix = next(f"{path}." for path, module in model.named_modules() if module is self.base)
+        added = {name for names in self.adapters.values() for name in names.values()}
+        self.in_base = {
+            name: _WRAPPED.sub("", name.removeprefix(prefix))
+            for name in self.tensors
+            if name not in added or ".modules_to_save." in name
+        }
+
+    def shapes(self) -> dict[str, Shape]:
+        """Return the shapes of the base model's tensors, by :attr:`in_base`."""
+        return {plain: Shape(self.shape_of(name), self.tensors[name].dtype) for name, plain in self.in_base.items()}
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a whole tensor, by a name of it in the model."""
+        tensor = self.tensors[name]
+        return tuple(self._whole_shapes.get(id(tensor), tensor.shape))
+
+    def file_shapes(self, dtype: torch.dtype) -> dict[str, Shape]:
+        """Return the shapes of the tensors that are saved, by their names in files, in the order of :meth:`to_files`.
+
+        Args:
+            dtype: of parameters; buffers keep theirs.
+        """
+        shapes = {
+            plain: Shape(
+                self.shape_of(name),
+                dtype if isinstance(self.tensors[name], nn.Parameter) else self.tensors[name].dtype,
+            )
+            for plain, name in self.kept_names().items()
+        }
+        return {
+            name: Shape(tuple(made.shape), made.dtype)
+            for conversion in self.to_files(shapes)
+            for name, made in conversion.apply(lambda plain: shapes[plain].empty()).items()
+        }
+
+    def of_files(self, found: Mapping[str, Shape]) -> tuple[list[Conversion], list[str]]:
+        """Return the conversions from tensors of files to those of the base model, and names that it has no use for."""
+        expected = self.shapes()
+        if not _is_of_transformers(self.base):
+            there = [Conversion(name, [("", name)]) for name in found if name in expected]
+            return there, [name for name in found if name not in expected]
+        from transformers import conversion_mapping, core_model_loading  # noqa: PLC0415 - takes seconds
+
+        mapping = conversion_mapping.get_model_conversion_mapping(self.base)
+        renamings, converters = _divided(mapping)
+        by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+        conversions: dict[str, Conversion] = {}
+        unused = []
+        for source in sorted(found, key=core_model_loading.dot_natural_key):
+            prefix = self.base.base_model_prefix
+            key, pattern = core_model_loading.rename_source_key(source, renamings, converters, prefix, expected)
+            if key not in expected and source in expected:
+                key, pattern = core_model_loading.rename_source_key(source, [], [], prefix, expected)
+            if key not in expected:
+                unused.append(source)
+                continue
+            converter = None if pattern is None else by_pattern[pattern]
+            conversion = conversions.setdefault(key, Conversion(key, [], converter, model=self.base))
+            conversion.sources.append((pattern or "", source))  # type: ignore[attr-defined]  # a list until it is returned
+        self.base._weight_conversions = [transform for transform in mapping if transform.was_used()]
+        ignored = _ignored(self.base)
+        return list(conversions.values()), [name for name in unused if not any(re.search(i, name) for i in ignored)]
+
+    def to_files(self, names: Iterable[str]) -> Iterator[Conversion]:
+        """Yield the conversions from tensors of the base model (``names``, in its order) to those of files."""
+        if not _is_of_transformers(self.base):
+            yield from (Conversion(name, [("", name)]) for name in names)
+            return
+        from transformers import conversion_mapping, core_model_loading  # noqa: PLC0415 - takes seconds
+
+        mapping = getattr(self.base, "_weight_conversions", None)
+        if mapping is None:  # a prefix that was never there must not be added
+            mapping = conversion_mapping.get_model_conversion_mapping(self.base, add_legacy=False)
+            mapping = [each for each in mapping if not isinstance(each, core_model_loading.PrefixChange)]
+        renamings, converters = _divided([each.reverse_transform() for each in mapping[::-1]])
+        by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+
+        def renamed(name: str) -> str:
+            return core_model_loading.apply_renamings(name, renamings)
+
+        conversions: dict[str, Conversion] = {}
+        for name in names:
+            key, pattern = core_model_loading.apply_converters(name, converters)
+            if pattern is None:
+                key = renamed(name)
+            converter = None if pattern is None else by_pattern[pattern]
+            conversion = conversions.setdefault(key, Conversion(key, [], converter, renamed, self.base))
+            conversion.sources.append((pattern or "", name))  # type: ignore[attr-defined]  # a list until it is returned
+        yield from conversions.values()
+
+    def kept_names(self) -> dict[str, str]:
+        """Return what is saved of the base model: one name in the model of each tensor, by its name in the base."""
+        ignored = [re.compile(pattern) for pattern in getattr(self.base, "_keys_to_ignore_on_save", None) or ()]
+        kept: dict[str, str] = {}
+        seen: set[int] = set()
+        for name, plain in self.in_base.items():
+            if id(self.tensors[name]) in seen or ".modules_to_save." in name:
+                continue
+            if any(pattern.search(plain) for pattern in ignored):
+                continue
+            seen.add(id(self.tensors[name]))
+            kept[plain] = name
+        return kept
+
+
+def adapter_names(model: nn.Module) -> list[str]:
+    """Return the names of a model's adapters (of ``peft``)."""
+    return list(getattr(model, "peft_config", ()))
+
+
+def _is_of_transformers(model: nn.Module) -> bool:
+    return callable(getattr(model, "from_pretrained", None)) and hasattr(model, "base_model_prefix")
+
+
+def _saved_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield what ``state_dict()`` has, tied tensors under each name, without asking a session for values."""
+    for path, module in model.named_modules(remove_duplicate=False):
+        prefix = f"{path}." if path else ""
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            yield prefix + name, parameter
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+            if name not in module._non_persistent_buffers_set:
+                yield prefix + name, buffer
+
+
+def _adapter_names(model: nn.Module, adapter: str, names: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yield the tensors of an adapter, by their names in its file and in the model."""
+    from peft import get_peft_model_state_dict  # noqa: PLC0415 - takes seconds
+
+    config = getattr(model, "peft_config", {})[adapter]
+    if config.is_prompt_learning or not hasattr(model, "get_base_model"):
+        raise ValueError(
+            f"adapter {adapter} is {'a prompt' if config.is_prompt_learning else 'not of a PeftModel'}, whose files "
+            "Ullage does not know; use the methods of the model after session.close(), or a LoRA of peft.get_peft_model"
+        )
+    marks = {name: torch.empty(2, 2, device="meta") for name in names}
+    by_mark = {id(mark): name for name, mark in marks.items()}
+    found = get_peft_model_state_dict(model, marks, adapter, save_embedding_layers=False)
+    yield from ((name, by_mark[id(mark)]) for name, mark in found.items())
+
+
+def _divided(mapping: Iterable[Any]) -> tuple[list[Any], list[Any]]:
+    """Return the transforms that give other names, and those that convert."""
+    found: tuple[list[Any], list[Any]] = ([], [])
+    for transform in mapping:
+        found[hasattr(transform, "operations")].append(transform)
+    return found
+
+
+def _ignored(model: Any) -> list[str]:
+    """Return patterns of names that files of some models have, and modules do not need."""
+    own = sorted(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
+    buffers = [name for name, _ in model.named_buffers()]
+    own += [r"rotary_emb\.inv_freq"] * any(name.endswith("rotary_emb.inv_freq") for name in buffers)
+    return own + [r"position_ids"] * any(name.endswith("position_ids") for name in buffers)

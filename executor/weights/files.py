@@ -1,0 +1,201 @@
+"""Reading safetensors files, mapped, so that host memory has only what is being copied."""
+
+import contextlib
+import json
+import math
+import mmap
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final, NamedTuple, Self, final
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from executor.module.naming import Shape
+from hwprofiles.files import read_json
+
+WEIGHTS, ADAPTER = "model.safetensors", "adapter_model.safetensors"
+INDEX: Final = f"{WEIGHTS}.index.json"
+CHUNK_BYTES: Final = 64 << 20
+"""Most bytes of one tensor that are in memory at once, if it is stored as the model has it, unless a row has more."""
+
+DTYPES: Final[Mapping[str, torch.dtype]] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+class WeightsError(ValueError):
+    """Files of weights cannot be read, or do not have what the model needs."""
+
+
+def weights_folder(weights: str | Path) -> Path:
+    """Return the folder that has weights: the one given, or that of a hub's name in the cache on this machine.
+
+    Raises:
+        WeightsError: there is none.
+    """
+    folder = Path(weights).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise WeightsError(f"{weights} is a file; give the folder that it is in")
+    if str(weights) != Path(weights).as_posix() or len(folder.parts) > 2 or str(weights)[:1] in {".", "/", "~"}:
+        raise WeightsError(
+            f"{weights}: there is no such folder; give one with {WEIGHTS}, or the name of a model on a hub"
+        )
+    from huggingface_hub import snapshot_download  # noqa: PLC0415 - takes a second
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError  # noqa: PLC0415
+
+    try:
+        return Path(snapshot_download(str(weights), local_files_only=True))
+    except (LocalEntryNotFoundError, HFValidationError) as error:
+        raise WeightsError(
+            f"{weights} is no folder here, and the cache of hub models on this machine has no model of that name; "
+            f"download it first: hf download {weights}"
+        ) from error
+
+
+class _Place(NamedTuple):
+    file: str
+    start: int
+
+
+@final
+class WeightFiles:
+    """The safetensors files of a folder.
+
+    Args:
+        folder: with :data:`INDEX` and the files that it names, one file, or an adapter of ``peft``.
+
+    Attributes:
+        folder: the same.
+        shapes: of all tensors, by name.
+        is_adapter: whether they are those of an adapter.
+        num_bytes: of all of them.
+
+    Raises:
+        WeightsError: there are no such files, or one is damaged.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.shapes: dict[str, Shape] = {}
+        self._places: dict[str, _Place] = {}
+        self._mapped: dict[str, mmap.mmap] = {}
+        self.is_adapter = not (folder / INDEX).exists() and (folder / ADAPTER).exists()
+        listed = _listed(folder)
+        for file in sorted(set(listed.values())) if listed else [_only_file(folder)]:
+            self._open(file)
+        if missing := sorted(name for name, file in listed.items() if self._places.get(name, ("",))[0] != file):
+            raise WeightsError(
+                f"{folder / INDEX} says that {missing[0]} is in {listed[missing[0]]}, but it is not; copy them again"
+            )
+        self.num_bytes = sum(math.prod(s.shape) * s.dtype.itemsize for s in self.shapes.values())
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """Return a tensor: a view of its file, that is read where it is used."""
+        (file, start), (shape, dtype) = self._places[name], self.shapes[name]
+        count = math.prod(shape)
+        if not count:
+            return torch.empty(shape, dtype=dtype)
+        return torch.frombuffer(self._map(file), dtype=dtype, count=count, offset=start).view(shape)
+
+    def forget(self, name: str) -> None:
+        """Give the memory back that has what was read of a tensor; it is read again where it is used again."""
+        (file, start), (shape, dtype) = self._places[name], self.shapes[name]
+        first = start // mmap.PAGESIZE * mmap.PAGESIZE
+        num_bytes = start - first + math.prod(shape) * dtype.itemsize
+        if num_bytes > start - first:
+            self._map(file).madvise(mmap.MADV_DONTNEED, first, num_bytes)
+
+    def chunks(self, name: str, values: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Yield a view of a tensor in flat parts of at most :data:`CHUNK_BYTES`, or one row, and forget each."""
+        rows = values.reshape(-1) if values.ndim < 2 else values
+        num_rows = max(CHUNK_BYTES // max(rows[:1].nbytes, 1), 1)
+        for first in range(0, len(rows), num_rows):
+            yield rows[first : first + num_rows].reshape(-1)
+            self.forget(name)
+
+    def close(self) -> None:
+        """Unmap the files, as soon as nothing views them any more."""
+        for mapped in self._mapped.values():
+            with contextlib.suppress(BufferError):  # it is unmapped with the last view
+                mapped.close()
+        self._mapped.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exc_info: object) -> None:
+        self.close()
+
+    def _map(self, file: str) -> mmap.mmap:
+        if file not in self._mapped:
+            with (self.folder / file).open("rb") as opened:  # private: torch takes no memory that cannot be written
+                self._mapped[file] = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
+        return self._mapped[file]
+
+    def _open(self, file: str) -> None:
+        path = self.folder / file
+        try:
+            with safe_open(path, "pt"):  # checks the header, and the file's length against it
+                pass
+            with path.open("rb") as opened:
+                length = int.from_bytes(opened.read(8), "little")
+                header: dict[str, Any] = json.loads(opened.read(length))
+        except FileNotFoundError as error:
+            raise WeightsError(f"{path} is missing; copy all files of the model again") from error
+        except (SafetensorError, OSError, ValueError) as error:
+            raise WeightsError(f"{path} is damaged or no safetensors file ({error}); copy it again") from error
+        header.pop("__metadata__", None)
+        for name, record in header.items():
+            if (dtype := DTYPES.get(record["dtype"])) is None:
+                raise WeightsError(
+                    f"{path}: {name} has type {record['dtype']}, but weights are {', '.join(sorted(DTYPES))}; convert "
+                    "the model to bf16 first"
+                )
+            if name in self.shapes:
+                raise WeightsError(f"{path}: {name} is in {self._places[name].file} too; leave one of the files")
+            self.shapes[name] = Shape(tuple(record["shape"]), dtype)
+            self._places[name] = _Place(file, 8 + length + record["data_offsets"][0])
+
+
+def _listed(folder: Path) -> dict[str, str]:
+    """Return the files of tensors as an index lists them; nothing without an index."""
+    path = folder / INDEX
+    if not path.exists():
+        return {}
+    index = read_json(path, WeightsError, "copy the files of the model again")
+    listed = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(listed, dict) or not listed or not all(isinstance(file, str) for file in listed.values()):
+        raise WeightsError(f"{path} has no weight_map, which says in which file tensors are; copy it again")
+    if strange := next((file for file in listed.values() if Path(file).name != file), None):
+        raise WeightsError(f"{path} names a file outside of its folder, {strange}; copy the model from a better source")
+    return listed
+
+
+def _only_file(folder: Path) -> str:
+    for file in (WEIGHTS, ADAPTER):
+        if (folder / file).exists():
+            return file
+    if any(folder.glob("*.bin")) or any(folder.glob("*.pt*")):
+        raise WeightsError(
+            f"{folder} has weights as pickles only, which may run any code; convert them once, where you trust them: "
+            f"AutoModelForCausalLM.from_pretrained({str(folder)!r}).save_pretrained(NEW_FOLDER)"
+        )
+    if any(folder.glob("**/manifest.json")):
+        raise WeightsError(
+            f"{folder} has checkpoints of Ullage; export one: ullage checkpoint export {folder} --output-dir NEW_FOLDER"
+        )
+    found = sorted(path.name for path in folder.glob("*.safetensors"))
+    if len(found) == 1:
+        return found[0]
+    several = f"several safetensors files but no {INDEX}" if found else f"no {WEIGHTS}"
+    raise WeightsError(f"{folder} has {several}; give a folder that save_pretrained() wrote")

@@ -1,0 +1,167 @@
+"""A folder of weights as ``transformers`` reads it, written piece by piece, which appears whole or not at all."""
+
+import contextlib
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Final, Self, final
+
+import torch
+
+from executor.checkpoint.files.system_calls import Files, remove_tree, write_all
+from executor.checkpoint.format.layout import Box, Dtype, Entry, layout
+from executor.module.naming import Shape
+from executor.weights.files import CHUNK_BYTES, DTYPES, INDEX, WEIGHTS
+
+MAX_SHARD_BYTES: Final = 5_000_000_000
+"""Most bytes of one file, unless one tensor has more."""
+
+_NAMES: Final[Mapping[torch.dtype, Dtype]] = {dtype: name for name, dtype in DTYPES.items()}  # type: ignore[misc]
+
+
+@final
+class WeightsFolder:
+    """A new folder, under a name of its own until it is complete; ``with`` it, and at the end :meth:`commit`.
+
+    If the process is killed, or the drive is full, nothing has the folder's name. What is left of a killed process is
+    removed by the next one that writes there.
+
+    Args:
+        folder: that is not there.
+        files: system calls.
+
+    Attributes:
+        path: where files are written to before :meth:`commit`.
+
+    Raises:
+        ValueError: the folder is there.
+        OSError: it cannot be made.
+    """
+
+    def __init__(self, folder: Path, files: Files | None = None) -> None:
+        check_new(folder)
+        self._folder = folder.absolute()
+        self._files = files or Files()
+        self.path = self._folder.with_name(f".{folder.name}.new")
+        remove_tree(self._files, self.path)
+        self._folder.parent.mkdir(parents=True, exist_ok=True)
+        self._files.make_folder(self.path)
+
+    def write_tensors(
+        self,
+        shapes: Mapping[str, Shape],
+        values: Iterable[tuple[str, torch.Tensor]],
+        max_shard_bytes: int = MAX_SHARD_BYTES,
+    ) -> None:
+        """Write safetensors files, and an index if they are several.
+
+        Args:
+            shapes: of all tensors.
+            values: of all tensors, in the same order, of any type and on any device. Each is written before the next is
+                asked for.
+            max_shard_bytes: most bytes of one file, unless one tensor has more.
+
+        Raises:
+            OSError: they cannot be written.
+        """
+        shards = list(_shards(shapes, max_shard_bytes))
+        index: dict[str, str] = {}
+        remaining = iter(values)
+        for number, held in enumerate(shards, 1):
+            file = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else WEIGHTS
+            self._write_file(file, {name: shapes[name] for name in held}, remaining)
+            index |= dict.fromkeys(held, file)
+        if len(shards) > 1:
+            sizes = {"total_parameters": sum(math.prod(s.shape) for s in shapes.values())}
+            sizes["total_size"] = sum(map(_num_bytes, shapes.values()))
+            text = json.dumps({"metadata": sizes, "weight_map": index}, indent=2)
+            (self.path / INDEX).write_text(text + "\n", encoding="utf-8")
+
+    def commit(self) -> None:
+        """Make everything durable, and give the folder its name.
+
+        Raises:
+            OSError: that fails.
+        """
+        with self._naming():
+            for path in self.path.rglob("*"):
+                if path.is_file():
+                    descriptor = os.open(path, os.O_RDONLY)
+                    try:
+                        self._files.sync(descriptor)
+                    finally:
+                        self._files.close(descriptor)
+                else:
+                    self._files.sync_folder(path)
+            self._files.sync_folder(self.path)
+            self._files.rename(self.path, self._folder)
+            self._files.sync_folder(self._folder.parent)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exc_info: object) -> None:
+        remove_tree(self._files, self.path)  # nothing is there once it has been renamed
+
+    @contextlib.contextmanager
+    def _naming(self) -> Iterator[None]:
+        """Name the folder in errors: that of a full drive names no file, and others mean nothing to anybody."""
+        try:
+            yield
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self._folder)) from error
+
+    def _write_file(self, file: str, shapes: Mapping[str, Shape], values: Iterator[tuple[str, torch.Tensor]]) -> None:
+        entries = (_entry(name, shape) for name, shape in shapes.items())
+        planned = layout(tuple(entries), known={"format": "pt"})
+        with self._naming():
+            descriptor = self._files.create(self.path / file)
+            try:
+                self._files.allocate(descriptor, planned.num_bytes)
+                write_all(self._files, descriptor, memoryview(planned.header), 0)
+                for entry, start in zip(planned.entries, planned.starts, strict=True):
+                    name, tensor = next(values)
+                    assert (name, tuple(tensor.shape)) == (entry.name, entry.shape), (name, tensor.shape, entry)
+                    self._write(descriptor, tensor, shapes[name].dtype, start)
+                    del tensor
+            finally:
+                self._files.close(descriptor)
+
+    def _write(self, descriptor: int, tensor: torch.Tensor, dtype: torch.dtype, start: int) -> None:
+        for values in torch.split(tensor.detach().reshape(-1), CHUNK_BYTES // dtype.itemsize):
+            held = values.to("cpu", dtype).contiguous()
+            write_all(self._files, descriptor, memoryview(held.view(torch.uint8).numpy().data), start)
+            start += held.nbytes
+
+
+def check_new(folder: Path) -> None:
+    """Check that a folder is not there, nor anything else of that name.
+
+    Raises:
+        ValueError: it is.
+    """
+    if os.path.lexists(folder):  # also a link to nothing, in whose place no folder can come
+        raise ValueError(f"{folder} is there already; give a new folder")
+
+
+def _entry(name: str, shape: Shape) -> Entry:
+    count = math.prod(shape.shape)
+    return Entry(name, _NAMES[shape.dtype], shape.shape, Box(0, count, (0,) * len(shape.shape), shape.shape))
+
+
+def _num_bytes(shape: Shape) -> int:
+    return math.prod(shape.shape) * shape.dtype.itemsize
+
+
+def _shards(shapes: Mapping[str, Shape], most_bytes: int) -> Iterator[list[str]]:
+    held: list[str] = []
+    num_bytes = 0
+    for name, shape in shapes.items():
+        if held and num_bytes + _num_bytes(shape) > most_bytes:
+            yield held
+            held, num_bytes = [], 0
+        held.append(name)
+        num_bytes += _num_bytes(shape)
+    yield held

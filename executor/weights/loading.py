@@ -1,0 +1,218 @@
+"""Loads weights from files to where a plan keeps them.
+
+[Note: Streamed] Each rank reads its own part of each tensor, straight from the mapped file to each place where the plan
+keeps it: device, host or NVMe, in the plan's type and as a float32 master copy. Beside the plan's own memory the host
+has at most one chunk (:data:`executor.weights.files.CHUNK_BYTES`), or what one conversion of ``transformers`` makes at
+a time: of a bank of experts one expert, of other tensors that are stored in another form one of these.
+"""
+
+import dataclasses
+import re
+import time
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+
+from executor.memory.units import ParameterState
+from executor.module.naming import Conversion, Naming
+from executor.prepare import OffloadedOptimizer
+from executor.weights.files import WeightFiles, WeightsError, weights_folder
+
+_SHOWN = 3
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Loaded:
+    """What came of loading weights.
+
+    Attributes:
+        folder: where they are.
+        num_bytes: of all files.
+        kept: names of parameters that the files do not have, and that keep their values.
+        unused: names of tensors that the model has no use for.
+        seconds: that it took.
+    """
+
+    folder: Path
+    num_bytes: int
+    kept: tuple[str, ...]
+    unused: tuple[str, ...]
+    seconds: float
+
+
+def load(optimizer: OffloadedOptimizer, weights: str | Path, *, strict: bool = True) -> Loaded:
+    """Load weights from safetensors files to where the plan keeps them, between two iterations.
+
+    The model may have been prepared on the meta device, or with other weights; optimizer state stays as it is. Host
+    memory never holds the model beside the plan's own memory, see [Note: Streamed]. All ranks call this together, and
+    each reads the files. Tensors that the model has no use for are named in a warning.
+
+    Args:
+        optimizer: that ``prepare`` returned.
+        weights: a folder with ``model.safetensors`` (or several and an index), or an adapter of ``peft``; or the name
+            of a hub's model that is on this machine.
+        strict: refuse files that lack a parameter; otherwise it keeps its values, if it has any.
+
+    Raises:
+        WeightsError: a tensor is missing or has another shape, or a file is damaged; nothing has changed.
+        OutOfOrderError: in the middle of an iteration.
+    """
+    begin_s = time.perf_counter()
+    session = optimizer.session
+    session.access.check_idle()
+    failure: Exception | None = None
+    try:
+        files = WeightFiles(weights_folder(weights))
+        origins = _Origins(files, session.naming(), session.runtime.state.absent, strict=strict)
+    except (ValueError, OSError) as error:
+        failure = error
+    if session.collectives.any(failure is not None):
+        raise failure or WeightsError(f"{weights}: another rank cannot load them; its own error says why")
+    if session.runtime.snapshots is not None:
+        session.runtime.snapshots.take_remaining()  # of checkpoints of the weights that were
+    with files, session.access.changing():
+        _set_buffers(origins, session.model)
+        for unit in session.runtime.state.units.values():
+            session.runtime.state.set_weights(unit, origins.values_of)
+    session.runtime.state.absent -= origins.there
+    optimizer.weights_folder = files.folder
+    if origins.unused:
+        more = f" and {len(origins.unused) - _SHOWN} more" if len(origins.unused) > _SHOWN else ""
+        warnings.warn(
+            f"{files.folder} has tensors that the model does not use: {', '.join(origins.unused[:_SHOWN])}{more}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return Loaded(files.folder, files.num_bytes, origins.kept, origins.unused, time.perf_counter() - begin_s)
+
+
+class _Origins:
+    """Where the values of a model's tensors come from.
+
+    Attributes:
+        there: names of the parameters and buffers that get values.
+        kept: names of those that do not.
+        unused: names of tensors of the files that nothing needs.
+
+    Raises:
+        WeightsError: see :func:`load`.
+    """
+
+    def __init__(self, files: WeightFiles, naming: Naming, absent: Iterable[str], *, strict: bool) -> None:
+        self._files = files
+        self._conversion: dict[str, tuple[Conversion, str]] = {}  # and the name there, by name in the model
+        self._naming, self._tensors = naming, naming.tensors
+        conversions, aliases, unused = _found(naming, files)
+        self.unused = tuple(unused)
+        for conversion in conversions:
+            made = conversion.apply(lambda name: files.shapes[name].empty())
+            for plain, tensor in made.items():
+                for name in aliases.get(plain, ()):
+                    self._check_shape(name, plain, tensor)
+                    self._conversion[name] = conversion, plain
+        self._check_ties()
+        self._by_identity = {id(self._tensors[name]): name for name in reversed(self._conversion)}
+        self.there = {name for name, tensor in self._tensors.items() if id(tensor) in self._by_identity}
+        ignored = [re.compile(i) for i in getattr(naming.base, "_keys_to_ignore_on_load_missing", None) or ()]
+        wanted = {name: plain for plain, names in aliases.items() for name in names}
+        self.kept = tuple(
+            name for name in wanted if name not in self.there and not any(i.search(wanted[name]) for i in ignored)
+        )
+        without = [name for name in self.kept if name in set(absent)]
+        if without or (self.kept and strict):
+            name = (without or self.kept)[0]
+            more = f" and {len(self.kept) - 1} more" if len(self.kept) > 1 else ""
+            remedy = (
+                "make the model on the CPU, so that it has values to begin with" if without else "load(strict=False)"
+            )
+            raise WeightsError(
+                f"{files.folder} has no {wanted[name]}{more}, which the model has; give weights of this model, or keep "
+                f"the model's own values: {remedy}"
+            )
+
+    def values_of(self, parameter: ParameterState) -> Iterator[torch.Tensor]:
+        """Yield the values of a rank's shard in flat parts; none if the files have none."""
+        shard = parameter.shard
+        if (name := self._by_identity.get(id(shard.whole))) is None:
+            return
+        conversion, plain = self._conversion[name]
+        rows = conversion.by_rows() if shard.dim != 0 else None
+        if conversion.converter is None:
+            source = conversion.sources[0][1]
+            yield from self._files.chunks(source, shard.part(self._files[source]))
+        elif rows is not None:
+            for row in rows[slice(*shard.own_rows) if shard.rows is not None else slice(None)]:
+                yield shard.divided(row.apply(self._files.__getitem__)[plain]).reshape(-1)
+                self._forget(row)
+        else:
+            yield shard.part(conversion.apply(self._files.__getitem__)[plain].reshape(shard.whole_shape)).reshape(-1)
+            self._forget(conversion)
+
+    def buffer(self, name: str) -> torch.Tensor:
+        """Return the values of a buffer."""
+        conversion, plain = self._conversion[name]
+        return conversion.apply(self._files.__getitem__)[plain]
+
+    def _forget(self, conversion: Conversion) -> None:
+        for _, source in conversion.sources:
+            self._files.forget(source)
+
+    def _check_shape(self, name: str, plain: str, found: torch.Tensor) -> None:
+        wanted = self._naming.shape_of(name)
+        if found.shape != wanted:
+            raise WeightsError(
+                f"{self._files.folder}: {plain} has shape {tuple(found.shape)}, but {wanted} in the model; make the "
+                "model from the config.json beside the weights, and plan that"
+            )
+
+    def _check_ties(self) -> None:
+        """Check that tensors that are one in the model are equal where the files have each of them."""
+        of_tensor: dict[int, list[str]] = {}
+        for name in self._conversion:
+            of_tensor.setdefault(id(self._tensors[name]), []).append(name)
+        for first, *others in of_tensor.values():
+            for other in others:
+                if not self._are_equal(self._conversion[first], self._conversion[other]):
+                    raise WeightsError(
+                        f"{self._files.folder} has different values for {self._naming.in_base.get(first, first)} and "
+                        f"{self._naming.in_base.get(other, other)}, which are one tensor in the model; make it with "
+                        "tie_word_embeddings=False"
+                    )
+
+    def _are_equal(self, one: tuple[Conversion, str], other: tuple[Conversion, str]) -> bool:
+        if one == other:
+            return True
+        if any(conversion.converter is not None for conversion, _ in (one, other)):
+            return False
+        names = [conversion.sources[0][1] for conversion, _ in (one, other)]
+        parts = [self._files.chunks(name, self._files[name]) for name in names]
+        return all(torch.equal(*pair) for pair in zip(*parts, strict=True))
+
+
+def _found(naming: Naming, files: WeightFiles) -> tuple[list[Conversion], Mapping[str, list[str]], list[str]]:
+    """Return conversions, the names in the model of what they make, and names of tensors without use."""
+    if files.is_adapter:
+        if not naming.adapters:
+            raise WeightsError(
+                f"{files.folder} has an adapter, but the model has none; add one of the same kind with "
+                "peft.get_peft_model(model, config) before prepare()"
+            )
+        names = next(iter(naming.adapters.values()))
+        return (
+            [Conversion(name, [("", name)]) for name in files.shapes if name in names],
+            {theirs: [ours] for theirs, ours in names.items()},
+            [name for name in files.shapes if name not in names],
+        )
+    aliases: dict[str, list[str]] = {}
+    for name, plain in naming.in_base.items():
+        aliases.setdefault(plain, []).append(name)
+    conversions, unused = naming.of_files(files.shapes)
+    return conversions, aliases, unused
+
+
+def _set_buffers(origins: _Origins, model: torch.nn.Module) -> None:
+    buffers = dict(model.named_buffers())
+    for name in origins.there & buffers.keys():
+        buffers[name].copy_(origins.buffer(name))

@@ -1,0 +1,113 @@
+"""Saves weights under a plan as ``from_pretrained`` of ``transformers`` and ``peft`` loads them."""
+
+import contextlib
+import copy
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import torch
+
+from executor.checkpoint import Files
+from executor.module.naming import Naming
+from executor.prepare import OffloadedOptimizer
+from executor.session import Session
+from executor.weights.folder import MAX_SHARD_BYTES, WeightsFolder
+
+Dtype = Literal["bfloat16", "float16", "float32"]
+SAVED_DTYPES: Final = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_TOKENIZER_FILES: Final = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "vocab.txt", "spiece.model", "sentencepiece.bpe.model", "tokenizer.model"),
+    *("chat_template.jinja", "chat_template.json", "preprocessor_config.json", "processor_config.json"),
+)
+
+
+def save(
+    optimizer: OffloadedOptimizer,
+    folder: str | Path,
+    *,
+    dtype: Dtype | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    files: Files | None = None,
+) -> Path:
+    """Save a prepared model between two iterations, as ``from_pretrained`` loads it.
+
+    The folder has ``config.json``, ``generation_config.json`` if the model generates, weights under the names and in
+    the form that ``transformers`` writes, tied ones once, and the tokenizer's files if weights were loaded from a
+    folder with some. Of a model with adapters of ``peft`` it has only these. It appears whole or not at all. All ranks
+    call this together; rank 0 writes, one tensor at a time.
+
+    Args:
+        optimizer: that ``prepare`` returned.
+        folder: that is not there; on rank 0's machine.
+        dtype: of floating tensors. By default the plan's; ``"float32"`` gives the master copies.
+        max_shard_bytes: most bytes of one file, unless one tensor has more.
+        files: system calls that write.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ValueError: the folder is there, or the type is unknown; nothing is written then.
+        OSError: it cannot be written; nothing has its name.
+        OutOfOrderError: in the middle of an iteration.
+    """
+    session, folder = optimizer.session, Path(folder)
+    session.access.check_idle()
+    session.runtime.check_has_weights()
+    if dtype is not None and dtype not in SAVED_DTYPES:
+        raise ValueError(f"dtype {dtype!r} is none of {', '.join(SAVED_DTYPES)}")
+    naming, weights_dtype = session.naming(), SAVED_DTYPES[dtype] if dtype else session.runtime.state.dtype
+    failure: Exception | None = None
+    with contextlib.ExitStack() as stack:
+        try:
+            if not session.collectives.rank:
+                new = stack.enter_context(WeightsFolder(folder, files))
+                _write_small_files(new.path, optimizer, naming, weights_dtype)
+        except (ValueError, OSError) as error:
+            failure = error
+        if session.collectives.any(failure is not None):
+            raise failure or OSError(f"rank 0 could not write {folder}; its own error says why")
+        values = _adapter_values(session, naming) if naming.adapters else session.stream_weights(weights_dtype)
+        try:
+            if session.collectives.rank:
+                pass
+            elif naming.adapters:
+                session.model.save_pretrained(  # type: ignore[operator]
+                    str(new.path), state_dict=dict(values), save_embedding_layers=False
+                )
+                new.commit()
+            else:
+                new.write_tensors(naming.file_shapes(weights_dtype), values, max_shard_bytes)
+                new.commit()
+        except OSError as error:
+            failure = error
+        for _ in values:  # what ranks gather together
+            pass
+        if session.collectives.any(failure is not None):
+            raise failure or OSError(f"rank 0 could not write {folder}; its own error says why")
+    return folder
+
+
+def _adapter_values(session: Session, naming: Naming) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of all adapters, by their names in the model, on the host."""
+    for names in naming.adapters.values():
+        for name in names.values():
+            yield name, session.access.weights(session.name_of(naming.tensors[name])).to("cpu", copy=True)
+
+
+def _write_small_files(path: Path, optimizer: OffloadedOptimizer, naming: Naming, dtype: torch.dtype) -> None:
+    """Write configurations, and the tokenizer's files if weights came with some."""
+    model: Any = naming.base
+    if not naming.adapters and hasattr(model, "config"):
+        config = copy.deepcopy(model.config)
+        config.architectures, config.dtype = [type(model).__name__], str(dtype).removeprefix("torch.")
+        config.save_pretrained(path)
+        if getattr(model, "generation_config", None) is not None and model.can_generate():
+            model.generation_config.save_pretrained(path)
+    if optimizer.weights_folder is not None:
+        for name in _TOKENIZER_FILES:
+            if (optimizer.weights_folder / name).is_file():
+                shutil.copyfile(optimizer.weights_folder / name, path / name)

@@ -1,0 +1,28 @@
+"""Lets the tests of this folder use what those of the executor and of checkpoints have; see there."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+for folder in ("weights", "executor", "checkpoint"):
+    sys.path.append(str(Path(__file__).parents[1] / folder))
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def processes():
+    from together import Processes, ready  # noqa: PLC0415 - not for tests of files
+
+    pool = Processes(4)
+    pool.call(4, ready)
+    yield pool
+    pool.close()
