@@ -2,7 +2,9 @@
 
 import contextlib
 import functools
+from collections.abc import Iterator
 from typing import NamedTuple
+from unittest import mock
 
 import torch
 from torch import nn
@@ -40,6 +42,20 @@ def take_off_meta(model: nn.Module, failing: contextlib.ExitStack) -> Absent:
         _become(parameter, without_values(parameter.shape, parameter.dtype))
         failing.callback(functools.partial(_become, parameter, parameter.new_empty(parameter.shape, device="meta")))
     return Absent(frozenset(map(id, absent)), frozenset(persistent))
+
+
+@contextlib.contextmanager
+def empty_parameters() -> Iterator[None]:
+    """Inside it, modules are made with parameters on the meta device, and with buffers as they are."""
+    register = nn.Module.register_parameter
+
+    def register_empty(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:  # what is tied stays one object
+            param = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+        register(module, name, param)
+
+    with mock.patch.object(nn.Module, "register_parameter", register_empty):
+        yield
 
 
 def _become(parameter: nn.Parameter, values: torch.Tensor) -> None:

@@ -13,7 +13,9 @@ from executor.checkpoint import Files
 from executor.module.naming import Naming
 from executor.prepare import OffloadedOptimizer
 from executor.session import Session
+from executor.weights.files import WeightsError
 from executor.weights.folder import MAX_SHARD_BYTES, WeightsFolder
+from hwprofiles.files import read_json
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 SAVED_DTYPES: Final = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -98,12 +100,20 @@ def _adapter_values(session: Session, naming: Naming) -> Iterator[tuple[str, tor
             yield name, session.access.weights(session.name_of(naming.tensors[name])).to("cpu", copy=True)
 
 
+def _saved_config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    found = read_json(path, WeightsError, "copy it again") if path.exists() else {}
+    return found if isinstance(found, dict) else {}
+
+
 def _write_small_files(path: Path, optimizer: OffloadedOptimizer, naming: Naming, dtype: torch.dtype) -> None:
     """Write configurations, and the tokenizer's files if weights came with some."""
     model: Any = naming.base
     if not naming.adapters and hasattr(model, "config"):
         config = copy.deepcopy(model.config)
         config.architectures, config.dtype = [type(model).__name__], str(dtype).removeprefix("torch.")
+        if optimizer.weights_folder is not None and hasattr(config, "use_cache"):  # which is off in training
+            config.use_cache = _saved_config(optimizer.weights_folder).get("use_cache", True)
         config.save_pretrained(path)
         if getattr(model, "generation_config", None) is not None and model.can_generate():
             model.generation_config.save_pretrained(path)

@@ -23,7 +23,9 @@ from ullage.main import main
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
-TRAINING = [ROOT / "docs" / "howto" / name for name in ("train.md", "restrictions.md")]  # one goes on from the other
+TRAINING = [
+    ROOT / "docs" / "howto" / name for name in ("train.md", "restrictions.md", "weights.md")
+]  # one goes on from the other
 LINK = re.compile(r"\]\((?!https?://|#)([^)#]+)(?:#[^)]*)?\)")
 
 

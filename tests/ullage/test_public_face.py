@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[2]
 FUNCTIONS = {
     "capture_module",
     "checkpoint_at",
+    "load",
     "load_plan",
     "load_profile",
     "memory_folder",
@@ -24,6 +25,7 @@ FUNCTIONS = {
     "prepare",
     "resolve_model",
     "restore",
+    "save",
     "simulate",
 }
 CLASSES = {
@@ -35,6 +37,7 @@ CLASSES = {
     "Decisions",
     "Level",
     "Lion",
+    "Loaded",
     "ModelConfig",
     "OffloadedOptimizer",
     "Options",
@@ -73,6 +76,7 @@ ERRORS = {
     "OutOfMemoryError",
     "StorageError",
     "UnknownModelError",
+    "WeightsError",
 }
 # Raised by commands, or caught before they reach who calls a public function.
 OF_COMMANDS = {

@@ -1,19 +1,23 @@
 """What a trainer trains on: tokens for models known by their sizes, one random batch for captured ones."""
 
-from typing import Protocol
+from pathlib import Path
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from executor.module.batches import BatchShapes
+from executor.module.empty import empty_parameters
 from planner.models import num_parameters, to_hf_config_dict
 from planner.models.captured import CapturedInput, CapturedModel
 from planner.plan.document import Plan, PlanError
+from ullage.capture.architectures import architecture
 from ullage.capture.module import DTYPES, load_factory
 from ullage.capture.recording import find_loss
 from ullage.training.text import NUM_BYTES, Tokens, TokenStream, read_text
 
+CONFIG: Final = "config.json"
 _SHARE_TO_MAKE = 0.8  # of free device memory: weights that are tied later are drawn separately
 
 
@@ -23,8 +27,8 @@ class BatchSource(Protocol):
     position: int
     """Sequences read so far, by all ranks together; may be set."""
 
-    def model(self) -> nn.Module:
-        """Make the planned model with random weights."""
+    def model(self, weights: Path | None = None) -> nn.Module:
+        """Make the planned model with random weights; or without any, as the config.json beside weights has it."""
         ...
 
     def loss(self, model: nn.Module, device: torch.device) -> Tensor:
@@ -109,10 +113,15 @@ class _TokenBatches:
     def position(self, position: int) -> None:
         self._stream.position = position
 
-    def model(self) -> nn.Module:
+    def model(self, weights: Path | None = None) -> nn.Module:
         assert not isinstance(self._plan.model, CapturedModel)
         config = AutoConfig.for_model(**to_hf_config_dict(self._plan.model))
         dtype = DTYPES[self._plan.decisions.precision.weights]
+        if weights is not None:
+            if (weights / CONFIG).exists():
+                config = architecture(weights).config
+            with empty_parameters():
+                return AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-any-return, no-untyped-call]
         where = self._where_to_make(dtype)
         with torch.device(where):
             model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
@@ -139,7 +148,7 @@ class _TokenBatches:
 
 class _RandomBatches:
     def __init__(self, plan: Plan, model: CapturedModel, seed: int, rank: int) -> None:
-        self._factory = load_factory(model.factory)
+        self._model = model
         self._num_sequences = model.micro_batch * plan.decisions.data_parallel
         generator = torch.Generator().manual_seed(seed + rank)
         dtype = DTYPES[plan.decisions.precision.weights]
@@ -148,8 +157,13 @@ class _RandomBatches:
         self._kwargs = {name: tensor for name, tensor in batch if name}
         self.position = 0
 
-    def model(self) -> nn.Module:
-        return self._factory()
+    def model(self, weights: Path | None = None) -> nn.Module:
+        if weights is None:
+            return load_factory(self._model.factory)()
+        is_function = ":" in self._model.factory and not Path(self._model.factory).exists()
+        has_config = not is_function and (weights / CONFIG).exists()
+        with empty_parameters():
+            return load_factory(str(weights) if has_config else self._model.factory)()
 
     def loss(self, model: nn.Module, device: torch.device) -> Tensor:
         self.position += self._num_sequences

@@ -30,6 +30,9 @@ class ExecuteOptions:
         compile_blocks: whether ``torch.compile`` fuses kernels of the repeated blocks.
         cores: what this machine's ranks divide, ``auto`` or ``free``; see :class:`ullage.training.trainer.Settings`.
         replan: plan again after some iterations with measured rates, and change to a faster plan.
+        weights: a folder of safetensors files to begin with, or the name of a hub's model that is on this machine.
+        save: a new folder for the trained model, as ``from_pretrained`` loads it.
+        save_dtype: of the weights there; left out, that of the plan.
         checkpoint_places: where checkpoints go, fastest first; empty: none are made. See :mod:`ullage.training.levels`.
         checkpoint_every: iterations from one to the next, for each place or all.
         keep: the newest checkpoints that stay, at least :data:`LEAST_KEPT`, for each place or all; empty: so many as
@@ -54,6 +57,9 @@ class ExecuteOptions:
     compile_blocks: bool = False
     cores: tuple[int, ...] | Literal["auto", "free"] = "auto"
     replan: bool = False
+    weights: str | None = None
+    save: Path | None = None
+    save_dtype: Literal["bfloat16", "float16", "float32"] | None = None
     checkpoint_places: Sequence[str] = ()
     checkpoint_every: tuple[int, ...] = ()
     keep: tuple[int, ...] = ()

@@ -16,10 +16,13 @@ from torch import nn
 
 from executor.checkpoint import Outcome
 from executor.checkpoint.levels import check_levels
+from executor.distributed.shards import BindingError
 from executor.optimizer.table import torch_class_of
 from executor.prepare import ExecutionConfig
 from executor.saving import Resumed
 from executor.session import Session
+from executor.weights import load
+from executor.weights.files import weights_folder
 from hwprofiles.allocator import keep_freed_memory
 from planner.optimizers import Optimizer
 from planner.plan.document import Plan, PlanError
@@ -79,6 +82,8 @@ class Trainer:
         seed: of the weights that are made here, and of the order of the data.
         position: sequences to skip at the beginning, such as the ``position`` at which another run stopped.
         checkpoints: where, when and how many; by default none.
+        weights: files of weights to begin with, as :func:`ullage.load` takes them. A model that is not given is made as
+            the ``config.json`` beside them says, without random weights.
         settings: see :class:`Settings`.
 
     Attributes:
@@ -108,6 +113,7 @@ class Trainer:
         seed: int = 0,
         position: int = 0,
         checkpoints: CheckpointOptions | None = None,
+        weights: str | Path | None = None,
         **settings: Unpack[Settings],
     ) -> None:
         if optimizer is not None and model is None:
@@ -129,14 +135,17 @@ class Trainer:
         self._iteration = self._num_to_meter = 0
         if model is not None:
             warn_about_dtypes(model, plan)
-        with reporting_out_of_memory(plan):
-            model, optimizer = _make(plan, model, optimizer, self._batches, self.process, lr=lr, seed=seed)
+        folder = None if weights is None else weights_folder(weights)
+        with reporting_out_of_memory(plan), _naming_weights(folder if model is None else None):
+            model, optimizer = _make(plan, model, optimizer, self._batches, self.process, folder, lr=lr, seed=seed)
             self.model, self.optimizer = prepare_planned(model, optimizer, plan, settings)
-        if self.saver is not None:
-            with contextlib.ExitStack() as failing:
-                failing.push(self.session)  # which tells the other ranks of a failure
+        with contextlib.ExitStack() as failing:
+            failing.push(self.session)  # which tells the other ranks of a failure
+            if folder is not None:
+                load(self.optimizer, folder)
+            if self.saver is not None:
                 self.saver.open(self.optimizer)
-                failing.pop_all()
+            failing.pop_all()
         if self.process.data_rank:  # ranks that share layers must drop out the same
             torch.manual_seed(seed + self.process.data_rank)  # for random operations in training (dropout)
 
@@ -326,24 +335,39 @@ def check_machine(plan: Plan, process: Process, device: Literal["auto", "host", 
         )
 
 
+@contextlib.contextmanager
+def _naming_weights(folder: Path | None) -> Iterator[None]:
+    """Say which model it is that does not match the plan, if it was made for weights in a folder."""
+    try:
+        yield
+    except BindingError as error:
+        if folder is None:
+            raise
+        raise BindingError(f"the model in {folder} is not the planned one: {error} (--model {folder})") from error
+
+
 def _make(
     plan: Plan,
     model: nn.Module | None,
     optimizer: torch.optim.Optimizer | None,
     batches: BatchSource,
     process: Process,
+    weights: Path | None,
     *,
     lr: float,
     seed: int,
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Make the planned model with random weights and its optimizer, unless they are given."""
+    """Make the planned model with random weights, or without any for those in a folder, and its optimizer.
+
+    Either is made only if it is not given.
+    """
     if plan.hardware.device.kind == "host":
         torch.set_num_threads(plan.hardware.device.num_cores)
         keep_freed_memory()
     else:
         torch.cuda.set_device(process.local_rank)
     torch.manual_seed(seed)
-    model = (batches.model() if model is None else model).train()
+    model = (batches.model(weights) if model is None else model).train()
     if optimizer is None:
         name = plan.decisions.optimizer
         optimizer = torch_class_of(name)(model.parameters(), lr=lr, **_HYPER_PARAMETERS[name])

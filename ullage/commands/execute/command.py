@@ -17,11 +17,11 @@ def add_parser(subparsers: Subparsers) -> None:
         subparsers,
         "execute",
         run,
-        "Train the plan's model from random weights, exactly as planned. Measure every task, and compare it with the\n"
-        "prediction. The data is your text or tokens, or a built-in text. Files are memory-mapped; the order of\n"
-        "sequences depends on the seed alone. A captured model is made by the function that the plan names, and\n"
-        "trained on one random batch. A plan for several devices needs one process per device:\n"
-        "`torchrun --nproc-per-node 8 -m ullage execute plan.json`.",
+        "Train the plan's model from random weights, or from yours, exactly as planned. Measure every task, and\n"
+        "compare it with the prediction. The data is your text or tokens, or a built-in text. Files are\n"
+        "memory-mapped; the order of sequences depends on the seed alone. A captured model is made by the function\n"
+        "that the plan names, and trained on one random batch. A plan for several devices needs one process per\n"
+        "device: `torchrun --nproc-per-node 8 -m ullage execute plan.json`.",
         """
         ullage execute plan.json
         ullage execute plan.json --iterations 100 --text corpus.txt --lr 3e-4 --output-dir runs/1
@@ -29,6 +29,7 @@ def add_parser(subparsers: Subparsers) -> None:
         ullage execute plan.json --iterations 1000 --checkpoint-dir checkpoints --checkpoint-every 10
         ullage execute plan.json --iterations 1000 --checkpoint-dir checkpoints --resume
         ullage execute plan.json --checkpoint-dir memory --checkpoint-dir s3://bucket/run --checkpoint-every 10,100
+        ullage execute plan.json --weights models/llama --text corpus.txt --save models/mine
         ullage execute plan.json --tensorboard runs/1 --metrics-file /var/lib/node_exporter/ullage.prom
         ullage execute plan.json --tokens corpus.bin --token-dtype uint16 --data-position 8000
         """,
@@ -70,6 +71,23 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     parser.add_argument(
         "--output-dir", type=Path, default=defaults.output_dir, metavar="DIR", help="where results go (out/)"
+    )
+    parser.add_argument(
+        "--weights",
+        metavar="DIR|NAME",
+        help="begin with the safetensors files of a folder, or of a hub's model that is on this machine. They are read "
+        "straight to where the plan keeps weights",
+    )
+    parser.add_argument(
+        "--save",
+        type=Path,
+        metavar="DIR",
+        help="at the end, save the model in a new folder, as from_pretrained() loads it",
+    )
+    parser.add_argument(
+        "--save-dtype",
+        choices=("bfloat16", "float16", "float32"),
+        help="type of the weights in --save; float32: the master copies (default: the plan's)",
     )
     parser.add_argument(
         "--storage-dir",

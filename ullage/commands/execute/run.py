@@ -12,6 +12,8 @@ from typing import Any
 import torch
 
 from executor.devices.lanes import NUM_RECORDED
+from executor.weights import save
+from executor.weights.folder import check_new
 from hwprofiles.files import check_output, make_folder
 from hwprofiles.machine import check_measured_here
 from planner.models.captured import counted
@@ -74,6 +76,7 @@ def execute(plan: Plan, options: ExecuteOptions) -> RunRecord | None:
             f"--replan looks after {REPLAN_AFTER} iterations and measures at least {MIN_ITERATIONS} more, but there "
             f"are {options.num_iterations}; run at least {REPLAN_AFTER + MIN_ITERATIONS}"
         )
+    _check_save(options)
     process = Process.of(plan)
     check_machine(plan, process, options.device)
     if not options.allow_other_machine:
@@ -98,6 +101,7 @@ def execute(plan: Plan, options: ExecuteOptions) -> RunRecord | None:
         compile_blocks=options.compile_blocks,
         cores=options.cores,
         checkpoints=_checkpoints(plan, options),
+        weights=options.weights,
     ) as trainer:
         trained = _train(options, trainer, sinks)
     if process.is_first and trained.record is not None:
@@ -120,6 +124,14 @@ def _check_checkpoints(options: ExecuteOptions) -> None:
             f"--keep {too_few[0]}: one may be damaged when it is needed, so at least {LEAST_KEPT} stay; "
             f"give --keep {LEAST_KEPT} or more"
         )
+
+
+def _check_save(options: ExecuteOptions) -> None:
+    if options.save is not None:
+        make_folder("--save", options.save.absolute().parent)
+        check_new(options.save)
+    elif options.save_dtype is not None:
+        raise ValueError(f"--save-dtype {options.save_dtype} is of what is saved; give --save DIR")
 
 
 def _checkpoints(plan: Plan, options: ExecuteOptions) -> CheckpointOptions | None:
@@ -205,11 +217,19 @@ def _train(options: ExecuteOptions, trainer: Trainer, sinks: list[Sink]) -> _Tra
             timeline = trainer.session.timeline() if first is None else first
             record = _record(options, trainer, losses, timeline)
         ended_by = None if interruption is None else interruption.signal
+        _save(options, trainer, ended_by, warn)
         trainer.close(give_back=False)
         _warn_about_checkpoints(trainer, num_seen, warn, skip=trainer.iteration)
     if record is not None and replanned is not None and replanned.switched:
         record = record.model_copy(update={"before": before})
     return _Trained(record, replanned, ended_by)
+
+
+def _save(options: ExecuteOptions, trainer: Trainer, ended_by: int | None, tell: Callable[[str], None]) -> None:
+    """Save the model if that is asked for and training has not been interrupted."""
+    if options.save is not None and ended_by is None:
+        save(trainer.optimizer, options.save, dtype=options.save_dtype)
+        tell(f"model saved in {options.save}")
 
 
 def _sinks(options: ExecuteOptions, plan: Plan) -> list[Sink]:
