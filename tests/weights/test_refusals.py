@@ -60,7 +60,7 @@ def checkpoints(source):
 BAD = {
     "missing": (
         lambda s: change(s, lambda t: t.pop("model.norm.weight")),
-        r"source has no model\.norm\.weight, which the model has; give weights of this model, .*make the model on the CPU",
+        r"source has no model\.norm\.weight, which the model has; give weights of this model, .*the model on the CPU",
     ),
     "shape": (
         lambda s: change(s, lambda t: t.update({"lm_head.weight": torch.ones(3, 4)})),
