@@ -1,6 +1,7 @@
 """Transfers past the page cache: what they have to be multiples of, and whether a file takes them."""
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import mmap
@@ -40,6 +41,12 @@ def pages(num_bytes: int, *, inherited: bool = True) -> npt.NDArray[np.uint8]:
     if not inherited and hasattr(mmap, "MADV_DONTFORK"):
         memory.madvise(mmap.MADV_DONTFORK)
     return np.frombuffer(memory, np.uint8)
+
+
+def forget_pages(address: int, num_bytes: int) -> None:
+    """Give the system the memory of :func:`pages` back, which is zero when it is used again."""
+    if not address % mmap.PAGESIZE:  # else it is of another kind, and stays
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), mmap.MADV_DONTNEED)
 
 
 def enable_direct_io(fd: int, *, probes: bool = True) -> bool:

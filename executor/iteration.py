@@ -203,6 +203,7 @@ class IterationDriver:
 
     def _begin(self) -> None:
         self._runtime.check_has_weights()
+        self._runtime.check_unparked()
         self._runtime.doing = f"iteration {self._loop.iteration + 1}"
         self._access.end_evaluation()
         self.visibility.check_unmodified()

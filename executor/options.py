@@ -26,6 +26,7 @@ class SessionOptions:
         checkpoint_buffer_bytes: host memory for what is taken for checkpoints and not written yet; 0: none are made.
         record: whether to keep times from the start on, for :meth:`Session.timeline`: those of the latest
             :data:`executor.devices.lanes.NUM_RECORDED` iterations.
+        link_bytes_per_s: rates of copies away from the device and to it, for predictions; ``None``: unknown.
         batch: what the model is planned to be called with; empty: batches of other shapes are not noticed.
     """
 
@@ -38,6 +39,7 @@ class SessionOptions:
     compile_backend: str | None = None
     checkpoint_buffer_bytes: int = 0
     record: bool = False
+    link_bytes_per_s: tuple[float, float] | None = None
     batch: BatchShapes = ()
 
 

@@ -21,7 +21,7 @@ from executor.tasks.snapshots import Snapshots
 from planner.decisions import Decisions
 from planner.graph import Unit
 from planner.lowering import lower
-from planner.schedule.loop import Loop
+from planner.schedule.loop import Loop, OutOfOrderError
 from planner.schedule.tasks import Op, Tier
 
 
@@ -44,6 +44,7 @@ class Runtime:
         actions: what tasks do.
         machine, loop: run the tasks, and issue them in order.
         inside_iteration: whether an iteration is under way.
+        parked: whether device memory is given back, see :mod:`executor.parking`.
         doing: the call that this rank is in, in words. Before a collective all ranks must be in the same one.
     """
 
@@ -63,6 +64,7 @@ class Runtime:
         self.backend = backend
         self.ranks = ranks
         self.inside_iteration = False
+        self.parked = False
         self.doing = "iteration 1"
         takes_snapshots = options.checkpoint_buffer_bytes > 0
         schedule = lower(units, decisions, asynchronous=options.device == "cuda", takes_snapshots=takes_snapshots)
@@ -107,6 +109,18 @@ class Runtime:
             raise ValueError(
                 f"{min(absent)}{more} no values, because the model was made on the meta device; load them first, as "
                 "with ullage.load(optimizer, FOLDER)"
+            )
+
+    def check_unparked(self) -> None:
+        """Check that device memory is there.
+
+        Raises:
+            OutOfOrderError: the session is parked.
+        """
+        if self.parked:
+            raise OutOfOrderError(
+                "the session is parked, and has no device memory; call session.unpark() first (weights are in "
+                "session.stream_weights() meanwhile)"
             )
 
     def synchronize(self) -> None:

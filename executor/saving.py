@@ -112,6 +112,7 @@ class Checkpoints:
         """
         self._session.access.check_idle()
         self._session.runtime.check_has_weights()
+        self._session.runtime.check_unparked()
         groups = [{k: v for k, v in group.items() if k != "params"} for group in self._optimizer.param_groups]
         parameters = [parameter for _, parameter in self._session.runtime.state.parameters()]
         steps = {parameter.shard.name: parameter.step for parameter in parameters}

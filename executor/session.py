@@ -33,10 +33,12 @@ from executor.module.guards import bind_guards
 from executor.module.naming import Naming
 from executor.optimizer.table import OptimizerEntry
 from executor.options import SessionOptions, backend_of
+from executor.parking import Moved, Parking
 from executor.runtime import Runtime
 from executor.state_access import StateAccess
 from planner.decisions import Decisions
 from planner.graph import Unit
+from planner.schedule.loop import OutOfOrderError
 from planner.schedule.tasks import Tier
 from planner.schedule.timeline import Timeline
 
@@ -112,6 +114,7 @@ class Session:
             for group in groups:  # or the first update would compile it
                 entry.warm_up(np.uint16 if bf16 else np.float32, group, writes_bf16=bf16)
             self.access = StateAccess(model, self.runtime, units)
+            self._parking = Parking(model, self.runtime, self.access, options.link_bytes_per_s)
             self.driver = driver = IterationDriver(
                 model, self.runtime, self.access, units, decisions, shards, entry, groups
             )
@@ -193,8 +196,9 @@ class Session:
     def stream_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield all weights, one at a time, under the names and in the form that ``transformers`` writes to files.
 
-        Take them between two iterations, and use each before the next is asked for: it may be a view of memory that
-        then has other values. Nothing is copied that is whole in memory. All ranks iterate together, to the end.
+        Take them between two iterations, also while parked, and use each before the next is asked for: it may be a
+        view of memory that then has other values. Nothing is copied that is whole in memory. All ranks
+        iterate together, to the end.
 
         Args:
             dtype: of weights; left out, that of the plan. In another one they are made of the float32 master copies.
@@ -205,15 +209,45 @@ class Session:
         """
         naming = self.naming()
         kept = naming.kept_names()
-        masters = self.access.masters() if dtype not in {None, self.runtime.state.dtype} else None
+        wanted = dtype or self.runtime.state.dtype
+        from_masters = self.runtime.parked or wanted != self.runtime.state.dtype
+        masters = self.access.masters()
 
         def read(plain: str) -> torch.Tensor:
             tensor = naming.tensors[kept[plain]]
-            name = self._names.get(id(tensor))
-            return tensor if name is None else (masters or self.access.weights)(name)
+            if (name := self._names.get(id(tensor))) is None:
+                return tensor
+            return masters(name).to(wanted) if from_masters else self.access.weights(name)
 
         for conversion in naming.to_files(kept):
             yield from conversion.apply(read).items()
+
+    def park(self, *, keep_weights: bool = False) -> Moved:
+        """Give all device memory of the session back, between two steps; all ranks do so together.
+
+        Weights and state that only the device has move to pinned host memory, which is taken at the first time and
+        kept. Until :meth:`unpark`, training, evaluating and reading are refused, but for :meth:`stream_weights`.
+
+        Args:
+            keep_weights: leave resident weights on the device, where tensors of :meth:`full_parameters` view them.
+
+        Raises:
+            OutOfOrderError: in the middle of an iteration, or it is parked already.
+            DeviceMemoryError: the host has no room; nothing has changed.
+        """
+        self.runtime.check_has_weights()
+        return self._parking.park(keep_weights=keep_weights)
+
+    def unpark(self) -> Moved:
+        """Take device memory again, with what was there before :meth:`park`; all ranks do so together.
+
+        Raises:
+            OutOfOrderError: it is not parked.
+            DeviceMemoryError: others have the memory; the session stays parked.
+        """
+        if not self.runtime.parked:
+            raise OutOfOrderError("the session is not parked; call session.park() before session.unpark()")
+        return self._parking.unpark()
 
     def sync_rng_state(self) -> None:
         """Give ranks that share layers the same RNG state: what they drop out must be the same."""
@@ -288,6 +322,8 @@ class Session:
         """
         if self.closed:
             return
+        if self.runtime.parked and not self.failed:
+            self.unpark()
         together = found = False
         runtime, driver = self.runtime, self.driver
         driver.visibility.release()

@@ -99,7 +99,8 @@ class StateAccess:
         def master(name: str) -> torch.Tensor:
             nonlocal held, flat
             self._runtime.check_has_weights()
-            self.make_current("state_dict()", uses=True)
+            if not self._runtime.parked:
+                self.make_current("state_dict()", uses=True)
             parts = []
             for unit, parameter in self._state.by_parameter[name]:
                 if held != unit.name:
@@ -134,6 +135,7 @@ class StateAccess:
         """
         self.check_idle()
         runtime = self._runtime
+        runtime.check_unparked()
         runtime.doing = doing
         runtime.synchronize()
         is_current = self._current_in == runtime.loop.iteration
@@ -150,6 +152,10 @@ class StateAccess:
             if unit.slot < 0 and unit.is_sharded:  # ranks have updated shards of what is resident (ZeRO-1 and 2)
                 runtime.actions.all_gather(unit)
 
+    def forget_current(self) -> None:
+        """Bring weights to the device again before their next use: it has lost them."""
+        self._current_in = _NEVER
+
     def evaluate(self, unit: str) -> None:
         """Bring all weights that a unit uses to the device, for a forward without training.
 
@@ -157,6 +163,7 @@ class StateAccess:
         """
         if not self.is_evaluating:
             self._runtime.check_has_weights()
+            self._runtime.check_unparked()
             try:
                 self.make_current("an evaluation", uses=True)
             except OutOfOrderError as error:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from executor.devices.meter import MemoryMeter
-from executor.direct_io import pages
+from executor.direct_io import forget_pages, pages
 from executor.optimizer import WorkerTeam
 from executor.optimizer.bf16 import bf16_to_float32, float32_to_bf16
 from executor.optimizer.passes import as_float32
@@ -58,6 +58,12 @@ class Backend(Protocol):
 
     def empty(self, num_bytes: int, *, on_device: bool) -> torch.Tensor:
         """Return uint8 ``[num_bytes]`` on the device, or in pinned host memory."""
+
+    def release(self, block: torch.Tensor) -> int:
+        """Give the device memory of a tensor's storage back, of which all views stay; return its bytes."""
+
+    def restore(self, block: torch.Tensor, num_bytes: int) -> None:
+        """Take device memory again for a storage that :meth:`release` has emptied; its values are lost."""
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         """Copy between contiguous tensors of one type and shape, on the thread's lane."""
@@ -128,6 +134,15 @@ class HostBackend:
     def empty(self, num_bytes: int, *, on_device: bool) -> torch.Tensor:  # noqa: ARG002 - one of the Backend's methods
         """See :class:`Backend`."""
         return torch.from_numpy(pages(num_bytes)) if num_bytes else torch.empty(0, dtype=torch.uint8)
+
+    def release(self, block: torch.Tensor) -> int:
+        """See :class:`Backend`. The address stays; the system takes the pages."""
+        storage = block.untyped_storage()
+        forget_pages(storage.data_ptr(), storage.nbytes())
+        return storage.nbytes()
+
+    def restore(self, block: torch.Tensor, num_bytes: int) -> None:
+        """See :class:`Backend`. Pages come back as they are used."""
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         """See :class:`Backend`."""

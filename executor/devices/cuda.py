@@ -160,6 +160,18 @@ class CudaBackend:
         with contextlib.suppress(RuntimeError):
             torch.zeros(1, device=self.device)
 
+    def release(self, block: torch.Tensor) -> int:
+        """Free the memory of a storage, in the allocator and for others."""
+        storage = block.untyped_storage()
+        num_bytes = storage.nbytes()
+        storage.resize_(0)
+        torch.cuda.empty_cache()
+        return num_bytes
+
+    def restore(self, block: torch.Tensor, num_bytes: int) -> None:
+        """Allocate it again."""
+        block.untyped_storage().resize_(num_bytes)
+
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         """Copy on the current stream."""
         destination.copy_(source, non_blocking=True)

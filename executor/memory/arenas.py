@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Final, final
 
 import torch
@@ -62,6 +62,7 @@ class Arena:
         self.capacity_bytes = capacity_bytes
         self._backend = backend
         self._blocks: dict[str, tuple[dict[MemoryClass, int], torch.Tensor]] = {}  # bytes by class
+        self._released: dict[str, int] = {}
 
     @property
     def used_bytes(self) -> int:
@@ -71,8 +72,8 @@ class Arena:
     def by_class(self) -> dict[MemoryClass, int]:
         """Return the bytes taken so far, by class."""
         totals: dict[MemoryClass, int] = defaultdict(int)
-        for num_bytes, _ in self._blocks.values():
-            for memory_class, count in num_bytes.items():
+        for name, (num_bytes, _) in self._blocks.items():
+            for memory_class, count in num_bytes.items() if name not in self._released else ():
                 totals[memory_class] += count
         return dict(totals)
 
@@ -120,6 +121,32 @@ class Arena:
         assert not room or (block.data_ptr() - shift_bytes) % block_bytes == 0
         self._blocks[name] = (dict(num_bytes_of), block)
         return block
+
+    def release(self, kept: Collection[int]) -> int:
+        """Give memory back for a while, except of storages in ``kept``; return its bytes. All views stay."""
+        for name, (_, block) in self._blocks.items():
+            if block.nbytes and block.untyped_storage()._cdata not in kept:
+                self._released[name] = self._backend.release(block)
+        return sum(self._released.values())
+
+    def restore(self) -> int:
+        """Take again what :meth:`release` has given back, with other values; return its bytes.
+
+        Raises:
+            DeviceMemoryError: others have it now; what there is is given back again.
+        """
+        done: dict[str, int] = {}
+        try:
+            for name, num_bytes in self._released.items():
+                self._backend.restore(self._blocks[name][1], num_bytes)
+                done[name] = num_bytes
+        except (MemoryError, RuntimeError) as error:
+            for name in done:
+                self._backend.release(self._blocks[name][1])
+            left = sum(self._released.values())
+            raise DeviceMemoryError(self._message("what was parked", left)) from error
+        self._released.clear()
+        return sum(done.values())
 
     def clear(self) -> None:
         """Drop all blocks; memory is freed with the last view of it."""

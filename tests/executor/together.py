@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import hashlib
 import os
+import re
 import signal
 import socket
 import warnings
@@ -734,3 +735,39 @@ def loaded_and_saved(rank: int, _size: int, task: Task, decisions: Decisions, fo
         for name, values in session.stream_weights():
             digest.update(name.encode() + values.contiguous().view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
+
+
+def parked_on_the_way(rank: int, _size: int, task: Task, decisions: Decisions):
+    """Train as :func:`trained` does, parked after every step, when weights are read."""
+    model, optimizer = prepare(task, decisions)
+    with optimizer.session as session:
+
+        def between(_iteration):
+            session.park()
+            found = {name: values.clone() for name, values in session.stream_weights()}
+            session.unpark()
+            assert all(torch.equal(found[name], values) for name, values in session.full_parameters().items())
+
+        seen = train(task, model, optimizer, rank=rank, after_step=between)
+        final = {n: w.clone() for n, w in session.full_parameters().items()}
+    return seen, {n: w.view(torch.uint8).numpy() for n, w in final.items()}
+
+
+def measured_while_parked():
+    """Print device memory, and what a process holds before, while and after its session is parked, on the host."""
+    CONFIGS["wide"] = lambda: CONFIGS["llama"]().__class__(
+        **CONFIGS["llama"]().to_dict() | {"hidden_size": 512, "intermediate_size": 2048, "head_dim": 256}
+    )
+    task = Task("wide", torch.float32)
+    _, optimizer = prepare(task, decide(task, uniform("gpu", "cpu"), subgroup_params=1 << 30))
+
+    def held_bytes():
+        found = re.search(r"VmRSS:\s+(\d+) kB", Path("/proc/self/status").read_text("utf-8"))
+        return int(found[1]) << 10
+
+    with optimizer.session as session:
+        before = held_bytes()
+        away = session.park()
+        meanwhile = held_bytes()
+        session.unpark()
+        print(away.device_bytes, before, meanwhile, held_bytes())  # noqa: T201

@@ -128,6 +128,7 @@ def prepare_planned(
 def session_options(plan: Plan, settings: Settings) -> SessionOptions:
     """Return how a plan is executed here."""
     hardware, per_node = plan.hardware, ranks_per_node(plan)
+    link = hardware.host_link
     return SessionOptions(
         device="cuda" if hardware.device.kind == "gpu" else "cpu",
         num_threads=max(hardware.host.num_optimizer_cores // per_node, 1),
@@ -138,5 +139,6 @@ def session_options(plan: Plan, settings: Settings) -> SessionOptions:
         cores=settings.get("cores", "auto"),
         checkpoint_buffer_bytes=settings.get("checkpoint_buffer_bytes", 0),
         record=True,
+        link_bytes_per_s=(link.up.best_rate_per_s(), link.down.best_rate_per_s()),
         batch=batch_shapes(plan),
     )

@@ -1,0 +1,197 @@
+"""Gives device memory back between steps, so that others (an inference engine) can use it, and takes it again.
+
+[Note: Parked] What only the device has goes to pinned host memory: optimizer state, and weights that are updated there.
+What the host has too is dropped: weights that it updates or streams, and slots, which are filled at each use. The
+session's tensors stay as they are, and only their memory goes and comes back. Meanwhile state is read from its place on
+the host. The host memory is taken when a session is parked first, and kept for the next time.
+"""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Iterator
+from typing import final
+
+import torch
+
+from executor.memory.state import without_values
+from executor.memory.units import Moments, UnitState
+from executor.module.guarded_parameters import unguarded
+from executor.runtime import Runtime
+from executor.state_access import StateAccess
+from planner.decisions import Place
+from planner.schedule.tasks import MemoryClass
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Moved:
+    """What parking, or its end, has done.
+
+    Attributes:
+        num_bytes: that went over the link.
+        device_bytes: of the device, that were given back or taken.
+        predicted_s: what the link takes for these bytes; ``None`` without a profile.
+        seconds: that it took. The first time, host memory is taken too.
+    """
+
+    num_bytes: int
+    device_bytes: int
+    predicted_s: float | None
+    seconds: float
+
+
+@final
+class Parking:
+    """Parks a session; see [Note: Parked].
+
+    Args:
+        model: whose buffers go with it.
+        runtime: of the session.
+        access: to its weights.
+        link_bytes_per_s: rates of copies away from the device and to it; ``None`` if they are unknown.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        runtime: Runtime,
+        access: StateAccess,
+        link_bytes_per_s: tuple[float, float] | None,
+    ) -> None:
+        self._model = model
+        self._runtime = runtime
+        self._access = access
+        self._link_bytes_per_s = link_bytes_per_s
+        self._host: torch.Tensor | None = None
+        self._moved: list[tuple[torch.Tensor, torch.Tensor]] = []  # on the device, and on the host
+        self._undo: list[Callable[[], None]] = []
+
+    def park(self, *, keep_weights: bool) -> Moved:
+        """See :meth:`executor.session.Session.park`."""
+        runtime, units = self._runtime, list(self._runtime.state.units.values())
+        begin_s = time.perf_counter()
+        self._access.end_evaluation()
+        self._access.make_current("park()")
+        if runtime.snapshots is not None:
+            runtime.snapshots.take_remaining()
+        own = [unit.own_weights for unit in units if _has_only_weights(unit) and not keep_weights]
+        slabs = [slab for unit in units for slab in _slabs(unit.device)]
+        buffers = list(self._buffers())
+        place = self._places([*own, *slabs, *buffers])
+        self._moved = [(tensor, place[id(tensor)]) for tensor in (*slabs, *buffers)]
+        for unit in units if not keep_weights else ():
+            device, host = unit.own_weights, place.get(id(unit.own_weights))
+            self._moved += [] if host is None else [(device[held], host[held]) for held in _updated_there(unit)]
+        for tensor, there in self._moved:
+            runtime.backend.copy(there, tensor)
+        runtime.actions.synchronize()
+        for unit in units:
+            self._read_from_host(unit, place, hides=not keep_weights)
+        kept = [tensor for unit in units if keep_weights for tensor in _resident(unit)]
+        device_bytes = runtime.gpu.release({tensor.untyped_storage()._cdata for tensor in kept})
+        for buffer in buffers:
+            self._undo.append(functools.partial(runtime.backend.restore, buffer, runtime.backend.release(buffer)))
+        runtime.parked = True
+        return self._result(0, device_bytes, begin_s)
+
+    def unpark(self) -> Moved:
+        """See :meth:`executor.session.Session.unpark`."""
+        runtime = self._runtime
+        begin_s = time.perf_counter()
+        device_bytes = runtime.gpu.restore()  # if it is not there, the session stays parked
+        while self._undo:
+            self._undo.pop()()
+        for tensor, there in self._moved:
+            runtime.backend.copy(tensor, there)
+        for unit in runtime.state.units.values():
+            for piece in unit.pieces if unit.on_device else ():
+                if piece.place is Place.STREAM:
+                    unit.own(piece).copy_(unit.master(piece))
+        runtime.actions.synchronize()
+        runtime.parked = False
+        self._access.forget_current()
+        self._access.make_current("unpark()")  # what the host updates
+        runtime.actions.synchronize()
+        result = self._result(1, device_bytes, begin_s)
+        self._moved = []
+        return result
+
+    def _result(self, way: int, device_bytes: int, begin_s: float) -> Moved:
+        num_bytes = sum(tensor.nbytes for tensor, _ in self._moved)
+        if way:
+            held = [
+                (unit, piece) for unit in self._runtime.state.units.values() if unit.on_device for piece in unit.pieces
+            ]
+            num_bytes += sum(unit.own(piece).nbytes for unit, piece in held if piece.place is not Place.GPU)
+        predicted_s = None if self._link_bytes_per_s is None else num_bytes / self._link_bytes_per_s[way]
+        return Moved(num_bytes, device_bytes, predicted_s, time.perf_counter() - begin_s)
+
+    def _buffers(self) -> Iterator[torch.Tensor]:
+        """Yield the model's buffers that have device memory of their own."""
+        seen = set()
+        for buffer in self._model.buffers():
+            if buffer.is_cuda and buffer.is_contiguous() and id(buffer) not in seen:
+                seen.add(id(buffer))
+                yield buffer
+
+    def _places(self, tensors: list[torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Return host memory for tensors, by identity."""
+        num_bytes = sum(_aligned(tensor.nbytes) for tensor in tensors)
+        if self._host is None or len(self._host) < num_bytes:
+            name = "parked" if self._host is None else "parked with weights"
+            self._host = self._runtime.host.take(name, MemoryClass.OPTIMIZER, num_bytes, torch.uint8)
+        found, start = {}, 0
+        for tensor in tensors:
+            found[id(tensor)] = self._host[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            start += _aligned(tensor.nbytes)
+        return found
+
+    def _read_from_host(self, unit: UnitState, place: dict[int, torch.Tensor], *, hides: bool) -> None:
+        """Let a unit's state be read where it is now, and its parameters be NaN if the device has none of them."""
+        device, own = unit.device, unit.own_weights
+        master = None if device.master is None else place[id(device.master)]
+        unit.device = Moments(master, tuple(place[id(buffer)] for buffer in device.buffers))
+        unit.own_weights = place.get(id(own), own)
+        self._undo.append(_setting(unit, device, own))
+        for leaf in (parameter.shard.leaf for parameter in unit.parameters if hides and unit.slot < 0):
+            with unguarded():
+                self._undo.append(_showing(leaf, leaf.data))
+                leaf.data = without_values(leaf.shape, leaf.dtype, leaf.device)
+
+
+def _setting(unit: UnitState, device: Moments, own: torch.Tensor) -> Callable[[], None]:
+    def undo() -> None:
+        unit.device, unit.own_weights = device, own
+
+    return undo
+
+
+def _showing(leaf: torch.nn.Parameter, values: torch.Tensor) -> Callable[[], None]:
+    def undo() -> None:
+        with unguarded():
+            leaf.data = values
+
+    return undo
+
+
+def _updated_there(unit: UnitState) -> list[slice]:
+    """Return the ranges of a unit's own weights that are updated on the device."""
+    pieces = [piece for piece in unit.pieces if unit.on_device and piece.place is Place.GPU]
+    return [slice(piece.start - unit.start, piece.stop - unit.start) for piece in pieces]
+
+
+def _has_only_weights(unit: UnitState) -> bool:
+    """Return whether the device alone has some of a unit's weights."""
+    return bool(_updated_there(unit))
+
+
+def _resident(unit: UnitState) -> list[torch.Tensor]:
+    return [*([unit.own_weights] if unit.on_device else []), *([unit.device_weights] if unit.slot < 0 else [])]
+
+
+def _slabs(moments: Moments) -> list[torch.Tensor]:
+    return [*([] if moments.master is None else [moments.master]), *moments.buffers]
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // 64) * 64
