@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from ullage.analysis.simulation import simulate as simulate
     from ullage.capture.module import capture_module as capture_module
     from ullage.capture.records import CaptureError as CaptureError
-    from ullage.integrations.trainer_callback import UllageCallback as UllageCallback
+    from ullage.integrations.transformers_trainer import offloaded as offloaded
     from ullage.planning import plan as plan
     from ullage.training.checkpoints import CheckpointOptions as CheckpointOptions
     from ullage.training.levels import memory_folder as memory_folder
@@ -98,7 +98,7 @@ _MODULES = {
     "ullage.analysis.simulation": ("simulate",),
     "ullage.capture.module": ("capture_module",),
     "ullage.capture.records": ("CaptureError",),
-    "ullage.integrations.trainer_callback": ("UllageCallback",),
+    "ullage.integrations.transformers_trainer": ("offloaded",),
     "ullage.planning": ("plan",),
     "ullage.training.checkpoints": ("CheckpointOptions",),
     "ullage.training.levels": ("memory_folder",),

@@ -16,7 +16,7 @@ from executor.module.guards import check_kinds, check_plain, check_unprepared
 from executor.optimizer.table import entry_of
 from hwprofiles.calibrate.run import FOR_LIBRARIES_BYTES, USABLE_SHARE
 from hwprofiles.machine import available_memory_bytes
-from hwprofiles.profile import Fabric, HardwareProfile
+from hwprofiles.profile import Dtype, Fabric, HardwareProfile
 from hwprofiles.quantity import Provenance, Quantity
 from hwprofiles.registry import load_profile
 from planner.models.captured import CapturedInput, CapturedModel
@@ -47,6 +47,7 @@ class Wishes(TypedDict, total=False):
         device_memory: bytes of each device, or a text like ``"8GB"``; left out, what is free.
         num_micro_batches: forward and backward of one step (1).
         clip: whether gradients are clipped by their norm (yes).
+        precision: ``"bf16"`` or ``"fp32"``, of weights and gradients; left out, that of the model's weights.
         storage: what may be offloaded beside optimizer state and parameters (activations, and everything to the drives
             if there is a ``storage_dir``).
     """
@@ -55,6 +56,7 @@ class Wishes(TypedDict, total=False):
     device_memory: int | str
     num_micro_batches: int
     clip: bool
+    precision: Dtype
     storage: Storage
 
 
@@ -74,7 +76,7 @@ def plan_here(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, 
     with torch.random.fork_rng():  # the user's random numbers go on where they were
 
         def make() -> Plan:
-            entry, captured = entry_of(optimizer), capture_live(model, batch)
+            entry, captured = entry_of(optimizer), capture_live(model, batch, wishes.get("precision"))
             request = Request(
                 captured,
                 machine_now(wishes, free),
@@ -93,15 +95,21 @@ def plan_here(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, 
         return of_first_rank(make)
 
 
-def capture_live(model: nn.Module, batch: Batch) -> CapturedModel:
+def capture_live(model: nn.Module, batch: Batch, precision: Dtype | None = None) -> CapturedModel:
     """Capture a model as it is, called with a batch: its own weights are neither read nor copied.
+
+    Args:
+        model: any module.
+        batch: what it is called with.
+        precision: of the weights that are planned; left out, that of the model's.
 
     Raises:
         CaptureError: it cannot be captured, or does not run with the batch.
         ValueError: the batch or the type of the weights cannot be planned.
     """
-    dtype = _dtype_of(model)
-    return capture_module(model, _inputs(batch), dtype, as_on_gpu=torch.cuda.is_available())
+    if precision is not None and precision not in DTYPES:
+        raise ValueError(f"precision is {precision!r}, which cannot be planned; give one of {', '.join(DTYPES)}")
+    return capture_module(model, _inputs(batch), precision or _dtype_of(model), as_on_gpu=torch.cuda.is_available())
 
 
 def _dtype_of(model: nn.Module) -> Literal["bf16", "fp32"]:

@@ -43,7 +43,8 @@ class Options(Wishes, Settings, total=False):
     """How a model is planned, if no plan is given, and how its plan is executed; all may be left out.
 
     Attributes:
-        hardware, device_memory, num_micro_batches, clip, storage: see :class:`ullage.this_machine.planning.Wishes`.
+        hardware, device_memory, num_micro_batches, clip, precision, storage: see
+            :class:`ullage.this_machine.planning.Wishes`.
         storage_dir, compile_blocks, cores, checkpoint_buffer_bytes: see :class:`Settings`.
     """
 
@@ -99,7 +100,8 @@ def prepare(
         raise ValueError(
             f"{next(iter(wishes))} is decided by the plan that is given; leave it out, or give a batch instead of it"
         )
-    warn_about_dtypes(model, plan)
+    if "precision" not in wishes:
+        warn_about_dtypes(model, plan)
     return prepare_planned(model, optimizer, plan, cast("Settings", given))
 
 

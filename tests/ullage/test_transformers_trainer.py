@@ -1,0 +1,181 @@
+"""``ullage.offloaded``: trainers of ``transformers`` and TRL, against the same ones with everything in memory."""
+
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers import Trainer, TrainingArguments
+
+import ullage
+from hwprofiles.machine import this_machine
+from hwprofiles.registry import load_profile, local_profile_path, save_profile
+from planner.plan.document import PlanError
+
+LENGTHS = (32, 9, 32, 17, 5, 32, 30, 3, 11, 32, 8, 8, 21, 32)  # 7 batches in an epoch: the last is a group of its own
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ULLAGE_HOME", str(tmp_path / "home"))
+    profile = load_profile("epyc-turin-2c")
+    save_profile(profile.model_copy(update={"name": "mine", "measured_on": this_machine()}), local_profile_path())
+
+
+def padded(rows: list[dict]) -> dict[str, torch.Tensor]:
+    """Pad on the right, as data collators do."""
+    random.random(), np.random.random(), torch.rand(1)  # noqa: NPY002, S311 - so do collators that mask
+    length = max(len(row["input_ids"]) for row in rows)
+    ids = torch.zeros(len(rows), length, dtype=torch.long)
+    mask, labels = torch.zeros_like(ids), torch.full_like(ids, -100)
+    for into, row in enumerate(rows):
+        ids[into, : len(row["input_ids"])] = labels[into, : len(row["input_ids"])] = row["input_ids"]
+        mask[into, : len(row["input_ids"])] = 1
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def data() -> list[dict]:
+    generator = torch.Generator().manual_seed(1)
+    return [{"input_ids": torch.randint(256, (length,), generator=generator)} for length in LENGTHS]
+
+
+def model_of(path: Path) -> nn.Module:
+    transformers.set_seed(0)
+    config = transformers.AutoConfig.for_model(**json.loads(path.read_text()), attention_dropout=0.1)
+    return transformers.AutoModelForCausalLM.from_config(config)
+
+
+def trainer(made: type[Trainer], model_path: Path, folder: Path, **arguments) -> Trainer:
+    usual = {
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "max_steps": 6,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "save_steps": 3,
+        "eval_strategy": "steps",
+        "eval_steps": 3,
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "warmup_steps": 2,
+    }
+    return made(
+        model=model_of(model_path),
+        args=TrainingArguments(output_dir=str(folder), **usual | arguments),
+        data_collator=padded,
+        train_dataset=data(),
+        eval_dataset=data()[:4],
+    )
+
+
+def same_logs(plain: Trainer, ours: Trainer) -> None:
+    logs = [[entry for entry in made.state.log_history if "train_runtime" not in entry] for made in (plain, ours)]
+    for one, other in zip(*logs, strict=True):
+        for name in {"loss", "eval_loss", "grad_norm", "learning_rate"} & one.keys():
+            assert other[name] == pytest.approx(one[name], rel=1e-3), name
+
+
+def same_weights(plain: nn.Module, ours: nn.Module) -> None:
+    for (name, one), other in zip(plain.named_parameters(), ours.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-4, msg=name)
+
+
+def test_a_trainer_trains_as_in_memory_and_goes_on_from_its_checkpoints(tiny_model: Path, tmp_path: Path) -> None:
+    """To rounding: PyTorch's AdamW and ours add up the same terms in another order."""
+    plain = trainer(Trainer, tiny_model, tmp_path / "plain")
+    plain.train()
+    ours = trainer(ullage.offloaded(Trainer, device_memory="1.5MB"), tiny_model, tmp_path / "ours")
+    assert ours.plan is None
+    ours.train()
+    same_logs(plain, ours)
+    plan = ours.plan
+    assert plan.model.inputs[0].shape == (2, 32)  # the longest, not the first
+    assert (plan.decisions.num_micro_batches, plan.decisions.clip) == (2, True)
+    assert any(unit.params == "host" for unit in plan.decisions.units.values())
+    ours.save_model(str(tmp_path / "last"))
+    steps = [entry for entry in ours.state.log_history if "loss" in entry]
+    assert steps[-1]["loss"] < steps[0]["loss"]
+    measured = [entry for entry in steps if "ullage_iteration_s" in entry]
+    assert all(entry["ullage_predicted_s"] == plan.prediction.iteration_s for entry in measured)
+    ours.close()
+    same_weights(plain.model, ours.model)
+    saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "last")
+    for name, weight in saved.named_parameters():
+        assert torch.equal(weight, ours.model.get_parameter(name)), name
+
+    again = trainer(ullage.offloaded(Trainer, device_memory="1.5MB"), tiny_model, tmp_path / "ours")
+    again.train(resume_from_checkpoint=str(tmp_path / "ours" / "checkpoint-3"))
+    same_logs(plain, again)
+    again.close()
+    same_weights(plain.model, again.model)
+
+
+def test_evaluating_before_training_and_training_twice(tiny_model: Path, tmp_path: Path) -> None:
+    found = []
+    for made in (Trainer, ullage.offloaded(Trainer)):
+        each = trainer(made, tiny_model, tmp_path / made.__name__, max_steps=1, learning_rate=1e-3)
+        loss = each.evaluate()["eval_loss"]
+        each.train()
+        each.train()
+        found.append((loss, each))
+    (plain_loss, plain), (our_loss, ours) = found
+    ours.close()
+    assert our_loss == pytest.approx(plain_loss, rel=1e-6)
+    same_weights(plain.model, ours.model)
+
+
+def test_mixed_precision_is_bf16_weights_with_masters_and_checkpointing_is_the_plans(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    ours = trainer(
+        ullage.offloaded(Trainer), tiny_model, tmp_path, bf16=True, activation_checkpointing=True, max_steps=2
+    )
+    ours.train()
+    assert ours.plan.decisions.precision.weights == "bf16"
+    assert ours.optimizer.optimizer.state_dict()["state"][0]["master"].dtype is torch.float32
+    ours.close()
+    assert {parameter.dtype for parameter in ours.model.parameters()} == {torch.bfloat16}
+
+
+def test_a_stream_of_data_is_planned_for_its_first_batch(tiny_model: Path, tmp_path: Path) -> None:
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter(data())
+
+    ours = trainer(ullage.offloaded(Trainer), tiny_model, tmp_path, max_steps=1)
+    ours.train_dataset = Stream()
+    ours.train()
+    ours.close()
+    assert ours.plan.model.inputs[0].shape == (2, 32)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"auto_find_batch_size": True}, "auto_find_batch_size=True, which no plan has; leave it out: the plan is for"),
+        ({"torch_compile": True}, "torch_compile=True, which no plan has; .*compile_blocks=True to ullage.offloaded"),
+        ({"fp16_full_eval": True}, "fp16_full_eval=True, which no plan has; leave it out: a prepared model keeps"),
+        (
+            {"load_best_model_at_end": True, "save_steps": 3},
+            "load_best_model_at_end=True, which no plan has; leave it out, and load the best checkpoint",
+        ),
+    ],
+)
+def test_arguments_that_no_plan_has_are_named_before_anything_is_made(
+    tiny_model: Path, tmp_path: Path, arguments, message
+) -> None:
+    with pytest.raises(PlanError, match=message):
+        trainer(ullage.offloaded(Trainer), tiny_model, tmp_path, **arguments)
+
+
+def test_what_is_no_trainers_class_is_named(tiny_model: Path, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"Linear is no class of transformers.Trainer; write ullage.offloaded\(Trainer"):
+        ullage.offloaded(nn.Linear)
+    made = trainer(Trainer, tiny_model, tmp_path)
+    with pytest.raises(TypeError, match=r"Trainer is no class of .*, before it is made"):
+        ullage.offloaded(made)

@@ -1,0 +1,222 @@
+"""``ullage.offloaded``: ``transformers.Trainer``, and classes made from it, in the memory that is free."""
+
+import contextlib
+import random
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, TypeVar, Unpack, cast
+
+import numpy as np
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from executor.prepare import OffloadedOptimizer
+from planner.plan.document import Plan, PlanError
+from ullage.training.preparing import Options, prepare
+
+_Trainer = TypeVar("_Trainer", bound=transformers.Trainer)
+
+# Newer versions have another name for it, and the older one as an alias.
+_CHECKPOINTING: Final = ("activation_checkpointing", "gradient_checkpointing")
+_REFUSED: Final = {
+    "fp16": "use bf16=True: the plan then has bf16 weights and float32 master copies",
+    "torch_compile": "leave it out, and give compile_blocks=True to ullage.offloaded",
+    "load_best_model_at_end": "leave it out, and load the best checkpoint after training",
+    "auto_find_batch_size": "leave it out: the plan is for per_device_train_batch_size",
+    "fp16_full_eval": "leave it out: a prepared model keeps its type",
+    "bf16_full_eval": "leave it out: a prepared model keeps its type",
+    "fsdp": "leave it out: the plan shards and offloads by itself",
+    "deepspeed": "leave it out: the plan shards and offloads by itself",
+}
+_MOST_ROWS: Final = 20_000  # of the data whose lengths are looked at
+
+
+def offloaded(trainer_class: type[_Trainer], **options: Unpack[Options]) -> type[_Trainer]:
+    """Return a trainer's class whose training is planned for the memory that is free, and else as it was.
+
+    ``ullage.offloaded(transformers.Trainer)(model=model, args=args, ...)``. The model stays where it is until training
+    or evaluation begins. Then it is prepared, as by :func:`ullage.prepare`, with the optimizer that the trainer has
+    made or was given. The example batch is one of the longest rows of the training data, as the trainer collates them.
+    Accumulation and clipping are those of the trainer's arguments. ``bf16=True`` means bf16 weights with float32 master
+    copies, without autocast. The trainer's gradient checkpointing is switched off, because the plan decides what is
+    recomputed.
+
+    The log of every step then has ``ullage_iteration_s`` (measured, the mean since the last log) and
+    ``ullage_predicted_s``; not that of steps on other batches than planned. ``trainer.plan`` is the plan.
+    ``trainer.close()`` gives the model back as an ordinary one; until then it can be evaluated and saved.
+
+    Args:
+        trainer_class: ``transformers.Trainer``, ``trl.SFTTrainer`` or another one.
+        options: see :class:`Options`.
+
+    Raises:
+        TypeError: it is no such class.
+    """
+    if not (isinstance(trainer_class, type) and issubclass(trainer_class, transformers.Trainer)):
+        name = trainer_class.__name__ if isinstance(trainer_class, type) else type(trainer_class).__name__
+        raise TypeError(
+            f"{name} is no class of transformers.Trainer; write ullage.offloaded(Trainer)(model=...), before it is made"
+        )
+    made = type(f"Offloaded{trainer_class.__name__}", (_Offloaded, trainer_class), {"ullage_options": options})
+    return cast("type[_Trainer]", made)
+
+
+class _Offloaded(transformers.Trainer):
+    """What differs; the class it is mixed with does everything else."""
+
+    ullage_options: Options
+    _offloaded: OffloadedOptimizer | None = None
+    _of_model: nn.Module | None = None
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan, once training or evaluation has begun."""
+        return None if self._offloaded is None else self._offloaded.plan
+
+    def close(self) -> None:
+        """Wait for the last updates and give the model back as an ordinary one."""
+        if self._offloaded is not None:
+            self._offloaded.session.close()
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Make the arguments mean what a plan can do, before anything is made of them.
+
+        Raises:
+            PlanError: one of them cannot.
+        """
+        args = self.args
+        for name, remedy in _REFUSED.items():
+            if getattr(args, name, None):
+                raise PlanError(f"TrainingArguments has {name}={getattr(args, name)!r}, which no plan has; {remedy}")
+        if args.parallel_mode is transformers.training_args.ParallelMode.DISTRIBUTED:
+            raise PlanError(
+                f"{args.world_size} processes were started, and the trainer would copy the model to each; start one, "
+                "or use ullage.prepare in a loop of your own, which takes several"
+            )
+        args._n_gpu = min(args.n_gpu, 1)  # no copies of the model on further GPUs
+        self._precision = {"precision": "bf16"} if args.bf16 else {}
+        args.bf16, args.mixed_precision = False, "no"
+        for name in _CHECKPOINTING:
+            if getattr(args, name, None):
+                setattr(args, name, False)
+        super().create_accelerator_and_postprocess()
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Leave the model where it is: the plan moves it."""
+
+    def _prepare_input(self, data: Any) -> Any:
+        data = super()._prepare_input(data)
+        is_float = isinstance(data, Tensor) and data.is_floating_point()
+        return data.to(torch.bfloat16) if is_float and self._precision else data
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """Make the optimizer, and put it and the model under a plan, once."""
+        if self._of_model is self.model and self.optimizer is not None:
+            return self.optimizer
+        given = super().create_optimizer(model)
+        self.close()  # that of another model, which model_init has replaced
+        assert self.model is not None
+        args = self.args
+        options: Any = {
+            "num_micro_batches": args.gradient_accumulation_steps,
+            "clip": bool(args.max_grad_norm and args.max_grad_norm > 0),
+            **self._precision,
+            **self.ullage_options,
+        }
+        _, self._offloaded = prepare(self.model.train(), given, self._largest_batch(), **options)
+        self.optimizer, self._of_model = self._offloaded, self.model
+        self.add_callback(_Measurements(self._offloaded))
+        return self._offloaded
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate the prepared model, which is where the data come to."""
+        if not self.is_in_train:
+            self.create_optimizer()
+        return super().evaluation_loop(*args, **kwargs)
+
+    def _largest_batch(self) -> dict[str, Tensor]:
+        """Return a batch of the longest rows of the data, or the first one of a stream; random numbers go on."""
+        with _random_numbers_kept():
+            loader = self.get_train_dataloader()
+            batch = _collated(loader, self.args.train_batch_size)
+        return {name: value for name, value in batch.items() if isinstance(value, Tensor)}
+
+
+def _collated(loader: Any, num_rows: int) -> Mapping[str, Any]:
+    data = loader.dataset
+    if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
+        batch = next(iter(loader))
+    else:
+        step = max(len(data) // _MOST_ROWS, 1)
+        rows = sorted(range(0, len(data), step), key=lambda row: _length(data[row]), reverse=True)[:num_rows]
+        batch = loader.collate_fn([data[row] for row in rows])
+    if not isinstance(batch, Mapping):
+        raise TypeError(
+            f"the trainer's batches are {type(batch).__name__}, not dictionaries; give it a data_collator that returns "
+            "what the model is called with, by name"
+        )
+    return batch
+
+
+def _length(row: Any) -> int:
+    tokens = row.get("input_ids") if isinstance(row, Mapping) else None
+    return len(tokens) if isinstance(tokens, Sequence | Tensor | np.ndarray) else 0
+
+
+@contextlib.contextmanager
+def _random_numbers_kept() -> Iterator[None]:
+    """Let what is drawn inside not change what is drawn later."""
+    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - data collators use it
+    with torch.random.fork_rng():
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)  # noqa: NPY002
+
+
+class _Measurements(TrainerCallback):
+    """Puts measured and predicted seconds per iteration into the trainer's log."""
+
+    def __init__(self, optimizer: OffloadedOptimizer) -> None:
+        self._optimizer = optimizer
+        self._begin_s = 0.0
+        self._spent_s: list[float] = []
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Note when an iteration begins."""
+        self._begin_s = time.perf_counter()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Note how long it has taken, if it was as planned; updates under way are in the next one's time."""
+        if self._optimizer.session.driver.last_was_whole:
+            self._spent_s.append(time.perf_counter() - self._begin_s)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Add measurements and their predictions to the log."""
+        if not self._spent_s or logs is None or "loss" not in logs:
+            return
+        found = {
+            "ullage_iteration_s": sum(self._spent_s) / len(self._spent_s),
+            "ullage_predicted_s": self._optimizer.plan.prediction.iteration_s,
+        }
+        self._spent_s.clear()
+        logs |= found  # for callbacks that come later; the history has had its copy
+        state.log_history[-1] |= found
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Wait for the last updates, so that their errors are raised here."""
+        self._optimizer.session.synchronize()
