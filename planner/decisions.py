@@ -431,7 +431,7 @@ class Decisions(Frozen):
 
     def regathers(self, unit: Unit) -> bool:
         """Return whether ranks all-gather a unit's shards after the update (ZeRO-1 and 2)."""
-        return self.zero_stage in {1, 2} and self.replicas(unit) > 1
+        return self.zero_stage in {1, 2} and unit.num_params > 0 and self.replicas(unit) > 1
 
     def gathers_ahead(self, num_params: int) -> bool:
         """Return whether collectives of a unit with ``num_params`` parameters overlap with computing."""
@@ -474,12 +474,23 @@ class Decisions(Frozen):
         return gradients_come or weights_go
 
     def shard_params(self, unit: Unit) -> int:
-        """Return the number of a unit's parameters that one rank updates, padded to equal shards."""
+        """Return the number of a unit's trained parameters that one rank updates, padded to equal shards."""
         return -(-unit.num_params // self.replicas(unit)) if self.zero_stage >= 1 else unit.num_params
 
     def padded_params(self, unit: Unit) -> int:
-        """Return the number of a unit's parameters, padded to equal shards."""
+        """Return the number of a unit's trained parameters, padded to equal shards."""
         return self.shard_params(unit) * (self.replicas(unit) if self.zero_stage >= 1 else 1)
+
+    def frozen_shard_bytes(self, unit: Unit) -> int:
+        """Return the bytes of a unit's frozen weights that one rank keeps: all, or in ZeRO-3 a padded shard."""
+        num_bytes = unit.frozen_bytes(self.precision.weight_bytes)
+        if not num_bytes or not self.gathers(unit):
+            return num_bytes
+        return -(-num_bytes // (self.replicas(unit) * FROZEN_ALIGNMENT_BYTES)) * FROZEN_ALIGNMENT_BYTES
+
+    def frozen_padded_bytes(self, unit: Unit) -> int:
+        """Return the bytes of a unit's frozen weights, padded to equal shards."""
+        return self.frozen_shard_bytes(unit) * (self.replicas(unit) if self.gathers(unit) else 1)
 
     def piece_params(self, unit: Unit) -> tuple[int, ...]:
         """Return the sizes of a unit's subgroups on one rank, in order."""
@@ -491,6 +502,9 @@ class Decisions(Frozen):
 
 
 _degrees = functools.lru_cache(64)(Degrees)  # a search needs them thousands of times
+
+FROZEN_ALIGNMENT_BYTES = 16
+"""Shards of frozen weights begin at a multiple of it, so that values of every type do."""
 
 SECTOR_PARAMS = 128
 """The number of float32 values in 512 B, the smallest sector."""

@@ -45,9 +45,12 @@ class Unit:
         segment: the decoder layer, which is recomputed as a whole. ``embed`` and ``head`` are segments of their own and
             are never recomputed.
         operators: in forward order.
-        parameters: in order of use.
+        parameters: those that are trained, in order of use. They have gradients and optimizer state, are cut into
+            subgroups, and their number is ``num_params``.
         shared_units: other units whose parameters it uses (tied embeddings).
         is_first: whether its segment begins with it.
+        frozen: parameters that only move with the others.
+        differentiated: whether backward goes through its segment; nothing before the first trained parameter is.
     """
 
     name: str
@@ -56,15 +59,39 @@ class Unit:
     parameters: tuple[ParameterSpec, ...]
     shared_units: tuple[str, ...] = ()
     is_first: bool = False
+    frozen: tuple[ParameterSpec, ...] = ()
+    differentiated: bool = True
 
     @functools.cached_property
     def num_params(self) -> int:
-        """Number of its own parameters."""
+        """Number of its own parameters that are trained."""
         return sum(spec.num_params for spec in self.parameters)
 
     @functools.cached_property
+    def num_weights(self) -> int:
+        """Number of all its own parameters, trained and frozen."""
+        return self.num_params + sum(spec.num_params for spec in self.frozen)
+
+    @functools.cached_property
+    def _frozen_bytes(self) -> dict[int, int]:
+        return {size: sum(spec.kept_bytes(size) for spec in self.frozen) for size in (2, 4)}
+
+    def frozen_bytes(self, weight_bytes: int) -> int:
+        """Return the bytes of its frozen weights, as they are kept and moved."""
+        return self._frozen_bytes[weight_bytes]
+
+    @functools.cached_property
+    def size_name(self) -> str:
+        """A name for its size: units of one name share a ring of slots."""
+        return f"{self.num_params}+{self.frozen_bytes(2)}" if self.frozen else str(self.num_params)
+
+    def kept_bytes(self, weight_bytes: int) -> int:
+        """Return the bytes of all its weights, as they are kept and moved."""
+        return weight_bytes * self.num_params + self.frozen_bytes(weight_bytes)
+
+    @functools.cached_property
     def sizes(self) -> dict[str, int]:
-        """Number of elements of each of its own parameters, by name."""
+        """Number of elements of each of its own trained parameters, by name."""
         return {spec.name: spec.num_params for spec in self.parameters}
 
     @functools.cached_property
@@ -148,12 +175,18 @@ class Unit:
     def recompute(self) -> Kernels:
         """Kernels that run again in backward if the segment is recomputed (``torch.utils.checkpoint``, non-reentrant).
 
-        It stops once the last saved tensor is back, so the end of a layer is not rerun. Empty outside layers.
+        It stops once the last saved tensor is back, so the end of a layer is not rerun. Empty outside layers, and where
+        backward does not come.
         """
-        if self.segment == self.name:
+        if not (self.in_layer and self.differentiated):
             return ()
         kept = ((operator, len(operator.forward) - operator.num_skipped) for operator in self.operators)
         return tuple(kernel for operator, count in kept for kernel in operator.forward[:count])
+
+    @property
+    def in_layer(self) -> bool:
+        """Whether it belongs to a decoder layer, or to another repeated block."""
+        return self.segment != self.name
 
     @functools.cached_property
     def swap_bytes(self) -> int:
@@ -186,7 +219,7 @@ class Unit:
     @functools.cached_property
     def num_modules(self) -> int:
         """The number of modules with parameters of their own."""
-        return len({spec.name.rpartition(".")[0] for spec in self.parameters})
+        return len({spec.name.rpartition(".")[0] for spec in (*self.parameters, *self.frozen)})
 
     @functools.cached_property
     def forward_flop(self) -> int:
@@ -262,14 +295,18 @@ def units(graph: Graph) -> tuple[Unit, ...]:
     """Return the units of a graph from :func:`build_graph`, in forward order."""
     operators = graph.operators.values()
     owner = {spec.name: operator.unit for operator in operators for spec in operator.parameters}
+    differentiated = {operator.segment for operator in operators if operator.backward}
     result: list[Unit] = []
     for name, group in itertools.groupby(operators, key=lambda operator: operator.unit):
         members = tuple(group)
         shared = {owner[parameter]: None for operator in members for parameter in operator.shared_parameters}
         owned = tuple(spec for operator in members for spec in operator.parameters)
+        trained, frozen = (tuple(spec for spec in owned if spec.is_trained is wanted) for wanted in (True, False))
         segment = members[0].segment
         is_first = not result or result[-1].segment != segment
-        result.append(Unit(name, segment, members, owned, tuple(shared), is_first))
+        # Experts that no token visits compute nothing, but are trained all the same.
+        reached = segment in differentiated or bool(trained)
+        result.append(Unit(name, segment, members, trained, tuple(shared), is_first, frozen, reached))
     return tuple(result)
 
 

@@ -88,8 +88,9 @@ class Loads:
         return load
 
     def gather(self, load: Load, unit: Unit, by: Sum) -> None:
-        """Add a collective that gathers a unit's parameters."""
-        num_bytes = self.weight_bytes * unit.num_params
+        """Add a collective that gathers a unit's parameters: after an update alone, those that are trained."""
+        gathers = self.given.gathers(unit)
+        num_bytes = unit.kept_bytes(self.weight_bytes) if gathers else self.weight_bytes * unit.num_params
         self.charge(load, Task(0, Lane.COLLECTIVE, Op.GATHER, Phase.FORWARD, unit.name, num_bytes=num_bytes), by)
 
     def scatter(self, load: Load, unit: Unit, by: Sum) -> None:

@@ -53,6 +53,10 @@ class Memory:
             weights_there = f"{name}:onnvme"
             if weights_there in self.on.program.boxes and not self.on.given.precision.master_is_weight:
                 nvme[weights_there] += float(versions * self.on.weight_bytes * shard)
+        for unit in (unit for unit in self.on.units if unit.frozen):
+            for held, where in ((host, f"{unit.name}:host"), (nvme, f"{unit.name}:onnvme")):
+                if where in self.on.program.boxes:
+                    held[where] += float(self.on.given.frozen_shard_bytes(unit))
         ranks = self.on.cost.ranks_per_node
         for tier, held in ((Tier.HOST, host), (Tier.NVME, nvme)):
             if capacity[tier] and held:
@@ -127,14 +131,14 @@ class Memory:
 
         There is a ring for each size of units, with slots for the unit that computes and for the units that are kept.
         """
-        rings: dict[int, list[Unit]] = defaultdict(list)
+        rings: dict[str, list[Unit]] = defaultdict(list)
         for unit in self.on.units:
             if f"{unit.name}:fills" in self.on.program.boxes:
-                rings[unit.num_params].append(unit)
+                rings[unit.size_name].append(unit)
         held = Sum()
-        for num_params, units in rings.items():
-            size = self.on.weight_bytes * num_params * scale
-            ring = self.on.program.variable(f"{RING}{num_params}", 0.0, size * len(units))
+        for size_name, units in rings.items():
+            size = units[0].kept_bytes(self.on.weight_bytes) * scale
+            ring = self.on.program.variable(f"{RING}{size_name}", 0.0, size * len(units))
             held[ring] = 1.0
             self.rings[ring] = (size, units)
             kept = {
@@ -164,10 +168,12 @@ class Memory:
         largest = max(self.on.given.shard_params(unit) for unit in self.on.units)
         slot = self.on.program.variable(STATE_SLOT, 0.0, self.on.given.state_bytes_per_param * largest * scale)
         held[slot] += 1.0
-        for unit in (unit for unit in self.on.units if unit.num_params):
+        for unit in (unit for unit in self.on.units if unit.num_weights):
+            own = self.on.own_bytes(unit) if self.on.given.gathers(unit) else unit.kept_bytes(self.on.weight_bytes)
+            held.plus(Sum(("", 1.0)).plus(self.on.away(unit), -1.0), own * scale)
+            if not unit.num_params:
+                continue
             shard = self.on.given.shard_params(unit)
-            resident = self.on.weight_bytes * (shard if self.on.given.gathers(unit) else unit.num_params)
-            held.plus(Sum(("", 1.0)).plus(self.on.away(unit), -1.0), resident * scale)
             held[f"{unit.name}:{Place.GPU}"] += state_bytes * shard * scale
             # The largest streamed subgroup is at least as large as the mean.
             mean = shard / len(self.on.given.piece_params(unit))

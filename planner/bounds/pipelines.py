@@ -73,7 +73,7 @@ def _always(stage: Stage, space: Space) -> Sum:
     given = space.given
     state_bytes = given.resident_state_bytes_per_param
     units = [unit for segment in stage for unit in segment]
-    weights = sum(given.precision.weight_bytes * unit.num_params for unit in units)
+    weights = sum(unit.kept_bytes(given.precision.weight_bytes) for unit in units)
     # Of units merged into a stage the shards are no larger in sum than their own.
     ranks = given.data_parallel if given.zero_stage else 1
     return Sum(("", float(weights) + state_bytes * (sum(unit.num_params for unit in units) / ranks)))

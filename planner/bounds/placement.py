@@ -42,13 +42,25 @@ class Placement:
         for room in ROOM.values():
             self.program.variable(room, 1.0, 1.0)
         for unit in self.units:
-            if unit.num_params:
+            if unit.num_weights:
                 self._place(unit)
         for segment in self.segments:
             if segment[0].recompute:
                 self._activations(segment)
 
     def _place(self, unit: Unit) -> None:
+        if unit.num_params:
+            self._fills(unit, self._trained(unit))
+            return
+        away = self.away(unit)
+        for where in ("host", "onnvme"):
+            if self.stores(where == "onnvme"):
+                away[self.program.variable(f"{unit.name}:{where}")] = 1.0
+        self.program.at_least(f"{unit.name}: in one place", Sum(("", 1.0)), away)
+        self._fills(unit, away)
+
+    def _trained(self, unit: Unit) -> Sum:
+        """Add the variables of a unit that is trained; return the share of its parameters that is not on the device."""
         program, name = self.program, unit.name
         places = [place for place in Place if self.stores(place is Place.NVME)]
         shares = Sum(*((program.variable(f"{name}:{place}"), 1.0) for place in places))
@@ -75,7 +87,11 @@ class Placement:
         if away and not self.given.precision.master_is_weight:
             back = Sum((program.variable(f"{name}:back"), 1.0))
             program.at_least(f"{name}: new weights go back", back, Sum(("", -1.0)).plus(streamed).plus(away))
-        self._fills(unit, away)
+        return away
+
+    def own_bytes(self, unit: Unit) -> int:
+        """Return the bytes of a unit's weights that one rank keeps, if ranks share updates or weights."""
+        return self.weight_bytes * self.given.shard_params(unit) + self.given.frozen_shard_bytes(unit)
 
     def _fills(self, unit: Unit, away: Sum) -> None:
         """Count how often parameters that are not resident are copied in: before every use, unless they were kept."""
@@ -83,7 +99,7 @@ class Placement:
         need = Sum(("", 1.0)) if self.given.gathers(unit) else away
         if not need or not unit.forward:  # an expert that no token visits
             return
-        uses = 2.0 * self.repeats
+        uses = (2.0 if unit.backward or unit.num_params else 1.0) * self.repeats
         kept = Sum()
         for gap, count in self.gaps():
             kept[program.variable(f"{name}:kept {gap}")] = count

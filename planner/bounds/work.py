@@ -28,6 +28,8 @@ class Work:
             self._pass(unit, Op.BACKWARD, every)
             if unit.num_params:
                 self._work_of(unit)
+            if unit.num_weights:
+                self._bring(unit)
         for segment in self.on.segments:
             for way, op in AGAIN:
                 if (name := f"{segment[0].segment}:{way}") not in self.on.program.boxes:
@@ -69,11 +71,15 @@ class Work:
             self.on.loads.scatter(total, unit, often)
         if self.on.given.regathers(unit):
             self.on.loads.gather(total, unit, Sum(("", 1.0)))
+
+    def _bring(self, unit: Unit) -> None:
+        """Add the load of bringing a unit's weights to the device, and of its storage."""
+        total, name = self.total, unit.name
         if self.on.given.gathers(unit) and unit.forward:
             self.on.loads.gather(total, unit, Sum((f"{name}:fills", 1.0)))
         fetched = next((v for v in (f"{name}:fetches", f"{name}:fills") if v in self.on.program.boxes), None)
         if fetched and self.on.away(unit):
-            fetch = Task(0, Lane.H2D, Op.FETCH, Phase.FORWARD, num_bytes=self.on.weight_bytes * shard)
+            fetch = Task(0, Lane.H2D, Op.FETCH, Phase.FORWARD, num_bytes=self.on.own_bytes(unit))
             self.on.loads.charge(total, fetch, Sum((fetched, 1.0)))
         if self.on.stores(nvme=True):
             self._storage_work(unit)
@@ -84,10 +90,10 @@ class Work:
         read, written = Resource.NVME_READ, Resource.NVME_WRITE
         weights_written = 0 if self.on.given.precision.master_is_weight else self.on.weight_bytes
         for what, num_bytes, directions in (
-            (Place.NVME, self.on.given.state_bytes_per_param, (read, written)),
-            ("spill", self.on.given.spilled_bytes_per_param, (read, written)),
-            ("onnvme", weights_written, (written,)),
-            ("reads", self.on.weight_bytes, (read,)),
+            (Place.NVME, self.on.given.state_bytes_per_param * shard, (read, written)),
+            ("spill", self.on.given.spilled_bytes_per_param * shard, (read, written)),
+            ("onnvme", weights_written * shard, (written,)),
+            ("reads", self.on.own_bytes(unit), (read,)),
         ):
             for direction in directions if f"{name}:{what}" in self.on.program.boxes else ():
-                self.on.loads.storage(self.total, direction, num_bytes * shard, Sum((f"{name}:{what}", 1.0)))
+                self.on.loads.storage(self.total, direction, num_bytes, Sum((f"{name}:{what}", 1.0)))

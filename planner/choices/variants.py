@@ -90,4 +90,9 @@ def variant(job: Job, choice: Choice, storage: Storage) -> Variant:
 
 @functools.lru_cache(32)  # choices with the same micro-batch share them, and so do all machines of a study
 def _units(model: Model, batch: Batch) -> tuple[Unit, ...]:
-    return units(build_graph(model, batch))
+    found = units(build_graph(model, batch))
+    if not any(unit.num_params for unit in found):
+        raise ValueError(
+            f"{model.name} trains nothing: all its parameters are frozen; set requires_grad of some to true"
+        )
+    return found

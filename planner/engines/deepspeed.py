@@ -109,8 +109,8 @@ def _fetched(setup: Setup, settings: DeepSpeed, decisions: Decisions) -> dict[st
     found, stay = {}, setup.tied
     for unit in setup.units:
         decided = decisions.units[unit.name]
-        where = "nvme" if settings.param_device == "nvme" and set(decided.update) == {Place.NVME} else "host"
-        moves = unit.num_params > settings.persistent_params and unit.name not in stay
+        where = "nvme" if settings.param_device == "nvme" and set(decided.update) <= {Place.NVME} else "host"
+        moves = unit.num_weights > settings.persistent_params and unit.name not in stay
         if moves and Place.GPU not in decided.update:
             decided = decided.model_copy(update={"params": where})
         found[unit.name] = decided

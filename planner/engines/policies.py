@@ -57,7 +57,7 @@ def with_host_parameters(decisions: Decisions, setup: Setup) -> Decisions:
     """
     units = {
         unit.name: decisions.units[unit.name].model_copy(
-            update={"params": "host"} if unit.num_params and Place.GPU not in decisions.units[unit.name].update else {}
+            update={"params": "host"} if unit.num_weights and Place.GPU not in decisions.units[unit.name].update else {}
         )
         for unit in setup.units
     }
@@ -187,7 +187,7 @@ def ratel(setup: Setup, counts: Sequence[int] | None = None, num_on_host: int | 
         where |= dict.fromkeys(segments[:on_nvme], "offload-nvme")
         units = {
             unit.name: UnitDecision(
-                params="nvme" if unit.num_params and unit.name not in shared else "gpu",
+                params="nvme" if unit.num_weights and unit.name not in shared else "gpu",
                 activations=where.get(unit.segment, streamed.units[unit.name].activations),
                 update=streamed.units[unit.name].update,
             )
@@ -219,7 +219,9 @@ def _mixed(setup: Setup, mix: Mix) -> Decisions:
     fixed = setup.tied
     order = setup.in_turn
     fetchable = [
-        counts[unit.name] > 0 and unit.name not in fixed and (mix.zero_stage not in {1, 2} or setup.replicas(unit) == 1)
+        unit.name in setup.large
+        and unit.name not in fixed
+        and (mix.zero_stage not in {1, 2} or setup.replicas(unit) == 1)
         for unit in order
     ]
     first_there = len(order) - min(mix.num_on_nvme, mix.num_host)
@@ -339,10 +341,10 @@ def num_live_segments(setup: Setup, max_live_params: int = MAX_LIVE_PARAMS) -> i
     segments: dict[str, int] = defaultdict(int)
     ends = 0
     for unit in setup.units:
-        if unit.recompute:
-            segments[unit.segment] += unit.num_params
+        if unit.in_layer:
+            segments[unit.segment] += unit.num_weights
         else:
-            ends += unit.num_params
+            ends += unit.num_weights
     return max((max_live_params - ends) // max(segments.values(), default=1), 2)
 
 
@@ -366,7 +368,7 @@ def _decide(
         sizes = pieces(setup, unit)
         starts = itertools.accumulate(sizes, initial=offset)
         units[unit.name] = UnitDecision(
-            params=params if unit.num_params else "gpu",
+            params=params if unit.num_weights else "gpu",
             activations=activations if unit.recompute else "keep",
             update=tuple(place(start // setup.subgroup_params) for start, _ in zip(starts, sizes, strict=False)),
             streamed_gradients="gpu",  # Deep Optimizer States leaves them where they are

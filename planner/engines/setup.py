@@ -16,7 +16,7 @@ from planner.graph import Degrees, Unit
 from planner.optimizers import Optimizer
 from planner.terms import Storage
 
-# A unit is very small if it has at most this share of the largest unit's parameters.
+# A unit is very small if it has at most this share of the largest unit's weights.
 _SMALL = 1e-2
 
 
@@ -109,10 +109,15 @@ class Setup:
         return Degrees(self.data_parallel, self.tensor_parallel, self.pipeline_parallel, self.expert_parallel)
 
     @functools.cached_property
+    def large(self) -> frozenset[str]:
+        """The units that are not very small."""
+        large = max(unit.num_weights for unit in self.units) * _SMALL
+        return frozenset(unit.name for unit in self.units if unit.num_weights > large)
+
+    @functools.cached_property
     def movable(self) -> Mapping[str, int]:
         """The number of subgroups that a mix places, by unit; very small units have none."""
-        large = max(unit.num_params for unit in self.units) * _SMALL
-        return {unit.name: len(pieces(self, unit)) if unit.num_params > large else 0 for unit in self.units}
+        return {unit.name: len(pieces(self, unit)) if unit.name in self.large else 0 for unit in self.units}
 
     @functools.cached_property
     def tied(self) -> frozenset[str]:

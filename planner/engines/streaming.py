@@ -30,7 +30,7 @@ def streaming(setup: Setup, num_keep: int, num_offload: int, num_resident: int) 
     resident = {unit.name for unit in setup.units[:num_resident]} | set(setup.tied)
     units = {
         unit.name: UnitDecision(
-            params="host" if unit.num_params and unit.name not in resident else "gpu",
+            params="host" if unit.num_weights and unit.name not in resident else "gpu",
             activations=ways.get(unit.segment, "keep"),
             update=(Place.STREAM,) * len(pieces(setup, unit)),
             streamed_gradients="gpu" if setup.num_micro_batches == 1 or unit.name in resident else "host",

@@ -155,7 +155,7 @@ class Bench:
         """Return whether a unit's parameters may live on the host."""
         sharded_state = self.decisions.regathers(self.units[unit])
         alone = self.decisions.pipeline_parallel == 1
-        return bool(self.units[unit].num_params) and unit not in self._tied and alone and not sharded_state
+        return bool(self.units[unit].num_weights) and unit not in self._tied and alone and not sharded_state
 
     def recomputable(self, unit: str) -> bool:
         """Return whether a unit's segment can be recomputed."""

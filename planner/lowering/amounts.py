@@ -23,7 +23,9 @@ class Amounts:
         fetched: whether its parameters are copied from the host for every use.
         replicas: the number of ranks with the same part of it.
         shard_params: parameters that one rank updates.
-        padded_params: all parameters, padded to equal shards.
+        padded_params: all trained parameters, padded to equal shards.
+        frozen_bytes: bytes of frozen weights that one rank keeps.
+        padded_frozen_bytes: bytes of all frozen weights, padded to equal shards.
         gathered: whether its parameters are all-gathered for every use.
         regathered: whether updated shards are all-gathered after the step.
         pieces: size and place of each subgroup.
@@ -40,6 +42,8 @@ class Amounts:
     replicas: int
     shard_params: int
     padded_params: int
+    frozen_bytes: int
+    padded_frozen_bytes: int
     gathered: bool
     regathered: bool
     pieces: tuple[tuple[int, Place], ...]
@@ -71,7 +75,9 @@ class AmountsOf:
         Raises:
             ValueError: the decision does not fit the unit.
         """
-        kind = (unit.num_params, unit.parts(self._degrees), decided.params, decided.update, decided.streamed_gradients)
+        frozen_bytes = unit.frozen_bytes(self._decisions.precision.weight_bytes)
+        parts, where = unit.parts(self._degrees), (decided.params, decided.update, decided.streamed_gradients)
+        kind = (unit.num_params, frozen_bytes, parts, *where)
         if (known := self._known.get(kind)) is None:
             _check(self._decisions, unit, decided)
             known = self._known[kind] = _amounts(self._decisions, unit, decided)
@@ -101,12 +107,15 @@ def _amounts(decisions: Decisions, unit: Unit, decided: UnitDecision) -> Amounts
     # DeepSpeed allocates one flat buffer for the gradients of device updates before training.
     buffer = placed[Place.GPU] if decisions.gradient_path.is_deepspeed else 0
     shard, padded, gathered = decisions.shard_params(unit), decisions.padded_params(unit), decisions.gathers(unit)
+    frozen_bytes = decisions.frozen_shard_bytes(unit)
     return Amounts(
         params=decided.params,
         fetched=decided.fetched,
         replicas=decisions.replicas(unit),
         shard_params=shard,
         padded_params=padded,
+        frozen_bytes=frozen_bytes,
+        padded_frozen_bytes=decisions.frozen_padded_bytes(unit),
         gathered=gathered,
         regathered=decisions.regathers(unit),
         pieces=pieces,
@@ -116,20 +125,22 @@ def _amounts(decisions: Decisions, unit: Unit, decided: UnitDecision) -> Amounts
         flushed_params=flushed,
         buffer_params=buffer,
         resident_params=shard - flushed - buffer,
-        parameters=_parameters(decisions, name, placed, shard, shard if gathered else padded),
+        parameters=_parameters(decisions, name, placed, shard, shard if gathered else padded, frozen_bytes),
         optimizer=_optimizer(decisions, placed),
         gradients=_gradients(decisions, name, placed, flushed),
     )
 
 
-def _parameters(decisions: Decisions, name: str, placed: Counter[Place], shard: int, resident: int) -> HeldBytes:
+def _parameters(
+    decisions: Decisions, name: str, placed: Counter[Place], shard: int, resident: int, frozen_bytes: int
+) -> HeldBytes:
     params, weight_bytes = decisions.units[name].params, decisions.precision.weight_bytes
-    on_device = weight_bytes * resident if params == "gpu" else 0
-    if params == "nvme":
+    on_device = weight_bytes * resident + frozen_bytes if params == "gpu" else 0
+    if params == "nvme":  # frozen weights are never written again, so they have one version
         on_nvme = decisions.num_state_versions * decisions.stored_weight_bytes(name) * shard
-        return _held((Tier.GPU, on_device), (Tier.NVME, on_nvme))
+        return _held((Tier.GPU, on_device), (Tier.NVME, on_nvme + frozen_bytes))
     served = sum(n for place, n in placed.items() if decisions.serves(name, place))
-    return _held((Tier.GPU, on_device), (Tier.HOST, weight_bytes * served))
+    return _held((Tier.GPU, on_device), (Tier.HOST, weight_bytes * served + (frozen_bytes if params == "host" else 0)))
 
 
 def _optimizer(decisions: Decisions, placed: Counter[Place]) -> HeldBytes:

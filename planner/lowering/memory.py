@@ -33,14 +33,14 @@ def memory(program: Program) -> None:
 def _parameters(program: Program) -> None:
     weight_bytes = program.decisions.precision.weight_bytes
     slots = assign_slots(program)
-    read = [0] * len(slots.num_params)  # by slot, the most parameters that are read into it from NVMe
+    read = [0] * len(slots.num_params)  # by slot, the most bytes that are read into it from NVMe
     for unit in program.units if slots.of_unit else ():
         if unit.amounts.params == "nvme" and unit.name in slots.of_unit:
             slot = slots.of_unit[unit.name]
-            read[slot] = max(read[slot], unit.amounts.shard_params)
-    for slot, num_params in enumerate(slots.num_params):
-        program.hold(Tier.GPU, MemoryClass.PARAMETERS, weight_bytes * num_params, f"slot {slot}")
-        program.hold(Tier.HOST, MemoryClass.PARAMETERS, weight_bytes * read[slot], f"buffer of slot {slot}")
+            read[slot] = max(read[slot], weight_bytes * unit.amounts.shard_params + unit.amounts.frozen_bytes)
+    for slot, (num_params, frozen_bytes) in enumerate(zip(slots.num_params, slots.frozen_bytes, strict=True)):
+        program.hold(Tier.GPU, MemoryClass.PARAMETERS, weight_bytes * num_params + frozen_bytes, f"slot {slot}")
+        program.hold(Tier.HOST, MemoryClass.PARAMETERS, read[slot], f"buffer of slot {slot}")
     for unit in program.units:
         _hold_always(program, unit, MemoryClass.PARAMETERS, unit.amounts.parameters)
 
@@ -58,8 +58,9 @@ def _gradients(program: Program) -> Fresh:
     """Hold optimizer state and gradients; return which gradients are new in which backward."""
     # The unit that uses a tied weight last in forward makes its gradient first; the owner's backward adds to it.
     sharing = [unit for unit in program.units if unit.unit.shared_units]
-    makers = {name: unit for unit in sharing for name in unit.unit.shared_units}
-    tied = {name: unit for unit in sharing for name in unit.unit.shared_parameters}
+    owners = {name: unit.name for unit in program.units for name in unit.unit.sizes} if sharing else {}
+    tied = {name: unit for unit in sharing for name in unit.unit.shared_parameters if name in owners}
+    makers = {owners[name]: unit for name, unit in tied.items()}
     fresh: Fresh = [{unit.name: {} for unit in program.units} for _ in range(program.decisions.num_micro_batches)]
     for unit in program.units:
         if unit.num_params:

@@ -20,32 +20,34 @@ class Slots:
 
     Attributes:
         of_unit: the slot of every unit that is not resident, by name.
-        num_params: parameters that each slot holds, padded to equal shards.
+        num_params: trained parameters that each slot holds, padded to equal shards.
+        frozen_bytes: bytes of frozen weights that each slot holds, padded to equal shards.
     """
 
     of_unit: dict[str, int]
     num_params: tuple[int, ...]
+    frozen_bytes: tuple[int, ...]
 
 
 def assign_slots(program: Program) -> Slots:
     """Give every unit that is fetched or gathered a slot in the ring of units of its size."""
-    rings: dict[int, list[LoweredUnit]] = defaultdict(list)
+    rings: dict[tuple[int, int], list[LoweredUnit]] = defaultdict(list)
     for unit in program.units:
         if needs_slot(unit):
-            rings[unit.amounts.padded_params].append(unit)
+            rings[unit.amounts.padded_params, unit.amounts.padded_frozen_bytes].append(unit)
     of_unit: dict[str, int] = {}
-    num_params: list[int] = []
+    sizes: list[tuple[int, int]] = []
     for size, ring in rings.items():
         count = min(program.decisions.num_param_slots, len(ring))
-        of_unit |= {unit.name: len(num_params) + i % count for i, unit in enumerate(ring)}
-        num_params += [size] * count
-    return Slots(of_unit, tuple(num_params))
+        of_unit |= {unit.name: len(sizes) + i % count for i, unit in enumerate(ring)}
+        sizes += [size] * count
+    return Slots(of_unit, tuple(count for count, _ in sizes), tuple(num_bytes for _, num_bytes in sizes))
 
 
 def needs_slot(unit: LoweredUnit) -> bool:
     """Return whether a unit's full parameters are on the device only while they are in a slot."""
     # An expert that no token visits needs no slot.
-    return bool((unit.amounts.gathered or unit.amounts.fetched) and unit.num_params and unit.unit.forward)
+    return bool((unit.amounts.gathered or unit.amounts.fetched) and unit.unit.num_weights and unit.unit.forward)
 
 
 def parameters(program: Program) -> None:
@@ -61,7 +63,10 @@ def parameters(program: Program) -> None:
     passed = 0  # the number of parameters used so far
     used_at: dict[str, int] = {}
     for user in program.computing:
-        for name in (user.unit, *program.named[user.unit].unit.shared_units):
+        computes = program.named[user.unit].unit
+        if user.op is Op.BACKWARD and not (computes.backward or computes.num_params):
+            continue  # nothing in or before it is trained
+        for name in (user.unit, *computes.shared_units):
             slot = slots.of_unit.get(name)
             if slot is None:
                 continue
@@ -79,7 +84,7 @@ def parameters(program: Program) -> None:
                     del filled[0]
                 first_fill.setdefault(slot, filled[0])
             occupant[slot] = (unit, user)
-            passed += unit.num_params
+            passed += unit.unit.num_weights
             used_at[name] = passed
     for slot, fill in first_fill.items():
         fill.after_previous += (occupant[slot][1].key,)
@@ -126,16 +131,16 @@ def _fill(
     tasks: list[Draft] = []
     if unit.amounts.fetched:
         fetch = program.draft(Lane.H2D, Op.FETCH, user.phase, unit, user.micro_batch, start)
-        fetch.num_bytes = decisions.fetched_bytes_per_param * amounts.shard_params
+        fetch.num_bytes = decisions.fetched_bytes_per_param * amounts.shard_params + amounts.frozen_bytes
         tasks.append(fetch)
     if amounts.gathered:
         after = (*start, tasks[0].key) if tasks else start
         gather = program.draft(Lane.COLLECTIVE, Op.GATHER, user.phase, unit, user.micro_batch, after)
-        gather.num_bytes = weight_bytes * unit.num_params
+        gather.num_bytes = unit.unit.kept_bytes(weight_bytes)
         tasks.append(gather)
     tasks[-1].slot = slot
     where = program.behind[anchor.key] if anchor else program.before[program.spine[0].key]
-    if amounts.gathered and not decisions.gathers_ahead(unit.num_params):  # only when the caller needs it
+    if amounts.gathered and not decisions.gathers_ahead(unit.unit.num_weights):  # only when the caller needs it
         where = program.before[user.key]
         if position:
             gather.after += (program.spine[position - 1].key,)

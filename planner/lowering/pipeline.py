@@ -35,7 +35,7 @@ def stages(units: tuple[Unit, ...], decisions: Decisions) -> tuple[Unit, ...]:
     """
     if decisions.pipeline_parallel == 1:
         return units
-    specs = {spec.name: spec for unit in units for spec in unit.parameters}
+    specs = {spec.name: spec for unit in units for spec in (*unit.parameters, *unit.frozen)}
     dealt = deal(units, decisions.pipeline_parallel)
     merged = tuple(_merge(parts, stage, decisions, specs) for stage, parts in enumerate(dealt))
     return merged if decisions.expert_parallel == 1 else merged + tuple(itertools.starmap(_experts, enumerate(dealt)))
@@ -51,7 +51,7 @@ def deal(units: tuple[Unit, ...], num_stages: int) -> list[list[list[Unit]]]:
         ValueError: there are fewer layers than stages.
     """
     parts = segments(units)
-    layers = [i for i, part in enumerate(parts) if part[0].recompute]
+    layers = [i for i, part in enumerate(parts) if part[0].in_layer]
     if len(layers) < num_stages:
         raise ValueError(
             f"{len(layers)} layers cannot be dealt to {num_stages} pipeline stages; choose a pipeline_parallel of at "
@@ -92,28 +92,33 @@ def _merge(parts: list[list[Unit]], stage: int, decisions: Decisions, specs: dic
         saved_bytes += segment[0].activation_output_bytes if recompute else kept_bytes
         workspace_bytes = max(workspace_bytes, inside_bytes + (kept_bytes if recompute else 0))
     members = [unit for segment in parts for unit in segment]
-    hidden_bytes = next(unit for unit in members if unit.recompute).activation_output_bytes
+    hidden_bytes = next(unit for unit in members if unit.in_layer).activation_output_bytes
     if decisions.tensor_parallel > 1:
         gather: Kernels = (Collective(hidden_bytes, decisions.tensor_parallel, num_passes=1),)
         forward = (gather if stage else ()) + forward
         backward = (gather if stage < decisions.pipeline_parallel - 1 else ()) + backward
     name = f"stage{stage}"
     apart = {spec.name for spec in _expert_parameters(parts)} if decisions.expert_parallel > 1 else set()
-    used = [spec.name for unit in members for spec in unit.parameters if spec.name not in apart]
+    used = [spec.name for unit in members for spec in (*unit.parameters, *unit.frozen) if spec.name not in apart]
     used += [shared for unit in members for operator in unit.operators for shared in operator.shared_parameters]
     parameters = tuple(specs[parameter] for parameter in dict.fromkeys(used))
     merged = Operator(
         name, "stage", name, name, parameters, Pattern.SHARD, forward, backward, saved_bytes, hidden_bytes,
         workspace_bytes,
     )  # fmt: skip
-    return Unit(name, name, (merged,), parameters)
+    return _unit(name, merged)
+
+
+def _unit(name: str, operator: Operator) -> Unit:
+    trained, frozen = (tuple(s for s in operator.parameters if s.is_trained is wanted) for wanted in (True, False))
+    return Unit(name, name, (operator,), trained, frozen=frozen)
 
 
 def _experts(stage: int, parts: list[list[Unit]]) -> Unit:
     """Return the experts of a stage as a unit that computes nothing: its kernels are the stage's."""
     name, parameters = f"stage{stage}.experts", _expert_parameters(parts)
     bank = Operator(name, "experts", name, name, parameters, Pattern.EXPERT, (), (), 0, 0, 0)
-    return Unit(name, name, (bank,), parameters)
+    return _unit(name, bank)
 
 
 def _expert_parameters(parts: list[list[Unit]]) -> tuple[ParameterSpec, ...]:

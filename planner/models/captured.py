@@ -5,6 +5,7 @@ verifying need, so that a plan of a captured model stands alone as every other.
 """
 
 import contextlib
+import dataclasses
 import functools
 import re
 from typing import Annotated, Any, Literal, Self
@@ -215,7 +216,7 @@ def _operator(path: str, captured: CapturedOperator) -> Operator:
         captured.kind,
         unit,
         path or unit,
-        tuple(ParameterSpec(join(path, spec.name), spec.shape) for spec in captured.parameters),
+        tuple(dataclasses.replace(spec, name=join(path, spec.name)) for spec in captured.parameters),
         Pattern.REPLICATE,
         captured.forward,
         captured.backward,

@@ -402,4 +402,4 @@ def _cut(spec: ParameterSpec, experts: tuple[int, int] | None) -> ParameterSpec:
     if experts is None or experts == (0, spec.shape[0]):
         return spec
     first, count = experts
-    return ParameterSpec(f"{spec.name}[{first}:{first + count}]", (count, *spec.shape[1:]))
+    return dataclasses.replace(spec, name=f"{spec.name}[{first}:{first + count}]", shape=(count, *spec.shape[1:]))

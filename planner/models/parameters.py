@@ -3,23 +3,46 @@
 import dataclasses
 import functools
 import math
+from typing import Literal
 
 from planner.models.config import LatentAttention, ModelConfig
+
+Kept = Literal["plain"]
+"""How a frozen weight is kept and moved: ``plain`` in the type of the weights."""
 
 _ROOTS = {"opt": "model.decoder", "gpt2": "transformer"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ParameterSpec:
-    """One parameter: its name in ``named_parameters()`` and its shape."""
+    """One parameter: its name in ``named_parameters()`` and its shape.
+
+    Attributes:
+        frozen: how it is kept if it is frozen; ``None`` if it is trained. What is frozen has no gradient, no master
+            copy, no optimizer state and no update.
+    """
 
     name: str
     shape: tuple[int, ...]
+    frozen: Kept | None = None
 
     @property
     def num_params(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether it is trained."""
+        return self.frozen is None
+
+    def kept_bytes(self, weight_bytes: int) -> int:
+        """Return the bytes that its weights take where they are kept, and when they move.
+
+        Args:
+            weight_bytes: bytes of one value in the type of the weights.
+        """
+        return weight_bytes * self.num_params
 
 
 def root(config: ModelConfig) -> str:

@@ -82,7 +82,7 @@ def max_equal_units(setup: Setup) -> int:
     With that many slots, recomputation leaves all of them for backward. With twice as many, the next segment's can be
     fetched meanwhile.
     """
-    sizes = Counter((unit.segment, unit.num_params) for unit in setup.units if unit.num_params)
+    sizes = Counter((unit.segment, unit.size_name) for unit in setup.units if unit.num_weights)
     return max(sizes.values())
 
 

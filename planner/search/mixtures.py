@@ -172,10 +172,10 @@ def _fitted(
 
 def _rings(setup: Setup, boxes: Boxes, num_slots: int) -> Boxes:
     """Return boxes of the variables for slots, if each size of units has ``num_slots`` and every unit needs one."""
-    counts = Counter(unit.num_params for unit in setup.units if f"{unit.name}:fills" in boxes)
+    counts = Counter(unit.size_name for unit in setup.units if f"{unit.name}:fills" in boxes)
     return {
         name: (min(num_slots / count, 1.0) * boxes[name][1], boxes[name][1])
-        for name, count in ((f"{RING}{num_params}", count) for num_params, count in counts.items())
+        for name, count in ((f"{RING}{size}", count) for size, count in counts.items())
     }
 
 

@@ -60,7 +60,7 @@ def neighbours(setup: Setup, decisions: Decisions) -> Iterator[Decisions]:
             changed.append(old.model_copy(update=whole))
         for new in changed:
             fetched = new.fetched and (Place.GPU in new.update or unit.name in resident or decisions.regathers(unit))
-            if new != old and unit.num_params and not fetched:
+            if new != old and unit.num_weights and not fetched:
                 yield decisions.model_copy(update={"units": decisions.units | {unit.name: new}})
         if unit.recompute and segments[unit.segment][0] is unit:
             for way in (way for way in activations if way != old.activations):

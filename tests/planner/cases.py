@@ -31,10 +31,18 @@ MODELS = ("demo-llama", "gpt2", "opt-125m")  # the last two have tied embeddings
 
 
 @functools.cache
-def small_units(model: str = "demo-llama", num_layers: int = 2, micro_batch: int = 1) -> tuple[Unit, ...]:
-    """Return the units of a model that has lost most of its layers."""
+def small_units(
+    model: str = "demo-llama", num_layers: int = 2, micro_batch: int = 1, frozen: frozenset[str] = frozenset()
+) -> tuple[Unit, ...]:
+    """Return the units of a model that has lost most of its layers, with some parameters ``frozen``."""
     config = resolve_model(model).model_copy(update={"num_layers": num_layers})
-    return units(build_graph(config, Batch(micro_batch, seq_len=64)))
+    graph = build_graph(config, Batch(micro_batch, seq_len=64))
+    for name, operator in graph.operators.items():
+        specs = tuple(
+            dataclasses.replace(spec, frozen="plain" if spec.name in frozen else None) for spec in operator.parameters
+        )
+        graph.operators[name] = dataclasses.replace(operator, parameters=specs)
+    return units(graph)
 
 
 def decide(model_units: tuple[Unit, ...], place: Place = Place.CPU, *, recompute: bool = False, **options) -> Decisions:
@@ -91,12 +99,12 @@ def decisions(draw: st.DrawFn, model_units: tuple[Unit, ...]) -> Decisions:
     never_on_host = ranks > 1 and options["zero_stage"] in {1, 2}
     chosen = {}
     for unit in model_units:
-        anywhere = unit.num_params > 0 and not never_on_host
+        anywhere = unit.num_weights > 0 and not (never_on_host and unit.num_params)
         params = draw(st.sampled_from(["gpu", "host"] if on_device else ["gpu", "host", "nvme"])) if anywhere else "gpu"
         places = {"gpu": list(Place), "host": [Place.CPU, Place.STREAM, Place.NVME], "nvme": [Place.NVME]}[params]
         places = [place for place in places if not (on_device and place in {Place.CPU, Place.NVME})]
         if fsdp2:  # all or nothing
-            params, places = "host" if unit.num_params else "gpu", [Place.CPU]
+            params, places = "host" if unit.num_weights else "gpu", [Place.CPU]
         count = len(empty.piece_params(unit))
         update = draw(st.lists(st.sampled_from(places), min_size=count, max_size=count))
         chosen[unit.name] = UnitDecision(
@@ -116,10 +124,11 @@ class Case:
     num_layers: int
     decisions: Decisions
     asynchronous: bool
+    frozen: frozenset[str] = frozenset()
 
     @property
     def units(self) -> tuple[Unit, ...]:
-        return small_units(self.model, self.num_layers)
+        return small_units(self.model, self.num_layers, frozen=self.frozen)
 
     @functools.cached_property
     def schedule(self) -> Schedule:
@@ -130,7 +139,25 @@ class Case:
 def cases(draw: st.DrawFn) -> Case:
     """Return a random case."""
     model, num_layers = draw(st.sampled_from(MODELS)), draw(st.integers(1, 3))
-    return Case(model, num_layers, draw(decisions(small_units(model, num_layers))), draw(st.booleans()))
+    frozen = draw(masks(small_units(model, num_layers)))
+    chosen = draw(decisions(small_units(model, num_layers, frozen=frozen)))
+    return Case(model, num_layers, chosen, draw(st.booleans()), frozen)
+
+
+@st.composite
+def masks(draw: st.DrawFn, model_units: tuple[Unit, ...]) -> frozenset[str]:
+    """Return the names of frozen parameters: none, those of adapters' bases, whole units, or any."""
+    names = [spec.name for unit in model_units for spec in unit.parameters]
+    kept = draw(st.sampled_from(names))
+    kind = draw(st.sampled_from(["none", "none", "all but some", "units", "any"]))
+    if kind == "none":
+        return frozenset()
+    if kind == "units":
+        whole = [unit for unit in model_units if unit.parameters and draw(st.booleans())]
+        return frozenset(spec.name for unit in whole for spec in unit.parameters) - {kept}
+    if kind == "all but some":
+        return frozenset(names) - {kept} - draw(st.sets(st.sampled_from(names), max_size=3))
+    return frozenset(draw(st.sets(st.sampled_from(names)))) - {kept}
 
 
 @st.composite

@@ -145,7 +145,7 @@ class Walk:
     def _weights(self, task: Task) -> None:
         """Every use finds the weights of this iteration, updated as often as iterations have passed."""
         for name in (task.unit, *self.units[task.unit].shared_units):
-            if not self.units[name].num_params or not self.units[name].forward:
+            if not self.units[name].num_weights or not self.units[name].forward:
                 continue
             if name in self.slot_of:
                 place: Hashable = ("slot", self.slot_of[name])
@@ -259,7 +259,9 @@ class Walk:
         self.write(("slot", task.slot), (task.unit, version))
 
     def _version(self, unit: str, where: str) -> int:
-        """Return how often a unit's weights have been updated; all pieces equally often."""
+        """Return how often a unit's weights have been updated; all pieces equally often, and frozen ones in step."""
+        if not self.places(unit):
+            return self.node[0]
         versions = {self.read((where, unit, piece), 0) for piece in range(len(self.places(unit)))}
         self.expect(len(versions), 1, f"{where} of several versions {versions}:")
         return min((version for version in versions if isinstance(version, int)), default=-1)  # none of a gradient

@@ -23,7 +23,7 @@ def check_executable(recording: Recording, captured: CapturedModel) -> None:
     found = units(
         build_graph(captured, Batch(captured.micro_batch, captured.seq_len, 2 if captured.dtype == "bf16" else 4))
     )
-    names = {unit.name: {*unit.sizes, *unit.shared_parameters} for unit in found}
+    names = {unit.name: {*unit.sizes, *(s.name for s in unit.frozen), *unit.shared_parameters} for unit in found}
     try:
         saying = list(markers(unit_modules(recording.model, found), found))
     except BindingError as error:
