@@ -12,7 +12,8 @@ so the least iteration time under all rows is a lower bound for every schedule:
   the last, and after its forward the device still has to compute at least as much. Without clipping, the window of
   units 0..i begins when the backward of i ends. Streamed state is stored again within the window and the backwards that
   follow, except for the amount that fits on the device. State on NVMe is read and written within it, except for the
-  amount that fits in host buffers [Note: State ahead].
+  amount that fits in host buffers [Note: State ahead]; weights there are written with it, and read again. When the last
+  backward begins, activations that wait on NVMe have been written too.
 - *memory*: at the backward of each unit the device holds at least the resident data, the activations of all segments
   before it, and the unit's own activations, workspace and gradient. Other parameters are in slots [Note: Static slots].
   There is at least one slot for each size of units, and one more for each unit that is kept between two uses while

@@ -2,7 +2,7 @@
 
 import itertools
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from planner.bounds.loads import Key, Load, label
 from planner.bounds.memory import STATE_SLOT, Memory
@@ -26,6 +26,7 @@ class Windows:
     def __init__(self, on: Placement, memory: Memory) -> None:
         self.on, self.held, self.rings = on, memory.held, memory.rings
         self._loads_of_coming: dict[str, Load] = {}
+        self._chains: dict[str, list[str]] = {}
         self._windows()
 
     def _windows(self) -> None:
@@ -68,6 +69,7 @@ class Windows:
         after = self._longest("update", returning, ends)
         before = self._longest("leave", leaving, beginnings, coming)
         self._through_nvme(after)
+        self._written_before_backward(before, between)
         for i in ends:
             for j in beginnings:
                 needs = between(i, j).plus(Sum((after[i], 1.0), (before[j], 1.0)))
@@ -185,24 +187,66 @@ class Windows:
         return load
 
     def _through_nvme(self, spans: Mapping[int, str]) -> None:
-        """Add rows: state on NVMe is read and written within the spans, except for the bytes that host buffers hold."""
+        """Add rows: state and weights on NVMe are read and written within the spans, except for what buffers hold."""
         if not self.on.stores(nvme=True):
             return
-        device_bytes = float(capacities(self.on.cost)[Tier.GPU])
-        scale = self.on.given.state_bytes_per_param / device_bytes
-        shares = (
-            Sum((f"{unit.name}:{Place.NVME}", self.on.given.shard_params(unit) * scale)) if unit.num_params else Sum()
-            for unit in self.on.units
-        )
-        state = self.on.chain("state through NVMe", shares)
-        each: Load = defaultdict(Sum)
-        for direction in (Resource.NVME_READ, Resource.NVME_WRITE):
-            self.on.loads.storage(each, direction, device_bytes, Sum(("", 1.0)))
-        for key in (Resource.NVME_READ, Resource.NVME_WRITE, Resource.NVME):
-            needs_s = each[key][""] / self.on.loads.capacity[key]
+        for key, needs in self._storage_needs(list(spans)).items():
             for i, span in spans.items():
-                needs = Sum((state[i], needs_s), (STATE_BUFFERS, -needs_s))
-                self.on.program.at_least(f"state of 0 to {i} by {label(key)}", Sum((span, 1.0)), needs)
+                self.on.program.at_least(f"state of 0 to {i} by {label(key)}", Sum((span, 1.0)), needs[i])
+
+    def _written_before_backward(self, before: Mapping[int, str], between: Callable[[int, int], Sum]) -> None:
+        """Add rows: state is through NVMe, and activations that wait there are written, when the last backward begins.
+
+        No forward begins before the first unit is updated, so all of it happens after gradients have left.
+        """
+        evicted, last = "offloaded activations on nvme", len(self.on.units) - 1
+        if evicted not in self.on.program.boxes or not self.on.units[0].num_params:
+            return
+        device_bytes = float(capacities(self.on.cost)[Tier.GPU])
+        written: Load = defaultdict(Sum)
+        self.on.loads.storage(written, Resource.NVME_WRITE, device_bytes, Sum((evicted, 1.0)))
+        for key, needs in self._storage_needs([last]).items():
+            needs[last].plus(written.get(key, {}), 1.0 / self.on.loads.capacity[key])
+            for j, left in before.items():
+                name = f"window: through NVMe by {label(key)} before the last backward, once gradients of 0 to {j} left"
+                needed = between(last + 1, j).plus(needs[last]).plus({left: 1.0})
+                self.on.program.at_least(name, Sum((TIME, 1.0)), needed)
+
+    def _storage_needs(self, ends: Sequence[int]) -> dict[Key, dict[int, Sum]]:
+        """Return the seconds of drives for state and weights of units 0 to each end, from updates to the next forward.
+
+        A buffer may hold state that was read before, or that is written later; weights are written with their state,
+        and are read again for the forward.
+        """
+        device_bytes = float(capacities(self.on.cost)[Tier.GPU])
+        state_bytes = self.on.given.state_bytes_per_param
+        weights_share = 0.0 if self.on.given.precision.master_is_weight else self.on.weight_bytes / state_bytes
+        amounts: dict[Resource, list[Sum]] = {Resource.NVME_READ: [], Resource.NVME_WRITE: []}
+        for unit in self.on.units:
+            share = self.on.given.shard_params(unit) * state_bytes / device_bytes
+            weights = Sum((f"{unit.name}:onnvme", share * weights_share))
+            there = f"{unit.name}:onnvme" in self.on.program.boxes
+            for direction, sums in amounts.items():
+                amount = Sum((f"{unit.name}:{Place.NVME}", share)) if unit.num_params else Sum()
+                read = direction is Resource.NVME_READ and f"{unit.name}:reads" not in self.on.program.boxes
+                sums.append(amount.plus(weights) if there and not read else amount)
+        found: dict[Key, dict[int, Sum]] = defaultdict(lambda: {i: Sum() for i in ends})
+        for direction, sums in amounts.items():
+            kept = 1.0 + (weights_share if direction is Resource.NVME_WRITE else 0.0)
+            each: Load = defaultdict(Sum)
+            self.on.loads.storage(each, direction, device_bytes, Sum(("", 1.0)))
+            so_far = self._known_chain(f"through NVMe by {label(direction)}", sums)
+            for key in (direction, Resource.NVME):
+                needs_s = each[key][""] / self.on.loads.capacity[key]
+                for i in ends:
+                    found[key][i].plus(Sum((so_far[i], needs_s), (STATE_BUFFERS, -needs_s * kept)))
+        return found
+
+    def _known_chain(self, what: str, sums: Sequence[Sum]) -> list[str]:
+        """Return variables for running sums, each of which is added once."""
+        if what not in self._chains:
+            self._chains[what] = self.on.chain(what, sums)
+        return self._chains[what]
 
     def _stored(self, last: int, held: Mapping[str, float]) -> Sum:
         """Return the bytes of streamed state of units 0 to ``last`` that do not fit beside the share ``held``."""

@@ -22,6 +22,9 @@ _NUM_FITS, _FITTED = 4, 4e-3
 _SLOTS = ((2, 2, 2), (2, 3, 2), (3, 3, 2))
 # Numbers of slots to try if nothing fits with those.
 _FEWEST_SLOTS = ((2, 1, 1), (1, 1, 1))
+# Mixtures tend to put a little of everything on NVMe, which costs more than fractions show. So some kinds of data are
+# excluded in turn.
+_WITHOUT = ((), (":spill", ":evict"), (":offload", ":evict"), (":onnvme", ":spill", ":evict"))
 # Gradients wait on NVMe if the mixture has them there for at least this share of all units.
 _SPILLING = 0.1
 
@@ -110,12 +113,13 @@ def _relaxed(
         return [], math.inf
     if relaxed.value >= enough_s:
         return [], relaxed.value
-    # Mixtures tend to put a little of everything on storage, so some kinds are also excluded.
-    without = [(":spill", ":evict"), (":offload", ":evict")] if setup.storage == "nvme" else [()]
-    fitted = []
-    for names in without:
+    fitted: list[tuple[tuple[float, float], Mix]] = []
+    for names in _WITHOUT if setup.storage == "nvme" else [()]:
         closed = {name: (0.0, 0.0) for name in solver.boxes if names and name.endswith(names)}
-        found = _fitted(setup, scorer, solver, closed, stage, slots if len(without) == 1 else slots[:1])
+        best = min((order for order, _ in fitted), default=(math.inf, math.inf))
+        if closed and ((least := solver.solve(closed)) is None or (0.0, least.value) >= best):
+            continue  # a mix that was found is better than all of this kind
+        found = _fitted(setup, scorer, solver, closed, stage, slots if setup.storage != "nvme" else slots[:1])
         if all(overload for (overload, _), _ in found):
             found += _fitted(setup, scorer, solver, closed, stage, _FEWEST_SLOTS)
         if found:

@@ -22,8 +22,9 @@ from planner.models import resolve_model
 from planner.plan.document import Plan
 from planner.plan.planning import InfeasibleError, Request, make_plan, prepare
 from planner.plan.remedies import what_would_fit
-from planner.search import Scorer, search
+from planner.search import Scorer, first_look, search
 from planner.search.moves import neighbours
+from planner.simulate.prediction import Workload
 from planner.terms import Storage
 from planner.verification import verify
 
@@ -185,4 +186,15 @@ def test_real_machines(model: str, hardware: str, micro_batch: int, without: flo
     plan = make_plan(dataclasses.replace(request, storage=storage))
     assert plan.prediction.iteration_s < 0.95 * (without or float("inf"))
     assert plan.decisions.uses_storage
+    assert plan.certificate.gap(plan.prediction.iteration_s) < 0.18
     verify(plan)
+
+
+@pytest.mark.part(2)
+def test_mixtures_that_use_drives_for_everything_are_tried() -> None:
+    """Only if gradients and activations wait on NVMe too is there room for state that the device updates."""
+    request = Request(resolve_model("opt-175b"), load_profile("rtx4090-12ssd"), micro_batch=4, storage="nvme")
+    (chosen,) = request.variants()
+    found = first_look(chosen.setup, Scorer(Workload(chosen.setup.units, 2048), chosen.cost))
+    assert found.iteration_s < 130
+    assert found.decisions.spill_gradients
