@@ -3,13 +3,15 @@
 import contextlib
 import functools
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Final, NamedTuple
 from unittest import mock
 
 import torch
 from torch import nn
 
 from executor.memory.state import without_values
+
+_LORA: Final = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
 
 
 class Absent(NamedTuple):
@@ -27,7 +29,8 @@ class Absent(NamedTuple):
 def take_off_meta(model: nn.Module, failing: contextlib.ExitStack) -> Absent:
     """Give parameters on the meta device a shape on the host, without memory; return what has no values.
 
-    Buffers that ``transformers`` computes from a configuration, such as rotary frequencies, are computed.
+    Buffers that ``transformers`` computes from a configuration, such as rotary frequencies, are computed. Adapters that
+    ``peft`` draws without looking at the weights (LoRA by default) are drawn.
 
     Args:
         model: changed in place; its parameters stay the same objects.
@@ -37,6 +40,7 @@ def take_off_meta(model: nn.Module, failing: contextlib.ExitStack) -> Absent:
         ValueError: a buffer is there that neither files nor ``transformers`` have values of.
     """
     persistent = _make_buffers(model)
+    _draw_adapters(model)
     absent = [parameter for parameter in model.parameters() if parameter.is_meta]
     for parameter in absent:
         _become(parameter, without_values(parameter.shape, parameter.dtype))
@@ -63,6 +67,22 @@ def _become(parameter: nn.Parameter, values: torch.Tensor) -> None:
     other = nn.Parameter(values, requires_grad=parameter.requires_grad)
     vars(other).update(vars(parameter))
     torch.utils.swap_tensors(parameter, other)  # type: ignore[no-untyped-call]
+
+
+def _draw_adapters(model: nn.Module) -> None:
+    """Give adapters on the meta device the values that ``peft`` begins with."""
+    for adapter, config in getattr(model, "peft_config", {}).items():
+        if (way := getattr(config, "init_lora_weights", None)) not in {True, "gaussian"}:
+            continue  # made of weights that are not there, or of another kind
+        for module in model.modules():
+            if not callable(reset := getattr(module, "reset_lora_parameters", None)):
+                continue
+            own = [held[adapter] for kind in _LORA if adapter in (held := getattr(module, kind, {}))]
+            drawn = [p for each in own for p in (each.parameters() if isinstance(each, nn.Module) else [each])]
+            if drawn and all(parameter.is_meta for parameter in drawn):
+                for parameter in drawn:
+                    _become(parameter, torch.empty(parameter.shape, dtype=parameter.dtype))
+                reset(adapter, way)
 
 
 def _make_buffers(model: nn.Module) -> list[str]:

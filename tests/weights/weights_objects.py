@@ -13,7 +13,7 @@ from training import CONFIGS, make_model
 
 from executor.options import SessionOptions
 from executor.prepare import prepare_session
-from executor.weights import files, load
+from executor.weights import files, load, save
 from planner.decisions import Decisions, Place, Precision, UnitDecision
 from planner.graph import Batch, Unit, build_graph, units
 from planner.models import from_hf_config
@@ -129,6 +129,7 @@ def print_peak():
                 for _, block in arena._blocks.values():
                     block.zero_()  # else pages that loading does not touch are not there yet
             load(optimizer, folder)
+            save(optimizer, Path(folder) / "saved")
             ledger_bytes = sum(session.memory()[tier].peak_bytes for tier in (Tier.GPU, Tier.HOST))
             print(ledger_bytes, peak_bytes() - before, model_bytes, files.CHUNK_BYTES)  # noqa: T201
 
