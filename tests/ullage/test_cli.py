@@ -62,11 +62,11 @@ FLAGS = {
         ),
     },
     "execute": {
-        *("plan", "--iterations", "--text", "--tokens", "--token-dtype", "--data-position", "--seed", "--lr"),
+        *(*REQUEST, "plan", "--iterations", "--text", "--tokens", "--token-dtype", "--data-position", "--seed", "--lr"),
         *("--output-dir", "--storage-dir", "--cores", "--compile", "--replan", "--json", "--device"),
         "--allow-other-machine",
         *("--checkpoint-dir", "--checkpoint-every", "--keep", "--resume"),
-        *("--tensorboard", "--metrics-file"),
+        *("--tensorboard", "--metrics-file", "--weights", "--save", "--save-dtype"),
     },
     "checkpoint": {"action", "place", "--to", "--output-dir", "--dtype", "--keep", "--json"},
     "simulate": {*REQUEST, "plan", "--engine", "--iterations", "--trace", "--figure", "--text", "--json"},

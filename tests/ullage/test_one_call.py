@@ -247,3 +247,34 @@ def test_a_profile_that_cannot_be_kept_is_used(
     monkeypatch.setattr(registry, "write_whole", lambda *_: (_ for _ in ()).throw(PermissionError("no room")))
     assert measuring.profile_here() == profile
     assert "the profile cannot be kept (no room), so the next time measures again" in capsys.readouterr().err
+
+
+def test_execute_without_a_plan_plans_first_and_keeps_the_plan(
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = ["--output-dir", str(tmp_path / "out"), "--iterations", "6", "--json"]
+    options = ["--seq-len", "32", "--device-memory", "1.5MB", "--precision", "fp32"]
+    assert main(["execute", "--model", str(tiny_model), *options, *out]) == 0
+    plan = ullage.load_plan(tmp_path / "out" / "plan.json")
+    assert (plan.hardware.name, plan.seq_len, plan.gpu_memory.capacity_bytes) == ("mine", 32, 1_500_000)
+    assert f"plan written to {tmp_path / 'out' / 'plan.json'}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "there is nothing to execute; give PLAN, which `ullage plan` writes, or --model NAME"),
+        (["plan.json", "--seq-len", "5"], "--seq-len is for a plan that is made now, but plan.json is given"),
+        (["--model", "gpt3-xx"], "no model or file is called 'gpt3-xx'"),
+        (
+            ["--model", "gpt2", "--hardware", "a100-80"],
+            "a100-80 is of a gpu device, but this machine computes on a host",
+        ),
+        (["--model", "gpt2", "--device-memory", "1MB"], "gpt2 does not fit on 1 device"),
+    ],
+)
+def test_what_cannot_be_executed_is_one_line(arguments, message, tmp_path, capsys) -> None:
+    assert main(["execute", *arguments, "--output-dir", str(tmp_path)]) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.count("\n") == 1

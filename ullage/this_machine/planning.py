@@ -36,7 +36,8 @@ _INTEGERS: Final[dict[torch.dtype, Literal["int64", "int32", "bool"]]] = {
     torch.int32: "int32",
     torch.bool: "bool",
 }
-_MOST_SIMULATIONS: Final = 150  # more gain little, and a user waits for each
+MOST_SIMULATIONS: Final = 150
+"""Of one call; more gain little, and a user waits for each."""
 
 
 class Wishes(TypedDict, total=False):
@@ -90,7 +91,7 @@ def plan_here(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, 
                 storage=wishes.get("storage", "activations"),
             )
             with search_progress() as progress:
-                return make_plan(request, max_simulations=_MOST_SIMULATIONS, progress=progress)
+                return make_plan(request, max_simulations=MOST_SIMULATIONS, progress=progress)
 
         return of_first_rank(make)
 

@@ -4,8 +4,9 @@ import argparse
 import dataclasses
 from pathlib import Path
 
-from planner.plan.document import load_plan
+from planner.plan.document import Plan, load_plan
 from ullage.cli.arguments import cores, non_negative_int, positive_float, positive_int, positive_ints
+from ullage.cli.request_options import add_request_options, check_names, given_options
 from ullage.commands import Subparsers, command_parser
 from ullage.training.options import DEFAULT_KEPT, LEAST_KEPT, TOKEN_DTYPES, ExecuteOptions
 
@@ -21,9 +22,12 @@ def add_parser(subparsers: Subparsers) -> None:
         "compare it with the prediction. The data is your text or tokens, or a built-in text. Files are\n"
         "memory-mapped; the order of sequences depends on the seed alone. A captured model is made by the function\n"
         "that the plan names, and trained on one random batch. A plan for several devices needs one process per\n"
-        "device: `torchrun --nproc-per-node 8 -m ullage execute plan.json`.",
+        "device: `torchrun --nproc-per-node 8 -m ullage execute plan.json`.\n"
+        "Without a plan, --model and its options are planned first, for the memory that is free now; the plan goes\n"
+        "into --output-dir. A machine that has no profile is measured before that, once, for half a minute.",
         """
         ullage execute plan.json
+        ullage execute --model gpt2 --seq-len 256 --text corpus.txt
         ullage execute plan.json --iterations 100 --text corpus.txt --lr 3e-4 --output-dir runs/1
         ullage execute plan.json --iterations 1000 --replan --compile
         ullage execute plan.json --iterations 1000 --checkpoint-dir checkpoints --checkpoint-every 10
@@ -34,7 +38,14 @@ def add_parser(subparsers: Subparsers) -> None:
         ullage execute plan.json --tokens corpus.bin --token-dtype uint16 --data-position 8000
         """,
     )
-    parser.add_argument("plan", type=Path, metavar="PLAN", help="what `ullage plan` wrote")
+    parser.add_argument(
+        "plan",
+        type=Path,
+        nargs="?",
+        metavar="PLAN",
+        help="what `ullage plan` wrote; without it, --model is planned first",
+    )
+    add_request_options(parser, model_required=False)
     parser.add_argument(
         "--iterations",
         dest="num_iterations",
@@ -174,7 +185,7 @@ def run(args: argparse.Namespace) -> int:
     """Execute the plan."""
     given = {field.name: getattr(args, field.name) for field in dataclasses.fields(ExecuteOptions)}
     options = ExecuteOptions(**given)
-    plan = load_plan(args.plan)
+    plan = _plan(args)
     # torch takes seconds: not before the plan is known to be good
     from ullage.cli.interruption import InterruptedTrainingError  # noqa: PLC0415
     from ullage.commands.execute.run import execute  # noqa: PLC0415
@@ -193,3 +204,23 @@ def run(args: argparse.Namespace) -> int:
         console(stderr=True).print(str(error), soft_wrap=True)
         return 128 + error.signal
     return 0
+
+
+def _plan(args: argparse.Namespace) -> Plan:
+    """Return the plan that is given, or else one for this machine."""
+    given = given_options(args)
+    if args.plan is not None:
+        if given:
+            raise ValueError(
+                f"{given[0]} is for a plan that is made now, but {args.plan} is given; leave one of them out"
+            )
+        return load_plan(args.plan)
+    if args.model is None:
+        raise ValueError(
+            "there is nothing to execute; give PLAN, which `ullage plan` writes, or --model NAME to plan for this "
+            "machine"
+        )
+    check_names(args)
+    from ullage.commands.execute.planning import planned  # noqa: PLC0415 - torch takes seconds
+
+    return planned(args, args.output_dir)

@@ -1,0 +1,46 @@
+"""The plan of ``ullage execute --model ...``: for this machine, and what is free on it now."""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from hwprofiles.files import check_output, make_folder
+from planner.plan.document import Plan
+from planner.plan.planning import make_plan
+from ullage.cli.request import request_of
+from ullage.output.progress import search_progress
+from ullage.this_machine.planning import MOST_SIMULATIONS, Wishes, free_memory, machine_now, of_first_rank, world_size
+from ullage.this_machine.profile import profile_here
+
+
+def planned(args: argparse.Namespace, output_dir: Path) -> Plan:
+    """Return a plan for what the options ask for, and write it into the output folder.
+
+    A machine that has no profile is measured first, once. Of several ranks the first one measures, plans and writes.
+
+    Raises:
+        ValueError: there is no such model or machine, or nothing fits.
+        OSError: the plan cannot be written.
+    """
+    path = output_dir / "plan.json"
+    is_first = os.environ.get("RANK", "0") == "0"
+    if is_first:
+        make_folder("--output-dir", output_dir)
+        check_output("--output-dir", path)  # not after the search
+    free = free_memory()
+    args.gpus = args.gpus or world_size()
+    wishes: Wishes = {} if args.device_memory is None else {"device_memory": args.device_memory}
+
+    def make() -> Plan:
+        if args.hardware is None:
+            profile_here()  # is the default from now on
+        request = request_of(args, lambda profile: machine_now({"hardware": profile, **wishes}, free))
+        with search_progress() as progress:
+            return make_plan(request, max_simulations=MOST_SIMULATIONS, progress=progress)
+
+    plan = of_first_rank(make)
+    if is_first:
+        plan.save(path)
+        sys.stderr.write(f"ullage execute: {plan}; plan written to {path}\n")
+    return plan
