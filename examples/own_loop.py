@@ -1,46 +1,69 @@
-"""Keep your own training loop: plan a model for a device that cannot hold it, prepare it, train.
-
-The model is an unmodified ``transformers`` GPT-2 with random weights. Any profile of kind ``host`` runs without a GPU;
-with a GPU, calibrate it and name it: ``python examples/own_loop.py local``.
-"""
-
-import sys
+"""A module and a loop of your own: a scheduler, accumulation, and a plan that is saved and used again."""
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from torch import Tensor, nn
+from torch.nn import functional
 
 import ullage
 
-NUM_ITERATIONS = 8
+NUM_STEPS, WIDTH = 12, 64
 
 
-def main(hardware: str) -> None:
-    """Plan, prepare and train a small GPT-2 on random tokens."""
-    config = AutoConfig.for_model("gpt2", n_layer=3, vocab_size=512, use_cache=False)
-    config.save_pretrained("tiny-gpt2")  # a folder of yours has a config.json already
-    machine = ullage.load_profile(hardware).with_device_memory(70_000_000)
-    # Any processor is fast in fp32; with a GPU take bf16, and dtype=torch.bfloat16 below.
-    plan = ullage.plan("tiny-gpt2/config.json", hardware=machine, seq_len=64, micro_batch=2, precision="fp32")
-    print(f"predicted: {plan.prediction.iteration_s * 1e3:.1f} ms per iteration")
+class Block(nn.Module):
+    """Two projections beside the stream."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return what the next block is given."""
+        return x + self.down(functional.gelu(self.up(self.norm(x))))
+
+
+class Classifier(nn.Module):
+    """Images and labels in, the loss out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch = nn.Conv2d(3, WIDTH, 8, 8)
+        self.blocks = nn.Sequential(*(Block() for _ in range(4)))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 10)
+
+    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
+        """Return the mean cross-entropy."""
+        x = self.blocks(self.patch(images).flatten(2).transpose(1, 2))
+        return functional.cross_entropy(self.head(self.norm(x).mean(1)), labels)
+
+
+def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return a new model and its optimizer."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, NUM_ITERATIONS)
-    model, optimizer = ullage.prepare(model, optimizer, plan)
+    model = Classifier()
+    return model, torch.optim.AdamW(model.parameters(), lr=3e-3)
 
-    tokens = torch.randint(0, config.vocab_size, (2, 64))
-    with optimizer.session as session:
-        for iteration in range(NUM_ITERATIONS):
-            loss = model(input_ids=tokens, labels=tokens).loss
-            loss.backward()
+
+def trained(model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor]) -> float:
+    """Train on one batch, two micro-batches a step, and return the last loss."""
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, NUM_STEPS)
+    with optimizer.session:
+        for _ in range(NUM_STEPS):
+            with model.no_sync():  # may be left out
+                (model(*batch) / 2).backward()
+            loss = model(*batch)
+            (loss / 2).backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # the stock one, exact
             optimizer.step()
             scheduler.step()
-            print(f"iteration {iteration}: loss {loss.item():.3f}")
-        timeline = session.timeline()
-    print(f"measured: {timeline.period_s(NUM_ITERATIONS - 2) * 1e3:.1f} ms per iteration")
+            print(f"loss {loss.item():.3f}")
+    return loss.item()
 
 
-if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "epyc-turin-2c")
+batch = torch.randn(8, 3, 32, 32), torch.randint(10, (8,))
+model, optimizer = ullage.prepare(*made(), batch, num_micro_batches=2, device_memory="1.5MB")
+print(optimizer.plan)
+optimizer.plan.save("plan.json")
+last = trained(model, optimizer, batch)
+
+model, optimizer = ullage.prepare(*made(), ullage.load_plan("plan.json"))
+print("same loss:", trained(model, optimizer, batch) == last)

@@ -1,40 +1,39 @@
-"""Train a plan's model on a file of tokens without a loop of your own, stop, and go on in the data where it stopped.
+"""A script for `transformers.Trainer` in which two lines were changed: the import, and `ullage.offloaded`."""
 
-``python examples/trainer.py local`` does so on a calibrated machine of yours.
-"""
+from pydoc_data.topics import topics
 
-import sys
-from pathlib import Path
-
-import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainingArguments, set_seed
 
 import ullage
 
-NUM_ITERATIONS = 12
+set_seed(0)
+sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+model = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=256, eos_token_id=0, **sizes))
 
+text = torch.frombuffer(bytearray("\n".join(topics.values()).encode()), dtype=torch.uint8).long()
+data = [{"input_ids": row, "labels": row} for row in text[: 160 * 64].view(160, 64)]
+args = TrainingArguments(
+    output_dir="runs",
+    per_device_train_batch_size=4,
+    gradient_accumulation_steps=2,
+    max_steps=20,
+    learning_rate=3e-3,
+    logging_steps=1,
+    save_strategy="no",
+    report_to=[],
+    disable_tqdm=True,
+)
+trainer = ullage.offloaded(Trainer)(model=model, args=args, train_dataset=data)
+trainer.train()
+trainer.save_model("tuned")
+print(trainer.plan)
+for entry in trainer.state.log_history:
+    if "loss" in entry:
+        print(f"loss {float(entry['loss']):.3f}")
+trainer.close()  # the model is an ordinary one again
 
-def main(hardware: str) -> None:
-    """Plan a small Llama, write some tokens, and train on them."""
-    config = ullage.resolve_model("demo-llama").model_copy(update={"num_layers": 3})
-    machine = ullage.load_profile(hardware).with_device_memory(70_000_000)
-    # Any processor is fast in fp32; with a GPU take bf16.
-    plan = ullage.plan(config, hardware=machine, seq_len=64, micro_batch=2, precision="fp32")
-    print(f"predicted: {plan.prediction.iteration_s * 1e3:.1f} ms per iteration")
-
-    path = Path("tokens.npy")
-    np.save(path, (np.arange(100_000) % 97 % config.vocab_size).astype(np.uint16))
-    tokens = np.load(path, mmap_mode="r")  # never read whole
-    with ullage.Trainer(plan, data=tokens, lr=1e-3) as trainer:
-        for step in trainer.run(NUM_ITERATIONS):
-            print(f"iteration {step.iteration}: {step.measured_s * 1e3:.0f} ms, loss {step.loss:.3f}")
-        position = trainer.position
-        weights = {name: weight.clone() for name, weight in trainer.session.full_parameters().items()}
-    print(f"measured: {step.measured_s * 1e3:.1f} ms in the last of them; {len(weights)} parameters trained")
-
-    with ullage.Trainer(plan, trainer.model, data=tokens, position=position) as trainer:  # a new optimizer
-        (step,) = trainer.run(1)
-    print(f"iteration {NUM_ITERATIONS}: went on at sequence {position}, loss {step.loss:.3f}")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "epyc-turin-2c")
+prompt = data[0]["input_ids"][None, :16]
+ours = model.eval().generate(prompt, max_new_tokens=8, do_sample=False)
+saved = AutoModelForCausalLM.from_pretrained("tuned").generate(prompt, max_new_tokens=8, do_sample=False)
+print("same tokens:", torch.equal(ours.cpu(), saved))
