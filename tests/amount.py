@@ -9,6 +9,7 @@ import contextlib
 import os
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Final
 
 import pytest
@@ -26,11 +27,15 @@ def examples(number: int, fewest: int = _FEWEST) -> int:
 
 @contextlib.contextmanager
 def short_searches() -> Iterator[None]:
-    """Let searches that have no budget end after a few simulations in ``make test``, for tests of other things."""
+    """Let searches that have no budget end after a few simulations in ``make test``, for tests of other things.
+
+    Python that is started meanwhile searches as shortly.
+    """
     with pytest.MonkeyPatch.context() as patched:
         if not ALL:
             patched.setattr(search, "_SIMULATIONS", 40)
             patched.setattr(search, "_TASKS", 0)
+            patched.setenv("PYTHONPATH", str(Path(__file__).with_name("short_searches")), prepend=os.pathsep)
         yield
 
 

@@ -8,6 +8,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import pytest
 import torch
+from amount import short_searches
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _short_searches():
+    with short_searches():
+        yield
 
 
 @pytest.fixture(autouse=True)

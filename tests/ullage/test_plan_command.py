@@ -21,22 +21,13 @@ from ullage.output.formatting import duration
 from ullage.output.plans import engine_fits, mfu
 from ullage.training.levels import MEMORY, buffer_bytes, intervals, levels_of
 
-# A search of a hundredth of the usual length.
-SHORT = """
-import sys
-from planner import search
-from ullage.main import main
-search._SIMULATIONS, search._TASKS = 40, 4000
-sys.exit(main())
-"""
-
 
 def test_two_processes_write_the_same_bytes(plan_args, tmp_path):
     texts = []
     for seed in ("1", "2"):
         path = tmp_path / f"{seed}.json"
         subprocess.run(
-            [sys.executable, "-c", SHORT, *plan_args, "--output", str(path)],
+            [sys.executable, "-m", "ullage", *plan_args, "--output", str(path)],
             env={**os.environ, "PYTHONHASHSEED": seed},
             check=True,
             capture_output=True,
