@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 import hwprofiles.calibrate
@@ -142,6 +144,20 @@ def test_weights_are_neither_copied_nor_read() -> None:
     )
     net.first.bias = net.inner.bias = nn.Parameter(torch.zeros(1).expand(10**6))
     assert capture_live(net, BATCH).num_params > 10**12
+
+
+def test_a_model_without_weights_is_planned_and_takes_them_later(tiny_model: Path, tmp_path: Path) -> None:
+    config = transformers.AutoConfig.for_model(**json.loads(tiny_model.read_text()))
+    plain = transformers.AutoModelForCausalLM.from_config(config)
+    plain.save_pretrained(tmp_path / "base")
+    with torch.device("meta"):
+        empty = transformers.AutoModelForCausalLM.from_config(config)
+    tokens = torch.arange(64).view(2, 32)
+    batch = {"input_ids": tokens, "labels": tokens}
+    model, optimizer = ullage.prepare(empty, torch.optim.SGD(empty.parameters()), batch, device_memory="1.5MB")
+    with optimizer.session:
+        ullage.load(optimizer, tmp_path / "base")
+        assert model(**batch).loss.item() == plain(**batch).loss.item()
 
 
 def test_a_factory_and_its_module_are_captured_alike() -> None:
