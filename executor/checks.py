@@ -42,7 +42,7 @@ def check_units(decisions: Decisions, units: tuple[Unit, ...]) -> None:
         ValueError: a unit that is not on the device was planned without tokens for its experts.
     """
     for unit in units:
-        elsewhere = unit.num_params and (decisions.units[unit.name].fetched or decisions.gathers(unit))
+        elsewhere = unit.num_weights and (decisions.units[unit.name].fetched or decisions.gathers(unit))
         if elsewhere and not unit.forward:
             raise ValueError(
                 f"{unit.name} was planned as if no token came to its experts, so it has no way to the device; plan "

@@ -202,6 +202,7 @@ class IterationDriver:
             yield handle.remove
 
     def _begin(self) -> None:
+        self._runtime.state.check_frozen()
         self._runtime.check_has_weights()
         self._runtime.check_unparked()
         self._runtime.doing = f"iteration {self._loop.iteration + 1}"

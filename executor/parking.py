@@ -14,6 +14,7 @@ from typing import final
 
 import torch
 
+from executor.memory.frozen import FrozenWeights
 from executor.memory.state import without_values
 from executor.memory.units import Moments, UnitState
 from executor.module.guarded_parameters import unguarded
@@ -76,6 +77,7 @@ class Parking:
             runtime.snapshots.take_remaining()
         own = [unit.own_weights for unit in units if _has_only_weights(unit) and not keep_weights]
         slabs = [slab for unit in units for slab in _slabs(unit.device)]
+        slabs += [frozen for unit in units if not keep_weights for frozen in _frozen(unit)]
         buffers = list(self._buffers())
         place = self._places([*own, *slabs, *buffers])
         self._moved = [(tensor, place[id(tensor)]) for tensor in (*slabs, *buffers)]
@@ -152,16 +154,18 @@ class Parking:
         master = None if device.master is None else place[id(device.master)]
         unit.device = Moments(master, tuple(place[id(buffer)] for buffer in device.buffers))
         unit.own_weights = place.get(id(own), own)
-        self._undo.append(_setting(unit, device, own))
-        for leaf in (parameter.shard.leaf for parameter in unit.parameters if hides and unit.slot < 0):
+        self._undo.append(_setting(unit, device, own, unit.frozen))
+        if unit.frozen is not None and (there := place.get(id(unit.frozen.own))) is not None:
+            unit.frozen = dataclasses.replace(unit.frozen, own=there, device=there)
+        for leaf in (shard.leaf for shard in unit.shards() if hides and unit.slot < 0):
             with unguarded():
                 self._undo.append(_showing(leaf, leaf.data))
                 leaf.data = without_values(leaf.shape, leaf.dtype, leaf.device)
 
 
-def _setting(unit: UnitState, device: Moments, own: torch.Tensor) -> Callable[[], None]:
+def _setting(unit: UnitState, device: Moments, own: torch.Tensor, frozen: FrozenWeights | None) -> Callable[[], None]:
     def undo() -> None:
-        unit.device, unit.own_weights = device, own
+        unit.device, unit.own_weights, unit.frozen = device, own, frozen
 
     return undo
 
@@ -186,7 +190,13 @@ def _has_only_weights(unit: UnitState) -> bool:
 
 
 def _resident(unit: UnitState) -> list[torch.Tensor]:
-    return [*([unit.own_weights] if unit.on_device else []), *([unit.device_weights] if unit.slot < 0 else [])]
+    held = [*([unit.own_weights] if unit.on_device else []), *([unit.device_weights] if unit.slot < 0 else [])]
+    return held + _frozen(unit)
+
+
+def _frozen(unit: UnitState) -> list[torch.Tensor]:
+    """Return the frozen weights that only the device has."""
+    return [] if unit.frozen is None or not unit.on_device else [unit.frozen.own]
 
 
 def _slabs(moments: Moments) -> list[torch.Tensor]:

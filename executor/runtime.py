@@ -78,6 +78,7 @@ class Runtime:
         self.state = state = ModelState(
             units, decisions, shards, self.gpu, self.host, ranks, options.storage_dir, written
         )
+        failing.callback(state.frozen.close)
         if state.stored is not None:
             failing.callback(state.stored.close)
         failing.callback(state.give_back)
@@ -148,6 +149,7 @@ class Runtime:
         self.machine.close()
         self._team.close()
         self.offloaded.close()
+        self.state.frozen.close()
         if self.state.stored is not None:
             self.state.stored.close()
 

@@ -31,6 +31,7 @@ from executor.module.binding import bind, bind_state_dict, no_compile
 from executor.module.empty import take_off_meta
 from executor.module.guards import bind_guards
 from executor.module.naming import Naming
+from executor.module.quantized import bind_quantized
 from executor.optimizer.table import OptimizerEntry
 from executor.options import SessionOptions, backend_of
 from executor.parking import Moved, Parking
@@ -120,6 +121,7 @@ class Session:
             )
             failing.callback(driver.visibility.release)
             self._undo += driver.hook_parameters()
+            self._undo += bind_quantized(model)
             bind(model, units, decisions, self.runtime.offloaded, driver, self._undo, options.compile_backend)
             self._undo += split_experts(model, units, shards, ranks and ranks.experts, driver)
             if ranks is not None and decisions.tensor_parallel > 1:
@@ -186,11 +188,11 @@ class Session:
             LaneError: a task failed on some lane.
             RankError: another rank has failed.
         """
-        return {name: self.access.weights(name) for name in self.runtime.state.by_parameter}
+        return {name: self.access.weights(name) for name in self.runtime.state.shards()}
 
     def naming(self) -> Naming:
         """Return what the model's tensors are called in files of weights."""
-        shards = [held[0][1].shard for held in self.runtime.state.by_parameter.values()]
+        shards = self.runtime.state.shards().values()
         return Naming(self.model, {id(shard.whole): shard.whole_shape for shard in shards})
 
     def stream_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
@@ -300,6 +302,8 @@ class Session:
             Tier.HOST: MeasuredMemory(runtime.host.by_class()),
         }
         on_nvme = (stored.by_class if stored else {}) | runtime.offloaded.by_class
+        for memory_class, num_bytes in runtime.state.frozen.by_class.items():
+            on_nvme[memory_class] = on_nvme.get(memory_class, 0) + num_bytes
         return used | ({Tier.NVME: MeasuredMemory(on_nvme)} if on_nvme else {})
 
     @property
@@ -332,13 +336,8 @@ class Session:
                 runtime.doing = f"close(), after {self.iteration} iterations"
                 runtime.check_same_call()
                 self.access.make_current(runtime.doing)
-                for name, parts in runtime.state.by_parameter.items() if give_back else ():
-                    shard = parts[0][1].shard
-                    shard.whole.data = (
-                        without_values(shard.whole_shape, runtime.state.dtype)
-                        if name in runtime.state.absent
-                        else _with_own_storage(self.access.kept_weights(name))
-                    )
+                if give_back:
+                    self._give_back()
                 if self._ranks is not None:
                     self._ranks.all.barrier()
                 together = found = True
@@ -355,6 +354,16 @@ class Session:
             driver.gradients.clear()
             if self._ranks is not None:
                 self._ranks.close(together=together)
+
+    def _give_back(self) -> None:
+        """Give the model its weights, where they are kept."""
+        for name, shard in self.runtime.state.shards().items():
+            if name in self.runtime.state.absent:
+                shard.whole.data = without_values(shard.whole_shape, self.runtime.state.dtype)
+            elif shard.stored.is_quantized:
+                shard.stored.live_in(self.access.kept_weights(name))
+            else:
+                shard.whole.data = _with_own_storage(self.access.kept_weights(name))
 
     def _undo_all(self) -> None:
         while self._undo:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from executor.distributed.shards import unshard
+from executor.memory.frozen import FrozenParameter
 from executor.memory.units import ParameterState, UnitState
 from executor.module.guards import OWN_CHECKPOINTING
 from executor.runtime import Runtime
@@ -101,6 +102,8 @@ class StateAccess:
             self._runtime.check_has_weights()
             if not self._runtime.parked:
                 self.make_current("state_dict()", uses=True)
+            if name in self._state.frozen_by_parameter:  # there is no other copy
+                return self.kept_weights(name)
             parts = []
             for unit, parameter in self._state.by_parameter[name]:
                 if held != unit.name:
@@ -114,10 +117,11 @@ class StateAccess:
     def kept_weights(self, name: str) -> torch.Tensor:
         """Return a parameter's weights once they are current: a view of where they are kept.
 
-        If they are kept in shards or shares, or on NVMe, it is new host memory.
+        If they are kept in shards or shares, or on NVMe, it is new host memory. Of a quantized parameter it is bytes.
         """
-        parts = self._state.by_parameter[name]
-        return unshard([(p.shard, self._share(unit, p)) for unit, p in parts], self._runtime.ranks)
+        parts = [(p.shard, self._share(unit, p)) for unit, p in self._state.by_parameter.get(name, ())]
+        parts += [(p.shard, p.of(self._bytes(unit, p))) for unit, p in self._state.frozen_by_parameter.get(name, ())]
+        return unshard(parts, self._runtime.ranks)
 
     def _own_masters(self, unit: UnitState) -> torch.Tensor:
         own = torch.empty(sum(piece.num_params for piece in unit.pieces))
@@ -188,6 +192,16 @@ class StateAccess:
             return unit.weight_of(parameter)
         self._fill_slot(unit)
         return unit.weight_of(parameter, unit.device_weights).to("cpu", copy=True)
+
+    def _bytes(self, unit: UnitState, parameter: FrozenParameter) -> torch.Tensor:
+        frozen, own = unit.frozen, slice(parameter.start, parameter.stop)
+        assert frozen is not None
+        if not frozen.is_sharded:
+            frozen.read()
+            kept = (frozen.host if len(frozen.host) else frozen.device)[own]
+            return kept if frozen.file is None else kept.clone()
+        self._fill_slot(unit)
+        return frozen.device[own].to("cpu", copy=True)
 
     def _fill_slot(self, unit: UnitState) -> None:
         if self._in_slot.get(unit.slot) != unit.name:

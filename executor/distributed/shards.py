@@ -17,7 +17,9 @@ from torch import nn
 
 from executor.distributed.mesh import Mesh
 from executor.distributed.ranks import Ranks
+from executor.packed import StoredParameter
 from planner.graph import Pattern, Unit
+from planner.models.parameters import ParameterSpec
 
 _OWN_NAME = re.compile(r"(?P<name>.*?)(\[(?P<first>\d+):(?P<stop>\d+)\])?(@(?P<tensor>\d+)/(?P<ranks>\d+))?")
 _FUSED = {"attn.c_attn": 3, "mlp.experts.gate_up_proj": 2}  # by the end of a parameter's path: parts in one
@@ -42,6 +44,7 @@ class ParameterShard:
         num_fused: number of fused parts in that dimension, each of which is divided.
         mesh: position of this rank.
         is_absent: whether it has a shape but no values at first.
+        stored: the user's parameter with the tensors that it consists of.
     """
 
     name: str
@@ -54,6 +57,7 @@ class ParameterShard:
     num_fused: int
     mesh: Mesh
     is_absent: bool
+    stored: StoredParameter
 
     @property
     def trains(self) -> bool:
@@ -156,6 +160,7 @@ def shards_of(
         BindingError: the model's parameters differ from those of the units in name or shape.
     """
     named = dict(model.named_parameters(remove_duplicate=False))
+    modules = dict(model.named_modules())
     shards: dict[str, ParameterShard] = {}
     owned: dict[int, str] = {}
     for operator, spec in ((o, spec) for unit in units for o in unit.operators for spec in o.parameters):
@@ -168,7 +173,9 @@ def shards_of(
             )
         rows = (int(cut["first"]), int(cut["stop"])) if cut["stop"] else None
         is_vocabulary = operator.kind in {"embedding", "head"} and operator.pattern is not Pattern.REPLICATE
-        shard = _shard(name, named[name], torch.Size(spec.shape), rows, mesh, is_vocabulary=is_vocabulary)
+        stored = StoredParameter(named[name], modules[name.rpartition(".")[0]])
+        _check_kept(name, stored, spec)
+        shard = _shard(name, stored, torch.Size(spec.shape), rows, mesh, is_vocabulary=is_vocabulary)
         shards[spec.name] = dataclasses.replace(shard, is_absent=id(named[name]) in absent)
         if (other := owned.setdefault(id(named[name]), name)) != name:
             raise BindingError(
@@ -241,9 +248,16 @@ def unshard(parts: Sequence[tuple[ParameterShard, torch.Tensor]], ranks: Ranks |
 
 
 def _shard(
-    name: str, whole: nn.Parameter, shape: torch.Size, rows: tuple[int, int] | None, mesh: Mesh, *, is_vocabulary: bool
+    name: str,
+    stored: StoredParameter,
+    shape: torch.Size,
+    rows: tuple[int, int] | None,
+    mesh: Mesh,
+    *,
+    is_vocabulary: bool,
 ) -> ParameterShard:
-    there = whole.shape if rows is None else torch.Size((rows[1] - rows[0], *whole.shape[1:]))
+    whole = stored.parameter
+    there = stored.shape if rows is None else torch.Size((rows[1] - rows[0], *whole.shape[1:]))
     dims = [i for i, (has, planned) in enumerate(zip(there, shape, strict=False)) if has != planned]
     ranks = mesh.degrees.tensor_parallel
     padded = is_vocabulary and ranks > 1
@@ -255,7 +269,29 @@ def _shard(
             f"parameter {name} has shape {tuple(there)}, but {tuple(shape)} in the plan{of}; plan this model again"
         )
     leaf = whole if rows is None else nn.Parameter(whole.new_empty(0))
-    return ParameterShard(name, whole, whole.shape, leaf, shape, rows, dim, _num_fused(name), mesh, is_absent=False)
+    shard = ParameterShard(name, whole, stored.shape, leaf, shape, rows, dim, _num_fused(name), mesh, False, stored)
+    if stored.is_quantized and not shard.is_whole:
+        raise BindingError(
+            f"parameter {name} is quantized, and cannot be shared by ranks; plan without {ranks} of them"
+        )
+    return shard
+
+
+def _check_kept(name: str, stored: StoredParameter, spec: ParameterSpec) -> None:
+    """Check that a parameter takes the bytes that were planned.
+
+    Raises:
+        BindingError: it does not.
+    """
+    if isinstance(spec.frozen, int) and spec.frozen != stored.num_bytes:
+        raise BindingError(
+            f"parameter {name} takes {stored.num_bytes:,} bytes, but {spec.frozen:,} in the plan; quantize it as "
+            "planned, or plan this model again"
+        )
+    if stored.is_quantized and not isinstance(spec.frozen, int):
+        raise BindingError(
+            f"parameter {name} is quantized, but not in the plan; plan this model again, or with --quantize"
+        )
 
 
 def _num_fused(name: str) -> int:

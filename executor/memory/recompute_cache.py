@@ -170,7 +170,7 @@ class SaveProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         output = func(*args, **(kwargs or {}))
-        if func.overloadpacket in _PRODUCTS:
+        if _is_product(func):
             leaves, structure = tree_flatten(output)
             kept = [SavedTensor.of(leaf) if _is_floating(leaf) else leaf for leaf in leaves]
             product = Product(func, kept, structure, _random_state(func, leaves[0].device))
@@ -196,7 +196,7 @@ class ReuseProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func.overloadpacket not in _PRODUCTS:
+        if not _is_product(func):
             return func(*args, **(kwargs or {}))
         segment, position = self._segments, self._segments.position
         if position >= len(segment.products) or segment.products[position].function is not func:
@@ -213,6 +213,12 @@ class ReuseProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
             generator.set_state(state)
         leaves = [leaf.restore(self._backend) if isinstance(leaf, SavedTensor) else leaf for leaf in product.leaves]
         return tree_unflatten(leaves, product.structure)
+
+
+def _is_product(function: Any) -> bool:
+    packet = function.overloadpacket
+    # That of bitsandbytes exists once it has been imported.
+    return packet in _PRODUCTS or packet._qualified_op_name == "bitsandbytes::gemm_4bit"
 
 
 def _is_floating(leaf: Any) -> bool:

@@ -17,6 +17,7 @@ import torch
 from executor.distributed.ranks import Ranks
 from executor.distributed.shards import ParameterShard, unshard
 from executor.memory.arenas import ALIGNMENT_BYTES, Arena
+from executor.memory.frozen import FrozenParameter, FrozenState, FrozenWeights
 from executor.memory.nvme import StoredState
 from executor.memory.pieces import Part, Piece, pieces_of
 from executor.memory.units import Moments, ParameterState, StateSlot, UnitState
@@ -51,7 +52,9 @@ class ModelState:
         by_name: every parameter with its unit, by the name that the unit uses.
         by_parameter: this rank's shards of each of the model's parameters, by the parameter's own name.
         state_slots: device memory for streamed state.
+        frozen_by_parameter: the same of those that are frozen.
         stored: state on NVMe; ``None`` without any.
+        frozen: frozen weights.
 
     Raises:
         ValueError: the plan keeps state on NVMe, and no folder was given.
@@ -85,9 +88,11 @@ class ModelState:
         ]
         self.state_slots = self._take_state_slots(units)
         self.stored = StoredState.of(units, decisions, assigned.of_unit, storage_dir, ranks.rank if ranks else 0, host)
+        self.frozen = FrozenState.of(units, decisions, assigned, shards, gpu, host, ranks, storage_dir)
         self.units: dict[str, UnitState] = {}
         self.by_name: dict[str, tuple[UnitState, ParameterState]] = {}
         self.by_parameter: dict[str, list[tuple[UnitState, ParameterState]]] = {}
+        self.frozen_by_parameter: dict[str, list[tuple[UnitState, FrozenParameter]]] = {}
         try:
             self._move_all_in(units, assigned.of_unit, shards)
         except BaseException:
@@ -99,13 +104,17 @@ class ModelState:
     ) -> None:
         left = Counter(shard.name for shard in shards.values())
         for unit in units:
-            if unit.num_params:
+            if unit.num_weights:
                 state = self._take(unit, slot_of.get(unit.name, -1), shards)
                 self.units[unit.name] = state
                 _clear_pads(state, unit.num_params)
                 self._move_in(state)
-                left.subtract(parameter.shard.name for parameter in state.parameters)
-                for shard in (parameter.shard for parameter in state.parameters):
+                if state.frozen is not None:
+                    state.frozen.move_in(self.absent, self._ranks)
+                    for parameter in state.frozen.parameters:
+                        self.frozen_by_parameter.setdefault(parameter.shard.name, []).append((state, parameter))
+                left.subtract(shard.name for shard in state.shards())
+                for shard in state.shards():
                     if shard.leaf is not shard.whole and not left[shard.name]:
                         shard.whole.data = without_values(shard.whole_shape, self.dtype)
 
@@ -128,6 +137,21 @@ class ModelState:
                 shard.whole.data = unshard(
                     [(p.shard, self._weights(unit, p, from_masters=in_iteration)) for unit, p in held], None
                 )
+        for frozen in (unit.frozen for unit in self.units.values() if unit.frozen is not None):
+            self._give_frozen_back(frozen, lost=lost)
+
+    def _give_frozen_back(self, frozen: FrozenWeights, *, lost: bool) -> None:
+        """Let frozen parameters live where they are kept; those on NVMe in new memory."""
+        kept = frozen.host if len(frozen.host) else frozen.own
+        if frozen.file is not None and not lost:
+            frozen.read()
+            kept = kept.clone()
+        for parameter in frozen.parameters:
+            shard = parameter.shard
+            if lost or self._ranks is not None or shard.name in self.absent or not shard.is_whole:
+                shard.whole.data = without_values(shard.whole.shape, shard.whole.dtype)
+            else:
+                parameter.live_in(kept[parameter.start : parameter.stop])
 
     def _weights(self, unit: UnitState, parameter: ParameterState, *, from_masters: bool) -> torch.Tensor:
         if not from_masters and not unit.on_nvme:
@@ -162,6 +186,24 @@ class ModelState:
     def parameters(self) -> Iterator[tuple[UnitState, ParameterState]]:
         """Yield every parameter with its unit."""
         return iter(self.by_name.values())
+
+    def shards(self) -> dict[str, ParameterShard]:
+        """Return the first of this rank's shards of every parameter, trained or frozen, by the parameter's own name."""
+        held = self.by_parameter | self.frozen_by_parameter
+        return {name: parts[0][1].shard for name, parts in held.items()}
+
+    def check_frozen(self) -> None:
+        """Check that nothing trains that was planned frozen.
+
+        Raises:
+            ValueError: something does: there is no memory for its gradient and state.
+        """
+        for name, parts in self.frozen_by_parameter.items():
+            if parts[0][1].shard.trains:
+                raise ValueError(
+                    f"{name} was frozen when the plan was made, and has no gradient and no state in it; set its "
+                    "requires_grad to False, or close the session and prepare the model again"
+                )
 
     def set_weights(self, unit: UnitState, values_of: Values, *, reads: bool = True) -> None:
         """Set all weights of a unit and their master copies, wherever they are kept.
@@ -238,6 +280,7 @@ class ModelState:
             device=self._take_moments(self._gpu, name, num_device, 0 if dtype is torch.float32 else num_device),
             host_gradients=self._host.take(f"{name} gradients", MemoryClass.GRADIENTS, num_apart, dtype),
             spilled={p.index: self._typed(spilled.rooms[name, p.index], p) for p in pieces if spilled and p.spilled},
+            frozen=self.frozen.units.get(name),
         )
 
     def _typed(self, buffer: torch.Tensor, piece: Piece) -> torch.Tensor:
@@ -330,8 +373,9 @@ def _clear_pads(unit: UnitState, num_params: int) -> None:
 
 
 def without_values(shape: torch.Size, dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
-    """Return a tensor of NaN that takes no memory."""
-    return torch.full((), torch.nan, dtype=dtype, device=device).expand(shape)
+    """Return a tensor of NaN that takes no memory; of integers, one of zeros."""
+    nothing = torch.nan if dtype.is_floating_point else 0
+    return torch.full((), nothing, dtype=dtype, device=device).expand(shape)
 
 
 def write_weights(

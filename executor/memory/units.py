@@ -8,6 +8,7 @@ import torch
 
 from executor.distributed.groups import Group
 from executor.distributed.shards import ParameterShard
+from executor.memory.frozen import FrozenWeights
 from executor.memory.pieces import Part, Piece
 from planner.decisions import Place
 
@@ -113,6 +114,7 @@ class UnitState:
         host, device: optimizer state on each tier.
         host_gradients: gradients of pieces that have memory of their own for them, in the type of the weights.
         spilled: host memory of gradients that go on to NVMe, by piece.
+        frozen: the weights that are not trained; ``None`` without any.
         buckets: gradients that the ranks have not reduced yet, by the micro-batch in which they will.
         flushing: gradients on their way to the host, by micro-batch, then by parameter.
         device_gradients: gradients that stay on the device, by parameter and piece.
@@ -135,6 +137,7 @@ class UnitState:
     device: Moments
     host_gradients: torch.Tensor
     spilled: Mapping[int, torch.Tensor]
+    frozen: FrozenWeights | None = None
     buckets: dict[int, GradientBucket] = dataclasses.field(default_factory=dict)
     flushing: dict[int, dict[str, FlatGradient]] = dataclasses.field(default_factory=dict)
     device_gradients: dict[tuple[str, int], torch.Tensor] = dataclasses.field(default_factory=dict)
@@ -144,12 +147,12 @@ class UnitState:
     @property
     def is_sharded(self) -> bool:
         """Whether ranks keep, or update, only shards of it."""
-        return len(self.own_weights) < len(self.device_weights)
+        return next(self.gathers(), None) is not None
 
     @property
     def on_nvme(self) -> bool:
         """Whether its parameters are on NVMe."""
-        return bool(self.landing)
+        return bool(self.landing) or (self.frozen is not None and self.frozen.file is not None)
 
     def unsharded(self, shard: torch.Tensor) -> torch.Tensor:
         """Return the whole of a sharded tensor, flat, on the host; all ranks call this together."""
@@ -249,10 +252,25 @@ class UnitState:
 
     def fetches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield the copies of a fetch: target on the device, and source."""
-        if not self.on_nvme:
+        if not self.on_nvme and self.parameters:
             yield self.own_weights, self.served()
         for piece, landed in zip(self.pieces, self.landing, strict=False):
             yield self.own(piece), landed
+        if self.frozen is not None:
+            yield self.frozen.own, self.frozen.host
+
+    def gathers(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield the all-gathers of all weights: target on the device, and the rank's shard."""
+        if len(self.own_weights) < len(self.device_weights):
+            yield self.device_weights, self.own_weights
+        if self.frozen is not None and self.frozen.is_sharded:
+            yield self.frozen.device, self.frozen.own
+
+    def shards(self) -> Iterator[ParameterShard]:
+        """Yield the shards of all parameters, trained and frozen."""
+        yield from (parameter.shard for parameter in self.parameters)
+        if self.frozen is not None:
+            yield from (parameter.shard for parameter in self.frozen.parameters)
 
     def weight_of(self, parameter: ParameterState, flat: torch.Tensor | None = None) -> torch.Tensor:
         """Return the current weights of a shard, once all updates, uploads and gathers are done; a view.

@@ -26,7 +26,9 @@ from torch.utils.checkpoint import checkpoint
 from executor.callbacks import ModuleCallbacks, hook_target, in_backward, replace_attribute
 from executor.distributed.shards import BindingError
 from executor.memory.activations import OffloadedActivations, SegmentOffload
+from executor.module.guarded_parameters import unguarded
 from executor.module.guards import OWN_CHECKPOINTING
+from executor.packed import StoredParameter
 from planner.decisions import Decisions
 from planner.graph import Unit, segments
 from planner.schedule.loop import OutOfOrderError
@@ -44,7 +46,7 @@ def unit_modules(model: nn.Module, units: tuple[Unit, ...]) -> dict[nn.Module, s
     Raises:
         BindingError: a module belongs to no unit, or to several.
     """
-    unit_of = {spec.name: unit.name for unit in units for spec in unit.parameters}
+    unit_of = {spec.name: unit.name for unit in units for spec in (*unit.parameters, *unit.frozen)}
     split = {name.rpartition("[")[0] for name in unit_of if name.endswith("]")}
     named = dict(model.named_parameters(remove_duplicate=False))
     owner = {id(named[name]): unit for name, unit in unit_of.items() if name in named}
@@ -145,8 +147,13 @@ def bind_state_dict(
     """
 
     def after(module: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: object) -> None:
-        for name, parameter in module.named_parameters(recurse=False):
-            if prefix + name in state_dict:
+        own = [(name, p) for name, p in module.named_parameters(recurse=False) if prefix + name in state_dict]
+        for stored in (StoredParameter(parameter, module) for _, parameter in own):
+            if stored.is_quantized:  # its scales have entries of their own
+                with stored.living_in(weight(names[id(stored.parameter)])), unguarded():
+                    module._save_to_state_dict(state_dict, prefix, keep_vars=False)
+        for name, parameter in own:
+            if not StoredParameter(parameter, module).is_quantized:
                 state_dict[prefix + name] = weight(names[id(parameter)])
 
     def refuse(*_args: object) -> None:
@@ -204,7 +211,7 @@ def _segment_module(model: nn.Module, segment: list[Unit]) -> nn.Module:
     """
     with contextlib.suppress(AttributeError):
         return model.get_submodule(segment[0].segment)
-    owners = [spec.name.split(".")[:-1] for unit in segment for spec in unit.parameters]
+    owners = [spec.name.split(".")[:-1] for unit in segment for spec in (*unit.parameters, *unit.frozen)]
     shared: list[str] = []
     for names in zip(*owners, strict=False):
         if len(set(names)) > 1:

@@ -27,8 +27,7 @@ class WeightVisibility:
         self, state: ModelState, shared: Mapping[str, tuple[str, ...]], shards: Iterable[ParameterShard]
     ) -> None:
         self._leaves = {
-            unit.name: [(parameter.shard.leaf, parameter.shard.name) for parameter in unit.parameters]
-            for unit in state.units.values()
+            unit.name: [(shard.leaf, shard.name) for shard in unit.shards()] for unit in state.units.values()
         }
         self._views = {
             unit.name: [

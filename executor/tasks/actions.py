@@ -110,7 +110,10 @@ class Actions:
 
     def read(self, unit: UnitState) -> None:
         """Read a unit's weights, or the rank's shard of them, from NVMe into host memory."""
-        self._state.nvme.read_weights(unit.name)
+        if unit.landing:
+            self._state.nvme.read_weights(unit.name)
+        if unit.frozen is not None:
+            unit.frozen.read()
 
     def fetch(self, unit: UnitState) -> None:
         """Copy a unit's weights, or the rank's shard of them, into its slot."""

@@ -48,7 +48,8 @@ class ScheduleCollectives:
     def all_gather(self, unit: UnitState) -> None:
         """All-gather a unit's weights on the device, of which each rank has a shard."""
         assert unit.group is not None
-        unit.group.all_gather(unit.device_weights, unit.own_weights)
+        for whole, own in unit.gathers():
+            unit.group.all_gather(whole, own)
 
     def collect(self, unit: UnitState, parameter: ParameterState, flat: torch.Tensor, micro_batch: int) -> None:
         """Add a gradient to its unit's bucket, in the thread that runs backward."""

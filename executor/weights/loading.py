@@ -15,6 +15,8 @@ from pathlib import Path
 
 import torch
 
+from executor.distributed.shards import ParameterShard
+from executor.memory.frozen import FrozenParameter
 from executor.memory.units import ParameterState
 from executor.module.naming import Conversion, Naming
 from executor.prepare import OffloadedOptimizer
@@ -66,6 +68,7 @@ def load(optimizer: OffloadedOptimizer, weights: str | Path, *, strict: bool = T
     try:
         files = WeightFiles(weights_folder(weights))
         origins = _Origins(files, session.naming(), session.runtime.state.absent, strict=strict)
+        _check_plain(session.runtime.state.shards().values(), origins)
     except (ValueError, OSError) as error:
         failure = error
     if session.collectives.any(failure is not None):
@@ -76,6 +79,8 @@ def load(optimizer: OffloadedOptimizer, weights: str | Path, *, strict: bool = T
         _set_buffers(origins, session.model)
         for unit in session.runtime.state.units.values():
             session.runtime.state.set_weights(unit, origins.values_of)
+            if unit.frozen is not None:
+                unit.frozen.set_values(origins.values_of)
     session.runtime.state.absent -= origins.there
     optimizer.weights_folder = files.folder
     if origins.unused:
@@ -132,7 +137,7 @@ class _Origins:
                 f"the model's own values: {remedy}"
             )
 
-    def values_of(self, parameter: ParameterState) -> Iterator[torch.Tensor]:
+    def values_of(self, parameter: ParameterState | FrozenParameter) -> Iterator[torch.Tensor]:
         """Yield the values of a rank's shard in flat parts; none if the files have none."""
         shard = parameter.shard
         if (name := self._by_identity.get(id(shard.whole))) is None:
@@ -210,6 +215,19 @@ def _found(naming: Naming, files: WeightFiles) -> tuple[list[Conversion], Mappin
         aliases.setdefault(plain, []).append(name)
     conversions, unused = naming.of_files(files.shapes)
     return conversions, aliases, unused
+
+
+def _check_plain(shards: Iterable[ParameterShard], origins: _Origins) -> None:
+    """Check that no quantized parameter would get values.
+
+    Raises:
+        WeightsError: one would.
+    """
+    if name := next((s.name for s in shards if s.stored.is_quantized and s.name in origins.there), None):
+        raise WeightsError(
+            f"{name} is quantized, and cannot be loaded under a plan; load the weights before prepare(), with "
+            "from_pretrained(..., quantization_config=...)"
+        )
 
 
 def _set_buffers(origins: _Origins, model: torch.nn.Module) -> None:

@@ -7,8 +7,8 @@ from typing import Literal
 
 from planner.models.config import LatentAttention, ModelConfig
 
-Kept = Literal["plain"]
-"""How a frozen weight is kept and moved: ``plain`` in the type of the weights."""
+Kept = Literal["plain"] | int
+"""How a frozen weight is kept and moved: ``plain`` in the type of the weights, or in so many bytes of its own form."""
 
 _ROOTS = {"opt": "model.decoder", "gpt2": "transformer"}
 
@@ -42,7 +42,7 @@ class ParameterSpec:
         Args:
             weight_bytes: bytes of one value in the type of the weights.
         """
-        return weight_bytes * self.num_params
+        return self.frozen if isinstance(self.frozen, int) else weight_bytes * self.num_params
 
 
 def root(config: ModelConfig) -> str:

@@ -68,7 +68,7 @@ def test_flop_equal_those_of_the_flop_counter(name: str) -> None:
 @pytest.mark.parametrize("name", OWN)
 def test_units_hold_every_parameter_once(name: str) -> None:
     model, found = real(name), units_of(captured(name))
-    specs = [(spec.name, spec.shape) for unit in found for spec in unit.parameters]
+    specs = [(spec.name, spec.shape) for unit in found for spec in (*unit.parameters, *unit.frozen)]
     assert sorted(specs) == sorted((path, tuple(p.shape)) for path, p in model.named_parameters())
     assert len({unit.name for unit in found}) == len(found)
 

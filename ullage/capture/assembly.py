@@ -9,6 +9,7 @@ from typing import Literal
 
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from executor.packed import StoredParameter, stored_parameters
 from planner.models.captured import (
     CapturedBlock,
     CapturedInput,
@@ -19,9 +20,9 @@ from planner.models.captured import (
     join,
 )
 from planner.models.kernels import Elementwise, Kernel, flop
-from planner.models.parameters import ParameterSpec
+from planner.models.parameters import Kept, ParameterSpec
 from ullage.capture.partitioning import UnitVisits
-from ullage.capture.records import Recording
+from ullage.capture.records import DTYPES, Recording
 
 # Work behind the last block that has no unit of its own counts as that block's, but recomputation does not rerun it;
 # with more saved bytes than this share of the block's, it cannot be told as if it did.
@@ -68,9 +69,8 @@ def assemble(
     outside: dict[str, int] = {}  # how many operators outside segments have a name
     for path, numbers in itertools.groupby(range(len(places)), key=lambda number: places[number].segment):
         units = set(numbers)
-        block = _block(
-            recording, places, [draft for draft in drafts if draft.unit in units], path, {} if path else outside
-        )
+        inside = [draft for draft in drafts if draft.unit in units]
+        block = _block(recording, places, inside, path, {} if path else outside, dtype)
         segments.append(CapturedSegment(path=path, block=blocks.setdefault(block, len(blocks))))
     return CapturedModel(
         factory=factory,
@@ -272,9 +272,18 @@ def _hand_on(recording: Recording, places: list[UnitVisits], drafts: list[_Draft
 
 
 def _block(
-    recording: Recording, places: list[UnitVisits], drafts: Sequence[_Draft], path: str, seen: dict[str, int]
+    recording: Recording,
+    places: list[UnitVisits],
+    drafts: Sequence[_Draft],
+    path: str,
+    seen: dict[str, int],
+    dtype: Literal["bf16", "fp32"],
 ) -> CapturedBlock:
-    shapes = {name: tuple(parameter.shape) for name, parameter in recording.model.named_parameters()}
+    specs = {
+        name: ParameterSpec(_below(path, name), tuple(stored.shape), _kept(stored, dtype))
+        for name, stored in stored_parameters(recording.model).items()
+        if _is_below(path, name)
+    }
     rerun_until = _rerun_until(recording, path)
     operators = []
     for draft in drafts:
@@ -288,7 +297,7 @@ def _block(
                 name=name if seen[name] == 1 else f"{name}#{seen[name]}",
                 kind=draft.kind,
                 unit=unit,
-                parameters=tuple(ParameterSpec(_below(path, n), shapes[n]) for n in draft.parameters),
+                parameters=tuple(specs[name] for name in draft.parameters),
                 shared_parameters=tuple(draft.shared),
                 forward=kept + skipped,
                 backward=_merged(draft.backward),
@@ -300,6 +309,13 @@ def _block(
             )
         )
     return CapturedBlock(operators=tuple(operators))
+
+
+def _kept(stored: StoredParameter, dtype: Literal["bf16", "fp32"]) -> Kept | None:
+    """Return how a frozen parameter is kept: as it is, if that is not in the type of the weights."""
+    if stored.parameter.requires_grad:
+        return None
+    return "plain" if stored.parameter.dtype is DTYPES[dtype] and not stored.is_quantized else stored.num_bytes
 
 
 def _rerun_until(recording: Recording, path: str) -> int:

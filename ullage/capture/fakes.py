@@ -1,4 +1,4 @@
-"""What a capture adds to fake tensors: a kernel that they refuse, and values that no input decides.
+"""What a capture adds to fake tensors: what runs inside some operators, and values that no input decides.
 
 A fake tensor has no values, but some are known all the same: those of ``torch.arange`` and ``torch.zeros``, and of what
 is computed from known values alone. One more rule is for experts, whose shares are taken as equal: ``topk``, and a

@@ -27,6 +27,8 @@ _OVERWRITE = frozenset({"fill_", "zero_", "normal_", "uniform_", "bernoulli_", "
 _LOOK_UP = frozenset({"embedding", "index", "_unsafe_index", "index_select", "gather", "take"})
 # They fill their output and then copy their first tensor into it.
 _INTO_ZEROS = frozenset({"slice_backward", "select_backward"})
+# Those of bitsandbytes that are bound by memory.
+_DEQUANTIZE = frozenset({"bitsandbytes.dequantize_4bit", "bitsandbytes.dequantize_blockwise"})
 # Operators whose time follows neither from FLOP nor from bytes.
 _UNPRICED = (
     *("mkldnn_rnn", "_cudnn_rnn", "miopen_rnn", "_thnn_fused"),
@@ -52,7 +54,8 @@ def kernels_of(function: Any, args: Sequence[Any], kwargs: dict[str, Any], outpu
     if (rule := _PRODUCTS.get(name)) is not None:
         return rule(args, kwargs, output)
     unpriced = name.startswith(_UNPRICED) and name not in _PRICED
-    if function.namespace != "aten" or function.overloadpacket in flop_registry or unpriced:
+    known = function.namespace == "aten" or str(function.overloadpacket) in _DEQUANTIZE
+    if not known or function.overloadpacket in flop_registry or unpriced:
         raise UnsupportedOperatorError(
             f"operator {function} has no known cost; write it with products, convolutions, "
             "scaled_dot_product_attention and elementwise operators"

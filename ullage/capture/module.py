@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from executor.module.quantized import bind_quantized
 from planner.models.captured import CapturedInput, CapturedModel
 from ullage.capture.architectures import architecture
 from ullage.capture.assembly import assemble
@@ -29,10 +30,10 @@ from ullage.capture.fakes import VALUES
 from ullage.capture.kernels import UnsupportedOperatorError
 from ullage.capture.operator_checks import RefusedOperatorError
 from ullage.capture.partitioning import partition
+from ullage.capture.quantized import is_packed, pack
 from ullage.capture.recording import record
-from ullage.capture.records import CaptureError
+from ullage.capture.records import DTYPES, CaptureError
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _FAKE_LOG = logging.getLogger("torch._subclasses.fake_tensor")  # it logs errors that are raised here
 _UNKNOWN = (UnsupportedOperatorException, UnsupportedFakeTensorException)
 
@@ -153,7 +154,7 @@ def _check_parameters(model: nn.Module, name: str) -> None:
     parameters = dict(model.named_parameters())
     if not parameters:
         raise CaptureError(f"{name}() has no parameters; return a model to train")
-    if other := [path for path, parameter in parameters.items() if not parameter.is_floating_point()]:
+    if other := [path for path, p in parameters.items() if not (is_packed(p) or p.is_floating_point())]:
         raise CaptureError(
             f"{name}: parameter {other[0]} has type {parameters[other[0]].dtype}, but weights are floating-point "
             "numbers; make it a buffer"
@@ -175,12 +176,13 @@ def _check_statistics(model: nn.Module, name: str, dtype: torch.dtype) -> None:
 def _faked(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """Give a model fake tensors, which take part in autograd like real ones, and everything back afterwards.
 
-    Parameters are of the planned type, tied ones still one; all other tensors are of theirs. What forward leaves in a
-    module (a cache, say) goes too.
+    Parameters are of the planned type, tied ones still one; all other tensors are of theirs, and so are frozen
+    parameters of a model that mixes types. What forward leaves in a module (a cache, say) goes too.
     """
     modules = list(model.modules())
     kept = [dict(vars(module)) for module in modules]
     inside = [{name: dict(held) for name, held in own.items() if isinstance(held, dict)} for own in kept]
+    mixed = len({p.dtype for p in model.parameters() if not is_packed(p)}) > 1
     try:
         made: dict[int, nn.Parameter] = {}
         for module in modules:
@@ -188,13 +190,13 @@ def _faked(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
                 if parameter is None:
                     continue
                 if id(parameter) not in made:
-                    values = torch.empty(parameter.shape, dtype=dtype)
-                    made[id(parameter)] = nn.Parameter(values, parameter.requires_grad)
+                    made[id(parameter)] = _fake(parameter, module, dtype, keeps_type=mixed)
                 module._parameters[name] = made[id(parameter)]
             for tensors in (module._buffers, vars(module)):
                 for name, tensor in tensors.items():
                     if isinstance(tensor, Tensor):
                         tensors[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
+        bind_quantized(model)
         yield
     finally:
         for module, own, contents in zip(modules, kept, inside, strict=True):
@@ -203,6 +205,13 @@ def _faked(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
             for name, content in contents.items():  # the same dictionaries: handles of hooks know them
                 own[name].clear()
                 own[name].update(content)
+
+
+def _fake(parameter: nn.Parameter, module: nn.Module, dtype: torch.dtype, *, keeps_type: bool) -> nn.Parameter:
+    if is_packed(parameter):
+        return pack(parameter, module, dtype)
+    dtype = parameter.dtype if keeps_type and not parameter.requires_grad else dtype
+    return nn.Parameter(torch.empty(parameter.shape, dtype=dtype), parameter.requires_grad)
 
 
 def _tensor(spec: CapturedInput, dtype: torch.dtype) -> Tensor:

@@ -18,10 +18,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from executor.callbacks import hook_target
+from executor.packed import stored_parameters
 from planner.models.kernels import flop
 from ullage.capture.fakes import Fakes
 from ullage.capture.kernels import kernels_of
 from ullage.capture.operator_checks import OperatorChecks, RefusedOperatorError
+from ullage.capture.quantized import multiply_4bit
 from ullage.capture.records import CaptureError, Event, Recording, Save, Storage, Visit
 
 # Operators that look integers up: the argument that holds them, and the dimension of the first that is the table.
@@ -146,8 +148,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.gradients: dict[str, int] = {}
         self.sums: dict[int, tuple[int, ...]] = {}
         self.arrivals: list[tuple[int, int]] = []
-        for name, parameter in model.named_parameters():
-            self._name[self._known(parameter, "parameter")] = name
+        for name, stored in stored_parameters(model).items():
+            for tensor in (*stored.tensors(), *stored.tables()):
+                self._name[self._known(tensor, "parameter")] = name
         for buffer in model.buffers():
             self._known(buffer, "buffer")
         for number, tensor in enumerate(inputs):
@@ -157,6 +160,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, _types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func.overloadpacket.__name__ == "gemm_4bit":
+            with self:
+                return multiply_4bit(*args, **kwargs)
         output = self._fakes.run(func, args, kwargs)
         if func.namespace == "prim":
             return output

@@ -1,10 +1,15 @@
 """What a recording of a module consists of: its calls, operators, storages, and the tensors that autograd saves."""
 
 import dataclasses
+from typing import Final, Literal
 
+import torch
 from torch import nn
 
 from planner.models.kernels import Kernels
+
+DTYPES: Final[dict[Literal["bf16", "fp32"], torch.dtype]] = {"bf16": torch.bfloat16, "fp32": torch.float32}
+"""The types of weights that are planned, by name."""
 
 
 @dataclasses.dataclass(slots=True)

@@ -27,7 +27,7 @@ def add_request_options(parser: argparse.ArgumentParser, *, model_required: bool
         required=model_required,
         help="name (see `ullage models`), hub id, path of a config.json, or package.module:function that returns any "
         "nn.Module. Ullage captures such a module, and architectures of transformers that it has no formulas for, "
-        "without their memory. It plans frozen parameters like others",
+        "without their memory. Frozen parameters of such a module are planned so, in the bytes that they take",
     )
     group.add_argument(
         "--input-shape",

@@ -23,7 +23,8 @@ from planner.models.captured import CapturedInput, CapturedModel
 from planner.plan.document import Plan, PlanError
 from planner.plan.planning import Request, make_plan
 from planner.terms import Storage
-from ullage.capture.module import DTYPES, capture_module
+from ullage.capture.module import capture_module
+from ullage.capture.records import DTYPES
 from ullage.cli.arguments import parse_bytes
 from ullage.output.progress import search_progress
 from ullage.this_machine.profile import profile_here
@@ -114,16 +115,16 @@ def capture_live(model: nn.Module, batch: Batch, precision: Dtype | None = None)
 
 
 def _dtype_of(model: nn.Module) -> Literal["bf16", "fp32"]:
-    """Return the type of most weights."""
+    """Return the type of most weights that are trained."""
     counts: dict[torch.dtype, int] = {}
-    for parameter in model.parameters():
+    for parameter in [p for p in model.parameters() if p.requires_grad] or list(model.parameters()):
         counts[parameter.dtype] = counts.get(parameter.dtype, 0) + parameter.numel()
     if not counts:
         raise ValueError(f"{type(model).__name__} has no parameters; give the model that is trained")
     most = max(counts, key=counts.__getitem__)
     for name, dtype in DTYPES.items():
         if dtype is most:
-            return name  # type: ignore[return-value]
+            return name
     raise ValueError(
         f"the model's weights are {most}, which cannot be planned; convert it first: model.to(torch.bfloat16)"
     )

@@ -13,8 +13,9 @@ from planner.models import num_parameters, to_hf_config_dict
 from planner.models.captured import CapturedInput, CapturedModel
 from planner.plan.document import Plan, PlanError
 from ullage.capture.architectures import architecture
-from ullage.capture.module import DTYPES, load_factory
+from ullage.capture.module import load_factory
 from ullage.capture.recording import find_loss
+from ullage.capture.records import DTYPES
 from ullage.training.text import NUM_BYTES, Tokens, TokenStream, read_text
 
 CONFIG: Final = "config.json"

@@ -12,7 +12,7 @@ from executor.module.guards import check_kinds
 from executor.options import SessionOptions
 from executor.prepare import OffloadedOptimizer, prepare_session
 from planner.plan.document import Plan
-from ullage.capture.module import DTYPES
+from ullage.capture.records import DTYPES
 from ullage.this_machine.planning import Batch, Wishes, plan_here
 from ullage.training.batches import batch_shapes
 from ullage.training.processes import ranks_per_node
@@ -59,7 +59,7 @@ def prepare(
             its master copy.
         optimizer: ``torch.optim.AdamW``, ``Adam``, ``SGD``, ``Adagrad`` or :class:`ullage.Lion` over its parameters or
             some of them, in any groups; LR schedulers may be built on it or on the result. Parameters that are frozen
-            or not in it stay as they are; the plan still has room for their state and gradients.
+            or not in it stay as they are. Those that are frozen when a model is captured have no state in its plan.
         plan: one batch of your loop, the largest: a dict (``model(**batch)``), a tuple (``model(*batch)``) or a tensor.
             The model is then captured without a copy of its weights, and planned for the memory that is free now on
             this machine, which is measured once, for half a minute. Or a plan for a model with these parameters, made
@@ -108,7 +108,9 @@ def prepare(
 def warn_about_dtypes(model: nn.Module, plan: Plan) -> None:
     """Warn if a model's weights are not of the planned type."""
     planned = DTYPES[plan.decisions.precision.weights]
-    if others := sorted({str(parameter.dtype) for parameter in model.parameters()} - {str(planned)}):
+    stay = {spec.name for unit in plan.units() for spec in unit.frozen if spec.frozen != "plain"}
+    found = {str(parameter.dtype) for name, parameter in model.named_parameters() if name not in stay}
+    if others := sorted(found - {str(planned)}):
         masters = "; the float32 master copies begin with the values given" if planned is torch.bfloat16 else ""
         warnings.warn(
             f"the model's weights are {', '.join(others)}, and become {planned} as the plan has it{masters}; convert "

@@ -1,0 +1,221 @@
+"""Frozen weights: bytes that only move.
+
+[Note: Frozen weights] A unit's frozen weights are one row of bytes beside those that are trained: the parameters one
+after another, those in a form of their own first, so that each begins at a whole grain. They are kept on the device, on
+the host, or on NVMe in one version, as they are never written again. What is not resident comes to the unit's slot with
+the trained weights. In ZeRO-3 each rank keeps a shard of the bytes.
+"""
+
+import dataclasses
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple, Self, final
+
+import torch
+
+from executor.direct_io import BLOCK_BYTES, in_blocks
+from executor.distributed.ranks import Ranks
+from executor.distributed.shards import ParameterShard
+from executor.memory.arenas import Arena
+from executor.memory.nvme_files import RecordFile, as_bytes, folder_of
+from planner.decisions import Decisions
+from planner.graph import Unit
+from planner.lowering.parameters import Slots
+from planner.schedule.tasks import MemoryClass
+
+
+class FrozenParameter(NamedTuple):
+    """One parameter, its type while it is kept, and its range ``[start, stop)`` in the bytes of its unit."""
+
+    shard: ParameterShard
+    dtype: torch.dtype
+    start: int
+    stop: int
+
+    def values(self, ranks: Ranks | None) -> torch.Tensor:
+        """Return this rank's shard, flat, with rank 0's values; of a quantized parameter its bytes."""
+        stored = self.shard.stored
+        if stored.is_quantized:
+            values = torch.empty(self.stop - self.start, dtype=torch.uint8)
+            stored.read(values)
+            return ranks.all.broadcast(values) if ranks else values
+        of_all = self.shard.on_all_ranks(self.shard.whole.detach())
+        return self.shard.on_this_rank(ranks.all.broadcast(of_all) if ranks else of_all).reshape(-1)
+
+    def as_bytes(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the bytes of flat values, which may be of any type."""
+        return values if self.shard.stored.is_quantized else values.to(self.dtype).view(torch.uint8)
+
+    def live_in(self, held: torch.Tensor) -> None:
+        """Make it a view of its bytes."""
+        if self.shard.stored.is_quantized:
+            self.shard.stored.live_in(held)
+        else:
+            self.shard.leaf.data = self.of(held)
+
+    def of(self, held: torch.Tensor) -> torch.Tensor:
+        """Return its values from its bytes; those of a quantized one stay bytes."""
+        if self.shard.stored.is_quantized:
+            return held
+        return held[: self.shard.shape.numel() * self.dtype.itemsize].view(self.dtype).view(self.shard.shape)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FrozenWeights:
+    """Those of one unit; see [Note: Frozen weights].
+
+    Attributes:
+        parameters: in the order of their bytes.
+        start: where the rank's shard begins in the unit's bytes.
+        device: ``uint8 [padded]``, the resident block or the slot.
+        own: ``uint8 [shard]``, the rank's shard on the device.
+        host: ``uint8 [shard]``, what is fetched; empty if the weights are resident.
+        file, record: where that is read from first; ``None`` if it is not on NVMe.
+    """
+
+    parameters: tuple[FrozenParameter, ...]
+    start: int
+    device: torch.Tensor
+    own: torch.Tensor
+    host: torch.Tensor
+    file: RecordFile | None
+    record: int
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether ranks keep only shards."""
+        return len(self.own) < len(self.device)
+
+    def read(self) -> None:
+        """Read the bytes from NVMe into host memory, if they are there."""
+        if self.file is not None:
+            self.file.read(self.record, as_bytes(_in_blocks(self.host)))
+
+    def set_values(self, values_of: Callable[[FrozenParameter], Iterable[torch.Tensor]]) -> None:
+        """Set the parameters, wherever they are kept.
+
+        Args:
+            values_of: yields the values of this rank's shard of a parameter in flat parts, one after another; nothing
+                for one that stays as it is.
+        """
+        if self.file is not None and self.file.is_written(self.record):
+            self.read()
+        kept = self.host if len(self.host) else self.own
+        for parameter in self.parameters:
+            start = parameter.start - self.start
+            for values in values_of(parameter):
+                part = parameter.as_bytes(values)
+                first, last = max(start, 0), min(start + len(part), len(kept))
+                if first < last:
+                    kept[first:last].copy_(part[first - start : last - start])
+                start += len(part)
+                del values, part  # or they would be held until there are others
+        if self.file is not None:
+            self.file.write(self.record, as_bytes(_in_blocks(self.host)))
+
+    def move_in(self, absent: Collection[str], ranks: Ranks | None) -> None:
+        """Copy the parameters in, one after another, and let them live in the slot or block."""
+
+        def values_of(parameter: FrozenParameter) -> Iterator[torch.Tensor]:
+            if parameter.shard.name not in absent:
+                yield parameter.values(ranks)
+            parameter.live_in(self.device[parameter.start : parameter.stop])
+
+        self.set_values(values_of)
+
+
+@final
+class FrozenState:
+    """All frozen weights, and the memory they are in.
+
+    Attributes:
+        units: by name.
+        file: of those on NVMe; ``None`` without any.
+    """
+
+    def __init__(self, units: Mapping[str, FrozenWeights], file: RecordFile | None, num_bytes: int) -> None:
+        self.units = units
+        self.file = file
+        self._num_bytes = num_bytes
+
+    @classmethod
+    def of(
+        cls,
+        units: tuple[Unit, ...],
+        decisions: Decisions,
+        slots: Slots,
+        shards: Mapping[str, ParameterShard],
+        gpu: Arena,
+        host: Arena,
+        ranks: Ranks | None,
+        folder: Path | None,
+    ) -> Self:
+        """Take memory and files, without values.
+
+        Raises:
+            ValueError: some are on NVMe, and no folder was given.
+            StorageError: see :class:`executor.memory.nvme_files.RecordFile`.
+            DeviceMemoryError: a tier is too small.
+        """
+        of_slot = [
+            gpu.take(f"slot {i} frozen", MemoryClass.PARAMETERS, num_bytes, torch.uint8)
+            for i, num_bytes in enumerate(slots.frozen_bytes)
+        ]
+        size = {unit.name: decisions.frozen_shard_bytes(unit) for unit in units if unit.frozen}
+        on_nvme = [name for name in size if decisions.units[name].params == "nvme"]
+        file, landing = None, {}
+        if on_nvme:
+            path = folder_of(folder, "weights") / f"frozen-rank-{ranks.rank if ranks else 0}.state"
+            file = RecordFile(path, [size[name] for name in on_nvme], 1, "frozen weights")
+            landing = {
+                slot: host.take_blocks(
+                    f"buffer of slot {slot} frozen", {MemoryClass.PARAMETERS: num_bytes}, BLOCK_BYTES
+                )
+                for slot, num_bytes in {slots.of_unit[n]: size[n] for n in on_nvme if n in slots.of_unit}.items()
+            }
+        found = {}
+        for unit in (unit for unit in units if unit.frozen):
+            name, slot, shard_bytes = unit.name, slots.of_unit.get(unit.name, -1), size[unit.name]
+            where, padded_bytes = decisions.units[name].params, decisions.frozen_padded_bytes(unit)
+            group = ranks.replicas(unit) if ranks and padded_bytes > shard_bytes else None
+            start = group.rank * shard_bytes if group else 0
+            kept = (
+                gpu.take(f"{name} frozen", MemoryClass.PARAMETERS, shard_bytes, torch.uint8) if where == "gpu" else None
+            )
+            device = of_slot[slot][:padded_bytes] if slot >= 0 else kept
+            assert device is not None
+            source = torch.empty(0, dtype=torch.uint8)
+            if where == "nvme":
+                source = landing[slot][:shard_bytes]
+            elif where == "host":
+                source = host.take(f"{name} frozen", MemoryClass.PARAMETERS, shard_bytes, torch.uint8)
+            own = device[start : start + shard_bytes] if kept is None else kept
+            record = on_nvme.index(name) if where == "nvme" else -1
+            stored = file if where == "nvme" else None
+            found[name] = FrozenWeights(_ranges(unit, decisions, shards), start, device, own, source, stored, record)
+        return cls(found, file, sum(size[name] for name in on_nvme))
+
+    @property
+    def by_class(self) -> dict[MemoryClass, int]:
+        """Bytes on NVMe by class, without rounding up to blocks."""
+        return {MemoryClass.PARAMETERS: self._num_bytes} if self._num_bytes else {}
+
+    def close(self) -> None:
+        """Remove the file. Closing twice is allowed."""
+        if self.file is not None:
+            self.file.close()
+
+
+def _ranges(unit: Unit, decisions: Decisions, shards: Mapping[str, ParameterShard]) -> tuple[FrozenParameter, ...]:
+    weights = torch.bfloat16 if decisions.precision.weights == "bf16" else torch.float32
+    result, start = [], 0
+    for spec in sorted(unit.frozen, key=lambda spec: spec.frozen == "plain"):
+        stop, shard = start + spec.kept_bytes(weights.itemsize), shards[spec.name]
+        result.append(FrozenParameter(shard, weights if spec.frozen == "plain" else shard.whole.dtype, start, stop))
+        start = stop
+    return tuple(result)
+
+
+def _in_blocks(room: torch.Tensor) -> torch.Tensor:
+    """Return host memory of a record, extended to whole blocks."""
+    return room.as_strided((in_blocks(len(room)),), (1,))
