@@ -26,10 +26,7 @@ class Work:
         for unit in self.on.units:
             self._pass(unit, Op.FORWARD, every)
             self._pass(unit, Op.BACKWARD, every)
-            if unit.num_params:
-                self._work_of(unit)
-            if unit.num_weights:
-                self._bring(unit)
+            self._work_of(unit)
         for segment in self.on.segments:
             for way, op in AGAIN:
                 if (name := f"{segment[0].segment}:{way}") not in self.on.program.boxes:
@@ -55,7 +52,14 @@ class Work:
             self.total[key].plus(by, amount[""])
 
     def _work_of(self, unit: Unit) -> None:
-        """Add the load of a unit's parameters, gradients and updates in an iteration."""
+        """Add the load of a unit's weights, gradients and updates in an iteration."""
+        if unit.num_params:
+            self._train(unit)
+        if unit.num_weights:
+            self._bring(unit)
+
+    def _train(self, unit: Unit) -> None:
+        """Add the load of a unit's gradients and updates."""
         total, name = self.total, unit.name
         shard = self.on.given.shard_params(unit)
         self.on.updates(total, unit)
