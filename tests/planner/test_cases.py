@@ -215,8 +215,13 @@ def test_parameters_on_the_host_are_fetched_for_every_use():
     fetched = sum(task.num_bytes for task in schedule.tasks if task.op is Op.FETCH)
     assert fetched > 2 * CASES[BLOCKING]["model"]["num_params"] / 4  # bf16 shards, more than once
     assert not [task for task in schedule.tasks if task.op is Op.UPLOAD]
-    with pytest.raises(CaseError, match=r"offload\.params: .*optimizer state on the gpu needs its parameters there"):
-        case(TWIN_FLOW, offload__params="cpu").predict(load_profile(case(TWIN_FLOW).hardware))
+
+
+def test_parameters_that_the_device_updates_stay_on_it():
+    some = case(TWIN_FLOW, offload__params="cpu")
+    placed = decide(some, setup_of(some)[1]).units.values()
+    assert {unit.params for unit in placed if Place.GPU in unit.update} == {"gpu"}
+    assert {unit.params for unit in placed if set(unit.update) == {Place.CPU}} == {"host"}
 
 
 def test_interleaved_needs_a_stride():

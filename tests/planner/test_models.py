@@ -135,7 +135,7 @@ def test_unknown_model_names_the_nearest_and_the_way_out() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "bert"}, r"model_type is 'bert', but must be one of opt"),
+        ({"model_type": "bert"}, r"model_type is 'bert', but sizes alone describe only opt"),
         ({"hidden_size": -4}, r"hidden_size is -4, but input should be greater than 0; correct the field"),
         ({"hidden_size": 48.5}, r"hidden_size is 48.5, but .*integer"),
         ({"vocab_size": "many"}, r"vocab_size is 'many', but .*integer"),
