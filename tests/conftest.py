@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from hypothesis.internal.conjecture import providers
 
 sys.path.insert(0, str(Path(__file__).parent))  # amount.py, special_files.py
 
@@ -25,6 +26,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell's background
 settings.register_profile("same", derandomize=True, deadline=None, max_examples=examples(100))
 settings.register_profile("fuzz", derandomize=False, deadline=None, print_blob=True)
 settings.load_profile("same")
+# Hypothesis also draws constants of local source files; which files are local depends on the path of the checkout.
+_of_local_files = providers._get_local_constants
+providers._get_local_constants = lambda: (
+    providers._local_constants if settings.default.derandomize else _of_local_files()
+)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

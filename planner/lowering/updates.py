@@ -1,6 +1,6 @@
 """The pass for optimizer steps, and for copies of updated parameters back to the device."""
 
-from planner.decisions import GradientPath, HostUpdate, Place
+from planner.decisions import Decisions, GradientPath, HostUpdate, Place
 from planner.lowering.gradients import gradient_ready, summed
 from planner.lowering.parameters import issue_ahead
 from planner.lowering.program import Draft, Keys, LoweredUnit, Program
@@ -34,9 +34,7 @@ def updates(program: Program) -> None:
         for piece, (num_params, place) in enumerate(unit.amounts.pieces):
             ready = _ready(program, unit, place)
             if place is Place.CPU:
-                # A worker goes on to the next update meanwhile.
-                apart = decisions.host_update is HostUpdate.SUPER_OFFLOAD and decisions.update_start == "backward"
-                updated = _on_cpu(program, unit, piece, num_params, ready + (() if apart else blocker))
+                updated = _on_cpu(program, unit, piece, num_params, ready + (() if _goes_on(decisions) else blocker))
                 unit.changes.append(updated)
                 uploaded = _upload(program, unit, piece, num_params, position, updated, blocker)
                 if uploaded and decisions.host_update is not HostUpdate.FUSED:
@@ -57,6 +55,11 @@ def updates(program: Program) -> None:
     through_nvme.recycle()
     if program.loop:
         program.loop.after += tuple(draft.key for draft in program.drafts if draft.phase is Phase.UPDATE)
+
+
+def _goes_on(decisions: Decisions) -> bool:
+    """Return whether a worker goes on to the next update while updated parameters wait for the end of backward."""
+    return decisions.host_update is HostUpdate.SUPER_OFFLOAD and decisions.update_start == "backward"
 
 
 def _bound_gradients(program: Program) -> None:
@@ -163,8 +166,9 @@ def _through_nvme(
     ring.take(swap_in)
     updated = _on_cpu(program, unit, piece, num_params, (*ready, swap_in.key))
     uploaded = _upload(program, unit, piece, num_params, position, updated)
-    # The writing thread waits for the upload, unless that happens in the next iteration.
+    # The writing thread waits for the upload, unless that happens in the next iteration or after backward.
     waits = decisions.host_update is not HostUpdate.FUSED and not decisions.overlap_next_forward
+    waits = waits and not _goes_on(decisions)
     written = uploaded if uploaded and waits else updated
     swap_out = _place(program, unit, piece, Lane.NVME_STATE_OUT, Op.SWAP_OUT, (written.key,))
     swap_out.num_bytes = (decisions.state_bytes_per_param + decisions.stored_weight_bytes(unit.name)) * num_params

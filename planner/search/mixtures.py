@@ -59,7 +59,9 @@ def starting_points(setup: Setup, scorer: Scorer, enough_s: float) -> tuple[list
         if setup.storage == "never":
             starts.append(Start(Mix(num_gpu=0, num_stream=0, num_keep=0, zero_stage=stage), LARGE_STEP, bound_s))
     # Parameters may have to live on the host too (or shards of them), or everything on NVMe.
-    starts.append(Start(_lowest(setup), LARGE_STEP, bounds_s[-1]))
+    orders = {mix: scorer.score(mixed(setup, mix)).order for mix in _smallest(setup)}
+    lowest = next((mix for mix, (overload, _) in orders.items() if not overload), min(orders, key=orders.__getitem__))
+    starts.append(Start(lowest, LARGE_STEP, bounds_s[-1]))
     starts.sort(key=lambda start: (start.first_step, start.bound_s))
     return starts, min(bounds_s)
 
@@ -75,10 +77,7 @@ def first_look(setup: Setup, scorer: Scorer) -> Candidate:
 
 def smallest(setup: Setup) -> Iterator[Decisions]:
     """Yield the decisions that need least device memory, with more and with fewer slots."""
-    lowest = _lowest(setup)
-    for slots in (_SLOTS[0], *_FEWEST_SLOTS):
-        named = zip(("num_slots", "num_state_slots", "num_gradient_slots"), slots, strict=True)
-        yield mixed(setup, dataclasses.replace(lowest, **dict(named)))
+    yield from (mixed(setup, mix) for mix in _smallest(setup))
 
 
 def _space(setup: Setup, stage: int) -> Space:
@@ -90,6 +89,19 @@ def _lowest(setup: Setup) -> Mix:
     stage, count = 3 if setup.data_parallel > 1 else 0, len(setup.units)
     on_nvme = sum(len(pieces(setup, unit)) for unit in setup.units) if setup.storage == "nvme" else 0
     return Mix(0, 0, 0, num_host=count, zero_stage=stage, num_nvme=on_nvme, num_on_nvme=count if on_nvme else 0)
+
+
+def _smallest(setup: Setup) -> Iterator[Mix]:
+    """Yield that mix with more and with fewer slots, on the host as well if NVMe is allowed."""
+    lowest = _lowest(setup)
+    for num_slots, num_state_slots, num_gradient_slots in (_SLOTS[0], *_FEWEST_SLOTS):
+        slots = {"num_slots": num_slots, "num_state_slots": num_state_slots, "num_gradient_slots": num_gradient_slots}
+        yield dataclasses.replace(lowest, **slots)
+    if setup.storage == "nvme":
+        fewest = dataclasses.replace(lowest, **slots, num_nvme_slots=1)
+        yield fewest
+        if setup.num_micro_batches == 1:  # gradients of several accumulate on the host
+            yield dataclasses.replace(fewest, spill=1)
 
 
 def _relaxed(

@@ -55,7 +55,7 @@ FOLDERS = {
     "execute --tensorboard": "execute {host_plan} --output-dir {out}",
 }
 INPUTS = {"execute --text", "execute --tokens", "calibrate --from-runs"}
-OTHERS = {"execute --storage-dir", "checkpoint --output-dir"}  # scratch; a folder that must be new
+OTHERS = {"execute --storage-dir", "checkpoint --output-dir", "execute --save"}  # scratch; folders that must be new
 
 Run = Callable[[str, str, Path], int]
 

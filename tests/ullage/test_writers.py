@@ -73,6 +73,7 @@ ALLOWED = {
     "executor/weights/folder.py": "weights for transformers: a new folder, which appears whole",
     "executor/weights/saving.py": "configurations and tokenizers, into such a folder",
     "ullage/training/exporting.py": "a configuration, into such a folder",
+    "ullage/this_machine/profile.py": "the profile of another machine makes room for this one's",
     "ullage/report/static.py": "matplotlib writes into memory",
     "ullage/integrations/metrics.py": "TensorBoard's writer makes its own files in a folder",
     "ullage/training/text.py": "memory maps that are only read",
