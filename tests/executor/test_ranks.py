@@ -139,7 +139,8 @@ def test_any_plan_for_more_agrees_within_rounding(processes, plan, seed):
     Each of a sum's roundings is at most 2**-24 (bf16: 2**-8) of its terms. An update divides by the gradient's own
     size, so that a weight is off by about the rate (5e-3) times such a rounding: below 1e-6 (bf16: 1e-3, and the
     rounding of the weight itself). Only where the terms nearly cancel the quotient may be anything, and the weight off
-    by all its updates together: of a few weights in a thousand.
+    by all its updates together: of a few weights in a thousand. Their gradients are small, so that losses move by
+    little more than a weight's rounding.
     """
     task, decisions = plan
     size = decisions.data_parallel
@@ -147,7 +148,7 @@ def test_any_plan_for_more_agrees_within_rounding(processes, plan, seed):
     losses, weights = reference(task, size, decisions)
     bf16 = task.dtype is torch.bfloat16
     for rank, (seen, final) in enumerate(results):
-        assert seen == pytest.approx(losses[rank], rel=4e-3 if bf16 else 1e-6)
+        assert seen == pytest.approx(losses[rank], rel=4e-3 if bf16 else 1e-5)
         assert all(final[name].tobytes() == results[0][1][name].tobytes() for name in weights), (
             "ranks agree in all bits"
         )
