@@ -3,16 +3,18 @@
 import dataclasses
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from hwprofiles.profile import Dtype, HardwareProfile
 from hwprofiles.registry import LOCAL, load_profile
 from planner.decisions import Precision
+from planner.models.adapters import Lora
 from planner.models.captured import CapturedModel, Model
+from planner.models.quantization import Quantization
 from planner.plan.document import Plan
 from planner.plan.planning import Request, default_precision, make_plan
 from ullage.cli.default_hardware import default_hardware
-from ullage.cli.request import model_named
+from ullage.cli.request import Adapters, model_named
 from ullage.cli.request_options import DEFAULT_SEQ_LEN
 
 # Fields of a request that have another name here, or none.
@@ -27,6 +29,8 @@ def plan(
     gpus: int | None = None,
     precision: Precision | Dtype | None = None,
     budget_s: float | None = None,
+    lora: Lora | str | None = None,
+    quantize: Quantization | None = None,
     **options: Any,
 ) -> Plan:
     """Find the fastest way to train a model on a machine, and prove how far from the best it can be.
@@ -40,6 +44,9 @@ def plan(
         precision: of weights and gradients. Left out, it is that of a captured model; of others bf16, or fp32 on a
             device that multiplies it more than twice as fast.
         budget_s: search for at most so many seconds; by default for a few seconds.
+        lora: train adapters of ``peft`` beside frozen weights, for a name or a ``config.json``: ``"rank=16"``, or as
+            after ``--lora``.
+        quantize: ``"nf4"`` or ``"int8"``: keep the frozen projections quantized.
         options: other fields of :class:`Request`, such as ``seq_len``, ``micro_batch``, ``num_micro_batches``,
             ``global_batch``, ``tensor_parallel``, ``optimizer``, ``clip`` and ``storage``.
 
@@ -49,19 +56,21 @@ def plan(
         ValueError: the model, machine or option does not exist, or the machine cannot run the request.
     """
     if isinstance(model, Request):
-        given = [name for name, value in (("hardware", hardware), ("gpus", gpus), ("precision", precision)) if value]
+        named = {"hardware": hardware, "gpus": gpus, "precision": precision, "lora": lora, "quantize": quantize}
+        given = [name for name, value in named.items() if value]
         if given or options:
             names = ", ".join([*given, *options])
             raise ValueError(f"{names} beside a Request; put them into the request, or give the model by itself")
         return make_plan(model, budget_s=budget_s)
     if unknown := sorted(set(options) - _OPTIONS):
         raise ValueError(f"plan() has no option {unknown[0]}; use one of {', '.join(sorted(_OPTIONS))}")
+    adapters = _adapters(model, lora, quantize)
     machine = hardware if isinstance(hardware, HardwareProfile) else load_profile(hardware or _default_hardware())
     if isinstance(model, str | Path):
         weights = precision.weights if isinstance(precision, Precision) else precision
         dtype = weights or default_precision(machine.device).weights
         called_with = options.get("seq_len"), options.get("micro_batch")
-        sizes = model_named(str(model), *called_with, dtype, as_on_gpu=machine.device.kind == "gpu")
+        sizes = model_named(str(model), *called_with, dtype, adapters, as_on_gpu=machine.device.kind == "gpu")
         if isinstance(sizes, CapturedModel):  # it was captured with these
             options = {name: value for name, value in options.items() if name not in {"seq_len", "micro_batch"}}
     else:
@@ -74,6 +83,20 @@ def plan(
     precision = precision or default_precision(machine.device)
     request = Request(sizes, machine, num_devices=gpus or 1, precision=precision, **options)
     return make_plan(request, budget_s=budget_s)
+
+
+def _adapters(model: str | Path | Model, lora: Lora | str | None, quantize: Quantization | None) -> Adapters:
+    if lora is not None and not isinstance(model, str | Path):
+        raise ValueError(
+            f"lora is for a name or a config.json, but the model is a {type(model).__name__}; capture the model that "
+            "peft.get_peft_model makes: ullage.capture_module"
+        )
+    if quantize is not None and (lora is None or quantize not in get_args(Quantization)):
+        raise ValueError(
+            f"quantize is {quantize!r}, but must be one of {', '.join(get_args(Quantization))}, and is for the frozen "
+            'weights beside adapters; give lora="rank=16" too'
+        )
+    return Adapters(Lora.read(lora) if isinstance(lora, str) else lora, quantize)
 
 
 def _default_hardware() -> str:

@@ -12,11 +12,13 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
 
+from planner.models.adapters import Lora
 from planner.models.config import ModelConfig, ModelConfigError
 from planner.models.kernels import Attention, Elementwise, Gemm, flop
 from planner.models.operators import Batch, Graph, Operator
 from planner.models.parameters import ParameterSpec
 from planner.models.patterns import Pattern
+from planner.models.quantization import Quantization
 
 Count = Annotated[int, Field(ge=0)]
 _INPUT = re.compile(r"(?:([A-Za-z_]\w*)=)?(\d{1,9}(?:x\d{1,9})*)(?::(\w+))?", re.ASCII)
@@ -115,13 +117,15 @@ class CapturedModel(_Frozen):
     """A captured ``nn.Module``.
 
     Attributes:
-        factory: ``package.module:function`` that made it.
+        factory: ``package.module:function`` that made it, or the name or ``config.json`` of an architecture.
         inputs: what it was called with.
         loss: the tensor from which backward began, in words.
         dtype: of weights and floating inputs.
         seq_len: tokens per sample: the second dimension of the first input where that is of integers, else 1 (a token
             is then a sample).
         blocks, segments: its operators.
+        lora: adapters of ``peft`` that were put beside the factory's projections; everything else is frozen.
+        quantization: of these projections.
     """
 
     factory: str
@@ -131,11 +135,27 @@ class CapturedModel(_Frozen):
     seq_len: Annotated[int, Field(gt=0)]
     blocks: tuple[CapturedBlock, ...]
     segments: tuple[CapturedSegment, ...] = Field(min_length=1)
+    lora: Lora | None = None
+    quantization: Quantization | None = None
 
     @property
     def name(self) -> str:
         """Its name in tables."""
-        return self.factory
+        if self.lora is None:
+            return self.factory
+        return f"{self.factory} [LoRA {self.lora}{f', {self.quantization}' if self.quantization else ''}]"
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Number of tokens that it knows, if it is called with tokens alone: ``input_ids`` and ``labels``."""
+        names, shapes = [spec.name for spec in self.inputs], {spec.shape for spec in self.inputs}
+        is_text = sorted(names) == ["input_ids", "labels"] and len(shapes) == 1 and len(self.inputs[0].shape) == 2
+        return next(spec.num_values for spec in self.inputs if spec.name == "input_ids") if is_text else None
+
+    @functools.cached_property
+    def num_trained(self) -> int:
+        """Number of its parameters that are trained."""
+        return sum(spec.num_params for o in self.operators() for spec in o.parameters if spec.is_trained)
 
     @property
     def micro_batch(self) -> int:

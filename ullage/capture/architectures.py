@@ -5,12 +5,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+import torch
 import transformers
 from torch import nn
 
 from hwprofiles.files import read_json
 from planner.models.captured import CapturedInput
 from planner.models.config import ModelConfigError
+from planner.models.huggingface import to_hf_config_dict
+from planner.models.registry import resolve_model
 from ullage.capture.records import CaptureError
 
 # Names of the most tokens of a sequence; the first that a configuration has counts.
@@ -35,9 +38,9 @@ class Architecture:
     auto: Any
     shapes: Callable[[Any, int], Shapes]
 
-    def make(self) -> nn.Module:
-        """Return the module, with random weights."""
-        module: nn.Module = self.auto.from_config(self.config)
+    def make(self, dtype: torch.dtype | None = None) -> nn.Module:
+        """Return the module, with random weights of a type; left out, of the configuration's."""
+        module: nn.Module = self.auto.from_config(self.config, **({} if dtype is None else {"dtype": dtype}))
         return module
 
     def seq_len(self, asked: int | None, usual: int) -> int:
@@ -63,16 +66,20 @@ class Architecture:
         )
 
 
-def architecture(path: str | Path) -> Architecture:
-    """Return what the ``config.json`` at ``path``, or in that folder, describes.
+def architecture(text: str | Path) -> Architecture:
+    """Return what a ``config.json``, or the one in a folder, or a packaged model of this name describes.
 
     Raises:
-        ModelConfigError: it is no configuration.
+        ModelConfigError: there is none, or it is no configuration.
         CaptureError: ``transformers`` does not know it, or its inputs cannot be made from it.
     """
-    path = Path(path).expanduser()
+    path = Path(text).expanduser()
     file = path / "config.json" if path.is_dir() else path
-    data = read_json(file, ModelConfigError, "give a Hugging Face config.json")
+    data: Any
+    if path.exists():
+        data = read_json(file, ModelConfigError, "give a Hugging Face config.json")
+    else:
+        data = to_hf_config_dict(resolve_model(str(text)))
     config = _config(data, file)
     if hasattr(config, "vision_config"):
         raise CaptureError(

@@ -1,6 +1,7 @@
 """From ``package.module:function`` and the shapes of its inputs to a captured model."""
 
 import contextlib
+import functools
 import importlib
 import itertools
 import logging
@@ -22,7 +23,10 @@ from torch._subclasses.fake_tensor import (
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from executor.module.quantized import bind_quantized
+from planner.models.adapters import Lora
 from planner.models.captured import CapturedInput, CapturedModel
+from planner.models.quantization import Quantization
+from ullage.capture.adapters import make_adapted
 from ullage.capture.architectures import architecture
 from ullage.capture.assembly import assemble
 from ullage.capture.executable import check_executable
@@ -44,20 +48,29 @@ def capture(
     dtype: Literal["bf16", "fp32"] = "bf16",
     *,
     as_on_gpu: bool = True,
+    lora: Lora | None = None,
+    quantization: Quantization | None = None,
 ) -> CapturedModel:
     """Capture the module that a function makes.
 
     Args:
         factory: ``package.module:function``, which takes no arguments and is looked for from the current directory; or
-            the path of a ``config.json``.
+            the path of a ``config.json``, or the name of a packaged model.
         inputs: what the module is called with; the leading dimension is the micro-batch.
         dtype: of weights and floating inputs.
         as_on_gpu: the kernels of a GPU, where PyTorch has others for it.
+        lora: adapters that are put into it; only into architectures of ``transformers``.
+        quantization: of its projections, beside adapters.
 
     Raises:
         CaptureError: there is no such function, or what it makes cannot be captured.
+        ValueError: a library that it needs is not installed.
     """
-    return capture_module(load_factory(factory), inputs, dtype, name=factory, as_on_gpu=as_on_gpu)
+    if lora is None:
+        return capture_module(load_factory(factory), inputs, dtype, name=factory, as_on_gpu=as_on_gpu)
+    make = functools.partial(make_adapted, architecture(factory), lora, quantization, DTYPES[dtype])
+    captured = capture_module(make, inputs, dtype, name=factory, as_on_gpu=as_on_gpu)
+    return captured.model_copy(update={"lora": lora, "quantization": quantization})
 
 
 def capture_module(

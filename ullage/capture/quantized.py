@@ -24,20 +24,11 @@ def quantize(model: Any, quantization: Quantization) -> nn.Module:
     Raises:
         ValueError: ``bitsandbytes`` is not installed.
     """
-    if importlib.util.find_spec("bitsandbytes") is None:
-        raise ValueError(f"weights in {quantization} need bitsandbytes; install it: pip install bitsandbytes")
-    from transformers import BitsAndBytesConfig  # noqa: PLC0415 - slow, as what follows
-    from transformers.integrations.bitsandbytes import replace_with_bnb_linear  # noqa: PLC0415
+    config = quantization_config(quantization, model.dtype)
+    from transformers.integrations.bitsandbytes import replace_with_bnb_linear  # noqa: PLC0415 - slow, as what follows
     from transformers.quantizers.base import get_keys_to_not_convert  # noqa: PLC0415
 
     in_4bit = quantization == "nf4"
-    config = BitsAndBytesConfig(  # type: ignore[no-untyped-call]
-        load_in_4bit=in_4bit,
-        load_in_8bit=not in_4bit,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=model.dtype,
-    )
     plain = dict(model.named_modules())
     replace_with_bnb_linear(model, get_keys_to_not_convert(model), config)
     for path, module in model.named_modules():
@@ -46,6 +37,26 @@ def quantize(model: Any, quantization: Quantization) -> nn.Module:
             _take_over(module, given)
     model.is_loaded_in_4bit, model.is_loaded_in_8bit = in_4bit, not in_4bit  # peft asks
     return model  # type: ignore[no-any-return]
+
+
+def quantization_config(quantization: Quantization, dtype: torch.dtype) -> Any:
+    """Return the ``BitsAndBytesConfig`` of a quantization whose products are in ``dtype``.
+
+    Raises:
+        ValueError: ``bitsandbytes`` is not installed.
+    """
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise ValueError(f"weights in {quantization} need bitsandbytes; install it: pip install bitsandbytes")
+    from transformers import BitsAndBytesConfig  # noqa: PLC0415 - slow
+
+    in_4bit = quantization == "nf4"
+    return BitsAndBytesConfig(  # type: ignore[no-untyped-call]
+        load_in_4bit=in_4bit,
+        load_in_8bit=not in_4bit,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+    )
 
 
 def _take_over(module: Any, given: Any) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
+    from planner.models.adapters import Lora
     from planner.models.captured import CapturedInput
 
 Cores = tuple[int, ...] | Literal["auto", "free"]
@@ -131,6 +132,20 @@ def input_shape(text: str) -> "CapturedInput":
 
     try:
         return CapturedInput.read(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def lora(text: str) -> "Lora | None":
+    """Return the adapters that ``rank=16,targets=q_proj+v_proj`` means; none for ``none``.
+
+    Raises:
+        argparse.ArgumentTypeError: it means nothing.
+    """
+    from planner.models.adapters import Lora  # noqa: PLC0415 - slow to import, and seldom needed
+
+    try:
+        return None if text == "none" else Lora.read(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
 

@@ -1,20 +1,24 @@
 """What the options of :mod:`ullage.cli.request_options` ask for."""
 
 import argparse
+import contextlib
 import functools
 from collections.abc import Callable
+from typing import Final, NamedTuple
 
 from hwprofiles.profile import Dtype, HardwareProfile
 from hwprofiles.registry import load_profile
 from planner.decisions import Precision
+from planner.models.adapters import Lora
 from planner.models.captured import CapturedInput, CapturedModel, Model
 from planner.models.config import NoFormulasError
+from planner.models.quantization import Quantization
 from planner.models.registry import resolve_model
 from planner.plan.planning import Request, default_precision
 from planner.terms import DEFAULT_MICRO_BATCH
 from ullage.cli.default_hardware import default_hardware
 from ullage.cli.expert_load import expert_load
-from ullage.cli.request_options import DEFAULT_SEQ_LEN, is_captured
+from ullage.cli.request_options import DEFAULT_SEQ_LEN, check_adapters, is_captured
 
 
 def request_of(
@@ -75,13 +79,16 @@ def trained(
     args: argparse.Namespace, precision: Precision, change: Callable[[Model], Model], *, as_on_gpu: bool
 ) -> tuple[Model, int, int | None]:
     """Return the model, its tokens per sequence and the sequences of a micro-batch, if that is fixed."""
+    check_adapters(args)
     if not is_captured(args.model):
         if args.input_shape:
             raise ValueError(
                 f"--input-shape is for models that are captured, but --model {args.model} has no function; "
                 "give package.module:function, or --seq-len and --micro-batch"
             )
-        found = model_named(args.model, args.seq_len, args.micro_batch, precision.weights, as_on_gpu=as_on_gpu)
+        adapters = Adapters(args.lora, None if args.quantize == "none" else args.quantize)
+        called_with = args.seq_len, args.micro_batch
+        found = model_named(args.model, *called_with, precision.weights, adapters, as_on_gpu=as_on_gpu)
         model = change(found)
         assert isinstance(model, CapturedModel) == isinstance(found, CapturedModel)
         if isinstance(model, CapturedModel):
@@ -93,37 +100,61 @@ def trained(
                 f"--{option.replace('_', '-')} and --model {args.model}: what a captured model is called "
                 "with says --input-shape alone; leave it out"
             )
-    captured = _captured(args.model, tuple(args.input_shape or ()), precision.weights, as_on_gpu=as_on_gpu)
+    captured = _captured(args.model, tuple(args.input_shape or ()), precision.weights, NO_ADAPTERS, as_on_gpu=as_on_gpu)
     changed = change(captured)
     assert isinstance(changed, CapturedModel)
     return changed, changed.seq_len, changed.micro_batch
 
 
-def model_named(text: str, seq_len: int | None, micro_batch: int | None, dtype: Dtype, *, as_on_gpu: bool) -> Model:
-    """Return the model that a name or a file describes; architectures without formulas are captured.
+class Adapters(NamedTuple):
+    """What is put beside the frozen weights of a model, and how its projections are quantized."""
+
+    lora: Lora | None = None
+    quantization: Quantization | None = None
+
+
+NO_ADAPTERS: Final = Adapters()
+
+
+def model_named(
+    text: str,
+    seq_len: int | None,
+    micro_batch: int | None,
+    dtype: Dtype,
+    adapters: Adapters = NO_ADAPTERS,
+    *,
+    as_on_gpu: bool,
+) -> Model:
+    """Return the model that a name or a file describes.
+
+    Architectures without formulas are captured, and so are all with adapters.
 
     Args:
         text: see :func:`planner.models.registry.resolve_model`.
         seq_len: tokens of a sequence that a captured model is called with; ``None`` is the default.
         micro_batch: sequences, likewise.
         dtype: of weights.
+        adapters: that are trained, instead of all weights.
         as_on_gpu: see :func:`ullage.capture.capture`.
 
     Raises:
         ValueError: there is no such model, or it cannot be captured.
     """
-    try:
-        return resolve_model(text)
-    except NoFormulasError:
-        from ullage.capture.architectures import architecture  # noqa: PLC0415 - torch is slow to import
+    with contextlib.suppress(NoFormulasError):
+        sizes = resolve_model(text)
+        if adapters.lora is None:
+            return sizes
+    from ullage.capture.architectures import architecture  # noqa: PLC0415 - torch is slow to import
 
-        found = architecture(text)
-        inputs = found.inputs(micro_batch or DEFAULT_MICRO_BATCH, found.seq_len(seq_len, DEFAULT_SEQ_LEN))
-        return _captured(text, inputs, dtype, as_on_gpu=as_on_gpu)
+    found = architecture(text)
+    inputs = found.inputs(micro_batch or DEFAULT_MICRO_BATCH, found.seq_len(seq_len, DEFAULT_SEQ_LEN))
+    return _captured(text, inputs, dtype, adapters, as_on_gpu=as_on_gpu)
 
 
 @functools.cache  # a study asks for the same again and again
-def _captured(factory: str, inputs: tuple[CapturedInput, ...], dtype: Dtype, *, as_on_gpu: bool) -> CapturedModel:
+def _captured(
+    factory: str, inputs: tuple[CapturedInput, ...], dtype: Dtype, adapters: Adapters, *, as_on_gpu: bool
+) -> CapturedModel:
     from ullage.capture import capture  # noqa: PLC0415 - torch is slow to import, and may be missing
 
-    return capture(factory, inputs, dtype, as_on_gpu=as_on_gpu)
+    return capture(factory, inputs, dtype, as_on_gpu=as_on_gpu, **adapters._asdict())

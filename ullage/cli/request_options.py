@@ -11,10 +11,11 @@ from typing import Final, get_args
 
 from planner.optimizers import OPTIMIZERS
 from planner.terms import DEFAULT_MICRO_BATCH, Storage
-from ullage.cli.arguments import input_shape, parse_bytes, positive_int
+from ullage.cli.arguments import input_shape, lora, parse_bytes, positive_int
 
 PACKAGED_HARDWARE: Final = "a100-80"  # the default where this machine was not calibrated
 DEFAULT_SEQ_LEN: Final = 2048
+QUANTIZATIONS: Final = ("nf4", "int8")
 _FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 
@@ -38,6 +39,20 @@ def add_request_options(parser: argparse.ArgumentParser, *, model_required: bool
         "float (the type of the weights; the default), int64, int32 or bool. The first dimension is the micro-batch. "
         "The loss is the output if that is a scalar; else its .loss; else its only scalar; else the mean of its first "
         "floating tensor",
+    )
+    group.add_argument(
+        "--lora",
+        type=lora,
+        metavar="rank=N[,...]",
+        help="train LoRA adapters of peft beside frozen weights: rank=N[,targets=NAME+NAME][,alpha=X][,dropout=X], as "
+        "in rank=16,targets=q_proj+v_proj. By default the targets are all-linear, every projection but the head, and "
+        "alpha is the rank. For a name, hub id or config.json. none: train all weights (the default)",
+    )
+    group.add_argument(
+        "--quantize",
+        choices=("none", *QUANTIZATIONS),
+        help="keep the frozen projections of --lora quantized as bitsandbytes does: nf4 (4 bits, with double "
+        "quantization) or int8",
     )
     group.add_argument("--gpus", "-n", type=positive_int, metavar="N", help="devices to train on (default: 1)")
     group.add_argument(
@@ -124,6 +139,26 @@ def is_captured(model: str) -> bool:
     return bool(_FACTORY.fullmatch(model)) and not Path(model).exists()
 
 
+def check_adapters(args: argparse.Namespace) -> None:
+    """Check that adapters and quantization are asked for together, of a model that can have them.
+
+    Raises:
+        ValueError: they are not.
+    """
+    if args.lora is None:
+        if args.quantize not in {None, "none"}:
+            raise ValueError(
+                f"--quantize {args.quantize} is for frozen weights, but without --lora all are trained; give --lora "
+                "rank=16 too"
+            )
+        return
+    if is_captured(args.model):
+        raise ValueError(
+            f"--lora is for models of transformers, but --model {args.model} is a function; let it return the model "
+            "that peft.get_peft_model makes, without --lora"
+        )
+
+
 def check_names(args: argparse.Namespace) -> None:
     """Check that the machine and the model exist, which takes less than to import the planner.
 
@@ -136,6 +171,7 @@ def check_names(args: argparse.Namespace) -> None:
     from ullage.cli.default_hardware import default_hardware  # noqa: PLC0415
 
     load_profile(args.hardware or default_hardware().name)
+    check_adapters(args)
     if not is_captured(args.model):
         with contextlib.suppress(NoFormulasError):
             resolve_model(args.model)

@@ -31,9 +31,11 @@ def model_line(model: Model) -> str:
     """Return a model's sizes and number of parameters; for a captured one, its function and its loss."""
     if isinstance(model, CapturedModel):
         num_repeated = sum(bool(segment.path) for segment in model.segments)
+        trained = f", {model.num_trained:,} of them trained" if model.num_trained < model.num_params else ""
         return (
             f"{model.name}({', '.join(map(str, model.inputs))}): captured, {num_repeated} repeated blocks, "
             f"{si(model.forward_flop, 'FLOP')} forward, the loss is {model.loss}; {model.num_params:,} parameters"
+            f"{trained}"
         )
     experts = f", {model.experts_per_token} of {model.num_experts} experts" if model.num_experts else ""
     return (

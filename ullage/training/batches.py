@@ -1,4 +1,4 @@
-"""What a trainer trains on: tokens for models known by their sizes, one random batch for captured ones."""
+"""What a trainer trains on: tokens for models known by their sizes and for adapters, one random batch for others."""
 
 from pathlib import Path
 from typing import Final, Protocol
@@ -12,6 +12,7 @@ from executor.module.empty import empty_parameters
 from planner.models import num_parameters, to_hf_config_dict
 from planner.models.captured import CapturedInput, CapturedModel
 from planner.plan.document import Plan, PlanError
+from ullage.capture.adapters import make_adapted
 from ullage.capture.architectures import architecture
 from ullage.capture.module import load_factory
 from ullage.capture.recording import find_loss
@@ -29,7 +30,10 @@ class BatchSource(Protocol):
     """Sequences read so far, by all ranks together; may be set."""
 
     def model(self, weights: Path | None = None) -> nn.Module:
-        """Make the planned model with random weights; or without any, as the config.json beside weights has it."""
+        """Make the planned model with random weights; or without any, as the config.json beside weights has it.
+
+        A quantized base has its weights at once: they cannot be loaded under a plan.
+        """
         ...
 
     def loss(self, model: nn.Module, device: torch.device) -> Tensor:
@@ -41,7 +45,8 @@ def batch_source(plan: Plan, data: Tokens | None, seed: int, position: int, rank
     """Return one rank's training data for a plan's model.
 
     Of every micro-batch of all ranks together, each takes its own sequences, in the order of ranks: how many ranks
-    share a batch does not change what is in it. Of a captured model each has a random batch of its own.
+    share a batch does not change what is in it. Of a captured model each has a random batch of its own, unless it is a
+    language model with adapters.
 
     Args:
         plan: says what a micro-batch is.
@@ -57,12 +62,25 @@ def batch_source(plan: Plan, data: Tokens | None, seed: int, position: int, rank
     """
     if position < 0:
         raise ValueError(f"position {position}: sequences to skip are counted from 0 on")
-    if not isinstance(plan.model, CapturedModel):
+    if _vocabulary(plan) is not None:
         if data is None:
             check_knows_text(plan)
         return _TokenBatches(plan, read_text(None) if data is None else data, seed, position, rank)
     check_takes_data(plan, given=data is not None or position > 0)
+    assert isinstance(plan.model, CapturedModel)
     return _RandomBatches(plan, plan.model, seed, rank)
+
+
+def _vocabulary(plan: Plan) -> int | None:
+    """Return how many tokens a plan's model knows; ``None`` if it is not trained on tokens."""
+    if isinstance(plan.model, CapturedModel) and plan.model.lora is None:
+        return None
+    return plan.model.vocab_size
+
+
+def brings_weights(plan: Plan) -> bool:
+    """Return whether the planned model is made with its weights, as a quantized base is."""
+    return isinstance(plan.model, CapturedModel) and plan.model.quantization is not None
 
 
 def check_takes_data(plan: Plan, *, given: bool) -> None:
@@ -71,7 +89,7 @@ def check_takes_data(plan: Plan, *, given: bool) -> None:
     Raises:
         PlanError: they are given for a captured model.
     """
-    if given and isinstance(plan.model, CapturedModel):
+    if given and _vocabulary(plan) is None:
         raise PlanError(
             "a captured model is trained on one random batch of its inputs; leave data (--text, --tokens) and a "
             "position in it out, or use ullage.prepare in a loop of your own"
@@ -84,10 +102,10 @@ def check_knows_text(plan: Plan) -> None:
     Raises:
         ValueError: its vocabulary is smaller.
     """
-    if not isinstance(plan.model, CapturedModel) and plan.model.vocab_size < NUM_BYTES:
+    if (size := _vocabulary(plan)) is not None and size < NUM_BYTES:
         raise ValueError(
             f"text is read as one token per byte, 0 to {NUM_BYTES - 1}, but the model knows tokens 0 to "
-            f"{plan.model.vocab_size - 1}; give the tokens of its own tokenizer (--tokens, or data= in Python)"
+            f"{size - 1}; give the tokens of its own tokenizer (--tokens, or data= in Python)"
         )
 
 
@@ -100,10 +118,11 @@ def batch_shapes(plan: Plan) -> BatchShapes:
 
 class _TokenBatches:
     def __init__(self, plan: Plan, data: Tokens, seed: int, position: int, rank: int) -> None:
-        assert not isinstance(plan.model, CapturedModel)
+        vocab_size = _vocabulary(plan)
+        assert vocab_size is not None
         self._plan = plan
         self._rank = rank
-        self._stream = TokenStream(data, plan.seq_len, seed, plan.model.vocab_size)
+        self._stream = TokenStream(data, plan.seq_len, seed, vocab_size)
         self._stream.position = position
 
     @property
@@ -115,7 +134,8 @@ class _TokenBatches:
         self._stream.position = position
 
     def model(self, weights: Path | None = None) -> nn.Module:
-        assert not isinstance(self._plan.model, CapturedModel)
+        if isinstance(self._plan.model, CapturedModel):
+            return _adapted(self._plan.model, weights)
         config = AutoConfig.for_model(**to_hf_config_dict(self._plan.model))
         dtype = DTYPES[self._plan.decisions.precision.weights]
         if weights is not None:
@@ -143,7 +163,8 @@ class _TokenBatches:
         decided = self._plan.decisions
         of_all = self._stream.next(decided.data_parallel * decided.micro_batch)
         tokens = to_device(of_all[self._rank * decided.micro_batch :][: decided.micro_batch], device)
-        loss: Tensor = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        further = {} if isinstance(self._plan.model, CapturedModel) else {"use_cache": False}
+        loss: Tensor = model(input_ids=tokens, labels=tokens, **further).loss
         return loss
 
 
@@ -159,6 +180,8 @@ class _RandomBatches:
         self.position = 0
 
     def model(self, weights: Path | None = None) -> nn.Module:
+        if self._model.lora is not None:
+            return _adapted(self._model, weights)
         if weights is None:
             return load_factory(self._model.factory)()
         is_function = ":" in self._model.factory and not Path(self._model.factory).exists()
@@ -170,6 +193,21 @@ class _RandomBatches:
         self.position += self._num_sequences
         args = [to_device(tensor, device) for tensor in self._args]
         return find_loss(model(*args, **{name: to_device(tensor, device) for name, tensor in self._kwargs.items()}))[0]
+
+
+def _adapted(model: CapturedModel, weights: Path | None) -> nn.Module:
+    """Return a planned model with adapters; see :meth:`BatchSource.model`."""
+    assert model.lora is not None
+    has_config = weights is not None and (weights / CONFIG).exists()
+    found = architecture(weights if weights is not None and has_config else model.factory)
+    parts = found, model.lora, model.quantization, DTYPES[model.dtype]
+    if weights is None:
+        return make_adapted(*parts)
+    found.config.name_or_path = str(weights)  # adapters say what they are for
+    if model.quantization is not None:
+        return make_adapted(*parts, weights)
+    with empty_parameters():
+        return make_adapted(*parts)
 
 
 def to_device(batch: Tensor, device: torch.device) -> Tensor:

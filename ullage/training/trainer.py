@@ -27,7 +27,7 @@ from hwprofiles.allocator import keep_freed_memory
 from planner.optimizers import Optimizer
 from planner.plan.document import Plan, PlanError
 from planner.schedule.tasks import Tier
-from ullage.training.batches import BatchSource, batch_source
+from ullage.training.batches import BatchSource, batch_source, brings_weights
 from ullage.training.checkpoints import CheckpointOptions, CheckpointSaver, Stateful
 from ullage.training.out_of_memory import OutOfMemoryError, check_device, reporting_out_of_memory
 from ullage.training.preparing import Settings, prepare_planned, session_options, warn_about_dtypes
@@ -133,7 +133,7 @@ class Trainer:
         self._settings = settings
         self._batches = batch_source(plan, data, seed, position, self.process.data_rank)
         self._iteration = self._num_to_meter = 0
-        if model is not None:
+        if not (is_made := model is None):
             warn_about_dtypes(model, plan)
         folder = None if weights is None else weights_folder(weights)
         with reporting_out_of_memory(plan), _naming_weights(folder if model is None else None):
@@ -141,7 +141,9 @@ class Trainer:
             self.model, self.optimizer = prepare_planned(model, optimizer, plan, settings)
         with contextlib.ExitStack() as failing:
             failing.push(self.session)  # which tells the other ranks of a failure
-            if folder is not None:
+            if folder is not None and is_made and brings_weights(plan):
+                self.optimizer.weights_folder = folder
+            elif folder is not None:
                 load(self.optimizer, folder)
             if self.saver is not None:
                 self.saver.open(self.optimizer)
