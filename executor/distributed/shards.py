@@ -15,6 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch import nn
 
+from executor.distributed.adapters import difference
 from executor.distributed.mesh import Mesh
 from executor.distributed.ranks import Ranks
 from executor.packed import StoredParameter
@@ -157,8 +158,22 @@ def shards_of(
         absent: parameters without values, by identity.
 
     Raises:
-        BindingError: the model's parameters differ from those of the units in name or shape.
+        BindingError: the model's parameters differ from those of the units in name or shape. If they differ by an
+            option of ``peft``, it names that.
     """
+    try:
+        return _shards_of(model, units, mesh, absent)
+    except BindingError as error:
+        planned = {spec.name: spec.shape for unit in units for spec in (*unit.parameters, *unit.frozen)}
+        found = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        if (words := difference(planned, found)) is not None:
+            raise BindingError(words) from error
+        raise
+
+
+def _shards_of(
+    model: nn.Module, units: tuple[Unit, ...], mesh: Mesh, absent: Collection[int]
+) -> dict[str, ParameterShard]:
     named = dict(model.named_parameters(remove_duplicate=False))
     modules = dict(model.named_modules())
     shards: dict[str, ParameterShard] = {}
@@ -285,12 +300,13 @@ def _check_kept(name: str, stored: StoredParameter, spec: ParameterSpec) -> None
     """
     if isinstance(spec.frozen, int) and spec.frozen != stored.num_bytes:
         raise BindingError(
-            f"parameter {name} takes {stored.num_bytes:,} bytes, but {spec.frozen:,} in the plan; quantize it as "
-            "planned, or plan this model again"
+            f"parameter {name} {'is quantized to' if stored.is_quantized else 'is not quantized, and takes'} "
+            f"{stored.num_bytes:,} bytes, but to {spec.frozen:,} in the plan; quantize it as planned "
+            "(BitsAndBytesConfig), or plan with another --quantize"
         )
     if stored.is_quantized and not isinstance(spec.frozen, int):
         raise BindingError(
-            f"parameter {name} is quantized, but not in the plan; plan this model again, or with --quantize"
+            f"parameter {name} is quantized, but not in the plan; plan with --quantize, or this model again"
         )
 
 

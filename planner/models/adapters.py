@@ -25,7 +25,9 @@ class Lora(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     rank: Annotated[int, Field(gt=0, le=10**6)]
-    targets: Annotated[tuple[Annotated[str, Field(pattern=r"^[\w.-]+$")], ...], Field(min_length=1)] = (ALL_LINEAR,)
+    targets: Annotated[tuple[Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")], ...], Field(min_length=1)] = (
+        ALL_LINEAR,
+    )
     alpha: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
 
@@ -59,5 +61,5 @@ class Lora(BaseModel):
 
     def __str__(self) -> str:
         """Return it as :meth:`read` reads it."""
-        further = [f"{name}={value:g}" for name in ("alpha", "dropout") if (value := getattr(self, name))]
+        further = [f"{name}={value:.12g}" for name in ("alpha", "dropout") if (value := getattr(self, name))]
         return ",".join([f"rank={self.rank}", f"targets={'+'.join(self.targets)}", *further])

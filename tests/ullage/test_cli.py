@@ -17,6 +17,8 @@ from ullage.main import main
 REQUEST = {
     "--model",
     "--input-shape",
+    "--lora",
+    "--quantize",
     "--gpus",
     "--hardware",
     "--seq-len",

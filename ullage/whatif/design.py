@@ -26,7 +26,7 @@ from ullage.whatif.fields import (
 )
 from ullage.whatif.running.point import Effort, digest_of
 from ullage.whatif.study import Axis, Result, StudyError, StudyRequest, Value, Varied
-from ullage.whatif.values import Interval, Number, expand
+from ullage.whatif.values import Interval, Number
 
 MAX_POINTS: Final = 1_000_000
 Level = Number | Value
@@ -138,7 +138,7 @@ class Space:
     def _levels_of(self, name: str, texts: Sequence[str]) -> list[Level | Interval]:
         field = self.fields[name]
         levels: list[Level | Interval] = []
-        for text in itertools.chain.from_iterable(expand(text, whole=field.whole) for text in texts):
+        for text in itertools.chain.from_iterable(map(field.values, texts)):
             if isinstance(text, str):
                 levels.append(field.parse(text))
                 continue
@@ -201,11 +201,11 @@ class Space:
 
 def _fields(asked: StudyRequest, default_hardware: str) -> Fields:
     """Return the fields of the base: of several machines or models, the first."""
-    first = {name: expand(",".join(texts), whole=False)[0] for name, texts in asked.sweep.items() if texts}
+    first = {name: Field(name, "option", "").values(",".join(texts))[0] for name, texts in asked.sweep.items() if texts}
     texts = {name.removeprefix("--").replace("-", "_"): str(text) for name, text in {**first, **asked.set}.items()}
     if "model" not in texts:
         raise StudyError("a study needs a model; give --model opt-13b, or --sweep model=opt-13b,opt-30b")
-    named = ("model", "hardware", "input_shape", "precision")
+    named = ("model", "hardware", "input_shape", "precision", "lora", "quantize")
     options = {name: Field(name, "option", "").parse(texts[name]) for name in named if name in texts}
     hardware = load_profile(str(options.get("hardware", default_hardware)))
     default = default_precision(hardware.device)

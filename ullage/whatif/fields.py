@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import difflib
 import functools
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, Literal
 
@@ -16,11 +17,11 @@ from hwprofiles.quantity import Curve, Quantity
 from planner.costs.scalable import Scalable, all_scalables, scaled
 from planner.models.captured import CapturedModel, Model
 from planner.models.config import ModelConfig, ModelConfigError
-from ullage.cli.arguments import positive_int
+from ullage.cli.arguments import lora, positive_int
 from ullage.cli.checkpoint_options import add_checkpoint_options, mtbf
 from ullage.cli.request_options import add_request_options
 from ullage.whatif.study import Value
-from ullage.whatif.values import Number, parse_number
+from ullage.whatif.values import Number, expand, parse_number
 
 Kind = Literal["option", "machine", "model"]
 
@@ -42,7 +43,11 @@ ALIASES: Final[Mapping[str, str]] = {
 """Short or familiar names, and what they stand for."""
 
 _CLIP_WORDS: Final = "clip gradients by their global norm (true)"
-_READ: Final[Mapping[str, Callable[[Any], Any]]] = {"clip": lambda value: None if value else True, "mtbf": mtbf}
+_READ: Final[Mapping[str, Callable[[Any], Any]]] = {
+    "clip": lambda value: None if value else True,
+    "lora": lora,
+    "mtbf": mtbf,
+}
 """What options of a command have of the values of some fields."""
 
 SUBGROUP_PARAMS: Final = "subgroup_params"
@@ -82,6 +87,12 @@ class Field:
     whole: bool = False
     switch: bool = False
     present: Value | None = None
+
+    def values(self, text: str) -> list[str | tuple[str, str]]:
+        """Return the values that a list stands for; see :func:`ullage.whatif.values.expand`."""
+        if self.name == "lora":  # has commas of its own
+            return [*re.split(r",(?=rank=|none)", text)]
+        return expand(text, whole=self.whole)
 
     def parse(self, text: str) -> Number | Value:
         """Return what a value means: a number or factor, a switch, or what an option takes.

@@ -27,6 +27,7 @@ def add_parser(subparsers: Subparsers) -> None:
         ullage plan --model gpt2 --hardware local --device-memory 1.5GiB --output small.json
         ullage plan --model opt-66b --hardware rtx4090-12ssd --storage nvme
         ullage plan --model opt-13b --hardware h100 --optimizer lion
+        ullage plan --model llama-3-70b --hardware rtx-4090 --micro-batch 1 --lora rank=16 --quantize nf4
         ullage plan --model my_package.models:make --input-shape 8x3x224x224 8:int64 --gpus 2
         ullage plan --model opt-13b --gpus 8 --mtbf 6h --max-lost-work 30m
         ullage plan --model opt-13b --gpus 8 --mtbf memory=2h,nvme=1d,pfs=30d --pfs-bandwidth 2GB

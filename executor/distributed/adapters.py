@@ -1,0 +1,123 @@
+"""Says which option of ``peft`` differs between a plan and a model whose parameters do not match."""
+
+import dataclasses
+import re
+from collections.abc import Collection, Mapping
+from typing import Final, Self
+
+_SHOWN: Final = 5
+_PART: Final = re.compile(
+    r"(?P<target>.*)\.(?P<kind>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)"
+    r"\.(?P<adapter>[^.]+)(\.weight)?"
+)
+_COPIED: Final = re.compile(r"(?P<module>.*)\.modules_to_save\.[^.]+\..*")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Adapters:
+    """What ``peft`` has put into a model.
+
+    Attributes:
+        ranks: of the adapters, by the path of the projection beside which they are.
+        names: of the adapters.
+        dora: whether they scale the projection's columns too.
+        copied: names of modules that are trained as a whole.
+    """
+
+    ranks: Mapping[str, int]
+    names: frozenset[str]
+    dora: bool
+    copied: frozenset[str]
+
+    @classmethod
+    def among(cls, shapes: Mapping[str, tuple[int, ...]]) -> Self:
+        """Return what parameters of these names and shapes are."""
+        parts = {name: part for name in shapes if (part := _PART.fullmatch(name))}
+        return cls(
+            {p["target"]: shapes[name][0] for name, p in parts.items() if p["kind"] in {"lora_A", "lora_embedding_A"}},
+            frozenset(part["adapter"] for part in parts.values()),
+            any(part["kind"] == "lora_magnitude_vector" for part in parts.values()),
+            frozenset(_last(part["module"]) for name in shapes if (part := _COPIED.fullmatch(name))),
+        )
+
+    def __str__(self) -> str:
+        """Return it in words."""
+        return f"LoRA adapters of rank {_listed(set(self.ranks.values()))} on {_shown(self.ranks)}"
+
+    @property
+    def option(self) -> str:
+        """What plans such adapters."""
+        return f"--lora rank={_listed(set(self.ranks.values()))},targets={'+'.join(_targets(self.ranks))}"
+
+
+def difference(planned: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> str | None:
+    """Return in words what option of ``peft`` differs, and what to do; ``None`` if it is something else.
+
+    Args:
+        planned: shapes of the plan's parameters, by name.
+        found: those of the model's.
+    """
+    plan, model = _Adapters.among(planned), _Adapters.among(found)
+    if plan.ranks and not model.ranks:
+        return (
+            f"the plan has {plan}, but the model has none; prepare what peft.get_peft_model makes of it, or plan "
+            "without --lora"
+        )
+    if model.ranks and not plan.ranks:
+        return f"the model has {model}, but the plan has none; plan with {model.option}"
+    return _in_ranks(plan, model) or _in_kind(plan, model)
+
+
+def _in_ranks(plan: _Adapters, model: _Adapters) -> str | None:
+    """Say where adapters differ in place or rank."""
+    if plan.names != model.names:
+        return (
+            f"the model's adapter is called {_listed(model.names)}, but {_listed(plan.names)} in the plan; leave "
+            "adapter_name out of peft.get_peft_model"
+        )
+    for ours, theirs, words in ((model.ranks, plan.ranks, "model"), (plan.ranks, model.ranks, "plan")):
+        if further := {path: rank for path, rank in ours.items() if path not in theirs}:
+            other = "plan" if words == "model" else "model"
+            return (
+                f"the {words} has LoRA adapters on {_shown(further)}, but the {other} has none there; make the model "
+                f"with the plan's LoraConfig(target_modules={_targets(plan.ranks)}), or plan with {model.option}"
+            )
+    if plan.ranks != model.ranks:
+        path = next(path for path in plan.ranks if plan.ranks[path] != model.ranks[path])
+        return (
+            f"the model's LoRA adapters have rank {model.ranks[path]}, but {plan.ranks[path]} in the plan; make the "
+            f"model with LoraConfig(r={plan.ranks[path]}), or plan with {model.option}"
+        )
+    return None
+
+
+def _in_kind(plan: _Adapters, model: _Adapters) -> str | None:
+    """Say what else is trained on one side."""
+    if plan.dora != model.dora:
+        return (
+            f"the model was made with LoraConfig(use_dora={model.dora}), but the plan with use_dora={plan.dora}; make "
+            "the model so, or prepare it with an example batch instead of the plan"
+        )
+    if plan.copied != model.copied:
+        return (
+            f"the model was made with LoraConfig(modules_to_save={sorted(model.copied)}), but the plan with "
+            f"{sorted(plan.copied)}; make the model so, or prepare it with an example batch instead of the plan"
+        )
+    return None
+
+
+def _last(path: str) -> str:
+    return path.rpartition(".")[2]
+
+
+def _targets(paths: Collection[str]) -> list[str]:
+    return sorted({_last(path) for path in paths})
+
+
+def _shown(paths: Collection[str]) -> str:
+    names = _targets(paths)
+    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+
+
+def _listed(values: Collection[object]) -> str:
+    return " and ".join(map(str, sorted(values, key=str)))

@@ -1,0 +1,273 @@
+"""``--lora`` and ``--quantize``: planned by name, prepared around a model of one's own, executed and saved."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+import ullage
+from executor.packed import stored_parameters
+from planner.models.captured import CapturedModel
+from planner.models.quantization import Quantization
+from planner.plan.document import Plan
+from ullage.capture.architectures import architecture
+from ullage.capture.quantized import quantization_config, quantize
+from ullage.cli.request_options import QUANTIZATIONS
+from ullage.main import main
+
+SIZES = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "eos_token_id": 0,
+}
+ASKED = "rank=4,targets=q_proj+down_proj"
+MACHINE = ["--hardware", "epyc-turin-2c", "--precision", "fp32", "--device-memory", "1MB"]
+BATCH = ["--seq-len", "32", "--micro-batch", "2"]
+EITHER: tuple[Quantization | None, ...] = (None, "nf4", "int8")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("base")
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(LlamaConfig(**SIZES)).save_pretrained(folder)
+    return folder
+
+
+def adapted(
+    base: Path,
+    quantization: Quantization | None = None,
+    rank: int = 4,
+    targets: list[str] | str = ["q_proj", "down_proj"],  # noqa: B006 - read only
+    adapter: str = "default",
+    **options: Any,
+) -> nn.Module:
+    """Return a user's own model of a base that is on the drive."""
+    given = {} if quantization is None else {"quantization_config": quantization_config(quantization, torch.float32)}
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, device_map="cpu", **given)
+    torch.manual_seed(1)
+    model = get_peft_model(model, LoraConfig(r=rank, target_modules=targets, **options), adapter_name=adapter)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            nn.init.normal_(parameter, std=0.1)
+    return model.train()
+
+
+def planned(base: Path, quantization: Quantization | None = None, asked: str | None = ASKED) -> Plan:
+    machine = ullage.load_profile("epyc-turin-2c").with_device_memory(1_000_000)
+    return ullage.plan(
+        base / "config.json",
+        hardware=machine,
+        precision="fp32",
+        seq_len=32,
+        micro_batch=2,
+        clip=False,
+        lora=asked,
+        quantize=quantization,
+    )
+
+
+def losses(model: nn.Module, optimizer: Any) -> Iterator[float]:
+    for seed in range(4):
+        tokens = torch.randint(256, (2, 32), generator=torch.Generator().manual_seed(seed))
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        yield loss.item()
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+
+
+@pytest.mark.parametrize("quantization", EITHER)
+def test_the_plan_of_a_name_trains_a_model_of_peft_as_in_memory(base: Path, quantization: Quantization | None) -> None:
+    model = adapted(base, quantization)
+    expected = list(losses(model, adam(model)))
+    plan = planned(base, quantization)
+    assert any(decided.params != "gpu" or decided.activations != "keep" for decided in plan.decisions.units.values())
+    model = adapted(base, quantization)
+    model, optimizer = ullage.prepare(model, adam(model), plan)
+    with optimizer.session:
+        assert list(losses(model, optimizer)) == pytest.approx(expected, rel=1e-6)  # optimizers round otherwise
+
+
+@pytest.mark.parametrize("quantization", EITHER)
+@pytest.mark.parametrize("name", ["gpt2", "qwen3-0.6b"])
+@pytest.mark.part(3)
+def test_what_is_planned_by_name_is_what_peft_makes(name: str, quantization: Quantization | None) -> None:
+    plan = ullage.plan(name, hardware="h100", seq_len=64, micro_batch=1, lora="rank=8", quantize=quantization)
+    assert isinstance(plan.model, CapturedModel)
+    with torch.device("meta"):
+        made = architecture(name).make(torch.bfloat16)
+        made = quantize(made, quantization) if quantization else made
+        made = get_peft_model(made, LoraConfig(r=8, target_modules="all-linear"))
+    specs = {spec.name: spec for operator in plan.model.operators() for spec in operator.parameters}
+    assert {n: (s.shape, s.is_trained) for n, s in specs.items()} == {
+        n: (tuple(stored.shape), stored.parameter.requires_grad) for n, stored in stored_parameters(made).items()
+    }
+    assert plan.model.num_trained == made.get_nb_trainable_parameters()[0]
+    assert any(isinstance(spec.frozen, int) for spec in specs.values()) == bool(quantization)
+
+
+@pytest.mark.parametrize("quantization", [None, "nf4"])
+def test_a_plan_is_executed_on_text_and_its_adapter_saved(
+    base: Path, quantization: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    asked = ["--lora", ASKED, "--quantize", quantization or "none"]
+    assert main(["plan", "--model", f"{base}/config.json", *asked, *BATCH, *MACHINE]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    num_trained = 3 * 4 * (64 + 64 + 128 + 64)
+    assert f"{num_trained:,} of them trained" in shown
+    run = ["execute", "plan.json", "--iterations", "8", "--lr", "1e-2", "--seed", "3", "--json"]
+    assert main([*run, "--weights", str(base), "--save", "adapter"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["memory"]["gpu"]["error"] == pytest.approx(0, abs=0.03)
+    found = json.loads(Path("adapter/adapter_config.json").read_text(encoding="utf-8"))
+    assert (found["r"], found["lora_alpha"], found["base_model_name_or_path"]) == (4, 4, str(base))
+    assert found["task_type"] == "CAUSAL_LM"
+    assert sorted(found["target_modules"]) == ["down_proj", "q_proj"]
+    again = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), "adapter")
+    moved = [parameter for name, parameter in again.named_parameters() if "lora_B" in name]
+    assert len(moved) == 6
+    assert all(parameter.abs().max() > 0 for parameter in moved)
+
+
+def test_the_base_of_an_executed_plan_has_its_weights(base: Path) -> None:
+    """Adapters begin as zero, so that the first loss is the base's."""
+    with ullage.Trainer(planned(base), weights=base) as trainer:
+        step = next(iter(trainer))
+        trainer._batches.position = 0
+        tokens = trainer._batches._stream.next(2)
+    model = AutoModelForCausalLM.from_pretrained(base)
+    assert step.loss == pytest.approx(model(input_ids=tokens, labels=tokens).loss.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("asked", "quantization", "options", "message"),
+    [
+        (ASKED, None, {"rank": 8}, "adapters have rank 8, but 4 in the plan; make the model with LoraConfig(r=4), or"),
+        (ASKED, None, {"rank": 8}, "plan with --lora rank=8,targets=down_proj+q_proj"),
+        (ASKED, None, {"targets": ["q_proj"]}, "the plan has LoRA adapters on down_proj, but the model has none there"),
+        (
+            ASKED,
+            None,
+            {"targets": ["q_proj", "down_proj", "v_proj"]},
+            "with the plan's LoraConfig(target_modules=['down_proj', 'q_proj']), or plan with --lora rank=4,",
+        ),
+        (ASKED, None, {"adapter": "mine"}, "the model's adapter is called mine, but default in the plan; leave"),
+        (ASKED, None, {"use_dora": True}, "use_dora=True), but the plan with use_dora=False"),
+        (ASKED, None, {"modules_to_save": ["lm_head"]}, "modules_to_save=['lm_head']), but the plan with []"),
+        (ASKED, None, {"quantization": "nf4"}, "is quantized, but not in the plan; plan with --quantize"),
+        (
+            ASKED,
+            "nf4",
+            {},
+            "is not quantized, and takes 16,384 bytes, but to 2,144 in the plan; quantize it as planned",
+        ),
+        (ASKED, "nf4", {"quantization": "int8"}, "is quantized to 4,352 bytes, but to 2,144 in the plan"),
+        (
+            None,
+            None,
+            {},
+            "the model has LoRA adapters of rank 4 on down_proj, q_proj, but the plan has none; plan with",
+        ),
+    ],
+)
+def test_a_model_that_does_not_match_is_told_which_option_differs(
+    base: Path, asked: str | None, quantization: Quantization | None, options: dict[str, Any], message: str
+) -> None:
+    model = adapted(base, **options)
+    with pytest.raises(ullage.BindingError) as refused:
+        ullage.prepare(model, adam(model), planned(base, quantization, asked))
+    assert message in str(refused.value)
+
+
+def test_a_model_without_adapters_is_told_so(base: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(base)
+    with pytest.raises(
+        ullage.BindingError, match=r"the plan has LoRA adapters of rank 4 on down_proj, q_proj, but the"
+    ):
+        ullage.prepare(model, adam(model), planned(base))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--quantize", "nf4"],
+            "--quantize nf4 is for frozen weights, but without --lora all are trained; give --lora",
+        ),
+        (["--lora", "16"], "'16' is no LoRA: '16' is not understood; give rank=N"),
+        (["--lora", "rank=4,targets=qproj"], "its projections are down_proj, gate_proj, k_proj, lm_head, o_proj"),
+        (["--lora", "rank=4,targets=q_proj+vproj"], "it has no vproj; its projections are down_proj"),
+        (["--lora", "rank=4", "--gpus", "2", "--tensor-parallel", "2"], "was captured whole, and cannot be shared so"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    try:
+        code = main(["plan", "--model", f"{base}/config.json", *BATCH, *arguments])
+    except SystemExit as ended:
+        code = int(ended.code or 0)
+    err = capsys.readouterr().err
+    assert code == 2
+    assert message in err
+    assert not Path("plan.json").exists()
+
+
+def test_a_function_returns_its_own_adapters(capsys: Any) -> None:
+    assert main(["plan", "--model", "own.models:make", "--lora", "rank=4"]) == 2
+    assert "--lora is for models of transformers, but --model own.models:make is a function" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"quantize": "nf4"}, r"quantize is 'nf4', but must be one of nf4, int8, and is for the frozen weights beside"),
+        ({"lora": "rank=4", "quantize": "nf3"}, "quantize is 'nf3', but must be one of nf4, int8"),
+    ],
+)
+def test_python_refuses_likewise(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ullage.plan("gpt2", **arguments)
+
+
+def test_sizes_alone_have_no_adapters() -> None:
+    with pytest.raises(ValueError, match=r"lora is for a name or a config.json, but the model is a ModelConfig"):
+        ullage.plan(ullage.resolve_model("gpt2"), lora="rank=4")
+
+
+def test_studies_vary_adapters_and_quantization(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = ["--model", f"{base}/config.json", *BATCH, "--hardware", "rtx-4090", "--device-memory", "8MB"]
+    sweeps = ["--sweep", "lora=none,rank=2,rank=4,targets=q_proj", "--sweep", "quantize=none,nf4"]
+    assert main(["whatif", *model, *sweeps, "--workers", "1", "--json"]) == 0
+    points = json.loads(capsys.readouterr().out)["points"]
+    found = {(p["settings"]["lora"], p["settings"]["quantize"]): p["result"] for p in points}
+    assert list(found) == [
+        (lora, kind) for lora in ("none", "rank=2", "rank=4,targets=q_proj") for kind in ("none", "nf4")
+    ]
+    assert found.pop(("none", "nf4"))["status"] == "refused"
+    assert {result["status"] for result in found.values()} == {"fits"}
+    peaks = {key: result["figures"]["memory"]["gpu"]["peak_bytes"] for key, result in found.items()}
+    assert len(set(peaks.values())) == len(peaks)
+
+
+def test_the_command_line_knows_all_quantizations() -> None:
+    assert get_args(Quantization) == QUANTIZATIONS
