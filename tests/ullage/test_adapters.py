@@ -13,11 +13,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import ullage
 from executor.packed import stored_parameters
+from planner.models.adapters import Lora
 from planner.models.captured import CapturedModel
 from planner.models.quantization import Quantization
 from planner.plan.document import Plan
 from ullage.capture.architectures import architecture
 from ullage.capture.quantized import quantization_config, quantize
+from ullage.cli.request import Adapters, model_named
 from ullage.cli.request_options import QUANTIZATIONS
 from ullage.main import main
 
@@ -106,17 +108,17 @@ def test_the_plan_of_a_name_trains_a_model_of_peft_as_in_memory(base: Path, quan
 @pytest.mark.parametrize("name", ["gpt2", "qwen3-0.6b"])
 @pytest.mark.part(3)
 def test_what_is_planned_by_name_is_what_peft_makes(name: str, quantization: Quantization | None) -> None:
-    plan = ullage.plan(name, hardware="h100", seq_len=64, micro_batch=1, lora="rank=8", quantize=quantization)
-    assert isinstance(plan.model, CapturedModel)
+    model = model_named(name, 64, 1, "bf16", Adapters(Lora(rank=8), quantization), as_on_gpu=True)
+    assert isinstance(model, CapturedModel)
     with torch.device("meta"):
         made = architecture(name).make(torch.bfloat16)
         made = quantize(made, quantization) if quantization else made
         made = get_peft_model(made, LoraConfig(r=8, target_modules="all-linear"))
-    specs = {spec.name: spec for operator in plan.model.operators() for spec in operator.parameters}
+    specs = {spec.name: spec for operator in model.operators() for spec in operator.parameters}
     assert {n: (s.shape, s.is_trained) for n, s in specs.items()} == {
         n: (tuple(stored.shape), stored.parameter.requires_grad) for n, stored in stored_parameters(made).items()
     }
-    assert plan.model.num_trained == made.get_nb_trainable_parameters()[0]
+    assert model.num_trained == made.get_nb_trainable_parameters()[0]
     assert any(isinstance(spec.frozen, int) for spec in specs.values()) == bool(quantization)
 
 
