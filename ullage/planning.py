@@ -29,7 +29,7 @@ def plan(
     gpus: int | None = None,
     precision: Precision | Dtype | None = None,
     budget_s: float | None = None,
-    lora: Lora | str | None = None,
+    lora: str | None = None,
     quantize: Quantization | None = None,
     **options: Any,
 ) -> Plan:
@@ -85,7 +85,7 @@ def plan(
     return make_plan(request, budget_s=budget_s)
 
 
-def _adapters(model: str | Path | Model, lora: Lora | str | None, quantize: Quantization | None) -> Adapters:
+def _adapters(model: str | Path | Model, lora: str | None, quantize: Quantization | None) -> Adapters:
     if lora is not None and not isinstance(model, str | Path):
         raise ValueError(
             f"lora is for a name or a config.json, but the model is a {type(model).__name__}; capture the model that "
@@ -96,7 +96,7 @@ def _adapters(model: str | Path | Model, lora: Lora | str | None, quantize: Quan
             f"quantize is {quantize!r}, but must be one of {', '.join(get_args(Quantization))}, and is for the frozen "
             'weights beside adapters; give lora="rank=16" too'
         )
-    return Adapters(Lora.read(lora) if isinstance(lora, str) else lora, quantize)
+    return Adapters(None if lora is None else Lora.read(lora), quantize)
 
 
 def _default_hardware() -> str:
