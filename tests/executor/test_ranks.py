@@ -9,7 +9,7 @@ import forked
 import pytest
 import torch
 from amount import examples
-from forked import completed
+from forked import Forked, environments
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from plans import mixed, plans
@@ -415,6 +415,8 @@ def test_who_leaves_alone_ends_what_devices_have_under_way_all_at_once():
 
 
 SCRIPT = """
+import sys
+sys.path.insert(0, {tests!r})
 import torch
 from plans import mixed
 from training import Task, decide, make_model, prepare, train
@@ -439,9 +441,9 @@ print("in the end")
 def test_a_launcher_joins_processes_for_all_sessions_that_they_have(tmp_path):
     """Whatever the order in which these begin and end: it joins them once."""
     script = tmp_path / "script.py"
-    script.write_text(SCRIPT, encoding="utf-8")
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(Path(__file__).parent)])}
-    command = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    done = completed(forked.launcher, *command, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("in the end") == 2
+    script.write_text(SCRIPT.replace("{tests!r}", repr(str(Path(__file__).parent))), encoding="utf-8")
+    started = [Forked(forked.script, str(script), env=each) for each in environments(2)]
+    for process in started:
+        out, err = process.communicate()
+        assert process.returncode == 0, err[-3000:]
+        assert out.count("in the end") == 1

@@ -202,6 +202,7 @@ def test_launch_lines() -> None:
     )
 
 
+@pytest.mark.part(0)
 def test_accelerate_starts_what_launch_prints(plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["launch", str(plan), "--with", "accelerate"]) == 0
     words = capsys.readouterr().out.split()
