@@ -17,6 +17,7 @@ from amount import divided, examples
 # A developer's own profile is the default of --hardware: no test sees it, nor does any process that a test starts.
 _HOME = tempfile.TemporaryDirectory(prefix="ullage-home-")  # removed when the tests end
 os.environ["ULLAGE_HOME"] = _HOME.name
+os.environ["HF_DATASETS_CACHE"] = str(Path(_HOME.name) / "datasets")  # tokens of files of data
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # torch's threads leave the core to the tests beside these
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell's background jobs have it, and what they start

@@ -55,6 +55,8 @@ if TYPE_CHECKING:
     from ullage.analysis.simulation import simulate as simulate
     from ullage.capture.module import capture_module as capture_module
     from ullage.capture.records import CaptureError as CaptureError
+    from ullage.data import Data as Data
+    from ullage.data import DataBatch as DataBatch
     from ullage.integrations.transformers_trainer import offloaded as offloaded
     from ullage.planning import plan as plan
     from ullage.training.checkpoints import CheckpointOptions as CheckpointOptions
@@ -98,6 +100,7 @@ _MODULES = {
     "ullage.analysis.simulation": ("simulate",),
     "ullage.capture.module": ("capture_module",),
     "ullage.capture.records": ("CaptureError",),
+    "ullage.data": ("Data", "DataBatch"),
     "ullage.integrations.transformers_trainer": ("offloaded",),
     "ullage.planning": ("plan",),
     "ullage.training.checkpoints": ("CheckpointOptions",),

@@ -25,6 +25,7 @@ _EXTRAS = {
     "ray",
     "plotly",
     "jinja2",
+    "datasets",
 }
 
 

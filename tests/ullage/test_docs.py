@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
 TRAINING = [
-    ROOT / "docs" / "howto" / name for name in ("train.md", "restrictions.md", "weights.md")
+    ROOT / "docs" / "howto" / name for name in ("train.md", "restrictions.md", "weights.md", "data.md")
 ]  # one goes on from the other
 LINK = re.compile(r"\]\((?!https?://|#)([^)#]+)(?:#[^)]*)?\)")
 

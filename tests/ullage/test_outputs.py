@@ -54,7 +54,7 @@ FOLDERS = {
     "execute --output-dir": "execute {host_plan}",
     "execute --tensorboard": "execute {host_plan} --output-dir {out}",
 }
-INPUTS = {"execute --text", "execute --tokens", "calibrate --from-runs"}
+INPUTS = {"execute --data", "execute --text", "execute --tokens", "calibrate --from-runs"}
 OTHERS = {"execute --storage-dir", "checkpoint --output-dir", "execute --save"}  # scratch; folders that must be new
 
 Run = Callable[[str, str, Path], int]

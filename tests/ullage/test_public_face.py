@@ -35,6 +35,8 @@ CLASSES = {
     "Checkpoint",
     "CheckpointOptions",
     "Checkpoints",
+    "Data",
+    "DataBatch",
     "Decisions",
     "Level",
     "Lion",

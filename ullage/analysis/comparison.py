@@ -20,7 +20,7 @@ from planner.schedule.timeline import Timeline
 from planner.simulate.critical_path import critical_path
 from planner.simulate.machine import Simulation
 from ullage.analysis.provenance import unit_and_value
-from ullage.analysis.runs import RunRecord
+from ullage.analysis.runs import RunRecord, check_measured
 from ullage.analysis.simulation import simulate
 from ullage.output.formatting import LANE_WORDS, si, signed_percent
 
@@ -307,12 +307,7 @@ def explain_run(
         That, and the simulated prediction.
     """
     simulation, measured, steady = simulate(record.plan), record.timeline, record.steady_iterations
-    if not steady:
-        raise ValueError(
-            f"none of the run's {len(record.losses)} iterations was as planned after the first ones: their batches had "
-            "other shapes, or too few of them; pack the data to the planned length (--pack), or plan for the shorter "
-            "--seq-len"
-        )
+    check_measured(record)
     chosen = middle(measured, steady)
     plan = record.plan
     run = f"{plan.model.name} on {record.machine}"

@@ -28,6 +28,8 @@ class RunRecord(Frozen):
         plan: the executed plan.
         machine: the machine, in words.
         losses: mean loss of each iteration.
+        eval_losses: for each evaluation, the iterations that were made before it, and the mean loss over the target
+            tokens of the data that are held out.
         start_s, end_s: seconds of each task of each recorded iteration (the first 200 at most); ``None`` where it has
             not run.
         steady_iterations: recorded iterations to be measured: not the first ones, and complete; none if no more had all
@@ -56,12 +58,29 @@ class RunRecord(Frozen):
     static_bytes: dict[Tier, dict[MemoryClass, int]] = Field(default_factory=dict)
     device_bytes: dict[int, int] = Field(default_factory=dict)
     checkpoint_bytes: int = 0
+    eval_losses: tuple[tuple[int, float], ...] = ()
 
     @property
     def timeline(self) -> Timeline:
         """The measured timeline."""
-        start_s, end_s = (np.array(rows, np.float64) for rows in (self.start_s, self.end_s))
-        return Timeline(self.plan.schedule(takes_snapshots=self.checkpoint_bytes > 0), start_s, end_s)
+        schedule = self.plan.schedule(takes_snapshots=self.checkpoint_bytes > 0)
+        shape = len(self.start_s), schedule.num_tasks  # if no iteration was as planned, none is recorded
+        start_s, end_s = (np.array(rows, np.float64).reshape(shape) for rows in (self.start_s, self.end_s))
+        return Timeline(schedule, start_s, end_s)
+
+
+def check_measured(run: RunRecord) -> None:
+    """Check that a run has iterations that can be compared with the prediction.
+
+    Raises:
+        ValueError: none was as planned.
+    """
+    if not run.steady_iterations:
+        raise ValueError(
+            f"none of the run's {len(run.losses)} iterations was as planned after the first ones: their batches had "
+            "other shapes, or too few of them; pack the data to the planned length (--pack), or plan for the shorter "
+            "--seq-len"
+        )
 
 
 def rows(seconds: np.ndarray[tuple[int, ...], np.dtype[np.float64]]) -> tuple[tuple[float | None, ...], ...]:

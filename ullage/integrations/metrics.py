@@ -11,7 +11,6 @@ from typing import Any, Final, Protocol, final
 
 from hwprofiles.files import check_output, make_folder, write_whole
 from planner.schedule.tasks import Tier
-from ullage.output.plans import tokens_per_iteration
 from ullage.training.trainer import Step, Trainer
 
 _PERIOD_S: Final = 1.0  # between two writes of the text file; readers poll it less often
@@ -26,9 +25,10 @@ class Sample:
         loss: see :class:`ullage.training.trainer.Step`.
         learning_rate: the largest of all groups that the next iteration has.
         measured_s, predicted_s: seconds of the iteration, and those that the plan predicts.
-        tokens_per_s: of all ranks together, measured.
+        tokens_per_s: of all ranks together, measured; padding is not counted.
         held_bytes: by tier, what this rank has taken once.
         num_saved, num_failed: checkpoints of this process so far, on all levels.
+        eval_loss: of the data that are held out, if they were evaluated behind this iteration.
     """
 
     iteration: int
@@ -40,9 +40,10 @@ class Sample:
     held_bytes: Mapping[Tier, int]
     num_saved: int
     num_failed: int
+    eval_loss: float | None = None
 
     @classmethod
-    def of(cls, step: Step, trainer: Trainer) -> "Sample":
+    def of(cls, step: Step, trainer: Trainer, eval_loss: float | None = None) -> "Sample":
         """Return what a trainer knows behind a step."""
         failed = sum(outcome.error is not None for outcome in trainer.outcomes)
         return cls(
@@ -51,10 +52,11 @@ class Sample:
             learning_rate=max(float(group["lr"]) for group in trainer.optimizer.param_groups),
             measured_s=step.measured_s,
             predicted_s=trainer.plan.prediction.iteration_s,
-            tokens_per_s=tokens_per_iteration(trainer.plan) / step.measured_s,
+            tokens_per_s=step.num_tokens / step.measured_s,
             held_bytes={tier: sum(use.static_bytes.values()) for tier, use in trainer.session.memory().items()},
             num_saved=len(trainer.outcomes) - failed,
             num_failed=failed,
+            eval_loss=eval_loss,
         )
 
 
@@ -105,6 +107,8 @@ class TensorBoard:
             "tokens per second": sample.tokens_per_s,
             **{f"held bytes/{tier.value}": num_bytes for tier, num_bytes in sample.held_bytes.items()},
         }
+        if sample.eval_loss is not None:
+            values["evaluation loss"] = sample.eval_loss
         for tag, value in values.items():
             self._writer.add_scalar(tag, value, sample.iteration)
 
@@ -156,6 +160,7 @@ class Prometheus:
             "predicted_s": gauge("predicted_iteration_seconds", "What the plan predicts for it"),
             "tokens_per_s": gauge("tokens_per_second", "Of all ranks together, measured"),
         }
+        self._eval_loss = gauge("eval_loss", "Of the latest evaluation of data that are held out")
         self._held = gauge("held_bytes", "Memory that rank 0 has taken once", "tier")
         self._checkpoints = Counter(
             "ullage_checkpoints", "Checkpoints of rank 0 that have ended", ("model", "result"), registry=self._registry
@@ -168,6 +173,8 @@ class Prometheus:
         self._time.labels(**self._labels).set_to_current_time()
         for name, gauge in self._gauges.items():
             gauge.labels(**self._labels).set(getattr(sample, name) + (name == "iteration"))
+        if sample.eval_loss is not None:
+            self._eval_loss.labels(**self._labels).set(sample.eval_loss)
         for tier, num_bytes in sample.held_bytes.items():
             self._held.labels(**self._labels, tier=tier.value).set(num_bytes)
         before = self._latest
@@ -203,10 +210,10 @@ class Metrics:
         self._sinks = list(sinks)
         self._warn = warn
 
-    def after(self, step: Step, trainer: Trainer) -> None:
-        """Take a step that has ended."""
+    def after(self, step: Step, trainer: Trainer, eval_loss: float | None = None) -> None:
+        """Take a step that has ended, and the loss of an evaluation behind it."""
         if self._sinks:
-            sample = Sample.of(step, trainer)
+            sample = Sample.of(step, trainer, eval_loss)
             self._all(lambda sink: sink.write(sample))
 
     def close(self) -> None:

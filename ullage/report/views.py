@@ -11,7 +11,7 @@ from planner.schedule.series import Series, amounts, busy, traffic
 from planner.schedule.tasks import Lane, Tier
 from planner.schedule.timeline import MemoryUse, Timeline, memory_use
 from planner.simulate.machine import Simulation
-from ullage.analysis.runs import RunRecord
+from ullage.analysis.runs import RunRecord, check_measured
 from ullage.output.formatting import si
 from ullage.output.palette import WORK
 from ullage.report.charts import Band, Row
@@ -39,7 +39,12 @@ class View:
 
     @classmethod
     def measured_in(cls, run: RunRecord) -> "View":
-        """Look at the iteration of a run, of those that count, whose length is nearest to the median of all."""
+        """Look at the iteration of a run, of those that count, whose length is nearest to the median of all.
+
+        Raises:
+            ValueError: none counts.
+        """
+        check_measured(run)
         timeline = run.timeline
         lengths_s = {i: timeline.period_s(i) for i in run.steady_iterations}
         median_s = statistics.median(lengths_s.values())

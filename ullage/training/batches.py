@@ -1,52 +1,51 @@
-"""What a trainer trains on: tokens for models known by their sizes and for adapters, one random batch for others."""
+"""What a trainer trains on: files with a tokenizer, tokens, or one random batch for captured models.
 
+Models that are known by their sizes, or have adapters, take tokens.
+"""
+
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from executor.module.batches import BatchShapes
-from executor.module.empty import empty_parameters
-from planner.models import num_parameters, to_hf_config_dict
 from planner.models.captured import CapturedInput, CapturedModel
 from planner.plan.document import Plan, PlanError
-from ullage.capture.adapters import make_adapted
 from ullage.capture.architectures import architecture
-from ullage.capture.module import load_factory
 from ullage.capture.recording import find_loss
 from ullage.capture.records import DTYPES
+from ullage.data import Data
+from ullage.data.batches import to_device
+from ullage.output.plans import tokens_per_iteration
 from ullage.training.text import NUM_BYTES, Tokens, TokenStream, read_text
 
-CONFIG: Final = "config.json"
-_SHARE_TO_MAKE = 0.8  # of free device memory: weights that are tied later are drawn separately
+_OF_TEXT = {"input_ids", "labels", "attention_mask", "position_ids"}
 
 
 class BatchSource(Protocol):
-    """Makes the model, and a rank's loss on one micro-batch after another."""
+    """Makes a rank's losses on one micro-batch after another."""
 
     position: int
     """Sequences read so far, by all ranks together; may be set."""
 
-    def model(self, weights: Path | None = None) -> nn.Module:
-        """Make the planned model with random weights; or without any, as the config.json beside weights has it.
-
-        A quantized base has its weights at once: they cannot be loaded under a plan.
-        """
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the latest iteration of all ranks, padding left out."""
         ...
 
-    def loss(self, model: nn.Module, device: torch.device) -> Tensor:
-        """Return the loss on the next micro-batch."""
+    def losses(self, model: nn.Module, device: torch.device) -> Iterator[Tensor]:
+        """Yield the share that each micro-batch of the next iteration has in its loss, for backward to begin from."""
         ...
 
 
-def batch_source(plan: Plan, data: Tokens | None, seed: int, position: int, rank: int = 0) -> BatchSource:
+def batch_source(plan: Plan, data: Tokens | Data | None, seed: int, position: int, rank: int = 0) -> BatchSource:
     """Return one rank's training data for a plan's model.
 
     Of every micro-batch of all ranks together, each takes its own sequences, in the order of ranks: how many ranks
-    share a batch does not change what is in it. Of a captured model each has a random batch of its own, unless it is a
-    language model with adapters.
+    share a batch does not change what is in it. Of a captured model each has a random batch of its own, unless there
+    are data for it, or it is a language model with adapters.
 
     Args:
         plan: says what a micro-batch is.
@@ -56,17 +55,19 @@ def batch_source(plan: Plan, data: Tokens | None, seed: int, position: int, rank
         rank: whose part, of the data-parallel ranks.
 
     Raises:
-        PlanError: data or a position were given for a captured model.
-        ValueError: there are too few tokens, or strange ones, or the position is negative.
-        CaptureError: the function that makes a captured model is not there.
+        PlanError: tokens or a position were given for a captured model, or data for one that takes none.
+        ValueError: there are too few tokens, or strange ones; the position is negative; or data are batched otherwise
+            than planned.
     """
     if position < 0:
         raise ValueError(f"position {position}: sequences to skip are counted from 0 on")
+    if isinstance(data, Data):
+        return _DataBatches(plan, data, position, rank)
     if _vocabulary(plan) is not None:
         if data is None:
             check_knows_text(plan)
         return _TokenBatches(plan, read_text(None) if data is None else data, seed, position, rank)
-    check_takes_data(plan, given=data is not None or position > 0)
+    check_takes_tokens(plan, given=data is not None or position > 0)
     assert isinstance(plan.model, CapturedModel)
     return _RandomBatches(plan, plan.model, seed, rank)
 
@@ -78,13 +79,28 @@ def _vocabulary(plan: Plan) -> int | None:
     return plan.model.vocab_size
 
 
-def brings_weights(plan: Plan) -> bool:
-    """Return whether the planned model is made with its weights, as a quantized base is."""
-    return isinstance(plan.model, CapturedModel) and plan.model.quantization is not None
+def vocabulary_for_data(plan: Plan) -> int | None:
+    """Return how many tokens a plan's model knows, if that is known.
+
+    Raises:
+        PlanError: it is no causal language model, so that files with a tokenizer cannot train it.
+    """
+    if not isinstance(plan.model, CapturedModel):
+        return plan.model.vocab_size
+    inputs = {spec.name: spec for spec in plan.model.inputs}
+    path = Path(plan.model.factory)
+    auto = architecture(path).auto.__name__ if path.exists() else ""
+    if not {"input_ids", "labels"} <= inputs.keys() <= _OF_TEXT or auto not in {"", "AutoModelForCausalLM"}:
+        raise PlanError(
+            f"{plan.model.name} takes {', '.join(name or 'a tensor' for name in inputs)}"
+            f"{f' ({auto})' if auto else ''}, but data with a tokenizer are for causal language models; use "
+            "ullage.prepare in a loop of your own"
+        )
+    return inputs["input_ids"].num_values
 
 
-def check_takes_data(plan: Plan, *, given: bool) -> None:
-    """Check that data, or a position in them, are ``given`` only where a plan's model is trained on them.
+def check_takes_tokens(plan: Plan, *, given: bool) -> None:
+    """Check that tokens, or a position in them, are ``given`` only where a plan's model is trained on them.
 
     Raises:
         PlanError: they are given for a captured model.
@@ -92,7 +108,7 @@ def check_takes_data(plan: Plan, *, given: bool) -> None:
     if given and _vocabulary(plan) is None:
         raise PlanError(
             "a captured model is trained on one random batch of its inputs; leave data (--text, --tokens) and a "
-            "position in it out, or use ullage.prepare in a loop of your own"
+            "position in it out, or give files with a tokenizer (--data), or use ullage.prepare in a loop of your own"
         )
 
 
@@ -116,6 +132,40 @@ def batch_shapes(plan: Plan) -> BatchShapes:
     return (("input_ids", (plan.decisions.micro_batch, plan.seq_len)),)
 
 
+class _DataBatches:
+    def __init__(self, plan: Plan, data: Data, position: int, rank: int) -> None:
+        decided = plan.decisions
+        if (size := vocabulary_for_data(plan)) is not None:
+            data.check_vocabulary(size)
+        planned = {"micro_batch": decided.micro_batch, "num_micro_batches": decided.num_micro_batches}
+        for name, value in {"seq_len": plan.seq_len, **planned}.items():
+            if getattr(data, name) != value:
+                raise ValueError(
+                    f"the data have {name}={getattr(data, name)}, but the plan has {value}; make them with the plan's"
+                )
+        data.share(rank, decided.data_parallel)
+        self._data = data
+        if position:
+            data.position = position
+
+    @property
+    def position(self) -> int:
+        return self._data.position
+
+    @position.setter
+    def position(self, position: int) -> None:
+        self._data.position = position
+
+    @property
+    def num_tokens(self) -> int:
+        return self._data.num_tokens
+
+    def losses(self, model: nn.Module, device: torch.device) -> Iterator[Tensor]:
+        assert next(model.parameters()).device == device
+        for batch in self._data.step():
+            yield batch.loss(model)
+
+
 class _TokenBatches:
     def __init__(self, plan: Plan, data: Tokens, seed: int, position: int, rank: int) -> None:
         vocab_size = _vocabulary(plan)
@@ -133,31 +183,14 @@ class _TokenBatches:
     def position(self, position: int) -> None:
         self._stream.position = position
 
-    def model(self, weights: Path | None = None) -> nn.Module:
-        if isinstance(self._plan.model, CapturedModel):
-            return _adapted(self._plan.model, weights)
-        config = AutoConfig.for_model(**to_hf_config_dict(self._plan.model))
-        dtype = DTYPES[self._plan.decisions.precision.weights]
-        if weights is not None:
-            if (weights / CONFIG).exists():
-                config = architecture(weights).config
-            with empty_parameters():
-                return AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-any-return, no-untyped-call]
-        where = self._where_to_make(dtype)
-        with torch.device(where):
-            model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
-        model.to("cpu")
-        if where == "cuda":
-            torch.cuda.empty_cache()
-        return model
+    @property
+    def num_tokens(self) -> int:
+        return tokens_per_iteration(self._plan)
 
-    def _where_to_make(self, dtype: torch.dtype) -> str:
-        """Return a GPU with room for all weights: one core of the host takes minutes to draw billions of numbers."""
-        assert not isinstance(self._plan.model, CapturedModel)
-        if self._plan.hardware.device.kind != "gpu":
-            return "cpu"
-        needed_bytes = num_parameters(self._plan.model) * dtype.itemsize
-        return "cuda" if needed_bytes <= _SHARE_TO_MAKE * torch.cuda.mem_get_info()[0] else "cpu"
+    def losses(self, model: nn.Module, device: torch.device) -> Iterator[Tensor]:
+        num_micro_batches = self._plan.decisions.num_micro_batches
+        for _ in range(num_micro_batches):
+            yield self.loss(model, device) / num_micro_batches
 
     def loss(self, model: nn.Module, device: torch.device) -> Tensor:
         decided = self._plan.decisions
@@ -170,7 +203,7 @@ class _TokenBatches:
 
 class _RandomBatches:
     def __init__(self, plan: Plan, model: CapturedModel, seed: int, rank: int) -> None:
-        self._model = model
+        self._plan = plan
         self._num_sequences = model.micro_batch * plan.decisions.data_parallel
         generator = torch.Generator().manual_seed(seed + rank)
         dtype = DTYPES[plan.decisions.precision.weights]
@@ -179,40 +212,17 @@ class _RandomBatches:
         self._kwargs = {name: tensor for name, tensor in batch if name}
         self.position = 0
 
-    def model(self, weights: Path | None = None) -> nn.Module:
-        if self._model.lora is not None:
-            return _adapted(self._model, weights)
-        if weights is None:
-            return load_factory(self._model.factory)()
-        is_function = ":" in self._model.factory and not Path(self._model.factory).exists()
-        has_config = not is_function and (weights / CONFIG).exists()
-        with empty_parameters():
-            return load_factory(str(weights) if has_config else self._model.factory)()
+    @property
+    def num_tokens(self) -> int:
+        return tokens_per_iteration(self._plan)
 
-    def loss(self, model: nn.Module, device: torch.device) -> Tensor:
-        self.position += self._num_sequences
-        args = [to_device(tensor, device) for tensor in self._args]
-        return find_loss(model(*args, **{name: to_device(tensor, device) for name, tensor in self._kwargs.items()}))[0]
-
-
-def _adapted(model: CapturedModel, weights: Path | None) -> nn.Module:
-    """Return a planned model with adapters; see :meth:`BatchSource.model`."""
-    assert model.lora is not None
-    has_config = weights is not None and (weights / CONFIG).exists()
-    found = architecture(weights if weights is not None and has_config else model.factory)
-    parts = found, model.lora, model.quantization, DTYPES[model.dtype]
-    if weights is None:
-        return make_adapted(*parts)
-    found.config.name_or_path = str(weights)  # adapters say what they are for
-    if model.quantization is not None:
-        return make_adapted(*parts, weights)
-    with empty_parameters():
-        return make_adapted(*parts)
-
-
-def to_device(batch: Tensor, device: torch.device) -> Tensor:
-    """Return a batch on a device. Pinned, as from other memory the copy would wait for what the device has to do."""
-    return batch.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else batch.to(device)
+    def losses(self, model: nn.Module, device: torch.device) -> Iterator[Tensor]:
+        num_micro_batches = self._plan.decisions.num_micro_batches
+        for _ in range(num_micro_batches):
+            self.position += self._num_sequences
+            args = [to_device(tensor, device) for tensor in self._args]
+            kwargs = {name: to_device(tensor, device) for name, tensor in self._kwargs.items()}
+            yield find_loss(model(*args, **kwargs))[0] / num_micro_batches
 
 
 def _random(spec: CapturedInput, dtype: torch.dtype, generator: torch.Generator) -> Tensor:

@@ -18,10 +18,17 @@ class ExecuteOptions:
     """How to run a plan.
 
     Attributes:
-        num_iterations: how many optimizer steps.
-        text: what to train on; without it and ``tokens``, the built-in English text.
+        num_iterations: how many optimizer steps; ``None``: 30, or so many as ``epochs`` have.
+        text: what to train on; without it, ``tokens`` and ``data``, the built-in English text.
         tokens: a file of tokens to train on instead of a text.
         token_dtype: type of its tokens, if the file does not say so itself.
+        data: files with text, chat or instructions; see :class:`ullage.Data` for these and ``pack`` to ``eval_split``.
+        tokenizer: its folder, or the name of a hub's model that is on this machine; ``None``: that beside ``weights``.
+        pack: several documents in one sequence.
+        epochs: passes over the data.
+        drop_last: leave out a smaller last step of an epoch.
+        eval_split: share of the data to evaluate on.
+        eval_every: iterations from one evaluation to the next; ``None``: one at the end of each epoch.
         data_position: where to begin; see :class:`ullage.training.text.TokenStream`.
         seed: of the weights and of the order of the data.
         lr: learning rate.
@@ -45,10 +52,17 @@ class ExecuteOptions:
         device: ``host`` (threads), ``cuda``, or ``auto``: what the plan was made for.
     """
 
-    num_iterations: int = 30
+    num_iterations: int | None = None
     text: Path | None = None
     tokens: Path | None = None
     token_dtype: TokenDtype | None = None
+    data: Path | None = None
+    tokenizer: str | None = None
+    pack: bool = False
+    epochs: int | None = None
+    drop_last: bool = False
+    eval_split: float = 0.0
+    eval_every: int | None = None
     data_position: int = 0
     seed: int = 0
     lr: float = 1e-3

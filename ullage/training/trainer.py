@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, Literal, Self, Unpack, final
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -27,8 +28,10 @@ from hwprofiles.allocator import keep_freed_memory
 from planner.optimizers import Optimizer
 from planner.plan.document import Plan, PlanError
 from planner.schedule.tasks import Tier
-from ullage.training.batches import BatchSource, batch_source, brings_weights
+from ullage.data import Data
+from ullage.training.batches import batch_source
 from ullage.training.checkpoints import CheckpointOptions, CheckpointSaver, Stateful
+from ullage.training.models import brings_weights, planned_model
 from ullage.training.out_of_memory import OutOfMemoryError, check_device, reporting_out_of_memory
 from ullage.training.preparing import Settings, prepare_planned, session_options, warn_about_dtypes
 from ullage.training.processes import Process
@@ -54,13 +57,15 @@ class Step:
 
     Attributes:
         iteration: counted from 0.
-        loss: the mean over its micro-batches and all ranks.
+        loss: the mean over its micro-batches and all ranks; of :class:`ullage.Data`, over their target tokens.
         measured_s: wall seconds since it began; updates that it left under way are in the next one's.
+        num_tokens: of all ranks together, padding left out.
     """
 
     iteration: int
     loss: float
     measured_s: float
+    num_tokens: int
 
 
 @final
@@ -76,8 +81,9 @@ class Trainer:
         model: an unmodified module with the planned parameters; left out, the planned one with random weights. It is
             called as ``model(input_ids=..., labels=...)`` if it is planned from sizes, else with its captured inputs.
         optimizer: the planned one over the model's parameters; left out, one with usual settings.
-        data: tokens as unsigned integers in one dimension (see :func:`ullage.training.text.read_tokens`; a memory map
-            is never read whole); left out, the built-in English text. A captured model has one random batch instead.
+        data: files with a tokenizer (:class:`ullage.Data`, batched as planned), or tokens as unsigned integers in one
+            dimension (see :func:`ullage.training.text.read_tokens`; a memory map is never read whole); left out, the
+            built-in English text. A captured model has one random batch instead, unless it has ``Data``.
         lr: learning rate of the optimizer that is made here.
         seed: of the weights that are made here, and of the order of the data.
         position: sequences to skip at the beginning, such as the ``position`` at which another run stopped.
@@ -107,7 +113,7 @@ class Trainer:
         plan: Plan,
         model: nn.Module | None = None,
         optimizer: torch.optim.Optimizer | None = None,
-        data: Tokens | None = None,
+        data: Tokens | Data | None = None,
         *,
         lr: float = 1e-3,
         seed: int = 0,
@@ -132,12 +138,15 @@ class Trainer:
             settings = {"checkpoint_buffer_bytes": checkpoints.buffer_bytes, **settings}
         self._settings = settings
         self._batches = batch_source(plan, data, seed, position, self.process.data_rank)
+        self._data = data if isinstance(data, Data) else None
+        if self._data is not None:
+            self.stateful["data"] = self._data
         self._iteration = self._num_to_meter = 0
         if not (is_made := model is None):
             warn_about_dtypes(model, plan)
         folder = None if weights is None else weights_folder(weights)
         with reporting_out_of_memory(plan), _naming_weights(folder if model is None else None):
-            model, optimizer = _make(plan, model, optimizer, self._batches, self.process, folder, lr=lr, seed=seed)
+            model, optimizer = _make(plan, model, optimizer, self.process, folder, lr=lr, seed=seed)
             self.model, self.optimizer = prepare_planned(model, optimizer, plan, settings)
         with contextlib.ExitStack() as failing:
             failing.push(self.session)  # which tells the other ranks of a failure
@@ -199,6 +208,21 @@ class Trainer:
         if self.saver is None or not self.saver.is_open:
             raise ValueError("there is no place for checkpoints; give the trainer checkpoints=")
         self.saver.save(self.plan, self._iteration, self.position)
+
+    def evaluate(self) -> float:
+        """Return the mean loss over the target tokens that the data hold out, between two iterations.
+
+        Raises:
+            ValueError: nothing is held out.
+        """
+        if self._data is None:
+            raise ValueError(
+                "nothing is held out to evaluate on; give the trainer data=ullage.Data(..., eval_split=0.05)"
+            )
+        with reporting_out_of_memory(self.plan, self.session.memory):
+            sums = self.session.collectives.means(np.array(self._data.eval_sums(self.model), np.float64))
+        self.session.runtime.machine.exclude(self.session.iteration - 1)  # the time until the next one begins is longer
+        return float(sums[0] / sums[1])
 
     def replan(self) -> Replanned:
         """Plan again with measured rates, and change to the new plan if it is faster; between two iterations.
@@ -275,7 +299,7 @@ class Trainer:
             rate = max(group.get("initial_lr", group["lr"]) for group in self.optimizer.param_groups)
             raise ValueError(f"the loss is {loss} in iteration {iteration}; use a smaller --lr than {rate:g}")
         self._iteration += 1
-        return Step(iteration, loss, time.perf_counter() - begin_s)
+        return Step(iteration, loss, time.perf_counter() - begin_s, self._batches.num_tokens)
 
     def _check_device(self) -> None:
         """Check the device's peak, and meter a few more iterations if it was too high.
@@ -293,14 +317,12 @@ class Trainer:
 
     def _compute(self) -> torch.Tensor:
         """Run one iteration; return this rank's mean loss."""
-        decisions = self.plan.decisions
         device = next(self.model.parameters()).device
         total = torch.zeros((), device=device)
-        for _ in range(decisions.num_micro_batches):
-            loss = self._batches.loss(self.model, device) / decisions.num_micro_batches
+        for loss in self._batches.losses(self.model, device):
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
-        if decisions.clip:
+        if self.plan.decisions.clip:
             self.optimizer.clip_grad_norm_(MAX_GRADIENT_NORM)
         self.optimizer.step()
         return total
@@ -352,7 +374,6 @@ def _make(
     plan: Plan,
     model: nn.Module | None,
     optimizer: torch.optim.Optimizer | None,
-    batches: BatchSource,
     process: Process,
     weights: Path | None,
     *,
@@ -369,7 +390,7 @@ def _make(
     else:
         torch.cuda.set_device(process.local_rank)
     torch.manual_seed(seed)
-    model = (batches.model(weights) if model is None else model).train()
+    model = (planned_model(plan, weights) if model is None else model).train()
     if optimizer is None:
         name = plan.decisions.optimizer
         optimizer = torch_class_of(name)(model.parameters(), lr=lr, **_HYPER_PARAMETERS[name])

@@ -5,7 +5,7 @@ import dataclasses
 from pathlib import Path
 
 from planner.plan.document import Plan, load_plan
-from ullage.cli.arguments import cores, non_negative_int, positive_float, positive_int, positive_ints
+from ullage.cli.arguments import cores, fraction, non_negative_int, positive_float, positive_int, positive_ints
 from ullage.cli.request_options import add_request_options, check_names, given_options
 from ullage.commands import Subparsers, command_parser
 from ullage.training.options import DEFAULT_KEPT, LEAST_KEPT, TOKEN_DTYPES, ExecuteOptions
@@ -19,10 +19,10 @@ def add_parser(subparsers: Subparsers) -> None:
         "execute",
         run,
         "Train the plan's model from random weights, or from yours, exactly as planned. Measure every task, and\n"
-        "compare it with the prediction. The data is your text or tokens, or a built-in text. Files are\n"
-        "memory-mapped; the order of sequences depends on the seed alone. A captured model is made by the function\n"
-        "that the plan names, and trained on one random batch. A plan for several devices needs one process per\n"
-        "device: `torchrun --nproc-per-node 8 -m ullage execute plan.json`.\n"
+        "compare it with the prediction. The data is your text, chat, instructions or tokens, or a built-in text.\n"
+        "Files are memory-mapped; the order of sequences depends on the seed alone. A captured model is made by the\n"
+        "function that the plan names, and trained on --data, or on one random batch. A plan for several devices\n"
+        "needs one process per device: `torchrun --nproc-per-node 8 -m ullage execute plan.json`.\n"
         "Without a plan, --model and its options are planned first, for the memory that is free now; the plan goes\n"
         "into --output-dir. A machine that has no profile is measured before that, once, for half a minute.",
         """
@@ -34,6 +34,8 @@ def add_parser(subparsers: Subparsers) -> None:
         ullage execute plan.json --iterations 1000 --checkpoint-dir checkpoints --resume
         ullage execute plan.json --checkpoint-dir memory --checkpoint-dir s3://bucket/run --checkpoint-every 10,100
         ullage execute plan.json --weights models/llama --text corpus.txt --save models/mine
+        ullage execute plan.json --weights models/llama --data chat.jsonl --epochs 3 --eval-split 5% --save models/mine
+        ullage execute plan.json --data corpus/ --tokenizer models/llama --pack --iterations 1000
         ullage execute plan.json --tensorboard runs/1 --metrics-file /var/lib/node_exporter/ullage.prom
         ullage execute plan.json --tokens corpus.bin --token-dtype uint16 --data-position 8000
         """,
@@ -50,15 +52,15 @@ def add_parser(subparsers: Subparsers) -> None:
         "--iterations",
         dest="num_iterations",
         type=positive_int,
-        default=defaults.num_iterations,
         metavar="N",
-        help=f"optimizer steps, at least 6 ({defaults.num_iterations})",
+        help="optimizer steps, at least 6 (30, unless --epochs says how many)",
     )
     parser.add_argument(
         "--text", type=Path, metavar="PATH", help="train on a text, one token per byte (default: built-in English)"
     )
     parser.add_argument("--tokens", type=Path, metavar="PATH", help="train on tokens: a .npy file, or a raw file")
     parser.add_argument("--token-dtype", choices=TOKEN_DTYPES, help="type of the tokens in a raw file, little-endian")
+    _add_data_options(parser)
     parser.add_argument(
         "--data-position",
         type=non_negative_int,
@@ -178,6 +180,42 @@ def add_parser(subparsers: Subparsers) -> None:
         choices=("auto", "host", "cuda"),
         default=defaults.device,
         help="device to run on (auto: the one that the plan is for)",
+    )
+
+
+def _add_data_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--data",
+        type=Path,
+        metavar="PATH",
+        help="train on text (.txt), chat or instructions (.jsonl) in a file or folder; answers alone are learned",
+    )
+    parser.add_argument(
+        "--tokenizer",
+        metavar="DIR|NAME",
+        help="tokenizer of --data: a folder, or a hub's model that is on this machine (default: beside --weights)",
+    )
+    parser.add_argument(
+        "--pack",
+        action="store_true",
+        help="put several documents of --data in one sequence, kept apart; otherwise batches are padded",
+    )
+    parser.add_argument("--epochs", type=positive_int, metavar="N", help="passes over --data, instead of --iterations")
+    parser.add_argument(
+        "--drop-last", action="store_true", help="leave out the last step of an epoch if it has fewer sequences"
+    )
+    parser.add_argument(
+        "--eval-split",
+        type=fraction,
+        default=0.0,
+        metavar="F",
+        help="share of --data to evaluate on and not to train on, as in 5%% or 0.05 (none)",
+    )
+    parser.add_argument(
+        "--eval-every",
+        type=positive_int,
+        metavar="N",
+        help="iterations between evaluations (default: one at the end of each epoch, and at the end)",
     )
 
 

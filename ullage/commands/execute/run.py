@@ -26,18 +26,19 @@ from ullage.analysis.runs import RunRecord, rows, save_run
 from ullage.analysis.simulation import simulate
 from ullage.cli.interruption import InterruptedTrainingError, Interruption
 from ullage.commands.compare.screen import render_comparison
+from ullage.commands.execute.data import Evaluations, check_data, num_iterations, training_data
+from ullage.data import Data
 from ullage.integrations.metrics import Metrics, Prometheus, Sink, TensorBoard
 from ullage.output.console import console, write_json
 from ullage.output.formatting import si
 from ullage.output.plans import tokens_per_iteration
-from ullage.training.batches import check_knows_text, check_takes_data
 from ullage.training.checkpoints import CheckpointOptions, where_saved
 from ullage.training.drift import DriftWatch, warning
 from ullage.training.levels import buffer_bytes, levels_of
 from ullage.training.options import DEFAULT_KEPT, LEAST_KEPT, ExecuteOptions
 from ullage.training.processes import Process
 from ullage.training.replanning import Replanned
-from ullage.training.text import Tokens, read_text, read_tokens
+from ullage.training.text import Tokens
 from ullage.training.trainer import Step, Trainer, check_machine
 
 # What warms up (first touches, compiled kernels) is not measured, nor is the iteration whose memory is metered.
@@ -69,22 +70,17 @@ def execute(plan: Plan, options: ExecuteOptions) -> RunRecord | None:
         InterruptedTrainingError: a signal ended training, which is in a checkpoint.
     """
     _check_checkpoints(options)
-    if options.num_iterations < MIN_ITERATIONS:
-        raise ValueError(f"{options.num_iterations} iterations are too few to measure; run at least {MIN_ITERATIONS}")
-    if options.replan and options.num_iterations < REPLAN_AFTER + MIN_ITERATIONS:
-        raise ValueError(
-            f"--replan looks after {REPLAN_AFTER} iterations and measures at least {MIN_ITERATIONS} more, but there "
-            f"are {options.num_iterations}; run at least {REPLAN_AFTER + MIN_ITERATIONS}"
-        )
+    check_data(options)
+    if options.epochs is None:
+        _check_length(options, num_iterations(options, None))
     _check_save(options)
     process = Process.of(plan)
     check_machine(plan, process, options.device)
     if not options.allow_other_machine:
         check_measured_here(plan.hardware)
-    check_takes_data(plan, given=bool(options.text or options.tokens or options.data_position))  # before it is read
-    if options.tokens is None:
-        check_knows_text(plan)
-    data = _data(options)
+    data = training_data(plan, options, process)
+    length = num_iterations(options, data)
+    _check_length(options, length)
     if process.is_first:
         make_folder("--output-dir", options.output_dir)  # before training: a bad path must not cost a run
         for name in (_RUN, _TRACE):
@@ -103,7 +99,7 @@ def execute(plan: Plan, options: ExecuteOptions) -> RunRecord | None:
         checkpoints=_checkpoints(plan, options),
         weights=options.weights,
     ) as trainer:
-        trained = _train(options, trainer, sinks)
+        trained = _train(options, trainer, data, length, sinks)
     if process.is_first and trained.record is not None:
         _write(options, trained.record, trained.replanned)
     if options.checkpoint_places:
@@ -123,6 +119,17 @@ def _check_checkpoints(options: ExecuteOptions) -> None:
         raise ValueError(
             f"--keep {too_few[0]}: one may be damaged when it is needed, so at least {LEAST_KEPT} stay; "
             f"give --keep {LEAST_KEPT} or more"
+        )
+
+
+def _check_length(options: ExecuteOptions, length: int) -> None:
+    asked = f"--epochs {options.epochs} is {length} iterations, which" if options.epochs else f"{length} iterations"
+    if length < MIN_ITERATIONS:
+        raise ValueError(f"{asked} are too few to measure; run at least {MIN_ITERATIONS}")
+    if options.replan and length < REPLAN_AFTER + MIN_ITERATIONS:
+        raise ValueError(
+            f"--replan looks after {REPLAN_AFTER} iterations and measures at least {MIN_ITERATIONS} more, but there "
+            f"are {length}; run at least {REPLAN_AFTER + MIN_ITERATIONS}"
         )
 
 
@@ -153,16 +160,6 @@ def _print_checkpoints(options: ExecuteOptions, trainer: Trainer, trained: "_Tra
         console().print(where, soft_wrap=True)
 
 
-def _data(options: ExecuteOptions) -> Tokens | None:
-    if options.tokens is None:
-        if options.token_dtype is not None:
-            raise ValueError(f"--token-dtype {options.token_dtype} is of a file of tokens; give --tokens PATH")
-        return None if options.text is None else read_text(options.text)
-    if options.text is not None:
-        raise ValueError(f"--text {options.text} and --tokens {options.tokens}: give one of them to train on")
-    return read_tokens(options.tokens, options.token_dtype)
-
-
 @dataclasses.dataclass(frozen=True)
 class _Trained:
     record: RunRecord | None  # None after too few iterations
@@ -170,7 +167,9 @@ class _Trained:
     signal: int | None  # that ended it early
 
 
-def _train(options: ExecuteOptions, trainer: Trainer, sinks: list[Sink]) -> _Trained:
+def _train(
+    options: ExecuteOptions, trainer: Trainer, data: Tokens | Data | None, length: int, sinks: list[Sink]
+) -> _Trained:
     """Train with a cosine schedule with warm-up, and change the plan on the way if requested and faster.
 
     The trainer is closed in the end; signals are heard until then.
@@ -178,7 +177,7 @@ def _train(options: ExecuteOptions, trainer: Trainer, sinks: list[Sink]) -> _Tra
 
     def factor(iteration: int) -> float:
         warm_up = min((iteration + 1) / _WARMUP_ITERATIONS, 1.0)
-        return warm_up * 0.5 * (1 + math.cos(math.pi * iteration / options.num_iterations))
+        return warm_up * 0.5 * (1 + math.cos(math.pi * iteration / length))
 
     scheduler = torch.optim.lr_scheduler.LambdaLR(trainer.optimizer, factor)
     trainer.stateful["scheduler"] = scheduler
@@ -186,27 +185,28 @@ def _train(options: ExecuteOptions, trainer: Trainer, sinks: list[Sink]) -> _Tra
     losses: list[float] = []
     replanned, before, first = None, None, None
     with (
-        _progress(options.num_iterations, trainer) as (tell, warn),
+        _progress(length, trainer) as (tell, warn),
         _interruption(options, warn) as interruption,
         contextlib.ExitStack() as closing,
     ):
         if options.resume:
-            _resume(options, trainer, warn)
+            _resume(options, trainer, length, warn)
+        evaluations = Evaluations(data, options.eval_every, length, warn)
         num_seen = 0
         metrics = Metrics(sinks, warn)
         closing.callback(metrics.close)
-        for step in trainer.run(max(options.num_iterations - trainer.iteration, 0)):
+        for step in trainer.run(max(length - trainer.iteration, 0)):
             scheduler.step()
             losses.append(step.loss)
             tell(step)
-            metrics.after(step, trainer)
+            metrics.after(step, trainer, evaluations.after(step, trainer))
             if trainer.session.iteration == NUM_RECORDED:  # the session forgets them as others are recorded
                 first = trainer.session.timeline()
             if drifts := watch.after(trainer.session, trainer.session.iteration - 1):
                 warn(warning(drifts))
             num_seen = _warn_about_checkpoints(trainer, num_seen, warn)
             if options.replan and len(losses) == REPLAN_AFTER:
-                before = _record(options, trainer, losses, trainer.session.timeline())
+                before = _record(options, trainer, losses, evaluations, trainer.session.timeline())
                 replanned = trainer.replan()
                 warn(str(replanned))
                 watch = _watch(trainer.plan)
@@ -215,9 +215,9 @@ def _train(options: ExecuteOptions, trainer: Trainer, sinks: list[Sink]) -> _Tra
         record = None
         if trainer.session.iteration >= MIN_ITERATIONS:
             timeline = trainer.session.timeline() if first is None else first
-            record = _record(options, trainer, losses, timeline)
+            record = _record(options, trainer, losses, evaluations, timeline)
         ended_by = None if interruption is None else interruption.signal
-        _save(options, trainer, ended_by, warn)
+        _save(options, trainer, data, ended_by, warn)
         trainer.close(give_back=False)
         _warn_about_checkpoints(trainer, num_seen, warn, skip=trainer.iteration)
     if record is not None and replanned is not None and replanned.switched:
@@ -225,10 +225,18 @@ def _train(options: ExecuteOptions, trainer: Trainer, sinks: list[Sink]) -> _Tra
     return _Trained(record, replanned, ended_by)
 
 
-def _save(options: ExecuteOptions, trainer: Trainer, ended_by: int | None, tell: Callable[[str], None]) -> None:
-    """Save the model if that is asked for and training has not been interrupted."""
+def _save(
+    options: ExecuteOptions,
+    trainer: Trainer,
+    data: Tokens | Data | None,
+    ended_by: int | None,
+    tell: Callable[[str], None],
+) -> None:
+    """Save the model if that is asked for and training has not been interrupted, and the tokenizer of its data."""
     if options.save is not None and ended_by is None:
         save(trainer.optimizer, options.save, dtype=options.save_dtype)
+        if isinstance(data, Data) and trainer.process.is_first:
+            data.tokenizer.save_pretrained(options.save)
         tell(f"model saved in {options.save}")
 
 
@@ -259,16 +267,15 @@ def _interruption(
     return Interruption(warn) if options.checkpoint_places else contextlib.nullcontext()
 
 
-def _resume(options: ExecuteOptions, trainer: Trainer, warn: Callable[[str], None]) -> None:
+def _resume(options: ExecuteOptions, trainer: Trainer, length: int, warn: Callable[[str], None]) -> None:
     found = trainer.resume()
     for reason in found.refused:
         warn(f"warning: passed over: {reason}")
     if found.path is None:
         warn(f"no checkpoint in {' or '.join(options.checkpoint_places)}: training begins at the beginning")
-    elif found.step >= options.num_iterations:
-        raise ValueError(
-            f"{found.path} has all of {options.num_iterations} iterations already; ask for more with --iterations"
-        )
+    elif found.step >= length:
+        more = "--iterations" if options.epochs is None else "--epochs"
+        raise ValueError(f"{found.path} has all of {length} iterations already; ask for more with {more}")
     else:
         warn(f"going on from {found.path}")
 
@@ -319,7 +326,9 @@ def _progress(num_iterations: int, trainer: Trainer) -> Iterator[tuple[Callable[
         yield tell, warn
 
 
-def _record(options: ExecuteOptions, trainer: Trainer, losses: list[float], timeline: Timeline) -> RunRecord:
+def _record(
+    options: ExecuteOptions, trainer: Trainer, losses: list[float], evaluations: Evaluations, timeline: Timeline
+) -> RunRecord:
     memory = trainer.session.memory()
     ranks = dict.fromkeys(
         (Tier.HOST, Tier.NVME), trainer.process.per_node
@@ -330,6 +339,7 @@ def _record(options: ExecuteOptions, trainer: Trainer, losses: list[float], time
         plan=trainer.plan,
         machine=", ".join(filter(None, words)),
         losses=tuple(losses),
+        eval_losses=tuple(evaluations.losses),
         start_s=rows(timeline.start_s),
         end_s=rows(timeline.end_s),
         steady_iterations=tuple(range(_FIRST_STEADY, timeline.num_iterations - 1)),
@@ -355,6 +365,8 @@ def _report(
         extra: dict[str, Any] = {} if replanned is None else {"replan": replanned.to_json()}
         if " before" in compared:
             extra["replan"]["comparison_before"] = compared[" before"].to_json()
+        if record.eval_losses:
+            extra["eval_losses"] = [list(entry) for entry in record.eval_losses]
         write_json({"losses": list(losses), "output_dir": str(options.output_dir), **comparison.to_json(), **extra})
         return
     out = console()
@@ -362,6 +374,10 @@ def _report(
     tokens = tokens_per_iteration(plan)
     iteration = next(row for row in comparison.phases if row.name == "iteration")
     out.print(f"{plan.model.name}: {len(losses)} iterations, loss {losses[0]:.3f} -> {losses[-1]:.3f}")
+    if record.eval_losses:
+        made, loss = record.eval_losses[-1]
+        lowest = min(record.eval_losses, key=lambda entry: entry[1])
+        out.print(f"evaluation loss {loss:.3f} after iteration {made}; lowest {lowest[1]:.3f} after {lowest[0]}")
     if iteration.measured:
         out.print(f"{tokens / iteration.measured:,.0f} {counted(plan.model)}/s on {record.machine}")
     out.print()

@@ -1,0 +1,411 @@
+"""``ullage.Data``: every token once, masks, order, and a loss that is that of one big batch."""
+
+import copy
+import itertools
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from amount import examples
+from data_objects import MARKED, lines, make_tokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ullage
+from ullage.data.batches import IGNORED, DataBatch
+from ullage.data.order import Order, shares
+from ullage.data.packing import packed
+
+TOKENIZER = make_tokenizer()
+ASKED = "Below is an instruction that describes a task"
+
+
+def records(lengths: Iterable[int]) -> list[dict[str, Any]]:
+    """Return instructions with prompts and answers of different lengths, each different from all others."""
+    return [
+        {"prompt": f"{number}" + "q" * (length % 5), "completion": f"{number:02d}" + "a" * length}
+        for number, length in enumerate(lengths)
+    ]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("data")
+
+
+def data_of(
+    folder: Path, rows: Iterable[dict[str, Any]], *args: Any, tokenizer: Any = TOKENIZER, **kw: Any
+) -> ullage.Data:
+    return ullage.Data(lines(folder / "data.jsonl", rows), tokenizer, *args, **kw)
+
+
+def learned(batches: Iterable[DataBatch]) -> list[tuple[int, ...]]:
+    """Return the targets of each document, in sorted order: those that count in the loss."""
+    found = []
+    for batch in batches:
+        if batch.weight:
+            starts = batch.inputs.get("position_ids", torch.arange(batch.inputs["labels"].shape[1])[None]) == 0
+            for labels, begins in zip(batch.inputs["labels"], starts.expand_as(batch.inputs["labels"]), strict=True):
+                for part in np.split(labels.numpy(), np.flatnonzero(begins.numpy())):
+                    targets = part[part != IGNORED]
+                    found += [tuple(targets.tolist())] * (len(targets) > 0)
+    return sorted(found)
+
+
+@given(st.lists(st.integers(1, 16), min_size=1, max_size=60))
+def test_packing_has_every_piece_once_and_wastes_little(lengths: list[int]) -> None:
+    found = packed(lengths, 16)
+    assert sorted(itertools.chain.from_iterable(found)) == list(range(len(lengths)))
+    sums = [sum(lengths[piece] for piece in sequence) for sequence in found]
+    assert max(sums) <= 16
+    assert sum(sorted(sums)[:2]) > 16 or len(sums) == 1, "no two have room for each other"
+    assert [s.tolist() for s in packed(lengths, 16)] == [s.tolist() for s in found]
+
+
+@given(st.integers(1, 40), st.integers(1, 4), st.integers(1, 5))
+def test_ranks_share_every_micro_batch(num_rows: int, micro_batch: int, num_ranks: int) -> None:
+    rows = np.arange(num_rows) + 100
+    of_ranks = [list(shares(rows, micro_batch, rank, num_ranks)) for rank in range(num_ranks)]
+    assert len({len(of_rank) for of_rank in of_ranks}) == 1, "all call the model equally often"
+    counted = [
+        row for together in zip(*of_ranks, strict=True) for share in together if share.counts for row in share.rows
+    ]
+    assert counted == rows.tolist()
+    assert all(1 <= len(share.rows) <= micro_batch for of_rank in of_ranks for share in of_rank)
+    for together in zip(*of_ranks, strict=True):
+        sizes = [len(share.rows) * share.counts for share in together]
+        assert max(sizes) - min(sizes) <= 1
+
+
+@given(st.integers(1, 30), st.integers(1, 8), st.booleans(), st.integers(0, 3), st.integers(1, 3))
+def test_an_epoch_has_every_sequence_once_in_an_order_of_its_own(
+    num: int, per_step: int, drop_last: bool, seed: int, epochs: int
+) -> None:
+    if drop_last and num < per_step:
+        with pytest.raises(ValueError, match=r"a step takes .* leave --drop-last out"):
+            Order(num, per_step, seed, drop_last=drop_last)
+        return
+    order, position, found = Order(num, per_step, seed, drop_last=drop_last), 0, []
+    assert order.num_steps(epochs) == epochs * order.steps_per_epoch
+    while left := order.num_steps(epochs, position):
+        found.append(order.step(position))
+        position += len(found[-1])
+        assert order.num_steps(epochs, position) == left - 1
+    assert position == epochs * order.per_epoch
+    for epoch in range(epochs):
+        steps = found[epoch * order.steps_per_epoch :][: order.steps_per_epoch]
+        seen = np.concatenate(steps)
+        assert len(set(seen.tolist())) == len(seen) == (num - num % per_step if drop_last else num)
+        assert {len(step) for step in steps[:-1]} <= {per_step}
+
+
+@settings(max_examples=examples(25), deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 20), min_size=4, max_size=14),
+    shape=st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3)),
+    pack=st.booleans(),
+    split=st.sampled_from([0.0, 0.3]),
+    cut=st.integers(0, 20),
+)
+def test_every_target_comes_once_an_epoch_and_any_position_gives_the_rest(
+    folder: Path, lengths: list[int], shape: tuple[int, int, int], pack: bool, split: float, cut: int
+) -> None:
+    micro_batch, num_micro_batches, num_ranks = shape
+    rows = records(lengths)
+    every = [(*TOKENIZER(row["completion"]).input_ids, 1) for row in rows]
+    ranks = [
+        data_of(folder, rows, 32, micro_batch, num_micro_batches, pack=pack, eval_split=split) for _ in range(num_ranks)
+    ]
+    for rank, data in enumerate(ranks):
+        data.share(rank, num_ranks)
+    steps = [list(together) for together in zip(*(data.steps(2) for data in ranks), strict=True)]
+    for step in steps:
+        assert sum(batch.weight for of_rank in step for batch in of_rank) == pytest.approx(num_ranks)
+        targets = sum(batch.num_targets for of_rank in step for batch in of_rank)
+        for batch in itertools.chain.from_iterable(step):
+            assert batch.weight == pytest.approx(num_ranks * batch.num_targets / targets)
+            if batch.weight:
+                assert int((batch.inputs["labels"][:, 1:] != IGNORED).sum()) == batch.num_targets
+    half = len(steps) // 2
+    found = [learned(itertools.chain(*itertools.chain(*part))) for part in (steps[:half], steps[half:])]
+    held_out = learned(ranks[0]._batches(ranks[0]._eval_sequences, np.arange(ranks[0].num_eval_sequences)))
+    if num_ranks > 1:
+        ranks[0].share(0, 1)
+        held_out = learned(ranks[0]._batches(ranks[0]._eval_sequences, np.arange(ranks[0].num_eval_sequences)))
+    assert found[0] == found[1]
+    assert sorted(found[0] + held_out) == sorted(every)
+    assert len(held_out) == round(split * len(rows))
+    # Another process goes on in the middle.
+    whole = ranks[0]
+    whole.position = 0
+    rest = list(whole.steps(2))[cut:]
+    whole.position = 0
+    for _ in itertools.islice(whole.steps(2), cut):
+        pass
+    other = data_of(folder, rows, 32, micro_batch, num_micro_batches, pack=pack, eval_split=split)
+    other.load_state_dict(json.loads(json.dumps(whole.state_dict())))
+    again = list(other.steps(2))
+    assert [learned(step) for step in again] == [learned(step) for step in rest]
+
+
+def shown(data: ullage.Data) -> list[tuple[str, str]]:
+    """Return each sequence, and of what is learned of it."""
+    found = []
+    for batch in itertools.chain(*data.steps()):
+        for ids, labels in zip(batch.inputs["input_ids"], batch.inputs["labels"], strict=True):
+            assert all(label in {IGNORED, token} for token, label in zip(ids.tolist(), labels.tolist(), strict=True))
+            found.append((TOKENIZER.decode(ids), TOKENIZER.decode(labels[labels != IGNORED])))
+    return sorted(found)
+
+
+CHAT = [
+    {"role": "user", "content": "1+1"},
+    {"role": "assistant", "content": "two"},
+    {"role": "user", "content": "2+2"},
+    {"role": "assistant", "content": "four"},
+]
+ASSISTANT = "<user>1+1<end><assistant>two<end><user>2+2<end><assistant>four<end>"
+
+
+@pytest.mark.parametrize(
+    ("record", "whole", "targets"),
+    [
+        ({"prompt": "2+2=", "completion": "4"}, "2+2=4<eos>", "4<eos>"),
+        ({"messages": CHAT}, ASSISTANT, "two<end>four<end>"),
+        ({"text": "to be"}, "to be<eos>", "o be<eos>"),
+    ],
+    ids=["instruction", "chat", "text"],
+)
+@pytest.mark.parametrize("pack", [False, True], ids=["padded", "packed"])
+def test_what_is_learned_of_a_record(
+    tmp_path: Path, record: dict[str, Any], whole: str, targets: str, pack: bool
+) -> None:
+    padding = "<pad>" * (80 - len(TOKENIZER(whole).input_ids)) if pack else ""
+    assert shown(data_of(tmp_path, [record], 80, pack=pack)) == [(whole + padding, targets)]
+
+
+def test_answers_are_found_by_the_marks_of_a_template(tmp_path: Path) -> None:
+    assert shown(data_of(tmp_path, [{"messages": CHAT}], 80, tokenizer=make_tokenizer(MARKED))) == [
+        (ASSISTANT, "two<end>four<end>")
+    ]
+
+
+def test_alpaca_has_its_prompt(tmp_path: Path) -> None:
+    rows = [
+        {"instruction": "add", "input": "1, 2", "output": "3"},
+        {"instruction": "greet", "input": "", "output": "hi"},
+    ]
+    (first, learned_of_first), (second, learned_of_second) = shown(data_of(tmp_path, rows, 400, 1))
+    assert (learned_of_first, learned_of_second) == ("3<eos>", "hi<eos>")
+    assert first.startswith(f"{ASKED}, paired with an input")
+    assert first.endswith("### Instruction:~add~### Input:~1, 2~### Response:~3<eos>")
+    assert second.startswith(f"{ASKED}. Write")
+    assert second.endswith("### Instruction:~greet~### Response:~hi<eos>")
+
+
+def test_a_long_text_is_continued_and_a_long_answer_is_cut_off_and_counted(tmp_path: Path) -> None:
+    text = "".join(chr(97 + number % 26) for number in range(25))
+    (tmp_path / "a.txt").write_text(text)
+    lines(tmp_path / "b.jsonl", [{"prompt": "ab", "completion": "c" * 20}, {"prompt": "p" * 12, "completion": "c"}])
+    (tmp_path / "notes.pdf").touch()  # another kind of file
+    data = ullage.Data(tmp_path, TOKENIZER, 10)
+    assert [whole for whole, _ in shown(data)] == ["abcccccccc", "abcdefghij", "klmnopqrst", "uvwxy<eos>"]
+    counts = data.counts
+    assert (counts.documents, counts.cut_off, counts.without_targets) == (3, 2, 1)
+    assert "2 documents longer than 10 tokens were cut off, 1 without target tokens were left out" in str(data)
+
+
+BAD = {
+    "no file": (None, {}, r"No such file or directory: .*no.jsonl"),
+    "no JSON": ('{"text": "a b"}\n\n{"text": oh}\n', {}, r"data.jsonl, line 3 is no JSON \(Expecting value.*write one"),
+    "no record": ('"text"\n', {}, r"line 1 is str, not a record"),
+    "other fields": ('{"question": "a"}\n', {}, r"line 1: the record has question; name its fields text, or messages"),
+    "another kind": ('{"prompt": "a", "completion": 3}\n', {}, r"line 1: completion is int; write it as a text"),
+    "no messages": ('{"messages": ["hi"]}\n', {}, r"line 1: messages are not a list of {\"role\""),
+    "no answer": ('{"messages": [{"role": "user", "content": "a"}]}\n', {}, r"none of 1 documents has a target token"),
+    "empty": ("", {}, r"data.jsonl is empty"),
+    "too small a split": (
+        '{"text": "abc"}\n' * 9,
+        {"eval_split": 0.01},
+        r"of 9 pieces of data leaves none to evaluate on",
+    ),
+    "too large a split": (
+        '{"text": "abc"}\n' * 9,
+        {"eval_split": 0.99},
+        r"of 9 pieces of data leaves none to train on",
+    ),
+    "no share": ('{"text": "abc"}\n', {"eval_split": 5.0}, r"eval_split is 5.0, but it is a share"),
+    "no whole step": (
+        '{"text": "abc"}\n',
+        {"drop_last": True, "micro_batch": 2},
+        r"have 1 sequences, but a step takes 2",
+    ),
+    "no tokenizer": (
+        '{"text": "abc"}\n',
+        {"tokenizer": "nowhere/tok"},
+        r"nowhere/tok has no tokenizer that can be read",
+    ),
+    "no batch": ('{"text": "abc"}\n', {"micro_batch": 0}, r"micro_batch is 0; give 1 or more"),
+    "one token": ('{"text": "abc"}\n', {"seq_len": 1}, r"seq_len is 1, but a token is predicted"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_data_is_one_line(tmp_path: Path, case: str) -> None:
+    text, options, message = BAD[case]
+    path = tmp_path / ("no.jsonl" if text is None else "data.jsonl")
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises((ValueError, OSError), match=message) as caught:
+        ullage.Data(path, **({"tokenizer": TOKENIZER, "seq_len": 20} | options))
+    assert "\n" not in str(caught.value)
+
+
+def test_chat_templates_that_cannot_be_used_are_refused_in_one_line(tmp_path: Path) -> None:
+    for template, message in (
+        (None, "line 1: the record has messages, but the tokenizer has no chat template; put chat_template.jinja"),
+        ("{{ raise_exception('no system') }}", "line 1: the chat template refuses the messages: no system; correct"),
+        (  # earlier answers are shown otherwise
+            "{% for message in messages %}<user>{{ message.content[:(9 if loop.last else 1)] }}{% endfor %}",
+            "put {% generation %} and {% endgeneration %} around answers in the template",
+        ),
+    ):
+        with pytest.raises(ValueError, match=r"data.jsonl, line 1") as caught:
+            data_of(tmp_path, [{"messages": CHAT}], 80, tokenizer=make_tokenizer(template))
+        assert message in str(caught.value)
+
+
+def test_a_checkpoint_of_other_data_is_refused(tmp_path: Path) -> None:
+    data = data_of(tmp_path, records(range(8)), 32)
+    state = data.state_dict()
+    with pytest.raises(
+        ValueError, match=r"of data whose number of documents is 8, but here it is 9; go on with the same files"
+    ):
+        data_of(tmp_path, records(range(9)), 32).load_state_dict(state)
+
+
+CONFIGS = {
+    "llama": transformers.LlamaConfig,
+    "qwen3": transformers.Qwen3Config,
+    "mistral": transformers.MistralConfig,
+    "mixtral": transformers.MixtralConfig,
+    "gpt2": transformers.GPT2Config,
+    "opt": transformers.OPTConfig,
+}
+
+
+def model_of(family: str) -> torch.nn.Module:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 100}
+    own = {
+        "gpt2": {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0},
+        "opt": {"ffn_dim": 64, "dropout": 0, "word_embed_proj_dim": 32},
+        "qwen3": {"head_dim": 16},
+        "mistral": {"sliding_window": 6},
+        "mixtral": {"num_local_experts": 2},
+    }.get(family, {})
+    if family not in {"gpt2", "opt"}:
+        own = {"num_key_value_heads": 1, "intermediate_size": 64} | own
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(CONFIGS[family](**sizes, **own)).train()
+
+
+@pytest.mark.parametrize("family", [family for family in CONFIGS if family != "opt"])
+@pytest.mark.filterwarnings("error:.*keep the documents:RuntimeWarning")
+def test_packed_documents_do_not_see_each_other(tmp_path: Path, family: str) -> None:
+    """Their loss is that of the same documents alone."""
+    model = model_of(family)
+    rows = records([3, 9, 1, 6, 4, 12, 7])
+    sums = []
+    for pack in (False, True):
+        data = data_of(tmp_path, rows, 40, len(rows), pack=pack)
+        (batches,) = data.steps()
+        assert pack == (len(batches[0].inputs["input_ids"]) < len(rows))
+        sums.append(sum(batch.loss(model).item() for batch in batches))
+    assert sums[0] == pytest.approx(sums[1], rel=1e-5)
+
+
+def mamba() -> torch.nn.Module:
+    sizes = {"hidden_size": 16, "state_size": 4, "num_hidden_layers": 1, "time_step_rank": 2}
+    return transformers.MambaForCausalLM(transformers.MambaConfig(vocab_size=100, **sizes))
+
+
+@pytest.mark.parametrize("make", [mamba, lambda: model_of("opt")], ids=["no positions", "positions alone"])
+def test_a_model_that_does_not_keep_documents_apart_is_told_of_once(
+    tmp_path: Path, make: Callable[[], torch.nn.Module], recwarn: pytest.WarningsRecorder
+) -> None:
+    model = make()
+    ((batch,),) = data_of(tmp_path, records([2, 3]), 40, 2, pack=True).steps()
+    for _ in range(2):
+        batch.loss(model).backward()
+    assert model.training
+    (told,) = [warning for warning in recwarn if warning.category is RuntimeWarning]
+    assert "does not keep the documents of a packed sequence apart, so tokens see" in str(told.message)
+    assert told.filename == __file__
+
+
+@pytest.mark.parametrize("pack", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize(("num_micro_batches", "num_ranks"), [(3, 1), (1, 3), (2, 2)])
+def test_the_gradient_is_that_of_one_big_batch(
+    tmp_path: Path, pack: bool, num_micro_batches: int, num_ranks: int
+) -> None:
+    """The mean over all target tokens of a step, however it is divided, the last smaller one too."""
+    model = model_of("llama")
+    rows = records([1, 12, 3, 0, 7, 15, 2, 9, 4, 11, 5, 8, 1] * 2)
+    data = data_of(tmp_path, rows, 32, 2, num_micro_batches, pack=pack, seed=3)
+    big = data_of(tmp_path, rows, 32, 2 * num_micro_batches * num_ranks, pack=pack, seed=3)
+
+    def gradient() -> torch.Tensor:
+        found = torch.cat([p.grad.reshape(-1) for p in model.parameters()])
+        model.zero_grad()
+        return found
+
+    position, num_steps = 0, 0
+    for ((whole,),) in zip(big.steps(), strict=True):
+        logits = model(**whole.inputs, use_cache=False).logits[:, :-1]
+        expected = torch.nn.functional.cross_entropy(logits.transpose(1, 2), whole.inputs["labels"][:, 1:])
+        expected.backward()
+        wanted = gradient()
+        total = torch.zeros(())
+        for rank in range(num_ranks):
+            data.share(rank, num_ranks)
+            data.position = position
+            for batch in data.step():
+                loss = batch.loss(model) / num_ranks  # ranks' gradients are averaged
+                loss.backward()
+                total += loss.detach()
+        assert total.item() == pytest.approx(expected.item(), rel=1e-5)
+        torch.testing.assert_close(gradient(), wanted, rtol=2e-4, atol=2e-6)
+        position, num_steps = data.position, num_steps + 1
+    assert position == big.position
+    assert num_steps > 1
+
+
+def test_a_loss_that_is_not_weighted_would_be_seen(tmp_path: Path) -> None:
+    """The plain mean of micro-batches with different numbers of targets is another loss."""
+    model = model_of("llama")
+    (step,) = data_of(tmp_path, records([0, 25]), 40, 1, 2).steps()
+    plain = float(sum(batch.mean_loss(model) for batch in step) / 2)
+    assert abs(plain - float(sum(batch.loss(model) for batch in step))) > 1e-3
+    assert Counter(batch.num_targets for batch in step) == {3: 1, 28: 1}
+
+
+def test_evaluation_is_the_mean_over_target_tokens_and_changes_nothing(tmp_path: Path) -> None:
+    model = model_of("gpt2")
+    data = data_of(tmp_path, records(range(12)), 40, 2, eval_split=0.5)
+    before = copy.deepcopy(model.state_dict())
+    rng = torch.get_rng_state()
+    loss = data.evaluate(model)
+    whole = data_of(tmp_path, records(range(12)), 40, 6, eval_split=0.5)
+    (batch,) = whole._batches(whole._eval_sequences, np.arange(6))
+    assert loss == pytest.approx(float(batch.mean_loss(model.eval())), rel=1e-6)
+    assert torch.equal(rng, torch.get_rng_state())
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in before.items())
+    assert data.position == 0
+    with pytest.raises(ValueError, match="nothing is held out to evaluate on; give --eval-split"):
+        data_of(tmp_path, records(range(4)), 40).evaluate(model)

@@ -1,0 +1,137 @@
+"""What ``ullage execute`` trains on, and how many iterations that is."""
+
+from collections.abc import Callable
+from typing import Any, Final, final
+
+from executor.weights.files import weights_folder
+from planner.plan.document import Plan
+from ullage.data import Data
+from ullage.data.files import data_files
+from ullage.training.batches import check_knows_text, check_takes_tokens, vocabulary_for_data
+from ullage.training.options import ExecuteOptions
+from ullage.training.processes import Process
+from ullage.training.text import Tokens, read_text, read_tokens
+from ullage.training.trainer import Step, Trainer
+
+_ITERATIONS: Final = 30  # if neither these nor epochs are asked for
+
+
+def check_data(options: ExecuteOptions) -> None:
+    """Check that options of data fit to each other, before anything is read.
+
+    Raises:
+        ValueError: one is missing, or one too many.
+    """
+    sources = {"--text": options.text, "--tokens": options.tokens, "--data": options.data}
+    given = [f"{option} {path}" for option, path in sources.items() if path is not None]
+    if len(given) > 1:
+        raise ValueError(f"{' and '.join(given)}: give one of them to train on")
+    if options.token_dtype is not None and options.tokens is None:
+        raise ValueError(f"--token-dtype {options.token_dtype} is of a file of tokens; give --tokens PATH")
+    of_data: dict[str, Any] = {
+        "--tokenizer": options.tokenizer,
+        "--pack": options.pack,
+        "--epochs": options.epochs,
+        "--drop-last": options.drop_last,
+        "--eval-split": options.eval_split,
+        "--eval-every": options.eval_every,
+    }
+    if options.data is None:
+        for option, value in of_data.items():
+            if value:
+                raise ValueError(f"{option} is for text, chat or instructions in files; give --data PATH with it")
+        return
+    if options.tokenizer is None and options.weights is None:
+        raise ValueError(
+            f"--data {options.data} needs a tokenizer; give --tokenizer DIR, or --weights DIR that has one"
+        )
+    if options.eval_every and not options.eval_split:
+        raise ValueError(
+            f"--eval-every {options.eval_every} needs data that are not trained on; give --eval-split 0.05, say"
+        )
+    if options.epochs and options.num_iterations:
+        raise ValueError(
+            f"--epochs {options.epochs} and --iterations {options.num_iterations} both say how long to train; give one"
+        )
+
+
+def training_data(plan: Plan, options: ExecuteOptions, process: Process) -> Tokens | Data | None:
+    """Return what a plan's model is trained on; ``None``: the built-in text, or one random batch.
+
+    Raises:
+        PlanError: the model takes no such data.
+        ValueError: the data are not what they should be.
+        OSError: they cannot be read.
+    """
+    if options.data is not None:
+        size = vocabulary_for_data(plan)
+        data_files(options.data)  # reading a tokenizer takes a second
+        tokenizer = options.tokenizer or str(weights_folder(options.weights or ""))
+        decided = plan.decisions
+        data = Data(
+            options.data,
+            tokenizer,
+            plan.seq_len,
+            decided.micro_batch,
+            decided.num_micro_batches,
+            pack=options.pack,
+            drop_last=options.drop_last,
+            eval_split=options.eval_split,
+            seed=options.seed,
+        )
+        data.share(process.data_rank, decided.data_parallel)
+        if size is not None:
+            data.check_vocabulary(size)
+        return data
+    given = bool(options.text or options.tokens or options.data_position)
+    check_takes_tokens(plan, given=given)  # before it is read
+    if options.tokens is None:
+        check_knows_text(plan)
+        return None if options.text is None else read_text(options.text)
+    return read_tokens(options.tokens, options.token_dtype)
+
+
+def num_iterations(options: ExecuteOptions, data: Tokens | Data | None) -> int:
+    """Return how many iterations are asked for, in numbers or in epochs."""
+    if options.epochs is None or not isinstance(data, Data):
+        return options.num_iterations or _ITERATIONS
+    data.position = options.data_position
+    return data.num_steps(options.epochs)
+
+
+@final
+class Evaluations:
+    """Evaluates the data that are held out, if there are any: as often as asked for, or at the end of each epoch.
+
+    It begins with a line about the data.
+
+    Args:
+        data: what is trained on.
+        every: iterations from one evaluation to the next; ``None``: one at the end of each epoch.
+        last: the last iteration, which is followed by one in any case.
+        tell: prints a line.
+
+    Attributes:
+        losses: of all evaluations so far: iterations that were made before each, and the mean loss.
+    """
+
+    def __init__(self, data: Tokens | Data | None, every: int | None, last: int, tell: Callable[[str], None]) -> None:
+        self._data = data if isinstance(data, Data) and data.num_eval_sequences else None
+        self._every = every
+        self._last = last
+        self._tell = tell
+        self.losses: list[tuple[int, float]] = []
+        if isinstance(data, Data):
+            tell(f"data: {data}")
+
+    def after(self, step: Step, trainer: Trainer) -> float | None:
+        """Evaluate after a step if it is time to; return the loss then. All ranks do so together."""
+        made = step.iteration + 1
+        if self._data is None or not (
+            made == self._last or (self._data.epoch_has_ended if self._every is None else made % self._every == 0)
+        ):
+            return None
+        loss = trainer.evaluate()
+        self.losses.append((made, loss))
+        self._tell(f"evaluation after iteration {made}: loss {loss:.3f}")
+        return loss

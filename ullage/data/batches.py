@@ -1,0 +1,116 @@
+"""Batches: tensors of some sequences, and the share that they have in the loss of a step."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+
+from ullage.data.documents import check_documents, takes_positions, without_cache
+
+IGNORED: Final = -100
+"""The label of a token that nobody learns to predict."""
+
+Piece = tuple[Sequence[int], Sequence[bool]]
+"""The tokens of one piece of a document, and which of them are targets."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DataBatch:
+    """One micro-batch of one rank.
+
+    Attributes:
+        inputs: what a model of ``transformers`` is called with, beside ``use_cache=False``. ``input_ids`` and
+            ``labels`` are int64[sequences, tokens], and labels are -100 where nothing is learned. Padded batches have
+            an ``attention_mask`` beside them, packed ones ``position_ids`` that begin at 0 with each document.
+        weight: what the model's mean loss is multiplied with. The weights of a step add up to the number of ranks, as
+            gradients are averaged over ranks: the step's gradient is then that of the mean over all its target tokens.
+        num_targets: target tokens that count in this batch.
+        num_tokens: tokens in it, padding left out.
+    """
+
+    inputs: dict[str, Tensor]
+    weight: float
+    num_targets: int
+    num_tokens: int
+
+    def loss(self, model: nn.Module) -> Tensor:
+        """Return this batch's share in the loss of a step; call ``backward()`` on it.
+
+        A model's first packed batch is preceded by a trial of whether it keeps documents apart, with a warning if not.
+
+        Raises:
+            ValueError: the model returns no loss.
+        """
+        return self.mean_loss(model) * self.weight
+
+    def mean_loss(self, model: nn.Module) -> Tensor:
+        """Return the mean loss over the target tokens of this batch, moved to the model's device.
+
+        Raises:
+            ValueError: the model returns no loss.
+        """
+        device = next(model.parameters()).device
+        inputs = {name: to_device(tensor, device) for name, tensor in self.inputs.items()}
+        if "position_ids" in inputs:
+            check_documents(model)
+            if not takes_positions(model):
+                del inputs["position_ids"]
+        output = model(**inputs, **without_cache(model))
+        loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+        if not isinstance(loss, Tensor):
+            raise ValueError(  # noqa: TRY004 - who calls gave the wrong model
+                f"{type(model).__name__} returned no loss for input_ids and labels; give a causal language model of "
+                "transformers, or a module that returns an object with a loss"
+            )
+        return loss
+
+
+def padded(pieces: Sequence[Piece], fill: int) -> dict[str, Tensor]:
+    """Return pieces, each in a row of its own, padded on the right to the longest.
+
+    Args:
+        pieces: at least one.
+        fill: the token to pad with.
+    """
+    seq_len = max(len(tokens) for tokens, _ in pieces)
+    rows = [_row([piece], seq_len, fill) for piece in pieces]
+    lengths = torch.tensor([len(tokens) for tokens, _ in pieces])
+    mask = (torch.arange(seq_len) < lengths[:, None]).long()
+    return {"input_ids": _stacked(rows, 0), "attention_mask": mask, "labels": _stacked(rows, 1)}
+
+
+def packed(rows: Sequence[Sequence[Piece]], seq_len: int, fill: int) -> dict[str, Tensor]:
+    """Return rows of several pieces each, filled up to a length. The filling is a document of its own.
+
+    Args:
+        rows: pieces of each row, of at most ``seq_len`` tokens together.
+        seq_len: tokens of a row.
+        fill: the token to fill up with.
+    """
+    made = [_row(pieces, seq_len, fill) for pieces in rows]
+    return {name: _stacked(made, number) for number, name in enumerate(("input_ids", "labels", "position_ids"))}
+
+
+def to_device(batch: Tensor, device: torch.device) -> Tensor:
+    """Return a batch on a device. Pinned, as from other memory the copy would wait for what the device has to do."""
+    return batch.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else batch.to(device)
+
+
+def _row(pieces: Sequence[Piece], seq_len: int, fill: int) -> tuple[list[int], list[int], list[int]]:
+    """Return tokens, labels and positions of a row. The first token of a document is no target: nothing precedes it."""
+    tokens, labels, positions = list[int](), list[int](), list[int]()
+    for own, targets in pieces:
+        tokens += own
+        labels += [
+            token if number and is_target else IGNORED
+            for number, (token, is_target) in enumerate(zip(own, targets, strict=True))
+        ]
+        positions += range(len(own))
+    rest = seq_len - len(tokens)
+    return tokens + [fill] * rest, labels + [IGNORED] * rest, [*positions, *range(rest)]
+
+
+def _stacked(rows: Sequence[tuple[list[int], ...]], number: int) -> Tensor:
+    return torch.tensor([row[number] for row in rows])

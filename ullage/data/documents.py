@@ -1,0 +1,64 @@
+"""Whether a model keeps the documents of a packed sequence apart, found by trying it."""
+
+import inspect
+import warnings
+import weakref
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+_CHECKED: Final = weakref.WeakSet[nn.Module]()
+_ROUNDING: Final = 4  # of a number's type: products of other tokens may be added up in another order
+
+
+def inner(model: Any) -> Any:
+    """Return the model of ``transformers`` that adapters of ``peft`` are around."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def takes_positions(model: nn.Module) -> bool:
+    """Return whether a model can be told where documents begin."""
+    return "position_ids" in inspect.signature(type(inner(model)).forward).parameters
+
+
+def check_documents(model: nn.Module) -> None:
+    """Warn, once for each model, if tokens of a packed sequence see those of documents before their own.
+
+    It evaluates two documents of two tokens, twice, with another first one. All ranks do so together.
+    """
+    if model in _CHECKED:
+        return
+    _CHECKED.add(model)
+    if not takes_positions(model) or not _keeps_apart(model):
+        warnings.warn(
+            f"{type(inner(model)).__name__} does not keep the documents of a packed sequence apart, so tokens see "
+            "those of documents before their own; leave --pack out (pack=False) if that matters",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+
+
+def _keeps_apart(model: nn.Module) -> bool:
+    device, was_training = next(model.parameters()).device, model.training
+    positions = torch.tensor([[0, 1, 0, 1]], device=device)
+    model.eval()
+    try:
+        with torch.no_grad():
+            seen = [
+                model(
+                    input_ids=torch.tensor([[*first, 0, 1]], device=device),
+                    position_ids=positions,
+                    **without_cache(model),
+                ).logits[0, 2:]
+                for first in ((0, 1), (2, 3))
+            ]
+    finally:
+        model.train(was_training)
+    most = _ROUNDING * torch.finfo(seen[0].dtype).eps * float(seen[0].abs().max())
+    return float((seen[0] - seen[1]).abs().max()) <= most
+
+
+def without_cache(model: nn.Module) -> dict[str, bool]:
+    """Return what keeps a model from keeping keys: they take memory, and hide where documents begin."""
+    return {"use_cache": False} if hasattr(getattr(inner(model), "config", None), "use_cache") else {}

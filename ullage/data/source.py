@@ -1,0 +1,299 @@
+"""``ullage.Data``: files as batches of steps, in an order that resumes anywhere."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final, final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ullage.data.batches import DataBatch, packed, padded
+from ullage.data.order import Order, shares
+from ullage.data.packing import alone
+from ullage.data.packing import packed as packed_pieces
+from ullage.data.pieces import Counts, Pieces
+from ullage.data.tokenizers import tokenizer_at
+
+_SPLIT: Final = 0x5E1EC7  # tells the random numbers of the split from those of epochs
+
+
+@final
+class Data:
+    """Text, chat or instructions from files, as batches of training steps.
+
+    A text (``.txt``) is one document. A file of JSON lines has one record a line: ``{"text": ...}``,
+    ``{"messages": [...]}`` for the tokenizer's chat template, ``{"prompt": ..., "completion": ...}``, or
+    ``{"instruction": ..., "input": ..., "output": ...}``. All of a text is learned, and answers alone of the others.
+    What is longer than a sequence is cut off; a text is continued in another one. Tokens are cached by ``datasets``.
+
+    Args:
+        path: a file, or a folder of them.
+        tokenizer: its folder, the name of a hub's model that is on this machine, or a tokenizer of ``transformers``.
+        seq_len: most tokens of a sequence.
+        micro_batch: sequences that a rank calls the model with.
+        num_micro_batches: forward and backward of each step.
+        pack: several documents in one sequence, which keeps them apart by ``position_ids``; otherwise each has a
+            sequence of its own, padded to the longest of its batch.
+        drop_last: leave out the last step of an epoch if it is smaller than the others.
+        eval_split: share of all pieces that is kept for :meth:`evaluate`, chosen by the seed.
+        seed: of the order in each epoch, and of the split.
+
+    Attributes:
+        tokenizer: of ``transformers``.
+        seq_len, micro_batch, num_micro_batches, pack: as they are given.
+        rank, num_ranks: whose share of every batch this is; see :meth:`share`.
+        counts: documents, tokens and targets that were found.
+        num_sequences, num_eval_sequences: to train on in each epoch, and to evaluate on.
+        num_tokens: tokens of the latest step of all ranks, padding left out.
+        position: sequences given since the first epoch began, to all ranks together. Setting it resumes: at the same
+            position of the same files, with the same arguments, the same sequences follow, whatever the number of
+            ranks and micro-batches.
+
+    Raises:
+        ModuleNotFoundError: ``datasets`` is missing.
+        ValueError: an argument or a line of the data is wrong, or nothing is left to train or evaluate on.
+        OSError: a file cannot be read.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        tokenizer: Any,
+        seq_len: int,
+        micro_batch: int = 1,
+        num_micro_batches: int = 1,
+        *,
+        pack: bool = False,
+        drop_last: bool = False,
+        eval_split: float = 0.0,
+        seed: int = 0,
+    ) -> None:
+        self.seq_len, self.micro_batch, self.num_micro_batches, self.pack = (
+            seq_len,
+            micro_batch,
+            num_micro_batches,
+            pack,
+        )
+        self._check(eval_split)
+        self.tokenizer = tokenizer_at(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
+        self._pieces = Pieces(Path(path).expanduser(), self.tokenizer, seq_len)
+        self._seed = seed
+        mine, held_out = self._split(eval_split)
+        self._sequences, self._eval_sequences = self._sequenced(mine), self._sequenced(held_out)
+        self._drop_last = drop_last
+        self.share(_environment("RANK", 0), _environment("WORLD_SIZE", 1))
+        self.position = self.num_tokens = 0
+
+    def share(self, rank: int, num_ranks: int) -> None:
+        """Take one rank's share of every batch: at first it is that of the process that ``torchrun`` has started.
+
+        Args:
+            rank: which; the same for ranks that share layers (tensor parallelism), as they compute on the same batch.
+            num_ranks: that each have a part.
+
+        Raises:
+            ValueError: there is no such rank, or an epoch has no whole step for so many, but smaller ones are dropped.
+        """
+        if not 0 <= rank < num_ranks:
+            raise ValueError(f"rank is {rank}, but there are {num_ranks}, counted from 0; give one of them")
+        per_step = self.micro_batch * self.num_micro_batches * num_ranks
+        self._order = Order(len(self._sequences), per_step, self._seed, drop_last=self._drop_last)
+        self.rank, self.num_ranks = rank, num_ranks
+
+    def check_vocabulary(self, size: int) -> None:
+        """Check that a model that knows so many tokens knows all of the tokenizer's.
+
+        Raises:
+            ValueError: it does not.
+        """
+        if len(self.tokenizer) > size:
+            raise ValueError(
+                f"the tokenizer has {len(self.tokenizer)} tokens, but the model knows {size}; give the tokenizer of "
+                "this model, or resize the model's embeddings"
+            )
+
+    @property
+    def counts(self) -> Counts:
+        """What was found in the files."""
+        return self._pieces.counts
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences to train on in each epoch."""
+        return len(self._sequences)
+
+    @property
+    def num_eval_sequences(self) -> int:
+        """Sequences to evaluate on."""
+        return len(self._eval_sequences)
+
+    def num_steps(self, epochs: int) -> int:
+        """Return how many steps are left from :attr:`position` until so many epochs are over."""
+        return self._order.num_steps(epochs, self.position)
+
+    @property
+    def epoch_has_ended(self) -> bool:
+        """Whether the latest step was the last one of its epoch."""
+        return self.position > 0 and self.position % self._order.per_epoch == 0
+
+    def example(self) -> dict[str, torch.Tensor]:
+        """Return inputs of the largest batch, for ``ullage.prepare(model, optimizer, data.example())``."""
+        tokens = torch.zeros(self.micro_batch, self.seq_len, dtype=torch.int64)
+        return {"input_ids": tokens, "labels": tokens.clone()}
+
+    def steps(self, epochs: int = 1) -> Iterator[list[DataBatch]]:
+        """Yield the micro-batches of one step after another, from :attr:`position` on, until so many epochs are over.
+
+        All ranks iterate together: they have equally many micro-batches of each step.
+
+        Args:
+            epochs: counted from the first one, so that what was resumed ends where it would have.
+        """
+        while self.position < epochs * self._order.per_epoch:
+            yield self.step()
+
+    def step(self) -> list[DataBatch]:
+        """Return this rank's micro-batches of the step at :attr:`position`, and go on behind it."""
+        rows = self._order.step(self.position)
+        self.num_tokens = int(sum(self._pieces.lengths[self._sequences[row]].sum() for row in rows))
+        batches = self._batches(self._sequences, rows)
+        self.position += len(rows)
+        return batches
+
+    def evaluate(self, model: nn.Module) -> float:
+        """Return the mean loss over all target tokens of the held out data; all ranks do so together.
+
+        The model is evaluated as after ``model.eval()``, and trains again afterwards if it did before.
+
+        Raises:
+            ValueError: nothing is held out.
+        """
+        sums = np.array(self.eval_sums(model))
+        if self.num_ranks > 1:
+            every: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(every, sums)
+            sums = np.sum(every, axis=0)
+        return float(sums[0] / sums[1])
+
+    def eval_sums(self, model: nn.Module) -> tuple[float, int]:
+        """Return the sum of this rank's losses over the held out data, and its number of target tokens.
+
+        Raises:
+            ValueError: nothing is held out.
+        """
+        if not self._eval_sequences:
+            raise ValueError("nothing is held out to evaluate on; give --eval-split 0.05 (eval_split=0.05), say")
+        total, num_targets, was_training = 0.0, 0, model.training
+        model.eval()
+        try:
+            with torch.no_grad():
+                for batch in self._batches(self._eval_sequences, np.arange(len(self._eval_sequences))):
+                    total += float(batch.mean_loss(model)) * batch.num_targets
+                    num_targets += batch.num_targets
+        finally:
+            model.train(was_training)
+        return total, num_targets
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position, and what it is a position in; for checkpoints."""
+        return {"position": self.position, "data": self._identity()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on at a position.
+
+        Raises:
+            ValueError: it is one in other data.
+        """
+        own = self._identity()
+        if others := {name: value for name, value in state_dict["data"].items() if own.get(name) != value}:
+            name, value = next(iter(others.items()))
+            raise ValueError(
+                f"the checkpoint is of data whose {name} is {value}, but here it is {own.get(name)}; go on with the "
+                "same files, tokenizer and options"
+            )
+        self.position = int(state_dict["position"])
+
+    def __str__(self) -> str:
+        found = self.counts
+        words = [f"{found.documents:,} documents in {self.num_sequences:,} sequences"]
+        if self._eval_sequences:
+            words.append(f"{self.num_eval_sequences:,} more to evaluate on")
+        words.append(f"{found.targets / found.tokens:.0%} of {found.tokens:,} tokens are targets")
+        if found.cut_off:
+            words.append(f"{found.cut_off:,} documents longer than {self.seq_len:,} tokens were cut off")
+        if found.without_targets:
+            words.append(f"{found.without_targets:,} without target tokens were left out")
+        return ", ".join(words)
+
+    def _check(self, eval_split: float) -> None:
+        if not 0 <= eval_split < 1:
+            raise ValueError(f"eval_split is {eval_split}, but it is a share of the data; give 0.05, say")
+        if self.seq_len < 2:
+            raise ValueError(
+                f"seq_len is {self.seq_len}, but a token is predicted from those before it; give 2 or more"
+            )
+        for name in ("micro_batch", "num_micro_batches"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; give 1 or more")
+
+    def _split(self, eval_split: float) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Return the numbers of pieces to train on and to evaluate on."""
+        num_pieces = len(self._pieces)
+        num_eval = round(eval_split * num_pieces)
+        if eval_split and not 0 < num_eval < num_pieces:
+            what = "evaluate on" if not num_eval else "train on"
+            raise ValueError(
+                f"--eval-split {eval_split:g} of {num_pieces} pieces of data leaves none to {what}; give another "
+                "share, or more data"
+            )
+        drawn = (
+            np.random.default_rng([self._seed, _SPLIT]).permutation(num_pieces) if num_eval else np.arange(num_pieces)
+        )
+        return np.sort(drawn[num_eval:]), np.sort(drawn[:num_eval])
+
+    def _sequenced(self, pieces: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:
+        lengths = self._pieces.lengths[pieces]
+        found = packed_pieces(lengths, self.seq_len) if self.pack else alone(len(pieces))
+        return [pieces[numbers] for numbers in found]
+
+    def _batches(self, sequences: list[npt.NDArray[np.int64]], rows: npt.NDArray[np.int64]) -> list[DataBatch]:
+        of_step = int(sum(self._pieces.targets[sequences[row]].sum() for row in rows))
+        found = []
+        for share in shares(rows, self.micro_batch, self.rank, self.num_ranks):
+            numbers = [sequences[row] for row in share.rows]
+            every = np.concatenate(numbers)
+            num_targets = int(self._pieces.targets[every].sum()) if share.counts else 0
+            num_tokens = int(self._pieces.lengths[every].sum()) if share.counts else 0
+            inputs = self._inputs(numbers)
+            found.append(DataBatch(inputs, self.num_ranks * num_targets / of_step, num_targets, num_tokens))
+        return found
+
+    def _inputs(self, numbers: list[npt.NDArray[np.int64]]) -> dict[str, torch.Tensor]:
+        fill = next((t for t in (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id) if t is not None), 0)
+        pieces = iter(self._pieces.read(np.concatenate(numbers)))
+        rows = [[next(pieces) for _ in of_row] for of_row in numbers]
+        if self.pack:
+            return packed(rows, self.seq_len, fill)
+        return padded([row[0] for row in rows], fill)
+
+    def _identity(self) -> dict[str, Any]:
+        """Return what positions mean something in."""
+        found = self.counts
+        return {
+            "number of documents": found.documents,
+            "number of tokens": found.tokens,
+            "number of target tokens": found.targets,
+            "seq_len": self.seq_len,
+            "packing": self.pack,
+            "number of sequences": self.num_sequences,
+            "number of sequences in an epoch": self._order.per_epoch,
+            "seed": self._seed,
+        }
+
+
+def _environment(name: str, default: int) -> int:
+    return int(os.environ.get(name) or default)

@@ -1,0 +1,87 @@
+"""The model of a plan, as it is made before training."""
+
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from executor.module.empty import empty_parameters
+from planner.models import num_parameters, to_hf_config_dict
+from planner.models.adapters import Lora
+from planner.models.captured import CapturedModel
+from planner.plan.document import Plan
+from ullage.capture.adapters import make_adapted
+from ullage.capture.architectures import architecture
+from ullage.capture.module import load_factory
+from ullage.capture.records import DTYPES
+
+CONFIG: Final = "config.json"
+_SHARE_TO_MAKE: Final = 0.8  # of free device memory: weights that are tied later are drawn separately
+
+
+def planned_model(plan: Plan, weights: Path | None = None) -> nn.Module:
+    """Return a plan's model with random weights; or without any, as the config.json beside weights has it.
+
+    A quantized base has its weights at once: they cannot be loaded under a plan.
+
+    Args:
+        plan: whose.
+        weights: a folder of weights that are loaded later.
+
+    Raises:
+        CaptureError: the function that makes a captured model is not there.
+    """
+    if isinstance(plan.model, CapturedModel):
+        return _captured(plan.model, weights)
+    config = AutoConfig.for_model(**to_hf_config_dict(plan.model))
+    dtype = DTYPES[plan.decisions.precision.weights]
+    if weights is not None:
+        if (weights / CONFIG).exists():
+            config = architecture(weights).config
+        with empty_parameters():
+            return AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-any-return, no-untyped-call]
+    where = _where_to_make(plan, num_parameters(plan.model) * dtype.itemsize)
+    with torch.device(where):
+        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
+    model.to("cpu")
+    if where == "cuda":
+        torch.cuda.empty_cache()
+    return model
+
+
+def brings_weights(plan: Plan) -> bool:
+    """Return whether the planned model is made with its weights, as a quantized base is."""
+    return isinstance(plan.model, CapturedModel) and plan.model.quantization is not None
+
+
+def _captured(model: CapturedModel, weights: Path | None) -> nn.Module:
+    if model.lora is not None:
+        return _adapted(model, model.lora, weights)
+    if weights is None:
+        return load_factory(model.factory)()
+    is_function = ":" in model.factory and not Path(model.factory).exists()
+    has_config = not is_function and (weights / CONFIG).exists()
+    with empty_parameters():
+        return load_factory(str(weights) if has_config else model.factory)()
+
+
+def _adapted(model: CapturedModel, lora: Lora, weights: Path | None) -> nn.Module:
+    has_config = weights is not None and (weights / CONFIG).exists()
+    found = architecture(weights if weights is not None and has_config else model.factory)
+    parts = found, lora, model.quantization, DTYPES[model.dtype]
+    if weights is None:
+        return make_adapted(*parts)
+    found.config.name_or_path = str(weights)  # adapters say what they are for
+    if model.quantization is not None:
+        return make_adapted(*parts, weights)
+    with empty_parameters():
+        return make_adapted(*parts)
+
+
+def _where_to_make(plan: Plan, needed_bytes: int) -> str:
+    """Return a GPU with room for all weights: one core of the host takes minutes to draw billions of numbers."""
+    if plan.hardware.device.kind != "gpu":
+        return "cpu"
+    return "cuda" if needed_bytes <= _SHARE_TO_MAKE * torch.cuda.mem_get_info()[0] else "cpu"
