@@ -32,7 +32,7 @@ from executor.saving import Checkpoints
 from executor.tasks.actions import Actions
 from executor.tasks.updates import UpdateTasks
 from planner.schedule.tasks import Lane, Tier
-from ullage.training.batches import to_device
+from ullage.data.batches import to_device
 
 FAMILIES = ("gpt2", "gpt2-untied", "llama", "llama-tied", "qwen3", "mixtral", "opt")
 NUM_LOOKED_AT = Counter()

@@ -390,8 +390,8 @@ def test_a_loss_that_is_not_weighted_would_be_seen(tmp_path: Path) -> None:
     """The plain mean of micro-batches with different numbers of targets is another loss."""
     model = model_of("llama")
     (step,) = data_of(tmp_path, records([0, 25]), 40, 1, 2).steps()
-    plain = float(sum(batch.mean_loss(model) for batch in step) / 2)
-    assert abs(plain - float(sum(batch.loss(model) for batch in step))) > 1e-3
+    plain = sum(batch.mean_loss(model).item() for batch in step) / 2
+    assert abs(plain - sum(batch.loss(model).item() for batch in step)) > 1e-3
     assert Counter(batch.num_targets for batch in step) == {3: 1, 28: 1}
 
 
