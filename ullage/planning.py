@@ -14,7 +14,7 @@ from planner.models.quantization import Quantization
 from planner.plan.document import Plan
 from planner.plan.planning import Request, default_precision, make_plan
 from ullage.cli.default_hardware import default_hardware
-from ullage.cli.request import Adapters, model_named
+from ullage.cli.request import Adapters, first_micro_batch, model_named
 from ullage.cli.request_options import DEFAULT_SEQ_LEN
 
 # Fields of a request that have another name here, or none.
@@ -69,14 +69,15 @@ def plan(
     if isinstance(model, str | Path):
         weights = precision.weights if isinstance(precision, Precision) else precision
         dtype = weights or default_precision(machine.device).weights
-        called_with = options.get("seq_len"), options.get("micro_batch")
+        called_with = options.get("seq_len"), first_micro_batch(options.get("micro_batch"), options.get("global_batch"))
         sizes = model_named(str(model), *called_with, dtype, adapters, as_on_gpu=machine.device.kind == "gpu")
-        if isinstance(sizes, CapturedModel):  # it was captured with these
-            options = {name: value for name, value in options.items() if name not in {"seq_len", "micro_batch"}}
+        if isinstance(sizes, CapturedModel):  # it was captured with that
+            options.pop("seq_len", None)
     else:
         sizes = model
     if isinstance(sizes, CapturedModel):
-        options = {"seq_len": sizes.seq_len, "micro_batch": sizes.micro_batch, **options}
+        chosen = sizes.is_free and options.get("global_batch") is not None  # by the planner
+        options = {"seq_len": sizes.seq_len, "micro_batch": None if chosen else sizes.micro_batch, **options}
         precision = precision or sizes.dtype
     else:
         options = {"seq_len": min(DEFAULT_SEQ_LEN, sizes.max_positions), **options}

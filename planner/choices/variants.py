@@ -10,7 +10,8 @@ from planner.costs.model import CostModel
 from planner.decisions import Decisions, Precision
 from planner.engines.setup import Setup
 from planner.graph import Batch, Unit, build_graph, units
-from planner.models.captured import Model
+from planner.models.captured import CapturedModel, Model
+from planner.models.config import ModelConfigError
 from planner.optimizers import Optimizer
 from planner.terms import Storage
 
@@ -69,7 +70,29 @@ def variants(job: Job, asked: Asked) -> tuple[Variant, ...]:
         ValueError: there is none; the message says why.
     """
     choices = asked.choices(job.model, job.hardware.devices_per_node)
+    if isinstance(job.model, CapturedModel):
+        choices = _captured(job, choices)
     return tuple(variant(job, choice, asked.storage) for choice in choices)
+
+
+def _captured(job: Job, choices: tuple[Choice, ...]) -> tuple[Choice, ...]:
+    """Return the choices whose micro-batch a captured model takes: one sample is too few for some norms.
+
+    Raises:
+        ModelConfigError: there is none.
+    """
+    found: list[Choice] = []
+    reasons: list[ModelConfigError] = []
+    for choice in choices:
+        try:
+            _units(job.model, batch_of(choice, job.seq_len, job.precision, job.expert_load))
+        except ModelConfigError as error:
+            reasons.append(error)
+        else:
+            found.append(choice)
+    if not found:
+        raise reasons[0]
+    return tuple(found)
 
 
 def variant(job: Job, choice: Choice, storage: Storage) -> Variant:

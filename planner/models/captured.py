@@ -1,4 +1,4 @@
-"""A model that was captured from an ``nn.Module``: its operators at one batch size, as plain data.
+"""A model that was captured from an ``nn.Module``: its operators at each size that was needed, as plain data.
 
 The capture itself needs PyTorch and lives in :mod:`ullage.capture`. What it yields is all that planning, simulating and
 verifying need, so that a plan of a captured model stands alone as every other.
@@ -8,9 +8,10 @@ import contextlib
 import dataclasses
 import functools
 import re
+from collections.abc import Callable, Iterable
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, PrivateAttr, Tag, ValidationError
 
 from planner.models.adapters import Lora
 from planner.models.config import ModelConfig, ModelConfigError
@@ -38,12 +39,15 @@ class CapturedInput(_Frozen):
         dtype: ``float`` is the type of the weights.
         num_values: upper bound of integer values, because the model uses them as indices: rows of an embedding, or
             classes of a loss.
+        begins: what each row begins with, as values and how often they follow one another: the model's shapes depend
+            on them. The rest of a row is none of these values.
     """
 
     name: str = ""
     shape: tuple[Annotated[int, Field(gt=0)], ...] = Field(min_length=1)
     dtype: Literal["float", "int64", "int32", "bool"] = "float"
     num_values: Annotated[int, Field(gt=0)] | None = None
+    begins: tuple[tuple[int, Annotated[int, Field(gt=0)]], ...] = ()
 
     @classmethod
     def read(cls, text: str) -> Self:
@@ -113,6 +117,32 @@ class CapturedSegment(_Frozen):
     block: Count
 
 
+Again = Callable[[int, int], "CapturedModel"]
+"""Captures the same module again, for a micro-batch and a number of tokens per sample."""
+
+
+class _Sizes:
+    """What is known of a model at other sizes: no part of its value, so all are equal.
+
+    Attributes:
+        again: captures it; ``None`` where that is not possible.
+        found: what it has captured so far.
+    """
+
+    def __init__(self, again: Again | None = None) -> None:
+        self.again = again
+        self.found: dict[tuple[int, int], CapturedModel] = {}
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Sizes)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave behind what cannot go to another process: a function of the user's, or a module."""
+        return {"again": self.again if isinstance(self.again, functools.partial) else None, "found": self.found}
+
+
 class CapturedModel(_Frozen):
     """A captured ``nn.Module``.
 
@@ -126,6 +156,7 @@ class CapturedModel(_Frozen):
         blocks, segments: its operators.
         lora: adapters of ``peft`` that were put beside the factory's projections; everything else is frozen.
         quantization: of these projections.
+        others: the same at other sizes, for plans that were compared at several; they have no others.
     """
 
     factory: str
@@ -137,6 +168,8 @@ class CapturedModel(_Frozen):
     segments: tuple[CapturedSegment, ...] = Field(min_length=1)
     lora: Lora | None = None
     quantization: Quantization | None = None
+    others: tuple["CapturedModel", ...] = ()
+    _sizes: _Sizes = PrivateAttr(default_factory=_Sizes)
 
     @property
     def name(self) -> str:
@@ -161,6 +194,50 @@ class CapturedModel(_Frozen):
     def micro_batch(self) -> int:
         """Samples of one forward."""
         return self.inputs[0].shape[0]
+
+    @property
+    def is_free(self) -> bool:
+        """Whether it can be had at every size: it is captured again where it was not yet."""
+        return self._sizes.again is not None
+
+    def freed(self, again: Again | None) -> Self:
+        """Return the same model, which ``again`` captures at other sizes; ``None``: which stays as it is."""
+        copy = self.model_copy()
+        copy._sizes = _Sizes(again)
+        return copy
+
+    def at(self, micro_batch: int, seq_len: int) -> "CapturedModel":
+        """Return the model for another micro-batch and number of tokens per sample.
+
+        A size that is new is captured, at once and exactly: attention that slides, chunks of a scan, and shares of
+        experts follow no formula of the sizes around it.
+
+        Raises:
+            ModelConfigError: it was not captured for that size, and cannot be.
+        """
+        size = (micro_batch, seq_len)
+        known = {(other.micro_batch, other.seq_len): other for other in (*self.others, self)} | self._sizes.found
+        if size in known:
+            return known[size]
+        if self._sizes.again is None or (seq_len > 1) != (self.seq_len > 1):
+            raise ModelConfigError(f"{self.name} was captured {_other_batch(self._size, (*size, *self._size[2:]))}")
+        try:
+            found = self._sizes.again(micro_batch, seq_len)
+        except ValueError as error:
+            raise ModelConfigError(f"micro-batch {micro_batch}, {seq_len} tokens per sequence: {error}") from error
+        self._sizes.found[size] = found
+        return found
+
+    def covering(self, micro_batch: int, others: Iterable[int]) -> "CapturedModel":
+        """Return the model for a micro-batch, with what was captured for others; it needs no PyTorch any more."""
+        found = tuple(self.at(size, self.seq_len).freed(None) for size in sorted({*others} - {micro_batch}))
+        alone = tuple(other.model_copy(update={"others": ()}) for other in found)
+        return self.at(micro_batch, self.seq_len).freed(None).model_copy(update={"others": alone})
+
+    @property
+    def _size(self) -> tuple[int, ...]:
+        """What it was captured for: micro-batch, tokens per sequence, bytes per value, tensor-parallel ranks."""
+        return self.micro_batch, self.seq_len, 2 if self.dtype == "bf16" else 4, 1
 
     @functools.cached_property
     def num_params(self) -> int:
@@ -192,14 +269,14 @@ class CapturedModel(_Frozen):
         """Return the operators as a chain; see :func:`planner.graph.build_graph`.
 
         Raises:
-            ModelConfigError: the batch is not the one that was captured.
+            ModelConfigError: it was not captured for the batch, and cannot be.
         """
-        captured = (self.micro_batch, self.seq_len, 2 if self.dtype == "bf16" else 4, 1)
-        if captured != (wanted := (batch.micro_batch, batch.seq_len, batch.dtype_bytes, batch.tensor_parallel)):
-            raise ModelConfigError(f"{self.name} was captured {_other_batch(captured, wanted)}")
+        wanted = (batch.micro_batch, batch.seq_len, batch.dtype_bytes, batch.tensor_parallel)
+        if self._size[2:] != wanted[2:]:
+            raise ModelConfigError(f"{self.name} was captured {_other_batch(self._size, wanted)}")
         graph = Graph()
         source: tuple[str, ...] = ()
-        for operator in self.operators():
+        for operator in self.at(batch.micro_batch, batch.seq_len).operators():
             source = (graph.add(operator, *source),)
         return graph
 
@@ -222,6 +299,27 @@ def _other_batch(captured: tuple[int, ...], wanted: tuple[int, ...]) -> str:
         if had != wants
     ]
     return f"for {' and '.join(words for words, _ in parts)}; {'; '.join(remedy for _, remedy in parts)}"
+
+
+def tokens_of(inputs: Iterable[CapturedInput]) -> int:
+    """Return the tokens per sample: the second dimension of the first input where that is of integers, else 1."""
+    first = next(iter(inputs))
+    return first.shape[1] if first.dtype.startswith("int") and len(first.shape) > 1 else 1
+
+
+def resized(inputs: tuple[CapturedInput, ...], micro_batch: int, seq_len: int) -> tuple[CapturedInput, ...]:
+    """Return inputs for another micro-batch and number of tokens.
+
+    The leading dimension is the micro-batch. In inputs of whole numbers, each other dimension that is the number of
+    tokens changes with it.
+    """
+    had = tokens_of(inputs)
+
+    def shape(spec: CapturedInput) -> tuple[int, ...]:
+        changes = had > 1 and spec.dtype != "float"
+        return micro_batch, *(seq_len if changes and size == had else size for size in spec.shape[1:])
+
+    return tuple(spec.model_copy(update={"shape": shape(spec), "num_values": None}) for spec in inputs)
 
 
 def join(path: str, name: str) -> str:

@@ -77,7 +77,7 @@ def _changes(job: Job, choice: Choice, lacking: Candidate) -> Iterator[Change]:
 
 
 def _smaller_micro_batch(job: Job, choice: Choice) -> Iterator[Change]:
-    """Halve the micro-batch; accumulation keeps the global batch. A captured model has only one micro-batch."""
+    """Halve the micro-batch; accumulation keeps the global batch. A captured model stays at its own."""
     size, repeats = choice.micro_batch, choice.num_micro_batches
     while size % 2 == 0 and not isinstance(job.model, CapturedModel):
         size, repeats = size // 2, repeats * 2

@@ -16,7 +16,7 @@ from planner.choices.variants import Job, Variant, variants
 from planner.costs.model import CostModel
 from planner.decisions import BF16, FP32, Decisions, Precision
 from planner.engines.setup import Setup
-from planner.models.captured import Model
+from planner.models.captured import CapturedModel, Model
 from planner.optimizers import OPTIMIZERS, Optimizer
 from planner.plan.competition import closest, compete
 from planner.plan.document import EngineRow, Plan, describe, gigabytes
@@ -253,7 +253,7 @@ def make_plan(
         certificate = found.certificate()
     return Plan(
         program_version=__version__,
-        model=request.model,
+        model=_alone(request.model, found),
         seq_len=request.seq_len,
         expert_load=request.expert_load,
         asked=request.asked,
@@ -264,6 +264,13 @@ def make_plan(
         certificate=certificate,
         num_simulations=found.num_simulations,
     ).sealed()
+
+
+def _alone(model: Model, found: Found) -> Model:
+    """Return a model as a plan holds it: a captured one at every size that was compared."""
+    if not isinstance(model, CapturedModel):
+        return model
+    return model.covering(found.decisions.micro_batch, (rival.choice.micro_batch for rival in found.rivals))
 
 
 def prepare(request: Request) -> tuple[Setup, Workload, CostModel]:

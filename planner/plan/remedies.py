@@ -7,6 +7,7 @@ from contextlib import suppress
 from hwprofiles.profile import HardwareProfile
 from planner.bounds.certificate import infeasible
 from planner.models.captured import CapturedModel
+from planner.models.config import ModelConfigError
 from planner.plan.competition import first_fit
 from planner.plan.nearest import larger_devices, larger_hosts, most_devices
 from planner.plan.planning import InfeasibleError, Request, find
@@ -65,7 +66,11 @@ def _first(changes: Iterator[tuple[str, Request]]) -> Remedy | None:
     for words, changed in changes:
         if trials == _TRIALS:
             return None
-        rivals = [rival for rival in changed.variants() if not infeasible((rival,))]  # much faster than planning
+        try:
+            variants = changed.variants()
+        except ModelConfigError:  # a captured model that does not take the change
+            continue
+        rivals = [rival for rival in variants if not infeasible((rival,))]  # much faster than planning
         if not rivals:
             continue
         trials += 1
@@ -77,9 +82,9 @@ def _first(changes: Iterator[tuple[str, Request]]) -> Remedy | None:
 
 
 def _smaller_micro_batch(request: Request) -> Iterator[tuple[str, Request]]:
-    """Halve the micro-batch; accumulation keeps the global batch. A captured model has only one micro-batch."""
+    """Halve the micro-batch; accumulation keeps the global batch. Some captured models have but one micro-batch."""
     chosen = request.global_batch is not None and request.micro_batch is None  # the search tried all sizes
-    if chosen or isinstance(request.model, CapturedModel):
+    if chosen or (isinstance(request.model, CapturedModel) and not request.model.is_free):
         return
     size, repeats = request.micro_batch or DEFAULT_MICRO_BATCH, request.num_micro_batches or 1
     while size % 2 == 0:

@@ -7,47 +7,16 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from test_families import _BOTH_SIDES, _DECODER, _ENCODER, _EXPERTS, _GROUPED, _LATENT, _LINEAR, _SPECIAL
 
 import ullage
+from benchmarks.capture.architectures import BOUND, described, row
+from benchmarks.capture.tiny import TINY
 from planner.models.captured import CapturedModel
 from planner.models.config import ModelConfigError
 from ullage.capture.architectures import architecture
 from ullage.capture.records import CaptureError
 from ullage.main import main
-
-_MAMBA = {"hidden_size": 32, "num_hidden_layers": 2, "num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 1}
-_PATCHES = {"image_size": 16, "patch_size": 4, "num_labels": 8}
-_BLOOM = {"hidden_size": 32, "n_layer": 2, "n_head": 4}
-_T5 = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}
-_WHISPER = _BOTH_SIDES | {"num_mel_bins": 8, "max_source_positions": 16, "decoder_start_token_id": 1}
-
-CONFIGURATIONS: dict[str, dict[str, Any]] = {
-    "bert": _SPECIAL | _ENCODER | {"max_position_embeddings": 32},
-    "bloom": _SPECIAL | _BLOOM,
-    "deepseek_v3": _DECODER | _EXPERTS | _LATENT | _GROUPED | {"num_key_value_heads": 4, "head_dim": 4},
-    "falcon": _SPECIAL | _ENCODER | {"num_kv_heads": 2},
-    "gemma": _DECODER,
-    "gemma2": _DECODER | {"sliding_window": 8},
-    "gemma3_text": _DECODER | {"sliding_window": 8},
-    "glm4": _DECODER,
-    "gpt_neox": _SPECIAL | _ENCODER | {"max_position_embeddings": 32},
-    "gpt_oss": _DECODER | _EXPERTS,
-    "granite": _DECODER,
-    "llama4_text": _DECODER | _EXPERTS | {"intermediate_size_mlp": 64},
-    "mamba2": _SPECIAL | _MAMBA,
-    "modernbert": _SPECIAL | _ENCODER | {"max_position_embeddings": 32},
-    "olmo2": _DECODER,
-    "olmo3": _DECODER | {"sliding_window": 8},
-    "phi": _DECODER,
-    "phi3": _DECODER,
-    "qwen3_next": _DECODER | _EXPERTS | _GROUPED | _LINEAR,
-    "smollm3": _DECODER,
-    "starcoder2": _DECODER,
-    "t5": _SPECIAL | _T5,
-    "vit": _ENCODER | _PATCHES,
-    "whisper": _SPECIAL | _WHISPER,
-}
+from ullage.training.batches import random_input
 
 
 def written(folder: Path, model_type: str, sizes: dict[str, Any], **more: object) -> Path:
@@ -56,37 +25,49 @@ def written(folder: Path, model_type: str, sizes: dict[str, Any], **more: object
     return folder
 
 
-@pytest.mark.parametrize("model_type", CONFIGURATIONS)
-def test_any_architecture_is_planned_from_its_configuration(model_type: str, tmp_path: Path) -> None:
-    path = written(tmp_path, model_type, CONFIGURATIONS[model_type])
-    tokens = {} if model_type == "vit" else {"seq_len": 16}
-    plan = ullage.plan(path, hardware="h100", micro_batch=2, **tokens)
+@pytest.mark.part(10)
+@pytest.mark.parametrize("name", TINY)
+def test_any_architecture_is_planned_from_its_configuration(name: str, tmp_path: Path) -> None:
+    found = described(name, tmp_path)
+    tokens = {"seq_len": 16} if found.kind.has_tokens else {}
+    plan = ullage.plan(tmp_path, hardware="h100", micro_batch=2, **tokens)
     assert isinstance(plan.model, CapturedModel)
     assert plan.prediction.fits
     with torch.device("meta"):
-        made = architecture(path).make()
+        made = found.make()
     assert plan.model.num_params == sum(parameter.numel() for parameter in made.parameters())
     assert {spec.shape[0] for spec in plan.model.inputs} == {plan.decisions.micro_batch} == {2}
+
+
+@pytest.mark.part(12)
+@pytest.mark.parametrize("name", TINY)
+def test_any_architecture_trains_under_a_tight_plan_as_in_memory(name: str, tmp_path: Path) -> None:
+    found = row(name, tmp_path, num_steps=3)
+    assert found["num_params"] == found["num_params_of_model"]
+    assert found["memory_share"] < 1
+    assert max(found["loss_error"], found["weight_error"]) <= BOUND
 
 
 def test_a_configuration_is_planned_and_executed_from_the_command_line(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "gemma").mkdir()
-    written(tmp_path / "gemma", "gemma2", _DECODER | {"sliding_window": 8})
+    written(tmp_path / "gemma", "gemma2", TINY["gemma2"])
     sizes = ["--seq-len", "8", "--micro-batch", "3"]
     line = ["plan", "--model", "gemma", *sizes, "--hardware", "epyc-turin-2c", "--output", "plan.json"]
     assert main(line) == 0
-    assert "gemma(input_ids=3x8:int64, labels=3x8:int64): captured, 2 repeated blocks" in capsys.readouterr().out
+    assert "gemma(input_ids=3x8:int64, labels=3x8:int64): captured, 3 repeated blocks" in capsys.readouterr().out
     assert main(["execute", "plan.json", "--iterations", "6", "--output-dir", "run"]) == 0
 
 
 def test_the_class_that_is_trained_is_the_one_that_the_configuration_names(tmp_path):
-    sizes = CONFIGURATIONS["bert"]
+    sizes = TINY["bert"]
     for named, made in (
         (["BertForMaskedLM"], "BertForMaskedLM"),
         (["BertLMHeadModel"], "BertLMHeadModel"),
         (["BertModel"], "BertForMaskedLM"),
         (["BertForSequenceClassification"], "BertForSequenceClassification"),
+        (["BertForTokenClassification"], "BertForTokenClassification"),
+        (["BertForQuestionAnswering"], "BertForQuestionAnswering"),
         ([], "BertForMaskedLM"),
     ):
         found = architecture(written(tmp_path, "bert", sizes, architectures=named))
@@ -97,16 +78,42 @@ def test_the_class_that_is_trained_is_the_one_that_the_configuration_names(tmp_p
 
 
 def test_sequences_are_as_long_as_the_model_takes_them(tmp_path):
-    found = architecture(written(tmp_path, "gemma2", _DECODER | {"max_position_embeddings": 32}))
+    found = architecture(written(tmp_path, "gemma2", TINY["gemma2"] | {"max_position_embeddings": 32}))
     assert (found.seq_len(None, 2048), found.seq_len(None, 16), found.seq_len(24, 2048)) == (32, 16, 24)
     with pytest.raises(CaptureError, match="gemma2 takes at most 32 tokens a sequence, not 33; ask for fewer"):
         found.seq_len(33, 2048)
-    images = architecture(written(tmp_path, "vit", CONFIGURATIONS["vit"]))
+    images = architecture(written(tmp_path, "vit", TINY["vit"]))
     assert images.inputs(2, images.seq_len(None, 2048))[0].shape == (2, 3, 16, 16)
+    seeing = architecture(written(tmp_path, "llava", TINY["llava"]))
+    assert seeing.seq_len(None, 20) == 32  # as many for text as for the image
+    with pytest.raises(CaptureError, match="llava: an image takes 16 tokens of a sequence, so that 16 leave none"):
+        seeing.seq_len(16, 2048)
     with pytest.raises(
         CaptureError, match="vit takes no tokens, but 16 a sequence are asked for; leave the length out"
     ):
         images.seq_len(16, 2048)
+
+
+def test_images_are_where_the_configuration_says(tmp_path):
+    """And nowhere else, also in random batches: as many tokens as an image has are not enough."""
+    first, *_ = architecture(written(tmp_path, "llava", TINY["llava"])).inputs(2, 24)
+    ids = random_input(first.model_copy(update={"num_values": 12}), torch.float32, torch.Generator().manual_seed(1))
+    assert (ids[:, :16] == 9).all()
+    assert not (ids[:, 16:] == 9).any()
+    assert len(ids[:, 16:].unique()) > 3
+
+
+def test_classifiers_are_told_what_they_are_trained_for(tmp_path):
+    for more, expected in (
+        ({"num_labels": 3}, "labels=2:int64"),
+        ({"num_labels": 1}, "labels=2:float"),
+        ({"num_labels": 3, "problem_type": "multi_label_classification"}, "labels=2x3:float"),
+        ({"num_labels": 3, "problem_type": "regression"}, "labels=2x3:float"),
+    ):
+        named = {"architectures": ["BertForSequenceClassification"]}
+        path = written(tmp_path, "bert", TINY["bert"] | more, **named)
+        assert str(architecture(path).inputs(2, 16)[-1]) == expected
+        assert ullage.plan(path, hardware="h100", micro_batch=2, seq_len=16).prediction.fits
 
 
 @pytest.mark.parametrize(
@@ -114,13 +121,12 @@ def test_sequences_are_as_long_as_the_model_takes_them(tmp_path):
     [
         ({"model_type": "warp"}, r"transformers \S+ does not know model_type 'warp'; install a newer one, or give"),
         ({"hidden_size": 8}, "does not know model_type None"),
-        ({"model_type": "llava"}, "llava takes images beside text"),
         (
-            {"model_type": "bert", "architectures": ["BertForQuestionAnswering"]},
-            "inputs of BertForQuestionAnswering; give",
+            {"model_type": "bert", "architectures": ["BertForMultipleChoice"]},
+            "inputs of BertForMultipleChoice; give",
         ),
         ({"model_type": "gemma2", "hidden_size": "many"}, "correct the configuration of this gemma2"),
-        ({"model_type": "sam"}, "images beside text"),
+        ({"model_type": "sam"}, "cannot make the inputs of sam"),
         ({"model_type": "vits"}, "cannot make the inputs of vits; give --model package.module:function"),
     ],
 )

@@ -180,8 +180,8 @@ REFUSED = {
     "make": ([], "needs the shapes of its inputs; give --input-shape"),
     "make ": (["--input-shape", "16x9"], "make it run with these inputs first"),
     "make  ": (["--input-shape", "16x8", "4x8"], "leading dimensions 4, 16"),
-    "make   ": ([*SHAPE, "--seq-len", "7"], "--seq-len and --model"),
-    "make    ": ([*SHAPE, "--micro-batch", "7"], "--micro-batch and --model"),
+    "make   ": ([*SHAPE, "--seq-len", "7"], "its first input is no sequence of tokens; leave --seq-len out"),
+    "make    ": ([*SHAPE, "--tensor-parallel", "2", "--gpus", "2"], "was captured whole"),
     "make     ": (["--input-shape", "x=16x8", "16x8"], "change the order of --input-shape"),
     "make      ": (["--input-shape", "16x0"], "'16x0' is not an input"),
     "make       ": (

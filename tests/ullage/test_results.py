@@ -96,6 +96,20 @@ def capture() -> Iterator[tuple[str, ...]]:
     yield "memory of the process", f"{found['most_rss_bytes'] / 1e9:.2f} GB"
 
 
+def architectures() -> Iterator[tuple[str, ...]]:
+    found = result("architectures.json")
+    rows = found["architectures"]
+    assert all(row["num_params"] == row["num_params_of_model"] for row in rows)
+    assert all(max(row["loss_error"], row["weight_error"]) <= found["bound"] == 1e-4 for row in rows)
+    assert (found["num_steps"], found["num_architectures"]) == (20, len(rows))
+    yield "architectures", str(len(rows))
+    yield "refused", str(found["num_refused"])
+    yield "captured parameters", "equal to the model's"
+    yield "device memory under the plan, of that without, median", percent(found["median_memory_share"], 0)
+    yield "largest difference of a loss", f"{found['largest_loss_error']:.1e}"
+    yield "largest difference of a weight", f"{found['largest_weight_error']:.1e}"
+
+
 def peers() -> Iterator[tuple[str, ...]]:
     for cell in result("cpu_peers.json")["cells"].values():
         assert cell["rows"]["ours"]["status"] == "ok"
@@ -259,6 +273,7 @@ TABLES = (
     memory,
     calibration,
     capture,
+    architectures,
     peers,
     adamw,
     launcher,

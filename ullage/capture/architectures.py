@@ -1,7 +1,7 @@
 """Architectures of ``transformers``: from a ``config.json`` to the module, and what it is called with."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,14 +14,11 @@ from planner.models.captured import CapturedInput
 from planner.models.config import ModelConfigError
 from planner.models.huggingface import to_hf_config_dict
 from planner.models.registry import resolve_model
+from ullage.capture.inputs import BY_HAND, HEADS, Kind, image_tokens
 from ullage.capture.records import CaptureError
 
 # Names of the most tokens of a sequence; the first that a configuration has counts.
 _POSITIONS: Final = ("max_target_positions", "max_position_embeddings", "n_positions", "max_seq_len", "n_ctx")
-_BY_HAND: Final = "give --model package.module:function and --input-shape"
-
-Shapes = dict[str, tuple[int, ...]]
-"""Shapes of inputs by name, without the leading dimension, which is the micro-batch."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,12 +28,12 @@ class Architecture:
     Attributes:
         config: of ``transformers``.
         auto: the class of ``transformers`` that makes the module.
-        shapes: of the inputs, for a number of tokens.
+        kind: what it is called with.
     """
 
     config: Any
     auto: Any
-    shapes: Callable[[Any, int], Shapes]
+    kind: Kind
 
     def make(self, dtype: torch.dtype | None = None) -> nn.Module:
         """Return the module, with random weights of a type; left out, of the configuration's."""
@@ -50,20 +47,22 @@ class Architecture:
             CaptureError: it does not take so many, or none at all.
         """
         text, name = self.config.get_text_config(), self.config.model_type
-        if asked and self.shapes(self.config, 1) == self.shapes(self.config, 2):
+        if asked and not self.kind.has_tokens:
             raise CaptureError(f"{name} takes no tokens, but {asked} a sequence are asked for; leave the length out")
         most = next((most for limit in _POSITIONS if (most := getattr(text, limit, None))), None)
         if asked and most and asked > most:
             raise CaptureError(f"{name} takes at most {most} tokens a sequence, not {asked}; ask for fewer")
-        return asked or min(usual, most or usual)
+        taken = image_tokens(self.config) if self.kind.has_images else 0
+        if asked and asked <= taken:
+            raise CaptureError(
+                f"{name}: an image takes {taken} tokens of a sequence, so that {asked} leave none for text; ask for "
+                "more"
+            )
+        return asked or min(max(usual, 2 * taken), most or usual)
 
     def inputs(self, micro_batch: int, seq_len: int) -> tuple[CapturedInput, ...]:
-        """Return what the module is called with; identifiers and labels are whole numbers."""
-        whole = {"input_ids", "labels"}
-        return tuple(
-            CapturedInput(name=name, shape=(micro_batch, *shape), dtype="int64" if name in whole else "float")
-            for name, shape in self.shapes(self.config, seq_len).items()
-        )
+        """Return what the module is called with."""
+        return self.kind.inputs(self.config, micro_batch, seq_len)
 
 
 def architecture(text: str | Path) -> Architecture:
@@ -81,25 +80,30 @@ def architecture(text: str | Path) -> Architecture:
     else:
         data = to_hf_config_dict(resolve_model(str(text)))
     config = _config(data, file)
-    if hasattr(config, "vision_config"):
-        raise CaptureError(
-            f"{file}: {config.model_type} takes images beside text, and no configuration says how many; {_BY_HAND}"
-        )
     named = (data.get("architectures") or [""])[0]
-    made = {auto: getattr(auto._model_mapping.get(type(config), None), "__name__", "") for auto in _HEADS}
-    fitting = [auto for auto, name in made.items() if name and name == named]
+    made = {auto: _names(auto, config) for auto in HEADS}
+    fitting = [auto for auto, names in made.items() if named in names and named]
     if not fitting and (not named or named.endswith("Model")):  # without a head
-        fitting = [auto for auto, name in made.items() if name]
+        fitting = [auto for auto, names in made.items() if names]
     if not fitting:
-        raise CaptureError(f"{file}: Ullage cannot make the inputs of {named or config.model_type}; {_BY_HAND}")
-    return Architecture(config, fitting[0], _HEADS[fitting[0]])
+        raise CaptureError(f"{file}: Ullage cannot make the inputs of {named or config.model_type}; {BY_HAND}")
+    names = made[fitting[0]]
+    config.architectures = [named if named in names else names[0]]  # of several classes
+    return Architecture(config, fitting[0], HEADS[fitting[0]])
+
+
+def _names(auto: Any, config: Any) -> tuple[str, ...]:
+    """Return the names of the classes that an auto class makes for a configuration; there may be several."""
+    found = auto._model_mapping.get(type(config), None)
+    classes = found if isinstance(found, tuple) else (found,)
+    return tuple(made.__name__ for made in classes if made is not None)
 
 
 def _config(data: Mapping[str, Any], file: Path) -> Any:
     if (model_type := data.get("model_type")) not in transformers.CONFIG_MAPPING:
         raise CaptureError(
             f"{file}: transformers {transformers.__version__} does not know model_type {model_type!r}; install a newer "
-            f"one, or {_BY_HAND}"
+            f"one, or {BY_HAND}"
         )
     try:
         config = transformers.AutoConfig.for_model(**data)
@@ -108,33 +112,3 @@ def _config(data: Mapping[str, Any], file: Path) -> Any:
         raise ModelConfigError(f"{file}: {what}; correct the configuration of this {model_type}") from error
     config.use_cache = False
     return config
-
-
-def _text(_config: Any, seq_len: int) -> Shapes:
-    return {"input_ids": (seq_len,), "labels": (seq_len,)}
-
-
-def _speech(config: Any, seq_len: int) -> Shapes:
-    """Whisper halves the frames of a spectrogram before its encoder."""
-    return {"input_features": (config.num_mel_bins, 2 * config.max_source_positions), "labels": (seq_len,)}
-
-
-def _images(config: Any, _seq_len: int) -> Shapes:
-    size = config.image_size
-    height, width = (size, size) if isinstance(size, int) else size
-    return {"pixel_values": (getattr(config, "num_channels", 3), height, width), "labels": ()}
-
-
-def _classes(_config: Any, seq_len: int) -> Shapes:
-    return {"input_ids": (seq_len,), "labels": ()}
-
-
-# What trains an architecture, and its inputs: the class that the configuration names, or else the first that there is.
-_HEADS: Final[dict[Any, Callable[[Any, int], Shapes]]] = {
-    transformers.AutoModelForSeq2SeqLM: _text,
-    transformers.AutoModelForSpeechSeq2Seq: _speech,
-    transformers.AutoModelForMaskedLM: _text,
-    transformers.AutoModelForCausalLM: _text,
-    transformers.AutoModelForImageClassification: _images,
-    transformers.AutoModelForSequenceClassification: _classes,
-}

@@ -1,21 +1,23 @@
 """What a capture adds to fake tensors: what runs inside some operators, and values that no input decides.
 
-A fake tensor has no values, but some are known all the same: those of ``torch.arange`` and ``torch.zeros``, and of what
-is computed from known values alone. One more rule is for experts, whose shares are taken as equal: ``topk``, and a
-maximum along a dimension, are taken to choose all in turn. So a loop over the experts that were chosen, each with the
-tokens that chose it, is recorded like any other code.
+A fake tensor has no values, but some are known all the same: those of ``torch.arange`` and ``torch.zeros``, those of
+inputs that say where images are, and of what is computed from known values alone. One more rule is for experts, whose
+shares are taken as equal: ``topk``, and a maximum along a dimension, are taken to choose all in turn. So a loop over
+the experts that were chosen, each with the tokens that chose it, is recorded like any other code.
 """
 
+import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 from torch._meta_registrations import _create_grouped_mm_output_tensor
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
@@ -81,11 +83,30 @@ def _computed(function: Any, arguments: Any) -> Any:
     return function(*args, **kwargs)
 
 
+@contextlib.contextmanager
+def lists_of_scalars() -> Iterator[None]:
+    """Let ``torch.tensor`` take a list of fake scalars, whose values it would ask for."""
+    real = torch.tensor
+
+    def tensor(data: Any, *args: Any, **kwargs: Any) -> Tensor:
+        if isinstance(data, list) and data and all(isinstance(value, FakeTensor) for value in data):
+            return torch.stack(data).to(kwargs.get("dtype", data[0].dtype))
+        made: Tensor = real(data, *args, **kwargs)
+        return made
+
+    with mock.patch.object(torch, "tensor", tensor):
+        yield
+
+
 class Fakes:
     """Runs operators on fake tensors."""
 
     def __init__(self) -> None:
         self._recipes: Any = WeakIdKeyDictionary()  # by storage
+
+    def know(self, tensor: Tensor, values: Tensor) -> None:
+        """Take the values of an input as known: of images among text, shapes depend on where they are."""
+        self._recipes[tensor.untyped_storage()] = _Recipe(values.clone, ((), {}), 0, _Layout.of(tensor))
 
     def run(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Return what an operator returns.
@@ -96,6 +117,8 @@ class Fakes:
         try:
             output = _FAKES.get(function, function)(*args, **kwargs)
         except VALUES:
+            if function in _INDEXING and (places := self._places(args[1])) is not None:
+                return self.run(function, (args[0], places, *args[2:]), kwargs)
             if (known := self._known((args, kwargs))) is None:
                 raise
             with _disable_current_modes():
@@ -108,9 +131,14 @@ class Fakes:
         """Remember how values are computed, if that is known."""
         results = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         if function._schema.is_mutable:
-            for changed in tree_leaves((args, kwargs, output)):
+            named = {a.name: value for a, value in zip(function._schema.arguments, args, strict=False)} | kwargs
+            written = [a.name for a in function._schema.arguments if a.alias_info and a.alias_info.is_write]
+            for changed in tree_leaves([named.get(name) for name in written]):
                 if isinstance(changed, Tensor):
                     self._recipes.pop(changed.untyped_storage(), None)
+            return
+        if function is aten.lift_fresh.default and not isinstance(args[0], FakeTensor):  # torch.tensor(...)
+            self.know(results[0], args[0])
             return
         if function.is_view or not results:
             return
@@ -123,6 +151,22 @@ class Fakes:
         elif _has_values(function) and (known := self._known((args, kwargs))) is not None:
             for number, result in enumerate(results):  # some operators return their arguments
                 self._recipes.setdefault(result.untyped_storage(), _Recipe(function, known, number, _Layout.of(result)))
+
+    def _places(self, indices: Sequence[Tensor | None]) -> list[Tensor | None] | None:
+        """Return indices with the places of what masks choose; ``None`` if there is no mask, or one is not known."""
+        if not any(index is not None and index.dtype is torch.bool for index in indices):
+            return None
+        found: list[Tensor | None] = []
+        for index in indices:
+            if index is None or index.dtype is not torch.bool:
+                found.append(index)
+            elif (known := self._known(index)) is None:
+                return None
+            else:
+                with _disable_current_modes():
+                    chosen = known.layout.within(known.recipe.values).nonzero(as_tuple=True)
+                found += [_fake_like(places) for places in chosen]
+        return found
 
     def _known(self, arguments: Any) -> Any:
         """Return arguments with known values in the place of tensors, or ``None`` if some are not known."""
@@ -153,5 +197,6 @@ def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor | None = None, *_rest: Any, *
 
 
 _FAKES: dict[Any, Callable[..., Any]] = {aten._grouped_mm.default: _grouped_mm}
+_INDEXING = frozenset({aten.index.Tensor, aten.index_put.default, aten.index_put_.default})
 # Operators whose last result says what was chosen along a dimension, and which argument that is.
 _CHOICES = {aten.topk.default: 2, aten.max.dim: 1, aten.argmax.default: 1}

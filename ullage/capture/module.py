@@ -24,7 +24,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from executor.module.quantized import bind_quantized
 from planner.models.adapters import Lora
-from planner.models.captured import CapturedInput, CapturedModel
+from planner.models.captured import CapturedInput, CapturedModel, resized, tokens_of
 from planner.models.quantization import Quantization
 from ullage.capture.adapters import make_adapted
 from ullage.capture.architectures import architecture
@@ -66,11 +66,44 @@ def capture(
         CaptureError: there is no such function, or what it makes cannot be captured.
         ValueError: a library that it needs is not installed.
     """
+    given = tuple(inputs)
+    captured = _capture_named(factory, given, dtype, lora, quantization, as_on_gpu=as_on_gpu)
+    return captured.freed(functools.partial(_capture_again, factory, given, dtype, lora, quantization, as_on_gpu))
+
+
+def _capture_named(
+    factory: str,
+    inputs: tuple[CapturedInput, ...],
+    dtype: Literal["bf16", "fp32"],
+    lora: Lora | None,
+    quantization: Quantization | None,
+    *,
+    as_on_gpu: bool,
+) -> CapturedModel:
     if lora is None:
-        return capture_module(load_factory(factory), inputs, dtype, name=factory, as_on_gpu=as_on_gpu)
+        return _capture(load_factory(factory), inputs, dtype, name=factory, as_on_gpu=as_on_gpu)
     make = functools.partial(make_adapted, architecture(factory), lora, quantization, DTYPES[dtype])
-    captured = capture_module(make, inputs, dtype, name=factory, as_on_gpu=as_on_gpu)
+    captured = _capture(make, inputs, dtype, name=factory, as_on_gpu=as_on_gpu)
     return captured.model_copy(update={"lora": lora, "quantization": quantization})
+
+
+def _capture_again(
+    factory: str,
+    inputs: tuple[CapturedInput, ...],
+    dtype: Literal["bf16", "fp32"],
+    lora: Lora | None,
+    quantization: Quantization | None,
+    as_on_gpu: bool,
+    micro_batch: int,
+    seq_len: int,
+) -> CapturedModel:
+    """Capture what a function makes at another size: inputs of a configuration follow from it, others are scaled."""
+    has_tokens = tokens_of(inputs) > 1
+    if has_tokens and (":" not in factory or Path(factory).exists()):
+        changed = architecture(factory).inputs(micro_batch, seq_len)
+    else:
+        changed = resized(inputs, micro_batch, seq_len)
+    return _capture_named(factory, changed, dtype, lora, quantization, as_on_gpu=as_on_gpu)
 
 
 def capture_module(
@@ -86,6 +119,21 @@ def capture_module(
     Inputs may be written as after ``--input-shape``.
     """
     given = tuple(CapturedInput.read(spec) if isinstance(spec, str) else spec for spec in inputs)
+
+    def again(micro_batch: int, seq_len: int) -> CapturedModel:
+        return _capture(make, resized(given, micro_batch, seq_len), dtype, name=name, as_on_gpu=as_on_gpu)
+
+    return _capture(make, given, dtype, name=name, as_on_gpu=as_on_gpu).freed(again)
+
+
+def _capture(
+    make: Callable[[], nn.Module] | nn.Module,
+    given: tuple[CapturedInput, ...],
+    dtype: Literal["bf16", "fp32"],
+    *,
+    name: str,
+    as_on_gpu: bool,
+) -> CapturedModel:
     if isinstance(make, nn.Module):
         model, name = make, name or type(make).__name__
     else:
@@ -95,14 +143,15 @@ def capture_module(
     _check_inputs(given)
     _check_parameters(model, name)
     _check_statistics(model, name, DTYPES[dtype])
+    known = {number: begun(spec) for number, spec in enumerate(given) if spec.begins}
     with FakeTensorMode(allow_non_fake_inputs=True), _faked(model, DTYPES[dtype]):
         with _refusing(name, model), _positions_known():
             args = [_tensor(spec, DTYPES[dtype]) for spec in given if not spec.name]
             named = {spec.name: _tensor(spec, DTYPES[dtype]) for spec in given if spec.name}
-            recording = record(model.train(), args, named, as_on_gpu=as_on_gpu)
-        first = given[0]
-        seq_len = first.shape[1] if first.dtype.startswith("int") and len(first.shape) > 1 else 1
-        captured = assemble(recording, partition(recording), factory=name, inputs=given, dtype=dtype, seq_len=seq_len)
+            recording = record(model.train(), args, named, as_on_gpu=as_on_gpu, known=known)
+        captured = assemble(
+            recording, partition(recording), factory=name, inputs=given, dtype=dtype, seq_len=tokens_of(given)
+        )
         with _refusing(name):
             check_executable(recording, captured)
     return captured
@@ -225,6 +274,22 @@ def _fake(parameter: nn.Parameter, module: nn.Module, dtype: torch.dtype, *, kee
         return pack(parameter, module, dtype)
     dtype = parameter.dtype if keeps_type and not parameter.requires_grad else dtype
     return nn.Parameter(torch.empty(parameter.shape, dtype=dtype), parameter.requires_grad)
+
+
+def begun(spec: CapturedInput, rest: Tensor | None = None) -> Tensor:
+    """Return an input's values: those that it begins with, then those of ``rest``, or zeros.
+
+    Values of the rest that are among the first are replaced.
+    """
+    dtype = getattr(torch, spec.dtype)
+    row = [value for value, count in spec.begins for _ in range(count)]
+    reserved = {value for value, _ in spec.begins}
+    free = next(value for value in itertools.count() if value not in reserved)
+    values = torch.full(spec.shape, free, dtype=dtype) if rest is None else rest.clone()
+    for value in reserved:
+        values[values == value] = free
+    values[:, : len(row)] = torch.tensor(row, dtype=dtype)
+    return values
 
 
 def _tensor(spec: CapturedInput, dtype: torch.dtype) -> Tensor:

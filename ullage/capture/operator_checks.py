@@ -25,6 +25,7 @@ _MOST_VALUES = 2**16  # of arguments and results together, where an operator is 
 _GRAIN = 16
 _LARGEST_SIZE = 2**48  # beyond it are marks such as "to the end"
 _OTHER, _MOST_OTHERS = (torch.float32, torch.int64, torch.bool), 1024
+_PUTS = frozenset({torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default})
 _NARROW = frozenset({torch.bfloat16, torch.float16})
 
 
@@ -75,6 +76,8 @@ class OperatorChecks:
         Raises:
             RefusedOperatorError: it does not.
         """
+        if function in _PUTS and any(index is not None and index.dtype is torch.bool for index in args[1]):
+            return  # how many values it takes depends on the values of the mask
         leaves, spec = tree_flatten((args, kwargs))
         likes = [
             _Like(leaf.dtype, tuple(leaf.shape), leaf.stride()) if isinstance(leaf, Tensor) else leaf for leaf in leaves

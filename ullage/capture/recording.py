@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from executor.callbacks import hook_target
 from executor.packed import stored_parameters
 from planner.models.kernels import flop
-from ullage.capture.fakes import Fakes
+from ullage.capture.fakes import Fakes, lists_of_scalars
 from ullage.capture.kernels import kernels_of
 from ullage.capture.operator_checks import OperatorChecks, RefusedOperatorError
 from ullage.capture.quantized import multiply_4bit
@@ -31,7 +31,14 @@ _TABLES = {"embedding": (1, 0), "nll_loss_forward": (1, 1), "nll_loss2d_forward"
 _NO_SEQUENCE = 2**63  # autograd numbers the nodes that accumulate gradients with the largest integer
 
 
-def record(model: nn.Module, args: Sequence[Tensor], kwargs: Mapping[str, Tensor], *, as_on_gpu: bool) -> Recording:
+def record(
+    model: nn.Module,
+    args: Sequence[Tensor],
+    kwargs: Mapping[str, Tensor],
+    *,
+    as_on_gpu: bool,
+    known: Mapping[int, Tensor] | None = None,
+) -> Recording:
     """Run forward and backward of a model whose parameters, like its inputs, are fake, and record it.
 
     Args:
@@ -39,16 +46,18 @@ def record(model: nn.Module, args: Sequence[Tensor], kwargs: Mapping[str, Tensor
         args: its arguments.
         kwargs: likewise, by name.
         as_on_gpu: record GPU kernels where PyTorch has others for it than for a CPU.
+        known: values of some inputs, by their number; real tensors.
 
     Raises:
         CaptureError: there is nothing to begin backward from, it cannot run, or it reaches no parameter.
         RefusedError: real kernels do not take what an operator is given.
         UnsupportedOperatorError: an operator has no known cost.
     """
-    recorder = _Recorder(model, [*args, *kwargs.values()], OperatorChecks(as_on_gpu=as_on_gpu))
+    recorder = _Recorder(model, [*args, *kwargs.values()], OperatorChecks(as_on_gpu=as_on_gpu), known or {})
     with contextlib.ExitStack() as stack:
         if as_on_gpu:
             stack.enter_context(_as_on_gpu())
+        stack.enter_context(lists_of_scalars())
         stack.enter_context(recorder.hooked())
         stack.enter_context(recorder)
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(recorder.pack, recorder.unpack))
@@ -123,7 +132,9 @@ def _as_on_gpu() -> Iterator[None]:
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, model: nn.Module, inputs: Sequence[Tensor], checks: OperatorChecks) -> None:
+    def __init__(
+        self, model: nn.Module, inputs: Sequence[Tensor], checks: OperatorChecks, known: Mapping[int, Tensor]
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.visits: list[Visit] = []
         self.forward: list[Event] = []
@@ -155,6 +166,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._known(buffer, "buffer")
         for number, tensor in enumerate(inputs):
             self._index_of[self._known(tensor, "input")] = {number}
+            if number in known:
+                self._fakes.know(tensor, known[number])
 
     def __torch_dispatch__(
         self, func: Any, _types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None

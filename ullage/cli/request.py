@@ -10,7 +10,7 @@ from hwprofiles.profile import Dtype, HardwareProfile
 from hwprofiles.registry import load_profile
 from planner.decisions import Precision
 from planner.models.adapters import Lora
-from planner.models.captured import CapturedInput, CapturedModel, Model
+from planner.models.captured import CapturedInput, CapturedModel, Model, resized, tokens_of
 from planner.models.config import NoFormulasError
 from planner.models.quantization import Quantization
 from planner.models.registry import resolve_model
@@ -87,23 +87,30 @@ def trained(
                 "give package.module:function, or --seq-len and --micro-batch"
             )
         adapters = Adapters(args.lora, None if args.quantize == "none" else args.quantize)
-        called_with = args.seq_len, args.micro_batch
+        called_with = args.seq_len, first_micro_batch(args.micro_batch, args.global_batch)
         found = model_named(args.model, *called_with, precision.weights, adapters, as_on_gpu=as_on_gpu)
         model = change(found)
-        assert isinstance(model, CapturedModel) == isinstance(found, CapturedModel)
         if isinstance(model, CapturedModel):
-            return model, model.seq_len, model.micro_batch
+            return model, model.seq_len, args.micro_batch
         return model, args.seq_len or min(DEFAULT_SEQ_LEN, model.max_positions), args.micro_batch
-    for option in ("seq_len", "micro_batch"):
-        if getattr(args, option) is not None:
-            raise ValueError(
-                f"--{option.replace('_', '-')} and --model {args.model}: what a captured model is called "
-                "with says --input-shape alone; leave it out"
-            )
-    captured = _captured(args.model, tuple(args.input_shape or ()), precision.weights, NO_ADAPTERS, as_on_gpu=as_on_gpu)
+    inputs = tuple(args.input_shape or ())
+    if inputs and args.seq_len is not None and tokens_of(inputs) == 1:
+        raise ValueError(
+            f"--seq-len {args.seq_len} and --model {args.model}: its first input is no sequence of tokens; leave "
+            "--seq-len out, or give another --input-shape"
+        )
+    if inputs and (args.seq_len or args.micro_batch):
+        inputs = resized(inputs, args.micro_batch or inputs[0].shape[0], args.seq_len or tokens_of(inputs))
+    captured = _captured(args.model, inputs, precision.weights, NO_ADAPTERS, as_on_gpu=as_on_gpu)
     changed = change(captured)
     assert isinstance(changed, CapturedModel)
-    return changed, changed.seq_len, changed.micro_batch
+    chosen = args.global_batch is not None and args.micro_batch is None  # by the planner
+    return changed, changed.seq_len, None if chosen else changed.micro_batch
+
+
+def first_micro_batch(micro_batch: int | None, global_batch: int | None) -> int | None:
+    """Return the micro-batch for which a model is captured first: the least, where the planner chooses."""
+    return micro_batch or (1 if global_batch else None)
 
 
 class Adapters(NamedTuple):

@@ -36,7 +36,8 @@ def add_request_options(parser: argparse.ArgumentParser, *, model_required: bool
         nargs="+",
         metavar="[NAME=]SHAPE[:TYPE]",
         help="inputs of a captured model, as in 4x2048:int64 or input_ids=4x2048:int64 labels=4x2048:int64. TYPE is "
-        "float (the type of the weights; the default), int64, int32 or bool. The first dimension is the micro-batch. "
+        "float (the type of the weights; the default), int64, int32 or bool. The first dimension is the micro-batch, "
+        "which --micro-batch changes, as --seq-len does the tokens of whole numbers. "
         "The loss is the output if that is a scalar; else its .loss; else its only scalar; else the mean of its first "
         "floating tensor",
     )

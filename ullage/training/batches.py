@@ -14,6 +14,7 @@ from executor.module.batches import BatchShapes
 from planner.models.captured import CapturedInput, CapturedModel
 from planner.plan.document import Plan, PlanError
 from ullage.capture.architectures import architecture
+from ullage.capture.module import begun
 from ullage.capture.recording import find_loss
 from ullage.capture.records import DTYPES
 from ullage.data import Data
@@ -207,7 +208,7 @@ class _RandomBatches:
         self._num_sequences = model.micro_batch * plan.decisions.data_parallel
         generator = torch.Generator().manual_seed(seed + rank)
         dtype = DTYPES[plan.decisions.precision.weights]
-        batch = [(spec.name, _random(spec, dtype, generator)) for spec in model.inputs]
+        batch = [(spec.name, random_input(spec, dtype, generator)) for spec in model.inputs]
         self._args = [tensor for name, tensor in batch if not name]
         self._kwargs = {name: tensor for name, tensor in batch if name}
         self.position = 0
@@ -225,10 +226,13 @@ class _RandomBatches:
             yield find_loss(model(*args, **kwargs))[0] / num_micro_batches
 
 
-def _random(spec: CapturedInput, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+def random_input(spec: CapturedInput, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
     """Return normal values, integers that the model can look up, or ones (a mask that hides nothing)."""
     if spec.dtype == "float":
         return torch.randn(spec.shape, generator=generator).to(dtype)
+    if spec.begins:
+        most = spec.num_values or 2
+        return begun(spec, torch.randint(most, spec.shape, generator=generator, dtype=getattr(torch, spec.dtype)))
     if spec.num_values is None:
         return torch.ones(spec.shape, dtype=getattr(torch, spec.dtype))
     return torch.randint(spec.num_values, spec.shape, generator=generator, dtype=getattr(torch, spec.dtype))

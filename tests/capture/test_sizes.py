@@ -1,0 +1,131 @@
+"""A captured model is planned at every micro-batch and number of tokens, as one that is known by its sizes."""
+
+import json
+import pickle
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import ullage
+from benchmarks.capture.tiny import TINY
+from hwprofiles.registry import load_profile
+from planner.models.captured import CapturedModel, resized, tokens_of
+from planner.models.config import ModelConfigError
+from planner.plan.document import load_plan
+from planner.plan.planning import InfeasibleError, Request, make_plan
+from planner.plan.remedies import what_would_fit
+from planner.verification import verify
+from ullage.capture import capture, capture_module
+from ullage.capture.architectures import architecture
+from ullage.main import main
+
+MACHINE = "epyc-turin-2c"
+
+
+def config(folder: Path, name: str) -> str:
+    description = transformers.AutoConfig.for_model(name, **TINY[name])
+    (folder / "config.json").write_text(json.dumps(description.to_dict()), encoding="utf-8")
+    return str(folder)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "qwen3_next", "whisper", "qwen2_5_vl", "vit"])
+def test_a_model_at_another_size_is_what_is_captured_there(name: str, tmp_path: Path) -> None:
+    path = config(tmp_path, name)
+    inputs = architecture(path).inputs
+    first = capture(path, inputs(2, 16), "fp32", as_on_gpu=False)
+    has_tokens = tokens_of(first.inputs) > 1
+    size = (3, 24 if has_tokens else 1)
+    assert first.at(*size) == capture(path, inputs(3, 24 if has_tokens else 16), "fp32", as_on_gpu=False)
+    assert first.at(*size) is first.at(*size)
+    assert first.at(2, 16 if has_tokens else 1) is first
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.mix, self.head = nn.Embedding(40, 16), nn.Linear(16, 16), nn.Linear(16, 40)
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.head(self.mix(self.embed(ids))).flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("make", [Net, Net()])
+def test_functions_and_modules_are_captured_again_too(make: Callable[[], nn.Module] | nn.Module) -> None:
+    captured = capture_module(make, ["2x8:int64", "2x8:int64"], "fp32", as_on_gpu=False)
+    assert captured.is_free
+    larger = captured.at(5, 12)
+    assert [spec.shape for spec in larger.inputs] == [(5, 12), (5, 12)]
+    assert larger.forward_flop * 16 == captured.forward_flop * 60
+    copied = pickle.loads(pickle.dumps(captured))  # noqa: S301
+    assert copied == captured
+    assert copied.at(5, 12) == larger
+    assert not copied.is_free  # a function of this process stays in it
+
+
+def test_only_leading_dimensions_and_tokens_change() -> None:
+    specs = ullage.CapturedInput.read
+    given = (specs("2x8:int64"), specs("mask=2x1x8x8:bool"), specs("pixels=2x8x8"))
+    assert [spec.shape for spec in resized(given, 3, 5)] == [(3, 5), (3, 1, 5, 5), (3, 8, 8)]
+
+
+def test_a_global_batch_is_cut_as_the_planner_likes_and_verified_without_pytorch(tmp_path: Path) -> None:
+    plan = ullage.plan(config(tmp_path, "gemma2"), hardware=MACHINE, seq_len=16, global_batch=8, precision="fp32")
+    assert isinstance(plan.model, CapturedModel)
+    assert plan.model.micro_batch == plan.decisions.micro_batch
+    assert {other.micro_batch for other in plan.model.others} | {plan.model.micro_batch} == {1, 2, 4, 8}
+    plan.save(tmp_path / "plan.json")
+    loaded = load_plan(tmp_path / "plan.json")
+    assert not loaded.model.is_free
+    verify(loaded)
+    with pytest.raises(ModelConfigError, match="was captured for micro-batch"):
+        loaded.model.at(3, 16)
+
+
+def test_what_does_not_fit_is_helped_by_a_smaller_micro_batch() -> None:
+    captured = capture_module(Net, ["64x16:int64", "64x16:int64"], "fp32", as_on_gpu=False)
+    machine = load_profile(MACHINE).with_device_memory(400_000)
+    request = Request(captured, machine, seq_len=16, micro_batch=64, precision="fp32")
+    with pytest.raises(InfeasibleError):
+        make_plan(request)
+    assert any(remedy.words.startswith("--micro-batch ") for remedy in what_would_fit(request))
+
+
+class OneSampleIsTooFew(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x).square().mean()
+
+
+def test_sizes_that_a_model_does_not_take_are_left_out() -> None:
+    captured = capture_module(OneSampleIsTooFew, ["4x8"], "fp32", as_on_gpu=False)
+    with pytest.raises(
+        ModelConfigError, match=r"micro-batch 1, 1 tokens per sequence: .*more than 1 value per channel"
+    ):
+        captured.at(1, 1)
+    plan = ullage.plan(captured, hardware=MACHINE, global_batch=4)
+    assert {other.micro_batch for other in plan.model.others} | {plan.model.micro_batch} == {2, 4}
+    verify(plan)
+
+
+def test_studies_and_options_of_the_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = config(tmp_path, "gemma2")
+    monkeypatch.chdir(tmp_path)
+    options = ["--hardware", MACHINE, "--precision", "fp32"]
+    sweeps = ["--sweep", "micro_batch=1,2", "--sweep", "seq_len=8,16"]
+    assert main(["whatif", "--model", path, *options, *sweeps, "--workers", "1", "--json"]) == 0
+    points = json.loads(capsys.readouterr().out)["points"]
+    assert len({point["result"]["figures"]["iteration_s"] for point in points}) == 4
+    monkeypatch.setitem(sys.modules, "sizes_of_nets", sys.modules[__name__])
+    shape = ["--input-shape", "2x8:int64", "2x8:int64", "--micro-batch", "3", "--seq-len", "12"]
+    assert main(["plan", "--model", "sizes_of_nets:Net", *shape, *options]) == 0
+    assert "Net(3x12:int64, 3x12:int64): captured" in " ".join(capsys.readouterr().out.split())

@@ -1,0 +1,178 @@
+"""What architectures of ``transformers`` are called with, made from their configurations."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, Final
+
+import transformers
+
+from planner.models.captured import CapturedInput
+from ullage.capture.records import CaptureError
+
+BY_HAND: Final = "give --model package.module:function and --input-shape"
+_IMAGE_SIDE = 224  # pixels, where a configuration does not say
+_SAMPLES = 16_000  # one second of sound
+_MOST_IMAGE_SIDE = 16  # tokens along an image whose size is free
+
+Inputs = tuple[CapturedInput, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """A way to call a model.
+
+    Attributes:
+        inputs: makes them from a configuration, a micro-batch and a number of tokens.
+        has_tokens: whether the number of tokens is free.
+        has_images: whether an image takes some of the tokens, in architectures for which that is known.
+    """
+
+    inputs: Callable[[Any, int, int], Inputs]
+    has_tokens: bool = True
+    has_images: bool = False
+
+
+def _ids(name: str, *shape: int, begins: tuple[tuple[int, int], ...] = ()) -> CapturedInput:
+    return CapturedInput(name=name, shape=shape, dtype="int64", begins=begins)
+
+
+def _values(name: str, *shape: int) -> CapturedInput:
+    return CapturedInput(name=name, shape=shape)
+
+
+def _text(_config: Any, micro_batch: int, seq_len: int) -> Inputs:
+    return _ids("input_ids", micro_batch, seq_len), _ids("labels", micro_batch, seq_len)
+
+
+def _classes(config: Any, micro_batch: int, seq_len: int) -> Inputs:
+    return _ids("input_ids", micro_batch, seq_len), _label(config, micro_batch)
+
+
+def _label(config: Any, micro_batch: int) -> CapturedInput:
+    """Return what a classifier is told: a class, a value of each class, or, of a single one, its value."""
+    if config.problem_type == "multi_label_classification":
+        return _values("labels", micro_batch, config.num_labels)
+    if config.num_labels == 1 or config.problem_type == "regression":
+        return _values("labels", micro_batch, *([config.num_labels] if config.num_labels > 1 else []))
+    return _ids("labels", micro_batch)
+
+
+def _answers(_config: Any, micro_batch: int, seq_len: int) -> Inputs:
+    ends = (_ids(f"{end}_positions", micro_batch) for end in ("start", "end"))
+    return _ids("input_ids", micro_batch, seq_len), *ends
+
+
+def _images(config: Any, micro_batch: int, _seq_len: int) -> Inputs:
+    return _pixels(config, micro_batch), _label(config, micro_batch)
+
+
+def _pixels(config: Any, micro_batch: int) -> CapturedInput:
+    size = getattr(config, "image_size", None) or _IMAGE_SIDE
+    height, width = (size, size) if isinstance(size, int) else size
+    return _values("pixel_values", micro_batch, getattr(config, "num_channels", 3), height, width)
+
+
+def _speech(config: Any, micro_batch: int, seq_len: int) -> Inputs:
+    return _sound(config, micro_batch), _ids("labels", micro_batch, seq_len)
+
+
+def _sounds(config: Any, micro_batch: int, _seq_len: int) -> Inputs:
+    return _sound(config, micro_batch), _label(config, micro_batch)
+
+
+def _sound(config: Any, micro_batch: int) -> CapturedInput:
+    """Return a spectrogram of the length that the model is made for, or a second of samples."""
+    has = config.to_dict()
+    if "num_mel_bins" in has and "max_source_positions" in has:  # Whisper halves the frames before its encoder
+        return _values("input_features", micro_batch, config.num_mel_bins, 2 * config.max_source_positions)
+    if "num_mel_bins" in has and "max_length" in has:
+        return _values("input_values", micro_batch, config.max_length, config.num_mel_bins)
+    if "input_feat_per_channel" in has:
+        return _values("input_features", micro_batch, config.max_source_positions, config.input_feat_per_channel)
+    if "conv_stride" in has or config.model_type.startswith("moonshine"):
+        return _values("input_values", micro_batch, _SAMPLES)
+    raise CaptureError(f"Ullage does not know what sound {config.model_type} takes; {BY_HAND}")
+
+
+def _images_and_text(config: Any, micro_batch: int, seq_len: int) -> Inputs:
+    """Return one image for each sequence, at its beginning; other architectures are called with text alone."""
+    if config.model_type in _FREE_IMAGES:
+        return _free_images(config, micro_batch, seq_len)
+    if (taken := image_tokens(config)) == 0:
+        return _text(config, micro_batch, seq_len)
+    begins = ((_image_id(config), taken),)
+    types = _TYPES.get(config.model_type)
+    more = (_ids("token_type_ids", micro_batch, seq_len, begins=types(taken, seq_len)),) if types else ()
+    return (
+        _ids("input_ids", micro_batch, seq_len, begins=begins),
+        _pixels(config.vision_config, micro_batch),
+        *more,
+        _ids("labels", micro_batch, seq_len),
+    )
+
+
+def _free_images(config: Any, micro_batch: int, seq_len: int) -> Inputs:
+    """Return images of any size, as patches: as large as fits into half of the sequence."""
+    vision = config.vision_config
+    merged = min(math.isqrt(max(seq_len // 2, 1)), _MOST_IMAGE_SIDE)
+    side = merged * vision.spatial_merge_size
+    channels = getattr(vision, "in_channels", None) or getattr(vision, "in_chans", 3)
+    width = channels * vision.temporal_patch_size * vision.patch_size**2
+    taken = merged**2
+    return (
+        _ids("input_ids", micro_batch, seq_len, begins=((config.image_token_id, taken),)),
+        _ids("mm_token_type_ids", micro_batch, seq_len, begins=((1, taken), (0, seq_len - taken))),
+        _values("pixel_values", micro_batch, side**2, width),
+        _ids("image_grid_thw", micro_batch, 3, begins=((1, 1), (side, 2))),
+        _ids("labels", micro_batch, seq_len),
+    )
+
+
+def image_tokens(config: Any) -> int:
+    """Return how many tokens of a sequence one image takes; 0 if they are as many as fit, or that is not known."""
+    count = _IMAGE_TOKENS.get(config.model_type)
+    return count(config) if count else 0
+
+
+def _image_id(config: Any) -> int:
+    found: int = next(
+        getattr(config, name) for name in ("image_token_id", "image_token_index") if hasattr(config, name)
+    )
+    return found
+
+
+def _patches(config: Any) -> int:
+    vision = config.vision_config
+    return int((vision.image_size // vision.patch_size) ** 2)
+
+
+def _llava_tokens(config: Any) -> int:
+    return _patches(config) + int(config.vision_feature_select_strategy == "full")
+
+
+_FREE_IMAGES: Final = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"})
+_IMAGE_TOKENS: Final[dict[str, Callable[[Any], int]]] = {
+    "gemma3": lambda config: config.mm_tokens_per_image,
+    "llava": _llava_tokens,
+    "paligemma": _patches,
+}
+# Which tokens see one another: of Gemma those of an image, of PaliGemma also a prompt, here the image alone.
+_TYPES: Final[dict[str, Callable[[int, int], tuple[tuple[int, int], ...]]]] = {
+    "gemma3": lambda taken, seq_len: ((1, taken), (0, seq_len - taken)),
+    "paligemma": lambda taken, seq_len: ((0, taken), (1, seq_len - taken)),
+}
+
+HEADS: Final[dict[Any, Kind]] = {
+    transformers.AutoModelForSeq2SeqLM: Kind(_text),
+    transformers.AutoModelForSpeechSeq2Seq: Kind(_speech),
+    transformers.AutoModelForMaskedLM: Kind(_text),
+    transformers.AutoModelForImageTextToText: Kind(_images_and_text, has_images=True),
+    transformers.AutoModelForCausalLM: Kind(_text),
+    transformers.AutoModelForImageClassification: Kind(_images, has_tokens=False),
+    transformers.AutoModelForAudioClassification: Kind(_sounds, has_tokens=False),
+    transformers.AutoModelForSequenceClassification: Kind(_classes),
+    transformers.AutoModelForTokenClassification: Kind(_text),
+    transformers.AutoModelForQuestionAnswering: Kind(_answers),
+}
+"""What trains an architecture, and how: the class that the configuration names, or else the first that there is."""
