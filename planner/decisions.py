@@ -7,6 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from planner.graph import Degrees, Unit
+from planner.habits import Habits
 from planner.optimizers import ALL_OPTIMIZERS, Optimizer
 
 Activations = Literal["keep", "recompute", "offload", "offload-nvme", "offload-input"]
@@ -36,6 +37,9 @@ class GradientPath(StrEnum):
     # Engines that stream layers: the device adds up. The sum waits on the host between micro-batches. After the last
     # one it stays, and with it the weights, until the update there.
     ON_DEVICE = "on-device"
+    # Engines with passes of their own on the host: once, in the weights' type, pinned, to a buffer from where a pass of
+    # the host takes them (:class:`planner.habits.Habits`).
+    BUFFERED = "buffered"
 
     def blocks(self, micro_batch: int, last: int) -> bool:
         """Return whether the caller waits until a micro-batch's gradient is on the host; ``last`` is the last one."""
@@ -51,7 +55,7 @@ class GradientPath(StrEnum):
     @property
     def is_one_copy(self) -> bool:
         """Whether each micro-batch's gradient is copied to the host once, where it is added to the sum."""
-        return self in {GradientPath.ONCE, GradientPath.FSDP2}
+        return self in {GradientPath.ONCE, GradientPath.FSDP2, GradientPath.BUFFERED}
 
 
 class HostUpdate(StrEnum):
@@ -122,16 +126,20 @@ class Precision(Frozen):
         state: the type of optimizer state; ``None`` is fp32, the only one that our executor has.
         gradients: the type in which gradients are summed over micro-batches and ranks; ``None`` is that of weights, the
             only one that our executor has.
+        master: the type of the master copy; ``None`` is that of the rest of the state, the only one that our executor
+            has. A master copy in bf16 is the weight itself.
     """
 
     weights: Literal["bf16", "fp32"]
     state: Literal["bf16"] | None = None
     gradients: Literal["fp32"] | None = None
+    master: Literal["bf16"] | None = None
 
     @model_validator(mode="after")
     def _state_fits(self) -> Self:
-        if self.state and self.weights != self.state:
-            raise ValueError(f"state {self.state} needs weights of the same type, not {self.weights}; change one")
+        for name, found in (("state", self.state), ("master", self.master)):
+            if found and self.weights != found:
+                raise ValueError(f"{name} {found} needs weights of the same type, not {self.weights}; change one")
         return self
 
     @property
@@ -147,16 +155,16 @@ class Precision(Frozen):
     @property
     def master_bytes(self) -> Literal[2, 4]:
         """Bytes of one value of the master copy."""
-        return 2 if self.state else 4
+        return 2 if self.state or self.master else 4
 
     @property
     def master_is_weight(self) -> bool:
         """Whether the optimizer's master copy is the weight itself, if both are in one place."""
-        return self.weights == (self.state or "fp32")
+        return self.weights == (self.state or self.master or "fp32")
 
     def state_bytes_per_param(self, optimizer: Optimizer) -> int:
         """Return the bytes of optimizer state per parameter, the master copy included."""
-        return ALL_OPTIMIZERS[optimizer].bytes_per_param(self.master_bytes)
+        return self.master_bytes + (2 if self.state else 4) * ALL_OPTIMIZERS[optimizer].num_buffers
 
     def update_bytes_per_param(self, optimizer: Optimizer) -> int:
         """Return the bytes that an update moves: gradient and state in, state and (if it is apart) weight out.
@@ -213,6 +221,7 @@ class Decisions(Frozen):
             published times.
         device_buffer_bytes: other device memory of an engine: its buckets and staging buffers.
         clip: whether gradients are clipped by their global norm; every update then waits for the norm.
+        habits: what else another engine does; ``None`` for ours, and for engines that do nothing else.
     """
 
     policy: str
@@ -246,6 +255,7 @@ class Decisions(Frozen):
     loop: bool = False
     device_buffer_bytes: Annotated[int, Field(ge=0)] = 0
     clip: bool = True
+    habits: Habits | None = None
     units: dict[str, UnitDecision]
 
     @model_validator(mode="after")
@@ -342,6 +352,7 @@ class Decisions(Frozen):
         return (
             self.gradient_path is GradientPath.ONCE
             and self.host_update is HostUpdate.FUSED
+            and self.habits is None
             and not (self.module_hooks or self.loop or self.device_buffer_bytes)
             and self.max_prefetch_params is self.max_reuse_params is None
             and self.reduce_start == "backward"
@@ -368,6 +379,11 @@ class Decisions(Frozen):
         """Bytes of state per parameter that are streamed; a master copy that is the weight may be there already."""
         there = self.gradient_path is GradientPath.ON_DEVICE and self.precision.master_is_weight
         return self.state_bytes_per_param - (self.precision.weight_bytes if there else 0)
+
+    @property
+    def layer_by_layer(self) -> bool:
+        """Whether all micro-batches pass a segment before the next one begins; see :class:`planner.habits.Habits`."""
+        return self.habits is not None and self.habits.layer_by_layer
 
     @property
     def uses_storage(self) -> bool:
@@ -427,7 +443,7 @@ class Decisions(Frozen):
 
     def gathers(self, unit: Unit) -> bool:
         """Return whether a unit's parameters are sharded over ranks (ZeRO-3) and gathered for every use."""
-        return self.zero_stage == 3 and self.replicas(unit) > 1
+        return self.zero_stage == 3 and self.replicas(unit) > 1 and not self.layer_by_layer
 
     def regathers(self, unit: Unit) -> bool:
         """Return whether ranks all-gather a unit's shards after the update (ZeRO-1 and 2)."""

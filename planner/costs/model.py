@@ -48,6 +48,7 @@ class CostModel:
         optimizer: the optimizer.
 
     Attributes:
+        precision: types of weights and gradients.
         layout: the groups of ranks and their nodes.
         num_ranks, ranks_per_node: of the whole job, and of a full node; each has one device.
     """
@@ -65,6 +66,7 @@ class CostModel:
         optimizer: Optimizer = "adamw",
     ) -> None:
         self.profile = profile
+        self.precision = precision
         self._units = {unit.name: unit for unit in units}
         self._dtype_bytes = precision.weight_bytes
         self._optimizer = optimizer

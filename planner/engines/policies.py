@@ -30,8 +30,8 @@ INTERLEAVED_STRIDES = (2, 3, 4, 5, 6, 8, 10)
 def gpu_only(setup: Setup) -> Iterator[Decisions]:
     """Plain training: everything on the device; over several devices as ZeRO-1, 2 or 3 (FSDP)."""
     for stage in (1, 2, 3) if setup.data_parallel > 1 else (0,):
-        for activations in _ACTIVATIONS:
-            yield _decide(setup, "gpu-only", activations, lambda _: Place.GPU, zero_stage=stage, **_AFTER_BACKWARD)
+        for activations in ACTIVATIONS:
+            yield decide(setup, "gpu-only", activations, lambda _: Place.GPU, zero_stage=stage, **AFTER_BACKWARD)
 
 
 def zero_offload(setup: Setup, gradient_path: GradientPath = GradientPath.ZERO3_ASYNC) -> Iterator[Decisions]:
@@ -40,8 +40,8 @@ def zero_offload(setup: Setup, gradient_path: GradientPath = GradientPath.ZERO3_
     DeepSpeed before 0.19.5, the baseline of every paper, has the blocking gradient path.
     """
     name = "zero-offload" if gradient_path is GradientPath.ZERO3_ASYNC else "zero-offload-blocking"
-    for activations in _ACTIVATIONS:
-        yield _decide(setup, name, activations, lambda _: Place.CPU, **_deepspeed(setup, gradient_path))
+    for activations in ACTIVATIONS:
+        yield decide(setup, name, activations, lambda _: Place.CPU, **deepspeed_options(setup, gradient_path))
 
 
 def zero_offload_blocking(setup: Setup) -> Iterator[Decisions]:
@@ -72,8 +72,8 @@ def fsdp2_offload(setup: Setup) -> Iterator[Decisions]:
     """
     # One layer's shard waits in fp32 on the device until it is cast.
     fp32_bytes = 4 * max((-(-unit.num_params // setup.replicas(unit)) for unit in setup.units), default=0)
-    for activations in _ACTIVATIONS:
-        yield _decide(
+    for activations in ACTIVATIONS:
+        yield decide(
             setup,
             "fsdp2-offload",
             activations,
@@ -82,7 +82,7 @@ def fsdp2_offload(setup: Setup) -> Iterator[Decisions]:
             zero_stage=3 if setup.data_parallel > 1 else 0,
             gradient_path=GradientPath.FSDP2,
             device_buffer_bytes=fp32_bytes,
-            **_AFTER_BACKWARD,
+            **AFTER_BACKWARD,
         )
 
 
@@ -95,9 +95,9 @@ def twin_flow(setup: Setup, fractions: Sequence[float] = TWIN_FLOW_FRACTIONS) ->
 
     for fraction in fractions:
         chosen = functools.partial(place, total - round(total * fraction))
-        for activations in _ACTIVATIONS:
-            options = _deepspeed(setup, GradientPath.ZERO3_ASYNC)
-            yield _decide(setup, "twin-flow", activations, chosen, **options)
+        for activations in ACTIVATIONS:
+            options = deepspeed_options(setup, GradientPath.ZERO3_ASYNC)
+            yield decide(setup, "twin-flow", activations, chosen, **options)
 
 
 def super_offload(setup: Setup, fractions: Sequence[float] = (*TWIN_FLOW_FRACTIONS, 1.0)) -> Iterator[Decisions]:
@@ -126,7 +126,7 @@ def interleaved(
     def place(stride: int, i: int) -> Place:
         return Place.GPU if i < first else Place.STREAM if i % stride == stride - 1 else Place.CPU
 
-    engine = _deepspeed(setup, GradientPath.ZERO3_ASYNC)
+    engine = deepspeed_options(setup, GradientPath.ZERO3_ASYNC)
     # Its one slot holds a whole subgroup. In our schedule the pieces of that subgroup pass through slots.
     piece = max((size for unit in setup.units for size in pieces(setup, unit)), default=0)
     slot_bytes = OPTIMIZERS[setup.optimizer].state_bytes_per_param * (setup.subgroup_params - piece)
@@ -134,8 +134,8 @@ def interleaved(
         options = engine | {"host_update": HostUpdate.DEVICE_CAST, "num_state_slots": 1}
         if total >= stride:
             options["device_buffer_bytes"] = engine["device_buffer_bytes"] + slot_bytes
-        for activations in _ACTIVATIONS:
-            yield _decide(setup, "interleaved", activations, functools.partial(place, stride), **options)
+        for activations in ACTIVATIONS:
+            yield decide(setup, "interleaved", activations, functools.partial(place, stride), **options)
 
 
 def zero_infinity(setup: Setup, *, pipeline_read: bool = False, pipeline_write: bool = False) -> Iterator[Decisions]:
@@ -145,13 +145,13 @@ def zero_infinity(setup: Setup, *, pipeline_read: bool = False, pipeline_write: 
     subgroup's state and gradient are read, updated and written in turn, unless settings let the next read or the
     previous write overlap (``stage3.py`` and ``partitioned_optimizer_swapper.py``).
     """
-    for activations in _ACTIVATIONS:
-        yield _decide(
+    for activations in ACTIVATIONS:
+        yield decide(
             setup,
             "zero-infinity",
             activations,
             lambda _: Place.NVME,
-            **_deepspeed(setup, GradientPath.ZERO3_PINNED),
+            **deepspeed_options(setup, GradientPath.ZERO3_PINNED),
             spill_gradients=True,
             num_nvme_slots=1 + pipeline_read + pipeline_write,
         )
@@ -171,7 +171,7 @@ def ratel(setup: Setup, counts: Sequence[int] | None = None, num_on_host: int | 
     """
     segments = setup.swappable
     shared = setup.tied
-    streamed = _decide(
+    streamed = decide(
         dataclasses.replace(setup, clip=False),
         "ratel",
         "recompute",
@@ -306,8 +306,10 @@ def _evenly(total: int, count: int) -> list[bool]:
 
 
 _decided = functools.lru_cache(4096)(UnitDecision)  # most units have equal decisions, in all mixes of a search
-_ACTIVATIONS: tuple[Activations, ...] = ("keep", "recompute")
-_AFTER_BACKWARD: dict[str, Any] = {"overlap_next_forward": False}
+ACTIVATIONS: tuple[Activations, ...] = ("keep", "recompute")
+"""What users choose between: activations are recomputed where keeping them does not fit."""
+AFTER_BACKWARD: dict[str, Any] = {"overlap_next_forward": False}
+"""Options of engines whose next forward waits for all updates."""
 # DeepSpeed's default ``reduce_bucket_size``: gradients are copied into one buffer of so many values before the
 # reduction, and ``reduce_scatter_coalesced`` makes its flat input from it (``runtime/comm/coalesced_collectives.py``).
 REDUCE_BUCKET_PARAMS = 500_000_000
@@ -320,7 +322,8 @@ MAX_REUSE_PARAMS = 1_000_000_000
 MAX_LIVE_PARAMS = 1_000_000_000
 
 
-def _deepspeed(setup: Setup, gradient_path: GradientPath) -> dict[str, Any]:
+def deepspeed_options(setup: Setup, gradient_path: GradientPath) -> dict[str, Any]:
+    """Return the options that all ZeRO-3 engines of DeepSpeed have in common, at DeepSpeed's defaults."""
     bucket_bytes = NUM_REDUCE_BUFFERS * REDUCE_BUCKET_PARAMS * setup.precision.weight_bytes
     return {
         "device_buffer_bytes": bucket_bytes if setup.data_parallel > 1 else 0,
@@ -348,7 +351,7 @@ def num_live_segments(setup: Setup, max_live_params: int = MAX_LIVE_PARAMS) -> i
     return max((max_live_params - ends) // max(segments.values(), default=1), 2)
 
 
-def _decide(
+def decide(
     setup: Setup,
     policy: str,
     activations: Activations,
@@ -382,23 +385,3 @@ def _decide(
             **options,
         }
     )
-
-
-POLICIES: dict[str, Callable[[Setup], Iterator[Decisions]]] = {
-    "gpu-only": gpu_only,
-    "zero-offload-blocking": zero_offload_blocking,
-    "zero-offload": zero_offload,
-    "twin-flow": twin_flow,
-    "interleaved": interleaved,
-    "fsdp2-offload": fsdp2_offload,
-    "super-offload": super_offload,
-}
-# Policies from whose placements our search does not start: ours would be another one.
-ONLY_COMPARED = frozenset({"fsdp2-offload", "super-offload"})
-# Policies whose first placement that fits is the fastest, with activations kept and with all recomputed: the fewer
-# updates the CPU does, the faster.
-FIRST_IS_FASTEST = frozenset({"twin-flow", "super-offload"})
-# Policies that can also keep their parameters on the host. This is tried if nothing fits otherwise.
-HOST_PARAMETER_POLICIES = ("zero-offload-blocking", "zero-offload", "super-offload")
-# Policies that need NVMe. They are tried if the request allows it.
-STORAGE_POLICIES: dict[str, Callable[[Setup], Iterator[Decisions]]] = {"zero-infinity": zero_infinity, "ratel": ratel}

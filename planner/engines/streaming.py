@@ -2,15 +2,20 @@
 
 ShadowSpill (als244/dataflow) plans when each layer's weights, gradients, activations and optimizer state are on the
 device, within a budget of device memory. Of each layer and micro-batch it saves the activations, on the device or on
-the host, or only the layer's input, from which it recomputes the rest (``docs/dataflow_sim/recompute.md``). State is
-bf16 without a master copy.
+the host, or only the layer's input, from which it recomputes the rest (``docs/dataflow_sim/recompute.md``). By default
+its state is bf16 without a master copy.
 """
+
+from collections.abc import Iterator
 
 from planner.decisions import Activations, Decisions, GradientPath, Place, UnitDecision
 from planner.engines.setup import Setup, pieces
+from planner.habits import Habits
 
 # Layers that are on their way to or from the device: one is used while the next one arrives.
 _SLOTS = 2
+# What the engine's head and loss, in chunks of tokens, hold of the memory that those of ``transformers`` do.
+_HEAD_PERCENT = 5
 
 
 def streaming(setup: Setup, num_keep: int, num_offload: int, num_resident: int) -> Decisions:
@@ -49,3 +54,16 @@ def streaming(setup: Setup, num_keep: int, num_offload: int, num_resident: int) 
         update_order="forward" if setup.clip else "backward",
         units=units,
     )
+
+
+def streamed(setup: Setup) -> Iterator[Decisions]:
+    """Yield the placement that needs least memory; :func:`planner.search.streaming.best_streaming` finds the fastest.
+
+    ``ullage plan`` gives the engine the types of the request: it can keep a master copy and moments in fp32.
+    """
+    yield with_own_head(streaming(setup, 0, 0, 0))
+
+
+def with_own_head(decisions: Decisions) -> Decisions:
+    """Return decisions of an engine that makes logits in chunks, where the model's own head does not."""
+    return decisions.model_copy(update={"habits": Habits(head_percent=_HEAD_PERCENT)})

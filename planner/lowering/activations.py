@@ -12,6 +12,7 @@ from collections.abc import Mapping
 
 from planner.decisions import Activations, Decisions
 from planner.graph import Unit, segments
+from planner.lowering.by_layer import SEGMENTS_OF_STAGE
 from planner.lowering.program import Draft, Keys, LoweredUnit, Program
 from planner.schedule.tasks import Lane, Op, Phase
 
@@ -111,5 +112,8 @@ def _move(program: Program, anchor: Draft, lane: Lane, op: Op, unit: LoweredUnit
     phase = Phase.FORWARD if op in {Op.OFFLOAD, Op.EVICT} else Phase.BACKWARD
     draft = program.draft(lane, op, phase, unit, anchor.micro_batch, after)
     draft.num_bytes = offloaded_bytes(unit.unit, unit.activations)
+    if program.decisions.layer_by_layer:
+        # Each way: a segment's input that is kept, a gradient of it, and the output of every stage of forward.
+        draft.num_bytes = draft.num_bytes * (2 * SEGMENTS_OF_STAGE + 1) // SEGMENTS_OF_STAGE
     program.behind[anchor.key].append(draft)
     return draft

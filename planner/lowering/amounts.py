@@ -21,7 +21,7 @@ class Amounts:
     Attributes:
         params: where its parameters are.
         fetched: whether its parameters are copied from the host for every use.
-        replicas: the number of ranks with the same part of it.
+        replicas: the number of ranks with the same part of it at the same time.
         shard_params: parameters that one rank updates.
         padded_params: all trained parameters, padded to equal shards.
         frozen_bytes: bytes of frozen weights that one rank keeps.
@@ -111,7 +111,7 @@ def _amounts(decisions: Decisions, unit: Unit, decided: UnitDecision) -> Amounts
     return Amounts(
         params=decided.params,
         fetched=decided.fetched,
-        replicas=decisions.replicas(unit),
+        replicas=1 if decisions.layer_by_layer else decisions.replicas(unit),
         shard_params=shard,
         padded_params=padded,
         frozen_bytes=frozen_bytes,
@@ -145,7 +145,9 @@ def _parameters(
 
 def _optimizer(decisions: Decisions, placed: Counter[Place]) -> HeldBytes:
     state_bytes = decisions.state_bytes_per_param
+    extra_bytes = decisions.habits.host_bytes if decisions.habits else 0
     return _held(
+        (Tier.HOST, extra_bytes * placed[Place.CPU]),
         (Tier.HOST, state_bytes * (placed[Place.CPU] + placed[Place.STREAM])),
         (Tier.NVME, decisions.num_state_versions * state_bytes * placed[Place.NVME]),
         (Tier.GPU, decisions.resident_state_bytes_per_param * placed[Place.GPU]),

@@ -3,11 +3,9 @@
 from collections import Counter
 
 from planner.lowering import pipeline
-from planner.lowering.program import Draft, LoweredUnit, Program
+from planner.lowering.by_layer import AGAIN, backward, compute_by_layer
+from planner.lowering.program import Program
 from planner.schedule.tasks import Lane, Op, Phase
-
-# The task that runs just before the backward of a segment, by the decision on its activations.
-AGAIN = {"recompute": Op.RECOMPUTE, "offload": Op.REMAKE, "offload-nvme": Op.REMAKE, "offload-input": Op.RECOMPUTE}
 
 
 def compute(program: Program) -> None:
@@ -19,6 +17,8 @@ def compute(program: Program) -> None:
     decisions = program.decisions
     if decisions.pipeline_parallel > 1:
         pipeline.compute(program)
+    elif decisions.layer_by_layer:
+        compute_by_layer(program)
     else:
         _compute_in_turn(program)
     program.computing = program.spine.copy()
@@ -41,21 +41,30 @@ def compute(program: Program) -> None:
 
 
 def _compute_in_turn(program: Program) -> None:
+    habits = program.decisions.habits
+    block = habits.recompute_block if habits else 0
     for micro_batch in range(program.decisions.num_micro_batches):
         for unit in program.units:
-            _lay(program, unit.forwards, Op.FORWARD, Phase.FORWARD, unit, micro_batch)
-        for segment in reversed(program.segments):
-            if again := AGAIN.get(segment[0].activations):
-                for unit in segment:
-                    _lay(program, unit.agains, again, Phase.BACKWARD, unit, micro_batch)
-            for unit in reversed(segment):
-                _lay(program, unit.backwards, Op.BACKWARD, Phase.BACKWARD, unit, micro_batch)
+            program.lay(unit.forwards, Op.FORWARD, unit, micro_batch)
+        for number, segment in reversed(list(enumerate(program.segments))):
+            if block and AGAIN.get(segment[0].activations):
+                _first_pass(program, number, block, micro_batch)
+            for op, unit in backward(segment):
+                program.lay(unit.backwards if op is Op.BACKWARD else unit.agains, op, unit, micro_batch)
 
 
-def _lay(program: Program, noted: list[Draft], op: Op, phase: Phase, unit: LoweredUnit, micro_batch: int) -> None:
-    draft = program.draft(Lane.COMPUTE, op, phase, unit, micro_batch)
-    noted.append(draft)
-    program.spine.append(draft)
+def _first_pass(program: Program, number: int, block: int, micro_batch: int) -> None:
+    """If a segment is the last of its block, compute the outputs of all segments of the block.
+
+    Blocks are counted from the first segment that recomputes. The engine computes the last output too, and drops it.
+    """
+    again = [i for i, segment in enumerate(program.segments) if segment[0].activations in AGAIN]
+    place = again.index(number)
+    if number != again[-1] and (place + 1) % block:
+        return
+    for i in again[place - place % block : place + 1]:
+        for unit in program.segments[i]:
+            program.lay(unit.first_passes, Op.RECOMPUTE, unit, micro_batch)
 
 
 def launch(program: Program) -> None:
@@ -77,7 +86,7 @@ def launch(program: Program) -> None:
         awaited = {Op.OVERWRITE}
     for unit in program.units:
         num_modules = unit.unit.num_modules if hooks else 0
-        for tasks in (unit.forwards, unit.agains, unit.backwards):
+        for tasks in (unit.forwards, unit.first_passes, unit.agains, unit.backwards):
             num_kernels = unit.unit.num_kernels[tasks[0].op] if tasks else 0
             for draft in tasks:
                 issue = program.draft(Lane.LAUNCH, Op.ISSUE, draft.phase, unit, draft.micro_batch)

@@ -35,6 +35,7 @@ def gradients(program: Program) -> None:
         flushed = _flush(program, unit, draft, ready)
         if flushed:
             spill(program, unit, draft, flushed, spilled)
+            _sum(program, unit, flushed, following)
         if (gone := flushed or ready) is not draft:
             leaving.append(gone.key)
         waits = flushed if decisions.gradient_path.blocks(draft.micro_batch, last) else None
@@ -57,7 +58,10 @@ def gradient_ready(program: Program, unit: LoweredUnit) -> Draft:
 
 def summed(program: Program, unit: LoweredUnit) -> Draft:
     """Return the task after which a unit's whole summed gradient is where it will be used."""
-    copies = unit.flushes.get(program.decisions.num_micro_batches - 1)
+    last = program.decisions.num_micro_batches - 1
+    if added := unit.sums.get(last):
+        return added
+    copies = unit.flushes.get(last)
     stays = program.decisions.gradient_path is GradientPath.ON_DEVICE
     return copies[-1] if copies and not stays else gradient_ready(program, unit)
 
@@ -98,6 +102,22 @@ def _scatter(program: Program, unit: LoweredUnit, micro_batch: int, after: Draft
     return scatter
 
 
+def _sum(program: Program, unit: LoweredUnit, flushed: Draft, following: Draft | None) -> None:
+    """Let a pass of the host add a copied gradient to the sum, in engines that have one.
+
+    The next micro-batch waits for the last pass.
+    """
+    habits = program.decisions.habits
+    if habits is None or not habits.sum_bytes:
+        return
+    added = program.draft(Lane.CPU, Op.PASS, Phase.BACKWARD, unit, flushed.micro_batch, (flushed.key,))
+    added.num_bytes = habits.sum_bytes * unit.amounts.flushed_params
+    program.behind[unit.backwards[flushed.micro_batch].key].append(added)
+    unit.sums[flushed.micro_batch] = added
+    if following and following.op is Op.FORWARD:
+        following.after += (added.key,)
+
+
 def _bring_sums(program: Program) -> None:
     """Copy the sum of earlier micro-batches to the device, one unit ahead of the backward that adds to it."""
     decisions = program.decisions
@@ -119,13 +139,14 @@ def _bring_sums(program: Program) -> None:
 def _flush(program: Program, unit: LoweredUnit, backward: Draft, ready: Draft) -> Draft | None:
     """Add the copies of one micro-batch's gradient to the host; return the last one."""
     num_params = unit.amounts.flushed_params
-    if not num_params:
-        return None
     decisions, micro_batch = program.decisions, backward.micro_batch
     weight_bytes, path = decisions.precision.weight_bytes, decisions.gradient_path
     last = micro_batch == decisions.num_micro_batches - 1
+    if not num_params or (decisions.layer_by_layer and not last):  # then micro-batches add up on the device
+        return None
     if path.is_one_copy:
-        steps: tuple[tuple[Lane, Op, int], ...] = ((Lane.D2H, Op.FLUSH, decisions.flushed_bytes_per_param),)
+        op = Op.OVERWRITE if path is GradientPath.BUFFERED else Op.FLUSH
+        steps: tuple[tuple[Lane, Op, int], ...] = ((Lane.D2H, op, decisions.flushed_bytes_per_param),)
     else:  # [Note: Accumulation]
         out, back = (Lane.D2H, Op.OVERWRITE, weight_bytes), (Lane.H2D, Op.LOAD, weight_bytes)
         if path is GradientPath.ON_DEVICE:
@@ -148,6 +169,7 @@ def _flush(program: Program, unit: LoweredUnit, backward: Draft, ready: Draft) -
         draft.stalls = path is GradientPath.ZERO3_ASYNC
     if path is GradientPath.FSDP2 and micro_batch:
         draft.pinned = False
-    if decisions.clip and last and copies and path is not GradientPath.FSDP2:  # that computes the norm on the host
+    norm_on_host = path in {GradientPath.FSDP2, GradientPath.BUFFERED}
+    if decisions.clip and last and copies and not norm_on_host:
         draft.num_params = num_params  # the copy also computes the norm
     return draft

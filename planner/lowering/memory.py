@@ -107,7 +107,7 @@ def _gradients_of(program: Program, unit: LoweredUnit, maker: LoweredUnit, tied:
             num_bytes, label = gradient_bytes * amounts.padded_params, f"{unit.name} unreduced"
             program.hold_while(MemoryClass.GRADIENTS, num_bytes, label, made, scatter)
             made = scatter
-        elif ranks > 1:
+        elif ranks > 1 or (decisions.layer_by_layer and micro_batch not in unit.flushes):
             continue
         if host:
             stays = decisions.gradient_path is GradientPath.ON_DEVICE and micro_batch + 1 == decisions.num_micro_batches
@@ -163,6 +163,7 @@ def _workspace(program: Program, fresh: Fresh) -> None:
                 sizes = sizes | program.named[other].unit.sizes
             new, piled = fresh[draft.micro_batch][unit.name], unit.amounts.replicas > 1
             num_bytes = backward_workspace_bytes(unit.unit, sizes, new, gradient_bytes, piled=piled)
+        num_bytes = _held_share(program, unit, num_bytes)
         program.hold_while(MemoryClass.WORKSPACE, num_bytes, f"{unit.name} workspace", draft, draft)
 
 
@@ -200,11 +201,32 @@ def _activations(program: Program, segment: Segment, micro_batch: int) -> None:
         # From then on it is among the first unit's saved tensors, unless that unit saves a copy.
         until = first.backwards if first.unit.operators[0].copies_input else first.agains
         input_bytes, label = first.unit.activation_output_bytes, f"{first.unit.segment} input"
-        begin, end = first.forwards[micro_batch], until[micro_batch]
+        begin, end = _input_made(program, first, micro_batch), until[micro_batch]
         program.hold_while(MemoryClass.ACTIVATIONS, input_bytes, label, begin, end)
     for unit in segment:
         begin, end = (unit.forwards if keep else unit.agains)[micro_batch], unit.backwards[micro_batch]
-        program.hold_while(MemoryClass.ACTIVATIONS, unit.unit.saved_bytes, unit.name, begin, end)
+        saved_bytes = _held_share(program, unit, unit.unit.saved_bytes)
+        program.hold_while(MemoryClass.ACTIVATIONS, saved_bytes, unit.name, begin, end)
+
+
+def _held_share(program: Program, unit: LoweredUnit, num_bytes: int) -> int:
+    """Return the bytes that an engine with a head of its own holds, of what the model's head holds."""
+    habits = program.decisions.habits
+    if habits is None or unit.unit.segment != program.units[-1].unit.segment:
+        return num_bytes
+    return num_bytes * habits.head_percent // 100
+
+
+def _input_made(program: Program, first: LoweredUnit, micro_batch: int) -> Draft:
+    """Return the task since which a segment's input is there for its backward.
+
+    In a block that is recomputed together, only the first segment's input is kept since forward.
+    """
+    if (habits := program.decisions.habits) is None or not first.first_passes:
+        return first.forwards[micro_batch]
+    firsts = [segment[0] for segment in program.segments if segment[0].first_passes]
+    starts_block = firsts.index(first) % habits.recompute_block == 0
+    return (first.forwards if starts_block else first.first_passes)[micro_batch]
 
 
 def _offloaded(program: Program, segment: Segment, micro_batch: int) -> None:
@@ -226,8 +248,10 @@ def _offload_rooms(program: Program) -> None:
     The buffers serve all micro-batches: forward of the next one begins when all are free.
     """
     rooms = OffloadRooms(program.model, program.decisions)
+    # Layer by layer, those of all micro-batches are there at once.
+    count = program.decisions.num_micro_batches if program.decisions.layer_by_layer else 1
     for name, num_bytes in rooms.on_host.items():
-        program.hold(Tier.HOST, MemoryClass.ACTIVATIONS, num_bytes, name)
+        program.hold(Tier.HOST, MemoryClass.ACTIVATIONS, count * num_bytes, name)
     for slot in range(rooms.num_slots):
         program.hold(Tier.HOST, MemoryClass.ACTIVATIONS, rooms.slot_bytes, f"activation slot {slot}")
     for name, num_bytes in rooms.on_nvme.items():

@@ -9,6 +9,7 @@ that are still in their slot are not fetched again.
 import dataclasses
 import itertools
 from collections import defaultdict
+from collections.abc import Mapping
 
 from planner.lowering.program import Draft, LoweredUnit, Program
 from planner.schedule.tasks import Lane, Op
@@ -60,6 +61,8 @@ def parameters(program: Program) -> None:
     reads: dict[int, list[tuple[Draft, Draft]]] = defaultdict(list)  # by slot: reads from NVMe, each with its fetch
     positions = {draft.key: position for position, draft in enumerate(program.spine)}
     latest = -1  # the position in the spine behind which the latest fill was issued
+    habits = program.decisions.habits
+    anew = habits is not None and habits.recompute_block > 0
     passed = 0  # the number of parameters used so far
     used_at: dict[str, int] = {}
     for user in program.computing:
@@ -72,12 +75,14 @@ def parameters(program: Program) -> None:
                 continue
             unit = program.named[name]
             held, used = occupant.get(slot, (None, None))
-            if held is not unit or _released(program, unit, passed - used_at[name]):
+            again = anew and user.op is not Op.BACKWARD
+            if held is not unit or again or _released(program, unit, passed - used_at[name]):
                 # Lanes are first-in first-out, so fills are issued in the order of use. Otherwise a fill whose slot is
                 # free early, but whose weights are updated late, would delay all fills behind it.
                 latest = max(latest, positions[used.key] if used else -1)
                 anchor = program.spine[latest] if latest >= 0 else None
-                filled = _fill(program, unit, slot, user, used, anchor, positions[user.key])
+                # An engine that fetches anew for every use does so into another buffer.
+                filled = _fill(program, unit, slot, user, None if held is unit and again else used, anchor, positions)
                 user.after += (filled[-1].key,)
                 if filled[0].op is Op.READ:
                     reads[slot].append((filled[0], filled[1]))
@@ -112,7 +117,7 @@ def _fill(
     user: Draft,
     used: Draft | None,
     anchor: Draft | None,
-    position: int,
+    positions: Mapping[int, int],
 ) -> list[Draft]:
     """Add the tasks that bring a unit into its slot, and return them.
 
@@ -123,8 +128,9 @@ def _fill(
         user: the compute task that needs the parameters.
         used: the latest task that used the slot.
         anchor: the spine task to issue them behind; ``None`` for the start of the iteration.
-        position: the position of ``user`` in the spine.
+        positions: the positions of spine tasks, by key.
     """
+    position = positions[user.key]
     decisions, amounts = program.decisions, unit.amounts
     weight_bytes = decisions.precision.weight_bytes
     start = (used.key,) if used else ()

@@ -65,8 +65,10 @@ class LoweredUnit:
         stage: its pipeline stage.
         forwards, backwards: its compute tasks, by micro-batch.
         agains: tasks that recompute activations just before its backward, if any, by micro-batch.
+        first_passes: tasks that recompute only its output before those, if any, by micro-batch.
         offloads, reloads: copies of its activations, if any, by micro-batch.
         scatters, flushes: by micro-batch, the collective that reduces its gradient, and the copies to the host.
+        sums: by micro-batch, passes of the host that add its gradient to the sum, in engines that have them.
         exchange: the all-reduce of a weight that the first and last pipeline stage share.
         spill: the write of its gradient to NVMe.
         updates: the update of every subgroup.
@@ -83,10 +85,12 @@ class LoweredUnit:
     forwards: list[Draft] = dataclasses.field(default_factory=list)
     backwards: list[Draft] = dataclasses.field(default_factory=list)
     agains: list[Draft] = dataclasses.field(default_factory=list)
+    first_passes: list[Draft] = dataclasses.field(default_factory=list)
     offloads: list[Draft] = dataclasses.field(default_factory=list)
     reloads: list[Draft] = dataclasses.field(default_factory=list)
     scatters: dict[int, Draft] = dataclasses.field(default_factory=dict)
     flushes: dict[int, list[Draft]] = dataclasses.field(default_factory=dict)
+    sums: dict[int, Draft] = dataclasses.field(default_factory=dict)
     exchange: Draft | None = None
     spill: Draft | None = None
     updates: list[Draft] = dataclasses.field(default_factory=list)
@@ -163,6 +167,13 @@ class Program:
             draft = Draft(len(drafts), lane, op, phase, "", micro_batch, piece, 0, after)
         drafts.append(draft)
         return draft
+
+    def lay(self, noted: list[Draft], op: Op, unit: LoweredUnit, micro_batch: int) -> None:
+        """Append a compute task to the spine, and to the unit's tasks of its kind."""
+        phase = Phase.FORWARD if op is Op.FORWARD else Phase.BACKWARD
+        draft = self.draft(Lane.COMPUTE, op, phase, unit, micro_batch)
+        noted.append(draft)
+        self.spine.append(draft)
 
     def at_step(self, draft: Draft) -> None:
         """Issue a task after all compute tasks; if gradients are clipped, before the norm is known."""

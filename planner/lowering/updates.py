@@ -1,6 +1,7 @@
 """The pass for optimizer steps, and for copies of updated parameters back to the device."""
 
 from planner.decisions import Decisions, GradientPath, HostUpdate, Place
+from planner.habits import Habits
 from planner.lowering.gradients import gradient_ready, summed
 from planner.lowering.parameters import issue_ahead
 from planner.lowering.program import Draft, Keys, LoweredUnit, Program
@@ -22,7 +23,10 @@ def updates(program: Program) -> None:
     [Note: Deadlines] With ``overlap_next_forward``, only a unit's own next forward waits for its updates. Uploads,
     fetches and all-gathers for it are issued in the next iteration, in the order of use.
     """
-    decisions = program.decisions
+    decisions, habits = program.decisions, program.decisions.habits
+    if habits is not None and habits.publishes_late:
+        _update_late(program, habits)
+        return
     # In a pipeline, units are placed by their stage.
     order = [(unit.stage if decisions.pipeline_parallel > 1 else i, unit) for i, unit in enumerate(program.units)]
     # Updates that start during backward are issued after it, so in the order of backward, whatever was decided.
@@ -34,12 +38,8 @@ def updates(program: Program) -> None:
         for piece, (num_params, place) in enumerate(unit.amounts.pieces):
             ready = _ready(program, unit, place)
             if place is Place.CPU:
-                updated = _on_cpu(program, unit, piece, num_params, ready + (() if _goes_on(decisions) else blocker))
-                unit.changes.append(updated)
-                uploaded = _upload(program, unit, piece, num_params, position, updated, blocker)
-                if uploaded and decisions.host_update is not HostUpdate.FUSED:
-                    blocker = (uploaded.key,)  # the update thread waits for the copy
-                done.append(uploaded or updated)
+                made, blocker = _by_host(program, unit, piece, num_params, position, ready, blocker)
+                done += made
             elif place is Place.NVME:
                 done += _through_nvme(program, through_nvme, unit, piece, num_params, position, ready)
             elif place is Place.GPU:
@@ -55,6 +55,52 @@ def updates(program: Program) -> None:
     through_nvme.recycle()
     if program.loop:
         program.loop.after += tuple(draft.key for draft in program.drafts if draft.phase is Phase.UPDATE)
+
+
+def _update_late(program: Program, habits: Habits) -> None:
+    """Publish what the updates of the iteration before made, and start this iteration's updates.
+
+    [Note: Late] ZenFlow's caller waits for the worker, uploads its weights one subgroup after the other, scales the
+    gradients and starts the worker again (``zenflow/engine_stage3.py::step``). RoundPipe's optimizer thread copies its
+    weights to those that are fetched, then gradients to its own, and updates; only a layer's next use waits for the
+    copy of its weights (``roundpipe.py::RoundPipe.step``).
+    """
+    decisions, end = program.decisions, program.spine[-1].key
+    pieces = [
+        (position, unit, piece, num_params)
+        for position, unit in enumerate(program.units)
+        for piece, (num_params, _) in enumerate(unit.amounts.pieces)
+    ]
+    published: list[Draft] = []
+    done: dict[str, list[Draft]] = {unit.name: [] for unit in program.units}
+    for _, unit, piece, num_params in pieces:
+        if unit.amounts.fetched:
+            draft = _pass(program, unit, piece, habits.publish_bytes * num_params, (end,))
+        else:
+            draft = _place(program, unit, piece, Lane.H2D, Op.UPLOAD, (end, *(d.key for d in published[-1:])))
+            draft.num_bytes = decisions.precision.weight_bytes * num_params
+            draft.pinned = decisions.host_update.is_pinned
+        published.append(draft)
+        done[unit.name].append(draft)
+    # The lane keeps their order, so updates begin when everything is published and prepared.
+    prepared = [
+        _pass(
+            program,
+            unit,
+            piece,
+            habits.prepare_bytes * num_params,
+            (*_ready(program, unit, Place.CPU), published[-1].key),
+        )
+        for _, unit, piece, num_params in pieces
+    ]
+    for (position, unit, piece, num_params), new, ready in zip(pieces, published, prepared, strict=True):
+        updated = _update(program, unit, piece, Lane.CPU, num_params, (ready.key,))
+        unit.changes.append(updated)
+        new.after_previous += (updated.key,)
+        if not decisions.overlap_next_forward:
+            done[unit.name].append(ready)
+        if piece == len(unit.amounts.pieces) - 1:
+            _gate(program, unit, position, done[unit.name])
 
 
 def _goes_on(decisions: Decisions) -> bool:
@@ -106,16 +152,42 @@ def _tail(program: Program, unit: LoweredUnit) -> list[Draft]:
     return program.tail if program.decisions.update_start == "step" else program.behind[unit.backwards[-1].key]
 
 
+def _pass(program: Program, unit: LoweredUnit, piece: int, num_bytes: int, after: Keys) -> Draft:
+    passed = _place(program, unit, piece, Lane.CPU, Op.PASS, after)
+    passed.num_bytes = num_bytes
+    return passed
+
+
+def _by_host(
+    program: Program, unit: LoweredUnit, piece: int, num_params: int, position: int, ready: Keys, blocker: Keys
+) -> tuple[list[Draft], Keys]:
+    """Update a subgroup whose state is on the host.
+
+    Returns:
+        The tasks its unit waits for; and the key of the copy that the next update waits for, if any.
+    """
+    decisions, habits = program.decisions, program.decisions.habits
+    updated = _on_cpu(program, unit, piece, num_params, ready + (() if _goes_on(decisions) else blocker))
+    unit.changes.append(updated)
+    uploaded = _upload(program, unit, piece, num_params, position, updated, blocker)
+    if uploaded and decisions.host_update is not HostUpdate.FUSED:
+        blocker = (uploaded.key,)  # the update thread waits for the copy
+    done = [uploaded or updated]
+    if habits is not None and habits.publish_bytes:
+        done.append(_pass(program, unit, piece, habits.publish_bytes * num_params, (updated.key,)))
+    return done, blocker
+
+
 def _on_cpu(program: Program, unit: LoweredUnit, piece: int, num_params: int, ready: Keys) -> Draft:
     decisions, passed_bytes = program.decisions, 0
-    if not decisions.host_update.is_pinned:
+    if decisions.habits is not None:
+        passed_bytes = decisions.habits.prepare_bytes
+    elif not decisions.host_update.is_pinned:
         passed_bytes = _PASS_BYTES_PER_PARAM
     elif decisions.clip and decisions.gradient_path is GradientPath.FSDP2:
         passed_bytes = _CLIP_PASSES * decisions.precision.master_bytes
     if passed_bytes:
-        scale = _place(program, unit, piece, Lane.CPU, Op.PASS, ready)
-        scale.num_bytes = passed_bytes * num_params
-        ready = (scale.key,)
+        ready = (_pass(program, unit, piece, passed_bytes * num_params, ready).key,)
     return _update(program, unit, piece, Lane.CPU, num_params, ready)
 
 

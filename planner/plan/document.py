@@ -39,6 +39,7 @@ class EngineRow(Frozen):
         missing_bytes: missing memory by tier; empty if it fits.
         nearest: if it does not fit, the smallest change with which it would; ``None`` if none is known.
         nearest_iteration_s: predicted with that change.
+        numerics: how the engine trains with other numbers than all others, in words; ``None`` if it does not.
     """
 
     name: str
@@ -48,6 +49,7 @@ class EngineRow(Frozen):
     missing_bytes: dict[Tier, int]
     nearest: str | None = None
     nearest_iteration_s: float | None = None
+    numerics: str | None = None
 
 
 class Plan(Frozen):
@@ -202,11 +204,23 @@ def describe(decisions: Decisions, units: tuple[Unit, ...]) -> str:
     fetched = {where: sum(unit.params == where for unit in decisions.units.values()) for where in ("host", "nvme")}
     parts += [f"parameters of {count} units on the {where}" for where, count in fetched.items() if count]
     if decisions.data_parallel > 1:
-        parts.append(f"ZeRO-{decisions.zero_stage}")
+        parts.append("layers in turn" if decisions.layer_by_layer else f"ZeRO-{decisions.zero_stage}")
     degrees = {"tensor": decisions.tensor_parallel, "pipeline": decisions.pipeline_parallel}
     degrees |= {"expert": decisions.expert_parallel}
     parts += [f"{name} parallel {count}" for name, count in degrees.items() if count > 1]
     return ", ".join(parts)
+
+
+def other_numerics(decisions: Decisions) -> str | None:
+    """Return in words how an engine changes what is computed, beyond the order of sums; ``None`` if it does not."""
+    habits, parts = decisions.habits, []
+    if habits is not None and habits.num_steps > 1:
+        parts.append(f"the host updates every {habits.num_steps} iterations, the device the largest gradients in each")
+    if habits is not None and habits.publishes_late:
+        parts.append("weights are one update old")
+    if decisions.precision.master:
+        parts.append(f"no master copy beside weights in {decisions.precision.weights}")
+    return "; ".join(parts) or None
 
 
 _VERBS = {

@@ -8,6 +8,7 @@ from hwprofiles.profile import HardwareProfile
 from hwprofiles.quantity import Provenance
 from planner.choices.choice import Choice
 from planner.choices.variants import Job, Variant, variant
+from planner.engines.catalogue import can_run
 from planner.models.captured import CapturedModel
 from planner.schedule.tasks import Tier
 from planner.search import Candidate, Scorer, best_of_engine
@@ -57,6 +58,8 @@ def nearest_fit(job: Job, plan: Variant, name: str, lacking: Candidate) -> tuple
     """
     for words, changed, choice in _changes(job, plan.choice, lacking):
         rival = variant(changed, choice, plan.setup.storage)
+        if not can_run(name, rival.setup, len(rival.cost.layout.nodes())):
+            continue
         found = best_of_engine(rival.setup, Scorer(Workload(rival.setup.units, job.seq_len), rival.cost), name)
         if not found.missing_bytes:
             return words, found.iteration_s

@@ -19,7 +19,7 @@ from planner.engines.setup import Setup
 from planner.models.captured import CapturedModel, Model
 from planner.optimizers import OPTIMIZERS, Optimizer
 from planner.plan.competition import closest, compete
-from planner.plan.document import EngineRow, Plan, describe, gigabytes
+from planner.plan.document import EngineRow, Plan, describe, gigabytes, other_numerics
 from planner.plan.nearest import nearest_fit
 from planner.schedule.tasks import Tier
 from planner.search import Candidate, Progress, Scorer, no_garbage_collection
@@ -290,6 +290,7 @@ def _row(job: Job, name: str, variant: Variant, candidate: Candidate) -> EngineR
         missing_bytes=candidate.missing_bytes,
         nearest=nearest[0] if nearest else None,
         nearest_iteration_s=nearest[1] if nearest else None,
+        numerics=other_numerics(candidate.decisions),
     )
 
 

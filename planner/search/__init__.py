@@ -11,16 +11,16 @@ from typing import get_args
 
 from planner.choices.space import NEVER_S
 from planner.decisions import Decisions, GradientPath, HostUpdate
-from planner.engines.policies import (
+from planner.engines.catalogue import (
     FIRST_IS_FASTEST,
     HOST_PARAMETER_POLICIES,
     ONLY_COMPARED,
     POLICIES,
     STORAGE_POLICIES,
-    mixed,
-    ratel,
-    with_host_parameters,
+    UNPAIRED,
+    can_run,
 )
+from planner.engines.policies import mixed, ratel, with_host_parameters
 from planner.engines.setup import Mix, Setup
 from planner.schedule.tasks import Tier
 from planner.search.descent import descend
@@ -37,6 +37,7 @@ from planner.search.scoring import (
     no_garbage_collection,
     traffic_bytes,
 )
+from planner.search.streaming import good_streaming
 from planner.simulate.prediction import capacities
 from planner.terms import Storage
 
@@ -81,8 +82,6 @@ def search(
         if progress:
             progress(candidate, scorer.num_simulations)
 
-    if max_simulations is not None:  # each engine's activations may be kept, or recomputed
-        max_simulations = max(max_simulations - 2 * len(ONLY_COMPARED), 1)
     engines = _starts(setup, scorer)
     # We must be able to run a plan. So another engine's placement is driven by our engine, which is never slower.
     driven = [scorer.score(_driven_by_us(setup, candidate.decisions)) for candidate in engines.values()]
@@ -181,8 +180,14 @@ def engine_policies(setup: Setup, scorer: Scorer) -> dict[str, Candidate]:
 
 
 def _compared(setup: Setup, scorer: Scorer) -> dict[str, Candidate]:
-    """Return the best candidates of engines from whose placements the search does not start."""
-    return {name: best_of_engine(setup, scorer, name) for name in POLICIES if name in ONLY_COMPARED}
+    """Return the best candidates of engines from whose placements the search does not start.
+
+    Their simulations are not part of its budget.
+    """
+    scorer = scorer.apart()
+    num_nodes = len(scorer.cost.layout.nodes())
+    names = [name for name in POLICIES if name in ONLY_COMPARED and can_run(name, setup, num_nodes)]
+    return {name: best_of_engine(setup, scorer, name) for name in names}
 
 
 def _starts(setup: Setup, scorer: Scorer) -> dict[str, Candidate]:
@@ -203,6 +208,10 @@ def best_of_engine(setup: Setup, scorer: Scorer, name: str) -> Candidate:
     """
     if name == "ratel":
         return best_of(map(scorer.score, _swapping(setup)))
+    if name == "streaming":
+        return good_streaming(setup, scorer)
+    if name in UNPAIRED:
+        return best_of(map(scorer.score, POLICIES[name](setup)))
     placements = list((POLICIES | STORAGE_POLICIES)[name](setup))
     best = _best_of_pairs(setup, scorer, placements, ends=name in FIRST_IS_FASTEST)
     if best.missing_bytes and name in HOST_PARAMETER_POLICIES:
@@ -260,6 +269,7 @@ def _driven_by_us(setup: Setup, decisions: Decisions) -> Decisions:
             "overlap_next_forward": True,
             "host_update": HostUpdate.FUSED,
             "gradient_path": GradientPath.ONCE,
+            "habits": None,
             "max_prefetch_params": None,
             "max_reuse_params": None,
             "module_hooks": False,

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Hashable, Iterable, Iterator
 
 from planner.costs.model import CostModel
-from planner.decisions import Decisions
+from planner.decisions import Decisions, Precision
 from planner.lowering import lower
 from planner.schedule.arrays import Arrays
 from planner.schedule.schedule import Schedule
@@ -33,7 +33,8 @@ class Candidate:
 
     Attributes:
         decisions: what was tried.
-        iteration_s: predicted time; infinite if it was rejected before simulating.
+        iteration_s: predicted time; infinite if it was rejected before simulating. If another engine's schedule stands
+            for several iterations, that of one.
         missing_bytes: by tier, how much memory is missing (empty if it fits).
         overload: the sum of ``missing_bytes`` as fractions of capacity; plus 1 if it was rejected before simulating.
         traffic_bytes: bytes that cross links and host memory in an iteration, hidden or not.
@@ -121,7 +122,12 @@ class Scorer:
         self._workload = workload
         self.cost = cost
         self._seen: dict[str, Candidate] = {}
+        self._costs: dict[Precision, CostModel] = {cost.precision: cost}
         self._keys: dict[int, tuple[Decisions, str]] = {}  # by identity, of objects that stay alive in here
+
+    def apart(self) -> "Scorer":
+        """Return a scorer for the same work on the same machine, with a count of its own and no end."""
+        return Scorer(self._workload, self.cost)
 
     def spent(self, max_simulations: int = ENDLESS) -> bool:
         """Return whether the budget is used up."""
@@ -168,10 +174,15 @@ class Scorer:
         return predict(self._workload, decisions, cost, simulation)
 
     def _priced(self, decisions: Decisions) -> CostModel:
-        """Return prices for decisions; the units of a pipeline are its stages, which depend on decisions."""
-        if decisions.pipeline_parallel == 1:
-            return self.cost
-        return CostModel.of(self.cost.profile, self._workload.units, decisions)
+        """Return prices for decisions; the units of a pipeline are its stages, which depend on decisions.
+
+        Another engine may have a precision of its own.
+        """
+        if decisions.pipeline_parallel > 1:
+            return CostModel.of(self.cost.profile, self._workload.units, decisions)
+        if decisions.precision not in self._costs:
+            self._costs[decisions.precision] = CostModel.of(self.cost.profile, self._workload.units, decisions)
+        return self._costs[decisions.precision]
 
     def _score(self, decisions: Decisions, schedule: Schedule) -> Candidate:
         cost = self._priced(decisions)
@@ -189,9 +200,9 @@ class Scorer:
         missing = {tier: peak - capacity[tier] for tier, peak in peaks.items() if peak > capacity[tier]}
         filled = {tier: peak / capacity[tier] for tier, peak in peaks.items() if peak}
         overload, moved_bytes = _overload(missing, capacity), traffic_bytes(schedule, decisions)
-        return Candidate(
-            decisions, timeline.period_s(steady), missing, overload, moved_bytes, filled, timeline.busy_s(steady)
-        )
+        num_steps = decisions.habits.num_steps if decisions.habits else 1
+        iteration_s = timeline.period_s(steady) / num_steps
+        return Candidate(decisions, iteration_s, missing, overload, moved_bytes, filled, timeline.busy_s(steady))
 
 
 def best_of(candidates: Iterable[Candidate]) -> Candidate:

@@ -55,6 +55,7 @@ REQUESTS = {
 @pytest.mark.parametrize("name", REQUESTS)
 def test_never_worse_than_the_best_engine(name: str) -> None:
     outcome, scorer = find(REQUESTS[name])
+    alone = REQUESTS[name].num_devices == 1
     assert set(outcome.engines) == {
         "gpu-only",
         "zero-offload-blocking",
@@ -63,8 +64,13 @@ def test_never_worse_than_the_best_engine(name: str) -> None:
         "interleaved",
         "fsdp2-offload",
         "super-offload",
+        "zenflow",
+        *({"megatrain", "streaming"} if alone else ()),
+        *({"roundpipe", "roundpipe-sync"} if name != "two nodes" else ()),
     }
-    assert outcome.best.order <= min(candidate.order for candidate in outcome.engines.values())
+    # Engines with other numerics, or a head of their own, may be faster.
+    same = [candidate for candidate in outcome.engines.values() if candidate.decisions.habits is None]
+    assert outcome.best.order <= min(candidate.order for candidate in same)
     assert not outcome.best.missing_bytes
     # The full prediction confirms the quick score.
     prediction = scorer.predict(outcome.best.decisions)

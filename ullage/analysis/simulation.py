@@ -6,15 +6,17 @@ from collections.abc import Callable, Iterator
 from hwprofiles.profile import HardwareProfile
 from planner.costs.model import CostModel
 from planner.decisions import Decisions
-from planner.engines.policies import POLICIES, STORAGE_POLICIES, interleaved, super_offload, twin_flow
+from planner.engines.catalogue import POLICIES, STORAGE_POLICIES, can_run
+from planner.engines.policies import interleaved, super_offload, twin_flow
 from planner.engines.setup import Setup
+from planner.engines.zenflow import zen_flow
 from planner.lowering import lower
 from planner.models.captured import Model
 from planner.plan.document import Plan
 from planner.plan.planning import Request, prepare
 from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import Lane
-from planner.search import Scorer, search
+from planner.search import Scorer, best_of_engine, search
 from planner.simulate.machine import Simulation, run, run_until_steady
 from planner.simulate.prediction import Workload
 
@@ -102,6 +104,8 @@ def requested(request: Request, engine: str = OURS, setting: str | None = None) 
         decisions = search(setup, scorer).best.decisions
     else:
         decisions = _best(engine, setting, setup, scorer)
+    if decisions.precision != cost.precision:
+        cost = CostModel.of(request.hardware, workload.units, decisions)
     return Subject(_name(engine, setting), request.model, request.hardware, workload, decisions, cost)
 
 
@@ -112,8 +116,8 @@ def engine_decisions(plan: Plan, engine: str, setting: str | None = None) -> Dec
         plan: gives the model, the machine and the batch.
         engine: name of a policy (of :data:`ENGINES`), or ``ullage`` for the plan's own decisions.
         setting: what the policy leaves to its user: the fraction that the CPU updates (``twin-flow``,
-            ``super-offload``) or the stride (``interleaved``). ``None``: the best that
-            :mod:`planner.engines.policies` tries.
+            ``super-offload``), the stride (``interleaved``) or the steps between updates of the host (``zenflow``).
+            ``None``: the best that the policy tries.
 
     Raises:
         ValueError: no such policy, or not a setting of it.
@@ -126,8 +130,15 @@ def engine_decisions(plan: Plan, engine: str, setting: str | None = None) -> Dec
 
 def _best(engine: str, setting: str | None, setup: Setup, scorer: Scorer) -> Decisions:
     if engine not in ENGINES:
-        names = ", ".join((OURS, *ENGINES)) if engine != OURS else "twin-flow, super-offload, interleaved"
+        names = ", ".join((OURS, *ENGINES)) if engine != OURS else "twin-flow, super-offload, interleaved, zenflow"
         raise ValueError(f"no engine {engine!r} takes {'that setting' if setting else 'part'}; choose one of {names}")
+    if not can_run(engine, setup, len(scorer.cost.layout.nodes())):
+        raise ValueError(
+            f"--engine {engine} cannot do what is asked: megatrain and streaming need one device, roundpipe one node "
+            "without other parallelism, and zenflow, megatrain and streaming adamw; choose another engine"
+        )
+    if engine == "streaming" and setting is None:
+        return best_of_engine(setup, scorer, engine).decisions
     policy = ENGINES[engine] if setting is None else _with_setting(engine, setting)
     return min(map(scorer.score, policy(setup)), key=lambda candidate: candidate.order).decisions
 
@@ -173,6 +184,10 @@ def _with_setting(engine: str, setting: str) -> Callable[[Setup], Iterator[Decis
         if not 0 <= fraction <= 1:
             raise ValueError(f"{engine} {setting}: the fraction that the CPU updates must lie between 0 and 1")
         return lambda setup: policy(setup, (fraction,))
+    if engine == "zenflow":
+        if not setting.isdecimal() or int(setting) < 1:
+            raise ValueError(f"zenflow {setting}: the update interval must be a whole number from 1 on")
+        return lambda setup: zen_flow(setup, (int(setting),))
     if engine == "interleaved":
         if not setting.isdecimal() or int(setting) < 1:
             raise ValueError(f"interleaved {setting}: the stride must be a whole number from 1 on")

@@ -137,5 +137,6 @@ def _engine_table(plan: Plan) -> Table:
     for row in plan.engines:
         time_s = row.iteration_s if row.fits else None
         times = (si(time_s, "s"), f"{time_s / ours_s:.2f}") if time_s else ("-", "-")
-        result.add_row(row.name, *times, engine_fits(row), row.setting)
+        changes = f"; changes numerics: {row.numerics}" if row.numerics else ""
+        result.add_row(row.name, *times, engine_fits(row), row.setting + changes)
     return result

@@ -42,8 +42,8 @@ def add_parser(subparsers: Subparsers) -> None:
         default=[OURS],
         metavar=("NAME", "SETTING"),
         help=f"whose schedule: {OURS} (the plan's own, or what `ullage plan` finds), {', '.join(ENGINES)}; "
-        "SETTING is the fraction that the CPU updates (twin-flow, super-offload) or the stride (interleaved), by "
-        "default the best",
+        "SETTING is the fraction that the CPU updates (twin-flow, super-offload), the stride (interleaved) or the "
+        "steps between updates of the host (zenflow, by default 4), by default the best",
     )
     parser.add_argument(
         "--iterations", type=positive_int, metavar="N", help="iterations to simulate (default: until they repeat)"

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from rich.table import Table
 
 from planner.models.captured import counted
+from planner.plan.document import other_numerics
 from planner.schedule.tasks import Lane, Phase
 from ullage.analysis.iteration import Iteration, most_held
 from ullage.commands.plan.screen import memory_table
@@ -40,14 +41,17 @@ def iteration_screen(seen: Iteration) -> None:
 def _summary(seen: Iteration) -> dict[str, str]:
     subject, timeline = seen.subject, seen.simulation.timeline
     present = _phases(seen)
-    decided = subject.decisions
+    decided, num_steps = subject.decisions, subject.decisions.habits.num_steps if subject.decisions.habits else 1
+    numerics = other_numerics(decided)
+    each = f" for {num_steps} iterations, {si(seen.period_s / num_steps, 's')} each" if num_steps > 1 else ""
     return {
         "schedule": f"{subject.model.name} on {decided.num_devices} device(s) of {subject.hardware.name} by "
         f"{subject.engine}: {len(timeline.schedule.tasks)} tasks, iteration {seen.simulation.steady + 1} of "
         f"{timeline.num_iterations}",
-        "iteration": f"{si(seen.period_s, 's')}, {subject.workload.tokens(decided) / seen.period_s:,.0f} "
+        "iteration": f"{si(seen.period_s, 's')}{each}, {subject.workload.tokens(decided) / seen.period_s:,.0f} "
         f"{counted(subject.model)}/s",
         **{p: f"{si(s, 's')} ({percent(s / seen.period_s)})" for p, s in seen.phases.by_phase.items() if p in present},
+        **({"numerics": f"changed: {numerics}"} if numerics else {}),
         "verdict": seen.verdict,
         "would help": seen.relief,
         **({"sharing": seen.sharing} if seen.sharing else {}),
