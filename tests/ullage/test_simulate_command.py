@@ -84,7 +84,8 @@ def test_an_engine_needs_no_plan(plan, plan_path, plan_args, capsys):
     ours = shown(capsys, *request)
     assert ours["engine"] == "ullage"
     assert ours["fits"]
-    engines_s = [row.iteration_s for row in plan.engines if row.fits]
+    others = [row for row in plan.engines if not row.numerics and row.name != "streaming"]  # its host never waits
+    engines_s = [row.iteration_s for row in others if row.fits]
     assert ours["phases_s"]["iteration"] <= min(engines_s) * 1.001
 
 
