@@ -374,6 +374,7 @@ def test_a_step_that_was_left_out_has_begun_where_updates_begin_during_backward(
         backward(model)
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("choose", [KEEP, uniform("gpu", "gpu"), uniform("host", "stream"), uniform("nvme", "nvme")])
 @pytest.mark.parametrize("family", ["llama-tied", "mixtral"])

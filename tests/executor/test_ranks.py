@@ -74,6 +74,7 @@ CHANGES = [
 ]
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_another_plan_in_the_middle_gives_the_same_bits(processes, tmp_path, dtype):
     """Of another ZeRO stage too, so that other shards of the state are on other ranks."""
@@ -326,7 +327,7 @@ APART = {
 }
 
 
-@pytest.mark.part(3)
+@pytest.mark.part(4)
 # Under stage 1 weights are whole on each rank once all have made them so: one may evaluate more often than others.
 @pytest.mark.parametrize(
     ("deed", "zero_stage"),

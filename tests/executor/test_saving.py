@@ -139,7 +139,7 @@ def resident(unit, count):
     return "gpu", "keep", [Place.GPU if (len(unit.name) + i) % 2 else Place.CPU for i in range(count)]
 
 
-@pytest.mark.part(2)
+@pytest.mark.part(4)
 @pytest.mark.parametrize("degrees", RANKS.values(), ids=RANKS)
 def test_what_ranks_share_goes_on_on_any_ranks(processes, degrees, tmp_path):
     """All state is the same, whoever has which part of it; so is training, on ranks of the same degrees."""

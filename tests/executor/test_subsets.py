@@ -92,6 +92,7 @@ def test_adapters_of_fetched_weights_are_trained(place):
         )
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(("params", "place"), PLACEMENTS)
 def test_what_the_optimizer_has_not_stays_as_it_is(params, place, dtype):

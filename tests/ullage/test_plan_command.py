@@ -158,7 +158,7 @@ def test_json_of_what_does_not_fit_is_one_document(tmp_path, capsys):
 
 
 def test_nothing_that_helps_is_said_too(tmp_path, capsys):
-    arguments = ["plan", "--model", "gpt2", "--micro-batch", "1000000", "--device-memory", "1MB"]
+    arguments = ["plan", "--model", "demo-llama", "--micro-batch", "1000000", "--device-memory", "1MB"]
     assert main([*arguments, "--output", str(tmp_path / "p.json")]) == 2
     verdict, *others = capsys.readouterr().err.splitlines()
     assert "does not fit" in verdict
