@@ -158,6 +158,16 @@ def test_it_trains_as_one_big_batch_in_memory(base: Path, plan: Path) -> None:
     assert trainer.position == 50 + 3 * 4
 
 
+def test_the_time_of_an_evaluation_is_no_iterations(base: Path, plan: Path) -> None:
+    data = ullage.Data(base / "chat.jsonl", base, 32, 2, 2, pack=True, eval_split=0.2)
+    with ullage.Trainer(load_plan(plan), data=data) as trainer:
+        for number, _ in enumerate(trainer.run(5)):
+            if number == 2:
+                trainer.evaluate()
+        assert trainer.model.training
+        assert trainer.session.runtime.machine.left_out == {2}
+
+
 def trained_by_two(plan: Path, folder: Path, *arguments: str) -> None:
     words = ("execute", str(plan), "--output-dir", str(folder), *arguments)
     both = [Forked(forked.ullage, *words, env=each) for each in environments(2)]
@@ -178,6 +188,40 @@ def test_two_ranks_train_as_one(base: Path, tmp_path: Path) -> None:
     assert [made for made, _ in second.eval_losses] == [5, 8]
     assert [loss for _, loss in second.eval_losses] == pytest.approx([loss for _, loss in first.eval_losses], rel=2e-4)
     assert first.data_position == second.data_position == 45
+
+
+LOOP = """
+import sys
+import torch, transformers, ullage
+base, micro_batches = sys.argv[1], int(sys.argv[2])
+torch.manual_seed(0)
+model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(base)).train()
+data = ullage.Data(base + "/chat.jsonl", base, 32, 2, micro_batches, pack=True, eval_split=0.1)
+optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+machine = ullage.load_profile("epyc-turin-2c")
+model, optimizer = ullage.prepare(model, optimizer, data.example(), hardware=machine, num_micro_batches=micro_batches)
+with optimizer.session:
+    for batches in data.steps(2):
+        for batch in batches:
+            batch.loss(model).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    print(len(optimizer.plan.decisions.units), data.position, data.evaluate(model))
+"""
+
+
+def test_a_loop_of_ones_own_shares_data_among_ranks(base: Path, tmp_path: Path) -> None:
+    (tmp_path / "loop.py").write_text(LOOP)
+    both = [Forked(forked.script, str(tmp_path / "loop.py"), str(base), "2", env=each) for each in environments(2)]
+    alone = Forked(forked.script, str(tmp_path / "loop.py"), str(base), "4")
+    said = []
+    for process in (*both, alone):
+        out, err = process.communicate()
+        assert process.returncode == 0, err
+        said.append(out.split())
+    assert said[0] == said[1]
+    assert said[0][:2] == said[2][:2]
+    assert float(said[0][2]) == pytest.approx(float(said[2][2]), rel=1e-4)
 
 
 def test_what_was_interrupted_goes_on_with_the_same_losses(
@@ -255,6 +299,15 @@ def test_bad_input_is_one_line(
     err = capsys.readouterr().err
     assert BAD[case][1] in err
     assert err.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_data_that_are_not_there_are_told_before_anything_is_planned(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--data", str(tmp_path / "no.jsonl"), "--tokenizer", str(base), "--output-dir", str(tmp_path / "out")]
+    assert main(["execute", "--model", "opt-13b", *words]) == 2
+    assert capsys.readouterr().err == f"ullage execute: error: {tmp_path / 'no.jsonl'}: No such file or directory\n"
     assert not (tmp_path / "out").exists()
 
 

@@ -13,7 +13,7 @@ IGNORED: Final = -100
 """The label of a token that nobody learns to predict."""
 
 Piece = tuple[Sequence[int], Sequence[bool]]
-"""The tokens of one piece of a document, and which of them are targets."""
+"""The tokens of one piece of a document, and which of them are targets: never the first, which nothing precedes."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -99,14 +99,11 @@ def to_device(batch: Tensor, device: torch.device) -> Tensor:
 
 
 def _row(pieces: Sequence[Piece], seq_len: int, fill: int) -> tuple[list[int], list[int], list[int]]:
-    """Return tokens, labels and positions of a row. The first token of a document is no target: nothing precedes it."""
+    """Return tokens, labels and positions of a row."""
     tokens, labels, positions = list[int](), list[int](), list[int]()
     for own, targets in pieces:
         tokens += own
-        labels += [
-            token if number and is_target else IGNORED
-            for number, (token, is_target) in enumerate(zip(own, targets, strict=True))
-        ]
+        labels += [token if is_target else IGNORED for token, is_target in zip(own, targets, strict=True)]
         positions += range(len(own))
     rest = seq_len - len(tokens)
     return tokens + [fill] * rest, labels + [IGNORED] * rest, [*positions, *range(rest)]

@@ -5,12 +5,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from hwprofiles.files import check_regular
+from hwprofiles.files import MOST_BYTES, check_regular
 
 LINES: Final = (".jsonl", ".ndjson", ".json")
 TEXTS: Final = (".txt", ".text", ".md")
-_MOST_TEXT_BYTES: Final = 1 << 30
-"""Of one text file, which is one document and read whole."""
 
 
 def data_files(path: Path) -> list[Path]:
@@ -36,9 +34,9 @@ def data_files(path: Path) -> list[Path]:
         num_bytes = check_regular(file)
         if not num_bytes:
             raise ValueError(f"{file} is empty; give a file with data")
-        if file.suffix in TEXTS and num_bytes > _MOST_TEXT_BYTES:
+        if file.suffix in TEXTS and num_bytes > MOST_BYTES:
             raise ValueError(
-                f"{file} has {num_bytes} bytes, but a text is one document of at most {_MOST_TEXT_BYTES}; divide it, "
+                f"{file} has {num_bytes} bytes, but a text is one document of at most {MOST_BYTES}; divide it, "
                 'or write lines {"text": ...} to a .jsonl file'
             )
     return files

@@ -1,15 +1,33 @@
 """Packing: several short pieces in one sequence."""
 
+import dataclasses
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-Pieces = list[npt.NDArray[np.int64]]
-"""For each sequence, the numbers of its pieces in order."""
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class Sequences:
+    """Which pieces each sequence has, in flat arrays: there may be many millions.
+
+    Attributes:
+        pieces: of all sequences, one after another.
+        bounds: int64[sequences + 1], where the pieces of each begin, and the end.
+    """
+
+    pieces: npt.NDArray[np.int64]
+    bounds: npt.NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.bounds) - 1
+
+    def __getitem__(self, number: int) -> npt.NDArray[np.int64]:
+        return self.pieces[self.bounds[number] : self.bounds[number + 1]]
 
 
-def packed(lengths: Sequence[int] | npt.NDArray[np.int64], seq_len: int) -> Pieces:
+def packed(lengths: Sequence[int] | npt.NDArray[np.int64], seq_len: int) -> Sequences:
     """Return pieces in as few sequences as best-fit decreasing finds: it wastes little, and depends on lengths alone.
 
     Args:
@@ -33,9 +51,5 @@ def packed(lengths: Sequence[int] | npt.NDArray[np.int64], seq_len: int) -> Piec
         if rest := space - length:
             open_by_space[rest].append(sequence)
             spaces |= 1 << rest
-    return [np.array(pieces) for pieces in found]
-
-
-def alone(num_pieces: int) -> Pieces:
-    """Return each piece as a sequence of its own."""
-    return list(np.arange(num_pieces)[:, None])
+    bounds = np.cumsum([0, *map(len, found)])
+    return Sequences(np.fromiter(itertools.chain.from_iterable(found), np.int64, int(bounds[-1])), bounds)

@@ -13,10 +13,10 @@ from torch import nn
 
 from ullage.data.batches import DataBatch, packed, padded
 from ullage.data.order import Order, shares
-from ullage.data.packing import alone
+from ullage.data.packing import Sequences
 from ullage.data.packing import packed as packed_pieces
 from ullage.data.pieces import Counts, Pieces
-from ullage.data.tokenizers import tokenizer_at
+from ullage.data.tokenizers import checked, tokenizer_at
 
 _SPLIT: Final = 0x5E1EC7  # tells the random numbers of the split from those of epochs
 
@@ -79,7 +79,7 @@ class Data:
             pack,
         )
         self._check(eval_split)
-        self.tokenizer = tokenizer_at(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
+        self.tokenizer = checked(tokenizer_at(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer)
         self._pieces = Pieces(Path(path).expanduser(), self.tokenizer, seq_len)
         self._seed = seed
         mine, held_out = self._split(eval_split)
@@ -141,9 +141,13 @@ class Data:
         return self.position > 0 and self.position % self._order.per_epoch == 0
 
     def example(self) -> dict[str, torch.Tensor]:
-        """Return inputs of the largest batch, for ``ullage.prepare(model, optimizer, data.example())``."""
+        """Return inputs of the largest batch, for ``ullage.prepare(model, optimizer, data.example())``.
+
+        They have a mask, for packed data too: where documents begin is only seen from values, and becomes a mask as
+        large.
+        """
         tokens = torch.zeros(self.micro_batch, self.seq_len, dtype=torch.int64)
-        return {"input_ids": tokens, "labels": tokens.clone()}
+        return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens.clone()}
 
     def steps(self, epochs: int = 1) -> Iterator[list[DataBatch]]:
         """Yield the micro-batches of one step after another, from :attr:`position` on, until so many epochs are over.
@@ -185,7 +189,7 @@ class Data:
         Raises:
             ValueError: nothing is held out.
         """
-        if not self._eval_sequences:
+        if not len(self._eval_sequences):
             raise ValueError("nothing is held out to evaluate on; give --eval-split 0.05 (eval_split=0.05), say")
         total, num_targets, was_training = 0.0, 0, model.training
         model.eval()
@@ -220,7 +224,7 @@ class Data:
     def __str__(self) -> str:
         found = self.counts
         words = [f"{found.documents:,} documents in {self.num_sequences:,} sequences"]
-        if self._eval_sequences:
+        if len(self._eval_sequences):
             words.append(f"{self.num_eval_sequences:,} more to evaluate on")
         words.append(f"{found.targets / found.tokens:.0%} of {found.tokens:,} tokens are targets")
         if found.cut_off:
@@ -255,12 +259,13 @@ class Data:
         )
         return np.sort(drawn[num_eval:]), np.sort(drawn[:num_eval])
 
-    def _sequenced(self, pieces: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:
-        lengths = self._pieces.lengths[pieces]
-        found = packed_pieces(lengths, self.seq_len) if self.pack else alone(len(pieces))
-        return [pieces[numbers] for numbers in found]
+    def _sequenced(self, pieces: npt.NDArray[np.int64]) -> Sequences:
+        if not self.pack:
+            return Sequences(pieces, np.arange(len(pieces) + 1))
+        found = packed_pieces(self._pieces.lengths[pieces], self.seq_len)
+        return Sequences(pieces[found.pieces], found.bounds)
 
-    def _batches(self, sequences: list[npt.NDArray[np.int64]], rows: npt.NDArray[np.int64]) -> list[DataBatch]:
+    def _batches(self, sequences: Sequences, rows: npt.NDArray[np.int64]) -> list[DataBatch]:
         of_step = int(sum(self._pieces.targets[sequences[row]].sum() for row in rows))
         found = []
         for share in shares(rows, self.micro_batch, self.rank, self.num_ranks):

@@ -35,22 +35,30 @@ def tokenizer_at(place: str | Path) -> Any:
     Raises:
         ValueError: there is none.
     """
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: PLC0415 - takes a second
+    from transformers import AutoTokenizer  # noqa: PLC0415 - takes a second
 
     try:
-        found = AutoTokenizer.from_pretrained(str(Path(place).expanduser()), local_files_only=True)
+        return AutoTokenizer.from_pretrained(str(Path(place).expanduser()), local_files_only=True)
     except Exception as error:  # transformers raises many kinds, with texts of many lines
         reason = " ".join(str(error).split())[:120]
         raise ValueError(
             f"{place} has no tokenizer that can be read ({reason}); give a folder with tokenizer.json, as "
             "save_pretrained() writes it (--tokenizer DIR)"
         ) from error
-    if not isinstance(found, PreTrainedTokenizerFast):
-        raise ValueError(  # noqa: TRY004 - the folder is wrong, not a call
-            f"{place} has a tokenizer in Python ({type(found).__name__}), which cannot say where tokens are in a text; "
-            "give one with tokenizer.json"
+
+
+def checked(tokenizer: Any) -> Any:
+    """Return a tokenizer that can be used.
+
+    Raises:
+        ValueError: it is no fast one.
+    """
+    if not getattr(tokenizer, "is_fast", False):
+        raise ValueError(
+            f"{type(tokenizer).__name__} is no fast tokenizer, and cannot say where tokens are in a text; give one "
+            "with tokenizer.json: its folder, or AutoTokenizer.from_pretrained(folder)"
         )
-    return found
+    return tokenizer
 
 
 @final

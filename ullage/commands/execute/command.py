@@ -223,7 +223,7 @@ def run(args: argparse.Namespace) -> int:
     """Execute the plan."""
     given = {field.name: getattr(args, field.name) for field in dataclasses.fields(ExecuteOptions)}
     options = ExecuteOptions(**given)
-    plan = _plan(args)
+    plan = _plan(args, options)
     # torch takes seconds: not before the plan is known to be good
     from ullage.cli.interruption import InterruptedTrainingError  # noqa: PLC0415
     from ullage.commands.execute.run import execute  # noqa: PLC0415
@@ -244,7 +244,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _plan(args: argparse.Namespace) -> Plan:
+def _plan(args: argparse.Namespace, options: ExecuteOptions) -> Plan:
     """Return the plan that is given, or else one for this machine."""
     given = given_options(args)
     if args.plan is not None:
@@ -259,6 +259,8 @@ def _plan(args: argparse.Namespace) -> Plan:
             "machine"
         )
     check_names(args)
-    from ullage.commands.execute.planning import planned  # noqa: PLC0415 - torch takes seconds
+    from ullage.commands.execute.data import check_data  # noqa: PLC0415 - torch takes seconds
+    from ullage.commands.execute.planning import planned  # noqa: PLC0415
 
+    check_data(options)
     return planned(args, args.output_dir)

@@ -17,10 +17,11 @@ _ITERATIONS: Final = 30  # if neither these nor epochs are asked for
 
 
 def check_data(options: ExecuteOptions) -> None:
-    """Check that options of data fit to each other, before anything is read.
+    """Check that options of data fit to each other and name files, before anything is measured, planned or read.
 
     Raises:
-        ValueError: one is missing, or one too many.
+        ValueError: one is missing, or one too many, or the files are no data.
+        OSError: there are none.
     """
     sources = {"--text": options.text, "--tokens": options.tokens, "--data": options.data}
     given = [f"{option} {path}" for option, path in sources.items() if path is not None]
@@ -53,6 +54,7 @@ def check_data(options: ExecuteOptions) -> None:
         raise ValueError(
             f"--epochs {options.epochs} and --iterations {options.num_iterations} both say how long to train; give one"
         )
+    data_files(options.data)
 
 
 def training_data(plan: Plan, options: ExecuteOptions, process: Process) -> Tokens | Data | None:
@@ -65,7 +67,6 @@ def training_data(plan: Plan, options: ExecuteOptions, process: Process) -> Toke
     """
     if options.data is not None:
         size = vocabulary_for_data(plan)
-        data_files(options.data)  # reading a tokenizer takes a second
         tokenizer = options.tokenizer or str(weights_folder(options.weights or ""))
         decided = plan.decisions
         data = Data(
