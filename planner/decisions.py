@@ -8,7 +8,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from planner.graph import Degrees, Unit
 from planner.habits import Habits
-from planner.optimizers import ALL_OPTIMIZERS, Optimizer
+from planner.optimizers import OPTIMIZERS, Optimizer
+from planner.subgroups import Subgroup, UnitLayout, unit_layout
 
 Activations = Literal["keep", "recompute", "offload", "offload-nvme", "offload-input"]
 
@@ -164,7 +165,7 @@ class Precision(Frozen):
 
     def state_bytes_per_param(self, optimizer: Optimizer) -> int:
         """Return the bytes of optimizer state per parameter, the master copy included."""
-        return self.master_bytes + (2 if self.state else 4) * ALL_OPTIMIZERS[optimizer].num_buffers
+        return self.master_bytes + (2 if self.state else 4) * OPTIMIZERS[optimizer].num_buffers
 
     def update_bytes_per_param(self, optimizer: Optimizer) -> int:
         """Return the bytes that an update moves: gradient and state in, state and (if it is apart) weight out.
@@ -277,6 +278,7 @@ class Decisions(Frozen):
             )
         if self.pipeline_parallel > 1:
             self._check_pipeline()
+        check_whole_matrices(self.optimizer, self.tensor_parallel)
         for name, unit in self.units.items():
             if unit.fetched and Place.GPU in unit.update:
                 raise ValueError(
@@ -359,26 +361,23 @@ class Decisions(Frozen):
             and self.pipeline_parallel == 1
             and self.pinned_reads
             and self.precision in {BF16, FP32}
-            and self.optimizer != "muon"
             and all(unit.activations != "offload-input" for unit in self.units.values())
         )
 
     @property
     def state_bytes_per_param(self) -> int:
-        """Bytes of optimizer state per parameter, the master copy included."""
+        """Bytes of optimizer state per parameter, the master copy included; for Muon, of its matrices."""
         return self.precision.state_bytes_per_param(self.optimizer)
 
     @property
-    def resident_state_bytes_per_param(self) -> int:
-        """Bytes of state per parameter beside weights on the device, which may be the master copy themselves."""
-        precision = self.precision
-        return self.state_bytes_per_param - (precision.weight_bytes if precision.master_is_weight else 0)
+    def resident_weight_bytes_per_param(self) -> int:
+        """Bytes of state per parameter that a resident weight saves, because it may be the master copy itself."""
+        return self.precision.weight_bytes if self.precision.master_is_weight else 0
 
     @property
-    def streamed_state_bytes_per_param(self) -> int:
-        """Bytes of state per parameter that are streamed; a master copy that is the weight may be there already."""
-        there = self.gradient_path is GradientPath.ON_DEVICE and self.precision.master_is_weight
-        return self.state_bytes_per_param - (self.precision.weight_bytes if there else 0)
+    def unstreamed_weight_bytes_per_param(self) -> int:
+        """Bytes of state per parameter that streaming saves; a master copy that is the weight may be there already."""
+        return self.resident_weight_bytes_per_param if self.gradient_path is GradientPath.ON_DEVICE else 0
 
     @property
     def layer_by_layer(self) -> bool:
@@ -491,6 +490,8 @@ class Decisions(Frozen):
 
     def shard_params(self, unit: Unit) -> int:
         """Return the number of a unit's trained parameters that one rank updates, padded to equal shards."""
+        if OPTIMIZERS[self.optimizer].others:
+            return self.layout(unit).shard_params
         return -(-unit.num_params // self.replicas(unit)) if self.zero_stage >= 1 else unit.num_params
 
     def padded_params(self, unit: Unit) -> int:
@@ -508,37 +509,68 @@ class Decisions(Frozen):
         """Return the bytes of a unit's frozen weights, padded to equal shards."""
         return self.frozen_shard_bytes(unit) * (self.replicas(unit) if self.gathers(unit) else 1)
 
+    def exchanged_params(self, unit: Unit) -> int:
+        """Return the number of values in a collective over a unit's trained parameters.
+
+        Padding between whole matrices counts, see [Note: Whole matrices] in :mod:`planner.subgroups`.
+        """
+        return self.padded_params(unit) if self.layout(unit).keeps_whole else unit.num_params
+
+    def layout(self, unit: Unit) -> UnitLayout:
+        """Return the layout of a unit's trained parameters."""
+        num_shards = self.replicas(unit) if self.zero_stage >= 1 else 1
+        return unit_layout(unit.extents, self.optimizer, num_shards, self.subgroup_params)
+
+    def subgroups(self, unit: Unit) -> tuple[Subgroup, ...]:
+        """Return a unit's subgroups on one rank, in order."""
+        return self.layout(unit).subgroups
+
+    def placed_subgroups(self, unit: Unit) -> tuple[Subgroup, ...]:
+        """Return the subgroups whose places bounds weigh: not those of vectors beside the matrices of Muon.
+
+        What these need comes on top of what bounds count.
+        """
+        cut = self.subgroups(unit)
+        return tuple(subgroup for subgroup in cut if subgroup.matrices) or cut
+
+    def placed_params(self, unit: Unit) -> int:
+        """Return the parameters of :meth:`placed_subgroups`."""
+        if OPTIMIZERS[self.optimizer].others:
+            return sum(subgroup.num_params for subgroup in self.placed_subgroups(unit))
+        return self.shard_params(unit)
+
+    def placed_state_bytes_per_param(self, unit: Unit) -> int:
+        """Return the bytes of state per parameter of :meth:`placed_subgroups`."""
+        kinds = {subgroup.kind for subgroup in self.placed_subgroups(unit)} or {self.optimizer}
+        return min(map(self.precision.state_bytes_per_param, kinds))
+
+    def state_bytes(self, subgroup: Subgroup) -> int:
+        """Return the bytes of a subgroup's optimizer state, the master copy included."""
+        return self.precision.state_bytes_per_param(subgroup.kind) * subgroup.num_params
+
     def piece_params(self, unit: Unit) -> tuple[int, ...]:
         """Return the sizes of a unit's subgroups on one rank, in order."""
-        return subgroups(self.shard_params(unit), self.subgroup_params)
+        return self.layout(unit).sizes
 
     def placed_pieces(self, unit: Unit) -> tuple[tuple[int, Place], ...]:
         """Return size and place of each of a unit's subgroups on one rank, in order."""
         return tuple(zip(self.piece_params(unit), self.units[unit.name].update, strict=True))
 
 
+def check_whole_matrices(optimizer: Optimizer, tensor_parallel: int | None) -> None:
+    """Check that ranks have whole matrices, if the optimizer needs them.
+
+    Raises:
+        ValueError: they share them.
+    """
+    if tensor_parallel and tensor_parallel > 1 and OPTIMIZERS[optimizer].others:
+        raise ValueError(
+            f"tensor_parallel is {tensor_parallel}, but an update of {OPTIMIZERS[optimizer].words} needs whole "
+            "matrices; set it to 1, or choose another optimizer"
+        )
+
+
 _degrees = functools.lru_cache(64)(Degrees)  # a search needs them thousands of times
 
 FROZEN_ALIGNMENT_BYTES = 16
 """Shards of frozen weights begin at a multiple of it, so that values of every type do."""
-
-SECTOR_PARAMS = 128
-"""The number of float32 values in 512 B, the smallest sector."""
-
-
-@functools.lru_cache(4096)  # equal layers have equal subgroups, in every schedule of a search
-def subgroups(num_params: int, subgroup_params: int) -> tuple[int, ...]:
-    """Cut parameters into as few subgroups as possible, of sizes as equal as possible; return the sizes.
-
-    A short subgroup at the end would take a slot and a turn in its queue for almost nothing. All but the last are whole
-    sectors of a drive in float32, unless that makes one of them too long. Data behind such a subgroup in memory can
-    then be read and written without a copy.
-    """
-    count = -(-num_params // subgroup_params)
-    if count <= 1:
-        return (num_params,) * count
-    whole = -(-num_params // (count * SECTOR_PARAMS)) * SECTOR_PARAMS
-    if whole <= subgroup_params and (last := num_params - (count - 1) * whole) > 0:
-        return (*(whole,) * (count - 1), last)
-    size, longer = divmod(num_params, count)
-    return (size + 1,) * longer + (size,) * (count - longer)

@@ -15,6 +15,8 @@ from planner.models.operators import Batch, Graph, Operator
 from planner.models.parameters import ParameterSpec, layer_path, parameters, root
 from planner.models.patterns import Degrees, Pattern
 from planner.models.sharding import share
+from planner.optimizers import is_hidden_matrix
+from planner.subgroups import Extent
 
 __all__ = [
     "Attention",
@@ -93,6 +95,14 @@ class Unit:
     def sizes(self) -> dict[str, int]:
         """Number of elements of each of its own trained parameters, by name."""
         return {spec.name: spec.num_params for spec in self.parameters}
+
+    @functools.cached_property
+    def extents(self) -> tuple[Extent, ...]:
+        """Size of each of its own trained parameters, and the shapes of hidden matrices among them."""
+        return tuple(
+            (spec.num_params, (spec.shape[0], spec.shape[1]) if is_hidden_matrix(spec.name, spec.shape) else None)
+            for spec in self.parameters
+        )
 
     @functools.cached_property
     def shared_parameters(self) -> tuple[str, ...]:

@@ -1,6 +1,11 @@
-"""Optimizers as planning sees them: bytes of state and traffic per parameter.
+"""Optimizers as planning sees them: bytes of state and traffic per parameter, and which parameters they take.
 
 The executor has their arithmetic, with an entry for each of these in :mod:`executor.optimizer.table`.
+
+[Note: Hidden matrices] Muon orthogonalizes the updates of whole matrices in hidden layers. All other parameters
+(embeddings, norms, biases, the head, banks of experts) are AdamW's, in the same optimizer. A parameter is a hidden
+matrix if it has two dimensions and lies in a list of layers, so that its path has a number. The planner and
+``ullage.Muon`` both decide so, from name and shape alone.
 """
 
 import dataclasses
@@ -8,7 +13,7 @@ from collections.abc import Mapping
 from typing import Final, Literal
 
 Optimizer = Literal["adamw", "sgd", "adagrad", "lion", "muon"]
-"""AdamW (or Adam, whose state is the same), SGD with momentum, Adagrad, Lion; Muon is only simulated so far."""
+"""AdamW (or Adam, whose state is the same), SGD with momentum, Adagrad, Lion, and Muon beside AdamW."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -18,10 +23,13 @@ class OptimizerState:
     Attributes:
         words: a description for people.
         num_buffers: values per parameter in addition to the master copy.
+        others: the optimizer of all parameters that are no hidden matrices [Note: Hidden matrices]; ``None`` if this
+            one takes all.
     """
 
     words: str
     num_buffers: int
+    others: Optimizer | None = None
 
     @property
     def state_bytes_per_param(self) -> int:
@@ -33,15 +41,15 @@ class OptimizerState:
         return value_bytes * (1 + self.num_buffers)
 
 
-ALL_OPTIMIZERS: Final[Mapping[Optimizer, OptimizerState]] = {
+OPTIMIZERS: Final[Mapping[Optimizer, OptimizerState]] = {
     "adamw": OptimizerState("AdamW", 2),
     "sgd": OptimizerState("SGD with momentum", 1),
     "adagrad": OptimizerState("Adagrad", 1),
     "lion": OptimizerState("Lion", 1),
-    # Its matrices have a momentum. Embeddings, norms and head are AdamW's, whose second moment is left out here.
-    "muon": OptimizerState("Muon", 1),
+    "muon": OptimizerState("Muon", 1, others="adamw"),
 }
-OPTIMIZERS: Final[Mapping[Optimizer, OptimizerState]] = {
-    name: state for name, state in ALL_OPTIMIZERS.items() if name != "muon"
-}
-"""Those that our executor has."""
+
+
+def is_hidden_matrix(name: str, shape: tuple[int, ...]) -> bool:
+    """Return whether a parameter is a matrix of a hidden layer [Note: Hidden matrices]."""
+    return len(shape) == 2 and any(part.isdigit() for part in name.split("."))

@@ -21,11 +21,11 @@ from executor.memory.frozen import FrozenParameter, FrozenState, FrozenWeights
 from executor.memory.nvme import StoredState
 from executor.memory.pieces import Part, Piece, pieces_of
 from executor.memory.units import Moments, ParameterState, StateSlot, UnitState
-from planner.decisions import SECTOR_PARAMS, Decisions, Place
+from planner.decisions import Decisions, Place
 from planner.graph import Unit
 from planner.lowering import slots
-from planner.optimizers import OPTIMIZERS
 from planner.schedule.tasks import MemoryClass, Tier
+from planner.subgroups import SECTOR_PARAMS
 
 _SECTOR_BYTES = 4 * SECTOR_PARAMS
 

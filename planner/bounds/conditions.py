@@ -113,7 +113,9 @@ def decided(program: LinearProgram, units: Sequence[Unit], decisions: Decisions)
     fixed: dict[str, float] = {}
     for unit in units:
         choice = decisions.units[unit.name]
-        pieces = decisions.placed_pieces(unit)
+        cut = zip(decisions.subgroups(unit), choice.update, strict=True)
+        placed = decisions.placed_subgroups(unit)
+        pieces = [(subgroup.num_params, place) for subgroup, place in cut if subgroup in placed]
         for place in Place:
             share = sum(size for size, where in pieces if where is place) / max(sum(size for size, _ in pieces), 1)
             fixed[f"{unit.name}:{place}"] = share

@@ -9,6 +9,7 @@ from planner.decisions import Decisions
 from planner.graph import Unit
 from planner.models.kernels import num_kernels
 from planner.schedule.tasks import Lane, Op, Phase, Task
+from planner.subgroups import Subgroup
 
 _COMPUTE = {Op.FORWARD: "forward", Op.BACKWARD: "backward", Op.RECOMPUTE: "recompute", Op.REMAKE: "remake"}
 
@@ -33,7 +34,7 @@ class Loads:
         self.capacity: dict[Key, float] = dict.fromkeys(Lane, 1.0)
         self.capacity |= dict(cost.capacities().items())
         self._passes: dict[tuple[str, Op], Load] = {}
-        self._updates: dict[tuple[Lane, frozenset[int]], dict[Key, float]] = {}
+        self._updates: dict[tuple[Lane, Subgroup], dict[Key, float]] = {}
 
     def charge(self, load: Load, task: Task, by: Sum) -> None:
         """Add a task to the load of its lane and resources, ``by`` times."""
@@ -44,20 +45,24 @@ class Loads:
 
     def update(self, load: Load, unit: Unit, lane: Lane, by: Sum) -> None:
         """Add the update of a unit, at the price per parameter of its cheapest subgroup."""
-        shard = self.given.shard_params(unit)
+        placed = self.given.placed_params(unit)
         for key, cheapest in self._cheapest(unit, lane).items():
-            load[key].plus(by, cheapest * shard)
+            load[key].plus(by, cheapest * placed)
 
     def _cheapest(self, unit: Unit, lane: Lane) -> dict[Key, float]:
-        sizes = frozenset(self.given.piece_params(unit))
-        if (lane, sizes) not in self._updates:
-            found = self._updates[lane, sizes] = {}
-            for size in sizes:
-                load: Load = defaultdict(Sum)
-                self.charge(load, Task(0, lane, Op.UPDATE, Phase.UPDATE, num_params=size), Sum(("", 1.0)))
-                for key, amount in load.items():
-                    found[key] = min(found.get(key, float("inf")), amount[""] / size)
-        return self._updates[lane, sizes]
+        found: dict[Key, float] = {}
+        for subgroup in self.given.placed_subgroups(unit):
+            for key, amount in self._per_param(subgroup, lane).items():
+                found[key] = min(found.get(key, float("inf")), amount)
+        return found
+
+    def _per_param(self, subgroup: Subgroup, lane: Lane) -> dict[Key, float]:
+        if (lane, subgroup) not in self._updates:
+            load: Load = defaultdict(Sum)
+            task = Task(0, lane, Op.UPDATE, Phase.UPDATE, num_params=subgroup.num_params, matrices=subgroup.matrices)
+            self.charge(load, task, Sum(("", 1.0)))
+            self._updates[lane, subgroup] = {key: amount[""] / subgroup.num_params for key, amount in load.items()}
+        return self._updates[lane, subgroup]
 
     def copy(self, load: Load, direction: Resource, num_bytes: float, by: Sum) -> None:
         """Add bytes that cross the host link, in copies of any size."""
@@ -90,12 +95,13 @@ class Loads:
     def gather(self, load: Load, unit: Unit, by: Sum) -> None:
         """Add a collective that gathers a unit's parameters: after an update alone, those that are trained."""
         gathers = self.given.gathers(unit)
-        num_bytes = unit.kept_bytes(self.weight_bytes) if gathers else self.weight_bytes * unit.num_params
+        num_bytes = self.weight_bytes * self.given.exchanged_params(unit)
+        num_bytes += unit.frozen_bytes(self.weight_bytes) if gathers else 0
         self.charge(load, Task(0, Lane.COLLECTIVE, Op.GATHER, Phase.FORWARD, unit.name, num_bytes=num_bytes), by)
 
     def scatter(self, load: Load, unit: Unit, by: Sum) -> None:
         """Add the collective for a unit's gradient: a reduce-scatter, or an all-reduce in ZeRO stage 0."""
-        num_bytes = self.weight_bytes * unit.num_params * (2 if self.given.zero_stage == 0 else 1)
+        num_bytes = self.weight_bytes * self.given.exchanged_params(unit) * (2 if self.given.zero_stage == 0 else 1)
         self.charge(load, Task(0, Lane.COLLECTIVE, Op.SCATTER, Phase.BACKWARD, unit.name, num_bytes=num_bytes), by)
 
     def per_byte(self, direction: Resource, key: Key) -> float:

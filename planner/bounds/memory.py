@@ -42,14 +42,14 @@ class Memory:
         if self.on.stores(nvme=True):
             host.plus(Sum((self._state_buffers(device_bytes), device_bytes)))
         for unit in (unit for unit in self.on.units if unit.num_params):
-            shard = self.on.given.shard_params(unit)
+            shard = self.on.given.placed_params(unit)
             name = unit.name
             for place in (Place.CPU, Place.STREAM):
-                host[f"{name}:{place}"] += self.on.given.state_bytes_per_param * shard
+                host[f"{name}:{place}"] += self.on.given.placed_state_bytes_per_param(unit) * shard
             host[self._weights_or_gradients(unit)] += float(self.on.weight_bytes * shard)
             on_nvme = Sum((f"{name}:{Place.NVME}", 1.0)) if self.on.stores(nvme=True) else Sum()
             versions = self.on.given.num_state_versions
-            nvme.plus(on_nvme, float(versions * self.on.given.state_bytes_per_param * shard))
+            nvme.plus(on_nvme, float(versions * self.on.given.placed_state_bytes_per_param(unit) * shard))
             weights_there = f"{name}:onnvme"
             if weights_there in self.on.program.boxes and not self.on.given.precision.master_is_weight:
                 nvme[weights_there] += float(versions * self.on.weight_bytes * shard)
@@ -84,14 +84,15 @@ class Memory:
 
     def _state_buffers(self, unit_bytes: float) -> str:
         """Return the bytes of host buffers for state on NVMe, as multiples of ``unit_bytes``: at least one subgroup."""
-        shards = {unit.name: self.on.given.shard_params(unit) for unit in self.on.units if unit.num_params}
-        everything = self.on.given.state_bytes_per_param * sum(shards.values()) / unit_bytes
+        shards = {unit.name: self.on.given.placed_params(unit) for unit in self.on.units if unit.num_params}
+        trained = [unit for unit in self.on.units if unit.num_params]
+        everything = sum(self.on.given.placed_state_bytes_per_param(unit) * shards[unit.name] for unit in trained) / unit_bytes
         buffers = self.on.program.variable(STATE_BUFFERS, 0.0, everything)
-        for unit in (unit for unit in self.on.units if unit.num_params):
+        for unit in trained:
             mean = (
-                self.on.given.state_bytes_per_param
+                self.on.given.placed_state_bytes_per_param(unit)
                 * shards[unit.name]
-                / len(self.on.given.piece_params(unit))
+                / len(self.on.given.placed_subgroups(unit))
                 / unit_bytes
             )
             one = Sum((f"{unit.name}:{Place.NVME}", mean))
@@ -161,26 +162,28 @@ class Memory:
     def _resident_gradient(self, unit: Unit, scale: float) -> Sum:
         if not unit.num_params:
             return Sum()
-        num_bytes = self.on.weight_bytes * self.on.given.shard_params(unit) * scale
+        num_bytes = self.on.weight_bytes * self.on.given.placed_params(unit) * scale
         return Sum((f"{unit.name}:{Place.GPU}", num_bytes), (f"{unit.name}:stays", num_bytes))
 
     def _always(self, scale: float) -> Sum:
         """Return the share of memory that resident parameters, resident state and slots take."""
         held = self._rings(scale)
-        state_bytes = self.on.given.resident_state_bytes_per_param
-        largest = max(self.on.given.shard_params(unit) for unit in self.on.units)
-        slot = self.on.program.variable(STATE_SLOT, 0.0, self.on.given.state_bytes_per_param * largest * scale)
+        saved_bytes = self.on.given.resident_weight_bytes_per_param
+        largest = max(self.on.given.placed_params(unit) for unit in self.on.units)
+        most_bytes = max(map(self.on.given.placed_state_bytes_per_param, self.on.units))
+        slot = self.on.program.variable(STATE_SLOT, 0.0, most_bytes * largest * scale)
         held[slot] += 1.0
         for unit in (unit for unit in self.on.units if unit.num_weights):
             own = self.on.own_bytes(unit) if self.on.given.gathers(unit) else unit.kept_bytes(self.on.weight_bytes)
             held.plus(Sum(("", 1.0)).plus(self.on.away(unit), -1.0), own * scale)
             if not unit.num_params:
                 continue
-            shard = self.on.given.shard_params(unit)
-            held[f"{unit.name}:{Place.GPU}"] += state_bytes * shard * scale
+            shard = self.on.given.placed_params(unit)
+            state_bytes = self.on.given.placed_state_bytes_per_param(unit)
+            held[f"{unit.name}:{Place.GPU}"] += (state_bytes - saved_bytes) * shard * scale
             # The largest streamed subgroup is at least as large as the mean.
-            mean = shard / len(self.on.given.piece_params(unit))
-            streamed = Sum((f"{unit.name}:{Place.STREAM}", self.on.given.state_bytes_per_param * mean * scale))
+            mean = shard / len(self.on.given.placed_subgroups(unit))
+            streamed = Sum((f"{unit.name}:{Place.STREAM}", state_bytes * mean * scale))
             self.on.program.at_least(f"{unit.name}: fits the state slot", Sum((slot, 1.0)), streamed)
         return held
 

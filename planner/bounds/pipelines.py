@@ -71,7 +71,7 @@ def _pass(stage: Stage, cost: CostModel, lane: Lane) -> Sum:
 def _always(stage: Stage, space: Space) -> Sum:
     """Return the bytes of weights and optimizer state."""
     given = space.given
-    state_bytes = given.resident_state_bytes_per_param
+    state_bytes = given.state_bytes_per_param - given.resident_weight_bytes_per_param
     units = [unit for segment in stage for unit in segment]
     weights = sum(unit.kept_bytes(given.precision.weight_bytes) for unit in units)
     # Of units merged into a stage the shards are no larger in sum than their own.

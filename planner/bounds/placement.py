@@ -149,8 +149,8 @@ class Placement:
 
     def state_out(self, unit: Unit) -> Sum:
         """Return the bytes of streamed state and new weights that are copied back to the host."""
-        shard = self.given.shard_params(unit)
-        stored = Sum((f"{unit.name}:{Place.STREAM}", float(self.given.state_bytes_per_param * shard)))
+        shard = self.given.placed_params(unit)
+        stored = Sum((f"{unit.name}:{Place.STREAM}", float(self.given.placed_state_bytes_per_param(unit) * shard)))
         back = f"{unit.name}:back"
         return stored.plus({back: float(self.weight_bytes * shard)} if back in self.program.boxes else {})
 
@@ -159,8 +159,8 @@ class Placement:
         self.loads.update(load, unit, Lane.CPU, self.on_host(unit))
         streamed = Sum((f"{unit.name}:{Place.STREAM}", 1.0))
         self.loads.update(load, unit, Lane.GPU_UPDATE, Sum((f"{unit.name}:{Place.GPU}", 1.0)).plus(streamed))
-        shard = self.given.shard_params(unit)
-        self.loads.copy(load, Resource.LINK_DOWN, self.given.state_bytes_per_param * shard, streamed)
+        shard = self.given.placed_params(unit)
+        self.loads.copy(load, Resource.LINK_DOWN, self.given.placed_state_bytes_per_param(unit) * shard, streamed)
         gradient = Sum((f"{unit.name}:{Place.STREAM}", 1.0), (f"{unit.name}:stays", -1.0))
         self.loads.copy(load, Resource.LINK_DOWN, self.weight_bytes * shard, gradient)
 

@@ -103,7 +103,7 @@ class Windows:
         """Return the load of moving one micro-batch's gradients to where they are used."""
         load: Load = defaultdict(Sum)
         if unit.num_params:
-            num_bytes = self.on.weight_bytes * self.on.given.shard_params(unit)
+            num_bytes = self.on.weight_bytes * self.on.given.placed_params(unit)
             self.on.loads.copy(load, Resource.LINK_UP, num_bytes, self.on.leaves(unit))
             if self.on.given.replicas(unit) > 1:
                 self.on.loads.scatter(load, unit, Sum(("", 1.0)))
@@ -114,7 +114,7 @@ class Windows:
         load: Load = defaultdict(Sum)
         if unit.num_params:
             self.on.updates(load, unit)
-            num_bytes = self.on.weight_bytes * self.on.given.shard_params(unit)
+            num_bytes = self.on.weight_bytes * self.on.given.placed_params(unit)
             comes = Sum((f"{unit.name}:upload", 1.0)).plus(self.on.away(unit) if unit.forward else {})
             self.on.loads.copy(load, Resource.LINK_DOWN, num_bytes, comes)
             if unit.frozen and unit.forward:  # they come with those that are trained
@@ -219,12 +219,13 @@ class Windows:
         and are read again for the forward.
         """
         device_bytes = float(capacities(self.on.cost)[Tier.GPU])
-        state_bytes = self.on.given.state_bytes_per_param
-        weights_share = 0.0 if self.on.given.precision.master_is_weight else self.on.weight_bytes / state_bytes
+        weight_bytes = 0 if self.on.given.precision.master_is_weight else self.on.weight_bytes
+        weights_share = weight_bytes / min(map(self.on.given.placed_state_bytes_per_param, self.on.units))  # the most of any unit
         amounts: dict[Resource, list[Sum]] = {Resource.NVME_READ: [], Resource.NVME_WRITE: []}
         for unit in self.on.units:
-            share = self.on.given.shard_params(unit) * state_bytes / device_bytes
-            weights = Sum((f"{unit.name}:onnvme", share * weights_share))
+            shard = self.on.given.placed_params(unit)
+            share = shard * self.on.given.placed_state_bytes_per_param(unit) / device_bytes
+            weights = Sum((f"{unit.name}:onnvme", shard * weight_bytes / device_bytes))
             there = f"{unit.name}:onnvme" in self.on.program.boxes
             for direction, sums in amounts.items():
                 amount = Sum((f"{unit.name}:{Place.NVME}", share)) if unit.num_params else Sum()

@@ -61,7 +61,7 @@ class Work:
     def _train(self, unit: Unit) -> None:
         """Add the load of a unit's gradients and updates."""
         total, name = self.total, unit.name
-        shard = self.on.given.shard_params(unit)
+        shard = self.on.given.placed_params(unit)
         self.on.updates(total, unit)
         self.on.loads.copy(total, Resource.LINK_DOWN, self.on.weight_bytes * shard, Sum((f"{name}:upload", 1.0)))
         by = Sum().plus(self.on.leaves(unit), float(self.on.repeats))
@@ -90,11 +90,11 @@ class Work:
 
     def _storage_work(self, unit: Unit) -> None:
         """Add the reads and writes of a unit's parameters, gradients and state on NVMe in an iteration."""
-        name, shard = unit.name, self.on.given.shard_params(unit)
+        name, shard = unit.name, self.on.given.placed_params(unit)
         read, written = Resource.NVME_READ, Resource.NVME_WRITE
         weights_written = 0 if self.on.given.precision.master_is_weight else self.on.weight_bytes
         for what, num_bytes, directions in (
-            (Place.NVME, self.on.given.state_bytes_per_param * shard, (read, written)),
+            (Place.NVME, self.on.given.placed_state_bytes_per_param(unit) * shard, (read, written)),
             ("spill", self.on.given.spilled_bytes_per_param * shard, (read, written)),
             ("onnvme", weights_written * shard, (written,)),
             ("reads", self.on.own_bytes(unit), (read,)),

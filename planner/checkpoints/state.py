@@ -31,7 +31,11 @@ class Shard:
 
 
 def state_of(
-    schedule: Schedule, *, num_replicas: int | Mapping[str, int] = 1, bytes_per_param: int = 12
+    schedule: Schedule,
+    *,
+    num_replicas: int | Mapping[str, int] = 1,
+    bytes_per_param: int = 12,
+    other_bytes_per_param: int | None = None,
 ) -> tuple[Shard, ...]:
     """Return the optimizer state that an iteration's updates change, in their order: master and buffers.
 
@@ -42,6 +46,7 @@ def state_of(
         schedule: one iteration.
         num_replicas: data-parallel ranks that hold the same state, by unit if they differ; each saves a part of it.
         bytes_per_param: bytes of state, see :attr:`planner.decisions.Decisions.state_bytes_per_param`.
+        other_bytes_per_param: the same of parameters without matrices, if they are another optimizer's.
     """
     changed = {(task.unit, task.piece): task for task in schedule.tasks if task.op in _CHANGES}
     shards = []
@@ -50,7 +55,8 @@ def state_of(
             change = changed.get((task.unit, task.piece), task)
             here = Tier.GPU if task.lane is Lane.GPU_UPDATE else Tier.HOST
             replicas = num_replicas if isinstance(num_replicas, int) else num_replicas[task.unit]
-            num_bytes = -(-bytes_per_param * task.num_params // replicas)
+            each_bytes = bytes_per_param if task.matrices else other_bytes_per_param or bytes_per_param
+            num_bytes = -(-each_bytes * task.num_params // replicas)
             shards.append(Shard(num_bytes, _CHANGES.get(change.op, here), change.index, task.unit, task.piece))
     return tuple(shards)
 

@@ -12,7 +12,7 @@ from planner.engines.setup import Setup
 from planner.graph import Batch, Unit, build_graph, units
 from planner.models.captured import CapturedModel, Model
 from planner.models.config import ModelConfigError
-from planner.optimizers import Optimizer
+from planner.optimizers import OPTIMIZERS, Optimizer
 from planner.terms import Storage
 
 
@@ -69,6 +69,8 @@ def variants(job: Job, asked: Asked) -> tuple[Variant, ...]:
     Raises:
         ValueError: there is none; the message says why.
     """
+    if OPTIMIZERS[job.optimizer].others:  # see :func:`planner.decisions.check_whole_matrices`
+        asked = asked.model_copy(update={"tensor_parallel": 1})
     choices = asked.choices(job.model, job.hardware.devices_per_node)
     if isinstance(job.model, CapturedModel):
         choices = _captured(job, choices)

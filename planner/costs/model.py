@@ -20,7 +20,7 @@ from planner.graph import Degrees, Kernel, Unit
 from planner.lowering import stages
 from planner.models.kernels import flop, num_kernels
 from planner.models.work import newton_schulz
-from planner.optimizers import Optimizer
+from planner.optimizers import OPTIMIZERS, Optimizer
 from planner.schedule.arrays import kind_of
 from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import Lane, Op, Work
@@ -30,6 +30,8 @@ _ACCUMULATE_PASSES = 3
 # A copy to or from memory that is not pinned goes through a pinned buffer: a core reads the source, fetches the lines
 # that it will write, and writes them; the copy engine reads them (or the other way round).
 _STAGED_PASSES = 4
+# A core with 8 lanes of fp32 and two multiply-adds a cycle has 64 at 2 GHz; instructions for bf16 would be faster.
+_HOST_FLOP_PER_CORE_S = 50e9
 _STORAGE_READS = frozenset({Lane.NVME_READ, Lane.NVME_STATE_IN})
 _STORAGE_WRITES = frozenset({Lane.NVME_WRITE, Lane.NVME_STATE_OUT})
 
@@ -70,9 +72,7 @@ class CostModel:
         self._units = {unit.name: unit for unit in units}
         self._dtype_bytes = precision.weight_bytes
         self._optimizer = optimizer
-        self._update_bytes = precision.update_bytes_per_param(optimizer)
-        # Profiles have the time of AdamW. Memory binds every update, so its time is that, scaled by the bytes it moves.
-        self._of_measured = self._update_bytes / BF16.update_bytes_per_param("adamw")
+        self._precision = precision
         self._degrees = Degrees(data_parallel, tensor_parallel, pipeline_parallel, expert_parallel)
         self.layout = Layout(data_parallel, tensor_parallel, pipeline_parallel, profile.devices_per_node)
         self._fabrics = Fabrics(profile, self.layout)
@@ -80,6 +80,9 @@ class CostModel:
         self.ranks_per_node = self.layout.ranks_per_node
         self._rank = RankHardware(profile, self.layout)
         self._kernels = KernelCosts(self._rank, self.layout, self._fabrics, precision)
+        # Muon's products are in bf16, whatever the type of weights.
+        in_bf16 = precision.weights != "bf16" and "bf16" in profile.device.gemm
+        self._products = KernelCosts(self._rank, self.layout, self._fabrics, BF16) if in_bf16 else self._kernels
         self._prices: dict[Hashable, Price] = {}  # by kind
         self._same: dict[Price, Price] = {}
 
@@ -180,20 +183,38 @@ class CostModel:
                 return unit.backward
 
     def _device_update(self, task: Work) -> Price:
-        duration_s = self._of_measured * self._rank.read_s(
-            self.profile.device.optimizer, task.num_params, "device optimizer"
-        )
-        if self._optimizer == "muon":
-            unit = self._units[task.unit]
-            duration_s += self._orthogonalization_s(unit) * task.num_params / unit.num_params
-        return Price(0.0, duration_s, self._kernels.on_device(duration_s, self._update_bytes * task.num_params))
+        read_s = self._rank.read_s(self.profile.device.optimizer, task.num_params, "device optimizer")
+        products_s = sum(self._products.compute_s(newton_schulz(*shape)) for shape in task.matrices)
+        duration_s = self._of_measured(task) * read_s + products_s
+        return Price(0.0, duration_s, self._kernels.on_device(duration_s, self._update_bytes(task) * task.num_params))
 
-    def _orthogonalization_s(self, unit: Unit) -> float:
-        """Return the time that Muon adds to the update of a unit. Units of the same size have the same matrices."""
-        if unit.segment == unit.name:  # embedding and head are AdamW's
-            return 0.0
-        shapes = [spec.shape for spec in unit.parameters if len(spec.shape) == 2]
-        return sum(self.compute_s(newton_schulz(*shape)) for shape in shapes)
+    def _update_bytes(self, task: Work) -> int:
+        """Return the bytes per parameter that an update moves."""
+        others = OPTIMIZERS[self._optimizer].others
+        return self._precision.update_bytes_per_param(others if others and not task.matrices else self._optimizer)
+
+    def _of_measured(self, task: Work) -> float:
+        """Return how much longer than AdamW an update takes without its products.
+
+        Profiles have the time of AdamW. Memory binds every update, so its time is that, scaled by the bytes it moves.
+        """
+        return self._update_bytes(task) / BF16.update_bytes_per_param("adamw")
+
+    def _host_products_s(self, task: Work) -> float:
+        """Return the time of Muon's products on the host, by the cores that update.
+
+        If the device is a share of the host's cores, they are as fast as its own. Profiles of GPUs do not have products
+        on the host: an assumed rate stands in for them.
+        """
+        device, host, ranks = self.profile.device, self.profile.host, self.ranks_per_node
+        kernels = [kernel for shape in task.matrices for kernel in newton_schulz(*shape)]
+        if device.kind == "host":
+            return self._products.compute_s(kernels) * device.num_cores * ranks / host.num_optimizer_cores
+        if kernels:
+            self._rank.warnings.setdefault(
+                f"Muon's products on the host are assumed to run at {_HOST_FLOP_PER_CORE_S / 1e9:g} GFLOP/s a core"
+            )
+        return flop(kernels) * ranks / (_HOST_FLOP_PER_CORE_S * host.num_optimizer_cores)
 
     def _cpu_update(self, task: Work) -> Price:
         """Price an update on the rank's share of the node, because all ranks update at the same time."""
@@ -201,12 +222,13 @@ class CostModel:
         duration_s = self._rank.read_s(host.optimizer, task.num_params * ranks, "CPU optimizer")
         if host.optimizer_process_params_per_s is not None:
             duration_s = max(duration_s, task.num_params / host.optimizer_process_params_per_s.value)
-        duration_s *= self._of_measured
+        duration_s *= self._of_measured(task)
         # It is at most as fast as memory allows.
-        duration_s = max(duration_s, self._update_bytes * task.num_params * ranks / host.dram_bytes_per_s.value)
+        num_bytes = self._update_bytes(task) * task.num_params
+        duration_s = max(duration_s, num_bytes * ranks / host.dram_bytes_per_s.value) + self._host_products_s(task)
         if duration_s <= 0:
             return Price(0.0, 0.0)
-        dram = self._update_bytes * task.num_params / duration_s
+        dram = num_bytes / duration_s
         return Price(
             0.0,
             duration_s,

@@ -20,6 +20,7 @@ from planner.engines.roundpipe import round_pipe, round_pipe_sync
 from planner.engines.setup import Setup
 from planner.engines.streaming import streamed
 from planner.engines.zenflow import zen_flow
+from planner.optimizers import OPTIMIZERS, Optimizer
 
 Policy = Callable[[Setup], Iterator[Decisions]]
 
@@ -51,9 +52,17 @@ HOST_PARAMETER_POLICIES = ("zero-offload-blocking", "zero-offload", "super-offlo
 # Policies whose placements are not in pairs, with activations kept and recomputed.
 UNPAIRED = frozenset({"megatrain", "roundpipe", "roundpipe-sync", "streaming"})
 
+# Policies of engines that have an optimizer for whole matrices; of the others we know none that is released for it.
+FOR_WHOLE_MATRICES = frozenset({"gpu-only"})
+
 _ONE_DEVICE = frozenset({"megatrain", "streaming"})
 _ONE_NODE = frozenset({"roundpipe", "roundpipe-sync"})
 _ONLY_ADAM = frozenset({"zenflow", "megatrain", "streaming"})
+
+
+def policies_of(optimizer: Optimizer) -> list[str]:
+    """Return the names of the policies in :data:`POLICIES` that can be compared with an optimizer."""
+    return [name for name in POLICIES if OPTIMIZERS[optimizer].others is None or name in FOR_WHOLE_MATRICES]
 
 
 def can_run(name: str, setup: Setup, num_nodes: int) -> bool:

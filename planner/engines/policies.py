@@ -232,10 +232,11 @@ def _mixed(setup: Setup, mix: Mix) -> Decisions:
     updates: dict[str, tuple[Place, ...]] = {}
     for unit, whole in zip(order, there, strict=True):
         if whole:
-            updates[unit.name] = (Place.NVME,) * counts[unit.name]
+            updates[unit.name] = (Place.NVME,) * len(pieces(setup, unit))
         else:
             update = tuple(itertools.islice(places, counts[unit.name]))
-            updates[unit.name] = update or (Place.GPU,) * len(pieces(setup, unit))
+            count = len(pieces(setup, unit))
+            updates[unit.name] = update + update[-1:] * (count - len(update)) if update else (Place.GPU,) * count
     streaming = [unit.name for unit in order if Place.STREAM in updates[unit.name]]
     staying = set(streaming[: mix.num_stay])
     on_nvme = {unit.name for unit, whole in zip(order, there, strict=True) if whole}

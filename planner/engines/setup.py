@@ -6,14 +6,10 @@ import itertools
 from collections.abc import Mapping
 from typing import Any
 
-from planner.decisions import (
-    BF16,
-    Decisions,
-    Precision,
-    subgroups,
-)
+from planner.decisions import BF16, Decisions, Precision
 from planner.graph import Degrees, Unit
 from planner.optimizers import Optimizer
+from planner.subgroups import UnitLayout, unit_layout
 from planner.terms import Storage
 
 # A unit is very small if it has at most this share of the largest unit's weights.
@@ -116,8 +112,11 @@ class Setup:
 
     @functools.cached_property
     def movable(self) -> Mapping[str, int]:
-        """The number of subgroups that a mix places, by unit; very small units have none."""
-        return {unit.name: len(pieces(self, unit)) if unit.name in self.large else 0 for unit in self.units}
+        """The number of subgroups that a mix places, by unit; very small units have none.
+
+        Vectors beside the matrices of Muon are with the last matrix.
+        """
+        return {unit.name: _num_movable(self, unit) if unit.name in self.large else 0 for unit in self.units}
 
     @functools.cached_property
     def tied(self) -> frozenset[str]:
@@ -147,4 +146,13 @@ class Setup:
 
 def pieces(setup: Setup, unit: Unit) -> tuple[int, ...]:
     """Return the subgroup sizes of a unit on one rank of a sharded optimizer."""
-    return subgroups(-(-unit.num_params // setup.replicas(unit)), setup.subgroup_params)
+    return _layout(setup, unit).sizes
+
+
+def _layout(setup: Setup, unit: Unit) -> UnitLayout:
+    return unit_layout(unit.extents, setup.optimizer, setup.replicas(unit), setup.subgroup_params)
+
+
+def _num_movable(setup: Setup, unit: Unit) -> int:
+    cut = _layout(setup, unit).subgroups
+    return sum(bool(subgroup.matrices) for subgroup in cut) or len(cut)

@@ -9,7 +9,9 @@ from typing import Literal
 
 from planner.decisions import Decisions, Place, UnitDecision
 from planner.graph import Unit
+from planner.optimizers import OPTIMIZERS
 from planner.schedule.tasks import Tier
+from planner.subgroups import Subgroup
 
 HeldBytes = tuple[tuple[Tier, int], ...]
 
@@ -28,7 +30,10 @@ class Amounts:
         padded_frozen_bytes: bytes of all frozen weights, padded to equal shards.
         gathered: whether its parameters are all-gathered for every use.
         regathered: whether updated shards are all-gathered after the step.
+        exchanged_params: values in a collective over all trained parameters.
         pieces: size and place of each subgroup.
+        subgroups: the same subgroups.
+        state_bytes: bytes of optimizer state of each subgroup.
         streamed, from_nvme: sizes of the subgroups that are streamed, and of those whose state is on NVMe.
         flushes: the update places whose gradients are copied to the host.
         flushed_params: the number of parameters whose gradients are copied to the host.
@@ -46,7 +51,10 @@ class Amounts:
     padded_frozen_bytes: int
     gathered: bool
     regathered: bool
+    exchanged_params: int
     pieces: tuple[tuple[int, Place], ...]
+    subgroups: tuple[Subgroup, ...]
+    state_bytes: tuple[int, ...]
     streamed: tuple[int, ...]
     from_nvme: tuple[int, ...]
     flushes: frozenset[Place]
@@ -67,6 +75,7 @@ class AmountsOf:
 
     def __init__(self, decisions: Decisions) -> None:
         self._decisions, self._degrees = decisions, decisions.degrees
+        self._by_layout = OPTIMIZERS[decisions.optimizer].others is not None
         self._known: dict[tuple[object, ...], Amounts] = {}
 
     def __call__(self, unit: Unit, decided: UnitDecision) -> Amounts:
@@ -78,6 +87,8 @@ class AmountsOf:
         frozen_bytes = unit.frozen_bytes(self._decisions.precision.weight_bytes)
         parts, where = unit.parts(self._degrees), (decided.params, decided.update, decided.streamed_gradients)
         kind = (unit.num_params, frozen_bytes, parts, *where)
+        if self._by_layout:
+            kind = (*kind, unit.extents)
         if (known := self._known.get(kind)) is None:
             _check(self._decisions, unit, decided)
             known = self._known[kind] = _amounts(self._decisions, unit, decided)
@@ -118,7 +129,10 @@ def _amounts(decisions: Decisions, unit: Unit, decided: UnitDecision) -> Amounts
         padded_frozen_bytes=decisions.frozen_padded_bytes(unit),
         gathered=gathered,
         regathered=decisions.regathers(unit),
+        exchanged_params=decisions.exchanged_params(unit),
         pieces=pieces,
+        subgroups=decisions.subgroups(unit),
+        state_bytes=tuple(map(decisions.state_bytes, decisions.subgroups(unit))),
         streamed=tuple(n for n, place in pieces if place is Place.STREAM),
         from_nvme=tuple(n for n, place in pieces if place is Place.NVME),
         flushes=flushes,
@@ -126,7 +140,7 @@ def _amounts(decisions: Decisions, unit: Unit, decided: UnitDecision) -> Amounts
         buffer_params=buffer,
         resident_params=shard - flushed - buffer,
         parameters=_parameters(decisions, name, placed, shard, shard if gathered else padded, frozen_bytes),
-        optimizer=_optimizer(decisions, placed),
+        optimizer=_optimizer(decisions, unit, placed),
         gradients=_gradients(decisions, name, placed, flushed),
     )
 
@@ -143,14 +157,16 @@ def _parameters(
     return _held((Tier.GPU, on_device), (Tier.HOST, weight_bytes * served + (frozen_bytes if params == "host" else 0)))
 
 
-def _optimizer(decisions: Decisions, placed: Counter[Place]) -> HeldBytes:
-    state_bytes = decisions.state_bytes_per_param
+def _optimizer(decisions: Decisions, unit: Unit, placed: Counter[Place]) -> HeldBytes:
+    held = Counter[Place]()
+    for subgroup, place in zip(decisions.subgroups(unit), decisions.units[unit.name].update, strict=True):
+        held[place] += decisions.state_bytes(subgroup)
     extra_bytes = decisions.habits.host_bytes if decisions.habits else 0
     return _held(
         (Tier.HOST, extra_bytes * placed[Place.CPU]),
-        (Tier.HOST, state_bytes * (placed[Place.CPU] + placed[Place.STREAM])),
-        (Tier.NVME, decisions.num_state_versions * state_bytes * placed[Place.NVME]),
-        (Tier.GPU, decisions.resident_state_bytes_per_param * placed[Place.GPU]),
+        (Tier.HOST, held[Place.CPU] + held[Place.STREAM]),
+        (Tier.NVME, decisions.num_state_versions * held[Place.NVME]),
+        (Tier.GPU, held[Place.GPU] - decisions.resident_weight_bytes_per_param * placed[Place.GPU]),
     )
 
 

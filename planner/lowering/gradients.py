@@ -97,7 +97,8 @@ def _scatter(program: Program, unit: LoweredUnit, micro_batch: int, after: Draft
     decisions = program.decisions
     scatter = program.draft(Lane.COLLECTIVE, Op.SCATTER, Phase.BACKWARD, unit, micro_batch, (after.key,))
     # An all-reduce is a reduce-scatter and an all-gather: twice the bytes.
-    scatter.num_bytes = decisions.precision.gradient_bytes * unit.num_params * (2 if decisions.zero_stage == 0 else 1)
+    num_bytes = decisions.precision.gradient_bytes * unit.amounts.exchanged_params
+    scatter.num_bytes = num_bytes * (2 if decisions.zero_stage == 0 else 1)
     unit.scatters[micro_batch] = scatter
     return scatter
 

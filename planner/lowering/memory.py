@@ -2,14 +2,15 @@
 
 from collections.abc import Collection, Mapping
 
-from planner.decisions import GradientPath
+from planner.decisions import GradientPath, Place
 from planner.lowering.activations import OFFLOADS, OffloadRooms, Segment, offloaded_bytes
 from planner.lowering.amounts import HeldBytes
 from planner.lowering.parameters import assign_slots
 from planner.lowering.program import Draft, LoweredUnit, Program
 from planner.lowering.storage import SpillRooms, spilled_bytes
 from planner.lowering.workspace import backward_workspace_bytes
-from planner.schedule.tasks import MemoryClass, Op, Tier
+from planner.models.work import orthogonalization_bytes
+from planner.schedule.tasks import Lane, MemoryClass, Op, Tier
 
 
 def memory(program: Program) -> None:
@@ -165,6 +166,11 @@ def _workspace(program: Program, fresh: Fresh) -> None:
             num_bytes = backward_workspace_bytes(unit.unit, sizes, new, gradient_bytes, piled=piled)
         num_bytes = _held_share(program, unit, num_bytes)
         program.hold_while(MemoryClass.WORKSPACE, num_bytes, f"{unit.name} workspace", draft, draft)
+    for unit in program.units:
+        for update in unit.updates:
+            num_bytes = max(map(orthogonalization_bytes, update.matrices), default=0)
+            tier = Tier.HOST if update.lane is Lane.CPU else Tier.GPU
+            program.hold_while(MemoryClass.WORKSPACE, num_bytes, f"{unit.name} update", update, update, tier)
 
 
 def _state_slots(program: Program) -> None:
@@ -172,9 +178,13 @@ def _state_slots(program: Program) -> None:
     decisions = program.decisions
     streaming = [unit for unit in program.units if unit.amounts.streamed]
     passing = [max(unit.amounts.streamed) for unit in streaming if decisions.weights_pass(unit.name)]
-    largest = max((max(unit.amounts.streamed) for unit in streaming), default=0)
-    num_bytes = decisions.streamed_state_bytes_per_param * largest
-    num_bytes += decisions.precision.weight_bytes * max(passing, default=0)
+    state = [
+        state_bytes - decisions.unstreamed_weight_bytes_per_param * num_params
+        for unit in streaming
+        for (num_params, place), state_bytes in zip(unit.amounts.pieces, unit.amounts.state_bytes, strict=True)
+        if place is Place.STREAM
+    ]
+    num_bytes = max(state, default=0) + decisions.precision.weight_bytes * max(passing, default=0)
     for slot in range(min(decisions.num_state_slots, sum(len(unit.amounts.streamed) for unit in streaming))):
         program.hold(Tier.GPU, MemoryClass.OPTIMIZER, num_bytes, f"state slot {slot}")
 
@@ -183,9 +193,10 @@ def _nvme_slots(program: Program) -> None:
     """Hold the ring of host buffers, sized for state, spilled gradient and new weights of the largest subgroup."""
     decisions = program.decisions
     sizes = [
-        n * (decisions.state_bytes_per_param + spilled_bytes(decisions) + decisions.stored_weight_bytes(unit.name))
+        state_bytes + n * (spilled_bytes(decisions) + decisions.stored_weight_bytes(unit.name))
         for unit in program.units
-        for n in unit.amounts.from_nvme
+        for (n, place), state_bytes in zip(unit.amounts.pieces, unit.amounts.state_bytes, strict=True)
+        if place is Place.NVME
     ]
     for slot in range(min(decisions.num_nvme_slots, len(sizes))):
         program.hold(Tier.HOST, MemoryClass.OPTIMIZER, max(sizes), f"nvme slot {slot}")

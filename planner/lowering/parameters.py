@@ -142,7 +142,7 @@ def _fill(
     if amounts.gathered:
         after = (*start, tasks[0].key) if tasks else start
         gather = program.draft(Lane.COLLECTIVE, Op.GATHER, user.phase, unit, user.micro_batch, after)
-        gather.num_bytes = unit.unit.kept_bytes(weight_bytes)
+        gather.num_bytes = weight_bytes * amounts.exchanged_params + unit.unit.frozen_bytes(weight_bytes)
         tasks.append(gather)
     tasks[-1].slot = slot
     where = program.behind[anchor.key] if anchor else program.before[program.spine[0].key]

@@ -19,7 +19,7 @@ from planner.graph import Unit
 from planner.lowering.amounts import Amounts, AmountsOf
 from planner.schedule.arrays import Arrays, Held, Rows
 from planner.schedule.schedule import Schedule
-from planner.schedule.tasks import Buffer, Lane, MemoryClass, Op, Phase, Task, Tier
+from planner.schedule.tasks import Buffer, Lane, MemoryClass, Op, Phase, Shapes, Task, Tier
 
 Keys = tuple[int, ...]
 ALWAYS = -1
@@ -51,6 +51,7 @@ class Draft:
     slot: int = dataclasses.field(default=-1, init=False)
     pinned: bool = dataclasses.field(default=True, init=False)
     stalls: bool = dataclasses.field(default=False, init=False)
+    matrices: Shapes = dataclasses.field(default=(), init=False)
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -263,6 +264,7 @@ def _made(
             slot=d.slot,
             pinned=d.pinned,
             stalls=d.stalls,
+            matrices=d.matrices,
             stage=d.stage,
             after=afters[i],
             after_previous=afters_previous[i],

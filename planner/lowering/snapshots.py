@@ -25,7 +25,7 @@ def snapshots(program: Program) -> None:
         _, place = unit.amounts.pieces[update.piece]
         change = unit.changes[update.piece]
         snapshot = program.draft(Lane.SNAPSHOT, Op.SNAPSHOT, Phase.UPDATE, unit, piece=update.piece)
-        snapshot.num_bytes = program.decisions.state_bytes_per_param * update.num_params
+        snapshot.num_bytes = unit.amounts.state_bytes[update.piece]
         snapshot.after_previous += (change.key,)
         ahead.append(snapshot)
         waiting = snapshot

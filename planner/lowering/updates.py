@@ -144,6 +144,7 @@ def _place(program: Program, unit: LoweredUnit, piece: int, lane: Lane, op: Op, 
 def _update(program: Program, unit: LoweredUnit, piece: int, lane: Lane, num_params: int, after: Keys) -> Draft:
     update = _place(program, unit, piece, lane, Op.UPDATE, after)
     update.num_params = num_params
+    update.matrices = unit.amounts.subgroups[piece].matrices
     unit.updates.append(update)
     return update
 
@@ -234,7 +235,7 @@ def _through_nvme(
     spilled = spilled_bytes(decisions)
     # The read waits for the gradient only if it reads the gradient too.
     swap_in = _place(program, unit, piece, Lane.NVME_STATE_IN, Op.SWAP_IN, ready if spilled else ())
-    swap_in.num_bytes = (decisions.state_bytes_per_param + spilled) * num_params
+    swap_in.num_bytes = unit.amounts.state_bytes[piece] + spilled * num_params
     ring.take(swap_in)
     updated = _on_cpu(program, unit, piece, num_params, (*ready, swap_in.key))
     uploaded = _upload(program, unit, piece, num_params, position, updated)
@@ -243,7 +244,7 @@ def _through_nvme(
     waits = waits and not _goes_on(decisions)
     written = uploaded if uploaded and waits else updated
     swap_out = _place(program, unit, piece, Lane.NVME_STATE_OUT, Op.SWAP_OUT, (written.key,))
-    swap_out.num_bytes = (decisions.state_bytes_per_param + decisions.stored_weight_bytes(unit.name)) * num_params
+    swap_out.num_bytes = unit.amounts.state_bytes[piece] + decisions.stored_weight_bytes(unit.name) * num_params
     ring.free(swap_in, swap_out)
     unit.changes.append(swap_out)
     if unit.amounts.params == "nvme":
@@ -255,16 +256,17 @@ def _through_nvme(
 def _streamed(program: Program, ring: Ring, unit: LoweredUnit, piece: int, num_params: int, ready: Keys) -> Draft:
     """Copy a subgroup's state to the next slot, update it there, copy it back; return the task its unit waits for."""
     decisions = program.decisions
-    weight_bytes, state_bytes = decisions.precision.weight_bytes, decisions.streamed_state_bytes_per_param
+    weight_bytes = decisions.precision.weight_bytes
+    state_bytes = unit.amounts.state_bytes[piece] - decisions.unstreamed_weight_bytes_per_param * num_params
     on_device = decisions.gradient_path is GradientPath.ON_DEVICE  # then only the update waits for the gradient
     load = _place(program, unit, piece, Lane.STATE_IN, Op.LOAD, () if on_device else ready)
-    load.num_bytes = state_bytes * num_params
+    load.num_bytes = state_bytes
     if Place.STREAM in unit.amounts.flushes and not on_device:
         load.num_bytes += weight_bytes * num_params
     ring.take(load)
     update = _update(program, unit, piece, Lane.GPU_UPDATE, num_params, (load.key, *(ready if on_device else ())))
     store = _place(program, unit, piece, Lane.STATE_OUT, Op.STORE, (update.key,))
-    store.num_bytes = state_bytes * num_params
+    store.num_bytes = state_bytes
     ring.free(load, store)
     unit.changes.append(store)
     if not unit.amounts.fetched:
@@ -300,7 +302,7 @@ def _regather(program: Program, unit: LoweredUnit, position: int, done: list[Dra
     """All-gather updated shards (ZeRO-1 and 2, where parameters are not sharded)."""
     assert not unit.amounts.gathered
     gather = program.draft(Lane.COLLECTIVE, Op.GATHER, Phase.UPDATE, unit)
-    gather.num_bytes = program.decisions.precision.weight_bytes * unit.num_params
+    gather.num_bytes = program.decisions.precision.weight_bytes * unit.amounts.exchanged_params
     if program.decisions.overlap_next_forward:
         gather.after = tuple(each.key for each in done if each.op is Op.UPLOAD)
         gather.after_previous = tuple(each.key for each in done if each.op is not Op.UPLOAD)

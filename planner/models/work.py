@@ -262,6 +262,7 @@ def loss(rows: int, vocab: int, e: int) -> Work:
     return Work(forward, each(n, 4, 12, *convert), 4 * n + 8 * rows, 8 * n)
 
 
+@functools.cache  # prices know kernels by identity
 def newton_schulz(rows: int, columns: int) -> Kernels:
     """Return Muon's orthogonalization of a matrix: five iterations of ``X <- a X + (b A + c A A) X``, ``A = X X^T``.
 
@@ -269,3 +270,12 @@ def newton_schulz(rows: int, columns: int) -> Kernels:
     """
     short, long = sorted((rows, columns))
     return (Gemm(short, short, long, 5), Gemm(short, short, short, 5), Gemm(short, long, short, 5))
+
+
+def orthogonalization_bytes(shape: tuple[int, int]) -> int:
+    """Return the bytes that Muon's update of a matrix needs: its scaled gradient in fp32, then bf16 operands.
+
+    They are the matrix before and after an iteration, and two products of the smaller side.
+    """
+    short, long = sorted(shape)
+    return 4 * short * long + 2 * (2 * short * long + 2 * short**2)

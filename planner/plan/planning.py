@@ -14,7 +14,7 @@ from planner.bounds.proof import Certificate, Proof
 from planner.choices.choice import MOST_MICRO_BATCHES, Asked
 from planner.choices.variants import Job, Variant, variants
 from planner.costs.model import CostModel
-from planner.decisions import BF16, FP32, Decisions, Precision
+from planner.decisions import BF16, FP32, Decisions, Precision, check_whole_matrices
 from planner.engines.setup import Setup
 from planner.models.captured import CapturedModel, Model
 from planner.optimizers import OPTIMIZERS, Optimizer
@@ -129,6 +129,7 @@ class Request:
                 raise ValueError(f"{field} is {value}, but no more than {most} can be planned; ask for less")
         if self.optimizer not in OPTIMIZERS:
             raise ValueError(f"optimizer is {self.optimizer!r}, but must be one of {', '.join(OPTIMIZERS)}; choose one")
+        check_whole_matrices(self.optimizer, self.tensor_parallel)
         if (precision := self.job.precision) not in {BF16, FP32}:
             raise ValueError(
                 f"precision is {precision!r}, but types of state or gradients can only be simulated so far; give "

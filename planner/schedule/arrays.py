@@ -90,6 +90,7 @@ _amounts = operator.attrgetter(
     "num_modules",
     "pinned",
     "stalls",
+    "matrices",
     "stage",
 )
 

@@ -116,6 +116,9 @@ class MemoryClass(StrEnum):
     CHECKPOINT = "checkpoint"  # copies that are not written yet
 
 
+Shapes = tuple[tuple[int, int], ...]
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Task:
     """One piece of work on one lane.
@@ -136,6 +139,7 @@ class Task:
         stage: pipeline stage whose rank it belongs to; every stage has lanes and resources of its own.
         pinned: for copies, whether the host side is pinned memory (the copy is then asynchronous and fast).
         stalls: for copies, whether the device computes nothing meanwhile.
+        matrices: shapes of the whole matrices that an update orthogonalizes.
         after: indices of tasks of the same iteration that must have ended; all smaller than ``index``.
         after_previous: indices of tasks of the previous iteration that must have ended.
     """
@@ -155,6 +159,7 @@ class Task:
     slot: int = -1
     pinned: bool = True
     stalls: bool = False
+    matrices: Shapes = ()
     stage: int = 0
     after: tuple[int, ...] = ()
     after_previous: tuple[int, ...] = ()
@@ -209,6 +214,8 @@ class Work(Protocol):
     def pinned(self) -> bool: ...  # noqa: D102
     @property
     def stalls(self) -> bool: ...  # noqa: D102
+    @property
+    def matrices(self) -> Shapes: ...  # noqa: D102
     @property
     def stage(self) -> int: ...  # noqa: D102
 

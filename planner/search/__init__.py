@@ -19,9 +19,11 @@ from planner.engines.catalogue import (
     STORAGE_POLICIES,
     UNPAIRED,
     can_run,
+    policies_of,
 )
 from planner.engines.policies import mixed, ratel, with_host_parameters
 from planner.engines.setup import Mix, Setup
+from planner.optimizers import OPTIMIZERS
 from planner.schedule.tasks import Tier
 from planner.search.descent import descend
 from planner.search.mixtures import first_look, smallest, starting_points
@@ -186,15 +188,16 @@ def _compared(setup: Setup, scorer: Scorer) -> dict[str, Candidate]:
     """
     scorer = scorer.apart()
     num_nodes = len(scorer.cost.layout.nodes())
-    names = [name for name in POLICIES if name in ONLY_COMPARED and can_run(name, setup, num_nodes)]
+    names = policies_of(setup.optimizer)
+    names = [name for name in names if name in ONLY_COMPARED and can_run(name, setup, num_nodes)]
     return {name: best_of_engine(setup, scorer, name) for name in names}
 
 
 def _starts(setup: Setup, scorer: Scorer) -> dict[str, Candidate]:
     """Return the best candidates of engines from whose placements the search starts."""
-    names = [name for name in POLICIES if name not in ONLY_COMPARED]
+    names = [name for name in policies_of(setup.optimizer) if name not in ONLY_COMPARED]
     found = {name: best_of_engine(setup, scorer, name) for name in names}
-    if setup.storage == "nvme":
+    if setup.storage == "nvme" and OPTIMIZERS[setup.optimizer].others is None:
         found["zero-infinity"] = best_of_engine(setup, scorer, "zero-infinity")
         if not setup.clip:  # it updates during backward
             found["ratel"] = best_of_engine(setup, scorer, "ratel")

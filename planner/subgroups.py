@@ -1,0 +1,150 @@
+"""How a unit's trained parameters are laid out in one flat range, and cut into shards and subgroups.
+
+[Note: Whole matrices] An update of Muon needs the whole matrix. So a matrix lies in one rank's shard, whole, and in one
+subgroup. Each shard has its matrices first, the larger ones before the smaller ones, and then its other parameters,
+whole too. Subgroups are cut where a matrix begins or ends on every rank, and none has both kinds. So subgroups of all
+ranks have the same sizes, and a rank with fewer parameters has padding. Ranks reduce a gradient straight to the rank
+that updates the matrix, and nothing else is gathered. The price is that a shard is at least as long as its largest
+matrix, however many ranks there are. Matrices go to ranks by size, each to the one that has least so far (Graham, 1969:
+at most 4/3 of the shortest possible shard).
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Sequence
+
+from planner.optimizers import OPTIMIZERS, Optimizer
+
+SECTOR_PARAMS = 128
+"""The number of float32 values in 512 B, the smallest sector."""
+
+Extent = tuple[int, tuple[int, int] | None]
+"""A parameter's size, and its shape if it is a hidden matrix (see [Note: Hidden matrices] in
+:mod:`planner.optimizers`)."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Subgroup:
+    """A piece of one rank's shard of a unit, the grain of placement and update.
+
+    Attributes:
+        num_params: its length, padding included.
+        kind: what updates it.
+        matrices: shapes of the whole matrices that an update orthogonalizes; those of the rank that has most to do.
+    """
+
+    num_params: int
+    kind: Optimizer
+    matrices: tuple[tuple[int, int], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class UnitLayout:
+    """The layout of a unit's flat range, which consists of equal shards.
+
+    Attributes:
+        starts: where each of its parameters begins.
+        shard_params: the length of a shard.
+        subgroups: of each shard, in order.
+        keeps_whole: whether parameters lie whole in one shard. If so, padding may be between them.
+    """
+
+    starts: tuple[int, ...]
+    shard_params: int
+    subgroups: tuple[Subgroup, ...]
+    keeps_whole: bool
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The length of each subgroup."""
+        return tuple(subgroup.num_params for subgroup in self.subgroups)
+
+
+@functools.lru_cache(4096)  # equal layers have equal layouts, in every schedule of a search
+def unit_layout(extents: tuple[Extent, ...], optimizer: Optimizer, num_shards: int, most: int) -> UnitLayout:
+    """Return the layout of parameters in ``num_shards`` shards, with at most ``most`` parameters in a subgroup.
+
+    A matrix with more parameters is a subgroup of its own.
+    """
+    others = OPTIMIZERS[optimizer].others
+    sizes = [size for size, _ in extents]
+    if others is None or all(matrix is None for _, matrix in extents):
+        shard = -(-sum(sizes) // num_shards)
+        cut = tuple(Subgroup(size, others or optimizer) for size in subgroups(shard, most))
+        return UnitLayout(tuple(itertools.accumulate(sizes[:-1], initial=0)), shard, cut, keeps_whole=False)
+    matrices = _shares([i for i, (_, matrix) in enumerate(extents) if matrix], sizes, num_shards)
+    rest = _shares([i for i, (_, matrix) in enumerate(extents) if not matrix], sizes, num_shards)
+    width, rest_width = (max(sum(sizes[i] for i in share) for share in shares) for shares in (matrices, rest))
+    starts = [0] * len(sizes)
+    for rank in range(num_shards):
+        for share, begin in ((matrices[rank], 0), (rest[rank], width)):
+            at = rank * (width + rest_width) + begin
+            for i in share:
+                starts[i], at = at, at + sizes[i]
+    cuts = _cuts([[sizes[i] for i in share] for share in matrices], most)
+    found = [
+        Subgroup(stop - start, optimizer, _most_work(matrices, extents, start, stop))
+        for start, stop in itertools.pairwise(cuts)
+    ]
+    found += [Subgroup(size, others) for size in subgroups(rest_width, most)]
+    return UnitLayout(tuple(starts), width + rest_width, tuple(found), keeps_whole=True)
+
+
+def _shares(indices: Sequence[int], sizes: Sequence[int], num_shards: int) -> list[list[int]]:
+    """Divide parameters, of these sizes, over shards; one shard keeps their order."""
+    if num_shards == 1:
+        return [list(indices)]
+    shares: list[list[int]] = [[] for _ in range(num_shards)]
+    lengths = [0] * num_shards
+    for i in sorted(indices, key=lambda i: -sizes[i]):
+        least = lengths.index(min(lengths))
+        shares[least].append(i)
+        lengths[least] += sizes[i]
+    return shares
+
+
+def _cuts(shares: Sequence[Sequence[int]], most: int) -> list[int]:
+    """Return where subgroups begin and end: as few as they can be at places that cut no matrix of any share."""
+    ends = [list(itertools.accumulate(share)) for share in shares]
+    width = max(of_share[-1] for of_share in ends if of_share)
+    allowed = [
+        place
+        for place in sorted(set(itertools.chain.from_iterable(ends)))
+        if all(place in of_share or not of_share or place > of_share[-1] for of_share in ends)
+    ]
+    cuts = [0]
+    for place, following in zip(allowed, [*allowed[1:], width + most + 1], strict=True):
+        if following - cuts[-1] > most:
+            cuts.append(place)
+    return cuts
+
+
+def _most_work(
+    shares: Sequence[Sequence[int]], extents: Sequence[Extent], start: int, stop: int
+) -> tuple[tuple[int, int], ...]:
+    """Return the shapes between two cuts of the share whose matrices take most FLOP."""
+    found: list[tuple[tuple[int, int], ...]] = []
+    for share in shares:
+        begins = itertools.accumulate((extents[i][0] for i in share), initial=0)
+        inside = (extents[i][1] for i, begin in zip(share, begins, strict=False) if start <= begin < stop)
+        found.append(tuple(shape for shape in inside if shape))
+    return max(found, key=lambda shapes: sum(min(shape) ** 2 * (2 * max(shape) + min(shape)) for shape in shapes))
+
+
+@functools.lru_cache(4096)  # equal layers have equal subgroups, in every schedule of a search
+def subgroups(num_params: int, subgroup_params: int) -> tuple[int, ...]:
+    """Cut parameters into as few subgroups as possible, of sizes as equal as possible; return the sizes.
+
+    A short subgroup at the end would take a slot and a turn in its queue for almost nothing. All but the last are whole
+    sectors of a drive in float32, unless that makes one of them too long. Data behind such a subgroup in memory can
+    then be read and written without a copy.
+    """
+    count = -(-num_params // subgroup_params)
+    if count <= 1:
+        return (num_params,) * count
+    whole = -(-num_params // (count * SECTOR_PARAMS)) * SECTOR_PARAMS
+    if whole <= subgroup_params and (last := num_params - (count - 1) * whole) > 0:
+        return (*(whole,) * (count - 1), last)
+    size, longer = divmod(num_params, count)
+    return (size + 1,) * longer + (size,) * (count - longer)
