@@ -6,6 +6,7 @@ from typing import Any
 from executor.optimizer.table import OptimizerEntry
 from planner.decisions import Decisions
 from planner.graph import Unit
+from planner.optimizers import is_hidden_matrix
 
 
 def check_decisions(decisions: Decisions, entry: OptimizerEntry) -> None:
@@ -61,4 +62,18 @@ def check_groups(entry: OptimizerEntry, groups: list[dict[str, Any]], names: Map
         if any(id(parameter) not in names for parameter in group["params"]):
             raise ValueError(
                 "the optimizer has a parameter that is not one of the model; make it from model.parameters()"
+            )
+        if entry.others is not None:
+            _check_kinds(group, names)
+
+
+def _check_kinds(group: dict[str, Any], names: Mapping[int, str]) -> None:
+    """Check that exactly the hidden matrices are in groups of Muon, as they were planned."""
+    for parameter in group["params"]:
+        name, shape = names[id(parameter)], tuple(parameter.shape)
+        if is_hidden_matrix(name, shape) is not bool(group["use_muon"]):
+            planned, given = ("AdamW", "Muon") if group["use_muon"] else ("Muon", "AdamW")
+            raise ValueError(
+                f"{name} with shape {shape} is in a group of {given}, but {planned} updates it in the plan; pass "
+                "model.named_parameters() to ullage.Muon, or move it to another group"
             )

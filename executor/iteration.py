@@ -273,7 +273,7 @@ class IterationDriver:
             rule = self._entry.rule(group)
             for parameter in group["params"]:
                 name = self._names[id(parameter)]
-                updates[name] = ParameterUpdate(rule, self.gradients.scale(name))
+                updates[name] = ParameterUpdate(rule.of_shape(parameter.shape), self.gradients.scale(name))
         self._runtime.actions.updates.begin(self._loop.iteration, updates)
         if (ranks := self._runtime.ranks) is not None:
             rules = [self._entry.rule(group).params for group in self._groups]

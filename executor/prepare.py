@@ -23,6 +23,7 @@ from executor.options import SessionOptions
 from executor.session import Session
 from planner.decisions import Decisions, Place
 from planner.graph import Unit
+from planner.optimizers import Optimizer
 from planner.plan.document import Plan
 from planner.schedule.loop import OutOfOrderError
 
@@ -272,17 +273,17 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def _write_transfer_file(self, folder: Path) -> TransferFile:
         """Write all weights and state into a file, and close the session."""
-        shards = {
-            parameter.shard.name: parameter.shard for _, parameter in self.session.access.parameter_states().values()
-        }
-        in_float32 = [*self.entry.buffers, *(["master"] if self._keeps_master else [])]
+        held = {parameter.shard.name: parameter for _, parameter in self.session.access.parameter_states().values()}
+        shards = {name: parameter.shard for name, parameter in held.items()}
+        in_float32 = {name: self._keys(parameter.kind) for name, parameter in held.items()}
         likes = {
             name: torch.empty(shard.whole_shape, dtype=shard.whole.dtype, device="meta")
             for name, shard in shards.items()
         }
-        likes |= {f"{name}/{key}": likes[name].float() for name in shards for key in in_float32}
+        likes |= {f"{name}/{key}": likes[name].float() for name in shards for key in in_float32[name]}
         transfer = TransferFile(folder, likes, self.session.runtime.ranks)
-        for name, _, state in self._states():
+        for parameter, state in self._states():
+            name = parameter.shard.name
             transfer.write(name, self.session.access.weights(name))
             for key, values in state.items():
                 transfer.write(f"{name}/{key}", values)
@@ -306,10 +307,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             self.session = None  # type: ignore[assignment]  # until the old one is back
             return error.with_traceback(None)  # its frames would hold memory
         groups = {self.session.name_of(p): group for group in self.param_groups for p in group["params"]}
+        held = {entry.shard.name: entry for _, entry in self.session.access.parameter_states().values()}
         entries: dict[str, _Entry] = {}
         for name in self._wholes:
-            trained = self.entry.buffers if steps[name] or self.entry.starts_at else ()
-            keys = [*trained, *(["master"] if self._keeps_master else [])]
+            trained = steps[name] or self.entry.starts_at
+            keys = [key for key in self._keys(held[name].kind) if trained or key == "master"]
             entries[name] = ({key: transfer[f"{name}/{key}"] for key in keys}, groups.get(name, self.defaults))
         self.write_states(entries)
         for _, entry in self.session.access.parameter_states().values():
@@ -321,8 +323,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """Whether there are master copies beside the weights."""
         return self._config.decisions.precision.weights == "bf16"
 
-    def _states(self) -> Iterator[tuple[str, int, dict[str, torch.Tensor]]]:
-        """Yield name, number of updates and whole state of every parameter; float32, on the host.
+    def _keys(self, kind: Optimizer) -> tuple[str, ...]:
+        """Return the names of what is saved of a parameter beside its weights, master copy first."""
+        return (*(["master"] if self._keeps_master else []), *self.entry.of(kind).buffers)
+
+    def _states(self) -> Iterator[tuple[ParameterState, dict[str, torch.Tensor]]]:
+        """Yield whole parameters, each as one of its states here, and their whole state; float32, on the host.
 
         Tensors may be views of memory that the next unit reuses. All ranks call this together.
         """
@@ -330,29 +336,26 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         names = collections.Counter(p.shard.name for _, p in self.session.access.parameter_states().values())
         found: dict[str, dict[str, list[tuple[ParameterShard, torch.Tensor]]]] = {}
         for unit in units.values():
-            keys = ("master", *self.entry.buffers)
-            own = _own(self.session, unit, len(keys))
-            flat = {key: unit.unsharded(values) for key, values in zip(keys, own, strict=True)}
-            if not self._keeps_master:
-                del flat["master"]
+            flat = [unit.unsharded(values) for values in _own(self.session, unit)]
             for entry in unit.parameters:
-                shard = entry.shard
-                of_whole = found.setdefault(shard.name, {key: [] for key in flat})
-                for key, values in flat.items():
+                shard, keys = entry.shard, self._keys(entry.kind)
+                of_whole = found.setdefault(shard.name, {key: [] for key in keys})
+                for key, values in zip(keys, flat if self._keeps_master else flat[1:], strict=False):
                     mine = values[entry.start : entry.stop].view(shard.shape)
                     of_whole[key].append((shard, mine if shard.is_whole else mine.clone()))
                 names[shard.name] -= 1
                 if not names[shard.name]:  # others may have rows of the same
                     parts = found.pop(shard.name)
                     wholes = {key: self.session.collectives.unshard(held) for key, held in parts.items()}
-                    yield shard.name, entry.step, wholes
+                    yield entry, wholes
 
     def _read_states(self) -> dict[str, dict[str, Any]]:
         states: dict[str, dict[str, Any]] = {}
-        for name, count, state in self._states():
-            if count or self.entry.starts_at:
-                step = {"step": torch.tensor(float(count))} if self.entry.counts_steps else {}
-                states[name] = step | {key: values.clone() for key, values in state.items()}
+        for parameter, state in self._states():
+            own = self.entry.of(parameter.kind)
+            if parameter.step or own.starts_at:
+                step = {"step": torch.tensor(float(parameter.step))} if own.counts_steps else {}
+                states[parameter.shard.name] = step | {key: values.clone() for key, values in state.items()}
         return states
 
     def write_states(self, entries: Mapping[str, _Entry]) -> None:
@@ -365,7 +368,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         for _, parameter in found:
             # An optimizer without step counts has taken a step if it has state.
             entry, _ = entries[parameter.shard.name]
-            there = any(entry.get(key) is not None for key in self.entry.buffers)
+            there = any(entry.get(key) is not None for key in self.entry.of(parameter.kind).buffers)
             parameter.step = int(entry.get("step", there))
         with self.session.access.changing():
             for unit in {id(unit): unit for unit, _ in found}.values():
@@ -392,7 +395,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         initial = None
         if self.entry.starts_at and not parameter.step:  # the saved state has the model's type
             initial = group[self.entry.starts_at]
-        for target, key in zip(buffers, self.entry.buffers, strict=True):
+        for target, key in zip(buffers, self.entry.of(parameter.kind).buffers, strict=True):
             values = values_of.get(key)
             if values is None or initial is not None:
                 target.fill_(initial or 0.0)
@@ -402,13 +405,14 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             master.copy_(parameter.values_of(part, values_of["master"]))
 
 
-def _own(session: Session, unit: UnitState, count: int) -> tuple[torch.Tensor, ...]:
-    """Return the rank's state of a unit: ``count`` tensors, float32 ``[shard]``, on the host."""
+def _own(session: Session, unit: UnitState) -> tuple[torch.Tensor, ...]:
+    """Return the rank's state of a unit, float32 ``[shard]``, on the host: as many tensors as a piece has at most."""
+    count = max((piece.num_tensors for piece in unit.pieces), default=1)
     whole = torch.empty(count, sum(piece.num_params for piece in unit.pieces))
     for piece in unit.pieces:
         held = slice(piece.start - unit.start, piece.stop - unit.start)
         with session.runtime.state.state_of(unit, piece) as state:
-            for target, values in zip(whole, state, strict=True):
+            for target, values in zip(whole, state, strict=False):
                 target[held].copy_(values)
     return whole.unbind()
 

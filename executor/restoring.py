@@ -24,6 +24,7 @@ from executor.memory.units import ParameterState, UnitState
 from executor.prepare import OffloadedOptimizer
 from executor.rng_state import set_rng_state
 from planner.decisions import Place
+from planner.optimizers import Optimizer
 
 STAGED_BYTES: Final = 256 << 20
 """Host memory for state on its way to a device, roughly."""
@@ -58,11 +59,14 @@ def restore(optimizer: OffloadedOptimizer, checkpoint: Checkpoint) -> dict[str, 
     if session.runtime.snapshots is not None:
         session.runtime.snapshots.take_remaining()  # of checkpoints of the state that was
     units = list({unit.name: unit for unit, _ in held}.values())
-    keys = (MASTER, *optimizer.entry.buffers)
-    alike = [unit for unit in units if all(_is_there(checkpoint, entry, keys) for entry in unit.parameters)]
+    alike = [
+        unit
+        for unit in units
+        if all(_is_there(checkpoint, entry, _keys(optimizer, entry.kind)) for entry in unit.parameters)
+    ]
     with session.access.changing():
-        _read_shares(optimizer, checkpoint, alike, keys)
-        _read_wholes(optimizer, checkpoint, [unit for unit in units if unit not in alike], keys, extra["steps"])
+        _read_shares(optimizer, checkpoint, alike)
+        _read_wholes(optimizer, checkpoint, [unit for unit in units if unit not in alike], extra["steps"])
     session.runtime.state.absent -= session.runtime.state.by_parameter.keys()
     for _, entry in held:
         entry.step = int(extra["steps"][entry.shard.name])
@@ -73,6 +77,11 @@ def restore(optimizer: OffloadedOptimizer, checkpoint: Checkpoint) -> dict[str, 
         set_rng_state(extra["rng"])
         session.sync_rng_state()  # the checkpoint may have had other tensor-parallel ranks
     return extra
+
+
+def _keys(optimizer: OffloadedOptimizer, kind: Optimizer) -> tuple[str, ...]:
+    """Return the names of the tensors that a parameter has which is planned as ``kind``."""
+    return (MASTER, *optimizer.entry.of(kind).buffers)
 
 
 def _tensor(name: str, key: str) -> str:
@@ -86,9 +95,7 @@ def _is_there(checkpoint: Checkpoint, parameter: ParameterState, keys: Sequence[
     return all(record is not None and record.shape == tuple(shard.shape) for record in found)
 
 
-def _read_shares(
-    optimizer: OffloadedOptimizer, checkpoint: Checkpoint, units: Sequence[UnitState], keys: Sequence[str]
-) -> None:
+def _read_shares(optimizer: OffloadedOptimizer, checkpoint: Checkpoint, units: Sequence[UnitState]) -> None:
     """Read the state of units whose exact shards are in the checkpoint, see [Note: Restoring]."""
     at_once: list[_Held] = []
     passing: list[_Held] = []
@@ -101,29 +108,26 @@ def _read_shares(
                 passing.append((unit, piece))
             else:
                 at_once.append((unit, piece))
-    num_tensors = len(keys)
-    for pieces in (at_once, *_batches(passing, num_tensors), *([one] for one in by_itself)):
-        _read_pieces(optimizer, checkpoint, pieces, keys)
+    for pieces in (at_once, *_batches(passing), *([one] for one in by_itself)):
+        _read_pieces(optimizer, checkpoint, pieces)
     for unit in units:
         if unit.slot < 0 and len(unit.own_weights) < len(unit.device_weights):
             _read_resident(checkpoint, unit)
 
 
-def _batches(pieces: Sequence[_Held], num_tensors: int) -> Iterator[list[_Held]]:
+def _batches(pieces: Sequence[_Held]) -> Iterator[list[_Held]]:
     batch: list[_Held] = []
     num_bytes = 0
     for held in pieces:
         batch.append(held)
-        num_bytes += 4 * num_tensors * held[1].num_params
+        num_bytes += 4 * held[1].num_tensors * held[1].num_params
         if num_bytes >= STAGED_BYTES:
             yield batch
             batch, num_bytes = [], 0
     yield batch
 
 
-def _read_pieces(
-    optimizer: OffloadedOptimizer, checkpoint: Checkpoint, pieces: Sequence[_Held], keys: Sequence[str]
-) -> None:
+def _read_pieces(optimizer: OffloadedOptimizer, checkpoint: Checkpoint, pieces: Sequence[_Held]) -> None:
     with contextlib.ExitStack() as stack:
         states = [
             stack.enter_context(optimizer.session.runtime.state.state_of(*held, reads=False, writes=True))
@@ -133,7 +137,7 @@ def _read_pieces(
         checkpoint.read(
             wanted
             for (unit, piece), values_of in zip(pieces, on_host, strict=True)
-            for key, values in zip(keys, values_of, strict=True)
+            for key, values in zip(_keys(optimizer, piece.kind), values_of, strict=True)
             for wanted in _of_piece(unit, piece, key, values)
         )
         for (unit, piece), state, values_of in zip(pieces, states, on_host, strict=True):
@@ -161,7 +165,7 @@ def _write_weights(unit: UnitState, piece: Piece, master: torch.Tensor) -> None:
 
 def _read_resident(checkpoint: Checkpoint, unit: UnitState) -> None:
     """Read all resident weights of a unit of which the rank has state of one shard only."""
-    flat = torch.empty(unit.parameters[-1].stop)
+    flat = torch.zeros(unit.parameters[-1].stop)
     checkpoint.read(
         ReadRequest(parameter.shard.shard_name, 0, _bytes_of(flat[parameter.start : parameter.stop]))
         for parameter in unit.parameters
@@ -173,7 +177,6 @@ def _read_wholes(
     optimizer: OffloadedOptimizer,
     checkpoint: Checkpoint,
     units: Sequence[UnitState],
-    keys: Sequence[str],
     steps: Mapping[str, int],
 ) -> None:
     """Read the state of units that were saved with other shards, through whole parameters."""
@@ -182,10 +185,11 @@ def _read_wholes(
     }
     done: set[str] = set()
     for unit in units:
-        shards = [parameter.shard for parameter in unit.parameters if parameter.shard.name not in done]
-        done.update(shard.name for shard in shards)  # other units may have rows of the same
+        parameters = [parameter for parameter in unit.parameters if parameter.shard.name not in done]
+        done.update(parameter.shard.name for parameter in parameters)  # other units may have rows of the same
         entries = {}
-        for shard in shards:
+        for parameter in parameters:
+            shard, keys = parameter.shard, _keys(optimizer, parameter.kind)
             values = {key: _whole(checkpoint, _tensor(shard.name, key), shard.whole_shape) for key in keys}
             step = torch.tensor(float(steps[shard.name]))
             entries[shard.name] = ({"step": step, **values}, groups.get(shard.name, {}))

@@ -565,8 +565,8 @@ def check_whole_matrices(optimizer: Optimizer, tensor_parallel: int | None) -> N
     """
     if tensor_parallel and tensor_parallel > 1 and OPTIMIZERS[optimizer].others:
         raise ValueError(
-            f"tensor_parallel is {tensor_parallel}, but an update of {OPTIMIZERS[optimizer].words} needs whole "
-            "matrices; set it to 1, or choose another optimizer"
+            f"tensor_parallel is {tensor_parallel}, but {OPTIMIZERS[optimizer].words} works on whole matrices; set it "
+            "to 1, or choose another optimizer"
         )
 
 

@@ -268,7 +268,7 @@ class CheckpointEngine:
     def _append(self, capture: "_Capture", key: Key) -> None:
         leases: list[Lease] = []
         self._leases[key] = capture, leases  # first, so that it has the leases from before a failure
-        for state, values in zip(self._source.keys, self._source.tensors(key), strict=True):
+        for state, values in zip(self._source.keys(key), self._source.tensors(key), strict=True):
             for index, start, stop in self._runs[key]:
                 held = values[_VALUE_BYTES * start : _VALUE_BYTES * stop]
                 writer = capture.writers[_path(state, self._rank_info.rank, index)]

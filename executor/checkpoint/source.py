@@ -1,6 +1,7 @@
 """The state that a checkpoint takes on one rank: slices of parameters, and the files they go to."""
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Protocol
 
@@ -43,9 +44,8 @@ class Source(Protocol):
     def slices(self) -> Mapping[Key, Sequence[Slice]]:
         """The slices of each of the rank's pieces, in the order in which they are taken."""
 
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """Names of the tensors that each piece has, :data:`MASTER` first."""
+    def keys(self, key: Key) -> tuple[str, ...]:
+        """Return the names of the tensors that a piece has, :data:`MASTER` first."""
 
     def tensors(self, key: Key) -> Sequence[Any]:
         """Return a piece's tensors between updates: flat, float32, as bytes.
@@ -84,9 +84,10 @@ def files_of(source: Source, rank: int) -> dict[str, list[Entry]]:
     """Return the entries of each of a rank's files. The flusher needs a buffer for each file, and one more."""
     found: dict[str, list[Entry]] = {}
     shapes = {piece.name: piece.shape for pieces in source.slices.values() for piece in pieces}
-    for state in source.keys:
+    keys = {piece.name: source.keys(key) for key, pieces in source.slices.items() for piece in pieces}
+    for state in dict.fromkeys(itertools.chain.from_iterable(keys.values())):
         for name, held in _boxes_of(source).items():
-            for index, box in enumerate(held):
+            for index, box in enumerate(held if state in keys[name] else ()):
                 entry = Entry(name if state == MASTER else f"{state}.{name}", "F32", shapes[name], box)
                 found.setdefault(_path(state, rank, index), []).append(entry)
     return found

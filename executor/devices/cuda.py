@@ -250,8 +250,9 @@ def update_on_device(
     count = 1 + len(rule.entry.buffers)
     # A tensor of one dimension, which makes the product float32: a number would leave it in the gradient's type.
     factor = torch.full((1,), scale, dtype=torch.float32, device=master.device)
-    for begin in range(0, len(master), _CHUNK_PARAMS):
-        chunk = [tensor[begin : begin + _CHUNK_PARAMS] for tensor in state]
+    num_params = rule.chunk_params(_CHUNK_PARAMS)
+    for begin in range(0, len(master), num_params):
+        chunk = [tensor[begin : begin + num_params] for tensor in state]
         scaled = torch.empty_like(chunk[0])
         _scale_into(scaled, gradients, begin, factor)
         rule.entry.device(chunk[0], tuple(chunk[1:count]), scaled, rule.params, step)

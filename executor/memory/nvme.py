@@ -21,17 +21,20 @@ from planner.decisions import Decisions, Place
 from planner.graph import Unit
 from planner.lowering.storage import SpillRooms
 from planner.schedule.tasks import MemoryClass
+from planner.subgroups import Subgroup
 
 Key = tuple[str, int]
 """A piece: name of its unit, and index within the rank's shard."""
 
 
-def pieces_on_nvme(units: tuple[Unit, ...], decisions: Decisions) -> dict[Key, int]:
-    """Return the number of parameters of every piece whose state is on NVMe."""
+def pieces_on_nvme(units: tuple[Unit, ...], decisions: Decisions) -> dict[Key, Subgroup]:
+    """Return every piece whose state is on NVMe."""
     return {
-        (unit.name, index): count
+        (unit.name, index): subgroup
         for unit in units
-        for index, (count, place) in enumerate(decisions.placed_pieces(unit))
+        for index, (subgroup, place) in enumerate(
+            zip(decisions.subgroups(unit), decisions.units[unit.name].update, strict=True)
+        )
         if place is Place.NVME
     }
 
@@ -140,7 +143,7 @@ class SpilledGradients:
         planned = SpillRooms(units, decisions)
         if not planned.room_of:
             return None
-        num_params = pieces_on_nvme(units, decisions)
+        num_params = {key: piece.num_params for key, piece in pieces_on_nvme(units, decisions).items()}
         item_bytes = decisions.spilled_bytes_per_param
         needed = [0] * len(planned.sizes_bytes)
         starts: dict[Key, int] = {}
@@ -225,25 +228,25 @@ class StoredState:
             StorageError: see :class:`executor.memory.nvme_files.RecordFile`.
             DeviceMemoryError: the host has no room for the ring.
         """
-        num_params = pieces_on_nvme(units, decisions)
-        if not num_params:
+        pieces = pieces_on_nvme(units, decisions)
+        if not pieces:
             return None
         spilled = SpilledGradients.of(units, decisions, folder, rank, host)
         gradient_bytes = 0 if spilled is None else decisions.spilled_bytes_per_param
         layouts = {
             key: _Layout(
-                count,
-                decisions.stored_weight_bytes(key[0]) * count,
-                decisions.state_bytes_per_param * count,
-                gradient_bytes * count,
+                piece.num_params,
+                decisions.stored_weight_bytes(key[0]) * piece.num_params,
+                decisions.state_bytes(piece),
+                gradient_bytes * piece.num_params,
             )
-            for key, count in num_params.items()
+            for key, piece in pieces.items()
         }
         planned = {MemoryClass.OPTIMIZER: max(layout.num_bytes for layout in layouts.values())}
         room_bytes = max(layout.room_bytes for layout in layouts.values())
         ring = [
             host.take_blocks(f"nvme slot {i}", planned, BLOCK_BYTES, room_bytes=room_bytes)
-            for i in range(min(decisions.num_nvme_slots, len(num_params)))
+            for i in range(min(decisions.num_nvme_slots, len(pieces)))
         ]
         landing = _take_landing(units, decisions, slot_of, host)
         what = "the optimizer state"

@@ -7,8 +7,9 @@ master copies then also has the weights of pieces with state on NVMe (:mod:`exec
 one copy. If parameters are on NVMe too, the host has no copy of them: see [Note: Records] there.
 
 [Note: Shards] Under ZeRO the range is padded to equal shards, one per rank, and the pieces are those of the rank's own
-shard. A parameter may have no part in it. Padding belongs to no parameter, so no norm, update or saved state reads it.
-It is zero at first, and may later be overwritten when its neighbours are copied.
+shard. A parameter may have no part in it. Padding is at the end, or between parameters that lie whole in one shard
+([Note: Whole matrices] in :mod:`planner.subgroups`). It belongs to no parameter, so no norm, update or saved state
+reads it. It is zero at first, and may later be overwritten when its neighbours are copied.
 """
 
 import dataclasses
@@ -16,6 +17,10 @@ import itertools
 
 from planner.decisions import Decisions, Place
 from planner.graph import Unit
+from planner.optimizers import OPTIMIZERS, Optimizer
+
+NUM_BUFFERS = max(state.num_buffers for state in OPTIMIZERS.values())
+"""The most buffers that any optimizer has beside the master copy."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -24,9 +29,11 @@ class Piece:
 
     Attributes:
         index: number within the unit's shard.
+        kind: what updates it.
         place: the tier of its state, and where it is updated.
         start, stop: range within the unit; the last piece of the last rank may go beyond, see [Note: Shards].
-        offset: its beginning in the host's or the device's slabs of optimizer state; -1 on NVMe.
+        offset: its beginning in the host's or the device's slab of master copies; -1 on NVMe.
+        buffer_offsets: its beginning in each slab of the optimizer's own buffers; pieces of other kinds may have more.
         served: its beginning in the host's slab of master copies, see [Note: Layout].
         staging: its beginning among the weights that the host updates and copies to the device.
         leaves: whether its gradient goes to the host.
@@ -36,10 +43,12 @@ class Piece:
     """
 
     index: int
+    kind: Optimizer
     place: Place
     start: int
     stop: int
     offset: int
+    buffer_offsets: tuple[int, ...]
     served: int
     staging: int
     leaves: bool
@@ -51,6 +60,11 @@ class Piece:
     def num_params(self) -> int:
         """Number of its parameters."""
         return self.stop - self.start
+
+    @property
+    def num_tensors(self) -> int:
+        """Number of the tensors of its state: the master copy and the buffers."""
+        return 1 + len(self.buffer_offsets)
 
     @property
     def by_host(self) -> bool:
@@ -77,8 +91,12 @@ def pieces_of(unit: Unit, decisions: Decisions, start: int) -> tuple[Piece, ...]
     sizes = decisions.piece_params(unit)
     starts = tuple(itertools.accumulate(sizes, initial=start))
     taken = {"host": 0, "device": 0, "served": 0, "staging": 0, "arrival": 0}
+    in_buffers = {tier: [0] * NUM_BUFFERS for tier in ("host", "device")}
     pieces = []
-    for index, (place, num_params) in enumerate(zip(decisions.units[unit.name].update, sizes, strict=True)):
+    kinds = (subgroup.kind for subgroup in decisions.subgroups(unit))
+    for index, (place, num_params, kind) in enumerate(
+        zip(decisions.units[unit.name].update, sizes, kinds, strict=True)
+    ):
         tier = {Place.GPU: "device", Place.NVME: None}.get(place, "host")
         with_master = decisions.precision.master_is_weight and decisions.units[unit.name].params != "nvme"
         serves = place in {Place.CPU, Place.STREAM} or (place is Place.NVME and with_master)
@@ -86,12 +104,28 @@ def pieces_of(unit: Unit, decisions: Decisions, start: int) -> tuple[Piece, ...]
         leaves = decisions.flushes(unit.name, place)
         in_place = decisions.arrives_in_place(unit.name, place)
         spilled = place is Place.NVME and decisions.spill_gradients
-        offsets = (taken[tier] if tier else -1, taken["served"], taken["staging"])
+        num_buffers = OPTIMIZERS[kind].num_buffers
         pieces.append(
-            Piece(index, place, start, start + num_params, *offsets, leaves, in_place, spilled, taken["arrival"])
+            Piece(
+                index=index,
+                kind=kind,
+                place=place,
+                start=start,
+                stop=start + num_params,
+                offset=taken[tier] if tier else -1,
+                buffer_offsets=tuple(in_buffers[tier][:num_buffers]) if tier else (-1,) * num_buffers,
+                served=taken["served"],
+                staging=taken["staging"],
+                leaves=leaves,
+                in_place=in_place,
+                spilled=spilled,
+                arrival=taken["arrival"],
+            )
         )
         if tier:
             taken[tier] += num_params
+            for i in range(num_buffers):
+                in_buffers[tier][i] += num_params
         taken["served"] += num_params if serves else 0
         taken["staging"] += num_params if pieces[-1].by_host else 0
         taken["arrival"] += num_params if leaves and not (in_place or spilled) else 0

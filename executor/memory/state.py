@@ -9,7 +9,7 @@ address, and the slot holds the same bytes again before backward reads them (see
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -19,11 +19,12 @@ from executor.distributed.shards import ParameterShard, unshard
 from executor.memory.arenas import ALIGNMENT_BYTES, Arena
 from executor.memory.frozen import FrozenParameter, FrozenState, FrozenWeights
 from executor.memory.nvme import StoredState
-from executor.memory.pieces import Part, Piece, pieces_of
+from executor.memory.pieces import NUM_BUFFERS, Part, Piece, pieces_of
 from executor.memory.units import Moments, ParameterState, StateSlot, UnitState
 from planner.decisions import Decisions, Place
 from planner.graph import Unit
 from planner.lowering import slots
+from planner.optimizers import OPTIMIZERS
 from planner.schedule.tasks import MemoryClass, Tier
 from planner.subgroups import SECTOR_PARAMS
 
@@ -76,7 +77,6 @@ class ModelState:
         self.absent = {shard.name for shard in shards.values() if shard.is_absent}
         self.dtype = torch.bfloat16 if decisions.precision.weights == "bf16" else torch.float32
         self._decisions = decisions
-        self._num_buffers = OPTIMIZERS[decisions.optimizer].num_buffers
         self._gpu = gpu
         self._host = host
         self._ranks = ranks
@@ -107,7 +107,7 @@ class ModelState:
             if unit.num_weights:
                 state = self._take(unit, slot_of.get(unit.name, -1), shards)
                 self.units[unit.name] = state
-                _clear_pads(state, unit.num_params)
+                _clear_pads(state)
                 self._move_in(state)
                 if state.frozen is not None:
                     state.frozen.move_in(self.absent, self._ranks)
@@ -244,10 +244,11 @@ class ModelState:
         group = self._ranks.replicas(unit) if self._ranks and self._decisions.replicas(unit) > 1 else None
         start = group.rank * shard if group and padded > shard else 0
         pieces = pieces_of(unit, self._decisions, start)
-        num_host, num_nvme, num_device = (
-            sum(p.num_params for p in pieces if p.place in places)
+        on_host, stored, on_gpu = (
+            [p for p in pieces if p.place in places]
             for places in ({Place.CPU, Place.STREAM}, {Place.NVME}, {Place.GPU})
         )
+        num_stored = sum(p.num_params for p in stored)
         num_apart = sum(p.num_params for p in pieces if p.leaves and not (p.in_place or p.spilled))
         on_nvme = self._decisions.units[name].params == "nvme"
         num_served = 0 if on_nvme else sum(p.num_params for p in pieces if p.by_host) if on_device else shard
@@ -264,7 +265,7 @@ class ModelState:
         spilled = self.stored.spilled if self.stored else None
         return UnitState(
             name=name,
-            parameters=_parameters(unit, pieces, shards),
+            parameters=_parameters(unit, self._decisions, pieces, shards),
             pieces=pieces,
             group=group,
             start=start,
@@ -274,10 +275,8 @@ class ModelState:
             own_weights=own,
             host_weights=served,
             landing=tuple(self._typed(buffer, p) for buffer, p in zip(landing, pieces, strict=False)),
-            host=self._take_moments(
-                self._host, name, num_host, num_host, num_nvme if served is None and not on_nvme else 0
-            ),
-            device=self._take_moments(self._gpu, name, num_device, 0 if dtype is torch.float32 else num_device),
+            host=self._take_moments(self._host, name, on_host, num_stored if served is None and not on_nvme else 0),
+            device=self._take_moments(self._gpu, name, on_gpu, keeps_master=dtype is not torch.float32),
             host_gradients=self._host.take(f"{name} gradients", MemoryClass.GRADIENTS, num_apart, dtype),
             spilled={p.index: self._typed(spilled.rooms[name, p.index], p) for p in pieces if spilled and p.spilled},
             frozen=self.frozen.units.get(name),
@@ -289,35 +288,37 @@ class ModelState:
 
     def _take_state_slots(self, units: tuple[Unit, ...]) -> list[StateSlot]:
         streamed = [
-            (piece.num_params, self._decisions.weights_pass(unit.name))
+            (piece, self._decisions.weights_pass(unit.name))
             for unit in units
             for piece in pieces_of(unit, self._decisions, 0)
             if piece.place is Place.STREAM
         ]
-        num_weights = max((num_params for num_params, passes in streamed if passes), default=0)
+        num_weights = max((piece.num_params for piece, passes in streamed if passes), default=0)
         result = []
         for i in range(min(self._decisions.num_state_slots, len(streamed))):
-            name, count = f"state slot {i}", max(num_params for num_params, _ in streamed)
-            num_tensors = 1 + self._num_buffers
-            state = self._gpu.take(name, MemoryClass.OPTIMIZER, num_tensors * count, torch.float32)
+            name, num_values = f"state slot {i}", max(piece.num_tensors * piece.num_params for piece, _ in streamed)
+            state = self._gpu.take(name, MemoryClass.OPTIMIZER, num_values, torch.float32)
             weights = self._gpu.take(f"{name} weights", MemoryClass.OPTIMIZER, num_weights, self.dtype)
-            result.append(StateSlot(state.view(num_tensors, count).unbind(), weights))
+            result.append(StateSlot(state, weights))
         return result
 
     def _take_moments(
-        self, arena: Arena, unit: str, num_params: int, num_masters: int, num_weights: int = 0
+        self, arena: Arena, unit: str, pieces: Sequence[Piece], num_weights: int = 0, *, keeps_master: bool = True
     ) -> Moments:
-        """Take slabs; that of master copies has room for so many weights besides."""
+        """Take slabs for pieces; that of master copies has room for so many weights besides."""
 
         def slab(name: str, num_bytes_of: Mapping[MemoryClass, int]) -> torch.Tensor:
             aligned = (ALIGNMENT_BYTES, 0) if arena.tier is Tier.GPU else (_SECTOR_BYTES, self._shift_bytes[unit])
             taken = arena.take_blocks(f"{unit} {name}", num_bytes_of, aligned[0], shift_bytes=aligned[1])
             return taken[: sum(num_bytes_of.values())].view(torch.float32)
 
+        lengths = (sum(p.num_params for p in pieces if p.num_tensors > i) for i in range(1 + NUM_BUFFERS))
+        num_masters, *in_buffers = (length for i, length in enumerate(lengths) if i == 0 or length)
         buffers = tuple(
-            slab(f"buffer {i}", {MemoryClass.OPTIMIZER: 4 * num_params}).zero_() for i in range(self._num_buffers)
+            slab(f"buffer {i}", {MemoryClass.OPTIMIZER: 4 * num_params}).zero_()
+            for i, num_params in enumerate(in_buffers)
         )
-        if arena.tier is Tier.GPU and num_masters < num_params:
+        if num_masters and not keeps_master:
             return Moments(None, buffers)
         num_bytes_of = {MemoryClass.OPTIMIZER: 4 * num_masters, MemoryClass.PARAMETERS: 4 * num_weights}
         return Moments(slab("master", num_bytes_of), buffers)
@@ -342,34 +343,38 @@ def _shifts(units: Iterable[Unit], written: Iterable[str]) -> Mapping[str, int]:
 
 
 def _parameters(
-    unit: Unit, pieces: tuple[Piece, ...], shards: Mapping[str, ParameterShard]
+    unit: Unit, decisions: Decisions, pieces: tuple[Piece, ...], shards: Mapping[str, ParameterShard]
 ) -> tuple[ParameterState, ...]:
-    result, start = [], 0
-    for spec in unit.parameters:
-        stop = start + spec.num_params
+    """Return the parameters of a unit in the order of its flat range."""
+    result = []
+    kinds = OPTIMIZERS[decisions.optimizer]
+    for spec, (num_params, matrix), start in zip(
+        unit.parameters, unit.extents, decisions.layout(unit).starts, strict=True
+    ):
+        stop = start + num_params
+        kind = decisions.optimizer if matrix or kinds.others is None else kinds.others
         parts = tuple(
             Part(piece, max(piece.start, start), min(piece.stop, stop))
             for piece in pieces
             if max(piece.start, start) < min(piece.stop, stop)
         )
-        result.append(ParameterState(spec.name, shards[spec.name], start, stop, parts))
-        start = stop
-    assert start == unit.num_params
-    return tuple(result)
+        result.append(ParameterState(spec.name, shards[spec.name], start, stop, parts, kind))
+    return tuple(sorted(result, key=lambda parameter: parameter.start))
 
 
-def _clear_pads(unit: UnitState, num_params: int) -> None:
-    """Set the padding after a unit's last parameter to zero, see [Note: Shards] in :mod:`executor.memory.pieces`."""
-    if unit.slot < 0:
-        unit.device_weights[num_params:].zero_()
-    for piece in unit.pieces:
-        beyond = slice(min(max(num_params - piece.start, 0), piece.num_params), None)
-        held = [unit.own(piece)] if unit.on_device else []
-        held += [unit.master(piece)] if piece.place is not Place.NVME else []
-        held += [unit.gradient(piece)] if piece.leaves else []
-        weight = unit.host_weight(piece)
-        for tensor in held if weight is None else (*held, weight):
-            tensor[beyond].zero_()
+def _clear_pads(unit: UnitState) -> None:
+    """Set a unit's padding to zero, see [Note: Shards] in :mod:`executor.memory.pieces`."""
+    for start, stop in unit.pads():
+        if unit.slot < 0:
+            unit.device_weights[start:stop].zero_()
+        for piece in unit.pieces:
+            beyond = slice(max(start - piece.start, 0), max(stop - piece.start, 0))
+            held = [unit.own(piece)] if unit.on_device else []
+            held += [unit.master(piece)] if piece.place is not Place.NVME else []
+            held += [unit.gradient(piece)] if piece.leaves else []
+            weight = unit.host_weight(piece)
+            for tensor in held if weight is None else (*held, weight):
+                tensor[beyond].zero_()
 
 
 def without_values(shape: torch.Size, dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:

@@ -11,6 +11,7 @@ from executor.distributed.shards import ParameterShard
 from executor.memory.frozen import FrozenWeights
 from executor.memory.pieces import Part, Piece
 from planner.decisions import Place
+from planner.optimizers import Optimizer
 
 NEVER = -1
 
@@ -24,6 +25,7 @@ class ParameterState:
         shard: which of the model's parameters it belongs to.
         start, stop: its range within the unit.
         parts: its parts, one for each of the rank's pieces that it lies in.
+        kind: what updates it.
         step: number of its updates; counts the next one as soon as its gradient has arrived.
         arrived: the latest iteration in which its gradient arrived.
         flushed: the latest iteration in which its gradient reached the host.
@@ -36,6 +38,7 @@ class ParameterState:
     start: int
     stop: int
     parts: tuple[Part, ...]
+    kind: Optimizer
     step: int = 0
     arrived: int = NEVER
     flushed: int = NEVER
@@ -82,7 +85,7 @@ class GradientBucket:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Moments:
-    """Slabs of optimizer state on one tier, float32 ``[num_params of that tier]`` each.
+    """Slabs of optimizer state on one tier, float32 ``[num_params of that tier that have it]`` each.
 
     Attributes:
         master: ``None`` where the weight itself is the master.
@@ -154,6 +157,12 @@ class UnitState:
         """Whether its parameters are on NVMe."""
         return bool(self.landing) or (self.frozen is not None and self.frozen.file is not None)
 
+    def pads(self) -> Iterator[tuple[int, int]]:
+        """Yield where padding begins and ends, see [Note: Shards] in :mod:`executor.memory.pieces`."""
+        ends = (0, *(parameter.stop for parameter in self.parameters))
+        starts = (*(parameter.start for parameter in self.parameters), len(self.device_weights))
+        return ((end, start) for end, start in zip(ends, starts, strict=True) if end < start)
+
     def unsharded(self, shard: torch.Tensor) -> torch.Tensor:
         """Return the whole of a sharded tensor, flat, on the host; all ranks call this together."""
         return self.group.all_gather_on_host(shard) if self.group is not None and self.is_sharded else shard
@@ -172,8 +181,10 @@ class UnitState:
 
     def buffers(self, piece: Piece) -> tuple[torch.Tensor, ...]:
         """Return the optimizer's own buffers of a piece."""
-        held = slice(piece.offset, piece.offset + piece.num_params)
-        return tuple(buffer[held] for buffer in self.moments(piece).buffers)
+        slabs = self.moments(piece).buffers
+        return tuple(
+            slab[offset : offset + piece.num_params] for slab, offset in zip(slabs, piece.buffer_offsets, strict=False)
+        )
 
     def is_trained(self, piece: Piece) -> bool:
         """Return whether any parameter in a piece is trained."""
@@ -289,14 +300,23 @@ class StateSlot:
     """Device memory that a streamed piece's state passes through.
 
     Attributes:
-        state: float32: master copy and buffers.
+        state: float32, flat: room for the master copy and buffers of any piece.
         weights: the gradient, if it comes from the host, until the update is done; then the new weights, if they go
             back to the host; empty if no piece needs it.
     """
 
-    state: tuple[torch.Tensor, ...]
+    state: torch.Tensor
     weights: torch.Tensor
 
-    def first(self, num_params: int) -> "StateSlot":
-        """Return the part that a piece of this size needs."""
-        return StateSlot(tuple(tensor[:num_params] for tensor in self.state), self.weights[:num_params])
+    def of(self, piece: Piece) -> "SlotPart":
+        """Return the part that a piece needs."""
+        count, num_params = piece.num_tensors, piece.num_params
+        state = self.state[: count * num_params].view(count, num_params)
+        return SlotPart(state.unbind(), self.weights[:num_params])
+
+
+class SlotPart(NamedTuple):
+    """A piece's part of a :class:`StateSlot`: master copy and buffers, and weights."""
+
+    state: tuple[torch.Tensor, ...]
+    weights: torch.Tensor

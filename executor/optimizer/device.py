@@ -7,6 +7,7 @@ Each function takes float32 tensors of one shape: the master copy, the buffers i
 import torch
 
 from executor.optimizer import AdagradParams, AdamWParams, LionParams, SgdParams
+from executor.optimizer.muon import MuonParams, muon
 from executor.optimizer.reference import lion
 
 Tensors = tuple[torch.Tensor, ...]
@@ -57,6 +58,11 @@ def adagrad(master: torch.Tensor, buffers: Tensors, gradient: torch.Tensor, para
     sum_of_squares.addcmul_(gradient, gradient)
     rate = params.lr / (1 + (step - 1) * params.lr_decay)
     master.addcdiv_(gradient, sum_of_squares.sqrt().add_(params.eps), value=-rate)
+
+
+def muon_(master: torch.Tensor, buffers: Tensors, gradient: torch.Tensor, params: MuonParams, step: int) -> None:  # noqa: ARG001 - all have it
+    """Take one step of Muon. See :func:`executor.optimizer.muon.muon`."""
+    muon(master, buffers, gradient, params)
 
 
 def lion_(master: torch.Tensor, buffers: Tensors, gradient: torch.Tensor, params: LionParams, step: int) -> None:  # noqa: ARG001 - all have it

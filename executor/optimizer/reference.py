@@ -1,11 +1,13 @@
 """Optimizers that torch does not have, as plain ``torch.optim`` classes: for use without a plan, and as references."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, final
 
 import torch
 
 from executor.optimizer.lion import LionParams
+from executor.optimizer.muon import MuonParams
+from planner.optimizers import is_hidden_matrix
 
 
 @final
@@ -52,6 +54,88 @@ class Lion(torch.optim.Optimizer):
                     state["exp_avg"] = torch.zeros_like(parameter)
                 lion(parameter, state["exp_avg"], parameter.grad, group["lr"], beta1, beta2, group["weight_decay"])
         return loss
+
+
+@final
+class Muon(torch.optim.Optimizer):
+    """``torch.optim.Muon`` for matrices of hidden layers, and ``torch.optim.AdamW`` for all other parameters.
+
+    :func:`planner.optimizers.is_hidden_matrix` decides which is which.
+
+    Args:
+        params: ``model.named_parameters()``, which are divided here; or groups, each of which says ``use_muon``.
+        adamw: arguments of ``torch.optim.AdamW``.
+        muon: arguments of ``torch.optim.Muon``.
+
+    Raises:
+        ValueError: parameters without names; a group without ``use_muon``, or one of Muon with something that is no
+            matrix; or what the two classes refuse.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[tuple[str, torch.nn.Parameter]] | Iterable[dict[str, Any]],
+        adamw: Mapping[str, Any] | None = None,
+        **muon: Any,
+    ) -> None:
+        self._parts = {
+            True: torch.optim.Muon([torch.empty(1, 1)], **muon),
+            False: torch.optim.AdamW([torch.empty(1)], **(adamw or {})),
+        }
+        super().__init__(_groups(list(params)), {"lr": self._parts[True].defaults["lr"]})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """See ``torch.optim.Optimizer``."""
+        if "use_muon" not in param_group:
+            raise ValueError("a group does not say use_muon; set it to true or false, or pass model.named_parameters()")
+        super().add_param_group({**self._parts[bool(param_group["use_muon"])].defaults, **param_group})
+        group = self.param_groups[-1]
+        strange = next((p for p in group["params"] if group["use_muon"] and p.ndim != 2), None)
+        if strange is not None:
+            raise ValueError(
+                f"a parameter of shape {tuple(strange.shape)} is in a group of Muon, which takes matrices; set its "
+                "group's use_muon to false"
+            )
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Take one step; return the result of ``closure``, which computes gradients again."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for is_muon, part in self._parts.items():
+            part.state = self.state
+            part.param_groups = [group for group in self.param_groups if bool(group["use_muon"]) is is_muon]
+            part.step()
+        return loss
+
+
+def read_muon(group: Mapping[str, Any]) -> MuonParams:
+    """Return the hyper-parameters of a group of Muon's."""
+    return MuonParams(
+        lr=float(group["lr"]),
+        weight_decay=float(group["weight_decay"]),
+        momentum=float(group["momentum"]),
+        nesterov=bool(group["nesterov"]),
+        ns_coefficients=tuple(map(float, group["ns_coefficients"])),
+        eps=float(group["eps"]),
+        ns_steps=int(group["ns_steps"]),
+        adjust_lr_fn=group["adjust_lr_fn"],
+    )
+
+
+def _groups(params: list[Any]) -> list[dict[str, Any]]:
+    """Return groups; parameters with names are divided into those of Muon and those of AdamW."""
+    if all(isinstance(each, dict) for each in params):
+        return params
+    if not all(isinstance(each, tuple) for each in params):
+        raise ValueError("Muon needs the names of parameters to choose its own; pass model.named_parameters()")
+    groups = [
+        {"params": [p for name, p in params if is_hidden_matrix(name, tuple(p.shape)) is mine], "use_muon": mine}
+        for mine in (True, False)
+    ]
+    return [group for group in groups if group["params"]]
 
 
 def lion(

@@ -4,6 +4,8 @@ A new one needs a kernel like those beside this file, an entry here, and, if its
 :mod:`planner.optimizers`.
 """
 
+import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -23,10 +25,11 @@ from executor.optimizer import (
     lion_step,
     sgd_step,
 )
-from executor.optimizer.reference import Lion
+from executor.optimizer.muon import MuonParams, muon_step
+from executor.optimizer.reference import Lion, Muon, read_muon
 from planner.optimizers import OPTIMIZERS, Optimizer
 
-Params = AdamWParams | SgdParams | AdagradParams | LionParams
+Params = AdamWParams | SgdParams | AdagradParams | LionParams | MuonParams
 Group = Mapping[str, Any]
 
 
@@ -45,6 +48,8 @@ class OptimizerEntry:
         starts_at: the group's key for the initial value of buffers, which are then saved before the first step too;
             ``None`` if they begin at 0.
         refused: flags of a group that kernels do not support.
+        others: the entry of groups without ``use_muon``: of parameters that are no hidden matrices. ``None`` if this
+            one takes all.
     """
 
     torch_class: type[torch.optim.Optimizer]
@@ -56,6 +61,15 @@ class OptimizerEntry:
     counts_steps: bool = True
     starts_at: str | None = None
     refused: tuple[str, ...] = ("maximize", "differentiable", "capturable")
+    others: "OptimizerEntry | None" = None
+
+    def of(self, kind: Optimizer) -> "OptimizerEntry":
+        """Return the entry of parameters that are planned as ``kind``."""
+        return self.others if self.others is not None and kind != self.planned_as else self
+
+    def of_group(self, group: Group) -> "OptimizerEntry":
+        """Return the entry of a group's parameters."""
+        return self.others if self.others is not None and not group["use_muon"] else self
 
     def rule(self, group: Group) -> "Rule":
         """Return the present update rule of a group's parameters.
@@ -63,12 +77,13 @@ class OptimizerEntry:
         Raises:
             ValueError: a flag or a hyper-parameter that kernels do not support.
         """
-        for flag in self.refused:
+        entry = self.of_group(group)
+        for flag in entry.refused:
             if group.get(flag):
                 raise ValueError(
                     f"the optimizer has {flag} set, which updates on the host do not support; leave it off"
                 )
-        return Rule(self, self.read(group))
+        return Rule(entry, entry.read(group))
 
     def warm_up(self, grad_dtype: npt.DTypeLike, group: Group, *, writes_bf16: bool) -> None:
         """Compile a group's kernels, or load them from numba's cache, so that the first step does not have to.
@@ -78,10 +93,13 @@ class OptimizerEntry:
             group: hyper-parameters.
             writes_bf16: whether steps will write bf16 weights, to memory of their own or over bf16 gradients.
         """
-        state = np.zeros((1 + len(self.buffers), 1), np.float32)
+        entry = self.of_group(group)
+        if entry.others is not None:
+            return  # torch's products are compiled already
+        state = np.zeros((1 + len(entry.buffers), 1), np.float32)
         grad = np.zeros(1, grad_dtype)
         for weight_out in (np.zeros(1, np.uint16), grad) if writes_bf16 else (None,):
-            self.host(list(state), grad, weight_out, self.read(group), 1, 1.0, None)
+            entry.host(list(state), grad, weight_out, entry.read(group), 1, 1.0, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +108,17 @@ class Rule:
 
     entry: OptimizerEntry
     params: Params
+
+    def of_shape(self, shape: torch.Size) -> "Rule":
+        """Return the rule for a parameter of this shape."""
+        if isinstance(self.params, MuonParams):
+            return dataclasses.replace(self, params=dataclasses.replace(self.params, shape=tuple(shape)))
+        return self
+
+    def chunk_params(self, most: int) -> int:
+        """Return how many parameters are updated together: at most so many, but no less than a matrix."""
+        shape = self.params.shape if isinstance(self.params, MuonParams) else None
+        return most if shape is None else math.prod(shape)
 
 
 def _read_adam(group: Group, *, decoupled: bool) -> AdamWParams:
@@ -127,8 +156,10 @@ def _adam(torch_class: type[torch.optim.Optimizer], *, decoupled: bool) -> Optim
     )
 
 
+_ADAMW: Final = _adam(torch.optim.AdamW, decoupled=True)
+
 ENTRIES: Final[tuple[OptimizerEntry, ...]] = (
-    _adam(torch.optim.AdamW, decoupled=True),
+    _ADAMW,
     _adam(torch.optim.Adam, decoupled=False),
     OptimizerEntry(
         torch_class=torch.optim.SGD,
@@ -157,6 +188,16 @@ ENTRIES: Final[tuple[OptimizerEntry, ...]] = (
         device=device.lion_,
         counts_steps=False,
     ),
+    OptimizerEntry(
+        torch_class=Muon,
+        planned_as="muon",
+        buffers=("momentum_buffer",),
+        read=read_muon,
+        host=muon_step,
+        device=device.muon_,
+        counts_steps=False,
+        others=_ADAMW,
+    ),
 )
 
 
@@ -170,7 +211,7 @@ def entry_of(optimizer: torch.optim.Optimizer) -> OptimizerEntry:
         if type(optimizer) is entry.torch_class:
             return entry
     known = ", ".join(
-        f"{'ullage' if e.torch_class is Lion else 'torch.optim'}.{e.torch_class.__name__}" for e in ENTRIES
+        f"{'ullage' if e.torch_class in {Lion, Muon} else 'torch.optim'}.{e.torch_class.__name__}" for e in ENTRIES
     )
     raise ValueError(f"the optimizer is {type(optimizer).__name__}, but only {known} can be executed; use one of them")
 

@@ -70,7 +70,8 @@ class ScheduleCollectives:
         for parameter in unit.parameters:
             if parameter.name not in bucket.present:
                 bucket.values[parameter.start : parameter.stop].zero_()
-        bucket.values[unit.parameters[-1].stop :].zero_()
+        for start, stop in unit.pads():
+            bucket.values[start:stop].zero_()
         self._backend.scale(bucket.values, self.mean_factor)
         mean = bucket.values
         assert unit.group is not None

@@ -51,7 +51,7 @@ class Snapshots:
         self.engine: CheckpointEngine | None = None
         self._state = state
         self._backend = backend
-        self.keys = (MASTER, *entry.buffers)
+        self._entry = entry
         pieces = [(task.unit, task.piece) for task in schedule.tasks if task.op is Op.SNAPSHOT]
         numbers = {unit: number for number, unit in enumerate(dict.fromkeys(unit for unit, _ in pieces))}
         self.slices: Mapping[Key, Sequence[Slice]] = {key: self._slices_of(key, numbers[key[0]]) for key in pieces}
@@ -76,6 +76,10 @@ class Snapshots:
         """Take the rest of all checkpoints that have begun, between iterations; state may change afterwards."""
         if self.engine is not None:
             self.engine.take_remaining()
+
+    def keys(self, key: Key) -> tuple[str, ...]:
+        """See :class:`executor.checkpoint.source.Source`."""
+        return (MASTER, *self._entry.of(self._state.units[key[0]].pieces[key[1]].kind).buffers)
 
     def tensors(self, key: Key) -> Sequence[torch.Tensor | Buffer | StoredValues]:
         """See :class:`executor.checkpoint.source.Source`."""

@@ -9,7 +9,7 @@ import torch
 from executor.devices.backend import Backend, as_array, update_on_host
 from executor.memory.pieces import Piece
 from executor.memory.state import ModelState
-from executor.memory.units import ParameterState, StateSlot, UnitState
+from executor.memory.units import ParameterState, SlotPart, UnitState
 from executor.optimizer import WorkerTeam
 from executor.optimizer.table import Rule
 from planner.decisions import Decisions, Place
@@ -45,7 +45,7 @@ class UpdateTasks:
         self._team = team
         self._keeps_spent = decisions.num_devices == 1 and decisions.update_start == "step"
         self._updates: dict[int, Mapping[str, ParameterUpdate]] = {}
-        self._slot_of: dict[tuple[str, int], StateSlot] = {}
+        self._slot_of: dict[tuple[str, int], SlotPart] = {}
 
     def begin(self, iteration: int, updates: Mapping[str, ParameterUpdate]) -> None:
         """Set how each parameter is updated in an iteration, before its first update is issued."""
@@ -68,7 +68,7 @@ class UpdateTasks:
         piece = unit.pieces[task.piece]
         if not unit.has_gradient(piece, iteration):
             return
-        slot = self._state.state_slots[task.slot].first(piece.num_params)
+        slot = self._state.state_slots[task.slot].of(piece)
         for target, source in zip(slot.state, unit.state(piece), strict=True):
             self._backend.copy(target, source)
         if piece.leaves:

@@ -86,7 +86,9 @@ class Memory:
         """Return the bytes of host buffers for state on NVMe, as multiples of ``unit_bytes``: at least one subgroup."""
         shards = {unit.name: self.on.given.placed_params(unit) for unit in self.on.units if unit.num_params}
         trained = [unit for unit in self.on.units if unit.num_params]
-        everything = sum(self.on.given.placed_state_bytes_per_param(unit) * shards[unit.name] for unit in trained) / unit_bytes
+        everything = (
+            sum(self.on.given.placed_state_bytes_per_param(unit) * shards[unit.name] for unit in trained) / unit_bytes
+        )
         buffers = self.on.program.variable(STATE_BUFFERS, 0.0, everything)
         for unit in trained:
             mean = (

@@ -220,7 +220,9 @@ class Windows:
         """
         device_bytes = float(capacities(self.on.cost)[Tier.GPU])
         weight_bytes = 0 if self.on.given.precision.master_is_weight else self.on.weight_bytes
-        weights_share = weight_bytes / min(map(self.on.given.placed_state_bytes_per_param, self.on.units))  # the most of any unit
+        weights_share = weight_bytes / min(
+            map(self.on.given.placed_state_bytes_per_param, self.on.units)
+        )  # the most of any unit
         amounts: dict[Resource, list[Sum]] = {Resource.NVME_READ: [], Resource.NVME_WRITE: []}
         for unit in self.on.units:
             shard = self.on.given.placed_params(unit)

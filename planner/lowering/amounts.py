@@ -86,9 +86,7 @@ class AmountsOf:
         """
         frozen_bytes = unit.frozen_bytes(self._decisions.precision.weight_bytes)
         parts, where = unit.parts(self._degrees), (decided.params, decided.update, decided.streamed_gradients)
-        kind = (unit.num_params, frozen_bytes, parts, *where)
-        if self._by_layout:
-            kind = (*kind, unit.extents)
+        kind = (unit.num_params, frozen_bytes, parts, *where, unit.extents if self._by_layout else ())
         if (known := self._known.get(kind)) is None:
             _check(self._decisions, unit, decided)
             known = self._known[kind] = _amounts(self._decisions, unit, decided)

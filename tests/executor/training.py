@@ -14,12 +14,12 @@ import torch
 import transformers
 
 from executor.devices.backend import as_array, sum_of_squares_on_host
-from executor.optimizer.reference import Lion
+from executor.optimizer.reference import Lion, Muon
 from executor.optimizer.table import entry_of
 from executor.options import SessionOptions
 from executor.prepare import prepare_session
 from planner.decisions import Decisions, Place, Precision, UnitDecision
-from planner.graph import Batch, Degrees, build_graph, units
+from planner.graph import Batch, build_graph, units
 from planner.models import from_hf_config
 from planner.schedule.tasks import Lane
 
@@ -54,6 +54,7 @@ OPTIMIZERS = {
     "sgd-plain": functools.partial(torch.optim.SGD, lr=0.5),
     "adagrad": functools.partial(torch.optim.Adagrad, lr=2e-2, lr_decay=0.1, initial_accumulator_value=0.01),
     "lion": functools.partial(Lion, lr=1e-3, betas=(0.9, 0.95)),
+    "muon": functools.partial(Muon, lr=2e-2, adamw={"lr": 5e-3, "betas": (0.9, 0.95)}),
 }
 
 CONFIGS = {
@@ -156,6 +157,8 @@ def grouped(task: Task, tokens, rank: int = 0):
 
 
 def make_optimizer(task: Task, model: torch.nn.Module) -> torch.optim.Optimizer:
+    if task.optimizer == "muon":
+        return OPTIMIZERS["muon"](model.named_parameters())
     return OPTIMIZERS[task.optimizer](groups(model))
 
 
@@ -178,8 +181,9 @@ class ReferenceOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self):
         for group in self.param_groups:
-            params = self.entry.read(group)
-            initial = group[self.entry.starts_at] if self.entry.starts_at else 0.0
+            rule = self.entry.rule(group)
+            entry = rule.entry
+            initial = group[entry.starts_at] if entry.starts_at else 0.0
             for p in group["params"]:
                 if p.grad is None:
                     continue
@@ -187,12 +191,12 @@ class ReferenceOptimizer(torch.optim.Optimizer):
                 if not state:
                     state["step"] = 0
                     state["master"] = p.detach().float().reshape(-1).clone()
-                    state |= {key: torch.full((p.numel(),), initial) for key in self.entry.buffers}
+                    state |= {key: torch.full((p.numel(),), initial) for key in entry.buffers}
                 state["step"] += 1
-                arrays = [as_array(state[k]) for k in ("master", *self.entry.buffers)]
+                arrays = [as_array(state[k]) for k in ("master", *entry.buffers)]
                 weight = None if p.dtype == torch.float32 else as_array(p.reshape(-1))
                 gradient = as_array(p.grad.reshape(-1))
-                self.entry.host(arrays, gradient, weight, params, state["step"], self.scale)
+                entry.host(arrays, gradient, weight, rule.of_shape(p.shape).params, state["step"], self.scale)
                 if weight is None:
                     p.copy_(state["master"].view(p.shape))
         self.scale = 1.0
@@ -253,12 +257,12 @@ def decide(task: Task, choose, **settings) -> Decisions:
     """
     subgroup_params = settings.pop("subgroup_params", 3000)
     shape = {name: settings.get(name, 1) for name in DEGREES}
-    degrees = Degrees(settings.get("data_parallel", 1), shape["tensor_parallel"], 1, shape["expert_parallel"])
+    settings["optimizer"] = PLANNED_AS.get(task.optimizer, task.optimizer)
+    settings["clip"] = settings.get("clip", task.max_norm is not None)
+    empty = Decisions(policy="test", units={}, subgroup_params=subgroup_params, **settings)
     chosen = {}
     for number, unit in enumerate(model_units(task.family, task.dtype, **shape)):
-        replicas = degrees.data_parallel // unit.parts(degrees)
-        shard = -(-unit.num_params // (replicas if settings.get("zero_stage") else 1))
-        params, activations, places, *gradients = choose(unit, -(-shard // subgroup_params))
+        params, activations, places, *gradients = choose(unit, len(empty.piece_params(unit)))
         if not unit.recompute:
             activations = "keep"
         chosen[unit.name] = UnitDecision(
@@ -269,12 +273,10 @@ def decide(task: Task, choose, **settings) -> Decisions:
         )
     return Decisions(
         policy="test",
-        optimizer=PLANNED_AS.get(task.optimizer, task.optimizer),
         precision=Precision(weights="bf16" if task.dtype is torch.bfloat16 else "fp32"),
         num_micro_batches=task.num_micro_batches,
         micro_batch=MICRO_BATCH,
         subgroup_params=subgroup_params,
-        clip=settings.pop("clip", task.max_norm is not None),
         units=chosen,
         **settings,
     )

@@ -1,0 +1,130 @@
+"""Muon: momentum, orthogonalized matrix by matrix with torch's products, on a host or a device.
+
+[Note: Same products] The arithmetic is that of ``torch.optim.Muon``, operation by operation, so the bits are the same
+on one machine with as many threads. Products are in bf16 whatever the type of weights, as there.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from executor.optimizer.passes import Bf16Array, Float32Array, GradientArray, check_params
+from executor.optimizer.workers import WorkerTeam
+
+COEFFICIENTS: Final = (3.4445, -4.7750, 2.0315)
+_ADJUSTMENTS: Final = (None, "original", "match_rms_adamw")
+_MOST_STEPS: Final = 100
+
+
+@dataclass(frozen=True, slots=True)
+class MuonParams:
+    """Hyper-parameters, as ``torch.optim.Muon`` names and bounds them.
+
+    Attributes:
+        shape: of the matrices, without which no step can be taken.
+
+    Raises:
+        ValueError: one is negative or not finite, unknown, or there are 100 iterations or more.
+    """
+
+    lr: float = 1e-3
+    weight_decay: float = 0.1
+    momentum: float = 0.95
+    nesterov: bool = True
+    ns_coefficients: tuple[float, ...] = COEFFICIENTS
+    eps: float = 1e-7
+    ns_steps: int = 5
+    adjust_lr_fn: str | None = None
+    shape: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        check_params(self, not_negative=("lr", "weight_decay", "momentum", "eps", "ns_steps"))
+        if self.adjust_lr_fn not in _ADJUSTMENTS:
+            raise ValueError(f"adjust_lr_fn is {self.adjust_lr_fn!r}, but must be one of {_ADJUSTMENTS}; choose one")
+        if len(self.ns_coefficients) != 3 or self.ns_steps >= _MOST_STEPS:
+            raise ValueError(
+                f"ns_coefficients are {self.ns_coefficients} and ns_steps {self.ns_steps}, but there must be 3 "
+                f"coefficients and fewer than {_MOST_STEPS} steps; change them"
+            )
+
+    @property
+    def adjusted_lr(self) -> float:
+        """The learning rate for a matrix of this shape."""
+        assert self.shape is not None
+        rows, columns = self.shape
+        if self.adjust_lr_fn == "match_rms_adamw":
+            return self.lr * 0.2 * math.sqrt(max(rows, columns))
+        return self.lr * math.sqrt(max(1, rows / columns))
+
+
+def newton_schulz(matrix: torch.Tensor, coefficients: Sequence[float], eps: float, num_steps: int) -> torch.Tensor:
+    """Return a matrix, bf16 ``[rows, columns]``, with the singular vectors of ``matrix`` and singular values near 1.
+
+    This is the quintic iteration of Jordan et al. (https://kellerjordan.github.io/posts/muon/).
+    """
+    a, b, c = coefficients
+    x = matrix.bfloat16()
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    x = x.T if is_tall else x
+    x.div_(x.norm().clamp(min=eps))
+    for _ in range(num_steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if is_tall else x
+
+
+def muon(master: torch.Tensor, buffers: tuple[torch.Tensor, ...], gradient: torch.Tensor, params: MuonParams) -> None:
+    """Take one step of Muon, for whole matrices of ``params.shape`` one after another.
+
+    It is the same at each step::
+
+        m = momentum * m + (1 - momentum) * g
+        u = momentum * m + (1 - momentum) * g   (with ``nesterov``; else m)
+        p = p * (1 - lr * weight_decay) - adjusted lr * newton_schulz(u)
+
+    Args:
+        master: float32, flat.
+        buffers: the momentum alone, like ``master``.
+        gradient: float32, scaled; overwritten.
+        params: hyper-parameters.
+    """
+    assert params.shape is not None
+    for p, m, g in zip(*(tensor.view(-1, *params.shape) for tensor in (master, *buffers, gradient)), strict=True):
+        m.lerp_(g, 1 - params.momentum)
+        update = g.lerp_(m, params.momentum) if params.nesterov else m
+        update = newton_schulz(update, params.ns_coefficients, params.eps, params.ns_steps)
+        p.mul_(1 - params.lr * params.weight_decay)
+        p.add_(update, alpha=-params.adjusted_lr)
+
+
+def muon_step(
+    state: Sequence[Float32Array | None],
+    grad: GradientArray,
+    weight_out: Bf16Array | None,
+    params: MuonParams,
+    step: int,  # noqa: ARG001 - all have it
+    grad_scale: float = 1.0,
+    team: WorkerTeam | None = None,  # noqa: ARG001 - torch has its own threads
+) -> None:
+    """Take a step of :func:`muon` in host memory; see :class:`executor.optimizer.passes.HostStep` for the arguments.
+
+    Only one matrix at a time has a scaled gradient.
+    """
+    assert params.shape is not None
+    num_params = math.prod(params.shape)
+    for start in range(0, len(grad), num_params):
+        cut = slice(start, start + num_params)
+        master, momentum = (_as_tensor(array[cut]) for array in state if array is not None)
+        gradient = _as_tensor(grad[cut]).to(torch.float32, copy=True).mul_(float(np.float32(grad_scale)))
+        muon(master, (momentum,), gradient, params)
+        if weight_out is not None:
+            _as_tensor(weight_out[cut]).copy_(master)
+
+
+def _as_tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
+    tensor = torch.from_numpy(array)
+    return tensor.view(torch.bfloat16) if array.dtype == np.uint16 else tensor
