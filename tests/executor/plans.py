@@ -17,7 +17,15 @@ PLACES = {
 
 
 @st.composite
-def plans(draw, sizes=(1,), grains=(977, 3000, 100_000), families=("gpt2", "llama"), degrees=None, **given):
+def plans(
+    draw,
+    sizes=(1,),
+    grains=(977, 3000, 100_000),
+    families=("gpt2", "llama"),
+    degrees=None,
+    optimizers=("adamw",),
+    **given,
+):
     """Any plan: per unit, per piece, and all settings; for as many data-parallel ranks as one of ``sizes``.
 
     Of the task, what is ``given`` stays, and of its clipping nothing is drawn then.
@@ -29,6 +37,7 @@ def plans(draw, sizes=(1,), grains=(977, 3000, 100_000), families=("gpt2", "llam
     num_micro_batches = draw(st.integers(1, 3))
     drawn = {
         "family": draw(st.sampled_from(families)),
+        "optimizer": draw(st.sampled_from(optimizers)),
         "dtype": draw(st.sampled_from([torch.bfloat16, torch.float32])),
         "num_micro_batches": num_micro_batches,
         "max_norm": 0.5 if clip else None,

@@ -29,9 +29,11 @@ from training import (
 from executor.optimizer.table import ENTRIES, entry_of, torch_class_of
 from executor.prepare import prepare_session
 from planner.optimizers import OPTIMIZERS as PLANNED
+from planner.optimizers import is_hidden_matrix
 from planner.schedule.tasks import MemoryClass, Tier
 
 OTHERS = [name for name in OPTIMIZERS if name != "adamw"]
+ATOL = {"lion": 5e-3, "muon": 10 * 0.02 * 3**0.5 * 2**-8}  # of weights after 10 steps
 
 
 @pytest.mark.part(3)
@@ -45,11 +47,9 @@ def test_every_placement_gives_the_same_bits(optimizer, params, place, dtype):
 
 
 @settings(max_examples=examples(40), deadline=None)
-@given(plans(), st.integers(0, 99), st.sampled_from(OTHERS))
-def test_any_plan_gives_the_same_bits_on_lanes_of_any_speed(plan, seed, optimizer):
+@given(plans(optimizers=OTHERS), st.integers(0, 99))
+def test_any_plan_gives_the_same_bits_on_lanes_of_any_speed(plan, seed):
     task, decisions = plan
-    task = Task(**(vars(task) | {"optimizer": optimizer}))
-    decisions = decisions.model_copy(update={"optimizer": entry_of(make_optimizer(task, make_model(task))).planned_as})
     assert_same(planned(task, decisions, delays=seed), reference(task))
 
 
@@ -88,13 +88,15 @@ def test_stock_optimizers_and_clipping_agree_within_rounding(optimizer):
     """Each side rounds by a few units of 2**-24 a step; a step moves a weight by about the rate, up to 0.2 x 0.5.
 
     Lion's steps are +-rate whatever rounding does, but for averages that are zero but for rounding: those are few.
+    Muon rounds to bf16, so that a step may differ by a unit of 2**-8 of the rate, up to 0.02 x 3 ** 0.5. Without such
+    differences its bits are those of the stock one: see ``test_muon.py``.
     """
     task = Task("gpt2", torch.float32, iterations=10, optimizer=optimizer)
     losses, weights = stock(task)
     seen, final = planned(task, decide(task, mixed))
-    assert seen == pytest.approx(losses, rel=1e-5)
+    assert seen == pytest.approx(losses, rel=1e-3 if optimizer == "muon" else 1e-5)
     for name, weight in weights.items():
-        torch.testing.assert_close(final[name], weight, rtol=0, atol=5e-3 if optimizer == "lion" else 2e-5)
+        torch.testing.assert_close(final[name], weight, rtol=0, atol=ATOL.get(optimizer, 2e-5))
 
 
 # --- state ----------------------------------------------------------------------------------------------------------
@@ -173,7 +175,7 @@ def test_state_of_the_stock_optimizer_is_taken_over(optimizer, loads):
         train(task, model, ours)
         train(task, continued, in_memory)
         for name, weight in continued.named_parameters():
-            atol = 4.1e-3 if optimizer == "lion" else 2e-5
+            atol = ATOL.get(optimizer, 2e-5)
             torch.testing.assert_close(ours.session.full_parameters()[name], weight, rtol=0, atol=atol)
 
 
@@ -187,7 +189,11 @@ def test_only_the_state_that_the_optimizer_keeps_is_held(optimizer, place):
     with ours.session as session:
         tier = Tier.GPU if place == "gpu" else Tier.HOST
         held = session.memory()[tier].static_bytes[MemoryClass.OPTIMIZER]
-        assert held == decisions.state_bytes_per_param * num_params
+        if optimizer == "muon":  # master and momentum of matrices, and what AdamW keeps of the rest
+            num_others = sum(p.numel() for n, p in model.named_parameters() if not is_hidden_matrix(n, p.shape))
+            assert held == 8 * num_params + 4 * num_others
+        else:
+            assert held == decisions.state_bytes_per_param * num_params
         predicted = [b for b in session.schedule.buffers if b.memory_class is MemoryClass.OPTIMIZER and b.tier is tier]
         assert held == sum(b.num_bytes for b in predicted)
 
@@ -201,13 +207,14 @@ def test_every_planned_optimizer_has_an_entry_and_every_entry_is_planned():
         entry = next(e for e in ENTRIES if e.planned_as == name)
         assert torch_class_of(name) is entry.torch_class
         assert len(entry.buffers) == planned_state.num_buffers
+        assert (entry.others and entry.others.planned_as) == planned_state.others
 
 
 @pytest.mark.parametrize("flag", ["maximize", "differentiable"])
 def test_flags_that_kernels_do_not_know_are_refused(flag):
     parameter = torch.nn.Parameter(torch.zeros(3))
     for entry in ENTRIES:
-        if flag not in entry.torch_class([parameter], lr=0.1).defaults:
+        if entry.others is not None or flag not in entry.torch_class([parameter], lr=0.1).defaults:
             continue
         optimizer = entry.torch_class([parameter], lr=0.1, **{flag: True})
         with pytest.raises(ValueError, match=f"the optimizer has {flag} set, .* leave it off"):
