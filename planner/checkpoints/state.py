@@ -46,7 +46,7 @@ def state_of(
         schedule: one iteration.
         num_replicas: data-parallel ranks that hold the same state, by unit if they differ; each saves a part of it.
         bytes_per_param: bytes of state, see :attr:`planner.decisions.Decisions.state_bytes_per_param`.
-        other_bytes_per_param: the same of parameters without matrices, if they are another optimizer's.
+        other_bytes_per_param: the same where no matrix is updated; left out, there is no difference.
     """
     changed = {(task.unit, task.piece): task for task in schedule.tasks if task.op in _CHANGES}
     shards = []

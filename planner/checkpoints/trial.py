@@ -14,7 +14,6 @@ from planner.checkpoints.state import bytes_by_stage, coarse, state_of
 from planner.checkpoints.stores import store_of
 from planner.costs.model import CostModel
 from planner.lowering import stages
-from planner.optimizers import OPTIMIZERS
 from planner.plan.document import Plan
 from planner.schedule.tasks import Lane, Tier
 from planner.simulate.machine import run
@@ -66,12 +65,11 @@ class Trial:
         self._prices = self.cost.prices(self._schedule)
         of_ranks = stages(units, decisions)
         replicas = {unit.name: 1 if decisions.zero_stage else decisions.replicas(unit) for unit in of_ranks}
-        others = OPTIMIZERS[decisions.optimizer].others
         self._state = state_of(
             self._schedule,
             num_replicas=replicas,
             bytes_per_param=decisions.state_bytes_per_param,
-            other_bytes_per_param=decisions.precision.state_bytes_per_param(others) if others else None,
+            other_bytes_per_param=decisions.other_state_bytes_per_param,
         )
         saved = bytes_by_stage(self._schedule, self._state)
         self._by_stage = saved

@@ -261,13 +261,16 @@ def trained_in_memory(rank: int, size: int, task: Task, decisions: Decisions):
     named, piles = dict(model.named_parameters()), piling(task, decisions)
 
     def added_up(unit, of_parameters):
-        flat = torch.cat([gradient.reshape(-1) for gradient in of_parameters])
-        block = torch.zeros(decisions.padded_params(unit), dtype=flat.dtype)
-        block[: len(flat)] = flat
+        block = torch.zeros(decisions.padded_params(unit), dtype=of_parameters[0].dtype)
+        parts = [
+            block[start : start + gradient.numel()].view(gradient.shape)
+            for start, gradient in zip(decisions.layout(unit).starts, of_parameters, strict=True)
+        ]
+        for part, gradient in zip(parts, of_parameters, strict=True):
+            part.copy_(gradient)
         block *= 1 / size
         dist.all_reduce(block)
-        sizes = [named[spec.name].numel() for spec in unit.parameters]
-        return [part.view(g.shape) for part, g in zip(block[: len(flat)].split(sizes), of_parameters, strict=True)]
+        return parts
 
     def exchange(iteration):
         count = len(micro_batches[iteration])

@@ -340,7 +340,11 @@ def test_predicted_gates_are_those_that_are_executed(case, seed):
     """With room for everything and instant writes a piece waits for its own copy: to the moment as in the schedule."""
     taken = lower(case.units, case.decisions, asynchronous=case.asynchronous, takes_snapshots=True)
     snapshots = {task.index: (task.unit, task.piece) for task in taken.tasks if task.op is Op.SNAPSHOT}
-    state = state_of(case.schedule, bytes_per_param=case.decisions.state_bytes_per_param)
+    state = state_of(
+        case.schedule,
+        bytes_per_param=case.decisions.state_bytes_per_param,
+        other_bytes_per_param=case.decisions.other_state_bytes_per_param,
+    )
     assert list(snapshots.values()) == [(shard.unit, shard.piece) for shard in state]
     assert [taken.tasks[i].num_bytes for i in snapshots] == [shard.num_bytes for shard in state]
 

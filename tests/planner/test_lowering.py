@@ -220,12 +220,15 @@ def test_bytes_are_those_that_decisions_imply(case: Case) -> None:
         moved[task.op] += task.num_bytes
         updated[task.lane] += task.num_params
     weight, batches = decisions.precision.weight_bytes, decisions.num_micro_batches
-    params = dict.fromkeys(Place, 0)
+    params, state = dict.fromkeys(Place, 0), dict.fromkeys(Place, 0)
+    values = {"adamw": 3, "sgd": 2, "adagrad": 2, "lion": 2, "muon": 2}
     uploaded = stored_weights = read = leaving = come_back = 0
     for unit in case.units:
         decided = decisions.units[unit.name]
-        for n, place in zip(decisions.piece_params(unit), decided.update, strict=True):
+        for subgroup, place in zip(decisions.subgroups(unit), decided.update, strict=True):
+            n = subgroup.num_params
             params[place] += n
+            state[place] += n * values[subgroup.kind] * (2 if decisions.precision.state else 4)
             uploaded += n * (place in {Place.CPU, Place.NVME} and decided.params == "gpu")
             read += n * (decided.params == "nvme")
             stored_weights += n * (place is Place.STREAM and decided.params == "host")
@@ -235,8 +238,6 @@ def test_bytes_are_those_that_decisions_imply(case: Case) -> None:
     assert sum(params.values()) == total
     assert updated[Lane.CPU] == params[Place.CPU] + params[Place.NVME]
     assert updated[Lane.GPU_UPDATE] == params[Place.GPU] + params[Place.STREAM]
-    state = {"adamw": 12, "sgd": 8, "adagrad": 8, "lion": 8}[decisions.optimizer]
-    state //= 2 if decisions.precision.state else 1
     once, fsdp2 = decisions.gradient_path.is_one_copy, decisions.gradient_path is GradientPath.FSDP2
     leaving += come_back
     master = 2 if decisions.precision.state else 4
@@ -244,14 +245,14 @@ def test_bytes_are_those_that_decisions_imply(case: Case) -> None:
     if decisions.gradient_path is GradientPath.ON_DEVICE:  # the last sum stays, and with it weights that are masters
         there = weight * params[Place.STREAM] * decisions.precision.master_is_weight
         assert moved[Op.OVERWRITE] == weight * leaving * (batches - 1)
-        assert moved[Op.LOAD] == state * params[Place.STREAM] - there + weight * leaving * (batches - 1)
-        assert moved[Op.STORE] == state * params[Place.STREAM] - there + weight * stored_weights
+        assert moved[Op.LOAD] == state[Place.STREAM] - there + weight * leaving * (batches - 1)
+        assert moved[Op.STORE] == state[Place.STREAM] - there + weight * stored_weights
     else:
         assert moved[Op.OVERWRITE] == (0 if once else (weight * batches + 4) * leaving)
         gradient_loads = weight * (come_back + (0 if once else leaving * batches))
-        assert moved[Op.LOAD] == state * params[Place.STREAM] + gradient_loads
+        assert moved[Op.LOAD] == state[Place.STREAM] + gradient_loads
         no_master = 0 if decisions.precision.master_is_weight else weight * stored_weights
-        assert moved[Op.STORE] == state * params[Place.STREAM] + no_master
+        assert moved[Op.STORE] == state[Place.STREAM] + no_master
     assert moved[Op.UPLOAD] == (4 if decisions.host_update is HostUpdate.DEVICE_CAST else weight) * uploaded
     scaled = params[Place.CPU] + params[Place.NVME]
     clipped = 3 * master if fsdp2 and decisions.clip else 0
@@ -259,9 +260,9 @@ def test_bytes_are_those_that_decisions_imply(case: Case) -> None:
     assert moved[Op.PASS] == (clipped if decisions.host_update.is_pinned else 8) * scaled + again
     spilled = decisions.spilled_bytes_per_param * params[Place.NVME] * decisions.spill_gradients
     assert moved[Op.SPILL] == spilled
-    assert moved[Op.SWAP_IN] == state * params[Place.NVME] + spilled
+    assert moved[Op.SWAP_IN] == state[Place.NVME] + spilled
     written = 0 if decisions.precision.master_is_weight else weight * read
-    assert moved[Op.SWAP_OUT] == state * params[Place.NVME] + written
+    assert moved[Op.SWAP_OUT] == state[Place.NVME] + written
     assert read * weight <= moved[Op.READ]  # once at least; again where another unit was in the slot
     assert moved[Op.READ] <= moved[Op.FETCH]
     ways = {u.name: decisions.units[u.name].activations for u in case.units}
@@ -271,7 +272,11 @@ def test_bytes_are_those_that_decisions_imply(case: Case) -> None:
     evicted = [u.swap_bytes * batches for u in case.units if decisions.units[u.name].activations == "offload-nvme"]
     assert moved[Op.OFFLOAD] == moved[Op.RELOAD] == sum(swapped)
     assert moved[Op.EVICT] == moved[Op.RECALL] == sum(evicted)
-    of_unit = {unit.name: weight * unit.num_params * (2 if decisions.zero_stage == 0 else 1) for unit in case.units}
+    sent = {unit.name: unit.num_params for unit in case.units}
+    for unit in case.units:  # whole matrices have padding between them
+        if decisions.optimizer == "muon" and any(matrix for _, matrix in unit.extents):
+            sent[unit.name] = decisions.padded_params(unit)
+    of_unit = {name: weight * count * (2 if decisions.zero_stage == 0 else 1) for name, count in sent.items()}
     scatters = [task for task in case.schedule.tasks if task.op is Op.SCATTER]
     assert [task.num_bytes for task in scatters] == [of_unit[task.unit] for task in scatters]
 
