@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from executor.memory.recompute_cache import ActivationError as ActivationError
     from executor.module.compilation import CompileError as CompileError
     from executor.optimizer.reference import Lion as Lion
+    from executor.optimizer.reference import Muon as Muon
     from executor.prepare import OffloadedOptimizer as OffloadedOptimizer
     from executor.restoring import restore as restore
     from executor.saving import Checkpoints as Checkpoints
@@ -78,7 +79,7 @@ _MODULES = {
     "executor.memory.nvme_files": ("StorageError",),
     "executor.memory.recompute_cache": ("ActivationError",),
     "executor.module.compilation": ("CompileError",),
-    "executor.optimizer.reference": ("Lion",),
+    "executor.optimizer.reference": ("Lion", "Muon"),
     "executor.prepare": ("OffloadedOptimizer",),
     "executor.restoring": ("restore",),
     "executor.saving": ("Checkpoints", "Resumed"),

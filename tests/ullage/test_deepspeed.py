@@ -155,6 +155,20 @@ def test_bad_configurations_are_one_line(tmp_path, capsys, data, message):
     assert err.count("\n") == 1
 
 
+def test_muon_is_not_simulated_of_deepspeed(tmp_path, capsys):
+    path, plan = tmp_path / "ds_config.json", tmp_path / "plan.json"
+    path.write_text(json.dumps({"train_batch_size": 4}))
+    asked = ["--hardware", "a100x8-nvlink", "--optimizer", "muon"]
+    assert main(["import-deepspeed", str(path), *MODEL, *asked]) == 2
+    assert "--optimizer is muon, which is not simulated of DeepSpeed; choose one of adamw" in capsys.readouterr().err
+    assert main(["plan", "--model", "demo-llama", *asked, "--seq-len", "64", "--output", str(plan)]) == 0
+    assert "not compared: zero-offload-blocking, zero-offload, twin-flow" in capsys.readouterr().out
+    assert main(["export-deepspeed", str(plan)]) == 2
+    assert "the plan is for muon, which is not exported to DeepSpeed; plan with" in capsys.readouterr().err
+    assert main(["simulate", str(plan), "--engine", "twin-flow"]) == 2
+    assert "engine twin-flow is not simulated with Muon; choose ullage or gpu-only" in capsys.readouterr().err
+
+
 def test_both_are_predicted_side_by_side(tmp_path, capsys):
     path, out = tmp_path / "ds_config.json", tmp_path / "plan.json"
     data = {

@@ -14,6 +14,7 @@ from hwprofiles.profile import HardwareProfile
 from hwprofiles.registry import load_profile
 from planner.decisions import FP32, Place
 from planner.models import resolve_model
+from planner.optimizers import OPTIMIZERS
 from planner.plan.document import load_plan
 from planner.plan.planning import Request, make_plan
 from planner.schedule.tasks import MemoryClass, Tier
@@ -68,7 +69,7 @@ def test_a_run_has_its_first_iterations_however_long_it_was(
 
 
 @pytest.mark.part(3)
-@pytest.mark.parametrize(("optimizer", "lr"), [("sgd", "0.1"), ("adagrad", "1e-2"), ("lion", "1e-3")])
+@pytest.mark.parametrize(("optimizer", "lr"), [("muon", "1e-2"), ("sgd", "0.1"), ("adagrad", "1e-2"), ("lion", "1e-3")])
 def test_every_optimizer_is_planned_and_executed(
     optimizer: str, lr: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -78,7 +79,7 @@ def test_every_optimizer_is_planned_and_executed(
     options = ["--model", "demo-llama", "--hardware", "epyc-turin-2c", "--seq-len", "64", "--micro-batch", "2"]
     options += ["--device-memory", "180MB", "--precision", "fp32", "--optimizer", optimizer]
     assert main(["plan", *options, "--output", str(path)]) == 0
-    assert {"sgd": "SGD with momentum", "adagrad": "Adagrad", "lion": "Lion"}[optimizer] in capsys.readouterr().out
+    assert OPTIMIZERS[optimizer].words in capsys.readouterr().out
     run = ["--iterations", "8", "--lr", lr, "--output-dir", str(tmp_path), "--json"]
     assert main(["execute", str(path), *run]) == 0
     printed = json.loads(capsys.readouterr().out)

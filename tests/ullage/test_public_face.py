@@ -40,6 +40,7 @@ CLASSES = {
     "Decisions",
     "Level",
     "Lion",
+    "Muon",
     "Loaded",
     "ModelConfig",
     "OffloadedOptimizer",

@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterator
 from hwprofiles.profile import HardwareProfile
 from planner.costs.model import CostModel
 from planner.decisions import Decisions
-from planner.engines.catalogue import POLICIES, STORAGE_POLICIES, can_run
+from planner.engines.catalogue import POLICIES, STORAGE_POLICIES, can_run, policies_of
 from planner.engines.policies import interleaved, super_offload, twin_flow
 from planner.engines.setup import Setup
 from planner.engines.zenflow import zen_flow
 from planner.lowering import lower
 from planner.models.captured import Model
+from planner.optimizers import OPTIMIZERS
 from planner.plan.document import Plan
 from planner.plan.planning import Request, prepare
 from planner.schedule.schedule import Schedule
@@ -132,6 +133,9 @@ def _best(engine: str, setting: str | None, setup: Setup, scorer: Scorer) -> Dec
     if engine not in ENGINES:
         names = ", ".join((OURS, *ENGINES)) if engine != OURS else "twin-flow, super-offload, interleaved, zenflow"
         raise ValueError(f"no engine {engine!r} takes {'that setting' if setting else 'part'}; choose one of {names}")
+    state = OPTIMIZERS[setup.optimizer]
+    if state.others and engine not in (known := policies_of(setup.optimizer)):
+        raise ValueError(f"engine {engine} is not simulated with {state.words}; choose {' or '.join((OURS, *known))}")
     if not can_run(engine, setup, len(scorer.cost.layout.nodes())):
         raise ValueError(
             f"--engine {engine} cannot do what is asked: megatrain and streaming need one device, roundpipe one node "

@@ -118,7 +118,8 @@ def add_request_options(parser: argparse.ArgumentParser, *, model_required: bool
         choices=tuple(OPTIMIZERS),
         help="optimizer, and its state per parameter: "
         + ", ".join(f"{name} {state.state_bytes_per_param} B/param" for name, state in OPTIMIZERS.items())
-        + " (default: adamw, also for Adam; sgd has momentum)",
+        + " (default: adamw, also for Adam; sgd has momentum; muon has AdamW's 12 beside it for all but matrices of "
+        "layers)",
     )
     group.add_argument(
         "--no-clip", action="store_true", default=None, help="do not clip gradients by their global norm"

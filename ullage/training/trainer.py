@@ -25,7 +25,7 @@ from executor.session import Session
 from executor.weights import load
 from executor.weights.files import weights_folder
 from hwprofiles.allocator import keep_freed_memory
-from planner.optimizers import Optimizer
+from planner.optimizers import OPTIMIZERS, Optimizer
 from planner.plan.document import Plan, PlanError
 from planner.schedule.tasks import Tier
 from ullage.data import Data
@@ -48,6 +48,7 @@ _HYPER_PARAMETERS: dict[Optimizer, dict[str, Any]] = {
     "sgd": {"momentum": 0.9},
     "adagrad": {},
     "lion": {"betas": (0.95, 0.98), "weight_decay": 0.1},
+    "muon": {"adjust_lr_fn": "match_rms_adamw"},  # so that one rate serves both kinds of parameters
 }
 
 
@@ -393,5 +394,10 @@ def _make(
     model = (planned_model(plan, weights) if model is None else model).train()
     if optimizer is None:
         name = plan.decisions.optimizer
-        optimizer = torch_class_of(name)(model.parameters(), lr=lr, **_HYPER_PARAMETERS[name])
+        more = _HYPER_PARAMETERS[name]
+        if OPTIMIZERS[name].others:
+            adamw = {"lr": lr, **_HYPER_PARAMETERS["adamw"]}
+            optimizer = torch_class_of(name)(model.named_parameters(), adamw, lr=lr, **more)
+        else:
+            optimizer = torch_class_of(name)(model.parameters(), lr=lr, **more)
     return model, optimizer

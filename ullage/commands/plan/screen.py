@@ -6,7 +6,9 @@ from rich.table import Table
 
 from planner.choices.choice import Choice
 from planner.costs.allocator import AllocatorUse
+from planner.engines.policies import POLICIES, policies_of
 from planner.models.captured import counted
+from planner.optimizers import OPTIMIZERS
 from planner.plan.document import Plan, describe
 from planner.schedule.tasks import Lane, MemoryClass, Tier
 from planner.simulate.prediction import TierMemory
@@ -32,6 +34,9 @@ def plan_screen(plan: Plan, path: Path, *, default_hardware: bool) -> None:
     out.print(memory_table(plan.prediction.memory))
     out.print()
     out.print(_engine_table(plan))
+    if left_out := [name for name in POLICIES if name not in policies_of(plan.decisions.optimizer)]:
+        words = OPTIMIZERS[plan.decisions.optimizer].words
+        out.print(f"not compared: {', '.join(left_out)}, which are not simulated with {words}")
     if plan.checkpoints is not None:
         for part in checkpoints_screen(plan.checkpoints):
             out.print()

@@ -31,8 +31,11 @@ def export_config(plan: Plan, nvme_path: str = "/local_nvme") -> ExportedConfig:
     device. What the plan streams through the device is updated by the CPU there.
 
     Args:
-        plan: any.
+        plan: any, but of Muon.
         nvme_path: a folder on the drives, for a plan that uses them.
+
+    Raises:
+        ValueError: the plan's optimizer has no name there.
     """
     decided = plan.decisions
     placed = dict.fromkeys(Place, 0)
@@ -66,10 +69,19 @@ def export_config(plan: Plan, nvme_path: str = "/local_nvme") -> ExportedConfig:
         "gradient_accumulation_steps": decided.num_micro_batches,
         "gradient_clipping": 1.0 if decided.clip else 0.0,
         "bf16": {"enabled": decided.precision.weights == "bf16"},
-        "optimizer": {"type": _TYPES[decided.optimizer], "params": {"lr": _LR}},
+        "optimizer": {"type": _type_of(decided), "params": {"lr": _LR}},
         "zero_optimization": zero,
     }
     return ExportedConfig(config, tuple(_lost(plan, decided, placed)))
+
+
+def _type_of(decided: Decisions) -> str:
+    if decided.optimizer not in _TYPES:
+        raise ValueError(
+            f"the plan is for {decided.optimizer}, which is not exported to DeepSpeed; plan with --optimizer "
+            f"{' or '.join(_TYPES)}"
+        )
+    return _TYPES[decided.optimizer]
 
 
 def _lost(plan: Plan, decided: Decisions, placed: dict[Place, int]) -> list[str]:

@@ -178,6 +178,11 @@ def _typed(config: Config, request: Request, given: Callable[[str], bool], assum
                 f"({', '.join(dict.fromkeys(_OPTIMIZERS.values()))})"
             )
         changes["optimizer"] = _OPTIMIZERS[name.lower()]
+    elif request.optimizer not in _OPTIMIZERS.values():
+        raise DeepSpeedConfigError(
+            f"--optimizer is {request.optimizer}, which is not simulated of DeepSpeed; choose one of "
+            f"{', '.join(dict.fromkeys(_OPTIMIZERS.values()))}"
+        )
     if not given("clip"):
         if config.gradient_clipping == AUTO:
             assumed.append("gradient_clipping is 'auto': gradients are clipped")
