@@ -12,8 +12,10 @@ at most 4/3 of the shortest possible shard).
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+from planner.models.kernels import flop
+from planner.models.work import newton_schulz, orthogonalization_bytes
 from planner.optimizers import OPTIMIZERS, Optimizer
 
 SECTOR_PARAMS = 128
@@ -32,11 +34,13 @@ class Subgroup:
         num_params: its length, padding included.
         kind: what updates it.
         matrices: shapes of the whole matrices that an update orthogonalizes; those of the rank that has most to do.
+        workspace_bytes: what that needs at most, on any rank, for one matrix after another.
     """
 
     num_params: int
     kind: Optimizer
     matrices: tuple[tuple[int, int], ...] = ()
+    workspace_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -84,7 +88,7 @@ def unit_layout(extents: tuple[Extent, ...], optimizer: Optimizer, num_shards: i
                 starts[i], at = at, at + sizes[i]
     cuts = _cuts([[sizes[i] for i in share] for share in matrices], most)
     found = [
-        Subgroup(stop - start, optimizer, _most_work(matrices, extents, start, stop))
+        _whole(stop - start, optimizer, list(_between(matrices, extents, start, stop)))
         for start, stop in itertools.pairwise(cuts)
     ]
     found += [Subgroup(size, others) for size in subgroups(rest_width, most)]
@@ -120,16 +124,21 @@ def _cuts(shares: Sequence[Sequence[int]], most: int) -> list[int]:
     return cuts
 
 
-def _most_work(
+def _between(
     shares: Sequence[Sequence[int]], extents: Sequence[Extent], start: int, stop: int
-) -> tuple[tuple[int, int], ...]:
-    """Return the shapes between two cuts of the share whose matrices take most FLOP."""
-    found: list[tuple[tuple[int, int], ...]] = []
+) -> Iterator[tuple[tuple[int, int], ...]]:
+    """Yield the shapes of each share's matrices between two cuts."""
     for share in shares:
         begins = itertools.accumulate((extents[i][0] for i in share), initial=0)
         inside = (extents[i][1] for i, begin in zip(share, begins, strict=False) if start <= begin < stop)
-        found.append(tuple(shape for shape in inside if shape))
-    return max(found, key=lambda shapes: sum(min(shape) ** 2 * (2 * max(shape) + min(shape)) for shape in shapes))
+        yield tuple(shape for shape in inside if shape)
+
+
+def _whole(num_params: int, optimizer: Optimizer, of_ranks: Sequence[tuple[tuple[int, int], ...]]) -> Subgroup:
+    """Return a subgroup with the matrices of the rank that has most FLOP, and workspace for those of all."""
+    most = max(of_ranks, key=lambda shapes: sum(flop(newton_schulz(*shape)) for shape in shapes))
+    workspace_bytes = max(map(orthogonalization_bytes, itertools.chain.from_iterable(of_ranks)))
+    return Subgroup(num_params, optimizer, most, workspace_bytes)
 
 
 @functools.lru_cache(4096)  # equal layers have equal subgroups, in every schedule of a search

@@ -201,7 +201,12 @@ class HostBackend:
 
 
 def update_on_host(
-    state: tuple[torch.Tensor, ...], rule: Rule, step: int, scale: float, team: WorkerTeam | None
+    state: tuple[torch.Tensor, ...],
+    rule: Rule,
+    step: int,
+    scale: float,
+    team: WorkerTeam | None,
+    memory: torch.Tensor | None = None,
 ) -> None:
     """Take one optimizer step in host memory.
 
@@ -211,11 +216,13 @@ def update_on_host(
         step: which step this is, from 1.
         scale: multiplies the gradient.
         team: threads to run on; ``None`` for the calling thread.
+        memory: uint8, for rules that need some beside the state; left out, they allocate it.
     """
     arrays = [as_array(tensor) for tensor in state]
     count = 1 + len(rule.entry.buffers)
     held, grad, weight_out = arrays[:count], arrays[count], arrays[count + 1 :]
-    rule.entry.host(held, grad, weight_out[0] if weight_out else None, rule.params, step, scale, team)
+    more = () if rule.entry.others is None else (memory,)
+    rule.entry.host(held, grad, weight_out[0] if weight_out else None, rule.params, step, scale, team, *more)
 
 
 def sum_of_squares_on_host(tensor: torch.Tensor) -> torch.Tensor:

@@ -24,6 +24,7 @@ from executor.memory.units import Moments, ParameterState, StateSlot, UnitState
 from planner.decisions import Decisions, Place
 from planner.graph import Unit
 from planner.lowering import slots
+from planner.lowering.memory import host_workspace_bytes
 from planner.optimizers import OPTIMIZERS
 from planner.schedule.tasks import MemoryClass, Tier
 from planner.subgroups import SECTOR_PARAMS
@@ -53,6 +54,7 @@ class ModelState:
         by_name: every parameter with its unit, by the name that the unit uses.
         by_parameter: this rank's shards of each of the model's parameters, by the parameter's own name.
         state_slots: device memory for streamed state.
+        update_memory: uint8, host memory that updates there need beside state and gradients.
         frozen_by_parameter: the same of those that are frozen.
         stored: state on NVMe; ``None`` without any.
         frozen: frozen weights.
@@ -87,6 +89,8 @@ class ModelState:
             for i, num_params in enumerate(assigned.num_params)
         ]
         self.state_slots = self._take_state_slots(units)
+        workspace_bytes = host_workspace_bytes(units, decisions)
+        self.update_memory = host.take("update workspace", MemoryClass.WORKSPACE, workspace_bytes, torch.uint8)
         self.stored = StoredState.of(units, decisions, assigned.of_unit, storage_dir, ranks.rank if ranks else 0, host)
         self.frozen = FrozenState.of(units, decisions, assigned, shards, gpu, host, ranks, storage_dir)
         self.units: dict[str, UnitState] = {}

@@ -4,6 +4,7 @@
 on one machine with as many threads. Products are in bf16 whatever the type of weights, as there.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import torch
 
 from executor.optimizer.passes import Bf16Array, Float32Array, GradientArray, check_params
 from executor.optimizer.workers import WorkerTeam
+from planner.models.work import orthogonalization_bytes
 
 COEFFICIENTS: Final = (3.4445, -4.7750, 2.0315)
 _ADJUSTMENTS: Final = (None, "original", "match_rms_adamw")
@@ -61,23 +63,50 @@ class MuonParams:
         return self.lr * math.sqrt(max(1, rows / columns))
 
 
-def newton_schulz(matrix: torch.Tensor, coefficients: Sequence[float], eps: float, num_steps: int) -> torch.Tensor:
+def newton_schulz(
+    matrix: torch.Tensor,
+    coefficients: Sequence[float],
+    eps: float,
+    num_steps: int,
+    memory: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Return a matrix, bf16 ``[rows, columns]``, with the singular vectors of ``matrix`` and singular values near 1.
 
     This is the quintic iteration of Jordan et al. (https://kellerjordan.github.io/posts/muon/).
+
+    Args:
+        matrix: any type.
+        coefficients: a, b and c of the iteration.
+        eps: the least norm to divide by.
+        num_steps: iterations.
+        memory: bf16, as much as :func:`planner.models.work.orthogonalization_bytes` says without the gradient; the
+            result is in it. Left out, it is allocated.
     """
     a, b, c = coefficients
-    x = matrix.bfloat16()
+    short, long = sorted(matrix.shape)
+    sizes = [short * long] * 2 + [short * short] * 2
+    if memory is None:
+        memory = torch.empty(sum(sizes), dtype=torch.bfloat16, device=matrix.device)
+    first, second, gram, update = memory[: sum(sizes)].split(sizes)
+    gram, update = gram.view(short, short), update.view(short, short)
     is_tall = matrix.shape[0] > matrix.shape[1]
+    x = first.view(matrix.shape).copy_(matrix)
     x = x.T if is_tall else x
     x.div_(x.norm().clamp(min=eps))
-    for _ in range(num_steps):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    for _, target in zip(range(num_steps), itertools.cycle((second, first)), strict=False):
+        torch.mm(x, x.T, out=gram)
+        torch.addmm(gram, gram, gram, beta=b, alpha=c, out=update)
+        x = torch.addmm(x, update, x, beta=a, out=target.view(short, long))
     return x.T if is_tall else x
 
 
-def muon(master: torch.Tensor, buffers: tuple[torch.Tensor, ...], gradient: torch.Tensor, params: MuonParams) -> None:
+def muon(
+    master: torch.Tensor,
+    buffers: tuple[torch.Tensor, ...],
+    gradient: torch.Tensor,
+    params: MuonParams,
+    memory: torch.Tensor | None = None,
+) -> None:
     """Take one step of Muon, for whole matrices of ``params.shape`` one after another.
 
     It is the same at each step::
@@ -91,12 +120,13 @@ def muon(master: torch.Tensor, buffers: tuple[torch.Tensor, ...], gradient: torc
         buffers: the momentum alone, like ``master``.
         gradient: float32, scaled; overwritten.
         params: hyper-parameters.
+        memory: see :func:`newton_schulz`.
     """
     assert params.shape is not None
     for p, m, g in zip(*(tensor.view(-1, *params.shape) for tensor in (master, *buffers, gradient)), strict=True):
         m.lerp_(g, 1 - params.momentum)
         update = g.lerp_(m, params.momentum) if params.nesterov else m
-        update = newton_schulz(update, params.ns_coefficients, params.eps, params.ns_steps)
+        update = newton_schulz(update, params.ns_coefficients, params.eps, params.ns_steps, memory)
         p.mul_(1 - params.lr * params.weight_decay)
         p.add_(update, alpha=-params.adjusted_lr)
 
@@ -109,18 +139,24 @@ def muon_step(
     step: int,  # noqa: ARG001 - all have it
     grad_scale: float = 1.0,
     team: WorkerTeam | None = None,  # noqa: ARG001 - torch has its own threads
+    memory: torch.Tensor | None = None,
 ) -> None:
     """Take a step of :func:`muon` in host memory; see :class:`executor.optimizer.passes.HostStep` for the arguments.
 
-    Only one matrix at a time has a scaled gradient.
+    Only one matrix at a time has a scaled gradient. That and the products are in ``memory``, uint8, which is allocated
+    if it is left out.
     """
     assert params.shape is not None
     num_params = math.prod(params.shape)
+    if memory is None:
+        rows, columns = params.shape
+        memory = torch.empty(orthogonalization_bytes((rows, columns)), dtype=torch.uint8)
     for start in range(0, len(grad), num_params):
         cut = slice(start, start + num_params)
         master, momentum = (_as_tensor(array[cut]) for array in state if array is not None)
-        gradient = _as_tensor(grad[cut]).to(torch.float32, copy=True).mul_(float(np.float32(grad_scale)))
-        muon(master, (momentum,), gradient, params)
+        gradient = memory[: 4 * num_params].view(torch.float32).copy_(_as_tensor(grad[cut]))
+        gradient.mul_(float(np.float32(grad_scale)))
+        muon(master, (momentum,), gradient, params, memory[4 * num_params :].view(torch.bfloat16))
         if weight_out is not None:
             _as_tensor(weight_out[cut]).copy_(master)
 

@@ -42,7 +42,8 @@ class OptimizerEntry:
         planned_as: its name in plans.
         buffers: keys of its float32 tensors beside the master copy, in a parameter's state.
         read: returns hyper-parameters of a parameter group, whenever the updates of an iteration begin.
-        host: takes a step in host memory: ``host((master, *buffers), grad, weight_out, params, step, scale, team)``.
+        host: takes a step in host memory: ``host((master, *buffers), grad, weight_out, params, step, scale, team)``;
+            one with ``others`` also takes memory for what it computes.
         device: takes a step on a device; see :mod:`executor.optimizer.device`.
         counts_steps: whether a parameter's state has a ``step``.
         starts_at: the group's key for the initial value of buffers, which are then saved before the first step too;

@@ -102,7 +102,7 @@ class UpdateTasks:
         for run in self._runs(unit, piece, iteration):
             num_updated += run.stop - run.start
             cut = tuple(tensor[run.within(piece)] for tensor in state)
-            update_on_host(cut, run.update.rule, run.step, run.update.scale, self._team)
+            update_on_host(cut, run.update.rule, run.step, run.update.scale, self._team, self._state.update_memory)
             unit.changed.add(piece.index)
             if stored is not None:
                 stored.set_changed(key)

@@ -1,15 +1,15 @@
 """The pass that adds buffers: which bytes are held on which tier, from which task to which."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
-from planner.decisions import GradientPath, Place
+from planner.decisions import Decisions, GradientPath, Place
+from planner.graph import Unit
 from planner.lowering.activations import OFFLOADS, OffloadRooms, Segment, offloaded_bytes
 from planner.lowering.amounts import HeldBytes
 from planner.lowering.parameters import assign_slots
 from planner.lowering.program import Draft, LoweredUnit, Program
 from planner.lowering.storage import SpillRooms, spilled_bytes
 from planner.lowering.workspace import backward_workspace_bytes
-from planner.models.work import orthogonalization_bytes
 from planner.schedule.tasks import Lane, MemoryClass, Op, Tier
 
 
@@ -168,9 +168,25 @@ def _workspace(program: Program, fresh: Fresh) -> None:
         program.hold_while(MemoryClass.WORKSPACE, num_bytes, f"{unit.name} workspace", draft, draft)
     for unit in program.units:
         for update in unit.updates:
-            num_bytes = max(map(orthogonalization_bytes, update.matrices), default=0)
-            tier = Tier.HOST if update.lane is Lane.CPU else Tier.GPU
-            program.hold_while(MemoryClass.WORKSPACE, num_bytes, f"{unit.name} update", update, update, tier)
+            if update.lane is not Lane.CPU:
+                num_bytes = unit.amounts.subgroups[update.piece].workspace_bytes
+                program.hold_while(MemoryClass.WORKSPACE, num_bytes, f"{unit.name} update", update, update)
+    program.hold(
+        Tier.HOST, MemoryClass.WORKSPACE, host_workspace_bytes(program.model, program.decisions), "update workspace"
+    )
+
+
+def host_workspace_bytes(units: Iterable[Unit], decisions: Decisions) -> int:
+    """Return the bytes that updates on the host need beside state and gradients; they come one after another."""
+    return max(
+        (
+            subgroup.workspace_bytes
+            for unit in units
+            for subgroup, place in zip(decisions.subgroups(unit), decisions.units[unit.name].update, strict=True)
+            if place in {Place.CPU, Place.NVME}
+        ),
+        default=0,
+    )
 
 
 def _state_slots(program: Program) -> None:
