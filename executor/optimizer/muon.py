@@ -87,7 +87,7 @@ def newton_schulz(
     sizes = [short * long] * 2 + [short * short] * 2
     if memory is None:
         memory = torch.empty(sum(sizes), dtype=torch.bfloat16, device=matrix.device)
-    first, second, gram, update = memory[: sum(sizes)].split(sizes)
+    first, second, gram, update = torch.split(memory[: sum(sizes)], sizes)
     gram, update = gram.view(short, short), update.view(short, short)
     is_tall = matrix.shape[0] > matrix.shape[1]
     x = first.view(matrix.shape).copy_(matrix)

@@ -14,6 +14,7 @@ from ranks import assert_same_bits
 from together import changed, reference, resumed, saved, trained, trained_in_memory
 from training import Task, decide, make_model, model_units, session_options, train, uniform, weights
 
+from executor.devices.cuda import update_on_device
 from executor.optimizer.muon import MuonParams, muon_step, newton_schulz
 from executor.optimizer.reference import Muon
 from executor.optimizer.table import entry_of
@@ -112,6 +113,21 @@ def test_a_step_over_several_matrices_gives_torchs_bits(shape, dtype, more):
         assert torch.equal(torch.from_numpy(ours), expected)
         if out is not None:
             assert torch.equal(torch.from_numpy(out).view(torch.bfloat16), expected.bfloat16())
+
+
+def test_a_device_takes_whole_matrices_at_once_however_many_parameters_it_chunks(monkeypatch):
+    monkeypatch.setattr("executor.devices.cuda._CHUNK_PARAMS", 100)
+    torch.manual_seed(0)
+    optimizer = Muon([("0.weight", torch.nn.Parameter(torch.zeros(16, 40)))], lr=0.1)
+    rule = entry_of(optimizer).rule(optimizer.param_groups[0]).of_shape(torch.Size((16, 40)))
+    master, momentum, gradient = torch.randn(3, 3 * 640)
+    host = [master.numpy().copy(), momentum.numpy().copy()]
+    weights_out = torch.empty(3 * 640, dtype=torch.bfloat16)
+    muon_step(host, gradient.numpy(), None, rule.params, 1, 0.5)
+    update_on_device([master, momentum, weights_out], [gradient[:640], gradient[640:]], rule, 1, 0.5)
+    assert torch.equal(master, torch.from_numpy(host[0]))
+    assert torch.equal(momentum, torch.from_numpy(host[1]))
+    assert torch.equal(weights_out, master.bfloat16())
 
 
 @pytest.mark.parametrize("shape", SHAPES[:3])
