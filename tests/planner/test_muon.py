@@ -13,7 +13,7 @@ from test_bounds import check
 
 from planner.costs.model import CostModel
 from planner.decisions import Decisions, Place
-from planner.engines.policies import POLICIES, policies_of
+from planner.engines.catalogue import POLICIES, policies_of
 from planner.lowering import lower
 from planner.models import resolve_model
 from planner.models.work import newton_schulz, orthogonalization_bytes

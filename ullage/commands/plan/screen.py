@@ -6,7 +6,7 @@ from rich.table import Table
 
 from planner.choices.choice import Choice
 from planner.costs.allocator import AllocatorUse
-from planner.engines.policies import POLICIES, policies_of
+from planner.engines.catalogue import POLICIES, policies_of
 from planner.models.captured import counted
 from planner.optimizers import OPTIMIZERS
 from planner.plan.document import Plan, describe
