@@ -165,8 +165,8 @@ class Storage(Frozen):
         read, write: what one node draws.
         job_write_bytes_per_s: what all nodes of one job together write, however many they are; ``None``: as many times
             one node's rate.
-        create_s: time of its metadata server to create the files of one process, one process after another; ``None``:
-            lost in the rest.
+        create_s: time of its metadata server to create one file, one after another for a whole job; ``None``: lost in
+            the rest.
         num_drives: how many equal drives the capacity and the rates are those of, where that is known.
         endurance_bytes_per_day: that may be written to it a day, for years (a drive's TBW over the days of its
             warranty); ``None`` where it is not known.

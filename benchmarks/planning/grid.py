@@ -49,7 +49,7 @@ def cell(model: str, machine: str, num_devices: int) -> dict[str, Any]:
     plan_s = time.perf_counter() - begin_s
     verify(plan)
     iteration_s, certificate = plan.prediction.iteration_s, plan.certificate
-    engines = [row for row in plan.engines if row.fits and row.iteration_s]
+    engines = [row for row in plan.engines if row.fits and row.iteration_s and not row.numerics]
     best = min(engines, key=lambda row: row.iteration_s or 0.0, default=None)
     return name | {
         "fits": True,

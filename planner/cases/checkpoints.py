@@ -4,8 +4,16 @@
 checkpoint by itself: no earlier one is still being written. Only so do the published figures agree with one another:
 CheckFreq stops a 7B run for 7.5 s by its throughput, while end to end every checkpoint adds 16 s at any interval, and
 torchsnapshot's 4.2 s are what it adds as long as checkpoints do not overlap, but not at every iteration (6.1 s).
+
+[Note: Files] These runs train with DeepSpeed's pipeline engine: tensor parallelism inside a node, a pipeline stage for
+each node. It saves a file for every layer and tensor rank (``runtime/pipe/module.py::save_state_dict``), and two for
+every rank, of the model and of the optimizer (``runtime/engine.py``). The metadata server creates them one after
+another. Where a case does not give their number, layers follow from the size of a checkpoint: 14 bytes per parameter
+(weights in bf16, state in fp32), and layers as wide as 128 times their number, as the published models are within a
+tenth.
 """
 
+import math
 from typing import Literal, Self
 
 from pydantic import model_validator
@@ -25,6 +33,11 @@ from planner.schedule.tasks import Lane, Op, Phase, Task, Tier
 from planner.simulate.machine import run
 
 _GB = 1e9
+# [Note: Files]
+_BYTES_PER_PARAM = 14
+_WIDTH_OVER_LAYERS = 128
+_MATRIX_VALUES = 12  # a layer has so many parameters for each square of its width
+_FILES_PER_RANK = 2
 
 
 class Checkpoint(Strict):
@@ -35,12 +48,14 @@ class Checkpoint(Strict):
         bytes_total_gb: GB (1e9) of all ranks together; each has an equal share.
         every_iterations: from one checkpoint to the next.
         host_buffer_gb_per_node: host memory for copies that are not written yet, of engines that bound it.
+        files: of one checkpoint, of all ranks; ``None``: see [Note: Files].
     """
 
     engine: Literal["deepspeed", "checkfreq-async", "torchsnapshot", "datastates", "ullage"]
     bytes_total_gb: Amount
     every_iterations: Number
     host_buffer_gb_per_node: Amount
+    files: Number | None = None
 
 
 class PhaseTimes(Strict):
@@ -97,6 +112,15 @@ class CheckpointCase(Case):
         if self.measured.end_to_end_s is not None and self.iterations is None:
             raise CaseError(f"case {self.id}: end_to_end_s is of a whole run; give its number of iterations")
 
+    @property
+    def num_files(self) -> int:
+        """The files of one checkpoint, of all ranks; see [Note: Files]."""
+        if self.checkpoint.files is not None:
+            return self.checkpoint.files
+        num_params = self.checkpoint.bytes_total_gb * _GB / _BYTES_PER_PARAM
+        num_layers = round(math.cbrt(num_params / (_MATRIX_VALUES * _WIDTH_OVER_LAYERS**2)))
+        return num_layers * (self.gpus // self.nodes) + _FILES_PER_RANK * self.gpus
+
     def _predict(self, profile: HardwareProfile) -> Outcome:
         """Lower the run with its engine, and simulate it; see [Note: Blocking]."""
         per_node = self.gpus // self.nodes
@@ -135,7 +159,7 @@ class CheckpointCase(Case):
                 every=checkpoint.every_iterations,
                 buffer_bytes=buffer_bytes,
             )
-            costs = CheckpointCosts(CostModel(profile, (), BF16, self.gpus), engine, "pfs")
+            costs = CheckpointCosts(CostModel(profile, (), BF16, self.gpus), engine, "pfs", num_files=self.num_files)
             prices = costs.prices(made, training)
         except ValueError as error:
             raise CaseError(f"case {self.id}: {error}") from error

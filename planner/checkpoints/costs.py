@@ -36,13 +36,22 @@ class CheckpointCosts:
         policy: the engine.
         store: the target: memory or drives of each node, or the shared file system.
         above: the faster level from which checkpoints are promoted to the target, if any.
+        num_files: files of one checkpoint of the whole job; by default one for each rank.
 
     Raises:
         ValueError: the profile lacks the store, or a rate that the engine needs.
     """
 
-    def __init__(self, cost: CostModel, policy: CheckpointPolicy, store: Level, above: Level | None = None) -> None:
+    def __init__(
+        self,
+        cost: CostModel,
+        policy: CheckpointPolicy,
+        store: Level,
+        above: Level | None = None,
+        num_files: int | None = None,
+    ) -> None:
         self._cost = cost
+        self._num_files = cost.num_ranks if num_files is None else num_files
         self._policy = policy
         self._store = store_of(cost, store)
         self._above = store_of(cost, above) if above else None
@@ -85,7 +94,7 @@ class CheckpointCosts:
     def _checkpoint(self, task: Task) -> Price:
         match task.op:
             case Op.CREATE:
-                price = Price(self._create_s * self._cost.num_ranks, 0.0)
+                price = Price(self._create_s * self._num_files, 0.0)
             case Op.GATE:  # copying into the buffer takes almost no time compared with writing the rest
                 price = Price(0.0, 0.0)
             case Op.TOUCH:

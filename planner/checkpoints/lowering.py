@@ -279,12 +279,14 @@ class _Saver:
             created = self._add(Lane.WRITE, Op.CREATE, (*called, *(i for i in copies[-1:] if i is not None)))
         else:
             # The caller creates the files and then copies. Or it leaves both to other threads, which wait only for the
-            # state: see [Note: As executed].
+            # state: see [Note: As executed]. Or those that write create them too, while others copy.
             calls = policy.blocks_until is not BlocksUntil.NOTHING
             if not calls:
                 called = tuple(self._source(chunk) for chunk in self._chunks[:1])
-            created = self._add(Lane.SNAPSHOT if calls else Lane.STAGING, Op.CREATE, called)
-            called = (created,) if calls else ()
+            by_writers = policy.staging is Staging.FRESH_POOL
+            lane = Lane.WRITE if by_writers else Lane.SNAPSHOT if calls else Lane.STAGING
+            created = self._add(lane, Op.CREATE, called)
+            called = called if by_writers else (created,) if calls else ()
         for position, chunk in enumerate(self._chunks):
             if position == len(copies):  # not copied yet: copy it as soon as there is room, then write it
                 copies.append(self._copy(chunk, called))

@@ -45,7 +45,8 @@ class Staging(StrEnum):
     TRANSIENT = "transient"
     # Into new pageable memory, by one thread: the page faults of a chunk add to the time of its copy.
     FRESH = "fresh"
-    # The same, by several threads: the page faults of one chunk overlap with the copy of another.
+    # The same, by several threads: the page faults of one chunk overlap with the copy of another. Files are created by
+    # those that write (``storage_plugins/fs.py`` of torchsnapshot).
     FRESH_POOL = "fresh-pool"
     # Into a ring of pinned memory that is allocated once. A copy waits until the bytes that it overwrites are written.
     PINNED = "pinned"

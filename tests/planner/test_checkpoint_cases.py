@@ -31,7 +31,6 @@ def case(name: str, **changes: object) -> CheckpointCase:
 
 KNOWN_MISSES = {
     "polaris-ckpt-13b-deepspeed",
-    "polaris-ckpt-70b-datastates",
     "polaris-ckpt-freq-13b-datastates-every1",
 }
 
@@ -130,3 +129,14 @@ def test_what_cannot_be_expressed_is_refused_by_name(message):
 def test_a_machine_without_a_parallel_file_system_is_refused():
     with pytest.raises(CaseError, match=f"case {THROUGHPUT}: .*pfs"):
         case(THROUGHPUT).predict(load_profile("a100x4-40g"))
+
+
+def test_files_follow_from_the_layers_or_are_given():
+    """DeepSpeed saves one per layer and tensor rank, and two per rank: 32, 40, 60 and 80 layers on nodes of four."""
+    for name, layers, gpus in (("7b", 32, 8), ("13b", 40, 16), ("30b", 60, 32), ("70b", 80, 80)):
+        some = next(value for key, value in CASES.items() if f"-{name}-" in key)
+        assert case(some["id"]).num_files == pytest.approx(4 * layers + 2 * gpus, rel=0.1)
+    few, many = (case(THROUGHPUT, checkpoint__files=count) for count in (100, 1000))
+    created_s = POLARIS.pfs.create_s.value
+    blocked_s = [444e9 / each.predict(POLARIS).values[Metric.BLOCKING] for each in (few, many)]
+    assert blocked_s[1] - blocked_s[0] == pytest.approx(900 * created_s, rel=1e-3)

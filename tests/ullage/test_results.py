@@ -57,6 +57,14 @@ def published() -> Iterator[tuple[str, ...]]:
         yield words, counts[0], percent(every["mean"]), counts[1], percent(others["mean"]), percent(every["worst"])
 
 
+def engines_measured() -> Iterator[tuple[str, ...]]:
+    for row in result("published_engines.json")["rows"]:
+        measured, predicted = row["measured_tokens_per_s"], row["predicted_tokens_per_s"]
+        machine = f"{row['devices']} x {row['hardware'].split('x')[0]}"
+        words = (row["engine"], row["model"], machine, f"{measured:,}", f"{predicted:,}")
+        yield *words, percent(measured / predicted - 1, 1, "+")
+
+
 def streamed() -> Iterator[tuple[str, ...]]:
     for row in result("streamed.json")["rows"].values():
         tokens = (f"{row[f'{who}_tokens_per_s']:,.0f}" for who in ("measured", "predicted", "ours"))
@@ -268,6 +276,7 @@ def mutation() -> Iterator[tuple[str, ...]]:
 
 TABLES = (
     published,
+    engines_measured,
     streamed,
     demo,
     memory,
