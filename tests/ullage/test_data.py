@@ -237,6 +237,8 @@ BAD = {
     "another kind": ('{"prompt": "a", "completion": 3}\n', {}, r"line 1: completion is int; write it as a text"),
     "no messages": ('{"messages": ["hi"]}\n', {}, r"line 1: messages are not a list of {\"role\""),
     "no answer": ('{"messages": [{"role": "user", "content": "a"}]}\n', {}, r"none of 1 documents has a target token"),
+    "blank": ("\n  \n\n", {}, r"none of 0 documents has a target token"),
+    "no UTF-8": ('{"text": "\udcff"}\n', {}, r"data.jsonl is not UTF-8 .*convert it first"),
     "empty": ("", {}, r"data.jsonl is empty"),
     "too small a split": (
         '{"text": "abc"}\n' * 9,
@@ -270,7 +272,7 @@ def test_bad_data_is_one_line(tmp_path: Path, case: str) -> None:
     text, options, message = BAD[case]
     path = tmp_path / ("no.jsonl" if text is None else "data.jsonl")
     if text is not None:
-        path.write_text(text)
+        path.write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises((ValueError, OSError), match=message) as caught:
         ullage.Data(path, **({"tokenizer": TOKENIZER, "seq_len": 20} | options))
     assert "\n" not in str(caught.value)

@@ -210,6 +210,7 @@ with optimizer.session:
 """
 
 
+@pytest.mark.part(0)
 def test_a_loop_of_ones_own_shares_data_among_ranks(base: Path, tmp_path: Path) -> None:
     (tmp_path / "loop.py").write_text(LOOP)
     both = [Forked(forked.script, str(tmp_path / "loop.py"), str(base), "2", env=each) for each in environments(2)]

@@ -61,6 +61,7 @@ def read(file: Path) -> Any:
                 "text",
                 data_files=str(file.resolve()).replace("[", "[[]").replace("*", "[*]").replace("?", "[?]"),
                 split="train",
+                keep_in_memory=False,
                 sample_by="document" if file.suffix in TEXTS else "line",
             )
         except datasets.exceptions.DatasetGenerationError as error:
