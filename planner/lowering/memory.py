@@ -264,7 +264,10 @@ def _offloaded(program: Program, segment: Segment, micro_batch: int) -> None:
         )
         moved_bytes = offloaded_bytes(unit.unit, unit.activations)
         program.hold_while(MemoryClass.ACTIVATIONS, moved_bytes, unit.name, forward, offload)
-        program.hold_while(MemoryClass.ACTIVATIONS, moved_bytes, unit.name, reload, backward)
+        # Outputs of products that backward does not need, such as both parts of a sum, go as soon as they were used.
+        used_bytes = max(moved_bytes - unit.unit.saved_bytes, 0)
+        program.hold_while(MemoryClass.ACTIVATIONS, used_bytes, f"{unit.name} used up", reload, remake)
+        program.hold_while(MemoryClass.ACTIVATIONS, moved_bytes - used_bytes, unit.name, reload, backward)
         rest_bytes = max(unit.unit.saved_bytes - moved_bytes, 0)
         program.hold_while(MemoryClass.ACTIVATIONS, rest_bytes, f"{unit.name} made again", remake, backward)
 
