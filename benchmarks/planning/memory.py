@@ -10,6 +10,8 @@ ledger of ``gpu-only``.
 *executed*: plans that offload, by ``ullage execute``: what is taken once of either tier, and the peak of what comes and
 goes on the device, against the plan's ledger.
 
+*adapters*: the same of plans with ``--lora``, over bases that are quantized or not.
+
 With a substring only cases whose name has it are measured again.
 """
 
@@ -54,6 +56,8 @@ _GATED = _SIZES | {"intermediate_size": 2048, "num_key_value_heads": 4}
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama-85m": _GATED | {"model_type": "llama", "vocab_size": 32000},
     "llama-untied-128k": _GATED | {"model_type": "llama", "vocab_size": 128256, "num_hidden_layers": 4},
+    "llama-20m": _GATED | {"model_type": "llama", "vocab_size": 1024, "hidden_size": 512, "num_attention_heads": 8}
+    | {"intermediate_size": 1408, "num_hidden_layers": 6},
     "qwen3-70m": _GATED | {"model_type": "qwen3", "vocab_size": 16000, "head_dim": 64},
     "mixtral-150m": _GATED | {"model_type": "mixtral", "vocab_size": 8000, "num_local_experts": 4}
     | {"intermediate_size": 1024, "num_hidden_layers": 6},
@@ -86,6 +90,16 @@ EXECUTED = (
     ("opt-125m", 1, 256, "bf16", 2, "900MB"),
     ("qwen3-70m", 2, 256, "fp32", 1, "700MB"),
     ("mixtral-150m", 2, 256, "bf16", 1, "500MB"),
+)
+# model, sequences, tokens of each, type, quantization, what may be offloaded, device memory
+ADAPTERS = (
+    ("llama-20m", 2, 256, "fp32", "none", "never", "70MB"),
+    ("llama-20m", 2, 256, "fp32", "nf4", "never", "50MB"),
+    ("llama-20m", 2, 256, "fp32", "int8", "never", "50MB"),
+    ("llama-20m", 2, 256, "fp32", "none", "activations", "90MB"),
+    ("llama-20m", 2, 256, "fp32", "nf4", "activations", "70MB"),
+    ("llama-20m", 2, 256, "fp32", "int8", "activations", "70MB"),
+    ("llama-20m", 2, 256, "bf16", "nf4", "never", "26MB"),
 )
 
 
@@ -185,7 +199,17 @@ def in_memory(name: str, micro_batch: int, seq_len: int, dtype: str, activations
     }
 
 
-def executed(name: str, micro_batch: int, seq_len: int, dtype: str, count: int, device_memory: str) -> dict[str, Any]:
+def adapted(
+    name: str, micro_batch: int, seq_len: int, dtype: str, quantization: str, storage: str, device_memory: str
+) -> dict[str, Any]:
+    """Plan adapters for a small device and execute."""
+    options = ("--lora", "rank=16", "--quantize", quantization, "--storage", storage)
+    return executed(name, micro_batch, seq_len, dtype, 1, device_memory, *options)
+
+
+def executed(
+    name: str, micro_batch: int, seq_len: int, dtype: str, count: int, device_memory: str, *options: str
+) -> dict[str, Any]:
     """Plan for a small device and execute."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -194,7 +218,7 @@ def executed(name: str, micro_batch: int, seq_len: int, dtype: str, count: int, 
         sizes = ["--micro-batch", str(micro_batch), "--seq-len", str(seq_len), "--accumulate", str(count)]
         made = _output_of(
             "plan", "--model", str(config), "--hardware", MACHINE, "--device-memory", device_memory,
-            "--precision", dtype, *sizes, "--output", str(plan),
+            "--precision", dtype, *sizes, *options, "--output", str(plan),
         )  # fmt: skip
         run = _output_of("execute", str(plan), "--iterations", "6", "--output-dir", str(folder / "out"))
     placed = [place for unit in made["decisions"]["units"].values() for place in unit["update"]]
@@ -203,6 +227,7 @@ def executed(name: str, micro_batch: int, seq_len: int, dtype: str, count: int, 
         "error": max((row["error"] for row in run["memory"].values() if row["predicted"]), key=abs),
         "num_updates_by_place": {place: placed.count(place) for place in sorted(set(placed))},
         "num_recomputed": sum(unit["activations"] == "recompute" for unit in made["decisions"]["units"].values()),
+        "num_offloaded": sum(unit["activations"].startswith("offload") for unit in made["decisions"]["units"].values()),
         "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
 
@@ -226,13 +251,17 @@ def cases() -> dict[str, tuple[Any, tuple[Any, ...]]]:
     for offloaded in EXECUTED:
         name, micro_batch, seq_len, dtype, count, device_memory = offloaded
         found[f"executed: {name} {dtype} {micro_batch}x{seq_len} x{count} in {device_memory}"] = executed, offloaded
+    for adapters in ADAPTERS:
+        name, micro_batch, seq_len, dtype, quantization, storage, device_memory = adapters
+        words = f"{name} {dtype} {micro_batch}x{seq_len}, base {quantization}, offload {storage} in {device_memory}"
+        found[f"adapters: {words}"] = adapted, adapters
     return found
 
 
 def summary(results: dict[str, Any]) -> dict[str, Any]:
     """Return what all cases of a kind together say."""
     found = {}
-    for kind in ("in memory", "executed"):
+    for kind in ("in memory", "executed", "adapters"):
         errors = {name: case["error"] for name, case in results.items() if name.startswith(kind)}
         if errors:
             worst = max(errors, key=lambda name: abs(errors[name]))

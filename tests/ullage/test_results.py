@@ -79,7 +79,11 @@ def demo() -> Iterator[tuple[str, ...]]:
 
 def memory() -> Iterator[tuple[str, ...]]:
     summary = result("planning_memory.json")["summary"]
-    words = {"in memory": "plain PyTorch, peak", "executed": "executed plans that offload, device and host"}
+    words = {
+        "in memory": "plain PyTorch, peak",
+        "executed": "executed plans that offload, device and host",
+        "adapters": "executed plans of adapters, likewise",
+    }
     for kind, what in words.items():
         row = summary[kind]
         yield what, str(row["num_cases"]), percent(row["mean"]), percent(abs(row["worst"]))
