@@ -82,6 +82,7 @@ class CapturedOperator(_Frozen):
         saved_bytes: activations that autograd saves, each storage counted once.
         workspace_bytes: most bytes alive while it runs forward or backward, without gradients of parameters and
             activations saved up to its unit. The hidden state and its gradient count.
+        copies_input: it is the first of its block, which keeps nothing of its input itself, but a copy in another type.
     """
 
     name: str
@@ -96,6 +97,7 @@ class CapturedOperator(_Frozen):
     workspace_bytes: Count
     num_skipped: Count = 0
     product_bytes: Count = 0
+    copies_input: bool = False
 
 
 class CapturedBlock(_Frozen):
@@ -344,6 +346,7 @@ def _operator(path: str, captured: CapturedOperator) -> Operator:
         captured.shared_parameters,
         captured.num_skipped,
         captured.product_bytes,
+        captured.copies_input,
         measured=True,
     )
 

@@ -66,6 +66,14 @@ def test_saved_bytes_are_equal(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_recomputed_layers_hold_their_input_as_long(name: str) -> None:
+    """An RMS norm keeps a float32 copy, beside which it stays until the backward; others keep it itself."""
+    for mine, captured in both(name):
+        if mine.is_first and mine.in_layer:
+            assert captured.operators[0].copies_input == mine.operators[0].copies_input, mine.name
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_layers_move_the_same_bytes(name: str) -> None:
     """Captured layers also turn rotary factors and masks; a bank of experts sorts a few indices more."""
     for mine, theirs in both(name)[1:-1]:

@@ -22,7 +22,7 @@ from planner.models.captured import (
 from planner.models.kernels import Elementwise, Kernel, flop
 from planner.models.parameters import Kept, ParameterSpec
 from ullage.capture.partitioning import UnitVisits
-from ullage.capture.records import DTYPES, Recording
+from ullage.capture.records import DTYPES, Recording, Save
 
 # Work behind the last block that has no unit of its own counts as that block's, but recomputation does not rerun it;
 # with more saved bytes than this share of the block's, it cannot be told as if it did.
@@ -284,8 +284,11 @@ def _block(
         for name, stored in stored_parameters(recording.model).items()
         if _is_below(path, name)
     }
-    rerun_until = _rerun_until(recording, path)
-    operators = []
+    saves = _saves(recording, path)
+    # Recomputation stops, non-reentrant, with the last tensor that is kept.
+    rerun_until = max((save.position for save in saves), default=0)
+    inputs = frozenset().union(*(visit.inputs for visit in recording.visits if path and visit.path == path))
+    operators: list[CapturedOperator] = []
     for draft in drafts:
         unit = _below(path, places[draft.unit].name)
         name = _below(path, draft.path) if draft.path and _is_below(path, draft.path) else unit
@@ -306,6 +309,7 @@ def _block(
                 workspace_bytes=draft.workspace_bytes,
                 num_skipped=len(skipped),
                 product_bytes=sum(recording.forward[index].product_bytes for index in draft.events[:cut]),
+                copies_input=not operators and bool(saves) and inputs.isdisjoint(save.storage for save in saves),
             )
         )
     return CapturedBlock(operators=tuple(operators))
@@ -318,14 +322,14 @@ def _kept(stored: StoredParameter, dtype: Literal["bf16", "fp32"]) -> Kept | Non
     return "plain" if stored.parameter.dtype is DTYPES[dtype] and not stored.is_quantized else stored.num_bytes
 
 
-def _rerun_until(recording: Recording, path: str) -> int:
-    """Return the event before which recomputing a block stops: non-reentrant, with the last tensor that it keeps."""
+def _saves(recording: Recording, path: str) -> list[Save]:
+    """Return what autograd keeps in a block."""
     visits = recording.visits
     inside: set[int] = set()
     for index, visit in enumerate(visits):
         if path and (visit.path == path or visit.parent in inside):
             inside.add(index)
-    return max((save.position for save in recording.saves if save.visit in inside), default=0)
+    return [save for save in recording.saves if save.visit in inside]
 
 
 def _kernels(recording: Recording, events: Iterable[int]) -> CapturedKernels:

@@ -302,12 +302,14 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
             if self._in_backward:
                 return
-            held = {
-                tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes()
-                for tensor in tree_leaves((args, kwargs))
-                if isinstance(tensor, Tensor) and tensor.requires_grad
-            }
-            visit = Visit(path, module, self._stack[-1], len(self.forward), input_bytes=sum(held.values()))
+            leaves = tree_leaves((args, kwargs))
+            given = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+            trained = [tensor for tensor in given if tensor.requires_grad]
+            held = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in trained}
+            inputs = frozenset(map(self._storage, trained or given[:1]))
+            visit = Visit(
+                path, module, self._stack[-1], len(self.forward), input_bytes=sum(held.values()), inputs=inputs
+            )
             self._begun.append(torch._C._autograd._get_sequence_nr())
             self._stack.append(len(self.visits))
             self.visits.append(visit)

@@ -20,6 +20,7 @@ class Visit:
         parent: index of the visit it was called from; -1 for the model's own.
         first, stop: range of forward events.
         input_bytes: of the tensors it was given that have a gradient: what recomputation must keep.
+        inputs: their storages; where none has a gradient, that of the first.
     """
 
     path: str
@@ -28,6 +29,7 @@ class Visit:
     first: int
     stop: int = -1
     input_bytes: int = 0
+    inputs: frozenset[int] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
