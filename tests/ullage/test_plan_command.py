@@ -18,7 +18,7 @@ from planner.schedule.tasks import Tier
 from ullage.analysis.provenance import origin_shares
 from ullage.main import main
 from ullage.output.formatting import duration
-from ullage.output.plans import engine_fits, mfu
+from ullage.output.plans import engine_fits, engine_setting, mfu
 from ullage.training.levels import MEMORY, buffer_bytes, intervals, levels_of
 
 
@@ -268,3 +268,11 @@ def test_a_shared_file_system_can_be_asked_for(plan_args, tmp_path, capsys):
     assert main([*plan_args, "--mtbf", "pfs=1d", "--output", str(tmp_path / "none.json")]) == 2
     assert "profile rtx-4090 has none" in capsys.readouterr().err
     assert not (tmp_path / "none.json").exists()
+
+
+def test_rows_that_change_numerics_say_how(plan_path):
+    """In plan.json, and on screens and pages in the settings."""
+    rows = {row.name: row for row in load_plan(plan_path).engines}
+    said = {name for name, row in rows.items() if "; changes numerics: " in engine_setting(row)}
+    assert said == {name for name, row in rows.items() if row.numerics} == {"zenflow", "megatrain", "roundpipe"}
+    assert engine_setting(rows["roundpipe"]).endswith("changes numerics: weights are one update old")

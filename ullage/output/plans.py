@@ -55,6 +55,11 @@ def engine_fits(row: EngineRow) -> str:
     return f"lacks {lacking}{nearest}"
 
 
+def engine_setting(row: EngineRow) -> str:
+    """Return an engine's settings, and how it changes numerics if it does."""
+    return row.setting + (f"; changes numerics: {row.numerics}" if row.numerics else "")
+
+
 def tokens_per_iteration(plan: Plan) -> int:
     """Return the tokens of one iteration over all ranks; of a captured model, its samples."""
     decided = plan.decisions

@@ -10,7 +10,7 @@ from planner.schedule.tasks import Tier
 from ullage.analysis.explanation import change, lacks
 from ullage.analysis.runs import RunRecord
 from ullage.output.formatting import percent, si, signed_percent
-from ullage.output.plans import engine_fits
+from ullage.output.plans import engine_fits, engine_setting
 from ullage.report.charts import Axis, Chart, Level, Mark, Section, Table, Trace
 
 Progress = Callable[[str, int, int], None]
@@ -63,7 +63,7 @@ def engines_section(plan: Plan, measured_s: float | None) -> Section:
                 si(row.iteration_s, "s") if row.iteration_s else "-",
                 f"{row.iteration_s / ours_s:.2f}" if row.iteration_s else "-",
                 engine_fits(row),
-                row.setting,
+                engine_setting(row),
             )
             for row in rows
         ),

@@ -16,7 +16,7 @@ from ullage.analysis.provenance import origin_words
 from ullage.commands.plan.checkpoint_screen import checkpoints_screen
 from ullage.output.console import console, facts, table
 from ullage.output.formatting import binds, percent, si
-from ullage.output.plans import batch_line, engine_fits, gap_line, mfu, model_line
+from ullage.output.plans import batch_line, engine_fits, engine_setting, gap_line, mfu, model_line
 from ullage.training.processes import launch_line, ranks_per_node
 
 
@@ -142,6 +142,5 @@ def _engine_table(plan: Plan) -> Table:
     for row in plan.engines:
         time_s = row.iteration_s if row.fits else None
         times = (si(time_s, "s"), f"{time_s / ours_s:.2f}") if time_s else ("-", "-")
-        changes = f"; changes numerics: {row.numerics}" if row.numerics else ""
-        result.add_row(row.name, *times, engine_fits(row), row.setting + changes)
+        result.add_row(row.name, *times, engine_fits(row), engine_setting(row))
     return result
