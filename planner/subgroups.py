@@ -76,23 +76,24 @@ def unit_layout(extents: tuple[Extent, ...], optimizer: Optimizer, num_shards: i
     if others is None or all(matrix is None for _, matrix in extents):
         shard = -(-sum(sizes) // num_shards)
         cut = tuple(Subgroup(size, others or optimizer) for size in subgroups(shard, most))
-        return UnitLayout(tuple(itertools.accumulate(sizes[:-1], initial=0)), shard, cut, keeps_whole=False)
+        starts = itertools.accumulate(sizes, initial=0)
+        return UnitLayout(tuple(starts)[: len(sizes)], shard, cut, keeps_whole=False)
     matrices = _shares([i for i, (_, matrix) in enumerate(extents) if matrix], sizes, num_shards)
     rest = _shares([i for i, (_, matrix) in enumerate(extents) if not matrix], sizes, num_shards)
     width, rest_width = (max(sum(sizes[i] for i in share) for share in shares) for shares in (matrices, rest))
-    starts = [0] * len(sizes)
+    begins = [0] * len(sizes)
     for rank in range(num_shards):
         for share, begin in ((matrices[rank], 0), (rest[rank], width)):
             at = rank * (width + rest_width) + begin
             for i in share:
-                starts[i], at = at, at + sizes[i]
+                begins[i], at = at, at + sizes[i]
     cuts = _cuts([[sizes[i] for i in share] for share in matrices], most)
     found = [
         _whole(stop - start, optimizer, list(_between(matrices, extents, start, stop)))
         for start, stop in itertools.pairwise(cuts)
     ]
     found += [Subgroup(size, others) for size in subgroups(rest_width, most)]
-    return UnitLayout(tuple(starts), width + rest_width, tuple(found), keeps_whole=True)
+    return UnitLayout(tuple(begins), width + rest_width, tuple(found), keeps_whole=True)
 
 
 def _shares(indices: Sequence[int], sizes: Sequence[int], num_shards: int) -> list[list[int]]:

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from planner.models.adapters import Lora
 from planner.models.config import ModelConfigError
+from planner.subgroups import unit_layout
 
 NAMES = st.lists(st.from_regex(r"[A-Za-z0-9_.-]+", fullmatch=True), min_size=1, max_size=4, unique=True)
 
@@ -47,3 +48,8 @@ def test_others_are_refused_in_one_line(text: str, reason: str) -> None:
     assert reason in str(refused.value)
     assert str(refused.value).endswith("as in rank=16,targets=q_proj+v_proj")
     assert "\n" not in str(refused.value)
+
+
+def test_a_unit_of_frozen_weights_alone_has_no_place_in_a_flat_range() -> None:
+    for num_shards in (1, 2):
+        assert unit_layout((), "adamw", num_shards, 100).starts == ()
