@@ -16,7 +16,14 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop, sdpa_f
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from planner.graph import Attention, Batch, Elementwise, Gemm, Kernels, Pattern, Unit, build_graph, units
-from planner.models import ModelConfig, from_hf_config, list_models, parameters, resolve_model, to_hf_config_dict
+from planner.models import (
+    ModelConfig,
+    from_hf_config,
+    models_with_formulas,
+    parameters,
+    resolve_model,
+    to_hf_config_dict,
+)
 from planner.models.parameters import layer_path
 
 aten = torch.ops.aten
@@ -305,7 +312,7 @@ def test_units_hold_every_parameter_once_in_order_of_use(name: str) -> None:
         assert [spec for operator in unit.operators for spec in operator.parameters] == list(unit.parameters)
 
 
-@pytest.mark.parametrize("name", list_models())
+@pytest.mark.parametrize("name", models_with_formulas())
 def test_graph_of_every_preset(name: str) -> None:
     config = resolve_model(name)
     graph = build_graph(config, Batch(1, 1024))

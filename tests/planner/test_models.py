@@ -13,8 +13,8 @@ from planner.models import (
     ModelConfigError,
     UnknownModelError,
     from_hf_config,
-    list_models,
     model_from_case,
+    models_with_formulas,
     num_parameters,
     parameters,
     resolve_model,
@@ -64,7 +64,7 @@ def test_parameters_equal_transformers_and_the_way_back_keeps_them(name: str) ->
     assert from_hf_config(to_hf_config_dict(config), name) == config
 
 
-@pytest.mark.parametrize("name", list_models())
+@pytest.mark.parametrize("name", models_with_formulas())
 def test_presets_equal_transformers(name: str) -> None:
     config = resolve_model(name)
     assert own_parameters(config) == real_parameters(to_hf_config_dict(config))

@@ -9,11 +9,9 @@ import torch
 import transformers
 from torch import nn
 
-from hwprofiles.files import read_json
 from planner.models.captured import CapturedInput
 from planner.models.config import ModelConfigError
-from planner.models.huggingface import to_hf_config_dict
-from planner.models.registry import resolve_model
+from planner.models.registry import configuration
 from ullage.capture.inputs import BY_HAND, HEADS, Kind, image_tokens
 from ullage.capture.records import CaptureError
 
@@ -66,19 +64,14 @@ class Architecture:
 
 
 def architecture(text: str | Path) -> Architecture:
-    """Return what a ``config.json``, or the one in a folder, or a packaged model of this name describes.
+    """Return what a ``config.json`` describes: a file, one in a folder, or that of a name; see ``resolve_model``.
 
     Raises:
         ModelConfigError: there is none, or it is no configuration.
         CaptureError: ``transformers`` does not know it, or its inputs cannot be made from it.
     """
-    path = Path(text).expanduser()
-    file = path / "config.json" if path.is_dir() else path
-    data: Any
-    if path.exists():
-        data = read_json(file, ModelConfigError, "give a Hugging Face config.json")
-    else:
-        data = to_hf_config_dict(resolve_model(str(text)))
+    file = str(text)
+    data = configuration(file)
     config = _config(data, file)
     named = (data.get("architectures") or [""])[0]
     made = {auto: _names(auto, config) for auto in HEADS}
@@ -99,7 +92,7 @@ def _names(auto: Any, config: Any) -> tuple[str, ...]:
     return tuple(made.__name__ for made in classes if made is not None)
 
 
-def _config(data: Mapping[str, Any], file: Path) -> Any:
+def _config(data: Mapping[str, Any], file: str) -> Any:
     if (model_type := data.get("model_type")) not in transformers.CONFIG_MAPPING:
         raise CaptureError(
             f"{file}: transformers {transformers.__version__} does not know model_type {model_type!r}; install a newer "

@@ -23,6 +23,7 @@ from planner.models.kernels import Elementwise, Kernel, flop
 from planner.models.parameters import Kept, ParameterSpec
 from ullage.capture.partitioning import UnitVisits
 from ullage.capture.records import DTYPES, Recording, Save
+from ullage.capture.repeats import UnequalError
 
 # Work behind the last block that has no unit of its own counts as that block's, but recomputation does not rerun it;
 # with more saved bytes than this share of the block's, it cannot be told as if it did.
@@ -58,7 +59,8 @@ def assemble(
     drafts = _operators(recording, places)
     operator_of = {index: number for number, draft in enumerate(drafts) for index in draft.events}
     for event in recording.backward:
-        drafts[operator_of[event.source]].backward += event.kernels
+        if event.source in operator_of:
+            drafts[operator_of[event.source]].backward += event.kernels
     _own(recording, places, drafts)
     _save(recording, drafts, operator_of, places)
     _unsegment(recording, places, drafts)
@@ -84,6 +86,39 @@ def assemble(
         blocks=tuple(blocks),
         segments=tuple(segments),
     )
+
+
+def repeated(captured: CapturedModel, recording: Recording) -> CapturedModel:
+    """Return a captured model with the blocks that were not recorded; see [Note: Copies].
+
+    Raises:
+        UnequalError: they are not like the recorded ones, or these are no segments.
+    """
+    segments = list(captured.segments)
+    block_of = {segment.path: segment.block for segment in segments}
+    for copy in recording.copies:
+        original = next(visit for visit in recording.visits if visit.path == copy.of)
+        until = recording.begins[bisect.bisect_left(recording.begins, original.stop)]
+        if copy.of not in block_of or _between(recording, copy.first, copy.stop) != _between(
+            recording, original.stop, until
+        ):
+            raise UnequalError(copy.path)
+        block_of[copy.path] = block_of[copy.of]
+        place = max(index for index, segment in enumerate(segments) if segment.path == copy.after)
+        segments.insert(place + 1, CapturedSegment(path=copy.path, block=block_of[copy.path]))
+    return captured.model_copy(update={"segments": tuple(segments)})
+
+
+def _between(recording: Recording, first: int, stop: int) -> list[Kernel]:
+    """Return the kernels that run between two blocks.
+
+    Raises:
+        UnequalError: they read weights.
+    """
+    events = recording.forward[first:stop]
+    if any(event.parameters for event in events if event.kernels):
+        raise UnequalError(recording.visits[events[0].visit].path)
+    return [kernel for event in events for kernel in event.kernels]
 
 
 def _operators(recording: Recording, places: list[UnitVisits]) -> list[_Draft]:
@@ -122,6 +157,8 @@ def _own(recording: Recording, places: list[UnitVisits], drafts: list[_Draft]) -
     last = {draft.unit: number for number, draft in enumerate(drafts)}
     called = _called(recording, places)
     for name, _ in recording.model.named_parameters():
+        if recording.is_copied(name):
+            continue
         module = name.rpartition(".")[0]
         if module not in unit_of:  # never used: it is trained where its module is called, or beside its neighbours
             unit_of[module] = called[module] if module in called else _nearest(module, unit_of, places)
@@ -174,14 +211,15 @@ def _save(recording: Recording, drafts: list[_Draft], operator_of: dict[int, int
     """
     keepers: defaultdict[int, list[int]] = defaultdict(list)
     for save in recording.saves:
-        if recording.storages[save.storage].owner in {"", "input"}:
-            keepers[save.storage].append(operator_of[_event_of(recording, save.position, save.visit)])
+        number = operator_of.get(_event_of(recording, save.position, save.visit))
+        if number is not None and recording.storages[save.storage].owner in {"", "input"}:
+            keepers[save.storage].append(number)
     for storage, numbers in keepers.items():
         keeper = min(numbers)
         segments = {places[drafts[number].unit].segment or drafts[number].unit for number in numbers}
         born = recording.storages[storage].born
         if len(segments) > 1 and 0 <= born < len(recording.forward):
-            keeper = operator_of[born]
+            keeper = operator_of.get(born, keeper)
         drafts[keeper].saved_bytes += recording.storages[storage].num_bytes
     drafts[0].saved_bytes += sum(storage.num_bytes for storage in recording.storages if storage.owner == "buffer")
 
@@ -236,6 +274,8 @@ def _work(recording: Recording, drafts: list[_Draft], operator_of: dict[int, int
         saved[draft.unit] += draft.saved_bytes
     held = list(itertools.accumulate(saved))
     for event, alive in zip(events, itertools.accumulate(change), strict=False):
+        if event.source not in operator_of:
+            continue
         draft = drafts[operator_of[event.source]]
         draft.workspace_bytes = max(draft.workspace_bytes, alive - held[draft.unit])
 

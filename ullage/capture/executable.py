@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 
 from executor.distributed.shards import BindingError
 from executor.module.binding import Marker, markers, unit_modules
-from planner.graph import Batch, Unit, build_graph, units
+from planner.graph import Batch, build_graph, units
 from planner.models.captured import CapturedModel
 from ullage.capture.records import CaptureError, Event, Recording
 
@@ -35,7 +35,8 @@ def check_executable(recording: Recording, captured: CapturedModel) -> None:
         _visits(recording, (m for m in saying if m.ends)),
     )
     forward = [(recording.visits[visit].first, unit) for visit, unit in begins.items()]
-    _check_order(found, [unit for _, unit in forward])
+    copied = {copy.path for copy in recording.copies}
+    _check_order([unit.name for unit in found if unit.segment not in copied], [unit for _, unit in forward])
     if (name := _unseen(recording.forward, forward, names)) is not None:
         raise CaptureError(
             f"the weight {name} is read where no module that owns it runs, so that it cannot be brought in time; read "
@@ -55,8 +56,7 @@ def _visits(recording: Recording, saying: Iterable[Marker]) -> dict[int, str]:
     return {index: unit_of[visit.module] for index, visit in enumerate(recording.visits) if visit.module in unit_of}
 
 
-def _check_order(found: tuple[Unit, ...], begun: list[str]) -> None:
-    order = [unit.name for unit in found]
+def _check_order(order: list[str], begun: list[str]) -> None:
     seen = [unit for index, unit in enumerate(begun) if not index or begun[index - 1] != unit]
     if seen != order:
         at = next((i for i, (a, b) in enumerate(zip(seen, order, strict=False)) if a != b), min(len(seen), len(order)))

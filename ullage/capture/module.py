@@ -28,7 +28,7 @@ from planner.models.captured import CapturedInput, CapturedModel, resized, token
 from planner.models.quantization import Quantization
 from ullage.capture.adapters import make_adapted
 from ullage.capture.architectures import architecture
-from ullage.capture.assembly import assemble
+from ullage.capture.assembly import assemble, repeated
 from ullage.capture.executable import check_executable
 from ullage.capture.fakes import VALUES
 from ullage.capture.kernels import UnsupportedOperatorError
@@ -37,6 +37,7 @@ from ullage.capture.partitioning import partition
 from ullage.capture.quantized import is_packed, pack
 from ullage.capture.recording import record
 from ullage.capture.records import DTYPES, CaptureError
+from ullage.capture.repeats import Repeats, UnequalError
 
 _FAKE_LOG = logging.getLogger("torch._subclasses.fake_tensor")  # it logs errors that are raised here
 _UNKNOWN = (UnsupportedOperatorException, UnsupportedFakeTensorException)
@@ -143,18 +144,39 @@ def _capture(
     _check_inputs(given)
     _check_parameters(model, name)
     _check_statistics(model, name, DTYPES[dtype])
-    known = {number: begun(spec) for number, spec in enumerate(given) if spec.begins}
+    try:
+        return _recorded(model, given, dtype, name, Repeats(model), as_on_gpu=as_on_gpu)
+    except UnequalError:
+        return _recorded(model, given, dtype, name, None, as_on_gpu=as_on_gpu)
+
+
+def _recorded(
+    model: nn.Module,
+    inputs: tuple[CapturedInput, ...],
+    dtype: Literal["bf16", "fp32"],
+    name: str,
+    repeats: Repeats | None,
+    *,
+    as_on_gpu: bool,
+) -> CapturedModel:
+    """Record a model, and return what was captured.
+
+    Raises:
+        UnequalError: blocks that are alike were not recorded, and have to be.
+    """
+    known = {number: begun(spec) for number, spec in enumerate(inputs) if spec.begins}
     with FakeTensorMode(allow_non_fake_inputs=True), _faked(model, DTYPES[dtype]):
         with _refusing(name, model), _positions_known():
-            args = [_tensor(spec, DTYPES[dtype]) for spec in given if not spec.name]
-            named = {spec.name: _tensor(spec, DTYPES[dtype]) for spec in given if spec.name}
-            recording = record(model.train(), args, named, as_on_gpu=as_on_gpu, known=known)
+            args = [_tensor(spec, DTYPES[dtype]) for spec in inputs if not spec.name]
+            named = {spec.name: _tensor(spec, DTYPES[dtype]) for spec in inputs if spec.name}
+            recording = record(model.train(), args, named, as_on_gpu=as_on_gpu, known=known, repeats=repeats)
         captured = assemble(
-            recording, partition(recording), factory=name, inputs=given, dtype=dtype, seq_len=tokens_of(given)
+            recording, partition(recording), factory=name, inputs=inputs, dtype=dtype, seq_len=tokens_of(inputs)
         )
+        captured = repeated(captured, recording)
         with _refusing(name):
             check_executable(recording, captured)
-    return captured
+        return captured
 
 
 def _made(make: Callable[[], nn.Module], name: str) -> nn.Module:

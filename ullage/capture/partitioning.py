@@ -99,7 +99,9 @@ def _is_stage(recording: Recording, visit_of: dict[str, int], path: str, inner: 
         if visits[parent].path != path:
             return False
     whole = _num_params(visits[visit_of[path]].module)
-    return sum(_num_params(visits[visit_of[block]].module) for block in inner) > whole / 2
+    copied = [copy.path for copy in recording.copies if copy.path.startswith(f"{path}.")]
+    num_params = sum(_num_params(recording.model.get_submodule(block)) for block in (*inner, *copied))
+    return num_params > whole / 2
 
 
 def _is_composite(module: nn.Module) -> bool:
@@ -250,6 +252,8 @@ def _assign(recording: Recording, places: list[UnitVisits], inside: dict[int, li
             at = visits[at].parent
     current = 0
     for index, event in enumerate(recording.forward):
+        if index in recording.skipped:
+            continue
         at = event.visit
         while at not in unit_of and at not in within and at != -1:
             at = visits[at].parent

@@ -6,6 +6,7 @@ of a CPU, as autograd there needs no device; where a GPU runs something else (:f
 
 import contextlib
 import dataclasses
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -25,6 +26,7 @@ from ullage.capture.kernels import kernels_of
 from ullage.capture.operator_checks import OperatorChecks, RefusedOperatorError
 from ullage.capture.quantized import multiply_4bit
 from ullage.capture.records import CaptureError, Event, Recording, Save, Storage, Visit
+from ullage.capture.repeats import Repeats
 
 # Operators that look integers up: the argument that holds them, and the dimension of the first that is the table.
 _TABLES = {"embedding": (1, 0), "nll_loss_forward": (1, 1), "nll_loss2d_forward": (1, 1)}
@@ -38,6 +40,7 @@ def record(
     *,
     as_on_gpu: bool,
     known: Mapping[int, Tensor] | None = None,
+    repeats: Repeats | None = None,
 ) -> Recording:
     """Run forward and backward of a model whose parameters, like its inputs, are fake, and record it.
 
@@ -47,13 +50,15 @@ def record(
         kwargs: likewise, by name.
         as_on_gpu: record GPU kernels where PyTorch has others for it than for a CPU.
         known: values of some inputs, by their number; real tensors.
+        repeats: of the model, whose equal blocks are recorded once; left out, all are recorded.
 
     Raises:
         CaptureError: there is nothing to begin backward from, it cannot run, or it reaches no parameter.
         RefusedError: real kernels do not take what an operator is given.
         UnsupportedOperatorError: an operator has no known cost.
     """
-    recorder = _Recorder(model, [*args, *kwargs.values()], OperatorChecks(as_on_gpu=as_on_gpu), known or {})
+    inputs = [*args, *kwargs.values()]
+    recorder = _Recorder(model, inputs, OperatorChecks(as_on_gpu=as_on_gpu), known or {}, repeats)
     with contextlib.ExitStack() as stack:
         if as_on_gpu:
             stack.enter_context(_as_on_gpu())
@@ -77,6 +82,8 @@ def record(
         recorder.sums,
         recorder.num_values,
         recorder.arrivals,
+        repeats.copies if repeats else [],
+        repeats.begins if repeats else [],
     )
 
 
@@ -133,7 +140,12 @@ def _as_on_gpu() -> Iterator[None]:
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(
-        self, model: nn.Module, inputs: Sequence[Tensor], checks: OperatorChecks, known: Mapping[int, Tensor]
+        self,
+        model: nn.Module,
+        inputs: Sequence[Tensor],
+        checks: OperatorChecks,
+        known: Mapping[int, Tensor],
+        repeats: Repeats | None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.visits: list[Visit] = []
@@ -144,6 +156,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._model = model
         self._fakes = Fakes()
         self._checks = checks
+        self._repeats = repeats
+        self._copied: set[nn.Module] = set()  # those that are called now, and do not run
         self._stack: list[int] = [-1]
         self._begun: list[int] = []  # autograd's next number when each visit began
         self._number: dict[int, int] = {}  # of the storages that are there, by address
@@ -246,12 +260,17 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         handles = []
         for path, module in self._model.named_modules():
             handles.append(module.register_forward_pre_hook(self._enter(path), prepend=True, with_kwargs=True))
-            handles.append(module.register_forward_hook(self._leave, always_call=True))
+            handles.append(module.register_forward_hook(self._leave, always_call=True, with_kwargs=True))
+        blocks = list(self._repeats.members) if self._repeats else []
+        for block in blocks:
+            block.forward = functools.partial(self._run, block, block.forward)
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
+            for block in blocks:
+                del block.forward
 
     def pack(self, tensor: Tensor) -> tuple[Tensor, int]:
         """Note what autograd keeps."""
@@ -302,6 +321,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
             if self._in_backward:
                 return
+            if self._repeats and self._repeats.begin(module, args, kwargs, len(self.forward)):
+                self._copied.add(module)
+                return
             leaves = tree_leaves((args, kwargs))
             given = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
             trained = [tensor for tensor in given if tensor.requires_grad]
@@ -316,9 +338,20 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         return enter
 
-    def _leave(self, _module: nn.Module, _args: Any, output: Any) -> None:
+    def _run(self, block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if block in self._copied:
+            assert self._repeats
+            return self._repeats.copy(block, args, kwargs)
+        return forward(*args, **kwargs)
+
+    def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if self._in_backward:
             return
+        if module in self._copied:
+            self._copied.discard(module)
+            return
+        if self._repeats:
+            self._repeats.end(module, args, kwargs, output)
         index = self._stack.pop()
         self.visits[index].stop = len(self.forward)
         for leaf in tree_leaves(output):

@@ -1,12 +1,14 @@
 """What a recording of a module consists of: its calls, operators, storages, and the tensors that autograd saves."""
 
 import dataclasses
+import functools
 from typing import Final, Literal
 
 import torch
 from torch import nn
 
 from planner.models.kernels import Kernels
+from ullage.capture.repeats import Copy
 
 DTYPES: Final[dict[Literal["bf16", "fp32"], torch.dtype]] = {"bf16": torch.bfloat16, "fp32": torch.float32}
 """The types of weights that are planned, by name."""
@@ -83,7 +85,7 @@ class Save:
     visit: int
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class Recording:
     """What happened.
 
@@ -93,6 +95,8 @@ class Recording:
         gradients: numbers of the storages that parameters' gradients are in at the end.
         sums: of every sum in backward, the storages that it was made of.
         num_values: of every input, how many different integers it may hold, where it is looked up in a table.
+        copies: blocks that were not recorded, as they are like others.
+        begins: forward events before which blocks of lists with copies were called, in order.
         arrivals: of visits to whose results backward came, in order, how many backward events had been dispatched.
     """
 
@@ -107,6 +111,21 @@ class Recording:
     sums: dict[int, tuple[int, ...]]
     num_values: list[int | None]
     arrivals: list[tuple[int, int]]
+    copies: list[Copy] = dataclasses.field(default_factory=list)
+    begins: list[int] = dataclasses.field(default_factory=list)
+
+    @functools.cached_property
+    def skipped(self) -> frozenset[int]:
+        """Forward events that ran in place of copied blocks, or between one and the next block."""
+        return frozenset(index for copy in self.copies for index in range(copy.first, copy.stop))
+
+    def is_copied(self, name: str) -> bool:
+        """Return whether a parameter is in a copied block."""
+        return name.startswith(self._copied)
+
+    @functools.cached_property
+    def _copied(self) -> tuple[str, ...]:
+        return tuple(f"{copy.path}." for copy in self.copies)
 
 
 class CaptureError(ValueError):

@@ -1,10 +1,11 @@
 """``ullage models``: the models that are known by name."""
 
 import argparse
+from typing import Any
 
 from planner.models.config import ModelConfig
 from planner.models.parameters import num_parameters
-from planner.models.registry import list_models, resolve_model
+from planner.models.registry import captured_preset, list_models, resolve_model
 from ullage.commands import Subparsers, command_parser
 from ullage.output.console import console, facts, table, write_json
 
@@ -16,7 +17,8 @@ def add_parser(subparsers: Subparsers) -> None:
         "models",
         run,
         "List the models that are known by name, or show the sizes of one model. Any path of a Hugging Face\n"
-        "config.json works as a model too; nothing is ever downloaded.",
+        "config.json works as a model too, and so does the hub id of a model in the hub's cache on this machine;\n"
+        "nothing is ever downloaded.",
         """
         ullage models
         ullage models facebook/opt-13b
@@ -31,12 +33,23 @@ def run(args: argparse.Namespace) -> int:
     """List, or show one."""
     if args.name is None:
         return _list(as_json=args.json)
+    if (captured := captured_preset(args.name)) is not None:
+        return _show_captured(*captured, as_json=args.json)
     model = resolve_model(args.name)
     if args.json:
         write_json({**model.model_dump(mode="json"), "num_params": num_parameters(model)})
     else:
         sizes = {name: str(value) for name, value in _sizes(model).items()}
         console().print(facts({"parameters": f"{num_parameters(model):,}", **sizes}))
+    return 0
+
+
+def _show_captured(num_params: int, config: dict[str, Any], *, as_json: bool) -> int:
+    if as_json:
+        write_json({**config, "num_params": num_params})
+        return 0
+    sizes = {name: str(value) for name, value in config.items()}
+    console().print(facts({"parameters": f"{num_params:,}", **sizes, "planned": "from its code, which is captured"}))
     return 0
 
 
