@@ -122,6 +122,20 @@ def architectures() -> Iterator[tuple[str, ...]]:
     yield "largest difference of a weight", f"{found['largest_weight_error']:.1e}"
 
 
+def published_sizes() -> Iterator[tuple[str, ...]]:
+    found = result("published_sizes.json")
+    rows = [row for row in found["models"] if "refused" not in row]
+    assert all(row["num_params"] == row["num_params_of_model"] for row in rows)
+    assert all(row["cpu_s"] < 30 for row in rows)
+    assert f"the slowest plan took {found['slowest_wall_s']:.0f} s" in " ".join(PAGE.split())
+    yield "models", str(len(found["models"]))
+    assert all("it is proven" in row["refused"] for row in found["models"] if "refused" in row)
+    yield "without a plan that fits: Llama 4 Maverick on 64 H100, as is proven", str(found["num_refused"])
+    yield "slowest plan, processor time", f"{found['slowest_cpu_s']:.1f} s"
+    yield "most memory of a process", f"{found['most_rss_bytes'] / 1e9:.2f} GB"
+    yield "largest model's weights in bf16", f"{found['most_weight_bytes'] / 1e9:,.0f} GB"
+
+
 def peers() -> Iterator[tuple[str, ...]]:
     for cell in result("cpu_peers.json")["cells"].values():
         assert cell["rows"]["ours"]["status"] == "ok"
@@ -287,6 +301,7 @@ TABLES = (
     calibration,
     capture,
     architectures,
+    published_sizes,
     peers,
     adamw,
     launcher,
