@@ -52,8 +52,8 @@ def load_profile(text: str) -> HardwareProfile:
     """Return the profile that ``text`` names.
 
     Tried in this order: ``local``, the profile that calibration last wrote for this machine
-    (:func:`local_profile_path`); a built-in name (:func:`list_profiles`); the path of a JSON file. A file that is
-    called like a built-in profile is reached as ``./h100``.
+    (:func:`local_profile_path`); a built-in name (:func:`list_profiles`); the path of a JSON file; a built-in name
+    written otherwise (``RTX4090``). A file that is called like a built-in profile is reached as ``./h100``.
 
     Raises:
         ProfileError: nothing has that name, or what it names is not a valid profile.
@@ -65,11 +65,12 @@ def load_profile(text: str) -> HardwareProfile:
         return _load_file(path)
     names = list_profiles()
     if text in names:
-        data = json.loads((_DATA / f"{text}.json").read_text(encoding="utf-8"))
-        return profile_of(data, f"built-in profile {text}")
+        return _built_in(text)
     path = Path(text).expanduser()
     if path.exists() and not path.is_dir():
         return _load_file(path)
+    if same := [name for name in names if name != LOCAL and _letters(name) == _letters(text)]:
+        return _built_in(*same)
     if path.suffix == ".json" or len(path.parts) > 1:
         raise ProfileError(f"{text}: there is no such file; give the path of a profile, or one of {', '.join(names)}")
     near = difflib.get_close_matches(text.lower(), names, n=3, cutoff=0.4)
@@ -112,6 +113,16 @@ def save_profile(profile: HardwareProfile, path: Path) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, canonical_json(profile))
+
+
+def _built_in(name: str) -> HardwareProfile:
+    data = json.loads((_DATA / f"{name}.json").read_text(encoding="utf-8"))
+    return profile_of(data, f"built-in profile {name}")
+
+
+def _letters(name: str) -> str:
+    """Return the letters and digits of a name, all small; those of two built-in profiles differ."""
+    return "".join(filter(str.isalnum, name.lower()))
 
 
 def _load_file(path: Path) -> HardwareProfile:

@@ -39,6 +39,16 @@ def test_a_built_in_name_comes_before_a_file_of_that_name(tmp_path, monkeypatch)
 
 
 @pytest.mark.usefixtures("home")
+def test_a_built_in_name_may_be_written_otherwise(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert load_profile("RTX4090").name == load_profile("rtx 4090").name == "rtx-4090"
+    letters = [registry._letters(name) for name in list_profiles()]
+    assert len(set(letters)) == len(letters)
+    save_profile(load_profile("gh200"), tmp_path / "H100")
+    assert load_profile("H100").name == "gh200"
+
+
+@pytest.mark.usefixtures("home")
 def test_local_is_what_was_saved_for_this_machine():
     assert "local" not in list_profiles()
     with pytest.raises(ProfileError, match="run `ullage calibrate` first"):
@@ -179,7 +189,7 @@ def test_json_that_is_no_profile_is_refused(content, tmp_path):
     ("text", "parts"),
     [
         ("h10", ["'h10'", "did you mean h100", "rtx-4090", "path of a JSON file"]),
-        ("RTX4090", ["did you mean rtx-4090"]),
+        ("RTX4091", ["did you mean rtx-4090"]),
         ("Z", ["unknown hardware 'Z'", "gh200"]),
         ("mine.json", ["no such file", "gh200"]),
         ("some/where", ["no such file"]),
