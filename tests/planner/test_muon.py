@@ -28,6 +28,13 @@ MATRICES = st.tuples(st.integers(1, 40), st.integers(1, 40)).map(lambda shape: (
 VECTORS = st.integers(1, 200).map(lambda size: (size, None))
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_unit_without_trained_parameters_has_an_empty_layout(optimizer):
+    layout = unit_layout((), optimizer, 2, 1000)
+    assert not layout.starts
+    assert not layout.shard_params
+
+
 @given(st.lists(MATRICES | VECTORS, min_size=1, max_size=9).map(tuple), st.integers(1, 5), st.integers(1, 3000))
 def test_no_matrix_is_cut(extents, num_shards, most):
     layout = unit_layout(extents, "muon", num_shards, most)
