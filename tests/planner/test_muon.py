@@ -15,6 +15,7 @@ from planner.costs.model import CostModel
 from planner.decisions import Decisions, Place
 from planner.engines.catalogue import POLICIES, policies_of
 from planner.lowering import lower
+from planner.lowering.amounts import AmountsOf
 from planner.models import resolve_model
 from planner.models.work import newton_schulz, orthogonalization_bytes
 from planner.optimizers import is_hidden_matrix
@@ -176,5 +177,22 @@ def test_tensor_parallel_ranks_have_no_whole_matrices():
         Request(config, machine(), num_devices=2, tensor_parallel=2, optimizer="muon")
     with pytest.raises(ValueError, match="tensor_parallel is 2, but Muon"):
         Decisions(policy="test", units={}, tensor_parallel=2, optimizer="muon")
-    asked = Request(config, machine(devices_per_node=2), num_devices=2, seq_len=128, optimizer="muon")
-    assert {variant.choice.tensor_parallel for variant in asked.variants()} == {1}
+    asked = Request(config, machine(devices_per_node=2), num_devices=2, seq_len=128, global_batch=4)
+    choices = {
+        name: {variant.choice.tensor_parallel for variant in dataclasses.replace(asked, optimizer=name).variants()}
+        for name in ("lion", "muon")
+    }
+    assert choices == {"lion": {1, 2}, "muon": {1}}
+
+
+def test_units_of_one_size_with_other_matrices_are_laid_out_apart():
+    one = next(unit for unit in small_units("demo-llama") if unit.name == "layers.0.attn")
+    norm, first, *others = one.parameters
+    turned = dataclasses.replace(first, shape=(first.num_params // 2, 2))
+    other = dataclasses.replace(one, name="other", parameters=(norm, turned, *others))
+    assert other.num_params == one.num_params
+    decided = decide((one, other), Place.GPU, optimizer="muon")
+    amounts_of = AmountsOf(decided)
+    amounts = [amounts_of(unit, decided.units[unit.name]) for unit in (one, other)]
+    assert [amount.subgroups for amount in amounts] == [decided.subgroups(unit) for unit in (one, other)]
+    assert amounts[0].subgroups != amounts[1].subgroups
