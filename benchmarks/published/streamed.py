@@ -21,7 +21,7 @@ from planner.search import Candidate, Scorer, best_of, no_garbage_collection, se
 from planner.simulate.prediction import Workload
 
 OUTPUT = ROOT / "benchmarks" / "results" / "streamed.json"
-# One sequence length and one optimizer: ours has no Muon, and the others differ in computing only.
+# One sequence length and one optimizer: the others differ in computing only.
 PATTERN = "-adamw-s4096-"
 TOKENS_PER_ROUND = (4096, 8192, 16384, 32768)
 

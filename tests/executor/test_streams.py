@@ -62,11 +62,17 @@ def watched_training(task, decisions, blind=None):
 
 
 @settings(max_examples=examples(20))
-@given(plan=plans(families=FAMILIES))
+@given(plan=plans(families=FAMILIES, optimizers=("adamw", "muon")))
 def test_no_plan_depends_on_when_streams_run(plan):
     races = watched_training(*plan)
     assert not races.found
     assert not races.pageable, "copies from or to memory that is not registered wait for the device"
+
+
+@pytest.mark.parametrize("place", ["gpu", "stream"])
+def test_products_of_muon_stay_on_their_stream(place):
+    task = Task("llama", iterations=2, optimizer="muon")
+    assert not watched_training(task, decide(task, uniform("gpu", place))).found
 
 
 @pytest.mark.part(3)
