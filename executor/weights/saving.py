@@ -31,20 +31,22 @@ def save(
     folder: str | Path,
     *,
     dtype: Dtype | None = None,
+    tokenizer: Any = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     files: Files | None = None,
 ) -> Path:
     """Save a prepared model between two iterations, as ``from_pretrained`` loads it.
 
     The folder has ``config.json``, ``generation_config.json`` if the model generates, weights under the names and in
-    the form that ``transformers`` writes, tied ones once, and the tokenizer's files if weights were loaded from a
-    folder with some. Of a model with adapters of ``peft`` it has only these. It appears whole or not at all. All ranks
-    call this together; rank 0 writes, one tensor at a time.
+    the form that ``transformers`` writes, tied ones once, and the tokenizer's files if one is given or weights were
+    loaded from a folder with some. Of a model with adapters of ``peft`` it has only these. It appears whole or not at
+    all. All ranks call this together; rank 0 writes, one tensor at a time.
 
     Args:
         optimizer: that ``prepare`` returned.
         folder: that is not there; on rank 0's machine.
         dtype: of floating tensors. By default the plan's; ``"float32"`` gives the master copies.
+        tokenizer: of ``transformers``, to save beside the weights.
         max_shard_bytes: most bytes of one file, unless one tensor has more.
         files: system calls that write.
 
@@ -67,7 +69,7 @@ def save(
         try:
             if not session.collectives.rank:
                 new = stack.enter_context(WeightsFolder(folder, files))
-                _write_small_files(new.path, optimizer, naming, weights_dtype)
+                _write_small_files(new.path, optimizer, naming, weights_dtype, tokenizer)
         except (ValueError, OSError) as error:
             failure = error
         if session.collectives.any(failure is not None):
@@ -106,8 +108,10 @@ def _saved_config(folder: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _write_small_files(path: Path, optimizer: OffloadedOptimizer, naming: Naming, dtype: torch.dtype) -> None:
-    """Write configurations, and the tokenizer's files if weights came with some."""
+def _write_small_files(
+    path: Path, optimizer: OffloadedOptimizer, naming: Naming, dtype: torch.dtype, tokenizer: Any
+) -> None:
+    """Write configurations, and the tokenizer's files if one is given or weights came with some."""
     model: Any = naming.base
     if not naming.adapters and hasattr(model, "config"):
         config = copy.deepcopy(model.config)
@@ -117,7 +121,9 @@ def _write_small_files(path: Path, optimizer: OffloadedOptimizer, naming: Naming
         config.save_pretrained(path)
         if getattr(model, "generation_config", None) is not None and model.can_generate():
             model.generation_config.save_pretrained(path)
-    if optimizer.weights_folder is not None:
+    if tokenizer is not None:
+        tokenizer.save_pretrained(path)
+    elif optimizer.weights_folder is not None:
         for name in _TOKENIZER_FILES:
             if (optimizer.weights_folder / name).is_file():
                 shutil.copyfile(optimizer.weights_folder / name, path / name)

@@ -69,6 +69,7 @@ FLAGS = {
         "--allow-other-machine",
         *("--checkpoint-dir", "--checkpoint-every", "--keep", "--resume"),
         *("--tensorboard", "--metrics-file", "--weights", "--save", "--save-dtype"),
+        *("--data", "--tokenizer", "--pack", "--epochs", "--drop-last", "--eval-split", "--eval-every"),
     },
     "checkpoint": {"action", "place", "--to", "--output-dir", "--dtype", "--keep", "--json"},
     "simulate": {*REQUEST, "plan", "--engine", "--iterations", "--trace", "--figure", "--text", "--json"},

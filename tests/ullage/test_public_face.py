@@ -105,6 +105,7 @@ OF_COMMANDS = {
     "StoreError",
     "StuckError",
     "StudyError",
+    "UnequalError",  # never leaves a capture
     "UnsupportedOperatorError",
 }
 

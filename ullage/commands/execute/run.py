@@ -234,9 +234,8 @@ def _save(
 ) -> None:
     """Save the model if that is asked for and training has not been interrupted, and the tokenizer of its data."""
     if options.save is not None and ended_by is None:
-        save(trainer.optimizer, options.save, dtype=options.save_dtype)
-        if isinstance(data, Data) and trainer.process.is_first:
-            data.tokenizer.save_pretrained(options.save)
+        tokenizer = data.tokenizer if isinstance(data, Data) else None
+        save(trainer.optimizer, options.save, dtype=options.save_dtype, tokenizer=tokenizer)
         tell(f"model saved in {options.save}")
 
 
