@@ -94,7 +94,7 @@ class Plan(Frozen):
         if self.content_digest and self.content_digest != self.digest():
             raise ValueError(
                 f"content_digest is {self.content_digest[:12]}, but the content has {self.digest()[:12]}: the file was "
-                "changed after it was written; make the plan again with the options you want"
+                "changed after it was written, or by another Ullage; make the plan again with the options you want"
             )
         return self
 
