@@ -1,12 +1,13 @@
 """Decisions to test with: any, and some of everything."""
 
+import dataclasses
+
 import torch
 from hypothesis import strategies as st
-from training import Task, decide
+from training import Task, decide, units_of
 
 from planner.decisions import Place
 
-LAYERS = ["layers.0", "layers.1", "layers.2"]
 ACTIVATIONS = ["keep", "recompute", "offload", "offload-nvme"]
 
 PLACES = {
@@ -24,9 +25,12 @@ def plans(
     families=("gpt2", "llama"),
     degrees=None,
     optimizers=("adamw",),
+    freezes=False,
     **given,
 ):
     """Any plan: per unit, per piece, and all settings; for as many data-parallel ranks as one of ``sizes``.
+
+    If it ``freezes``, some parameters are planned as frozen: all of some units, and any of others.
 
     Of the task, what is ``given`` stays, and of its clipping nothing is drawn then.
     """
@@ -47,12 +51,14 @@ def plans(
     if "iterations" in given:  # whose loop decides by itself how many micro-batches come
         del drawn["group_sizes"]
     task = Task(**drawn | given)
+    if freezes:
+        task = dataclasses.replace(task, frozen=draw(_frozen(task)))
     ways = draw(st.lists(st.sampled_from(ACTIVATIONS), min_size=3, max_size=3))
 
     def choose(unit, count):
         params = draw(st.sampled_from(["gpu", "host", "nvme"])) if fetches else "gpu"
         places = PLACES[params]
-        activations = dict(zip(LAYERS, ways, strict=True)).get(unit.segment, "keep")
+        activations = ways[_layer(unit)] if unit.in_layer else "keep"
         update = draw(st.lists(st.sampled_from(places), min_size=count, max_size=count))
         return params, activations, update, draw(st.sampled_from(["gpu", "host"]))
 
@@ -75,6 +81,24 @@ def plans(
     )
 
 
+@st.composite
+def _frozen(draw, task):
+    found = units_of(task)
+    ways = draw(st.lists(st.sampled_from(["all", "some", "none"]), min_size=len(found), max_size=len(found)))
+    frozen = {
+        spec.name
+        for unit, way in zip(found, ways, strict=True)
+        for spec in unit.parameters
+        if way == "all" or (way == "some" and draw(st.booleans()))
+    }
+    names = sorted(spec.name for unit in found for spec in unit.parameters)
+    return frozenset(frozen - {draw(st.sampled_from(names))})  # something is trained
+
+
+def _layer(unit) -> int:
+    return int(unit.segment.rpartition(".")[2])
+
+
 def mixed(unit, count):
     """Return a bit of everything, changing from unit to unit and within units."""
     turn = sum(unit.name.encode())
@@ -82,6 +106,6 @@ def mixed(unit, count):
     places = PLACES[params]
     return (
         params,
-        {"layers.0": "offload", "layers.1": "recompute", "layers.2": "offload-nvme"}.get(unit.segment, "keep"),
+        ["offload", "recompute", "offload-nvme", "keep"][min(_layer(unit), 3)] if unit.in_layer else "keep",
         [places[(turn + i) % len(places)] for i in range(count)],
     )

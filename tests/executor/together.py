@@ -238,7 +238,8 @@ def _digest(optimizer) -> str:
 
 def freeze(model, names: tuple[str, ...]):
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(not name.startswith(names))
+        if name.startswith(names):
+            parameter.requires_grad_(False)
     return model
 
 

@@ -22,11 +22,13 @@ from planner.decisions import Decisions, Place, Precision, UnitDecision
 from planner.graph import Batch, build_graph, units
 from planner.models import from_hf_config
 from planner.schedule.tasks import Lane
+from ullage.capture import capture_module
 
 FOLDER = tempfile.TemporaryDirectory(prefix="ullage-nvme-")
 _NUMBERS = itertools.count()
 
 NUM_TOKENS, SEQ_LEN, MICRO_BATCH = 64, 8, 2
+PRECISION: Any = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 DEGREES = ("tensor_parallel", "expert_parallel", "expert_units")  # that units depend on
 
 # A cache changes the layout of keys, and with it the order of sums; recomputation leaves it out.
@@ -101,6 +103,7 @@ class Task:
     optimizer: str = "adamw"
     group_sizes: tuple[int, ...] = ()  # micro-batches of each iteration; as many as planned if it is empty
     shapes: tuple[tuple[int, int], ...] = ()  # samples and tokens of micro-batches in turn; as planned if it is empty
+    frozen: frozenset[str] = frozenset()  # parameters that are planned as frozen
 
 
 def make_model(task: Task) -> torch.nn.Module:
@@ -112,6 +115,8 @@ def make_model(task: Task) -> torch.nn.Module:
             for parameter in model.parameters():
                 if parameter.ndim == 1:  # biases are 0 at first, and a wrong one would not show
                     parameter.add_(0.1 * torch.randn_like(parameter))
+    for name in task.frozen:
+        model.get_parameter(name).requires_grad_(False)
     return model.to(task.dtype).train()
 
 
@@ -122,7 +127,17 @@ def model_units(family: str, dtype: torch.dtype = torch.bfloat16, **degrees: int
     return units(build_graph(config, Batch(MICRO_BATCH, SEQ_LEN, dtype.itemsize, **degrees)))
 
 
+@functools.cache
+def units_with_frozen(family: str, dtype: torch.dtype, frozen: frozenset[str]):
+    """Return the units of a model of which some parameters are frozen, as its capture finds them."""
+    inputs = [f"{name}={MICRO_BATCH}x{SEQ_LEN}:int64" for name in ("input_ids", "labels")]
+    captured = capture_module(make_model(Task(family, dtype, frozen=frozen)), inputs, PRECISION[dtype])
+    return units(build_graph(captured, Batch(MICRO_BATCH, SEQ_LEN, dtype.itemsize)))
+
+
 def units_of(task: "Task", decisions: Decisions | None = None):
+    if task.frozen:
+        return units_with_frozen(task.family, task.dtype, task.frozen)
     degrees = {name: getattr(decisions, name, 1) for name in DEGREES}
     return model_units(task.family, task.dtype, **degrees)
 
@@ -256,12 +271,11 @@ def decide(task: Task, choose, **settings) -> Decisions:
     It may say too where gradients of what is streamed are; else they stay on the device for every second unit.
     """
     subgroup_params = settings.pop("subgroup_params", 3000)
-    shape = {name: settings.get(name, 1) for name in DEGREES}
     settings["optimizer"] = PLANNED_AS.get(task.optimizer, task.optimizer)
     settings["clip"] = settings.get("clip", task.max_norm is not None)
     empty = Decisions(policy="test", units={}, subgroup_params=subgroup_params, **settings)
     chosen = {}
-    for number, unit in enumerate(model_units(task.family, task.dtype, **shape)):
+    for number, unit in enumerate(units_of(task, empty)):
         params, activations, places, *gradients = choose(unit, len(empty.piece_params(unit)))
         if not unit.recompute:
             activations = "keep"
@@ -273,7 +287,7 @@ def decide(task: Task, choose, **settings) -> Decisions:
         )
     return Decisions(
         policy="test",
-        precision=Precision(weights="bf16" if task.dtype is torch.bfloat16 else "fp32"),
+        precision=Precision(weights=PRECISION[task.dtype]),
         num_micro_batches=task.num_micro_batches,
         micro_batch=MICRO_BATCH,
         subgroup_params=subgroup_params,
