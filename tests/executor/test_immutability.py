@@ -54,7 +54,8 @@ def state_by_name(optimizer):
     """Return a copy of all that a checkpoint has, by the names of its tensors."""
     session, keys = optimizer.session, ("master", *optimizer.entry.buffers)
     found = {}
-    for name, _, state in optimizer._states():
+    for parameter, state in optimizer._states():
+        name = parameter.shard.name
         held = {"master": session.full_parameters()[name].float(), **state}
         found |= {name if key == "master" else f"{key}.{name}": held[key].clone() for key in keys}
     return found
