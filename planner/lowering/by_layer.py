@@ -60,7 +60,9 @@ def _fill(program: Program) -> None:
     longest = max(
         sum(flop((*unit.unit.forward, *unit.unit.backward)) for unit in segment) for segment in program.segments
     )
-    layer = max(program.segments[:-1], key=lambda segment: sum(flop(unit.unit.forward) for unit in segment))
+    layer = max(
+        program.segments[:-1] or program.segments, key=lambda segment: sum(flop(unit.unit.forward) for unit in segment)
+    )
     of_layer = sum(flop(unit.unit.forward) for unit in layer)
     for _ in range(round((program.decisions.data_parallel - 1) * longest / of_layer) if of_layer else 0):
         for unit in layer:
