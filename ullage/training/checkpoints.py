@@ -121,6 +121,11 @@ class CheckpointSaver:
         if found.path is None:
             return found
         saved = found.extra.get("stateful", {})
+        if "data" in saved and "data" not in self._stateful:
+            raise CheckpointError(
+                f"{found.path} has a place in files with a tokenizer, which is none in other data; go on with the same "
+                "--data, or begin anew with --weights"
+            )
         for name, held in self._stateful.items():
             if name not in saved:
                 raise CheckpointError(
