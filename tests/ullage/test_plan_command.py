@@ -18,7 +18,7 @@ from planner.schedule.tasks import Tier
 from ullage.analysis.provenance import origin_shares
 from ullage.main import main
 from ullage.output.formatting import duration
-from ullage.output.plans import engine_fits, engine_setting, mfu
+from ullage.output.plans import engine_fits, engine_setting, faster_line, mfu
 from ullage.training.levels import MEMORY, buffer_bytes, intervals, levels_of
 
 
@@ -276,3 +276,20 @@ def test_rows_that_change_numerics_say_how(plan_path):
     said = {name for name, row in rows.items() if "; changes numerics: " in engine_setting(row)}
     assert said == {name for name, row in rows.items() if row.numerics} == {"zenflow", "megatrain", "roundpipe"}
     assert engine_setting(rows["roundpipe"]).endswith("changes numerics: weights are one update old")
+
+
+def test_engines_that_are_faster_are_explained(plan):
+    half_s = plan.prediction.iteration_s / 2
+    offloads = "activations of 3 units offloaded"
+    row = EngineRow(name="other", setting=offloads, fits=True, iteration_s=half_s, missing_bytes={})
+    for change, words in (
+        ({}, "other: by offloading activations, which --storage activations lets plans do"),
+        (
+            {"setting": "stages in turn"},
+            "other: by a way to move data that no plan has; the bound above is not about it",
+        ),
+        ({"numerics": "weights are one update old"}, ""),
+        ({"fits": False}, ""),
+        ({"iteration_s": 4 * half_s}, ""),
+    ):
+        assert faster_line(plan.model_copy(update={"engines": (row.model_copy(update=change),)})) == words

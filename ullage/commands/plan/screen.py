@@ -16,7 +16,7 @@ from ullage.analysis.provenance import origin_words
 from ullage.commands.plan.checkpoint_screen import checkpoints_screen
 from ullage.output.console import console, facts, table
 from ullage.output.formatting import binds, percent, si
-from ullage.output.plans import batch_line, engine_fits, engine_setting, gap_line, mfu, model_line
+from ullage.output.plans import batch_line, engine_fits, engine_setting, faster_line, gap_line, mfu, model_line
 from ullage.training.processes import launch_line, ranks_per_node
 
 
@@ -90,6 +90,7 @@ def _summary(plan: Plan, *, default_hardware: bool) -> dict[str, str]:
         f"model per device, {percent(mfu(plan))} of the best GEMM rate",
         "binds": binds(seen.critical_s, seen.iteration_s),
         "best": gap_line(plan),
+        **({"faster": faster} if (faster := faster_line(plan)) else {}),
         "placement": describe(decided, plan.units()),
         **_execution(plan),
         **_storage(plan),
