@@ -302,8 +302,8 @@ def test_groups_run_at_the_same_time() -> None:
 
     def work() -> None:
         with lock:
-            time.sleep(0.004)
-        time.sleep(0.002)
+            time.sleep(0.04)
+        time.sleep(0.02)
 
     alone, paired = sample_groups([[work], [work, work]], 2.0)
     assert len(paired.time_s) == 2
