@@ -1,0 +1,88 @@
+"""Frozen weights in the engines that plans are compared with: no gradients, no state, no traffic of updates."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import pytest
+from cases import small_units
+from machines import machine
+
+from planner.costs.model import CostModel
+from planner.decisions import Decisions
+from planner.engines.catalogue import POLICIES, STORAGE_POLICIES, can_run
+from planner.engines.deepspeed import DeepSpeed, configured
+from planner.engines.policies import interleaved, with_host_parameters
+from planner.engines.setup import Setup
+from planner.graph import Unit
+from planner.lowering import lower
+from planner.schedule.schedule import Schedule
+from planner.schedule.tasks import Op
+from planner.simulate.machine import run_until_steady
+from planner.simulate.prediction import memory_peaks
+
+ALL = small_units("demo-llama", 3)
+TRAINED = {"model.layers.1.self_attn.q_proj.weight"}
+ADAPTED = small_units(
+    "demo-llama", 3, frozen=frozenset(spec.name for unit in ALL for spec in unit.parameters) - TRAINED
+)
+# What happens to gradients, state, and updated parameters.
+UPDATING = {
+    *(Op.SCATTER, Op.FLUSH, Op.OVERWRITE, Op.SPILL, Op.PASS, Op.UPDATE, Op.UPLOAD),
+    *(Op.LOAD, Op.STORE, Op.SWAP_IN, Op.SWAP_OUT),
+}
+
+
+def deepspeed(**settings: object) -> Callable[[Setup], Iterator[Decisions]]:
+    return lambda setup: configured(setup, DeepSpeed(**settings))  # type: ignore[arg-type]
+
+
+def on_host(policy: Callable[[Setup], Iterator[Decisions]]) -> Callable[[Setup], Iterator[Decisions]]:
+    return lambda setup: (with_host_parameters(decisions, setup) for decisions in policy(setup))
+
+
+ENGINES = {
+    **POLICIES,
+    **STORAGE_POLICIES,
+    "interleaved": lambda setup: interleaved(setup, (1,)),  # others stream a share that depends on what is left over
+    "zero-offload, parameters too": on_host(POLICIES["zero-offload"]),
+    "zero-1-offload": deepspeed(stage=1, optimizer_device="cpu"),
+    "zero-2-offload": deepspeed(stage=2, optimizer_device="cpu"),
+    "zero-3-offload": deepspeed(stage=3, optimizer_device="cpu", param_device="cpu"),
+    "zero-3-nvme": deepspeed(stage=3, optimizer_device="nvme", param_device="nvme"),
+}
+
+
+def moved_per_trained(schedule: Schedule, found: tuple[Unit, ...], name: str) -> dict[Op, float]:
+    """Return the bytes that move, and the updates, for each trained parameter of a unit."""
+    (num_trained,) = (unit.num_params for unit in found if unit.name == name)
+    moved: Counter[Op] = Counter()
+    for task in schedule.tasks:
+        if task.op in UPDATING and task.unit == name:
+            moved[task.op] += task.num_params if task.op is Op.UPDATE else task.num_bytes
+    return {op: count / num_trained for op, count in moved.items() if count}
+
+
+def setup(found: tuple[Unit, ...], num_ranks: int) -> Setup:
+    return Setup(found, data_parallel=num_ranks, clip=False, subgroup_params=30_000)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_ranks"), [(name, n) for name in ENGINES for n in (1, 2) if can_run(name, setup(ALL, n), 1)]
+)
+def test_other_engines_update_and_keep_only_what_is_trained(name: str, num_ranks: int) -> None:
+    decisions = next(ENGINES[name](setup(ADAPTED, num_ranks)))
+    schedule = lower(ADAPTED, decisions, asynchronous=True)
+    whole = lower(ALL, next(ENGINES[name](setup(ALL, num_ranks))), asynchronous=True)
+    moved = moved_per_trained(schedule, ADAPTED, "layers.1.attn")
+    assert moved == pytest.approx(moved_per_trained(whole, ALL, "layers.1.attn"), rel=1e-2)
+    assert moved[Op.UPDATE] * num_ranks == 1
+    assert {task.unit for task in schedule.tasks if task.op in UPDATING} == {"layers.1.attn"}
+    cost = CostModel(machine(devices_per_node=8), ADAPTED, decisions.precision, num_ranks)
+    simulation = run_until_steady(schedule, cost)
+    held: Counter[str] = Counter()
+    for peak in memory_peaks(simulation.timeline, simulation.steady, cost).values():
+        held.update(peak.by_class)
+    (num_trained,) = (unit.num_params for unit in ADAPTED if unit.num_params)
+    num_weights = sum(unit.num_weights for unit in ADAPTED)
+    assert held["gradients"] <= 10 * num_trained < num_weights
+    assert 12 * num_trained <= num_ranks * held["optimizer"] <= num_ranks * 30 * num_trained
