@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from plans import mixed, plans
 from ranks import assert_same_bits
 from together import reference as of_ranks
-from together import trained
+from together import saved, trained
 from training import Task, assert_memory_is_stated, assert_same, decide, delay, prepare, reference, train, uniform
 
 FAMILIES = ("gpt2", "llama", "llama-tied")
@@ -58,3 +58,13 @@ def test_two_ranks_with_frozen_weights_give_the_bits_of_one_process(processes, z
 def test_any_frozen_weights_on_two_ranks_give_the_same_bits(processes, plan, seed):
     task, decisions = plan
     assert_same_bits(processes.call(2, trained, task, decisions, seed), of_ranks(task, 2, decisions))
+
+
+def test_a_checkpoint_goes_on_to_the_same_bits_under_another_plan(tmp_path):
+    """Frozen weights are in it too, wherever either plan has them."""
+    task = Task("llama", schedule=False, frozen=frozenset(f"model.layers.{i}.mlp.down_proj.weight" for i in range(3)))
+    _, expected, end = saved(0, 1, task, decide(task, mixed, clip=True), tmp_path / "first")
+    for folder, choose in ((tmp_path / "a", mixed), (tmp_path / "b", uniform("host", "stream", "recompute"))):
+        _, seen, last = saved(0, 1, task, decide(task, choose, clip=True), folder, 2, tmp_path / "first")
+        assert seen == expected[4:]
+        assert last == end

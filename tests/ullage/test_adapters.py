@@ -1,6 +1,7 @@
 """``--lora`` and ``--quantize``: planned by name, prepared around a model of one's own, executed and saved."""
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
@@ -144,6 +145,20 @@ def test_a_plan_is_executed_on_text_and_its_adapter_saved(
     moved = [parameter for name, parameter in again.named_parameters() if "lora_B" in name]
     assert len(moved) == 6
     assert all(parameter.abs().max() > 0 for parameter in moved)
+
+
+def test_a_run_goes_on_in_the_middle_to_the_same_adapter(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", "--model", f"{base}/config.json", "--lora", f"{ASKED},dropout=0.1", *BATCH, *MACHINE]) == 0
+    run = ["execute", "plan.json", "--iterations", "8", "--lr", "1e-2", "--seed", "3", "--weights", str(base)]
+    saves = [*run, "--checkpoint-dir", "saved", "--checkpoint-every", "6"]
+    assert main([*saves, "--save", "whole"]) == 0
+    shutil.rmtree("saved/step-00000008")
+    assert main([*saves, "--resume", "--save", "resumed"]) == 0
+    whole, resumed = (Path(folder, "adapter_model.safetensors").read_bytes() for folder in ("whole", "resumed"))
+    assert whole == resumed
 
 
 def test_the_base_of_an_executed_plan_has_its_weights(base: Path) -> None:
