@@ -13,6 +13,7 @@ has reached the segment's last unit. The unit's backward task then begins when r
 
 import collections
 import contextlib
+import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
@@ -32,6 +33,9 @@ from executor.packed import StoredParameter
 from planner.decisions import Decisions
 from planner.graph import Unit, segments
 from planner.schedule.loop import OutOfOrderError
+
+# What layers of ``transformers`` call their cache of keys and values.
+_CACHES = ("past_key_values", "past_key_value", "layer_past")
 
 
 def unit_modules(model: nn.Module, units: tuple[Unit, ...]) -> dict[nn.Module, str]:
@@ -226,6 +230,8 @@ def _recompute(
     """Apply activation checkpointing to a module, and offload some of its activations; return what undoes it."""
     original = module.forward
     signature = inspect.signature(original)
+    numbers = (vars(inner).get("layer_idx") for inner in module.modules())
+    layer = next((number for number in numbers if isinstance(number, int)), None)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         try:
@@ -235,6 +241,11 @@ def _recompute(
                 if offload is not None:
                     offload.end_recompute()
                 callbacks.on_recomputed(last_unit)
+
+    def with_own_caches(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        _copy_caches(bound.arguments)
+        return run(*bound.args, **bound.kwargs)
 
     @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -246,11 +257,11 @@ def _recompute(
                 )
             return original(*args, **kwargs)
         bound = signature.bind(*args, **kwargs)
-        _drop_caches(bound.arguments)
+        call = with_own_caches if _drop_caches(bound.arguments, layer) else run
         if offload is None or not callbacks.trains:
-            return checkpoint(run, *bound.args, use_reentrant=False, **bound.kwargs)
+            return checkpoint(call, *bound.args, use_reentrant=False, **bound.kwargs)
         with offload.forward(bound.args) as modes:
-            return checkpoint(run, *bound.args, use_reentrant=False, context_fn=modes, **bound.kwargs)
+            return checkpoint(call, *bound.args, use_reentrant=False, context_fn=modes, **bound.kwargs)
 
     return replace_attribute(module, "forward", forward)
 
@@ -275,11 +286,32 @@ def _compile(
     return {module: unit for module, unit in unit_of.items() if module not in inside} | compiled
 
 
-def _drop_caches(arguments: dict[str, Any]) -> None:
-    """Leave out key-value caches, which recomputation would fill a second time; transformers does so too."""
-    for scope in (arguments, *(value for value in arguments.values() if type(value) is dict)):
-        for name in ("past_key_values", "past_key_value", "layer_past"):
-            if scope.get(name) is not None:
+def _drop_caches(arguments: dict[str, Any], layer: int | None) -> bool:
+    """Leave out key-value caches, which recomputation would fill a second time; transformers does so too.
+
+    Return whether some stay, as they have keys and values of the layer already: those of prefix tuning.
+    """
+    stays = False
+    for scope in _scopes(arguments):
+        for name in _CACHES:
+            cache: Any = scope.get(name)
+            if layer is not None and hasattr(cache, "get_seq_length") and cache.get_seq_length(layer):
+                stays = True
+            elif cache is not None:
                 scope[name] = None
         if scope.get("use_cache"):
             scope["use_cache"] = False
+    return stays
+
+
+def _copy_caches(arguments: dict[str, Any]) -> None:
+    """Let a layer add its keys and values to a copy of the cache, so that it can run again from the same."""
+    for scope in _scopes(arguments):
+        for name in _CACHES:
+            if scope.get(name) is not None:
+                scope[name] = copy.copy(scope[name])
+                scope[name].layers = [copy.copy(layer) for layer in scope[name].layers]
+
+
+def _scopes(arguments: dict[str, Any]) -> tuple[dict[str, Any], ...]:
+    return (arguments, *(value for value in arguments.values() if type(value) is dict))

@@ -8,6 +8,7 @@ import torch
 from peft import (
     IA3Config,
     LoraConfig,
+    PrefixTuningConfig,
     PromptTuningConfig,
     TrainableTokensConfig,
     get_peft_model,
@@ -35,6 +36,7 @@ ADAPTERS = {
     "lora with a head": LoraConfig(**TEXT, r=4, target_modules=["q_proj"], modules_to_save=["lm_head"]),
     "lora with dropout": LoraConfig(**TEXT, r=4, target_modules="all-linear", lora_dropout=0.1),
     "ia3": IA3Config(**TEXT, target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
+    "prefix": PrefixTuningConfig(**TEXT, num_virtual_tokens=4),  # in a cache, as keys and values
     "prompt": PromptTuningConfig(**TEXT, num_virtual_tokens=4),
     "tokens": TrainableTokensConfig(**TEXT, token_indices=[1, 2, 200], target_modules=["embed_tokens"]),
 }
