@@ -182,6 +182,7 @@ def _task(entry: Mapping[str, Any]) -> Task:
     values = dict(entry)
     for key in ("after", "after_previous"):
         values[key] = tuple(values.get(key, ()))
+    values["matrices"] = tuple(map(tuple, values.get("matrices", ())))
     values |= {"lane": Lane(entry["lane"]), "op": Op(entry["op"]), "phase": Phase(entry["phase"])}
     return Task(**values)
 
