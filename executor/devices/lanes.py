@@ -298,17 +298,18 @@ class LaneMachine:
 
     def _stop(self, failure: BaseException | None = None) -> None:
         with self._changed:
+            self._failure = self._failure or failure  # first: callers look at both without the lock
             stopped, self._stopped = self._stopped, True
-            self._failure = self._failure or failure
             for turn in (self._changed, *self._turns.values()):
                 turn.notify_all()
         if not stopped:
             self._on_stop(failure)
 
     def _check(self) -> None:
+        stopped = self._stopped  # first: a failure that comes meanwhile is raised by the next call
         if self._failure is not None:
             raise self._failure
-        if self._stopped:
+        if stopped:
             raise RuntimeError("the machine is closed, as its session is; prepare() the model again to train on")
 
     def _wait_for_all(self) -> None:

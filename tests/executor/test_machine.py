@@ -213,6 +213,24 @@ def test_a_failure_reaches_the_caller_and_everything_stops(waiting):
     assert not lane_threads()
 
 
+def test_a_failure_while_a_caller_looks_is_never_taken_for_closing():
+    class Stopping(LaneMachine):
+        """A machine that another thread stops just after its failure was read."""
+
+        @property
+        def _failure(self):
+            failure = vars(self).get("failure")
+            if failure is None:
+                vars(self).update(failure=ValueError("elsewhere"), _stopped=True)
+            return failure
+
+    machine = object.__new__(Stopping)
+    machine._stopped = False
+    machine._check()
+    with pytest.raises(ValueError, match="elsewhere"):
+        machine._check()
+
+
 def test_closing_with_an_open_task_that_others_wait_for_does_not_hang():
     schedule = Schedule((work(0, Lane.COMPUTE, op=Op.FORWARD), work(1, Lane.CPU, after=[0])))
     machine = on_host(schedule, lambda *_: None)
