@@ -1,8 +1,8 @@
 """How long does a plan of a published model take that is captured? ``python benchmarks/capture/published.py``.
 
 ``ullage plan`` plans packaged models at their published sizes, each in a process of its own, which also imports PyTorch
-and ``transformers``. Other programs may run meanwhile: processor time is what counts. Names after the command choose
-some of them, and nothing is written.
+and ``transformers``. If other programs run meanwhile, only processor time counts. Names after the command choose some
+of them, and nothing is written.
 """
 
 import json
