@@ -59,9 +59,7 @@ def starting_points(setup: Setup, scorer: Scorer, enough_s: float) -> tuple[list
         if setup.storage == "never":
             starts.append(Start(Mix(num_gpu=0, num_stream=0, num_keep=0, zero_stage=stage), LARGE_STEP, bound_s))
     # Parameters may have to live on the host too (or shards of them), or everything on NVMe.
-    orders = {mix: scorer.score(mixed(setup, mix)).order for mix in _smallest(setup)}
-    lowest = next((mix for mix, (overload, _) in orders.items() if not overload), min(orders, key=orders.__getitem__))
-    starts.append(Start(lowest, LARGE_STEP, bounds_s[-1]))
+    starts.append(Start(_smallest_that_fits(setup, scorer), LARGE_STEP, bounds_s[-1]))
     starts.sort(key=lambda start: (start.first_step, start.bound_s))
     return starts, min(bounds_s)
 
@@ -102,6 +100,16 @@ def _smallest(setup: Setup) -> Iterator[Mix]:
         yield fewest
         if setup.num_micro_batches == 1:  # gradients of several accumulate on the host
             yield dataclasses.replace(fewest, spill=1)
+
+
+def _smallest_that_fits(setup: Setup, scorer: Scorer) -> Mix:
+    """Return the first of these mixes that fits; if none does, the one that lacks least. What follows is not scored."""
+    orders: dict[Mix, tuple[float, float]] = {}
+    for mix in _smallest(setup):
+        orders[mix] = scorer.score(mixed(setup, mix)).order
+        if not orders[mix][0]:
+            return mix
+    return min(orders, key=orders.__getitem__)
 
 
 def _relaxed(
