@@ -27,7 +27,7 @@ class TimeLimited:
     """Runs functions that may hang, one at a time, each in a thread. While one hangs, further ones fail at once."""
 
     def __init__(self) -> None:
-        self._thread: threading.Thread | None = None
+        self._hung: threading.Thread | None = None  # the newest that has not answered in time
 
     def do(self, do: Callable[[], _T], undo: Callable[[_T], None], patience_s: float) -> _T:
         """Return what ``do`` returns.
@@ -41,7 +41,7 @@ class TimeLimited:
             CheckpointError: it took too long, or an earlier one still hangs.
             OSError: whatever ``do`` raises.
         """
-        if self._thread is not None and self._thread.is_alive():
+        if self._hung is not None and self._hung.is_alive():
             raise timeout_error(patience_s)
         future = Future[_T]()
 
@@ -57,9 +57,10 @@ class TimeLimited:
             except InvalidStateError:  # cancelled: too late
                 undo(result)
 
-        self._thread = threading.Thread(target=work, name="checkpoint open", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=work, name="checkpoint open", daemon=True)
+        thread.start()
         wait([future], patience_s)
         if future.cancel():
+            self._hung = thread
             raise timeout_error(patience_s)
         return future.result()
