@@ -5,12 +5,12 @@ import functools
 import itertools
 from collections.abc import Callable, Iterable
 
-from planner.models import experts, megatron_core
 from planner.models.captured import CapturedModel, Model
 from planner.models.config import ModelConfig
-from planner.models.ends import embedding_operators, head_operators
+from planner.models.formulas import experts, megatron_core
+from planner.models.formulas.ends import embedding_operators, head_operators
+from planner.models.formulas.layers import Part, layer_operators, layer_parts
 from planner.models.kernels import Attention, Collective, Elementwise, Gemm, Kernel, Kernels, num_kernels
-from planner.models.layers import Part, layer_operators, layer_parts
 from planner.models.operators import Batch, Graph, Operator
 from planner.models.parameters import ParameterSpec, layer_path, parameters, root
 from planner.models.patterns import Degrees, Pattern

@@ -14,8 +14,8 @@ import functools
 import itertools
 from collections.abc import Iterator, Sequence
 
+from planner.models.formulas.work import newton_schulz, orthogonalization_bytes
 from planner.models.kernels import flop
-from planner.models.work import newton_schulz, orthogonalization_bytes
 from planner.optimizers import OPTIMIZERS, Optimizer
 
 SECTOR_PARAMS = 128

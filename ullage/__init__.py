@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from executor.optimizer.reference import Lion as Lion
     from executor.optimizer.reference import Muon as Muon
     from executor.prepare import OffloadedOptimizer as OffloadedOptimizer
-    from executor.restoring import restore as restore
-    from executor.saving import Checkpoints as Checkpoints
-    from executor.saving import Resumed as Resumed
     from executor.session import Session as Session
+    from executor.training_state.restoring import restore as restore
+    from executor.training_state.saving import Checkpoints as Checkpoints
+    from executor.training_state.saving import Resumed as Resumed
     from executor.weights import Loaded as Loaded
     from executor.weights import WeightsError as WeightsError
     from executor.weights import load as load
@@ -81,8 +81,8 @@ _MODULES = {
     "executor.module.compilation": ("CompileError",),
     "executor.optimizer.reference": ("Lion", "Muon"),
     "executor.prepare": ("OffloadedOptimizer",),
-    "executor.restoring": ("restore",),
-    "executor.saving": ("Checkpoints", "Resumed"),
+    "executor.training_state.restoring": ("restore",),
+    "executor.training_state.saving": ("Checkpoints", "Resumed"),
     "executor.session": ("Session",),
     "executor.weights": ("load", "Loaded", "save", "WeightsError"),
     "hwprofiles.machine": ("OtherMachineError",),

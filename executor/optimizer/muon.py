@@ -15,7 +15,7 @@ import torch
 
 from executor.optimizer.passes import Bf16Array, Float32Array, GradientArray, check_params
 from executor.optimizer.workers import WorkerTeam
-from planner.models.work import orthogonalization_bytes
+from planner.models.formulas.work import orthogonalization_bytes
 
 COEFFICIENTS: Final = (3.4445, -4.7750, 2.0315)
 _ADJUSTMENTS: Final = (None, "original", "match_rms_adamw")
@@ -79,8 +79,8 @@ def newton_schulz(
         coefficients: a, b and c of the iteration.
         eps: the least norm to divide by.
         num_steps: iterations.
-        memory: bf16, as much as :func:`planner.models.work.orthogonalization_bytes` says without the gradient; the
-            result is in it. Left out, it is allocated.
+        memory: bf16, as much as :func:`planner.models.formulas.work.orthogonalization_bytes` says without the gradient;
+            the result is in it. Left out, it is allocated.
     """
     a, b, c = coefficients
     short, long = sorted(matrix.shape)

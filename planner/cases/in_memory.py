@@ -13,8 +13,8 @@ from planner.decisions import Precision
 from planner.engines.policies import gpu_only
 from planner.engines.setup import Setup
 from planner.graph import Batch, build_graph, units
-from planner.models import experts
 from planner.models.config import LatentAttention, ModelConfig
+from planner.models.formulas import experts
 from planner.models.registry import model_from_case
 from planner.models.sharding import share
 

@@ -14,9 +14,9 @@ from pydantic import Field
 
 from planner.decisions import Decisions, Frozen, Precision
 from planner.graph import Batch
-from planner.models import experts
 from planner.models.captured import CapturedModel, Model
 from planner.models.config import ModelConfigError
+from planner.models.formulas import experts
 from planner.models.parameters import layer_shapes
 from planner.models.sharding import share
 from planner.terms import DEFAULT_MICRO_BATCH, Storage

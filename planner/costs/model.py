@@ -18,8 +18,8 @@ from planner.costs.resources import Price, RankHardware, Resource
 from planner.decisions import BF16, Decisions, Precision
 from planner.graph import Degrees, Kernel, Unit
 from planner.lowering import stages
+from planner.models.formulas.work import newton_schulz
 from planner.models.kernels import flop, num_kernels
-from planner.models.work import newton_schulz
 from planner.optimizers import OPTIMIZERS, Optimizer
 from planner.schedule.arrays import kind_of
 from planner.schedule.schedule import Schedule

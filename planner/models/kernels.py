@@ -5,7 +5,8 @@
 tracing the dispatcher and checked against it in ``tests/planner/test_graph.py``. Kernels on less than one value per
 token and head are left out, and so is the accumulation of gradients over micro-batches.
 
-Megatron's lists (:mod:`planner.models.megatron`) differ where its fused kernels do, and contain the accumulation.
+Megatron's lists (:mod:`planner.models.formulas.megatron`) differ where its fused kernels do, and contain the
+accumulation.
 """
 
 import dataclasses

@@ -68,12 +68,12 @@ class Batch:
 
     @property
     def is_core(self) -> bool:
-        """Whether the kernels of :mod:`planner.models.megatron_core` run."""
+        """Whether the kernels of :mod:`planner.models.formulas.megatron_core` run."""
         return self.kernels == "megatron-core"
 
     @property
     def is_fused(self) -> bool:
-        """Whether the kernels of :mod:`planner.models.fused` run."""
+        """Whether the kernels of :mod:`planner.models.formulas.fused` run."""
         return self.kernels == "fused"
 
 

@@ -8,7 +8,7 @@ added in forward where rows of weights are divided, and in backward where column
 """
 
 from planner.models.config import ModelConfig, ModelConfigError
-from planner.models.megatron import VOCAB_MULTIPLE
+from planner.models.formulas.megatron import VOCAB_MULTIPLE
 from planner.models.operators import Batch
 
 

@@ -14,8 +14,8 @@ from training import ReferenceOptimizer, Task, batches, decide, make_model, make
 from executor.checkpoint import Checkpoint
 from executor.memory.arenas import Arena, DeviceMemoryError
 from executor.module.binding import BindingError
-from executor.restoring import restore
-from executor.saving import Checkpoints, Level
+from executor.training_state.restoring import restore
+from executor.training_state.saving import Checkpoints, Level
 
 ACTIONS = ["step", "evaluate", "read", "save", "load", "drop", "rate"]
 TASK = Task("llama", torch.bfloat16, iterations=10, schedule=False)

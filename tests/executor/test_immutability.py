@@ -24,8 +24,8 @@ import executor.tasks.snapshots
 import planner.lowering
 from executor.checkpoint import Checkpoint, DamagedError, Files, Flusher, Level, ReadRequest
 from executor.checkpoint.engine import CheckpointEngine
-from executor.saving import Checkpoints
 from executor.tasks.snapshots import Snapshots
+from executor.training_state.saving import Checkpoints
 from planner.decisions import Place
 from planner.schedule.tasks import Op
 

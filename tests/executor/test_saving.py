@@ -19,8 +19,8 @@ from training import Task, assert_same, batches, decide, delay, grouped, prepare
 import executor.tasks.snapshots
 from executor.checkpoint import Checkpoint, CheckpointError, Files, Level, ReadRequest, ShardWriter, Store
 from executor.checkpoint.format import reader
-from executor.restoring import restore
-from executor.saving import Checkpoints
+from executor.training_state.restoring import restore
+from executor.training_state.saving import Checkpoints
 from planner.decisions import Place
 from planner.lowering.snapshots import snapshots
 from planner.schedule.tasks import MemoryClass, Op, Tier

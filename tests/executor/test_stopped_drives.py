@@ -18,7 +18,7 @@ import executor.checkpoint.engine
 import executor.devices.lanes
 import executor.tasks.snapshots
 from executor.checkpoint import Files, Level, Store
-from executor.saving import Checkpoints
+from executor.training_state.saving import Checkpoints
 
 PATIENCE_S = 0.2
 BOUND_S = 120.0

@@ -27,10 +27,10 @@ import executor.tasks.snapshots
 from executor.checkpoint import Checkpoint, Level
 from executor.devices.cuda import CudaBackend
 from executor.devices.lanes import LaneMachine
-from executor.restoring import restore
-from executor.saving import Checkpoints
 from executor.tasks.actions import Actions
 from executor.tasks.updates import UpdateTasks
+from executor.training_state.restoring import restore
+from executor.training_state.saving import Checkpoints
 from planner.schedule.tasks import Lane, Tier
 from ullage.data.batches import to_device
 

@@ -48,8 +48,8 @@ from executor.distributed.watchdog import RankError
 from executor.memory.arenas import DeviceMemoryError
 from executor.memory.nvme_files import StorageError
 from executor.prepare import ExecutionConfig, prepare_session
-from executor.restoring import restore
-from executor.saving import Checkpoints
+from executor.training_state.restoring import restore
+from executor.training_state.saving import Checkpoints
 from executor.weights import load, save
 from planner.decisions import Decisions
 from planner.graph import Batch, build_graph, units

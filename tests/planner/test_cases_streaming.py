@@ -25,8 +25,8 @@ from planner.engines.streaming import streaming
 from planner.graph import Batch, Gemm, build_graph, units
 from planner.lowering import lower
 from planner.models import resolve_model
+from planner.models.formulas.work import newton_schulz
 from planner.models.kernels import flop
-from planner.models.work import newton_schulz
 from planner.plan.planning import Request
 from planner.schedule.tasks import Op, Tier
 from planner.search.scoring import Scorer

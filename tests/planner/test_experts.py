@@ -17,7 +17,7 @@ from planner.engines.setup import Mix, Setup
 from planner.graph import Batch, Collective, Unit, build_graph, segments, units
 from planner.lowering import lower
 from planner.models import ModelConfigError, resolve_model
-from planner.models import experts as expert_rules
+from planner.models.formulas import experts as expert_rules
 from planner.models.kernels import flop
 from planner.plan.document import Plan
 from planner.plan.planning import Request, make_plan

@@ -19,7 +19,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from planner.graph import Batch, Unit, build_graph, units
 from planner.lowering.workspace import backward_workspace_bytes, least_workspace_bytes
-from planner.models import from_hf_config, work
+from planner.models import from_hf_config
+from planner.models.formulas import work
 from planner.schedule.tasks import MemoryClass
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"

@@ -17,7 +17,7 @@ from planner.engines.catalogue import POLICIES, policies_of
 from planner.lowering import lower
 from planner.lowering.amounts import AmountsOf
 from planner.models import resolve_model
-from planner.models.work import newton_schulz, orthogonalization_bytes
+from planner.models.formulas.work import newton_schulz, orthogonalization_bytes
 from planner.optimizers import is_hidden_matrix
 from planner.plan.document import Plan
 from planner.plan.planning import Request, make_plan

@@ -125,8 +125,8 @@ def test_a_run_that_is_ended_goes_on_as_if_it_had_not_been(
 
 def whose_drive_hangs(*arguments: str) -> None:
     """Be ``ullage`` with little patience, on a drive that hangs from the fortieth file on."""
-    from executor import saving  # noqa: PLC0415 - in the process that this is for
     from executor.checkpoint import CheckpointEngine, Files, engine  # noqa: PLC0415
+    from executor.training_state import saving  # noqa: PLC0415 - in the process that this is for
 
     saving._PATIENCE_S = engine._END_S = 0.5
     engine.SLOWEST_BYTES_PER_S = 1e9

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from planner.models.formulas.work import equal_shares, grouped
 from planner.models.kernels import Attention, Elementwise, Gemm, Kernels
-from planner.models.work import equal_shares, grouped
 
 # Bookkeeping that moves no data; is_view says the rest.
 _FREE = frozenset(

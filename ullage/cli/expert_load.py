@@ -7,9 +7,9 @@ from typing import Annotated
 from pydantic import BeforeValidator, TypeAdapter, ValidationError
 
 from hwprofiles.files import read_json
-from planner.models import experts
 from planner.models.captured import Model
 from planner.models.config import ModelConfig
+from planner.models.formulas import experts
 
 
 def _rows(value: object) -> object:

@@ -37,19 +37,19 @@ def render(parts: Sequence[Part], overview: Table | None = None) -> str:
         overview: a table of all files side by side.
     """
     own = files("ullage.report")
-    scripts = [get_plotlyjs(), own.joinpath("page.js").read_text(encoding="utf-8")]
+    scripts = [get_plotlyjs(), own.joinpath("assets", "page.js").read_text(encoding="utf-8")]
     ids = [f"part{number}" for number in range(len(parts))]
     digests = " ".join(f"'sha256-{_digest(script)}'" for script in scripts)
     template = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    ).from_string(own.joinpath("page.html").read_text(encoding="utf-8"))
+    ).from_string(own.joinpath("assets", "page.html").read_text(encoding="utf-8"))
     titles = list(dict.fromkeys(part.summary.title for part in parts))
     return template.render(
         policy=f"default-src 'none'; script-src {digests}; style-src 'unsafe-inline'; img-src data: blob:; "
         "base-uri 'none'; form-action 'none'",
         version=__version__,
         title=titles[0] if len(titles) == 1 else f"{len(parts)} side by side",
-        css=_trusted(own.joinpath("page.css").read_text(encoding="utf-8")),
+        css=_trusted(own.joinpath("assets", "page.css").read_text(encoding="utf-8")),
         scripts=[_trusted(script) for script in scripts],
         parts=[_part(part, part_id) for part, part_id in zip(parts, ids, strict=True)],
         overview=overview and _table(overview),

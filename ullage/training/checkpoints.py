@@ -7,7 +7,7 @@ from typing import Any, Protocol, final
 from executor.checkpoint import CheckpointError, Level, Outcome, Store, store_at
 from executor.checkpoint.files.lock import RunLock
 from executor.prepare import OffloadedOptimizer
-from executor.saving import Checkpoints, Resumed
+from executor.training_state.saving import Checkpoints, Resumed
 from planner.checkpoints.policy import LEAST_BUFFER_BYTES
 from planner.models import to_hf_config_dict
 from planner.models.captured import CapturedModel
@@ -87,7 +87,7 @@ class CheckpointSaver:
         self._checkpoints: Checkpoints | None = None
 
     def open(self, optimizer: OffloadedOptimizer) -> None:
-        """Begin to save what an optimizer trains. Raises as :class:`executor.saving.Checkpoints`."""
+        """Begin to save what an optimizer trains. Raises as :class:`executor.training_state.saving.Checkpoints`."""
         self._checkpoints = Checkpoints(optimizer, *self.levels, on_outcome=self._outcomes.append)
 
     @property

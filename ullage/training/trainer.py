@@ -20,8 +20,8 @@ from executor.checkpoint.levels import check_levels
 from executor.distributed.shards import BindingError
 from executor.optimizer.table import torch_class_of
 from executor.prepare import ExecutionConfig
-from executor.saving import Resumed
 from executor.session import Session
+from executor.training_state.saving import Resumed
 from executor.weights import load
 from executor.weights.files import weights_folder
 from hwprofiles.allocator import keep_freed_memory

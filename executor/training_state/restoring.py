@@ -22,7 +22,7 @@ from executor.distributed.shards import assemble, whole_name
 from executor.memory.pieces import Piece
 from executor.memory.units import ParameterState, UnitState
 from executor.prepare import OffloadedOptimizer
-from executor.rng_state import set_rng_state
+from executor.training_state.rng_state import set_rng_state
 from planner.decisions import Place
 from planner.optimizers import Optimizer
 

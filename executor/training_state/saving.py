@@ -22,8 +22,8 @@ from executor.checkpoint import (
 from executor.checkpoint.files.opening import Folder
 from executor.checkpoint.places.retention import candidates, parse_name
 from executor.prepare import OffloadedOptimizer
-from executor.restoring import restore
-from executor.rng_state import rng_state
+from executor.training_state.restoring import restore
+from executor.training_state.rng_state import rng_state
 
 _PATIENCE_S = 60.0
 

@@ -1,8 +1,8 @@
-"""Formulas: kernels, saved bytes and workspace of each operator. See [Note: Kernel lists] in :mod:`.kernels`.
+"""Formulas: kernels, saved bytes and workspace of each operator.
 
-Here ``e`` is the number of bytes of one value of the training data type and ``rows`` a number of tokens. In
-``each(n, 2 * e, 3 * e)`` every argument after the first is one kernel: ``2 * e`` reads one tensor and writes one,
-``3 * e`` reads two and writes one, ``e + 4`` converts to fp32.
+See [Note: Kernel lists] in :mod:`planner.models.kernels`. Here ``e`` is the number of bytes of one value of the
+training data type and ``rows`` a number of tokens. In ``each(n, 2 * e, 3 * e)`` every argument after the first is one
+kernel: ``2 * e`` reads one tensor and writes one, ``3 * e`` reads two and writes one, ``e + 4`` converts to fp32.
 """
 
 import dataclasses

@@ -20,10 +20,10 @@ factors bring the outputs to a common scale (Liu et al., *Ring Attention*, 2023;
 import dataclasses
 from collections.abc import Iterator
 
-from planner.models import experts
 from planner.models.config import LatentAttention, ModelConfig
+from planner.models.formulas import experts
+from planner.models.formulas.layers import Part
 from planner.models.kernels import Attention, Collective, Gemm, Kernels, Work, all_reduce, each
-from planner.models.layers import Part
 from planner.models.operators import Batch
 from planner.models.patterns import Pattern
 

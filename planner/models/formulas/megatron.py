@@ -3,7 +3,7 @@
 Counted in the public source of Megatron-LM v2.6 to v3.0 (``megatron/model/transformer.py``, ``fused_softmax.py``,
 ``fused_bias_gelu.py``, ``mpu/cross_entropy.py``, ``pretrain_gpt.py``), with its default fusions. Dropout is that of its
 GPT scripts; models like Llama are trained without. Gradients stay on the device, and the lists contain the kernels that
-add each micro-batch's gradients to them. Arguments are those of :mod:`planner.models.work`.
+add each micro-batch's gradients to them. Arguments are those of :mod:`planner.models.formulas.work`.
 """
 
 from planner.models.kernels import Attention, Elementwise, Gemm, Kernels, Work, all_reduce, each

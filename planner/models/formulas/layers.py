@@ -3,8 +3,8 @@
 import dataclasses
 from collections.abc import Iterable
 
-from planner.models import experts, fused, megatron, work
 from planner.models.config import ModelConfig
+from planner.models.formulas import experts, fused, megatron, work
 from planner.models.kernels import Attention, Collective, Work, all_reduce, each
 from planner.models.operators import Batch, Operator
 from planner.models.parameters import ParameterSpec, layer_path, layer_shapes
@@ -134,7 +134,7 @@ def norm_work(config: ModelConfig, batch: Batch, *, around: bool = True) -> Work
 
 
 def linear(batch: Batch, inputs: int, outputs: int, *, bias: bool) -> Work:
-    """Return a projection of every token; see :func:`planner.models.work.linear`."""
+    """Return a projection of every token; see :func:`planner.models.formulas.work.linear`."""
     project = work.linear(batch.num_tokens, inputs, outputs, batch.dtype_bytes, bias=bias)
     if batch.is_megatron:
         project += megatron.accumulate(batch.dtype_bytes, inputs * outputs, *((outputs,) if bias else ()))

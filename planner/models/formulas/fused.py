@@ -3,7 +3,7 @@
 Counted in als244/dataflow (``docs/models/llama3/llama3_8b_16x4K.md``, tasks ``block_fwd``, ``block_bwd`` and
 ``head_loss``). The outputs of norms and of SwiGLU are not saved: backward makes them again. Residual sums, sums of
 gradients and their accumulation are part of the products (``addmm``). Arguments are those of
-:mod:`planner.models.work`.
+:mod:`planner.models.formulas.work`.
 """
 
 from planner.models.kernels import Work, each

@@ -3,10 +3,10 @@
 import dataclasses
 from collections.abc import Mapping
 
-from planner.models import fused, megatron, megatron_core, work
 from planner.models.config import ModelConfig
+from planner.models.formulas import fused, megatron, megatron_core, work
+from planner.models.formulas.layers import has_learned_positions, norm_work, sum_input_gradient, sum_output
 from planner.models.kernels import Work, all_reduce, each
-from planner.models.layers import has_learned_positions, norm_work, sum_input_gradient, sum_output
 from planner.models.operators import Batch, Operator
 from planner.models.parameters import ParameterSpec, root
 from planner.models.patterns import Pattern

@@ -1,0 +1,1 @@
+"""All that training needs to go on: saved in checkpoints, and restored."""
