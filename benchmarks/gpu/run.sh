@@ -123,7 +123,7 @@ num_models=$(wc -w <<< "$MODELS")
 for name in $STAGES; do
     case "$name" in
         doctor) stage doctor 30 bash -c examine ;;
-        tests) stage tests 90 "$PYTHON" -m pytest -q --rootdir . tests/executor/test_cuda.py ;;
+        tests) stage tests 90 "$PYTHON" -m pytest -q --rootdir . tests/executor/devices/test_cuda.py ;;
         calibrate) stage calibrate 120 "$PYTHON" -m ullage calibrate --quick --output "$OUT/profile.json" ;;
         execute) for model in $MODELS; do stage "execute-$(model_name "$model")" $((120 / num_models)) bash -c 'execute_model "$1"' - "$model"; done ;;
         peers)

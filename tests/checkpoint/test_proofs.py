@@ -9,12 +9,15 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parents[1]
-KILLED, POWER, FAULTS = (f"checkpoint/test_{name}.py" for name in ("killed_writers", "power_loss", "file_faults"))
-DAMAGED, UNTRUSTED, STORE = (
-    f"checkpoint/test_{name}.py" for name in ("damaged_checkpoints", "untrusted_files", "checkpoint_store")
+KILLED, POWER, FAULTS = (
+    f"checkpoint/faults/test_{name}.py" for name in ("killed_writers", "power_loss", "file_faults")
 )
-RESTING, SAVING, STOPPED = (f"executor/test_{name}.py" for name in ("immutability", "saving", "stopped_drives"))
-COMMAND = "ullage/test_checkpoint_command.py"
+DAMAGED, UNTRUSTED = (f"checkpoint/faults/test_{name}.py" for name in ("damaged_checkpoints", "untrusted_files"))
+STORE = "checkpoint/test_checkpoint_store.py"
+RESTING, SAVING, STOPPED = (
+    f"executor/training_state/test_{name}.py" for name in ("immutability", "saving", "stopped_drives")
+)
+COMMAND = "ullage/commands/test_checkpoint_command.py"
 
 PROOFS = {
     "1 a writer that is killed anywhere loses nothing acknowledged, and mixes nothing": {

@@ -5,6 +5,8 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent / "optimizer"))  # test_adamw.py
+sys.path.insert(0, str(Path(__file__).parent / "training_state"))  # test_immutability.py
 
 import pytest
 import torch

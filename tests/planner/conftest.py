@@ -1,9 +1,10 @@
-"""Lets the tests of this folder share `cases.py` and `hazards.py`."""
+"""Lets the tests of this folder share `cases.py` and `hazards.py`, and what `bounds/test_bounds.py` checks."""
 
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent / "bounds"))
 
 import pytest
 

@@ -1,0 +1,566 @@
+"""Schedules do what training needs, under any timing; the checker itself is checked on schedules with broken rules."""
+
+import dataclasses
+import itertools
+from collections import Counter
+
+import pytest
+from amount import examples
+from cases import MODELS, Case, cases, decide, random_prices, small_units
+from hazards import NUM_ITERATIONS, ordered_by_rules, ordered_in, violations
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from planner.costs.model import CostModel
+from planner.decisions import Decisions, GradientPath, HostUpdate, Place, Precision
+from planner.engines.catalogue import POLICIES, STORAGE_POLICIES, can_run
+from planner.engines.policies import mixed
+from planner.engines.setup import Mix, Setup
+from planner.graph import Unit
+from planner.habits import Habits
+from planner.lowering import lower, slots
+from planner.lowering.amounts import AmountsOf
+from planner.lowering.storage import num_spill_slots
+from planner.schedule.schedule import Schedule
+from planner.schedule.tasks import Lane, MemoryClass, Op, Phase, Tier
+from planner.schedule.timeline import memory_use
+from planner.simulate.machine import run
+
+ALL_POLICIES = POLICIES | STORAGE_POLICIES
+SLOW = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+@settings(SLOW, max_examples=examples(250))
+@given(cases())
+def test_safe_under_any_timing(case: Case) -> None:
+    schedule = case.schedule
+    assert violations(schedule, case.units, case.decisions, ordered_by_rules(schedule)) == []
+
+
+@settings(SLOW, max_examples=examples(50))
+@given(cases(), st.integers(0, 2**32 - 1))
+def test_safe_in_simulated_time(case: Case, seed: int) -> None:
+    """The simulator keeps the rules from which safety follows, whatever tasks take and share."""
+    timeline = run(case.schedule, *random_prices(case.schedule, seed), NUM_ITERATIONS)
+    assert violations(case.schedule, case.units, case.decisions, ordered_in(timeline)) == []
+
+
+@settings(SLOW, max_examples=examples(20))
+@given(st.sampled_from(MODELS), st.sampled_from(sorted(ALL_POLICIES)), st.sampled_from([1, 4]), st.integers(1, 2))
+def test_every_engine_policy_is_safe(model: str, policy: str, ranks: int, num_micro_batches: int) -> None:
+    units = small_units(model)
+    setup = Setup(units, data_parallel=ranks, num_micro_batches=num_micro_batches, subgroup_params=1_000_000)
+    for decisions in ALL_POLICIES[policy](setup) if can_run(policy, setup, 1) else ():
+        if decisions.habits is not None and decisions.habits != Habits(head_percent=decisions.habits.head_percent):
+            continue  # tests/planner/engines/test_other_engines.py
+        schedule = lower(units, decisions, asynchronous=True)
+        assert violations(schedule, units, decisions, ordered_by_rules(schedule)) == []
+
+
+def test_equal_amounts_are_each_units_own() -> None:
+    """What is worked out once for several units is what each would have been given by itself."""
+    units = small_units(num_layers=5)
+    decisions = decide(units, Place.STREAM)
+    ways = itertools.product(["gpu", "host"], ["gpu", "host"])
+    by_segment = {
+        f"layers.{layer}": {"params": params, "streamed_gradients": g} for layer, (params, g) in enumerate(ways)
+    }
+    by_segment["layers.4"] = {"update": (Place.CPU,)}
+    chosen = {
+        unit.name: decisions.units[unit.name].model_copy(update=by_segment.get(unit.segment, {})) for unit in units
+    }
+    decisions = decisions.model_copy(update={"units": chosen})
+    shared = AmountsOf(decisions)
+    amounts = [dataclasses.asdict(shared(unit, chosen[unit.name])) for unit in units]
+    assert amounts == [dataclasses.asdict(AmountsOf(decisions)(unit, chosen[unit.name])) for unit in units]
+    assert len({unit.segment for unit in units} & by_segment.keys()) == 5
+
+
+# Between them these need every kind of dependency.
+DENSE = small_units("demo-llama")
+BROKEN = {
+    "cpu, overlapped": decide(DENSE, Place.CPU),
+    "cpu, no overlap": decide(DENSE, Place.CPU, overlap_next_forward=False, host_update=HostUpdate.DEEPSPEED),
+    "cpu, deepspeed": decide(DENSE, Place.CPU, gradient_path=GradientPath.ZERO3_ASYNC, num_micro_batches=2),
+    "cpu, fetched": decide(DENSE, Place.CPU, params="host", recompute=True),
+    "fetched, no overlap": decide(DENSE, Place.CPU, params="host", overlap_next_forward=False),
+    "streamed": decide(DENSE, Place.STREAM, subgroup_params=1_000_000),
+    "streamed, fetched": decide(DENSE, Place.STREAM, params="host", num_state_slots=1),
+    "gpu": decide(DENSE, Place.GPU, num_micro_batches=2),
+    "zero-1": decide(DENSE, Place.GPU, data_parallel=2, zero_stage=1),
+    "zero-2": decide(DENSE, Place.CPU, data_parallel=2, zero_stage=2),
+    "zero-3": decide(DENSE, Place.CPU, data_parallel=2, zero_stage=3),
+    "zero-3, fetched": decide(DENSE, Place.CPU, data_parallel=2, zero_stage=3, params="host"),
+    "nvme": decide(DENSE, Place.NVME, params="nvme", num_nvme_slots=1, num_param_slots=1),
+    "nvme, shared buffers": decide(DENSE, Place.NVME, clip=False, num_nvme_slots=2, subgroup_params=1_000_000),
+    "nvme, deepspeed": decide(
+        DENSE,
+        Place.NVME,
+        gradient_path=GradientPath.ZERO3_PINNED,
+        spill_gradients=True,
+        num_nvme_slots=1,
+        host_update=HostUpdate.DEEPSPEED,
+        overlap_next_forward=False,
+    ),
+    "offloaded": decide(DENSE, activations="offload", num_activation_slots=1, num_micro_batches=2),
+    "offloaded to nvme": decide(DENSE, activations="offload-nvme", num_activation_slots=1),
+    "no clip": decide(DENSE, Place.CPU, clip=False, update_start="backward", update_order="backward"),
+}
+# Time, not safety: the thread that updates waits for its own unpinned copy, and the caller steps before it computes.
+NOT_FOR_SAFETY = {
+    ("after", Op.PASS, Op.UPLOAD),
+    ("after", Op.STEP, Op.BACKWARD),
+    ("after", Op.STEP, Op.CLIP),
+    ("after_previous", Op.FORWARD, Op.STEP),
+    # An engine that overlaps nothing waits for what is written to NVMe.
+    ("after_previous", Op.FORWARD, Op.SWAP_OUT),
+    ("after", Op.SWAP_OUT, Op.UPLOAD),
+    ("after", Op.SWAP_IN, Op.CLIP),
+    # These bound how much is on its way: see test_no_more_is_on_its_way_than_there_are_slots.
+    ("after", Op.FORWARD, Op.OFFLOAD),
+    ("after", Op.OFFLOAD, Op.EVICT),
+    ("after", Op.RECALL, Op.FORWARD),
+    ("after", Op.RECALL, Op.RELOAD),
+    ("after", Op.RELOAD, Op.FORWARD),
+    ("after", Op.RELOAD, Op.BACKWARD),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_no_dependency_can_be_left_out(name: str) -> None:
+    """Dropping all that tasks of one kind wait for on another kind is noticed, unless something else implies it."""
+    decisions = BROKEN[name]
+    schedule = lower(DENSE, decisions, asynchronous=False)
+    assert violations(schedule, DENSE, decisions, ordered_by_rules(schedule)) == []
+    for field in ("after", "after_previous"):
+        kinds = {(t.op, schedule.tasks[i].op) for t in schedule.tasks for i in getattr(t, field)}
+        for later, earlier in sorted(kinds):
+            broken = _without(schedule, field, later, earlier)
+            if (field, later, earlier) not in NOT_FOR_SAFETY and _orders(broken) != _orders(schedule):
+                assert violations(broken, DENSE, decisions, ordered_by_rules(broken)), (field, later, earlier)
+
+
+def _without(schedule: Schedule, field: str, later: Op, earlier: Op) -> Schedule:
+    def keeps(task, i: int) -> bool:
+        return (task.op, schedule.tasks[i].op) != (later, earlier)
+
+    tasks = (
+        dataclasses.replace(task, **{field: tuple(i for i in getattr(task, field) if keeps(task, i))})
+        for task in schedule.tasks
+    )
+    return Schedule(tuple(tasks), schedule.buffers)
+
+
+def _orders(schedule: Schedule) -> set[tuple[int, int]]:
+    """Return what is ordered within the second of two iterations, and from the first to the second."""
+    before, count = ordered_by_rules(schedule, 2), range(len(schedule.tasks))
+    return {(i, a, b) for a in count for b in count for i in (0, 1) if before((i, a), (1, b))}
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_what_is_fetched_for_a_late_gather_is_updated(overlap: bool) -> None:
+    """Its gather waits until the caller is there, but the fetch before it does not."""
+    options = {"params": "host", "data_parallel": 2, "zero_stage": 3, "max_prefetch_params": 0}
+    decisions = decide(DENSE, Place.CPU, overlap_next_forward=overlap, **options)
+    schedule = lower(DENSE, decisions, asynchronous=False)
+    assert violations(schedule, DENSE, decisions, ordered_by_rules(schedule)) == []
+
+
+def test_lanes_are_first_in_first_out() -> None:
+    decisions = BROKEN["cpu, overlapped"]
+    schedule = lower(DENSE, decisions, asynchronous=False)
+    assert violations(schedule, DENSE, decisions, ordered_by_rules(schedule, fifo=False))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"drop": Op.UPDATE}, "0 times"),
+        ({"drop": Op.UPLOAD}, "weights of"),
+        ({"drop": Op.FLUSH}, "gradients"),
+        ({"drop": Op.CLIP}, "clip factor"),
+    ],
+)
+def test_a_missing_task_is_noticed(change: dict[str, Op], message: str) -> None:
+    decisions = BROKEN["cpu, overlapped"]
+    schedule = lower(DENSE, decisions, asynchronous=False)
+    missing = next(task.index for task in schedule.tasks if task.op is change["drop"])
+    # In its place the lane does something that means nothing.
+    tasks = [dataclasses.replace(t, op=Op.ISSUE) if t.index == missing else t for t in schedule.tasks]
+    broken = Schedule(tuple(tasks))
+    assert any(message in line for line in violations(broken, DENSE, decisions, ordered_by_rules(broken)))
+
+
+@settings(SLOW, max_examples=examples(60))
+@given(cases())
+def test_the_callers_tasks_come_in_the_order_of_training(case: Case) -> None:
+    """Forward, then backward in reverse, each segment recomputed as a whole just before; then the norm."""
+    names = [unit.name for unit in case.units]
+    ways = ("recompute", "offload-input")
+    recomputed = {name for name, decided in case.decisions.units.items() if decided.activations in ways}
+    expected: list[tuple[Op, str]] = []
+    for _ in range(case.decisions.num_micro_batches):
+        expected += [(Op.FORWARD, name) for name in names]
+        for i, unit in reversed(list(enumerate(case.units))):
+            segment = [u.name for u in case.units if u.segment == unit.segment]
+            if unit.name in recomputed and unit.name == segment[-1]:
+                expected += [(Op.RECOMPUTE, name) for name in segment]
+            expected.append((Op.BACKWARD, names[i]))
+    if case.decisions.clip:
+        expected.append((Op.CLIP, ""))
+    callers = (Op.FORWARD, Op.RECOMPUTE, Op.BACKWARD, Op.CLIP)
+    assert [(t.op, t.unit) for t in case.schedule.tasks if t.op in callers] == expected
+
+
+@settings(SLOW, max_examples=examples(100))
+@given(cases())
+def test_bytes_are_those_that_decisions_imply(case: Case) -> None:
+    decisions, moved, updated = case.decisions, Counter(), Counter()
+    for task in case.schedule.tasks:
+        moved[task.op] += task.num_bytes
+        updated[task.lane] += task.num_params
+    weight, batches = decisions.precision.weight_bytes, decisions.num_micro_batches
+    params, state = dict.fromkeys(Place, 0), dict.fromkeys(Place, 0)
+    values = {"adamw": 3, "sgd": 2, "adagrad": 2, "lion": 2, "muon": 2}
+    uploaded = stored_weights = read = leaving = come_back = 0
+    for unit in case.units:
+        decided = decisions.units[unit.name]
+        for subgroup, place in zip(decisions.subgroups(unit), decided.update, strict=True):
+            n = subgroup.num_params
+            params[place] += n
+            state[place] += n * values[subgroup.kind] * (2 if decisions.precision.state else 4)
+            uploaded += n * (place in {Place.CPU, Place.NVME} and decided.params == "gpu")
+            read += n * (decided.params == "nvme")
+            stored_weights += n * (place is Place.STREAM and decided.params == "host")
+            leaving += n * (place in {Place.CPU, Place.NVME})
+            come_back += n * (place is Place.STREAM and decided.streamed_gradients == "host")
+    total = sum(decisions.shard_params(unit) for unit in case.units)
+    assert sum(params.values()) == total
+    assert updated[Lane.CPU] == params[Place.CPU] + params[Place.NVME]
+    assert updated[Lane.GPU_UPDATE] == params[Place.GPU] + params[Place.STREAM]
+    once, fsdp2 = decisions.gradient_path.is_one_copy, decisions.gradient_path is GradientPath.FSDP2
+    leaving += come_back
+    master = 2 if decisions.precision.state else 4
+    assert moved[Op.FLUSH] == ((master if fsdp2 else weight) * leaving * batches if once else 0)
+    if decisions.gradient_path is GradientPath.ON_DEVICE:  # the last sum stays, and with it weights that are masters
+        there = weight * params[Place.STREAM] * decisions.precision.master_is_weight
+        assert moved[Op.OVERWRITE] == weight * leaving * (batches - 1)
+        assert moved[Op.LOAD] == state[Place.STREAM] - there + weight * leaving * (batches - 1)
+        assert moved[Op.STORE] == state[Place.STREAM] - there + weight * stored_weights
+    else:
+        assert moved[Op.OVERWRITE] == (0 if once else (weight * batches + 4) * leaving)
+        gradient_loads = weight * (come_back + (0 if once else leaving * batches))
+        assert moved[Op.LOAD] == state[Place.STREAM] + gradient_loads
+        no_master = 0 if decisions.precision.master_is_weight else weight * stored_weights
+        assert moved[Op.STORE] == state[Place.STREAM] + no_master
+    assert moved[Op.UPLOAD] == (4 if decisions.host_update is HostUpdate.DEVICE_CAST else weight) * uploaded
+    scaled = params[Place.CPU] + params[Place.NVME]
+    clipped = 3 * master if fsdp2 and decisions.clip else 0
+    again = 16 * uploaded if decisions.host_update is HostUpdate.SUPER_OFFLOAD else 0
+    assert moved[Op.PASS] == (clipped if decisions.host_update.is_pinned else 8) * scaled + again
+    spilled = decisions.spilled_bytes_per_param * params[Place.NVME] * decisions.spill_gradients
+    assert moved[Op.SPILL] == spilled
+    assert moved[Op.SWAP_IN] == state[Place.NVME] + spilled
+    written = 0 if decisions.precision.master_is_weight else weight * read
+    assert moved[Op.SWAP_OUT] == state[Place.NVME] + written
+    assert read * weight <= moved[Op.READ]  # once at least; again where another unit was in the slot
+    assert moved[Op.READ] <= moved[Op.FETCH]
+    ways = {u.name: decisions.units[u.name].activations for u in case.units}
+    swapped = [u.swap_bytes * batches for u in case.units if ways[u.name] in {"offload", "offload-nvme"}]
+    inputs = [u for u in case.units if ways[u.name] == "offload-input" and u.is_first]
+    swapped += [u.activation_output_bytes * batches for u in inputs]
+    evicted = [u.swap_bytes * batches for u in case.units if decisions.units[u.name].activations == "offload-nvme"]
+    assert moved[Op.OFFLOAD] == moved[Op.RELOAD] == sum(swapped)
+    assert moved[Op.EVICT] == moved[Op.RECALL] == sum(evicted)
+    sent = {unit.name: unit.num_params for unit in case.units}
+    for unit in case.units:  # whole matrices have padding between them
+        if decisions.optimizer == "muon" and any(matrix for _, matrix in unit.extents):
+            sent[unit.name] = decisions.padded_params(unit)
+    of_unit = {name: weight * count * (2 if decisions.zero_stage == 0 else 1) for name, count in sent.items()}
+    scatters = [task for task in case.schedule.tasks if task.op is Op.SCATTER]
+    assert [task.num_bytes for task in scatters] == [of_unit[task.unit] for task in scatters]
+
+
+@settings(SLOW, max_examples=examples(60))
+@given(cases())
+def test_updates_at_the_step_come_after_all_of_backward(case: Case) -> None:
+    """For the caller steps then, whatever else could begin before."""
+    assume(case.decisions.update_start == "step")
+    ordered, tasks = ordered_by_rules(case.schedule, 1), case.schedule.tasks
+    (*_, last) = (task.index for task in tasks if task.op is Op.BACKWARD)
+    assert [t.name for t in tasks if t.op is Op.UPDATE and not ordered((0, last), (0, t.index))] == []
+
+
+@settings(SLOW, max_examples=examples(60))
+@given(cases(), st.integers(0, 2**32 - 1))
+def test_no_more_is_on_its_way_than_there_are_slots(case: Case, seed: int) -> None:
+    """Whatever tasks take: buffers of one kind that are held at once are never more than their slots."""
+    timeline = run(case.schedule, *random_prices(case.schedule, seed), NUM_ITERATIONS)
+    count = case.decisions.num_activation_slots
+    segment_of = {unit.name: unit.segment for unit in case.units}
+    stays = (
+        (Op.FORWARD, Op.OFFLOAD, count),
+        (Op.RELOAD, Op.BACKWARD, count),
+        (Op.OFFLOAD, Op.EVICT, count),
+        (Op.RECALL, Op.RELOAD, count),
+        (Op.SWAP_IN, Op.SWAP_OUT, case.decisions.num_nvme_slots),
+        (Op.SPILL, Op.SPILL, 1),
+        (Op.FLUSH, Op.SPILL, num_spill_slots(case.decisions)),
+    )
+    for begin, end, limit in stays:
+        held: dict[tuple, list[float]] = {}
+        begun, ended = (
+            {(t.unit, t.micro_batch, t.piece) for t in case.schedule.tasks if t.op is op} for op in (begin, end)
+        )
+        for span in timeline.of_iteration(1):
+            task = case.schedule.tasks[span.task]
+            if task.op not in {begin, end} or (task.unit, task.micro_batch, task.piece) not in begun & ended:
+                continue
+            swaps = begin is Op.SWAP_IN
+            key = (task.unit, task.piece) if swaps else (segment_of[task.unit], task.micro_batch)
+            if begin is Op.RELOAD and not case.decisions.units[task.unit].offloads:
+                continue
+            low, high = held.get(key, [span.start_s, span.end_s])
+            held[key] = [min(low, span.start_s), max(high, span.end_s)]
+        events = sorted(event for low, high in held.values() for event in ((low, 1), (high, -1)) if high > low)
+        most = now = 0
+        for _, change in events:
+            now += change
+            most = max(most, now)
+        assert most <= limit, (begin, end)
+
+
+@settings(SLOW, max_examples=examples(60))
+@given(cases(), st.integers(0, 2**32 - 1))
+def test_the_host_takes_memory_for_no_more_gradients_than_may_be_on_their_way(case: Case, seed: int) -> None:
+    """A device runs behind the host, which takes memory for gradients as it issues the backward that makes them."""
+    decisions = case.decisions
+    asynchronous = lower(case.units, decisions, asynchronous=True)
+    timeline = run(asynchronous, *random_prices(asynchronous, seed), NUM_ITERATIONS)
+    taken: dict[tuple[str, int], float] = {}
+    left: dict[tuple[str, int], float] = {}
+    for span in timeline.of_iteration(1):
+        task = asynchronous.tasks[span.task]
+        if task.op is Op.ISSUE and task.phase is Phase.BACKWARD:
+            taken[task.unit, task.micro_batch] = max(span.end_s, taken.get((task.unit, task.micro_batch), 0.0))
+        if task.op is Op.FLUSH:
+            left[task.unit, task.micro_batch] = max(span.end_s, left.get((task.unit, task.micro_batch), 0.0))
+    if decisions.gradient_path is GradientPath.ONCE:
+        events = sorted((time_s, change) for key in left for time_s, change in ((taken[key], 1), (left[key], -1)))
+        assert max(itertools.accumulate(change for _, change in events), default=0) <= decisions.num_gradient_slots
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_gradients_are_spilled_no_further_behind_than_buffers_reach(slots: int) -> None:
+    decisions = decide(DENSE, Place.NVME, spill_gradients=True, num_gradient_slots=slots)
+    schedule = lower(DENSE, decisions, asynchronous=False)
+    spills = [t.index for t in schedule.tasks if t.op is Op.SPILL]
+    waits = [i for t in schedule.tasks if t.op is Op.BACKWARD for i in t.after if i in spills]
+    assert waits == spills[: len(DENSE) - slots]
+
+
+def test_units_fetched_once_per_use_in_sight() -> None:
+    """What is still in its slot is not fetched again; a slot for every unit means one fetch per iteration."""
+    for num_slots, num_fetches in ((1, 2), (100, 1)):
+        decisions = decide(DENSE, params="host", num_param_slots=num_slots)
+        fetches = Counter(t.unit for t in lower(DENSE, decisions, asynchronous=False).tasks if t.op is Op.FETCH)
+        # With one slot per ring of equal size, the last of each ring stays until its backward.
+        rings = Counter(unit.num_params for unit in DENSE)
+        for unit in DENSE:
+            last = unit is [u for u in DENSE if u.num_params == unit.num_params][-1]
+            assert fetches[unit.name] == (1 if last or rings[unit.num_params] == 1 else num_fetches)
+
+
+def test_weights_streamed_into_place_are_used_before_their_state_is_back() -> None:
+    for params, waits_for in (("gpu", Op.UPDATE), ("host", Op.STORE)):
+        schedule = lower(DENSE, decide(DENSE, Place.STREAM, params=params, clip=False), asynchronous=False)
+        users = [t for t in schedule.tasks if t.op in {Op.FORWARD, Op.FETCH}]
+        waited = {schedule.tasks[i].op for t in users for i in t.after_previous}
+        assert waited - {Op.BACKWARD, Op.STEP} == {waits_for}
+
+
+def test_tied_weights_are_fetched_for_the_head() -> None:
+    units = small_units("gpt2")
+    decisions = decide(units, params="host", num_param_slots=1)
+    schedule = lower(units, decisions, asynchronous=False)
+    head = next(t for t in schedule.tasks if t.op is Op.FORWARD and t.unit == "head")
+    assert "embed" in slots(units, decisions).of_unit
+    assert violations(schedule, units, decisions, ordered_by_rules(schedule)) == []
+    assert {t.unit for t in schedule.tasks[: head.index] if t.op is Op.FETCH} >= {"embed", "head"}
+
+
+@settings(SLOW, max_examples=examples(60))
+@given(cases(), st.integers(0, 2**32 - 1))
+def test_memory_is_never_negative_and_covers_what_is_always_held(case: Case, seed: int) -> None:
+    timeline = run(case.schedule, *random_prices(case.schedule, seed), NUM_ITERATIONS)
+    assume(timeline.period_s(1) > 0)
+    for tier, use in memory_use(timeline, 1).items():
+        rows = list(zip(*use.num_bytes.values(), strict=True))
+        assert min(min(row) for row in rows) >= 0
+        always = sum(b.num_bytes for b in case.schedule.buffers if b.tier is tier and b.first is None)
+        assert always <= min(sum(row) for row in rows)
+        assert max(sum(row) for row in rows) == use.peak_bytes == sum(use.peak_by_class.values())
+
+
+def _held(schedule: Schedule, tier: Tier, kind: MemoryClass) -> int:
+    return sum(b.num_bytes for b in schedule.buffers if b.tier is tier and b.memory_class is kind and b.first is None)
+
+
+@pytest.mark.parametrize(
+    ("decisions", "gpu", "host"),
+    [  # bytes per parameter that are always held: parameters and optimizer on the GPU; both and gradients on the host
+        (decide(DENSE, Place.GPU), (2, 12), (0, 0, 0)),
+        (decide(DENSE, Place.CPU), (2, 0), (2, 12, 0)),  # gradients take the place of weights
+        (decide(DENSE, Place.CPU, gradient_path=GradientPath.ZERO3_ASYNC), (2, 0), (2, 12, 4)),
+        (decide(DENSE, Place.GPU, precision=Precision(weights="fp32")), (4, 8), (0, 0, 0)),
+        (decide(DENSE, Place.CPU, precision=Precision(weights="fp32")), (4, 0), (0, 12, 4)),
+        (decide(DENSE, Place.GPU, data_parallel=2, zero_stage=1), (2, 6), (0, 0, 0)),
+        (decide(DENSE, Place.CPU, data_parallel=2, zero_stage=2), (2, 0), (1, 6, 0)),
+    ],
+)
+def test_bytes_per_parameter(decisions: Decisions, gpu: tuple[int, int], host: tuple[int, int, int]) -> None:
+    num_params = sum(unit.num_params for unit in DENSE)
+    schedule = lower(DENSE, decisions, asynchronous=False)
+    kinds = (MemoryClass.PARAMETERS, MemoryClass.OPTIMIZER, MemoryClass.GRADIENTS)
+    assert tuple(_held(schedule, Tier.GPU, kind) for kind in kinds[:2]) == tuple(n * num_params for n in gpu)
+    assert tuple(_held(schedule, Tier.HOST, kind) for kind in kinds) == tuple(n * num_params for n in host)
+
+
+def test_slots_hold_the_largest_of_their_ring_and_state_slots_the_largest_piece() -> None:
+    decisions = decide(DENSE, Place.STREAM, params="host", num_param_slots=1, num_state_slots=2)
+    schedule = lower(DENSE, decisions, asynchronous=False)
+    assert _held(schedule, Tier.GPU, MemoryClass.PARAMETERS) == 2 * sum({unit.num_params for unit in DENSE})
+    largest = max(unit.num_params for unit in DENSE)
+    assert _held(schedule, Tier.GPU, MemoryClass.OPTIMIZER) == 2 * 14 * largest
+
+
+def test_zero_3_holds_a_shard_and_slots() -> None:
+    decisions = decide(DENSE, Place.GPU, data_parallel=2, zero_stage=3, num_param_slots=1)
+    schedule = lower(DENSE, decisions, asynchronous=False)
+    whole, rings = sum(unit.num_params for unit in DENSE), sum({unit.num_params for unit in DENSE})
+    assert _held(schedule, Tier.GPU, MemoryClass.PARAMETERS) == whole + 2 * rings
+    assert _held(schedule, Tier.GPU, MemoryClass.OPTIMIZER) == 6 * whole
+
+
+def _ends(schedule: Schedule, label: str, kind: MemoryClass) -> list[tuple[str, str, int]]:
+    return [
+        (schedule.tasks[b.first].name, schedule.tasks[b.last].name, b.num_bytes)
+        for b in schedule.buffers
+        if b.tier is Tier.GPU and b.label == label and b.memory_class is kind and b.first is not None
+    ]
+
+
+def test_a_tied_gradient_is_held_from_the_head_on() -> None:
+    units = small_units("gpt2")
+    schedule = lower(units, decide(units, Place.CPU), asynchronous=False)
+    words, positions = (spec.num_params for spec in units[0].parameters)
+    held = _ends(schedule, "embed", MemoryClass.GRADIENTS)
+    assert held == [("backward head", "flush embed", 2 * words)]
+    others = _ends(schedule, "embed of its own", MemoryClass.GRADIENTS)
+    assert others == [("backward embed", "flush embed", 2 * positions)]
+
+
+def test_gradients_pile_up_whole_until_ranks_agree() -> None:
+    """ZeRO-1 over two micro-batches: the whole sum on every rank, reduced once."""
+    decisions = decide(DENSE, Place.GPU, data_parallel=2, zero_stage=1, num_micro_batches=2)
+    schedule = lower(DENSE, decisions, asynchronous=False)
+    size = DENSE[1].num_params
+    kind = MemoryClass.GRADIENTS
+    name = "layers.0.attn"
+    assert _ends(schedule, f"{name} unreduced", kind) == [(f"backward {name}", f"scatter {name} mb1", 2 * size)]
+    assert _ends(schedule, f"{name} resident", kind) == [(f"scatter {name} mb1", f"update {name}#0", size)]
+
+
+def test_activations_are_held_from_forward_or_recompute_to_backward() -> None:
+    unit = DENSE[1]
+    kept = lower(DENSE, decide(DENSE), asynchronous=False)
+    again = lower(DENSE, decide(DENSE, recompute=True), asynchronous=False)
+    kind = MemoryClass.ACTIVATIONS
+    assert _ends(kept, unit.name, kind) == [(f"forward {unit.name}", f"backward {unit.name}", unit.saved_bytes)]
+    assert _ends(again, unit.name, kind) == [(f"recompute {unit.name}", f"backward {unit.name}", unit.saved_bytes)]
+    names = (f"forward {unit.name}", f"backward {unit.name}")
+    assert _ends(again, f"{unit.segment} input", kind) == [(*names, unit.activation_output_bytes)]
+
+
+def test_the_host_issues_every_compute_task_of_a_device_that_runs_apart() -> None:
+    schedule = lower(DENSE, decide(DENSE), asynchronous=True)
+    issues = {t.index: t for t in schedule.tasks if t.op is Op.ISSUE}
+    compute = [t for t in schedule.tasks if t.lane is Lane.COMPUTE]
+    assert len(issues) == len(compute)
+    for task in compute:
+        (issue,) = (issues[i] for i in task.after if i in issues)
+        assert issue.unit == task.unit
+        assert issue.num_kernels > 0
+    assert not [t for t in lower(DENSE, decide(DENSE), asynchronous=False).tasks if t.op is Op.ISSUE]
+
+
+@pytest.mark.parametrize(
+    ("unit", "change", "message"),
+    [
+        ("layers.0.attn", {"update": ()}, "has 1 subgroups .* but 0 places"),
+        ("layers.0.attn", {"activations": "recompute"}, "segment layers.0"),
+        ("embed", {"activations": "recompute"}, "embed cannot be recomputed"),
+        ("head", {"activations": "offload"}, "head cannot be offloaded"),
+    ],
+)
+def test_decisions_that_do_not_fit_are_refused(unit: str, change: dict[str, object], message: str) -> None:
+    decisions = decide(DENSE)
+    units = decisions.units | {unit: decisions.units[unit].model_copy(update=change)}
+    with pytest.raises(ValueError, match=message):
+        lower(DENSE, decisions.model_copy(update={"units": units}), asynchronous=False)
+
+
+def test_decisions_for_another_model_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"differ in units layers\.2\.attn"):
+        lower(small_units("demo-llama", 3), decide(DENSE), asynchronous=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"clip": True, "update_start": "backward"}, "set update_start to 'step' or clip to false"),
+        ({"params": "nvme", "place": Place.GPU}, "set params to 'gpu' or update to"),
+        ({"params": "nvme", "place": Place.CPU}, "set update to 'nvme' or params to 'host'"),
+        ({"params": "host", "place": Place.GPU}, "set params to 'gpu' or update to"),
+        ({"params": "host", "data_parallel": 2, "zero_stage": 1}, "set params to 'gpu' or zero_stage to 3"),
+        ({"params": "host", "data_parallel": 2, "zero_stage": 2}, "set params to 'gpu' or zero_stage to 3"),
+    ],
+)
+def test_decisions_that_contradict_each_other_are_refused(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        lower(DENSE, decide(DENSE, **options), asynchronous=False)
+
+
+@settings(SLOW, max_examples=examples(30))
+@given(st.data())
+def test_mixes_are_valid(data: st.DataObject) -> None:
+    model, ranks = data.draw(st.sampled_from(MODELS)), data.draw(st.sampled_from([1, 4]))
+    units: tuple[Unit, ...] = small_units(model)
+    setup = Setup(units, data_parallel=ranks, subgroup_params=500_000, clip=data.draw(st.booleans()))
+    counts = setup.movable
+    total = sum(counts.values())
+    num_gpu = data.draw(st.integers(0, total))
+    mix = Mix(
+        num_gpu=num_gpu,
+        num_stream=(num_stream := data.draw(st.integers(0, total - num_gpu))),
+        num_keep=data.draw(st.integers(0, 2)),
+        num_host=data.draw(st.integers(0, len(units))) if ranks == 1 else 0,
+        num_slots=data.draw(st.integers(1, 4)),
+        zero_stage=data.draw(st.sampled_from([1, 2, 3])) if ranks > 1 else 0,
+    )
+    decisions = mixed(setup, mix)
+    placed = Counter(place for name, unit in decisions.units.items() if counts[name] for place in unit.update)
+    assert all(set(unit.update) <= {Place.GPU} for name, unit in decisions.units.items() if not counts[name])
+    assert (placed[Place.GPU], placed[Place.STREAM], placed.total()) == (num_gpu, num_stream, total)
+    Decisions.model_validate(decisions.model_dump())
+    schedule = lower(units, decisions, asynchronous=True)
+    assert violations(schedule, units, decisions, ordered_by_rules(schedule)) == []
+
+
+def test_prices_exist_for_all_of_a_schedule(profile) -> None:
+    for decisions in BROKEN.values():
+        if profile.nvme is None and decisions.uses_storage:
+            continue
+        schedule = lower(DENSE, decisions, asynchronous=True)
+        cost = CostModel(profile, DENSE, decisions.precision, decisions.data_parallel)
+        assert len(cost.prices(schedule)) == len(schedule.tasks)

@@ -1,0 +1,86 @@
+"""The README is short, says what the program prints, and holds what result files hold."""
+
+import doctest
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ullage.main import main
+
+TIMES = "\N{MULTIPLICATION SIGN}"
+ROOT = Path(__file__).parents[3]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def result(name: str) -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads((ROOT / "benchmarks" / "results" / name).read_text(encoding="utf-8"))
+    return loaded
+
+
+def percent(share: float, sign: str = "") -> str:
+    return f"{100 * share:{sign}.1f} %"
+
+
+def figures() -> dict[str, tuple[str, ...]]:
+    """Return what must stand in one row of the README's table, by result file."""
+    summaries = {(s["group"], s["quantity"]): s for s in result("published.json")["summaries"]}
+    offloaded = summaries["file offloaded_update.json", "iteration"]
+    executed = result("planning_memory.json")["summary"]["executed"]
+    cells = result("cpu_peers.json")["cells"].values()
+    assert all(cell["rows"]["ours"]["status"] == "ok" for cell in cells)
+    (model,) = {cell["model"] for cell in cells}
+    grid = result("planning_grid.json")["summary"]
+    num_cores = result("demo.json")["num_cores"]
+    return {
+        "demo.json": (
+            ", ".join(percent(error, "+") for error in result("demo.json")["iteration_errors"]),
+            f"{len(result('demo.json')['iteration_errors'])} repeats",
+            f"{num_cores} CPU cores",
+        ),
+        "published.json": (f"{offloaded['num_cases']} published runs", f"| {percent(offloaded['mean'])} |"),
+        "planning_memory.json": (
+            f"{executed['num_cases']} executed plans",
+            f"{percent(executed['mean'])} mean, {percent(abs(executed['worst']))} worst error",
+        ),
+        "cpu_peers.json": (
+            ", ".join(f"{cell['ours_over_best_peer']:.2f} {TIMES} {cell['best_peer']}" for cell in cells),
+            f"{result('cpu_peers.json')['num_cores']} CPU cores",
+            f"{model.removeprefix('llama-').removesuffix('m')} million parameters",
+            f"each of {len(cells)} settings",
+        ),
+        "planning_grid.json": (
+            f"{grid['planned']} plans",
+            f"{percent(grid['median_gap'])} median, {percent(grid['worst_gap'])} worst",
+        ),
+    }
+
+
+def words(text: str) -> str:
+    return " ".join(text.split())
+
+
+def test_it_is_short() -> None:
+    assert len(README.splitlines()) <= 150
+    assert len(README.encode()) <= 8_000
+
+
+def test_examples_run() -> None:
+    test = doctest.DocTestParser().get_doctest(README, {}, "README.md", "README.md", 0)
+    assert len(test.examples) >= 3
+    assert doctest.DocTestRunner().run(test).failed == 0
+
+
+@pytest.mark.parametrize(("file", "parts"), figures().items())
+def test_figures_come_from_result_files(file: str, parts: tuple[str, ...]) -> None:
+    (row,) = (line for line in README.splitlines() if f"benchmarks/results/{file})" in line)
+    assert [part for part in parts if part not in row] == []
+
+
+def test_the_plan_is_what_the_command_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command, shown = re.findall(r"`ullage (plan [^`]*)` prints .*?```text\n(.*?)```", README, re.DOTALL)[0]
+    assert main([*command.split(), "--output", str(tmp_path / "plan.json")]) == 0
+    printed = [words(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line for line in shown.splitlines() if words(line) not in printed] == []

@@ -1,0 +1,372 @@
+"""Every row of a table in docs/results.md is what its result file says."""
+
+import json
+import re
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TIMES = "\N{MULTIPLICATION SIGN}"
+ROOT = Path(__file__).parents[3]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+
+# Group of runs and quantity, and what the page calls them.
+PUBLISHED = (
+    ("file offloaded_update.json", "iteration", "offloaded updates: iteration time"),
+    ("file offloaded_update.json", "backward", "offloaded updates: backward phase"),
+    ("file offloaded_update.json", "update", "offloaded updates: update phase"),
+    ("file offloaded_update.json", "peak GPU", "offloaded updates: peak GPU memory"),
+    ("file nvme_offload.json", "iteration", "optimizer in DRAM or on NVMe: iteration time"),
+    ("file activation_swapping.json", "model FLOP rate", "activations swapped to NVMe: FLOP rate"),
+    ("file streamed_h100.json", "iteration", "8B streamed through one H100: iteration time"),
+    ("file in_memory_b200.json", "iteration", "Llama 3 and DeepSeek in memory on 8 B200: iteration time"),
+    ("file in_memory_b200.json", "peak GPU", "Llama 3 and DeepSeek in memory on 8 B200: peak memory"),
+    ("file checkpointing.json", "end to end", "checkpoint engines: end-to-end time"),
+    ("file checkpointing.json", "blocking throughput", "checkpoint engines: blocking throughput"),
+    ("hardware a100x8-nvlink", "iteration", "in memory, one server of 8: iteration time"),
+    ("hardware a100-cluster", "iteration", "in memory, 64 to 512 GPUs: iteration time"),
+)
+
+
+def result(name: str) -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads((RESULTS / name).read_text(encoding="utf-8"))
+    return loaded
+
+
+def percent(share: float, digits: int = 1, sign: str = "") -> str:
+    return f"{100 * share:{sign}.{digits}f} %"
+
+
+def times(ratio: float, digits: int = 2) -> str:
+    return f"{ratio:.{digits}f} {TIMES}"
+
+
+def span(ratios: list[float], digits: int) -> str:
+    return f"{min(ratios):.{digits}f} to {times(max(ratios), digits)}"
+
+
+def published() -> Iterator[tuple[str, ...]]:
+    summaries = {(s["group"], s["quantity"]): s for s in result("published.json")["summaries"]}
+    for group, quantity, words in PUBLISHED:
+        every, others = summaries[group, quantity], summaries[f"{group}, not fitted to", quantity]
+        counts = (str(every["num_cases"]), str(others["num_cases"]))
+        yield words, counts[0], percent(every["mean"]), counts[1], percent(others["mean"]), percent(every["worst"])
+
+
+def engines_measured() -> Iterator[tuple[str, ...]]:
+    for row in result("published_engines.json")["rows"]:
+        measured, predicted = row["measured_tokens_per_s"], row["predicted_tokens_per_s"]
+        machine = f"{row['devices']} x {row['hardware'].split('x')[0]}"
+        words = (row["engine"], row["model"], machine, f"{measured:,}", f"{predicted:,}")
+        yield *words, percent(measured / predicted - 1, 1, "+")
+
+
+def streamed() -> Iterator[tuple[str, ...]]:
+    for row in result("streamed.json")["rows"].values():
+        tokens = (f"{row[f'{who}_tokens_per_s']:,.0f}" for who in ("measured", "predicted", "ours"))
+        sizes = (f"{row[name] // 1024} k" for name in ("tokens_per_step", "ours_tokens_per_round"))
+        yield f"{row['budget_gib']:g} GiB", next(sizes), *tokens, next(sizes)
+
+
+def demo() -> Iterator[tuple[str, ...]]:
+    for number, error in enumerate(result("demo.json")["iteration_errors"], 1):
+        yield str(number), percent(error, sign="+")
+
+
+def memory() -> Iterator[tuple[str, ...]]:
+    summary = result("planning_memory.json")["summary"]
+    words = {
+        "in memory": "plain PyTorch, peak",
+        "executed": "executed plans that offload, device and host",
+        "adapters": "executed plans of adapters, likewise",
+    }
+    for kind, what in words.items():
+        row = summary[kind]
+        yield what, str(row["num_cases"]), percent(row["mean"]), percent(abs(row["worst"]))
+
+
+def calibration() -> Iterator[tuple[str, ...]]:
+    summary = result("calibration.json")["summary"]
+    yield f"median of {summary['num_quantities']} quantities", percent(summary["median_quantity_off"])
+    yield "worst quantity", percent(summary["worst_quantity_off"])
+    yield "worst predicted iteration time", percent(summary["worst_prediction_off"])
+
+
+def capture() -> Iterator[tuple[str, ...]]:
+    found = result("capture.json")
+    off = {key: max(abs(ratio - 1) for ratio in ends) for key, ends in found["range"].items()}
+    assert all(off[key] == 0 for key in off if "flop" in key or "num_params" in key)
+    yield "FLOP, number of parameters", "equal"
+    yield "saved activations", percent(off["saved_bytes_ratio"], 3)
+    yield "bytes moved", percent(off["moved_bytes_ratio"], 2)
+    yield "iteration time", percent(off["iteration_ratio"], 2)
+    yield "slowest capture", f"{found['slowest_capture_s']:.1f} s"
+    yield "memory of the process", f"{found['most_rss_bytes'] / 1e9:.2f} GB"
+
+
+def architectures() -> Iterator[tuple[str, ...]]:
+    found = result("architectures.json")
+    rows = found["architectures"]
+    assert all(row["num_params"] == row["num_params_of_model"] for row in rows)
+    assert all(max(row["loss_error"], row["weight_error"]) <= found["bound"] == 1e-4 for row in rows)
+    assert (found["num_steps"], found["num_architectures"]) == (20, len(rows))
+    yield "architectures", str(len(rows))
+    yield "refused", str(found["num_refused"])
+    yield "captured parameters", "equal to the model's"
+    yield "device memory under the plan, of that without, median", percent(found["median_memory_share"], 0)
+    yield "largest difference of a loss", f"{found['largest_loss_error']:.1e}"
+    yield "largest difference of a weight", f"{found['largest_weight_error']:.1e}"
+
+
+def published_sizes() -> Iterator[tuple[str, ...]]:
+    found = result("published_sizes.json")
+    rows = [row for row in found["models"] if "refused" not in row]
+    assert all(row["num_params"] == row["num_params_of_model"] for row in rows)
+    assert all(row["wall_s"] < 30 for row in rows)
+    yield "models", str(len(found["models"]))
+    assert all("it is proven" in row["refused"] for row in found["models"] if "refused" in row)
+    yield "without a plan that fits: Llama 4 Maverick on 64 H100, as is proven", str(found["num_refused"])
+    yield "slowest plan", f"{found['slowest_wall_s']:.1f} s"
+    yield "slowest plan, processor time", f"{found['slowest_cpu_s']:.1f} s"
+    yield "most memory of a process", f"{found['most_rss_bytes'] / 1e9:.2f} GB"
+    yield "largest model's weights in bf16", f"{found['most_weight_bytes'] / 1e9:,.0f} GB"
+
+
+def peers() -> Iterator[tuple[str, ...]]:
+    for cell in result("cpu_peers.json")["cells"].values():
+        assert cell["rows"]["ours"]["status"] == "ok"
+        yield (
+            f"{cell['compute_threads']} core(s), {cell['num_micro_batches']} micro-batch(es)",
+            cell["best_peer"],
+            times(cell["ours_over_best_peer"]),
+            times(cell["ours_over_in_memory"]),
+            percent(cell["ours_over_bound"], 0),
+            percent(cell["prediction_error"], sign="+"),
+        )
+
+
+def adamw() -> Iterator[tuple[str, ...]]:
+    for row in result("cpu_adamw.json")["results"]:
+        ratios = (times(row[key]) for key in ("ours_of_copy", "ours_over_torch", "ours_over_deepspeed"))
+        yield f"{row['num_params']:,}", str(row["num_threads"]), *ratios
+
+
+def simulator() -> Iterator[tuple[str, ...]]:
+    row = result("simulator_vs_simpy.json")["full_model"]
+    yield "SimPy, lanes only (its fastest form)", times(row["kernel_over_simpy_lanes"], 0)
+    yield "SimPy, with resources (its usual form)", times(row["kernel_over_simpy_resources"], 0)
+
+
+def checkpoint() -> Iterator[tuple[str, ...]]:
+    found = result("cpu_checkpoint.json")
+    blocked, cost = found["blocked_s"], found["cost_s"]
+    names = {"ours": "Ullage", "torch.save": "`torch.save`", "dcp": "`torch.distributed.checkpoint`"}
+    names["dcp_async"] = "its `async_save`"
+    for name, words in names.items():
+        ratios = [found[f"{kind}_over_ours"].get(name, 1.0) for kind in ("blocked", "cost")]
+        ms = [f"{1e3 * blocked[name]:.1f} ms", f"{1e3 * cost[name]:.0f} ms"]
+        yield words, ms[0], times(ratios[0], 0), ms[1], times(ratios[1], 1)
+
+
+def checkpoint_every_iteration() -> Iterator[tuple[str, ...]]:
+    found = result("cpu_checkpoint.json")
+    yield tuple(percent(found[f"every_iteration_{kind}"] - 1, 0) for kind in ("measured", "predicted"))
+
+
+def checkpoint_drive() -> Iterator[tuple[str, ...]]:
+    found = result("cpu_checkpoint_drive.json")
+    words = {"write": "written until durable", "verify": "read again and checked", "restore": "restored"}
+    for what, said in words.items():
+        raw = found[f"raw_{'write' if what == 'write' else 'read'}_bytes_per_s"]
+        yield said, f"{raw / 1e9:.1f} GB/s", f"{found[f'{what}_of_raw']:.2f}"
+
+
+def checkpoint_engines() -> Iterator[tuple[str, ...]]:
+    models = result("cpu_checkpoint_engines.json")["models"].values()
+    runs = [{(row["engine"], row["every"]): row for row in found["rows"]} for found in models]
+    for engine in ("torch.save", "checkfreq", "torchsnapshot"):
+        pairs = [(rows[key], rows["ours", key[1]]) for rows in runs for key in rows if key[0] == engine]
+        ends, calls = ([row[key] / our[key] for row, our in pairs] for key in ("end_to_end_s", "blocked_s"))
+        yield engine, span(ends, 2), span(calls, 0)
+
+
+def checkpoint_engines_predicted() -> Iterator[tuple[str, ...]]:
+    models = result("cpu_checkpoint_engines.json")["models"].values()
+    rows = [row for found in models for row in found["rows"] if not isinstance(row["predicted"], str)]
+    yield (percent(statistics.mean(abs(r["predicted"]["end_to_end_s"] / r["end_to_end_s"] - 1) for r in rows), 0),)
+
+
+def grid() -> Iterator[tuple[str, ...]]:
+    summary = result("planning_grid.json")["summary"]
+    yield "requests", str(summary["num_cells"])
+    yield "planned", str(summary["planned"])
+    yield "proven not to fit", str(summary["proven_infeasible"])
+    yield "neither", str(summary["not_found"])
+    yield "gap to the proven bound, median", percent(summary["median_gap"])
+    yield "gap to the proven bound, worst", percent(summary["worst_gap"])
+    yield "best other engine over our plan, least", times(summary["least_engine_over_ours"])
+    yield "best other engine over our plan, median", times(summary["median_engine_over_ours"])
+    yield "best other engine over our plan, most", times(summary["most_engine_over_ours"])
+
+
+def planning_speed() -> Iterator[tuple[str, ...]]:
+    for row in result("planning_speed.json")["rows"]:
+        yield f"`{row['request']}`", f"{row['process_s']:.1f} s"
+
+
+def first_answer() -> Iterator[tuple[str, ...]]:
+    for row in result("first_answer.json")["rows"].values():
+        first, whole = (f"{row['now'][key]:.1f} s" for key in ("first_output_s", "process_s"))
+        yield f"`{row['request']}`", first, whole, times(row["now_over_base"]["process_s"])
+
+
+def launcher() -> Iterator[tuple[str, ...]]:
+    plans = {"resident": "all on the device", "updated": "updated on the host"}
+    plans["fetched"] = "updated on the host, weights fetched"
+    for chain in result("cpu_launcher.json")["results"]:
+        for plan, words in plans.items():
+            row = chain["rows"][plan]
+            added = (f"{row['added_us_per_unit'][phase]:.0f} us" for phase in ("forward", "backward", "clip"))
+            yield str(chain["num_units"]), words, *added, times(row["over_fsdp2"])
+
+
+def study() -> Iterator[tuple[str, ...]]:
+    found = result("planning_study.json")
+    yield "points planned", f"{found['num_points']:,}"
+    yield f"time on {found['num_workers']} processes", f"{found['total_s'] / 60:.1f} min"
+    yield "points planned twice after the two kills", str(found["num_computed_twice"])
+    yield "points planned again alone, and equal", str(found["num_sampled_again_and_equal"])
+    yield "time on 2 Ray workers, with the same bytes", f"{found['equal_on_ray_s'] / 60:.1f} min"
+
+
+def storage() -> Iterator[tuple[str, ...]]:
+    for cell in result("planning_storage.json")["cells"]:
+        setting = (f"{cell['model']} on {cell['machine']}", f"`{cell['storage']}`")
+        if cell["fits"]:
+            yield *setting, f"{cell['iteration_s']:.2f} s", percent(cell["gap"])
+        else:
+            assert cell["proven"]
+            yield *setting, "proven not to fit", "-"
+
+
+def elixir() -> Iterator[tuple[str, ...]]:
+    for row in result("planning_claims.json")["summary"]["elixir"]:
+        yield str(row["micro_batch"]), percent(row["efficiency"], 0), f"{row['host_bytes'] / 1e9:.0f} GB"
+
+
+def claims() -> Iterator[tuple[str, ...]]:
+    found = result("planning_claims.json")["summary"]
+    twin, stride = found["twin_flow"], found["stride"]
+    shares = max(abs(predicted - measured) for _, predicted, measured in found["memory_wall"])
+    yield (
+        "Twin-Flow: sweeps in which the least fraction that fits is best",
+        f"{twin['best_is_least']} of {twin['num_sweeps']}",
+    )
+    for name, row in twin["most_speedup"].items():
+        said = f"{times(row['over zero_offload'], 1)} ({row['published']:.0f} {TIMES} published)"
+        yield f"Twin-Flow over ZeRO-Offload, {name}", said
+    yield (
+        "Deep Optimizer States: sweeps in which the formula's stride is best",
+        f"{stride['equal']} of {stride['num_sweeps']}",
+    )
+    yield "Deep Optimizer States: most that the formula's stride loses", percent(stride["most_lost_by_formula"], 0)
+    yield (
+        "Deep Optimizer States: time at the best stride over our plan, least",
+        times(stride["least_best_stride_over_ours"], 1),
+    )
+    yield (
+        f"memory-wall study: update share off by, in {len(found['memory_wall'])} runs",
+        f"at most {100 * shares:.0f} points",
+    )
+
+
+def mutation() -> Iterator[tuple[str, ...]]:
+    """Return how many defects of each package were noticed, in the amount of ``make test``."""
+    defects = [(each["file"].split("/")[0], each["outcome"]) for each in result("mutation.json")["defects"]]
+    for name in sorted({package for package, _ in defects}):
+        outcomes = [outcome for package, outcome in defects if package == name]
+        yield f"`{name}`", str(len(outcomes)), str(outcomes.count("caught"))
+
+
+TABLES = (
+    published,
+    engines_measured,
+    streamed,
+    demo,
+    memory,
+    calibration,
+    capture,
+    architectures,
+    published_sizes,
+    peers,
+    adamw,
+    launcher,
+    simulator,
+    checkpoint,
+    checkpoint_every_iteration,
+    checkpoint_drive,
+    checkpoint_engines,
+    checkpoint_engines_predicted,
+    grid,
+    planning_speed,
+    first_answer,
+    study,
+    storage,
+    elixir,
+    claims,
+    mutation,
+)
+
+
+@pytest.mark.parametrize("table", TABLES, ids=lambda table: table.__name__)
+def test_tables_hold_what_result_files_say(table: Any) -> None:
+    rows = [f"| {' | '.join(cells)} |" for cells in table()]
+    assert rows
+    assert "\n".join(rows) in PAGE
+
+
+def test_every_row_of_a_table_is_tied() -> None:
+    """A figure that nobody ties to a file cannot slip into a table."""
+    tied = {f"| {' | '.join(cells)} |" for table in TABLES for cells in table()}
+    shown = re.findall(r"^\|.*\|$", PAGE, re.MULTILINE)
+    heads = {shown[i - 1] for i, row in enumerate(shown) if set(row) <= set("|-: ")}
+    assert [row for row in shown if row not in tied and row not in heads and not set(row) <= set("|-: ")] == []
+
+
+def test_methods_say_what_was_measured() -> None:
+    saved, drive, engines = (result(f"cpu_checkpoint{name}.json") for name in ("", "_drive", "_engines"))
+    sizes = [f"{model['num_bytes'] / 1e6:.0f}" for model in engines["models"].values()]
+    peer_results = result("cpu_peers.json")
+    (model,) = {cell["model"] for cell in peer_results["cells"].values()}
+    said = " ".join(PAGE.split())
+    for words in (
+        f"A checkpoint of {saved['num_bytes'] / 1e6:.0f} MB",
+        f"A checkpoint of {drive['checkpoint_bytes'] / 1e9:.1f} GB",
+        f"{', '.join(sizes[:-1])} and {sizes[-1]} MB of state",
+        f"{model.removeprefix('llama-').removesuffix('m')} million parameters",
+        {3: "There are three processes per row."}[peer_results["num_rounds"]],
+    ):
+        assert words in said
+
+
+def test_a_missed_goal_is_said() -> None:
+    goals = result("cpu_launcher.json")["goals"]
+    said = {met: sum(found == met for found in goals.values()) for met in (True, False)}
+    assert f"Goals met: {said[True]} of {len(goals)}" in " ".join(PAGE.split())
+    assert all(met == ("over_fsdp2" in goal) for goal, met in goals.items())
+
+
+def test_commands_are_those_that_made_the_files() -> None:
+    made = {
+        path.name: json.loads(path.read_text(encoding="utf-8")).get("command", "") for path in RESULTS.glob("*.json")
+    }
+    for name, command in made.items():
+        assert command.partition(" --peers")[0] in PAGE, name
+
+
+def test_every_result_file_is_on_the_page() -> None:
+    assert [path.name for path in sorted(RESULTS.glob("*.json")) if path.name not in PAGE] == []
