@@ -50,6 +50,7 @@ CATALOGUE: Final[Mapping[str, Entry]] = {
     "device.gemm_rows_half": _measured("device", "short against tall products of equal FLOP"),
     "device.gemm_bytes_per_s": Entry("unknown", "", "measured products include what transfers add to their time"),
     "device.attention.*": _measured("device", "fused causal attention"),
+    "device.attention_backward.*": _measured("device", "the backward of the same"),
     "device.elementwise": _measured("device", "eager kernels on tensors of all sizes"),
     "device.elementwise_fp32": _measured("device", "the same in fp32"),
     "device.optimizer": _measured("device", "AdamW on the device"),

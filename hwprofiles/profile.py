@@ -47,6 +47,8 @@ class Device(Frozen):
         gemm_bytes_per_s: rate at which a product's matrices pass, if that adds to its time: where the tensor cores run
             at the device's power limit, they slow down with every byte moved. ``None``: transfers hide behind products.
         attention: time of one fused attention against its FLOP (the masked half not counted), per data type.
+        attention_backward: the same of its backward, which has other kernels: on GPUs they are somewhat slower, on CPUs
+            in bf16 several times. ``None``: at the rate of forward.
         elementwise: time of one elementwise kernel against the bytes it reads and writes, dispatch included.
         elementwise_fp32: the same in fp32; ``None`` where the same memory binds both. Processors without instructions
             for bf16 are slower in that than their memory.
@@ -75,6 +77,7 @@ class Device(Frozen):
     multiprocessors: Annotated[int, Field(ge=1)] | None = None
     gemm_bytes_per_s: BytesPerSecond | None = None
     attention: dict[Dtype, CurveOverFlop]
+    attention_backward: dict[Dtype, CurveOverFlop] | None = None
     elementwise: CurveOverBytes
     elementwise_fp32: CurveOverBytes | None = None
     optimizer: CurveOverParams

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 import time
 from collections.abc import Iterator, Mapping
 
@@ -17,6 +18,8 @@ from hwprofiles.quantity import Curve, Quantity
 
 _DTYPES: Mapping[Dtype, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _HEAD_DIM, _NUM_HEADS = 64, 8
+# In shorter sequences a GPU computes a backward in less time than autograd takes to launch it.
+_SHORTEST_ON_GPU = 512
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,11 +27,14 @@ class ComputeProbe:
     """Probes that share a backend and random operands.
 
     Operands that training reads from memory (weights, saved activations) rotate through ``pools``, which are larger
-    than any cache. Operands that the previous operator has just produced are reused, as in training.
+    than any cache. So do results that training keeps (activations, gradients of weights), through ``outputs``: memory
+    that is not in a cache is written more slowly. Operands that the previous operator has just produced are reused, and
+    gradients of activations, which the next one consumes.
     """
 
     backend: Backend
     pools: Mapping[Dtype, torch.Tensor]
+    outputs: torch.Tensor
     quick: bool
 
     @classmethod
@@ -41,7 +47,8 @@ class ComputeProbe:
         }
         for pool in pools.values():
             pool.uniform_(-0.1, 0.1, generator=generator)
-        return cls(backend, pools, quick)
+        outputs = torch.zeros(backend.pool_bytes, dtype=torch.uint8, device=backend.device)
+        return cls(backend, pools, outputs, quick)
 
     def gemm_rows_half(self, budget_s: float) -> Quantity:
         """Measure by how much few rows slow a bf16 product down, from short and tall products of equal FLOP.
@@ -74,19 +81,32 @@ class ComputeProbe:
 
     def attention(self, dtype: Dtype, budget_s: float) -> Curve:
         """Measure fused causal attention; its FLOP are 2 batch heads seq² head_dim, without the half that is masked."""
-        batches = (1,) if self.backend.kind == "host" else (8,)
-        seqs = (64, 128, 256, 512, 1024, 2048, *(() if self.quick else (4096,)))
-        shapes = [(batch, _NUM_HEADS, seq, _HEAD_DIM) for seq in seqs for batch in batches]
-        cases = [Case(2.0 * b * h * s * s * d, self._attention(dtype, (b, h, s, d))) for b, h, s, d in shapes]
+        return self._attention(dtype, budget_s, backward=False)
+
+    def attention_backward(self, dtype: Dtype, budget_s: float) -> Curve:
+        """Measure the backward of fused causal attention; its FLOP are 2.5 times those of forward.
+
+        It has five products of the size of which forward has two (Dao et al., FlashAttention, appendix B).
+        """
+        return self._attention(dtype, budget_s, backward=True)
+
+    def _attention(self, dtype: Dtype, budget_s: float, *, backward: bool) -> Curve:
+        batch = 1 if self.backend.kind == "host" else 8
+        cases = []
+        for seq in (64, 128, 256, 512, 1024, 2048, *(() if self.quick else (4096,))):
+            if backward and self.backend.kind == "gpu" and seq < _SHORTEST_ON_GPU:
+                continue
+            forward, gradients = self._attention_calls(dtype, (batch, _NUM_HEADS, seq, _HEAD_DIM))
+            flop = 2.0 * batch * _NUM_HEADS * seq**2 * _HEAD_DIM
+            cases.append(Case(2.5 * flop, gradients) if backward else Case(flop, forward))
         found = sample(cases, self.backend.time_s, budget_s)
-        source = f"{dtype} fused causal attention forward, FLOP without the masked half, head dimension {_HEAD_DIM}"
+        what = "the backward of fused causal attention" if backward else "fused causal attention forward"
+        source = f"{dtype} {what}, FLOP without the masked half, head dimension {_HEAD_DIM}"
         return build_curve("flop", [c.size for c in cases], found, source)
 
     def elementwise(self, dtype: Dtype, budget_s: float) -> Curve:
         """Measure eager kernels against bytes read and written: the mean of add, mul, silu and a cast, or a copy."""
-        counts = [4**i for i in range(4, 12 if self.quick else 13)]
-        bytes_per_element = ((6 + 6 + 4 + 6) if dtype == "bf16" else (12 + 12 + 8 + 8)) / 4
-        cases = [Case(n * bytes_per_element, self._elementwise_mix(dtype, n), 1 / 4) for n in counts]
+        cases = [self._elementwise_mix(dtype, 4**i) for i in range(4, 12 if self.quick else 13)]
         found = sample(cases, self.backend.time_s, budget_s)
         last = "cast to fp32" if dtype == "bf16" else "copy"
         source = f"eager elementwise kernels, mean of {dtype} add, mul, silu and {last}"
@@ -157,38 +177,51 @@ class ComputeProbe:
 
     def _linear_mix(self, dtype: Dtype, rows: int, hidden: int, correction: float = 1.0) -> Case:
         weights, saved = self._views(dtype, hidden, hidden), self._views(dtype, rows, hidden)
+        activations, gradients = (self._views(dtype, *shape, self.outputs) for shape in ((rows, hidden), (hidden,) * 2))
         recent = next(self._views(dtype, rows, hidden)).clone()
 
         def call() -> None:
             weight = next(weights)
-            functional.linear(recent, weight)  # forward
+            torch.mm(recent, weight.t(), out=next(activations))  # forward
             recent @ weight  # dgrad
-            recent.t() @ next(saved)  # wgrad
+            torch.mm(recent.t(), next(saved), out=next(gradients))  # wgrad
 
         return Case(2.0 * rows * hidden**2, call, correction / 3)
 
-    def _attention(self, dtype: Dtype, shape: tuple[int, int, int, int]) -> Call:
-        query, key, value = (self.pools[dtype][: int(np.prod(shape))].view(shape).clone() for _ in range(3))
-        return lambda: functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+    def _attention_calls(self, dtype: Dtype, shape: tuple[int, int, int, int]) -> tuple[Call, Call]:
+        """Return a forward and a backward of attention."""
+        query, key, value, gradient = (self.pools[dtype][: math.prod(shape)].view(shape).clone() for _ in range(4))
+        inputs = [x.requires_grad_() for x in (query, key, value)]
+
+        def forward() -> torch.Tensor:
+            return functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+        with torch.enable_grad():
+            output = forward()
+        return forward, lambda: torch.autograd.grad(output, inputs, gradient, retain_graph=True)
 
     def _norm(self, bits: Array, num_params: int, sum_of_squares: SumOfSquares) -> Call:
         slices = rotate(len(bits), num_params)
         return lambda: sum_of_squares(bits[next(slices)])
 
-    def _elementwise_mix(self, dtype: Dtype, num_elements: int) -> Call:
-        x, y = (self.pools[dtype][i * num_elements :][:num_elements] for i in range(2))
+    def _elementwise_mix(self, dtype: Dtype, num_elements: int) -> Case:
+        bytes_per_element = ((6 + 6 + 4 + 6) if dtype == "bf16" else (12 + 12 + 8 + 8)) / 4
+        saved, results = self._views(dtype, 1, num_elements), self._views(dtype, 1, num_elements, self.outputs)
+        copies = self._views("fp32", 1, num_elements, self.outputs)
+        recent = next(self._views(dtype, 1, num_elements)).clone()
 
         def call() -> None:
-            x + y
-            x * y
-            functional.silu(x)
-            x.to(torch.float32, copy=True)
+            torch.add(recent, next(saved), out=next(results))
+            torch.mul(recent, next(saved), out=next(results))
+            torch.ops.aten.silu.out(recent, out=next(results))
+            next(copies).copy_(recent)
 
-        return call
+        return Case(num_elements * bytes_per_element, call, 1 / 4)
 
-    def _views(self, dtype: Dtype, rows: int, columns: int) -> Iterator[torch.Tensor]:
+    def _views(self, dtype: Dtype, rows: int, columns: int, pool: torch.Tensor | None = None) -> Iterator[torch.Tensor]:
+        """Return matrices in the pool of a type, or in another pool, without end."""
         size = rows * columns
-        parts = torch.split(self.pools[dtype], size)
+        parts = torch.split(self.pools[dtype] if pool is None else pool.view(_DTYPES[dtype]), size)
         return itertools.cycle([part.view(rows, columns) for part in parts if len(part) == size])
 
 

@@ -52,6 +52,8 @@ _SHARES: Final[Mapping[Part, Mapping[str, float]]] = {
         "products in fp32": 2.5,
         "attention in bf16": 1.0,
         "attention in fp32": 1.0,
+        "backward of attention in bf16": 1.0,
+        "backward of attention in fp32": 1.0,
         "optimizer on the device": 2.0,
         "device memory": 1.0,
         "gradient norm": 1.0,
@@ -332,6 +334,10 @@ def _probe_device(compute: ComputeProbe, kernels: Kernels, memory: Quantity, ste
         attention={
             "bf16": compute.attention("bf16", steps.begin("attention in bf16")),
             "fp32": compute.attention("fp32", steps.begin("attention in fp32")),
+        },
+        attention_backward={
+            "bf16": compute.attention_backward("bf16", steps.begin("backward of attention in bf16")),
+            "fp32": compute.attention_backward("fp32", steps.begin("backward of attention in fp32")),
         },
         elementwise=elementwise,
         elementwise_fp32=elementwise_fp32,

@@ -60,7 +60,8 @@ class KernelCosts:
             case Gemm():
                 return self._price_product(kernel)
             case Attention():
-                curve, steps = device.attention if kernel.flash else device.gemm, kernel.num_steps
+                fused = (kernel.backward and device.attention_backward) or device.attention
+                curve, steps = fused if kernel.flash else device.gemm, kernel.num_steps
                 time_s = steps * self._rank.read_s(curve[self._dtype], kernel.flop / steps, "attention")
                 rows = kernel.batch * kernel.num_heads * kernel.seq_len * kernel.head_dim // steps
                 return time_s, float(4 * self._dtype_bytes * rows)

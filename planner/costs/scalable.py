@@ -36,7 +36,13 @@ def all_scalables(hardware: HardwareProfile) -> tuple[Scalable, ...]:
         Scalable("host-dram", "host DRAM", ("host.dram_bytes_per_s",)),
         Scalable("cpu-optimizer", "CPU optimizer", ("host.optimizer", "host.optimizer_process_params_per_s")),
         Scalable("device-gemm", "device products", ("device.gemm.bf16", "device.gemm.fp32")),
-        Scalable("device-attention", "device attention", ("device.attention.bf16", "device.attention.fp32")),
+        Scalable(
+            "device-attention",
+            "device attention",
+            tuple(
+                f"device.{name}.{dtype}" for name in ("attention", "attention_backward") for dtype in ("bf16", "fp32")
+            ),
+        ),
         Scalable("device-elementwise", "device elementwise", ("device.elementwise", "device.elementwise_fp32")),
         Scalable("device-optimizer", "device optimizer", ("device.optimizer",)),
         Scalable("issue", "host time per kernel", ("device.issue_s",)),

@@ -132,7 +132,8 @@ def _busy_s(timeline: Timeline, iteration: int) -> dict[str, float]:
 def _slowed(profile: HardwareProfile, dtype: str, slower: Mapping[str, float], source: str) -> HardwareProfile:
     """Return a profile on which the tasks of each class take longer by the factors in ``slower``."""
     elementwise = ("device.elementwise", "device.elementwise_fp32")
-    computing: tuple[str, ...] = (f"device.gemm.{dtype}", f"device.attention.{dtype}", *elementwise)
+    attention = (f"device.attention.{dtype}", f"device.attention_backward.{dtype}")
+    computing: tuple[str, ...] = (f"device.gemm.{dtype}", *attention, *elementwise)
     issues = "launching" if profile.device.kind == "gpu" else "computing"  # the class that includes launch times
     paths = {**_PRICED_BY, "computing": computing}
     paths[issues] = (*paths[issues], "device.issue_s")

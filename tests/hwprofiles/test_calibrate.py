@@ -62,6 +62,17 @@ def test_elementwise_kernels_are_measured_in_both_types(calibrated: Calibrated) 
         assert len(curve.points) >= 3  # how many more depends on how steady the machine is
 
 
+def test_backward_of_attention_is_measured_apart(calibrated: Calibrated) -> None:
+    forward, backward = calibrated.profile.device.attention, calibrated.profile.device.attention_backward
+    assert backward is not None
+    for dtype in ("fp32", "bf16"):
+        assert "the backward" in backward[dtype].provenance.source
+        assert "forward" in forward[dtype].provenance.source
+        assert backward[dtype].points[0].size == 2.5 * forward[dtype].points[0].size
+        # Five products where there were two, on the same sequences, however slow their kernels are.
+        assert backward[dtype].points[0].median_s > forward[dtype].points[0].median_s
+
+
 def provenances(model: BaseModel) -> Iterator[Provenance]:
     for value in dict(model).values():
         for item in value.values() if isinstance(value, dict) else [value]:

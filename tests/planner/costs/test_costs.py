@@ -1,5 +1,7 @@
 """Prices: calculated by hand on round numbers, monotone in sizes, and never more than a machine has."""
 
+import dataclasses
+
 import pytest
 from amount import examples
 from cases import MODELS, Case, cases, small_units
@@ -109,6 +111,20 @@ def test_kernels() -> None:
     assert model(machine(), precision=FP32).compute_s([gemm]) == pytest.approx(2 * cost.compute_s([gemm]))
     assert model(machine(rows_half=1000)).compute_s([gemm]) == pytest.approx(2 * cost.compute_s([gemm]))
     assert model(machine(rows_half=1000)).compute_s([elementwise]) == pytest.approx(2e-3)
+
+
+def test_backward_of_attention_has_a_rate_of_its_own_if_it_is_known() -> None:
+    forward = Attention(batch=2, num_heads=4, seq_len=128, head_dim=64)
+    backward, unfused = dataclasses.replace(forward, backward=True), dataclasses.replace(forward, flash=False)
+    slower = {"attention_backward": {"bf16": rate(2.5e13, "flop"), "fp32": rate(1e13, "flop")}}
+    known = machine().model_copy(update={"device": machine().device.model_copy(update=slower)})
+    assert model(machine()).compute_s([backward]) == pytest.approx(backward.flop / 1e14)
+    assert model(known).compute_s([backward]) == pytest.approx(backward.flop / 2.5e13)
+    assert model(known, precision=FP32).compute_s([backward]) == pytest.approx(backward.flop / 1e13)
+    for kernel in (forward, unfused, dataclasses.replace(unfused, backward=True)):
+        assert model(known).compute_s([kernel]) == pytest.approx(model(machine()).compute_s([kernel]))
+    (scalable,) = (s for s in scalables(known, "bf16", 1, uses_storage=False) if s.key == "device-attention")
+    assert model(scaled(known, scalable, 2.0)).compute_s([backward]) == pytest.approx(backward.flop / 5e13)
 
 
 def test_elementwise_kernels_have_the_rate_of_their_type_if_it_is_known() -> None:
