@@ -162,7 +162,9 @@ def models(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 def documented(model: type[BaseModel]) -> tuple[str, dict[str, str]]:
-    """Return what a docstring says of a class, and of each of its fields."""
+    """Return what a docstring says of a class, and of each of its fields, also of those that it inherits."""
+    base = model.__base__
+    inherited = documented(base)[1] if base and base is not BaseModel and issubclass(base, BaseModel) else {}
     text = inspect.getdoc(model) or ""
     intro, _, rest = text.partition("\nAttributes:\n")
     described: dict[str, str] = {}
@@ -177,7 +179,7 @@ def documented(model: type[BaseModel]) -> tuple[str, dict[str, str]]:
             names = []
     paragraphs = [" ".join(paragraph.split()) for paragraph in intro.split("\n\n")]
     shown = [paragraph for paragraph in paragraphs if not paragraph.startswith(("Raises:", "Args:", "Returns:"))]
-    return "\n\n".join(map(plain, shown)), described
+    return "\n\n".join(map(plain, shown)), inherited | described
 
 
 def spelled_type(field: FieldInfo) -> str:

@@ -5,8 +5,8 @@ from typing import Annotated
 
 from pydantic import Field
 
+from hwprofiles.quantity import Frozen
 from planner.choices.choice import Choice
-from planner.decisions import Frozen
 
 
 class Proof(Frozen):

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from pydantic import ConfigDict, Field
 
 from hwprofiles.profile import HardwareProfile
-from planner.decisions import Frozen
+from hwprofiles.quantity import Frozen
 from planner.schedule.tasks import Tier
 from planner.simulate.prediction import TierMemory
 

@@ -12,7 +12,8 @@ from typing import Annotated
 
 from pydantic import Field
 
-from planner.decisions import Decisions, Frozen, Precision
+from hwprofiles.quantity import Frozen
+from planner.decisions import Decisions, Precision
 from planner.graph import Batch
 from planner.models.captured import CapturedModel, Model
 from planner.models.config import ModelConfigError
@@ -74,7 +75,7 @@ class Asked(Frozen):
         tensor_parallel, pipeline_parallel, expert_parallel: degrees; 1 unless a global batch is wanted.
         expert_units: units into which a rank's experts of a layer are divided; by default units that are large enough
             to be worth moving.
-        storage: storage that may be used beside device and host; see :data:`planner.decisions.Storage`.
+        storage: storage that may be used beside device and host; see :data:`planner.terms.Storage`.
     """
 
     num_devices: Count = 1

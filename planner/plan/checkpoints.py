@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from planner.decisions import Frozen
+from hwprofiles.quantity import Frozen
 from planner.terms import DEFAULT_RESTART_S, LEAST_KEPT, Level
 
 Amount = Annotated[float, Field(gt=0)]

@@ -10,9 +10,10 @@ from pydantic import Field, ValidationError, model_validator
 from hwprofiles.complaints import complaint
 from hwprofiles.files import read_json, write_whole
 from hwprofiles.profile import HardwareProfile
+from hwprofiles.quantity import Frozen
 from planner.bounds.proof import Certificate
 from planner.choices.choice import Asked, batch_of
-from planner.decisions import Decisions, Frozen, Place
+from planner.decisions import Decisions, Place
 from planner.graph import Unit, build_graph, units
 from planner.lowering import lower
 from planner.models.captured import ModelField

@@ -98,7 +98,7 @@ class Request:
         tensor_parallel, pipeline_parallel, expert_parallel: how devices share the model.
         expert_units: units into which a rank's experts of a layer are divided.
         expert_load: shares of all visits that go to each expert; see :class:`planner.graph.Batch`.
-        storage: storage that may be used beside device and host; see :data:`planner.decisions.Storage`.
+        storage: storage that may be used beside device and host; see :data:`planner.terms.Storage`.
     """
 
     model: Model

@@ -2,8 +2,9 @@
 
 import dataclasses
 
+from hwprofiles.quantity import Frozen
 from planner.costs.model import CostModel, total_flop
-from planner.decisions import Decisions, Frozen
+from planner.decisions import Decisions
 from planner.graph import Unit
 from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import TIERS, MemoryClass, Tier

@@ -9,7 +9,7 @@ from pydantic import Field, ValidationError
 
 from hwprofiles.complaints import complaint
 from hwprofiles.files import read_json, write_whole
-from planner.decisions import Frozen
+from hwprofiles.quantity import Frozen
 from planner.plan.document import Plan
 from planner.schedule.tasks import MemoryClass, Tier
 from planner.schedule.timeline import Timeline

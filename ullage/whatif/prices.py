@@ -7,8 +7,7 @@ from pydantic import Field, ValidationError
 
 from hwprofiles.complaints import complaint
 from hwprofiles.files import read_json
-from hwprofiles.quantity import Provenance
-from planner.decisions import Frozen
+from hwprofiles.quantity import Frozen, Provenance
 
 HOURS_PER_MONTH: Final = 730.0
 """Of 365 days, as clouds bill them."""

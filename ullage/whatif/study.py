@@ -13,7 +13,7 @@ from pydantic import Field, ValidationError
 
 from hwprofiles.complaints import complaint
 from hwprofiles.files import read_json
-from planner.decisions import Frozen
+from hwprofiles.quantity import Frozen
 from planner.schedule.tasks import Lane, Tier
 from planner.terms import Level
 from ullage.whatif.prices import Prices

@@ -1,0 +1,21 @@
+"""What the planner chooses: per unit, and for the whole iteration."""
+
+from planner.decisions.decisions import FROZEN_ALIGNMENT_BYTES, Decisions, check_whole_matrices
+from planner.decisions.places import Activations, GradientPath, HostUpdate, Place, UnitDecision
+from planner.decisions.precision import BF16, FP32, Precision
+from planner.decisions.sharding import Sharding
+
+__all__ = [
+    "BF16",
+    "FP32",
+    "FROZEN_ALIGNMENT_BYTES",
+    "Activations",
+    "Decisions",
+    "GradientPath",
+    "HostUpdate",
+    "Place",
+    "Precision",
+    "Sharding",
+    "UnitDecision",
+    "check_whole_matrices",
+]

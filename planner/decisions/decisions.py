@@ -1,0 +1,304 @@
+"""Decisions: what the planner chooses, per unit and for the whole iteration."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from planner.decisions.places import GradientPath, HostUpdate, Place, UnitDecision
+from planner.decisions.precision import BF16, FP32
+from planner.decisions.sharding import Sharding
+from planner.graph import Unit
+from planner.habits import Habits
+from planner.optimizers import OPTIMIZERS, Optimizer
+
+
+class Decisions(Sharding):
+    """Everything that the planner chooses. With the model and the batch, it determines the schedule.
+
+    Attributes:
+        num_param_slots: slots in each ring for fetched or gathered parameters.
+        num_state_slots: slots for streamed optimizer state.
+        num_nvme_slots: host buffers for optimizer state from NVMe. With 1, reads, updates and writes take turns. With
+            2, one subgroup is read or written while another is updated. With 3, all overlap.
+        num_gradient_slots: units by which backward may run ahead of gradient copies to the host.
+        num_activation_slots: units by which forward may run ahead of offloads, and reloads ahead of backward.
+        spill_gradients: whether gradients wait on NVMe if their state is there.
+        pinned_reads: whether parameters from NVMe are read into pinned buffers, from which copies to the device are
+            fast.
+        update_order: the order of updates: by next forward, or as gradients arrive (always so if updates start during
+            backward).
+        reduce_start: when ranks reduce gradients that accumulate on the device: in ``backward``, each unit's as soon as
+            it is final, or all at the ``step``.
+        update_start: ``step``: when all gradients are there; ``backward``: each as soon as its own gradient is there.
+        overlap_next_forward: whether only a unit's own next forward waits for its update, not the whole next iteration.
+        host_update: how the host updates.
+        gradient_path: how gradients leave the device.
+        max_prefetch_params: a unit with more parameters is gathered only when it is reached, and the next backward
+            waits for the reduction of its gradient; ``None``: gathers run as far ahead as slots allow.
+        max_reuse_params: gathered parameters are released at once if more parameters than that are used before their
+            next use (DeepSpeed's reuse distance); ``None``: only when their slot is needed.
+        module_hooks: whether Python hooks around every module gather and release its parameters (DeepSpeed ZeRO-3).
+        loop: whether the script's own work between iterations (logging, data, waiting for the device) counts, as in
+            published times.
+        device_buffer_bytes: other device memory of an engine: its buckets and staging buffers.
+        clip: whether gradients are clipped by their global norm; every update then waits for the norm.
+        habits: what else another engine does; ``None`` for ours, and for engines that do nothing else.
+    """
+
+    num_param_slots: Annotated[int, Field(ge=1)] = 2
+    num_state_slots: Annotated[int, Field(ge=1)] = 2
+    num_nvme_slots: Annotated[int, Field(ge=1)] = 2
+    num_gradient_slots: Annotated[int, Field(ge=1)] = 2
+    num_activation_slots: Annotated[int, Field(ge=1)] = 2
+    spill_gradients: bool = False
+    pinned_reads: bool = True
+    update_order: Literal["forward", "backward"] = "forward"
+    reduce_start: Literal["step", "backward"] = "backward"
+    update_start: Literal["step", "backward"] = "step"
+    overlap_next_forward: bool = True
+    host_update: HostUpdate = HostUpdate.FUSED
+    gradient_path: GradientPath = GradientPath.ONCE
+    max_prefetch_params: Annotated[int, Field(ge=0)] | None = None
+    max_reuse_params: Annotated[int, Field(ge=0)] | None = None
+    module_hooks: bool = False
+    loop: bool = False
+    device_buffer_bytes: Annotated[int, Field(ge=0)] = 0
+    clip: bool = True
+    habits: Habits | None = None
+    units: dict[str, UnitDecision]
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.clip and self.update_start == "backward":
+            raise ValueError(
+                "clip needs the norm of all gradients, so no update can start during backward; "
+                "set update_start to 'step' or clip to false"
+            )
+        if self.reduce_start == "step" and self.update_start == "backward":
+            raise ValueError(
+                "no update can start during backward if gradients are added up at the step; set update_start to 'step' "
+                "or reduce_start to 'backward'"
+            )
+        if self.data_parallel % self.expert_parallel:
+            raise ValueError(
+                f"expert_parallel {self.expert_parallel} must divide data_parallel {self.data_parallel}, whose ranks "
+                "share the experts; change one of them"
+            )
+        if self.pipeline_parallel > 1:
+            _check_pipeline(self)
+        check_whole_matrices(self.optimizer, self.tensor_parallel)
+        for name, unit in self.units.items():
+            if unit.fetched and Place.GPU in unit.update:
+                raise ValueError(
+                    f"unit {name}: optimizer state on the gpu needs its parameters there too; "
+                    "set params to 'gpu' or update to 'cpu' or 'stream'"
+                )
+            if unit.params == "nvme" and set(unit.update) - {Place.NVME}:
+                raise ValueError(
+                    f"unit {name}: parameters on nvme are written back with their optimizer state; set update to "
+                    "'nvme' or params to 'host'"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _consistent_gradients(self) -> Self:
+        if self.precision.gradients:
+            _check_gradients(self)
+        if self.gradient_path is GradientPath.FSDP2:
+            _check_fsdp2(self)
+        if self.gradient_path is GradientPath.ON_DEVICE:
+            _check_on_device(self)
+        return self
+
+    @property
+    def executable(self) -> bool:
+        """Whether our executor can run them; other engines' extra copies and passes are only simulated."""
+        return (
+            self.gradient_path is GradientPath.ONCE
+            and self.host_update is HostUpdate.FUSED
+            and self.habits is None
+            and not (self.module_hooks or self.loop or self.device_buffer_bytes)
+            and self.max_prefetch_params is self.max_reuse_params is None
+            and self.reduce_start == "backward"
+            and self.pipeline_parallel == 1
+            and self.pinned_reads
+            and self.precision in {BF16, FP32}
+            and all(unit.activations != "offload-input" for unit in self.units.values())
+        )
+
+    @property
+    def unstreamed_weight_bytes_per_param(self) -> int:
+        """Bytes of state per parameter that streaming saves; a master copy that is the weight may be there already."""
+        return self.resident_weight_bytes_per_param if self.gradient_path is GradientPath.ON_DEVICE else 0
+
+    @property
+    def layer_by_layer(self) -> bool:
+        """Whether all micro-batches pass a segment before the next one begins; see :class:`planner.habits.Habits`."""
+        return self.habits is not None and self.habits.layer_by_layer
+
+    @property
+    def uses_storage(self) -> bool:
+        """Whether anything lives on NVMe, or activations leave the device."""
+        return any(u.params == "nvme" or u.offloads or Place.NVME in u.update for u in self.units.values())
+
+    @property
+    def num_state_versions(self) -> Literal[1, 2]:
+        """Versions of state and weights on NVMe: our engine writes beside the old version, others in place.
+
+        Decisions with extra copies or passes, or with unpinned reads, are those of other engines.
+        """
+        ours = self.gradient_path is GradientPath.ONCE and self.host_update is HostUpdate.FUSED and self.pinned_reads
+        return 2 if ours else 1
+
+    @property
+    def spilled_bytes_per_param(self) -> int:
+        """Bytes per parameter of a gradient on NVMe: in the weights' type, or in fp32 if it is converted first."""
+        if self.gradient_path.is_one_copy:
+            return self.flushed_bytes_per_param
+        return 4
+
+    @property
+    def master_is_fetched(self) -> bool:
+        """Whether fetched weights are the master copy: FSDP2 casts it on the device."""
+        return self.precision.master_is_weight or self.gradient_path is GradientPath.FSDP2
+
+    @property
+    def fetched_bytes_per_param(self) -> int:
+        """Bytes per parameter of a fetch from the host."""
+        fsdp2 = self.gradient_path is GradientPath.FSDP2
+        return self.precision.master_bytes if fsdp2 else self.precision.weight_bytes
+
+    @property
+    def flushed_bytes_per_param(self) -> int:
+        """Bytes per parameter of a gradient that is copied to the host once: FSDP2 has the type of the master copy."""
+        return self.fetched_bytes_per_param
+
+    def stored_weight_bytes(self, unit: str) -> int:
+        """Return the bytes per parameter of a unit's weights on NVMe: 0 if the fp32 master copy is the weight."""
+        apart = self.units[unit].params == "nvme" and not self.precision.master_is_weight
+        return self.precision.weight_bytes if apart else 0
+
+    def gathers(self, unit: Unit) -> bool:
+        """Return whether a unit's parameters are sharded over ranks (ZeRO-3) and gathered for every use."""
+        return self.zero_stage == 3 and self.replicas(unit) > 1 and not self.layer_by_layer
+
+    def gathers_ahead(self, num_params: int) -> bool:
+        """Return whether collectives of a unit with ``num_params`` parameters overlap with computing."""
+        return self.max_prefetch_params is None or num_params <= self.max_prefetch_params
+
+    def flushes(self, unit: str, place: Place) -> bool:
+        """Return whether gradients of a unit's subgroups with this update place go to the host."""
+        if place is Place.STREAM:
+            return self.units[unit].streamed_gradients == "host"
+        return place in {Place.CPU, Place.NVME}
+
+    def serves(self, unit: str, place: Place) -> bool:
+        """Return whether the host keeps weights for the device, of a unit's subgroups with this update place.
+
+        It keeps weights that it updates and weights that are fetched. If the fp32 master copy is the weight, no extra
+        copy is needed.
+        """
+        params = self.units[unit].params
+        if params == "nvme" or (self.master_is_fetched and place is not Place.NVME):
+            return False
+        return params == "host" or place in {Place.CPU, Place.NVME}
+
+    def arrives_in_place(self, unit: str, place: Place) -> bool:
+        """Return whether gradients of a unit's subgroups with this update place overwrite the host's weights.
+
+        [Note: In place] The device has the weights, and the update that uses the gradient makes new ones. So nobody
+        needs the host's weights between their last copy to the device and that update: 2 bytes per parameter. The
+        master copy is untouched, so nothing is lost. Weights that are fetched again for a later micro-batch are not
+        overwritten, and gradients that wait elsewhere do not overwrite any.
+        """
+        often = self.num_micro_batches > 1 and self.units[unit].fetched
+        spilled = place is Place.NVME and self.spill_gradients
+        once = self.gradient_path is GradientPath.ONCE and not (often or spilled)
+        return once and self.flushes(unit, place) and self.serves(unit, place)
+
+    def weights_pass(self, unit: str) -> bool:
+        """Return whether streamed state of a unit travels with its gradients, or with its new weights."""
+        weights_go = self.units[unit].fetched and not self.precision.master_is_weight
+        gradients_come = self.flushes(unit, Place.STREAM) and self.gradient_path is not GradientPath.ON_DEVICE
+        return gradients_come or weights_go
+
+    def frozen_shard_bytes(self, unit: Unit) -> int:
+        """Return the bytes of a unit's frozen weights that one rank keeps: all, or in ZeRO-3 a padded shard."""
+        num_bytes = unit.frozen_bytes(self.precision.weight_bytes)
+        if not num_bytes or not self.gathers(unit):
+            return num_bytes
+        return -(-num_bytes // (self.replicas(unit) * FROZEN_ALIGNMENT_BYTES)) * FROZEN_ALIGNMENT_BYTES
+
+    def frozen_padded_bytes(self, unit: Unit) -> int:
+        """Return the bytes of a unit's frozen weights, padded to equal shards."""
+        return self.frozen_shard_bytes(unit) * (self.replicas(unit) if self.gathers(unit) else 1)
+
+    def placed_pieces(self, unit: Unit) -> tuple[tuple[int, Place], ...]:
+        """Return size and place of each of a unit's subgroups on one rank, in order."""
+        return tuple(zip(self.piece_params(unit), self.units[unit.name].update, strict=True))
+
+
+def _check_on_device(decisions: Decisions) -> None:
+    if decisions.data_parallel > 1:
+        raise ValueError(
+            f"data_parallel is {decisions.data_parallel}, but gradient_path 'on-device' has one rank; set it to 1"
+        )
+    for name, unit in decisions.units.items():
+        if places := set(unit.update) & {Place.CPU, Place.NVME}:
+            raise ValueError(
+                f"unit {name}: gradient_path 'on-device' needs updates on the device, but there is one on "
+                f"{str(min(places))!r}; choose 'gpu' or 'stream'"
+            )
+
+
+def _check_fsdp2(decisions: Decisions) -> None:
+    for name, unit in decisions.units.items():
+        if set(unit.update) - {Place.CPU} or (unit.update and unit.params != "host"):
+            raise ValueError(
+                f"unit {name}: gradient_path 'fsdp2' offloads everything; set its params to 'host' and update to 'cpu'"
+            )
+
+
+def _check_gradients(decisions: Decisions) -> None:
+    for name, unit in decisions.units.items():
+        if places := set(unit.update) - {Place.GPU}:
+            raise ValueError(
+                f"unit {name}: gradients in {decisions.precision.gradients} stay on the device, but an update is on "
+                f"{str(min(places))!r}; choose 'gpu'"
+            )
+
+
+def _check_pipeline(decisions: Decisions) -> None:
+    if decisions.reduce_start != "step":
+        raise ValueError(
+            f"pipeline_parallel {decisions.pipeline_parallel} needs reduce_start 'step': the outer stages add up a "
+            "tied embedding's gradient first; set it"
+        )
+    if decisions.zero_stage > 1:
+        raise ValueError(
+            f"zero_stage {decisions.zero_stage} with pipeline_parallel {decisions.pipeline_parallel}: every "
+            "micro-batch would send its gradients again; set zero_stage to 0 or 1"
+        )
+    for name, unit in decisions.units.items():
+        if unit.params != "gpu" or set(unit.update) - {Place.GPU}:
+            raise ValueError(
+                f"unit {name}: pipeline_parallel {decisions.pipeline_parallel} keeps everything on the devices; set "
+                "params and update to 'gpu'"
+            )
+
+
+def check_whole_matrices(optimizer: Optimizer, tensor_parallel: int | None) -> None:
+    """Check that ranks have whole matrices, if the optimizer needs them.
+
+    Raises:
+        ValueError: they share them.
+    """
+    if tensor_parallel and tensor_parallel > 1 and OPTIMIZERS[optimizer].others:
+        raise ValueError(
+            f"tensor_parallel is {tensor_parallel}, but {OPTIMIZERS[optimizer].words} works on whole matrices; set it "
+            "to 1, or choose another optimizer"
+        )
+
+
+FROZEN_ALIGNMENT_BYTES = 16
+"""Shards of frozen weights begin at a multiple of it, so that values of every type do."""

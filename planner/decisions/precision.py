@@ -1,0 +1,73 @@
+"""Types of weights, gradients and optimizer state."""
+
+from typing import Literal, Self
+
+from pydantic import model_validator
+
+from hwprofiles.quantity import Frozen
+from planner.optimizers import OPTIMIZERS, Optimizer
+
+# Over gradients in buffers: read for the check and for the norm, read and written to scale, written to clear.
+_GRADIENT_PASSES = 5
+
+
+class Precision(Frozen):
+    """Types of weights, gradients and optimizer state.
+
+    Attributes:
+        weights: the type of weights and activations.
+        state: the type of optimizer state; ``None`` is fp32, the only one that our executor has.
+        gradients: the type in which gradients are summed over micro-batches and ranks; ``None`` is that of weights, the
+            only one that our executor has.
+        master: the type of the master copy; ``None`` is that of the rest of the state, the only one that our executor
+            has. A master copy in bf16 is the weight itself.
+    """
+
+    weights: Literal["bf16", "fp32"]
+    state: Literal["bf16"] | None = None
+    gradients: Literal["fp32"] | None = None
+    master: Literal["bf16"] | None = None
+
+    @model_validator(mode="after")
+    def _state_fits(self) -> Self:
+        for name, found in (("state", self.state), ("master", self.master)):
+            if found and self.weights != found:
+                raise ValueError(f"{name} {found} needs weights of the same type, not {self.weights}; change one")
+        return self
+
+    @property
+    def weight_bytes(self) -> Literal[2, 4]:
+        """Bytes of one weight."""
+        return 2 if self.weights == "bf16" else 4
+
+    @property
+    def gradient_bytes(self) -> Literal[2, 4]:
+        """Bytes of one gradient."""
+        return 4 if self.gradients else self.weight_bytes
+
+    @property
+    def master_bytes(self) -> Literal[2, 4]:
+        """Bytes of one value of the master copy."""
+        return 2 if self.state or self.master else 4
+
+    @property
+    def master_is_weight(self) -> bool:
+        """Whether the optimizer's master copy is the weight itself, if both are in one place."""
+        return self.weights == (self.state or self.master or "fp32")
+
+    def state_bytes_per_param(self, optimizer: Optimizer) -> int:
+        """Return the bytes of optimizer state per parameter, the master copy included."""
+        return self.master_bytes + (2 if self.state else 4) * OPTIMIZERS[optimizer].num_buffers
+
+    def update_bytes_per_param(self, optimizer: Optimizer) -> int:
+        """Return the bytes that an update moves: gradient and state in, state and (if it is apart) weight out.
+
+        Where gradients have a type of their own, they have buffers, which are checked, clipped and cleared in passes
+        of their own (Megatron-Core's ``param_and_grad_buffer.py`` and ``clip_grads.py``).
+        """
+        apart = 0 if self.master_is_weight else self.weight_bytes
+        passes = _GRADIENT_PASSES * self.gradient_bytes if self.gradients else 0
+        return self.gradient_bytes + 2 * self.state_bytes_per_param(optimizer) + apart + passes
+
+
+BF16, FP32 = Precision(weights="bf16"), Precision(weights="fp32")
