@@ -232,16 +232,6 @@ class Unit:
         return len({spec.name.rpartition(".")[0] for spec in (*self.parameters, *self.frozen)})
 
     @functools.cached_property
-    def forward_flop(self) -> int:
-        """FLOP of the forward."""
-        return sum(operator.forward_flop for operator in self.operators)
-
-    @functools.cached_property
-    def backward_flop(self) -> int:
-        """FLOP of the backward, without recomputation."""
-        return sum(operator.backward_flop for operator in self.operators)
-
-    @functools.cached_property
     def activation_output_bytes(self) -> int:
         """Bytes of its output, the hidden state: the input that a recomputed segment after it must keep."""
         hidden = [operator for operator in self.operators if operator.kind not in {"rotary", "router", "dispatch"}]

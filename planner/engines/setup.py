@@ -8,6 +8,7 @@ from typing import Any
 
 from planner.decisions import BF16, Decisions, Precision
 from planner.graph import Degrees, Unit
+from planner.models.kernels import flop
 from planner.optimizers import Optimizer
 from planner.subgroups import UnitLayout, unit_layout
 from planner.terms import Storage
@@ -136,7 +137,7 @@ class Setup:
         return tuple(
             unit
             for _, group in groups
-            for unit in sorted(group, key=lambda u: -u.forward_flop * (".experts." in u.name))
+            for unit in sorted(group, key=lambda u: -flop(u.forward) * (".experts." in u.name))
         )
 
     def replicas(self, unit: Unit) -> int:

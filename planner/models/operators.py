@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Literal
 
-from planner.models.kernels import Kernels, flop
+from planner.models.kernels import Kernels
 from planner.models.parameters import ParameterSpec
 from planner.models.patterns import Pattern
 
@@ -123,16 +123,6 @@ class Operator:
     def parameter_names(self) -> tuple[str, ...]:
         """Names of its own parameters, in order of use, and of those that it shares."""
         return (*(spec.name for spec in self.parameters), *self.shared_parameters)
-
-    @property
-    def forward_flop(self) -> int:
-        """FLOP of the forward."""
-        return flop(self.forward)
-
-    @property
-    def backward_flop(self) -> int:
-        """FLOP of the backward."""
-        return flop(self.backward)
 
 
 class Graph:

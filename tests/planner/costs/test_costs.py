@@ -19,7 +19,7 @@ from planner.engines.catalogue import POLICIES, can_run
 from planner.engines.setup import Setup
 from planner.graph import Attention, Elementwise, Gemm
 from planner.lowering import lower
-from planner.models.kernels import Collective, num_kernels
+from planner.models.kernels import Collective, flop, num_kernels
 from planner.schedule.tasks import Lane, Op, Phase, Task
 
 UNITS = small_units("demo-llama", num_layers=1)
@@ -310,7 +310,7 @@ def test_total_flop_counts_no_recomputation() -> None:
     keep, recompute = POLICIES["gpu-only"](setup)
     assert total_flop(UNITS, keep) == total_flop(UNITS, recompute)
     assert total_flop(UNITS, keep.model_copy(update={"pipeline_parallel": 2})) == total_flop(UNITS, keep) / 2
-    assert total_flop(UNITS, keep) == 3 * sum(unit.forward_flop + unit.backward_flop for unit in UNITS)
+    assert total_flop(UNITS, keep) == 3 * sum(flop(unit.forward) + flop(unit.backward) for unit in UNITS)
 
 
 @settings(max_examples=examples(100), deadline=None)

@@ -44,8 +44,8 @@ def divided(model_units: tuple[Unit, ...]) -> dict[str, tuple[int, int, int]]:
     """Return FLOP forward and backward, and weights, of operators that tensor parallelism divides."""
     return {
         operator.name: (
-            operator.forward_flop,
-            operator.backward_flop,
+            flop(operator.forward),
+            flop(operator.backward),
             # Biases of row-parallel products and their norms are not divided.
             sum(spec.num_params for spec in operator.parameters if len(spec.shape) > 1),
         )

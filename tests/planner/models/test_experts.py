@@ -37,8 +37,8 @@ def totals(found: tuple[Unit, ...]) -> tuple[int, ...]:
     return (
         sum(unit.num_params for unit in found),
         sum(unit.saved_bytes for unit in found),
-        sum(unit.forward_flop for unit in found),
-        sum(unit.backward_flop for unit in found),
+        sum(flop(unit.forward) for unit in found),
+        sum(flop(unit.backward) for unit in found),
         sum(flop(unit.recompute) for unit in found),
     )
 
@@ -65,7 +65,7 @@ def test_ranks_share_experts(ranks: int) -> None:
     experts = [[u for u in found if ".experts" in u.name] for found in (whole, part)]
     assert sum(u.num_params for u in experts[0]) == ranks * sum(u.num_params for u in experts[1])
     # Tokens of all ranks visit a rank's experts: if none is visited more than another, it computes as much as before.
-    assert sum(u.forward_flop for u in experts[0]) == sum(u.forward_flop for u in experts[1])
+    assert sum(flop(u.forward) for u in experts[0]) == sum(flop(u.forward) for u in experts[1])
     assert [u.num_params for u in whole if u not in experts[0]] == [u.num_params for u in part if u not in experts[1]]
     visit_bytes = 2 * 64 * TINY.experts_per_token * TINY.hidden_size * 2
     for direction in ("forward", "backward"):
@@ -109,7 +109,7 @@ def test_visits_in_proportion_to_shares(row: list[float], total: int) -> None:
 def test_the_busiest_rank_stands_for_all() -> None:
     load = (expert_rules.zipf(8, 1.0),)
     even, uneven = share(expert_parallel=4, expert_units=8), share(expert_parallel=4, expert_units=8, expert_load=load)
-    assert sum(u.forward_flop for u in uneven) > 1.5 * sum(u.forward_flop for u in even)
+    assert sum(flop(u.forward) for u in uneven) > 1.5 * sum(flop(u.forward) for u in even)
     # The busiest of 4 ranks has the two most visited experts of 8.
     assert sum(load[0][:2]) == pytest.approx((1 + 1 / 2) / sum(1 / i for i in range(1, 9)))
     batch = Batch(2, 64, expert_parallel=4, expert_load=load)

@@ -24,6 +24,7 @@ from planner.models import (
     resolve_model,
     to_hf_config_dict,
 )
+from planner.models.kernels import flop
 from planner.models.parameters import layer_path
 
 aten = torch.ops.aten
@@ -177,23 +178,23 @@ def test_flop_equals_the_flop_counter(name: str, batch: Batch) -> None:
     counter = FlopCounterMode(display=False, custom_mapping=mapping)
     with counter:
         loss = model(input_ids=ids, labels=ids).loss
-    for function, flop in counter.get_flop_counts()["Global"].items():
-        counted[function in fused] += flop
+    for function, count in counter.get_flop_counts()["Global"].items():
+        counted[function in fused] += count
     result = units(build_graph(config, batch))
     forward = tuple(kernel for unit in result for kernel in unit.forward)
     assert gemm_flop(forward) == counted[False]
     # The counter does not know that a causal kernel skips half.
     assert sum(kernel.flop for kernel in forward if isinstance(kernel, Attention)) * 2 == counted[True]
-    assert sum(unit.forward_flop for unit in result) == counted[False] + counted[True] // 2
+    assert sum(flop(unit.forward) for unit in result) == counted[False] + counted[True] // 2
 
     counter = FlopCounterMode(display=False, custom_mapping=mapping)
     with counter:
         loss.backward()
     backward = tuple(kernel for unit in result for kernel in unit.backward)
     counts = counter.get_flop_counts()["Global"]
-    assert gemm_flop(backward) == sum(flop for function, flop in counts.items() if function not in fused)
+    assert gemm_flop(backward) == sum(count for function, count in counts.items() if function not in fused)
     assert sum(kernel.flop for kernel in backward if isinstance(kernel, Attention)) * 2 == sum(
-        flop for function, flop in counts.items() if function in fused
+        count for function, count in counts.items() if function in fused
     )
 
 
@@ -334,8 +335,8 @@ def test_graph_of_every_preset(name: str) -> None:
     hidden_bytes = 1024 * config.hidden_size * 2
     assert {unit.activation_output_bytes for unit in result[:-1]} == {hidden_bytes}
     # A matrix product costs 2 FLOP per parameter and token, but for experts that are not chosen and look-ups.
-    backward = sum(unit.backward_flop for unit in result)
-    forward = sum(unit.forward_flop for unit in result)
+    backward = sum(flop(unit.backward) for unit in result)
+    forward = sum(flop(unit.forward) for unit in result)
     assert 2 < backward / forward < 2.5
     for operator in graph.operators.values():
         assert (operator.pattern is Pattern.SHARD) <= (not operator.parameters)
@@ -356,8 +357,8 @@ def test_layers_scale_with_the_micro_batch(micro_batch: int, seq_len: int, e: An
     many = units(build_graph(config, Batch(micro_batch, seq_len, e, flash)))[1:-1]
     for a, b in zip(one, many, strict=True):
         assert b.saved_bytes == micro_batch * a.saved_bytes
-        assert b.forward_flop == micro_batch * a.forward_flop
-        assert b.backward_flop == micro_batch * a.backward_flop
+        assert flop(b.forward) == micro_batch * flop(a.forward)
+        assert flop(b.backward) == micro_batch * flop(a.backward)
         assert elementwise_bytes(b.forward) == micro_batch * elementwise_bytes(a.forward)
         assert elementwise_bytes(b.backward) == micro_batch * elementwise_bytes(a.backward)
 
