@@ -144,10 +144,15 @@ class CostModel:
         return self._storage(task) if task.lane in _STORAGE_READS | _STORAGE_WRITES else self._copy(task)
 
     def _launch(self, task: Work) -> Price:
-        """Price the host's own time: the script's work, an exchange between stages, or kernels, hooks and tensors."""
+        """Price the host's own time: the script's work, an exchange between stages, or kernels, hooks and tensors.
+
+        Where the host is the device, it also computes the norm of gradients that stay there.
+        """
         device = self.profile.device
         host_s = device.issue_s.value * task.num_kernels + _seconds(device.hook_s) * task.num_modules
         host_s += _seconds(device.step_s) * task.num_tensors
+        if task.num_params and device.gradient_norm is not None:
+            host_s += self._rank.read_s(device.gradient_norm, task.num_params, "gradient norm")
         of_its_own = {Op.LOOP: device.loop_s, Op.RECEIVE: device.exchange_s}
         return Price(_seconds(of_its_own[task.op]) if task.op in of_its_own else host_s, 0.0)
 

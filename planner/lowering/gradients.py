@@ -10,6 +10,8 @@ Engines that stream layers add up on the device too, in the products of backward
 after the last micro-batch they leave it there for the update. Backward then runs a few units ahead of updates.
 """
 
+from collections import Counter
+
 from planner.decisions import GradientPath
 from planner.lowering.pipeline import exchange_tied
 from planner.lowering.program import Draft, LoweredUnit, Program
@@ -49,6 +51,11 @@ def gradients(program: Program) -> None:
     if program.clip:
         # The norm is of gradients summed over ranks and micro-batches. Those of host updates are on the host.
         program.clip.after += tuple(summed(program, unit).key for unit in program.units if unit.num_params)
+        # Of those that stay on the device, it is computed then.
+        staying = Counter[int]()
+        for unit in program.units:
+            staying[unit.stage] += sum(count for count, _ in unit.amounts.pieces) - unit.amounts.flushed_params
+        program.clip.num_params = max(staying.values())
 
 
 def gradient_ready(program: Program, unit: LoweredUnit) -> Draft:

@@ -100,6 +100,13 @@ def test_where_the_cpu_is_the_device_it_uses_cores_and_dram() -> None:
     assert used.keys() == {Resource.CORES, Resource.DRAM}
 
 
+def test_where_the_cpu_is_the_device_it_computes_the_norm_of_gradients_that_stay() -> None:
+    norm = {"device": machine(kind="host").device.model_copy(update={"gradient_norm": rate(1e9, "params")})}
+    clip = task(Lane.LAUNCH, Op.CLIP, num_params=10**8)
+    check(model(machine(kind="host").model_copy(update=norm)).price(clip), 0.0, latency_s=0.1)
+    check(model(machine()).price(clip), 0.0)  # on a GPU it is lost in the rate of its memory
+
+
 def test_kernels() -> None:
     gemm = Gemm(m=1000, n=2000, k=500, count=3)
     attention = Attention(batch=2, num_heads=4, seq_len=128, head_dim=64, causal=True, flash=True, backward=False)

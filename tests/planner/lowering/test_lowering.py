@@ -238,6 +238,8 @@ def test_bytes_are_those_that_decisions_imply(case: Case) -> None:
     assert sum(params.values()) == total
     assert updated[Lane.CPU] == params[Place.CPU] + params[Place.NVME]
     assert updated[Lane.GPU_UPDATE] == params[Place.GPU] + params[Place.STREAM]
+    staying = params[Place.GPU] + params[Place.STREAM] - come_back
+    assert updated[Lane.LAUNCH] == (staying if decisions.clip else 0), "whose norm is computed at the clip"
     once, fsdp2 = decisions.gradient_path.is_one_copy, decisions.gradient_path is GradientPath.FSDP2
     leaving += come_back
     master = 2 if decisions.precision.state else 4
