@@ -49,13 +49,17 @@ def gradients(program: Program) -> None:
     if decisions.reduce_start == "step":
         _reduce_at_step(program)
     if program.clip:
-        # The norm is of gradients summed over ranks and micro-batches. Those of host updates are on the host.
-        program.clip.after += tuple(summed(program, unit).key for unit in program.units if unit.num_params)
-        # Of those that stay on the device, it is computed then.
-        staying = Counter[int]()
-        for unit in program.units:
-            staying[unit.stage] += sum(count for count, _ in unit.amounts.pieces) - unit.amounts.flushed_params
-        program.clip.num_params = max(staying.values())
+        _clip(program, program.clip)
+
+
+def _clip(program: Program, clip: Draft) -> None:
+    # The norm is of gradients summed over ranks and micro-batches. Those of host updates are on the host.
+    clip.after += tuple(summed(program, unit).key for unit in program.units if unit.num_params)
+    # Of those that stay on the device, it is computed then.
+    staying = Counter[int]()
+    for unit in program.units:
+        staying[unit.stage] += sum(count for count, _ in unit.amounts.pieces) - unit.amounts.flushed_params
+    clip.num_params = max(staying.values())
 
 
 def gradient_ready(program: Program, unit: LoweredUnit) -> Draft:

@@ -214,6 +214,19 @@ def test_the_callers_tasks_come_in_the_order_of_training(case: Case) -> None:
 
 @settings(SLOW, max_examples=examples(100))
 @given(cases())
+def test_the_clip_computes_the_norm_of_gradients_that_stay_on_the_device(case: Case) -> None:
+    decisions, staying = case.decisions, 0
+    for unit in case.units:
+        decided = decisions.units[unit.name]
+        stay = {Place.GPU, Place.STREAM} - ({Place.STREAM} if decided.streamed_gradients == "host" else set())
+        pairs = zip(decisions.subgroups(unit), decided.update, strict=True)
+        staying += sum(subgroup.num_params for subgroup, place in pairs if place in stay)
+    found = [task.num_params for task in case.schedule.tasks if task.op is Op.CLIP]
+    assert found == ([staying] if decisions.clip else [])
+
+
+@settings(SLOW, max_examples=examples(100))
+@given(cases())
 def test_bytes_are_those_that_decisions_imply(case: Case) -> None:
     decisions, moved, updated = case.decisions, Counter(), Counter()
     for task in case.schedule.tasks:
@@ -238,8 +251,6 @@ def test_bytes_are_those_that_decisions_imply(case: Case) -> None:
     assert sum(params.values()) == total
     assert updated[Lane.CPU] == params[Place.CPU] + params[Place.NVME]
     assert updated[Lane.GPU_UPDATE] == params[Place.GPU] + params[Place.STREAM]
-    staying = params[Place.GPU] + params[Place.STREAM] - come_back
-    assert updated[Lane.LAUNCH] == (staying if decisions.clip else 0), "whose norm is computed at the clip"
     once, fsdp2 = decisions.gradient_path.is_one_copy, decisions.gradient_path is GradientPath.FSDP2
     leaving += come_back
     master = 2 if decisions.precision.state else 4
