@@ -75,6 +75,11 @@ class OffloadedGradient(torch.Tensor):
                 for gradient in own:
                     gradient.owner.scale_gradient(gradient.name_of_parameter, factor)
                 return None if several else own[0]
+        if "_amp_" in operation:
+            raise GradientError(
+                "GradScaler unscales gradients, which have left the device; leave it out: gradients in bf16 and fp32 "
+                "need no loss scaling"
+            )
         raise GradientError(
             f"{operation} on the gradient of {_first_name(args)}: it has left the device and awaits its update; only "
             "its 2-norm (torch.nn.utils.clip_grad_norm_) and scaling in place by a number (mul_, div_) are possible; "

@@ -158,6 +158,7 @@ class Progress:
             return f"{error}. {rule}"
         if expected is not None and expected.op is not Op.CLIP:
             return f"{found} {expected.name}. {rule}. {LEFT_HALF_WAY}"
+        more = "if the loop accumulates more micro-batches than that, plan for them (num_micro_batches, --accumulate)"
         if self._skips:
             skip = "to leave this update out (a norm that is no number, say), optimizer.zero_grad(); optimizer.step()"
         else:
@@ -165,7 +166,7 @@ class Progress:
         why = "all backward of the iteration has been there"
         if self._ended_after:
             why = f"reading or scaling gradients ended the iteration after micro-batch {self._ended_after}"
-        return f"{found} optimizer.step(), since {why}; {skip}. {rule}"
+        return f"{found} optimizer.step(), since {why}; {more}; {skip}. {rule}"
 
     def _skip_to(self, op: Op, unit: str) -> None:
         """Skip units that backward never reaches, because nothing in or before them needs a gradient."""

@@ -64,12 +64,22 @@ def check_kinds(model: object, optimizer: object) -> None:
     """Check that a model and an optimizer are what their names say.
 
     Raises:
-        TypeError: one is not.
+        TypeError: one is not, or ``torch.compile`` has wrapped the model, which hides its modules.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"the model is {type(model).__name__}; give a torch.nn.Module")
+    if (name := next((name for name, module in model.named_modules() if _is_compiled(module)), None)) is not None:
+        raise TypeError(
+            f"{f'module {name}' if name else 'the model'} is compiled by torch.compile, which hides what it computes from the plan; give it before it is "
+            "compiled, and compile_blocks=True to compile its blocks under the plan"
+        )
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"the optimizer is {type(optimizer).__name__}; give one of torch.optim over model.parameters()")
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Return whether ``module.compile()`` was called, or this is what ``torch.compile(module)`` returns."""
+    return module._compiled_call_impl is not None or "_orig_mod" in module._modules
 
 
 def bind_guards(model: nn.Module, dtype: torch.dtype, device: torch.device) -> list[Callable[[], None]]:

@@ -344,7 +344,7 @@ def _refusing(name: str, model: nn.Module | None = None) -> Iterator[None]:
         inside.pop()
 
     handles = []
-    for path, module in model.named_modules() if model else ():
+    for path, module in model.named_modules() if model is not None else ():
         handles += [module.register_forward_pre_hook(entered(path)), module.register_forward_hook(left)]
     try:
         with warnings.catch_warnings(), mock.patch.object(_FAKE_LOG, "disabled", new=True):

@@ -214,6 +214,40 @@ def test_what_cannot_be_is_one_line_and_leaves_the_model_alone(model, batch, opt
         model(*BATCH).backward()
 
 
+@pytest.mark.parametrize("part", ["", "inner"])
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_model_compiled_before_it_is_planned_is_refused(part: str, in_place: bool) -> None:
+    net: torch.nn.Module = Net()
+    if in_place:
+        net.get_submodule(part).compile()
+    elif part:
+        net.inner = torch.compile(net.inner)
+    else:
+        net = torch.compile(net)
+    what = "module inner" if part else "the model"
+    with pytest.raises(TypeError, match=f"^{what} is compiled by torch.compile, .* compile_blocks=True"):
+        ullage.prepare(net, torch.optim.AdamW(net.parameters()), BATCH)
+
+
+def test_more_micro_batches_than_planned_are_refused_with_how_to_plan_them(home: Path) -> None:
+    net = Net()
+    net, optimizer = ullage.prepare(net, torch.optim.AdamW(net.parameters()), BATCH)
+    with optimizer.session:
+        net(*BATCH).backward()
+        with pytest.raises(ullage.OutOfOrderError, match=r"if the loop accumulates more .*\(num_micro_batches, --acc"):
+            net(*BATCH)
+
+
+def test_a_grad_scaler_is_refused_by_name(home: Path) -> None:
+    net = Net()
+    net, optimizer = ullage.prepare(net, torch.optim.AdamW(net.parameters()), BATCH)
+    scaler = torch.amp.GradScaler("cpu")
+    with optimizer.session:
+        scaler.scale(net(*BATCH)).backward()
+        with pytest.raises(ullage.GradientError, match=r"^GradScaler unscales .* leave it out"):
+            scaler.step(optimizer)
+
+
 def test_an_unknown_optimizer_is_named() -> None:
     net = Net()
     with pytest.raises(ValueError, match=r"the optimizer is RMSprop, but only torch.optim.AdamW, .*; use one of them"):
