@@ -47,6 +47,10 @@ def offloaded(trainer_class: type[_Trainer], **options: Unpack[Options]) -> type
     ``ullage_predicted_s``; not that of steps on other batches than planned. ``trainer.plan`` is the plan.
     ``trainer.close()`` gives the model back as an ordinary one; until then it can be evaluated and saved.
 
+    Of several processes, which ``torchrun`` starts, each trains on its part of every batch, as the trainer divides it.
+    All of them train, evaluate, save and close together; rank 0 writes. Gradients are averaged over ranks, of a loss
+    that the trainer divides by the target tokens of all of them (``average_tokens_across_devices``, its default).
+
     Args:
         trainer_class: ``transformers.Trainer``, ``trl.SFTTrainer`` or another one.
         options: see :class:`Options`.
@@ -90,11 +94,6 @@ class _Offloaded(transformers.Trainer):
         for name, remedy in _REFUSED.items():
             if getattr(args, name, None):
                 raise PlanError(f"TrainingArguments has {name}={getattr(args, name)!r}, which no plan has; {remedy}")
-        if args.parallel_mode is transformers.training_args.ParallelMode.DISTRIBUTED:
-            raise PlanError(
-                f"{args.world_size} processes were started, and the trainer would copy the model to each; start one, "
-                "or use ullage.prepare in a loop of your own, which takes several"
-            )
         args._n_gpu = min(args.n_gpu, 1)  # no copies of the model on further GPUs
         self._precision = {"precision": "bf16"} if args.bf16 else {}
         args.bf16, args.mixed_precision = False, "no"
@@ -127,8 +126,28 @@ class _Offloaded(transformers.Trainer):
         }
         _, self._offloaded = prepare(self.model.train(), given, self._largest_batch(), **options)
         self.optimizer, self._of_model = self._offloaded, self.model
+        # The plan reduces gradients over ranks: `accelerate` must not wrap the model in DistributedDataParallel.
+        self.model._is_accelerate_prepared = True  # type: ignore[assignment]
         self.add_callback(_Measurements(self._offloaded))
         return self._offloaded
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """Save the model from rank 0, with weights that all ranks gather together."""
+        if state_dict is None and self._is_shared and self.model is not None:
+            state_dict = self.model.state_dict()
+        super()._save(output_dir, state_dict)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Save both from rank 0; ranks that write nothing take part in gathering the optimizer's state."""
+        if self._is_shared and not self.args.should_save:
+            assert self._offloaded is not None
+            self._offloaded.state_dict()
+        super()._save_optimizer_and_scheduler(output_dir)
+
+    @property
+    def _is_shared(self) -> bool:
+        """Whether several ranks have the prepared model together."""
+        return self._offloaded is not None and not self._offloaded.session.closed and self.args.world_size > 1
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate the prepared model, which is where the data come to."""
