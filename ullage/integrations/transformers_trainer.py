@@ -30,6 +30,7 @@ _REFUSED: Final = {
     "fsdp": "leave it out: the plan shards and offloads by itself",
     "deepspeed": "leave it out: the plan shards and offloads by itself",
 }
+_PREPARED: Final = "_is_accelerate_prepared"  # what `accelerate` looks for in a model
 _MOST_ROWS: Final = 20_000  # of the data whose lengths are looked at
 
 
@@ -83,6 +84,7 @@ class _Offloaded(transformers.Trainer):
         """Wait for the last updates and give the model back as an ordinary one."""
         if self._offloaded is not None:
             self._offloaded.session.close()
+            vars(self._of_model).pop(_PREPARED, None)
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make the arguments mean what a plan can do, before anything is made of them.
@@ -127,7 +129,7 @@ class _Offloaded(transformers.Trainer):
         _, self._offloaded = prepare(self.model.train(), given, self._largest_batch(), **options)
         self.optimizer, self._of_model = self._offloaded, self.model
         # The plan reduces gradients over ranks: `accelerate` must not wrap the model in DistributedDataParallel.
-        self.model._is_accelerate_prepared = True  # type: ignore[assignment]
+        setattr(self.model, _PREPARED, True)
         self.add_callback(_Measurements(self._offloaded))
         return self._offloaded
 

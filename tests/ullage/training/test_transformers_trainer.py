@@ -4,10 +4,12 @@ import json
 import random
 from pathlib import Path
 
+import forked
 import numpy as np
 import pytest
 import torch
 import transformers
+from forked import Forked, environments
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
@@ -142,6 +144,16 @@ def test_mixed_precision_is_bf16_weights_with_masters_and_checkpointing_is_the_p
     assert {parameter.dtype for parameter in ours.model.parameters()} == {torch.bfloat16}
 
 
+def test_accelerate_wraps_no_prepared_model(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it would on several GPUs, where ranks of `DistributedDataParallel` each have a copy."""
+    ours = trainer(ullage.offloaded(Trainer), tiny_model, tmp_path)
+    ours.create_optimizer()
+    monkeypatch.setattr(type(ours.accelerator), "multi_device", True)
+    assert ours.accelerator.prepare_model(ours.model) is ours.model
+    ours.close()
+    assert not hasattr(ours.model, "_is_accelerate_prepared")
+
+
 def test_a_stream_of_data_is_planned_for_its_first_batch(tiny_model: Path, tmp_path: Path) -> None:
     class Stream(torch.utils.data.IterableDataset):
         def __iter__(self):
@@ -179,3 +191,116 @@ def test_what_is_no_trainers_class_is_named(tiny_model: Path, tmp_path: Path) ->
     made = trainer(Trainer, tiny_model, tmp_path)
     with pytest.raises(TypeError, match=r"Trainer is no class of .*, before it is made"):
         ullage.offloaded(made)
+
+
+SCRIPT = """
+import json, os, sys
+import torch, transformers
+from datasets import Dataset
+import ullage
+model_path, folder, name, resumed = sys.argv[1:]
+if name == "SFTTrainer":
+    from trl import SFTConfig as Arguments, SFTTrainer as Trainer
+else:
+    from transformers import Trainer, TrainingArguments as Arguments
+
+def padded(rows):
+    rows = [torch.tensor(row["input_ids"]) for row in rows]
+    ids, labels = (torch.nn.utils.rnn.pad_sequence(rows, True, fill) for fill in (0, -100))
+    return {"input_ids": ids, "attention_mask": (labels != -100).long(), "labels": labels}
+
+generator = torch.Generator().manual_seed(1)
+lengths = (32, 9, 32, 17, 5, 32, 30, 3, 11, 32, 8, 9, 21, 32, 6, 7)
+rows = [torch.randint(256, (length,), generator=generator).tolist() for length in lengths]
+data = Dataset.from_dict({"input_ids": rows})
+transformers.set_seed(0)
+config = transformers.AutoConfig.for_model(**json.load(open(model_path)))
+model = transformers.AutoModelForCausalLM.from_config(config)
+num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
+args = Arguments(
+    output_dir=folder, per_device_train_batch_size=2, gradient_accumulation_steps=4 // num_ranks, max_steps=4,
+    learning_rate=1e-2, logging_steps=1, save_steps=2, eval_strategy="steps", eval_steps=2, report_to=[],
+    use_cpu=True, disable_tqdm=True, warmup_steps=2, bf16=False,
+)
+
+def trainer(made):
+    more = {"data_collator": padded}
+    if name == "SFTTrainer":
+        from tokenizers import Tokenizer, models
+        words = models.WordLevel({str(number): number for number in range(256)}, unk_token="0")
+        special = {"pad_token": "0", "eos_token": "1"}
+        tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), **special)
+        more = {"processing_class": tokenizer}
+    return made(model=model, args=args, train_dataset=data, eval_dataset=data.select(range(4)), **more)
+
+def told(trained):
+    kept = "loss", "eval_loss", "grad_norm", "learning_rate"
+    return [{key: entry[key] for key in kept if key in entry} for entry in trained.state.log_history]
+
+if num_ranks == 1:
+    alone = trainer(Trainer)
+    alone.train()
+    print(json.dumps([told(alone)]))
+    model.save_pretrained(folder + "/last")
+else:
+    ours = trainer(ullage.offloaded(Trainer, device_memory="1.2MB"))
+    ours.train()
+    ours.save_model(folder + "/last")
+    decided, logs = ours.plan.decisions, [told(ours)]
+    ours.close()
+    if resumed:
+        again = trainer(ullage.offloaded(Trainer, device_memory="1.2MB"))
+        again.train(resume_from_checkpoint=folder + "/checkpoint-2")
+        logs.append(told(again))
+        again.close()
+    if os.environ["RANK"] == "0":
+        print(json.dumps([*logs, [decided.data_parallel, decided.num_micro_batches]]))
+"""
+
+
+def told(process: Forked) -> list:
+    out, err = process.communicate()
+    assert process.returncode == 0, err[-3000:]
+    found = [line for line in out.splitlines() if line.startswith("[")]
+    return json.loads(found[0]) if found else []
+
+
+def same_told(ours: list[dict], plain: list[dict]) -> None:
+    assert [entry.keys() for entry in ours] == [entry.keys() for entry in plain]
+    for one, other in zip(ours, plain, strict=True):
+        assert one == pytest.approx(other, rel=1e-4)
+
+
+def same_saved(folder: Path, plain: Path) -> None:
+    one, other = (transformers.AutoModelForCausalLM.from_pretrained(path / "last") for path in (folder, plain))
+    same_weights(other, one)
+
+
+def test_two_ranks_train_and_resume_as_one_process_in_memory(tiny_model: Path, tmp_path: Path) -> None:
+    """The same sequences in each step, every target token with the same weight; rank 0 writes what all ranks hold."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    words = (str(tmp_path / "script.py"), str(tiny_model))
+    both = [Forked(forked.script, *words, str(tmp_path / "two"), "Trainer", "yes", env=e) for e in environments(2)]
+    alone = Forked(forked.script, *words, str(tmp_path / "one"), "Trainer", "")
+    (plain,), (ours, resumed, decided) = told(alone), told(both[0])
+    assert told(both[1]) == []
+    same_told(ours, plain)
+    same_told(resumed, plain)
+    assert decided == [2, 2]
+    same_saved(tmp_path / "two", tmp_path / "one")
+    names = {path.name for path in (tmp_path / "two" / "checkpoint-2").iterdir()}
+    assert {"optimizer.pt", "rng_state_0.pth", "rng_state_1.pth", "model.safetensors"} <= names
+
+
+@pytest.mark.part(0)
+def test_torchrun_starts_two_ranks_of_an_sft_trainer(tiny_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    words = (str(tmp_path / "script.py"), str(tiny_model))
+    run = ("torch.distributed.run", "--nproc-per-node", "2", *words, str(tmp_path / "two"), "SFTTrainer", "")
+    (ours, decided), (plain,) = (
+        told(Forked(forked.launcher, *run)),
+        told(Forked(forked.script, *words, str(tmp_path / "one"), "SFTTrainer", "")),
+    )
+    same_told(ours, plain)
+    assert decided == [2, 2]
+    same_saved(tmp_path / "two", tmp_path / "one")
