@@ -70,8 +70,8 @@ def check_kinds(model: object, optimizer: object) -> None:
         raise TypeError(f"the model is {type(model).__name__}; give a torch.nn.Module")
     if (name := next((name for name, module in model.named_modules() if _is_compiled(module)), None)) is not None:
         raise TypeError(
-            f"{f'module {name}' if name else 'the model'} is compiled by torch.compile, which hides what it computes from the plan; give it before it is "
-            "compiled, and compile_blocks=True to compile its blocks under the plan"
+            f"{f'module {name}' if name else 'the model'} is compiled by torch.compile, which hides what it computes "
+            "from the plan; give it before it is compiled, and compile_blocks=True to compile its blocks under the plan"
         )
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"the optimizer is {type(optimizer).__name__}; give one of torch.optim over model.parameters()")

@@ -229,23 +229,13 @@ def test_a_model_compiled_before_it_is_planned_is_refused(part: str, in_place: b
         ullage.prepare(net, torch.optim.AdamW(net.parameters()), BATCH)
 
 
-def test_more_micro_batches_than_planned_are_refused_with_how_to_plan_them(home: Path) -> None:
+def test_more_micro_batches_than_planned_are_refused_with_how_to_plan_them() -> None:
     net = Net()
     net, optimizer = ullage.prepare(net, torch.optim.AdamW(net.parameters()), BATCH)
     with optimizer.session:
         net(*BATCH).backward()
         with pytest.raises(ullage.OutOfOrderError, match=r"if the loop accumulates more .*\(num_micro_batches, --acc"):
             net(*BATCH)
-
-
-def test_a_grad_scaler_is_refused_by_name(home: Path) -> None:
-    net = Net()
-    net, optimizer = ullage.prepare(net, torch.optim.AdamW(net.parameters()), BATCH)
-    scaler = torch.amp.GradScaler("cpu")
-    with optimizer.session:
-        scaler.scale(net(*BATCH)).backward()
-        with pytest.raises(ullage.GradientError, match=r"^GradScaler unscales .* leave it out"):
-            scaler.step(optimizer)
 
 
 def test_an_unknown_optimizer_is_named() -> None:
