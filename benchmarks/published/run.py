@@ -64,6 +64,7 @@ FITTINGS = (
         ("a100x4-7b-*-blocking-flush", "a100x4-7b-*-async-flush", "a100x4-7b-*-k2"),
         (
             "device.gemm.bf16",
+            "device.hook_s",
             "device.loop_s",
             "host.dram_bytes_per_s",
             "host_link.pageable_bytes_per_s",

@@ -209,6 +209,7 @@ class TrainingCase(Case):
             flash_attention=self.model.flash_attention,
             tensor_parallel=self.parallel.tensor_parallel,
             kernels="megatron",
+            adds_gradients=self.zero_stage < 3,
         )
         try:
             config = model_from_case(sizes)

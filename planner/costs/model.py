@@ -171,7 +171,9 @@ class CostModel:
         duration_s = sum(time_s for time_s, _ in times)
         if not self.asynchronous:  # the host issues and computes in turn
             duration_s += self.profile.device.issue_s.value * num_kernels(kernels)
-        num_bytes = sum(num_bytes for _, num_bytes in times)
+        num_bytes = sum(num_bytes for _, num_bytes in times) + task.num_bytes
+        if task.num_bytes:  # passes of an engine over what the kernels made
+            duration_s += self._rank.read_s(self.profile.device.elementwise, task.num_bytes, "elementwise")
         return Price(0.0, duration_s, self._kernels.on_device(duration_s, num_bytes))
 
     def kernels_of(self, task: Work) -> tuple[Kernel, ...]:

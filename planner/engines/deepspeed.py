@@ -8,11 +8,11 @@ from planner.decisions import Decisions, Place, UnitDecision
 from planner.engines.policies import (
     MAX_LIVE_PARAMS,
     MAX_REUSE_PARAMS,
-    NUM_REDUCE_BUFFERS,
     PREFETCH_BUCKET_PARAMS,
     REDUCE_BUCKET_PARAMS,
     gpu_only,
     num_live_segments,
+    reduce_buffer_bytes,
     super_offload,
     twin_flow,
     zero_infinity,
@@ -66,11 +66,10 @@ def configured(setup: Setup, settings: DeepSpeed) -> Iterator[Decisions]:
     The model, not the configuration, decides between the two. Stages 1 and 2 with the optimizer on the host move
     gradients as stage 3 does. Parameters leave the device if all updates of their unit do.
     """
-    buckets_bytes = NUM_REDUCE_BUFFERS * settings.reduce_bucket_params * setup.precision.weight_bytes
-    options: dict[str, Any] = {"device_buffer_bytes": buckets_bytes if setup.data_parallel > 1 else 0}
+    options: dict[str, Any] = {"device_buffer_bytes": reduce_buffer_bytes(setup, settings.reduce_bucket_params)}
     if settings.stage == 3:
         options |= {
-            "max_prefetch_params": settings.prefetch_params,
+            "max_prefetch_params": None if settings.prefetch_params else 0,
             "max_reuse_params": settings.max_reuse_params,
             "num_param_slots": num_live_segments(setup, settings.max_live_params),
         }

@@ -311,11 +311,10 @@ ACTIVATIONS: tuple[Activations, ...] = ("keep", "recompute")
 """What users choose between: activations are recomputed where keeping them does not fit."""
 AFTER_BACKWARD: dict[str, Any] = {"overlap_next_forward": False}
 """Options of engines whose next forward waits for all updates."""
-# DeepSpeed's default ``reduce_bucket_size``: gradients are copied into one buffer of so many values before the
-# reduction, and ``reduce_scatter_coalesced`` makes its flat input from it (``runtime/comm/coalesced_collectives.py``).
+# DeepSpeed's default ``reduce_bucket_size``.
 REDUCE_BUCKET_PARAMS = 500_000_000
-NUM_REDUCE_BUFFERS = 2
-# DeepSpeed's default ``stage3_prefetch_bucket_size``.
+# DeepSpeed's default ``stage3_prefetch_bucket_size``. The next parameter is gathered ahead whatever its size, as long as
+# the bucket is not full yet (``partitioned_param_coordinator.py::fetch_sub_module``). What bounds it is ``max_live``.
 PREFETCH_BUCKET_PARAMS = 50_000_000
 # DeepSpeed's default ``stage3_max_reuse_distance``.
 MAX_REUSE_PARAMS = 1_000_000_000
@@ -325,12 +324,10 @@ MAX_LIVE_PARAMS = 1_000_000_000
 
 def deepspeed_options(setup: Setup, gradient_path: GradientPath) -> dict[str, Any]:
     """Return the options that all ZeRO-3 engines of DeepSpeed have in common, at DeepSpeed's defaults."""
-    bucket_bytes = NUM_REDUCE_BUFFERS * REDUCE_BUCKET_PARAMS * setup.precision.weight_bytes
     return {
-        "device_buffer_bytes": bucket_bytes if setup.data_parallel > 1 else 0,
+        "device_buffer_bytes": reduce_buffer_bytes(setup),
         "overlap_next_forward": False,
         "host_update": HostUpdate.DEEPSPEED,
-        "max_prefetch_params": PREFETCH_BUCKET_PARAMS,
         "max_reuse_params": MAX_REUSE_PARAMS,
         "module_hooks": True,
         "num_param_slots": num_live_segments(setup),
@@ -338,6 +335,15 @@ def deepspeed_options(setup: Setup, gradient_path: GradientPath) -> dict[str, An
         "update_order": "forward",
         "zero_stage": 3,
     }
+
+
+def reduce_buffer_bytes(setup: Setup, bucket_params: int = REDUCE_BUCKET_PARAMS) -> int:
+    """Return the device memory that DeepSpeed reduces gradients in.
+
+    Gradients are copied into a flat bucket, even on one rank (``stage3.py::__add_grad_to_ipg_bucket``). The input of a
+    reduction over several ranks is made from it (``coalesced_collectives.py::reduce_scatter_coalesced``).
+    """
+    return (2 if setup.data_parallel > 1 else 1) * bucket_params * setup.precision.weight_bytes
 
 
 def num_live_segments(setup: Setup, max_live_params: int = MAX_LIVE_PARAMS) -> int:

@@ -6,6 +6,14 @@ copies the first micro-batch's gradient to a pinned buffer and back; of each lat
 and, with the gradient added, back to the buffer. These copies are asynchronous. Only after the last micro-batch is the
 sum copied once more, in fp32, to the optimizer's gradients: that copy is exposed.
 
+[Note: Reductions] DeepSpeed's ZeRO-3 works on gradients on the device, on a stream of its own: each is copied into a
+bucket, from there into the input of the reduction, and divided there: 3 values read and 3 written, even on one rank
+(``stage3.py::__add_grad_to_ipg_bucket``, ``coalesced_collectives.py::reduce_scatter_coalesced``). After the last
+micro-batch the norm of each rank's share is taken in fp64: one value read, 8 bytes written and read
+(``stage3.py::_constant_buffered_norm2``). These passes take device time from backward, whose tasks have their bytes.
+Gathers for later units are issued behind the reduction, when the next module is reached (``fetch_sub_module``). So a
+caller that waits for a copy of the gradient does not issue them either.
+
 Engines that stream layers add up on the device too, in the products of backward. They bring the sum one unit ahead, and
 after the last micro-batch they leave it there for the update. Backward then runs a few units ahead of updates.
 """
@@ -17,6 +25,10 @@ from planner.lowering.pipeline import exchange_tied
 from planner.lowering.program import Draft, LoweredUnit, Program
 from planner.lowering.storage import spill
 from planner.schedule.tasks import Lane, Op, Phase
+
+# See [Note: Reductions].
+_PASSES = 6
+_NORM_BYTES = 16
 
 
 def gradients(program: Program) -> None:
@@ -35,6 +47,9 @@ def gradients(program: Program) -> None:
         del leaving[:num_over]
         ready = _reduce(program, unit, draft)
         flushed = _flush(program, unit, draft, ready)
+        if decisions.module_hooks:
+            program.behind[draft.key].sort(key=lambda behind: behind.op is Op.GATHER)
+            _work_on_gradient(program, unit, draft)
         if flushed:
             spill(program, unit, draft, flushed, spilled)
             _sum(program, unit, flushed, following)
@@ -44,7 +59,9 @@ def gradients(program: Program) -> None:
         if waits is None and ready is not draft and not decisions.gathers_ahead(unit.num_params):
             waits = ready
         if waits and following:
-            for waiting in (following, *(d for d in program.before[following.key] if d.op is Op.GATHER)):
+            ahead = program.behind[draft.key] if decisions.module_hooks and waits is flushed else ()
+            gathers = (d for d in (*ahead, *program.before[following.key]) if d.op is Op.GATHER)
+            for waiting in (following, *gathers):
                 waiting.after += (waits.key,)
     if decisions.reduce_start == "step":
         _reduce_at_step(program)
@@ -90,6 +107,15 @@ def _reduce(program: Program, unit: LoweredUnit, backward: Draft) -> Draft:
     scatter = _scatter(program, unit, backward.micro_batch, backward)
     program.behind[backward.key].append(scatter)
     return scatter
+
+
+def _work_on_gradient(program: Program, unit: LoweredUnit, backward: Draft) -> None:
+    """Add the bytes of DeepSpeed's passes over a gradient on the device to its backward; see [Note: Reductions]."""
+    decisions = program.decisions
+    weight_bytes = decisions.precision.weight_bytes
+    backward.num_bytes = _PASSES * weight_bytes * unit.amounts.padded_params
+    if decisions.clip and backward.micro_batch == decisions.num_micro_batches - 1:
+        backward.num_bytes += (weight_bytes + _NORM_BYTES) * unit.amounts.shard_params
 
 
 def _reduce_at_step(program: Program) -> None:

@@ -309,5 +309,6 @@ def _regather(program: Program, unit: LoweredUnit, position: int, done: list[Dra
         issue_ahead(program, unit, position, gather)
     else:
         gather.after = tuple(each.key for each in done)
-        _tail(program, unit).append(gather)
+        late = program.decisions.host_update is HostUpdate.SUPER_OFFLOAD  # its uploads come after the last backward
+        (program.tail if late else _tail(program, unit)).append(gather)
     return gather

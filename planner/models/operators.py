@@ -19,6 +19,8 @@ class Batch:
         flash_attention: fused attention (``sdpa``), otherwise ``eager``.
         tensor_parallel: ranks that share every layer; the graph is then that of one of them.
         kernels: the implementation that runs; see [Note: Kernel lists].
+        adds_gradients: whether Megatron's lists contain the addition of gradients to those of earlier micro-batches.
+            In ZeRO-3, DeepSpeed takes fresh gradients and has passes of its own.
         context_parallel: ranks that share every sequence; the graph is that of one of them.
         expert_parallel: ranks that share the experts of every layer; the graph is that of the rank with most tokens.
         expert_units: the most units into which a rank's experts of a layer are divided.
@@ -32,6 +34,7 @@ class Batch:
     flash_attention: bool = True
     tensor_parallel: int = 1
     kernels: Literal["transformers", "megatron", "megatron-core", "fused"] = "transformers"
+    adds_gradients: bool = True
     context_parallel: int = 1
     expert_parallel: int = 1
     expert_units: int = 1
@@ -65,6 +68,11 @@ class Batch:
     def is_megatron(self) -> bool:
         """Whether the kernels of Megatron-LM before Megatron-Core run."""
         return self.kernels == "megatron"
+
+    @property
+    def is_accumulating(self) -> bool:
+        """Whether backward adds to the gradients of earlier micro-batches in kernels of Megatron-LM's own."""
+        return self.is_megatron and self.adds_gradients
 
     @property
     def is_core(self) -> bool:

@@ -42,7 +42,9 @@ def test_defaults_are_the_published_engines():
 
 def test_settings_change_what_they_are_about():
     kept, _ = configured(SETUP, DeepSpeed(3, "cpu", 0.5, "cpu", reduce_bucket_params=10, prefetch_params=20))
-    assert (kept.device_buffer_bytes, kept.max_prefetch_params) == (2 * 10 * 2, 20)
+    assert (kept.device_buffer_bytes, kept.max_prefetch_params) == (2 * 10 * 2, None)
+    alone, _ = configured(SETUP, DeepSpeed(3, "cpu", prefetch_params=0))
+    assert alone.max_prefetch_params == 0, "nothing is gathered ahead"
     for unit in SETUP.units:
         decided = kept.units[unit.name]
         may_leave = Place.GPU not in decided.update and unit.name not in {"embed", "head"}  # tied

@@ -54,10 +54,10 @@ def embedding_operators(config: ModelConfig, batch: Batch, specs: Mapping[str, P
     if batch.tensor_parallel > 1 and batch.kernels == "transformers":
         # A copy of the gradient, without other ranks' rows.
         look_up = work.keeping(look_up, 0, 2 * rows * width * e)
+    if batch.is_accumulating:
+        look_up += megatron.accumulate(e, config.vocab_size * width)
     if batch.is_megatron:
-        look_up += megatron.accumulate(e, config.vocab_size * width) + megatron.embedding(
-            rows, width, e, dropout=has_learned_positions(config)
-        )
+        look_up += megatron.embedding(rows, width, e, dropout=has_learned_positions(config))
     weight = _token_weight(config)
     operators = [
         make(weight.removesuffix(".weight"), "embedding", Pattern.ROW, look_up, rows * width * e, weight),

@@ -128,7 +128,7 @@ def norm_work(config: ModelConfig, batch: Batch, *, around: bool = True) -> Work
         return fused.rms_norm(rows, hidden, e)
     one_kernel = config.norm == "layernorm" or batch.is_megatron
     normalize = work.layer_norm(rows, hidden, e) if one_kernel else work.rms_norm(rows, hidden, e, around=around)
-    if batch.is_megatron:
+    if batch.is_accumulating:
         normalize += megatron.accumulate(e, hidden, hidden)
     return normalize
 
@@ -136,7 +136,7 @@ def norm_work(config: ModelConfig, batch: Batch, *, around: bool = True) -> Work
 def linear(batch: Batch, inputs: int, outputs: int, *, bias: bool) -> Work:
     """Return a projection of every token; see :func:`planner.models.formulas.work.linear`."""
     project = work.linear(batch.num_tokens, inputs, outputs, batch.dtype_bytes, bias=bias)
-    if batch.is_megatron:
+    if batch.is_accumulating:
         project += megatron.accumulate(batch.dtype_bytes, inputs * outputs, *((outputs,) if bias else ()))
     return project
 

@@ -266,6 +266,11 @@ def test_bytes_are_those_that_decisions_imply(case: Case) -> None:
         assert moved[Op.LOAD] == state[Place.STREAM] + gradient_loads
         no_master = 0 if decisions.precision.master_is_weight else weight * stored_weights
         assert moved[Op.STORE] == state[Place.STREAM] + no_master
+    passes = 0
+    if decisions.module_hooks:  # DeepSpeed: bucket, input of the reduction, division; the norm in fp64
+        padded = sum(decisions.padded_params(unit) for unit in case.units)
+        passes = 6 * weight * padded * batches + (weight + 16) * total * decisions.clip
+    assert moved[Op.BACKWARD] == passes
     assert moved[Op.UPLOAD] == (4 if decisions.host_update is HostUpdate.DEVICE_CAST else weight) * uploaded
     scaled = params[Place.CPU] + params[Place.NVME]
     clipped = 3 * master if fsdp2 and decisions.clip else 0
