@@ -34,10 +34,12 @@ class Decisions(Sharding):
         host_update: how the host updates.
         gradient_path: how gradients leave the device.
         max_prefetch_params: a unit with more parameters is gathered only when it is reached, and the next backward
-            waits for the reduction of its gradient; ``None``: gathers run as far ahead as slots allow.
+            waits for the reduction of its gradient; ``None``: gathers run as far ahead as slots allow. 0 is DeepSpeed
+            with a prefetch bucket of 0.
         max_reuse_params: gathered parameters are released at once if more parameters than that are used before their
             next use (DeepSpeed's reuse distance); ``None``: only when their slot is needed.
-        module_hooks: whether Python hooks around every module gather and release its parameters (DeepSpeed ZeRO-3).
+        module_hooks: whether Python hooks around every module gather and release its parameters, and gradients are
+            passed over on the device (DeepSpeed ZeRO-3, [Note: Reductions]).
         loop: whether the script's own work between iterations (logging, data, waiting for the device) counts, as in
             published times.
         device_buffer_bytes: other device memory of an engine: its buckets and staging buffers.

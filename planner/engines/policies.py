@@ -313,8 +313,8 @@ AFTER_BACKWARD: dict[str, Any] = {"overlap_next_forward": False}
 """Options of engines whose next forward waits for all updates."""
 # DeepSpeed's default ``reduce_bucket_size``.
 REDUCE_BUCKET_PARAMS = 500_000_000
-# DeepSpeed's default ``stage3_prefetch_bucket_size``. The next parameter is gathered ahead whatever its size, as long as
-# the bucket is not full yet (``partitioned_param_coordinator.py::fetch_sub_module``). What bounds it is ``max_live``.
+# DeepSpeed's default ``stage3_prefetch_bucket_size``. The next parameter is gathered ahead, whatever its size, as long
+# as the bucket is not full (``partitioned_param_coordinator.py::fetch_sub_module``). ``MAX_LIVE_PARAMS`` is the bound.
 PREFETCH_BUCKET_PARAMS = 50_000_000
 # DeepSpeed's default ``stage3_max_reuse_distance``.
 MAX_REUSE_PARAMS = 1_000_000_000

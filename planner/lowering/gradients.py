@@ -9,7 +9,7 @@ sum copied once more, in fp32, to the optimizer's gradients: that copy is expose
 [Note: Reductions] DeepSpeed's ZeRO-3 works on gradients on the device, on a stream of its own: each is copied into a
 bucket, from there into the input of the reduction, and divided there: 3 values read and 3 written, even on one rank
 (``stage3.py::__add_grad_to_ipg_bucket``, ``coalesced_collectives.py::reduce_scatter_coalesced``). After the last
-micro-batch the norm of each rank's share is taken in fp64: one value read, 8 bytes written and read
+micro-batch the norm of what leaves the device is taken in fp64: one value read, 8 bytes written and read
 (``stage3.py::_constant_buffered_norm2``). These passes take device time from backward, whose tasks have their bytes.
 Gathers for later units are issued behind the reduction, when the next module is reached (``fetch_sub_module``). So a
 caller that waits for a copy of the gradient does not issue them either.
@@ -19,6 +19,7 @@ after the last micro-batch they leave it there for the update. Backward then run
 """
 
 from collections import Counter
+from collections.abc import Iterable
 
 from planner.decisions import GradientPath
 from planner.lowering.pipeline import exchange_tied
@@ -55,14 +56,11 @@ def gradients(program: Program) -> None:
             _sum(program, unit, flushed, following)
         if (gone := flushed or ready) is not draft:
             leaving.append(gone.key)
-        waits = flushed if decisions.gradient_path.blocks(draft.micro_batch, last) else None
-        if waits is None and ready is not draft and not decisions.gathers_ahead(unit.num_params):
-            waits = ready
-        if waits and following:
-            ahead = program.behind[draft.key] if decisions.module_hooks and waits is flushed else ()
-            gathers = (d for d in (*ahead, *program.before[following.key]) if d.op is Op.GATHER)
-            for waiting in (following, *gathers):
-                waiting.after += (waits.key,)
+        if following and flushed and decisions.gradient_path.blocks(draft.micro_batch, last):
+            ahead = program.behind[draft.key] if decisions.module_hooks else ()
+            _wait(flushed, following, (*ahead, *program.before[following.key]))
+        elif following and ready is not draft and not decisions.gathers_ahead(unit.num_params):
+            _wait(ready, following, program.before[following.key])
     if decisions.reduce_start == "step":
         _reduce_at_step(program)
     if program.clip:
@@ -77,6 +75,12 @@ def _clip(program: Program, clip: Draft) -> None:
     for unit in program.units:
         staying[unit.stage] += sum(count for count, _ in unit.amounts.pieces) - unit.amounts.flushed_params
     clip.num_params = max(staying.values())
+
+
+def _wait(awaited: Draft, following: Draft, drafts: Iterable[Draft]) -> None:
+    """Let the next compute task, and those of the drafts that gather, wait for a task."""
+    for waiting in (following, *(draft for draft in drafts if draft.op is Op.GATHER)):
+        waiting.after += (awaited.key,)
 
 
 def gradient_ready(program: Program, unit: LoweredUnit) -> Draft:
@@ -115,7 +119,7 @@ def _work_on_gradient(program: Program, unit: LoweredUnit, backward: Draft) -> N
     weight_bytes = decisions.precision.weight_bytes
     backward.num_bytes = _PASSES * weight_bytes * unit.amounts.padded_params
     if decisions.clip and backward.micro_batch == decisions.num_micro_batches - 1:
-        backward.num_bytes += (weight_bytes + _NORM_BYTES) * unit.amounts.shard_params
+        backward.num_bytes += (weight_bytes + _NORM_BYTES) * unit.amounts.flushed_params
 
 
 def _reduce_at_step(program: Program) -> None:
