@@ -75,7 +75,8 @@ CHANGES: dict[str, Callable[[Request, int], tuple[dict[str, Any], dict[str, Any]
         ("--micro-batch", {"micro_batch": 8, "gpu_bytes": 4.2e8}),
         ("--gpus", {"micro_batch": 1, "gpu_bytes": 8e7, "devices_per_node": 8}),
         ("devices", {"micro_batch": 1, "gpu_bytes": 8e7, "inter_node": False}),
-        ("hosts", {"micro_batch": 1, "gpu_bytes": 3e8, "host_bytes": 2e8, "inter_node": False}),
+        # DeepSpeed reduces gradients in a bucket of 1 GB.
+        ("hosts", {"micro_batch": 1, "gpu_bytes": 1.4e9, "host_bytes": 2e8, "inter_node": False}),
     ],
 )
 def test_an_engine_that_does_not_fit_names_its_nearest_set_up_that_does(kind: str, sizes: dict[str, Any]):
