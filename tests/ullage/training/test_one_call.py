@@ -96,7 +96,7 @@ def test_a_batch_is_enough_and_its_plan_is_one_like_any_other(tmp_path: Path) ->
     assert losses(*made(plan=again)) == ours
     roomy = made(plan=BATCH)[1]
     assert roomy.plan.gpu_memory.capacity_bytes > MEMORY
-    assert roomy.plan.prediction.iteration_s < plan.prediction.iteration_s
+    assert roomy.plan.prediction.iteration_s <= plan.prediction.iteration_s
     roomy.session.close()
     assert losses(*made(plan=BATCH, device_memory="1MB", num_micro_batches=1, storage="never")) == ours
 
