@@ -18,7 +18,8 @@ class SessionOptions:
         num_threads: most threads that update on the host; left out, one for each of the rank's cores but those that
             issue work or compute.
         cores: that the ranks of this machine divide, see [Note: Shares of cores] in :mod:`executor.devices.cores`.
-        gpu_capacity_bytes: most that is taken of the device for what the plan keeps there all the time.
+        gpu_capacity_bytes: most that is taken of the device for what the plan keeps there all the time. Where the host
+            is the device, tasks also wait until there is room, see [Note: Room] in :mod:`executor.devices.room`.
         host_capacity_bytes: likewise, of the host.
         storage_dir: folder on a fast drive for what the plan keeps on NVMe; each rank has a file in it while it trains.
         compile_backend: of ``torch.compile``, for the repeated blocks, see :mod:`executor.module.compilation`; left

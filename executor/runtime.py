@@ -91,7 +91,12 @@ class Runtime:
         self.offloaded = OffloadedActivations(units, decisions, options.storage_dir, rank, self.host, backend)
         self.actions = Actions(state, decisions, backend, self._team, self.collectives, self.offloaded, self.snapshots)
         self.machine = LaneMachine(
-            schedule, self.actions.perform, backend, record=options.record, on_stop=self._has_stopped
+            schedule,
+            self.actions.perform,
+            backend,
+            capacity_bytes=None if options.device == "cuda" else options.gpu_capacity_bytes,
+            record=options.record,
+            on_stop=self._has_stopped,
         )
         failing.callback(self.machine.close)
         self.loop = Loop(schedule, self.machine)

@@ -17,6 +17,7 @@ from typing import Final, Self, final
 
 from executor.checkpoint.files.flusher import lower_thread_priority
 from executor.devices.backend import Backend, Event
+from executor.devices.room import Room
 from executor.distributed.watchdog import LANE_THREAD, RankError
 from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import Lane, Op, Task
@@ -58,6 +59,7 @@ class LaneMachine:
 
     Args:
         perform: does the work of every task that is not on one of the caller's lanes.
+        capacity_bytes: of the device, see [Note: Room] in :mod:`executor.devices.room`; left out, it has no limit.
         record: whether to keep times for :meth:`timeline`. May be changed between iterations. The latest
             :data:`NUM_RECORDED` iterations that were recorded are kept.
         on_caller: called in the caller's thread when a task of its lanes begins, with the task's index. May be changed.
@@ -75,6 +77,7 @@ class LaneMachine:
         perform: Perform,
         backend: Backend,
         *,
+        capacity_bytes: int | None = None,
         record: bool = False,
         on_caller: Callable[[int], None] = lambda _task: None,
         on_stop: Callable[[BaseException | None], None] = lambda _failure: None,
@@ -90,6 +93,7 @@ class LaneMachine:
         self._stopped = False
         self._failure: BaseException | None = None
         self._num_pending = 0
+        self._room, self._wants_room = Room(schedule, capacity_bytes), False
         self.is_waiting, self.num_ended = False, 0
         self._tickets: dict[int, dict[int, _Ticket]] = {}
         self._open: list[_Ticket] = []
@@ -128,6 +132,7 @@ class LaneMachine:
         if (lane_queue := self._queues.get(task.lane)) is not None:
             with self._changed:
                 self._num_pending += 1
+                self._room.issue(task)
             lane_queue.put(ticket)
             return
         # On a GPU, the time to issue a compute task runs beside the task itself.
@@ -267,12 +272,23 @@ class LaneMachine:
             if self._stopped:
                 return False
             self._backend.wait_event(lane, dependency.end)
+        if self._room.limits:
+            self._take_room(ticket)
         if self._stopped:
             return False
         ticket.after = ()
         if ticket.is_recorded:
             ticket.start = self._backend.record_event(lane)
         return True
+
+    def _take_room(self, ticket: _Ticket) -> None:
+        """Hold what a ticket makes; on a caller's lane, wait until there is room."""
+        with self._changed:
+            if ticket.task.lane in CALLER_LANES:
+                self._wants_room = True
+                self._changed.wait_for(lambda: self._stopped or not self._room.lacks(ticket.task))
+                self._wants_room = False
+            self._room.begin(ticket.task, ticket.iteration)
 
     def _wait_for(self, ticket: _Ticket, turn: threading.Condition) -> None:
         with self._changed:
@@ -288,12 +304,13 @@ class LaneMachine:
                 ticket.end = event
                 for turn in ticket.awaited:
                     turn.notify_all()
+                self._room.end(ticket.task, ticket.iteration, was_issued=ticket not in self._open)
                 if ticket in self._open:
                     self._open.remove(ticket)
                 else:
                     self._num_pending -= 1
                     self._last[ticket.task.lane] = event
-            if not self._num_pending:
+            if not self._num_pending or self._wants_room:
                 self._changed.notify_all()
 
     def _stop(self, failure: BaseException | None = None) -> None:
