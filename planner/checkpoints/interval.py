@@ -17,17 +17,10 @@ Values = float | npt.NDArray[np.float64]
 _NEXT_TO_NOTHING: Final = 1e-300  # instead of zero progress, so that formulas of slower levels stay finite
 
 
-def young_s(cost_s: float, mtbf_s: float) -> float:
-    """Return the training time between checkpoints that wastes least, to first order: sqrt(2 o M).
-
-    J. W. Young, "A first order approximation to the optimum checkpoint interval", CACM 17(9), 1974.
-    """
-    _check(cost_s=cost_s, mtbf_s=mtbf_s)
-    return math.sqrt(2 * cost_s * mtbf_s)
-
-
 def daly_s(cost_s: float, mtbf_s: float) -> float:
-    """Return that time to higher order; it differs if a checkpoint costs a large part of the time between failures.
+    """Return the training time between checkpoints that wastes least, to higher order.
+
+    It differs from the first order, sqrt(2 o M), if a checkpoint costs a large part of the time between failures.
 
     J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", FGCS 22(3), 2006,
     equation 37.

@@ -54,11 +54,6 @@ class Layout:
         """The ranks that share the layers of one stage."""
         return self._group(self.tensor, self.devices_per_node)
 
-    @property
-    def data_group(self) -> Group:
-        """The ranks that hold the same share of the model."""
-        return self.replicas(1)
-
     def replicas(self, parts: int) -> Group:
         """Return the data-parallel ranks that hold the same one of ``parts`` parts: every ``parts``-th rank."""
         return self._group(self.data // parts, max(self.devices_per_node // (self.tensor * parts), 1))

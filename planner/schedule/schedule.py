@@ -3,11 +3,11 @@
 import dataclasses
 import functools
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, Self
 
 from planner.schedule.arrays import Arrays, Held, Rows
-from planner.schedule.tasks import Buffer, Lane, MemoryClass, Op, Phase, Task, Tier
+from planner.schedule.tasks import Buffer, Task
 
 SCHEMA_VERSION = 1
 
@@ -88,7 +88,7 @@ class Schedule:
         return "\n".join(_line(task) for task in self.tasks)
 
     def to_json(self) -> str:
-        """Return a JSON document from which :meth:`from_json` makes an equal schedule."""
+        """Return a JSON document, by which ranks compare their schedules."""
         return json.dumps(
             {
                 "schema_version": SCHEMA_VERSION,
@@ -98,26 +98,6 @@ class Schedule:
             },
             separators=(",", ":"),
         )
-
-    @classmethod
-    def from_json(cls, text: str) -> Self:
-        """Read what :meth:`to_json` wrote.
-
-        Raises:
-            ValueError: not JSON, another schema version, or tasks that break the rules of :func:`validate`.
-        """
-        data = json.loads(text)
-        if not isinstance(data, dict) or data.get("schema_version") != SCHEMA_VERSION:
-            found = data.get("schema_version") if isinstance(data, dict) else type(data).__name__
-            raise ValueError(f"schedule has schema_version {found}, expected {SCHEMA_VERSION}; lower the plan again")
-        try:
-            return cls(
-                tasks=tuple(_task(entry) for entry in data["tasks"]),
-                buffers=tuple(_buffer(entry) for entry in data["buffers"]),
-                description=data["description"],
-            )
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"not a schedule: {error}") from error
 
 
 def validate(schedule: Schedule) -> None:
@@ -176,17 +156,3 @@ def _drop_defaults(item: Task | Buffer) -> dict[str, Any]:
         for field in dataclasses.fields(item)
         if field.default is dataclasses.MISSING or getattr(item, field.name) != field.default
     }
-
-
-def _task(entry: Mapping[str, Any]) -> Task:
-    values = dict(entry)
-    for key in ("after", "after_previous"):
-        values[key] = tuple(values.get(key, ()))
-    values["matrices"] = tuple(map(tuple, values.get("matrices", ())))
-    values |= {"lane": Lane(entry["lane"]), "op": Op(entry["op"]), "phase": Phase(entry["phase"])}
-    return Task(**values)
-
-
-def _buffer(entry: Mapping[str, Any]) -> Buffer:
-    kinds = {"tier": Tier(entry["tier"]), "memory_class": MemoryClass(entry["memory_class"])}
-    return Buffer(**{**entry, **kinds})

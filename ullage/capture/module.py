@@ -1,6 +1,7 @@
 """From ``package.module:function`` and the shapes of its inputs to a captured model."""
 
 import contextlib
+import dataclasses
 import functools
 import importlib
 import itertools
@@ -67,44 +68,37 @@ def capture(
         CaptureError: there is no such function, or what it makes cannot be captured.
         ValueError: a library that it needs is not installed.
     """
+    job = _Job(factory, dtype, lora, quantization, as_on_gpu)
     given = tuple(inputs)
-    captured = _capture_named(factory, given, dtype, lora, quantization, as_on_gpu=as_on_gpu)
-    return captured.freed(functools.partial(_capture_again, factory, given, dtype, lora, quantization, as_on_gpu))
+    return job.captured(given).freed(functools.partial(job.captured_again, given))
 
 
-def _capture_named(
-    factory: str,
-    inputs: tuple[CapturedInput, ...],
-    dtype: Literal["bf16", "fp32"],
-    lora: Lora | None,
-    quantization: Quantization | None,
-    *,
-    as_on_gpu: bool,
-) -> CapturedModel:
-    if lora is None:
-        return _capture(load_factory(factory), inputs, dtype, name=factory, as_on_gpu=as_on_gpu)
-    make = functools.partial(make_adapted, architecture(factory), lora, quantization, DTYPES[dtype])
-    captured = _capture(make, inputs, dtype, name=factory, as_on_gpu=as_on_gpu)
-    return captured.model_copy(update={"lora": lora, "quantization": quantization})
+@dataclasses.dataclass(frozen=True)
+class _Job:
+    """What is captured, whatever its inputs; see :func:`capture`."""
 
+    factory: str
+    dtype: Literal["bf16", "fp32"]
+    lora: Lora | None
+    quantization: Quantization | None
+    as_on_gpu: bool
 
-def _capture_again(
-    factory: str,
-    inputs: tuple[CapturedInput, ...],
-    dtype: Literal["bf16", "fp32"],
-    lora: Lora | None,
-    quantization: Quantization | None,
-    as_on_gpu: bool,
-    micro_batch: int,
-    seq_len: int,
-) -> CapturedModel:
-    """Capture what a function makes at another size: inputs of a configuration follow from it, others are scaled."""
-    has_tokens = tokens_of(inputs) > 1
-    if has_tokens and (":" not in factory or Path(factory).exists()):
-        changed = architecture(factory).inputs(micro_batch, seq_len)
-    else:
-        changed = resized(inputs, micro_batch, seq_len)
-    return _capture_named(factory, changed, dtype, lora, quantization, as_on_gpu=as_on_gpu)
+    def captured(self, inputs: tuple[CapturedInput, ...]) -> CapturedModel:
+        put_in: dict[str, object] = {}
+        if self.lora is None:
+            make = load_factory(self.factory)
+        else:
+            args = architecture(self.factory), self.lora, self.quantization, DTYPES[self.dtype]
+            make = functools.partial(make_adapted, *args)
+            put_in = {"lora": self.lora, "quantization": self.quantization}
+        captured = _capture(make, inputs, self.dtype, name=self.factory, as_on_gpu=self.as_on_gpu)
+        return captured.model_copy(update=put_in)
+
+    def captured_again(self, inputs: tuple[CapturedInput, ...], micro_batch: int, seq_len: int) -> CapturedModel:
+        """Capture it at another size: inputs of a configuration follow from it, others are scaled."""
+        if tokens_of(inputs) > 1 and (":" not in self.factory or Path(self.factory).exists()):
+            return self.captured(architecture(self.factory).inputs(micro_batch, seq_len))
+        return self.captured(resized(inputs, micro_batch, seq_len))
 
 
 def capture_module(

@@ -25,11 +25,20 @@ from ullage.training.text import NUM_BYTES, Tokens, TokenStream, read_text
 _OF_TEXT = {"input_ids", "labels", "attention_mask", "position_ids"}
 
 
-class BatchSource(Protocol):
-    """Makes a rank's losses on one micro-batch after another."""
+class Sequences(Protocol):
+    """What batches are made of, in an order."""
 
     position: int
     """Sequences read so far, by all ranks together; may be set."""
+
+
+class BatchSource(Protocol):
+    """Makes a rank's losses on one micro-batch after another."""
+
+    @property
+    def sequences(self) -> Sequences:
+        """What it reads."""
+        ...
 
     @property
     def num_tokens(self) -> int:
@@ -145,25 +154,17 @@ class _DataBatches:
                     f"the data have {name}={getattr(data, name)}, but the plan has {value}; make them with the plan's"
                 )
         data.share(rank, decided.data_parallel)
-        self._data = data
+        self.sequences = data
         if position:
             data.position = position
 
     @property
-    def position(self) -> int:
-        return self._data.position
-
-    @position.setter
-    def position(self, position: int) -> None:
-        self._data.position = position
-
-    @property
     def num_tokens(self) -> int:
-        return self._data.num_tokens
+        return self.sequences.num_tokens
 
     def losses(self, model: nn.Module, device: torch.device) -> Iterator[Tensor]:
         assert next(model.parameters()).device == device
-        for batch in self._data.step():
+        for batch in self.sequences.step():
             yield batch.loss(model)
 
 
@@ -173,16 +174,8 @@ class _TokenBatches:
         assert vocab_size is not None
         self._plan = plan
         self._rank = rank
-        self._stream = TokenStream(data, plan.seq_len, seed, vocab_size)
-        self._stream.position = position
-
-    @property
-    def position(self) -> int:
-        return self._stream.position
-
-    @position.setter
-    def position(self, position: int) -> None:
-        self._stream.position = position
+        self.sequences = TokenStream(data, plan.seq_len, seed, vocab_size)
+        self.sequences.position = position
 
     @property
     def num_tokens(self) -> int:
@@ -195,7 +188,7 @@ class _TokenBatches:
 
     def loss(self, model: nn.Module, device: torch.device) -> Tensor:
         decided = self._plan.decisions
-        of_all = self._stream.next(decided.data_parallel * decided.micro_batch)
+        of_all = self.sequences.next(decided.data_parallel * decided.micro_batch)
         tokens = to_device(of_all[self._rank * decided.micro_batch :][: decided.micro_batch], device)
         further = {} if isinstance(self._plan.model, CapturedModel) else {"use_cache": False}
         loss: Tensor = model(input_ids=tokens, labels=tokens, **further).loss
@@ -212,6 +205,10 @@ class _RandomBatches:
         self._args = [tensor for name, tensor in batch if not name]
         self._kwargs = {name: tensor for name, tensor in batch if name}
         self.position = 0
+
+    @property
+    def sequences(self) -> Sequences:
+        return self
 
     @property
     def num_tokens(self) -> int:

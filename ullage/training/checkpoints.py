@@ -132,7 +132,7 @@ class CheckpointSaver:
                     f"{found.path} has no {name}; it has {', '.join(saved) or 'nothing of that kind'}"
                 )
             held.load_state_dict(saved[name])
-        batches.position = found.extra.get("position", 0)
+        batches.sequences.position = found.extra.get("position", 0)
         self._saved_at = found.step
         return found
 

@@ -169,7 +169,7 @@ class Trainer:
     @property
     def position(self) -> int:
         """Sequences of the data's order that have been passed, by all ranks together; see :class:`TokenStream`."""
-        return self._batches.position
+        return self._batches.sequences.position
 
     def __iter__(self) -> Iterator[Step]:
         while True:

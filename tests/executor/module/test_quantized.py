@@ -24,7 +24,7 @@ from hwprofiles.registry import load_profile
 from planner.costs.model import CostModel
 from planner.decisions import Decisions, Place, Precision, UnitDecision
 from planner.graph import Batch, Unit, build_graph, units
-from planner.models.quantization import Quantization, dequantized_bytes, packed_bytes
+from planner.models.quantization import Quantization, packed_bytes
 from planner.schedule.tasks import Tier
 from planner.simulate.machine import run_until_steady
 from planner.simulate.prediction import memory_peaks
@@ -156,11 +156,6 @@ def test_a_frozen_int8_projection_computes_like_bitsandbytes_and_keeps_nothing(s
     for call in undo:
         call()
     assert "forward" not in vars(module)
-
-
-def test_a_matrix_in_use_counts_with_its_scales() -> None:
-    assert dequantized_bytes("nf4", (64, 64), 2) == 2 * 64 * 64 + 4 * 64
-    assert dequantized_bytes("int8", (64, 64), 2) == 2 * 64 * 64
 
 
 VOCABULARY, SHAPE = 512, (2, 32)

@@ -16,12 +16,16 @@ from planner.checkpoints.interval import (
     most_lost_s,
     overhead,
     waste,
-    young_s,
 )
 from planner.checkpoints.nesting import ContradictionError, Limits, nest
 
 MINUTE, HOUR, DAY = 60.0, 3600.0, 86400.0
 seconds = st.floats(0.01, 1e5)
+
+
+def young_s(cost_s, mtbf_s):
+    """The first order: J. W. Young, "A first order approximation to the optimum checkpoint interval", CACM 17(9)."""
+    return math.sqrt(2 * cost_s * mtbf_s)
 
 
 @pytest.mark.parametrize(

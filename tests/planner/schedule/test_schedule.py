@@ -9,13 +9,11 @@ from pathlib import Path
 
 import pytest
 from amount import examples
-from cases import Case, cases, decide, small_units
+from cases import Case, cases
 from hypothesis import HealthCheck, given, settings
 
 from hwprofiles.registry import load_profile
 from planner.costs.model import CostModel
-from planner.decisions import Place
-from planner.lowering import lower
 from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import Buffer, Lane, MemoryClass, Op, Phase, Task, Tier, Work
 
@@ -33,7 +31,12 @@ def buffer(**fields: object) -> Buffer:
 @given(cases())
 def test_json_and_text(case: Case) -> None:
     schedule = case.schedule
-    assert Schedule.from_json(schedule.to_json()) == schedule
+    data = json.loads(schedule.to_json())
+    for key, items in (("tasks", schedule.tasks), ("buffers", schedule.buffers)):
+        for written, item in zip(data[key], items, strict=True):
+            values = {field.name: getattr(item, field.name) for field in dataclasses.fields(item)}
+            defaults = {field.name: field.default for field in dataclasses.fields(item)}
+            assert json.loads(json.dumps(values)) == json.loads(json.dumps(defaults, default=str)) | written
     lines = schedule.to_text().split("\n")
     assert len(lines) == len(schedule.tasks)
     for line, each in zip(lines, schedule.tasks, strict=True):
@@ -149,28 +152,6 @@ def test_tasks_that_are_made_later_are_validated_then() -> None:
 def test_later_tasks_of_the_previous_iteration_can_be_waited_for() -> None:
     schedule = Schedule((task(0, after_previous=(1, 0)), task(1, after=(0,))), (buffer(first=1, last=0),))
     assert schedule.first_forward is None
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda data: data | {"schema_version": 2}, "schema_version 2, expected 1"),
-        (lambda _: [], "schema_version list, expected 1"),
-        (lambda data: {k: v for k, v in data.items() if k != "buffers"}, "not a schedule: 'buffers'"),
-        (lambda data: data | {"tasks": [{"index": 0}]}, "not a schedule: 'lane'"),
-        (lambda data: data | {"tasks": [data["tasks"][0] | {"colour": "red"}]}, "not a schedule: .*colour"),
-        (lambda data: data | {"tasks": [data["tasks"][0] | {"lane": "moon"}]}, "moon"),
-        (lambda data: data | {"tasks": [data["tasks"][0] | {"after": ["x"]}]}, "not a schedule"),
-        (lambda data: data | {"tasks": data["tasks"][1:]}, "has index 1 at position 0"),
-    ],
-)
-def test_json_that_is_not_a_schedule_is_refused(change, message: str) -> None:
-    units = small_units()
-    data = json.loads(lower(units, decide(units, Place.CPU), asynchronous=False).to_json())
-    with pytest.raises(ValueError, match=message):
-        Schedule.from_json(json.dumps(change(data)))
-    with pytest.raises(ValueError, match="Expecting value"):
-        Schedule.from_json("no JSON")
 
 
 def test_schedules_are_frozen() -> None:

@@ -165,8 +165,8 @@ def test_the_base_of_an_executed_plan_has_its_weights(base: Path) -> None:
     """Adapters begin as zero, so that the first loss is the base's."""
     with ullage.Trainer(planned(base), weights=base) as trainer:
         step = next(iter(trainer))
-        trainer._batches.position = 0
-        tokens = trainer._batches._stream.next(2)
+        trainer._batches.sequences.position = 0
+        tokens = trainer._batches.sequences.next(2)
     model = AutoModelForCausalLM.from_pretrained(base)
     assert step.loss == pytest.approx(model(input_ids=tokens, labels=tokens).loss.item(), rel=1e-6)
 

@@ -100,7 +100,7 @@ def test_text_is_refused_before_training_if_the_model_knows_too_few_tokens(
         ullage.Trainer(too_small)
     batch_source(known, None, 0, 0)
     tokens = torch.arange(64, dtype=torch.uint8).numpy()
-    assert isinstance(batch_source(too_small, tokens, 0, 0)._stream, TokenStream)  # tokens of the user's are no text
+    assert isinstance(batch_source(too_small, tokens, 0, 0).sequences, TokenStream)  # tokens of the user's are no text
     (tmp_path / "plan.json").write_text(json.dumps(json.loads(too_small.to_json())), encoding="utf-8")
     (tmp_path / "text").write_text("a" * 5000)
     for more in ([], ["--text", str(tmp_path / "text")]):

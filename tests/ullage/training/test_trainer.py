@@ -109,7 +109,7 @@ def test_any_number_of_ranks_shares_the_same_batches(plan: Plan, tokens: Tokens,
     stream = TokenStream(tokens, SEQ_LEN, 7)
     stream.next(3)
     assert listener.heard == stream.next(44).tolist()
-    assert {batches.position for batches in feeds} == {stream.position} == {47}
+    assert {batches.sequences.position for batches in feeds} == {stream.position} == {47}
 
 
 def test_bad_input(plan: Plan, tokens: Tokens) -> None:
