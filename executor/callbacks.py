@@ -25,6 +25,9 @@ class ModuleCallbacks(Protocol):
     def on_model_end(self) -> None:
         """The model's own forward has ended, or failed."""
 
+    def on_loss(self) -> None:
+        """Backward has reached a loss that the model's own forward has returned."""
+
     @property
     def unit(self) -> str:
         """The unit that computes now; empty if none does."""

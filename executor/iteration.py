@@ -140,6 +140,12 @@ class IterationDriver:
         """The model's own forward has ended, or failed."""
         self._model_trains = False
 
+    def on_loss(self) -> None:
+        """Backward has reached a loss that the model has returned: what made it belongs to the last unit's backward."""
+        expected, task = self._loop.expected(), self.progress.task
+        if task is not None and task.op is Op.FORWARD and expected is not None and expected.op is Op.BACKWARD:
+            self.on_backward(expected.unit)
+
     def on_other_shape(self) -> None:
         """A forward of the plan begins with a batch of another shape; see [Note: Other shapes]."""
         if self._last_other != self._loop.iteration:

@@ -40,7 +40,7 @@ from executor.state_access import StateAccess
 from planner.decisions import Decisions
 from planner.graph import Unit
 from planner.schedule.loop import OutOfOrderError
-from planner.schedule.tasks import Tier
+from planner.schedule.tasks import Lane, Tier
 from planner.schedule.timeline import Timeline
 
 
@@ -278,16 +278,24 @@ class Session:
     def metered(self) -> Iterator[None]:
         """Measure, inside it, the device memory that comes and goes. On the host it slows computing down.
 
-        Updates are waited for first: until they have ended, gradients are there that will have gone.
+        Updates are waited for first: until they have ended, gradients are there that will have gone. Activations that
+        may be back when a task begins are waited for, as the threads that bring them may be slowed down too: what is
+        measured is the most that the schedule holds.
         """
         self.synchronize()
         machine = self.runtime.machine
-        with self.runtime.backend.meter() as self._meter:
-            machine.on_caller = self._meter.set_task
+        with self.runtime.backend.meter() as meter:
+            self._meter = meter
+
+            def begin(task: int) -> None:
+                meter.set_task(task)
+                machine.settle(Lane.ACTIVATION_IN)
+
+            machine.on_caller = begin
             try:
                 yield
             finally:
-                self._meter.set_task(None)
+                meter.set_task(None)
                 machine.on_caller = lambda _task: None
 
     def memory(self) -> dict[Tier, MeasuredMemory]:

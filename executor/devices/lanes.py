@@ -162,6 +162,19 @@ class LaneMachine:
         for event in list(self._last.values()):
             self._backend.event_time_s(event)
 
+    def settle(self, lane: Lane) -> None:
+        """Wait for all tasks of a lane that have been issued and wait for nothing that the caller has yet to do."""
+        held_up: set[int] = set()
+        lanes: set[Lane] = set()  # whose next task waits for the caller: others stand behind it
+        waiting = [t for i in sorted(self._tickets) for t in self._tickets[i].values() if t.end is None]
+        for ticket in waiting:
+            by_caller = ticket.task.lane in CALLER_LANES or ticket.task.lane in lanes
+            if by_caller or any(id(dependency) in held_up for dependency in ticket.after):
+                held_up.add(id(ticket))
+                lanes.add(ticket.task.lane)
+            elif ticket.task.lane is lane:
+                self._wait_in_caller(self._wait_for, ticket, self._changed)
+
     def timeline(self, first: int = 0, last: int | None = None) -> Timeline:
         """Return what was recorded of iterations ``first`` to ``last`` (inclusive; the latest if left out).
 
@@ -333,7 +346,7 @@ class LaneMachine:
         with self._changed:
             self._changed.wait_for(lambda: self._stopped or not self._num_pending)
 
-    def _wait_in_caller(self, wait: Callable[..., object], *args: _Ticket) -> None:
+    def _wait_in_caller(self, wait: Callable[..., object], *args: object) -> None:
         """Let the caller wait for tasks, and close if it is interrupted."""
         self.is_waiting = True
         try:

@@ -2,7 +2,8 @@
 
 [Note: Module boundaries] A compute task lasts from the hook of its unit to the next unit's. Forward pre-hooks on the
 modules that own or read parameters report where forward is (and recomputation, which is forward inside backward). Hooks
-on the gradients of these modules' outputs report where backward is. Autograd runs nodes in the reverse order of their
+on the gradients of these modules' outputs report where backward is, and one on a loss that the model itself returns:
+the last unit's backward begins there. Autograd runs nodes in the reverse order of their
 making, and accumulates a gradient as soon as it is there. So when backward reaches another unit, the gradients of the
 last one are complete. A capture refuses a module that reads weights where no hook can see it
 (``ullage/capture/executable.py``).
@@ -118,6 +119,7 @@ def bind(
     unit_of = unit_modules(model, units)
     undo.append(model.register_forward_pre_hook(lambda *_: callbacks.on_model_begin()).remove)
     undo.append(model.register_forward_hook(lambda *_: callbacks.on_model_end(), always_call=True).remove)
+    undo.append(model.register_forward_hook(_watch_losses(callbacks)).remove)
     if compile_backend is not None:
         stay = tuple(unit for unit in units if not decisions.units[unit.name].offloads)
         unit_of = _compile(model, stay, unit_of, compile_backend, undo)
@@ -195,6 +197,18 @@ def _hooks(unit: str, callbacks: ModuleCallbacks) -> tuple[Callable[..., None], 
                     _hook_gradient(made, arrive)  # else it only passed through this module
 
     return before, after
+
+
+def _watch_losses(callbacks: ModuleCallbacks) -> Callable[..., None]:
+    """Return a hook to run after the model's forward, which reports when backward begins from one of its losses."""
+
+    def after(_module: nn.Module, _args: Any, output: Any) -> None:
+        if callbacks.trains:
+            for leaf in tree_leaves(output):
+                if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None and not leaf.dim():
+                    _hook_gradient(leaf, lambda _gradient: callbacks.on_loss())
+
+    return after
 
 
 def _hook_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:

@@ -58,9 +58,22 @@ class Architecture:
             )
         return asked or min(max(usual, 2 * taken), most or usual)
 
-    def inputs(self, micro_batch: int, seq_len: int) -> tuple[CapturedInput, ...]:
-        """Return what the module is called with."""
-        return self.kind.inputs(self.config, micro_batch, seq_len)
+    def inputs(self, micro_batch: int, seq_len: int, *, masked: bool = False) -> tuple[CapturedInput, ...]:
+        """Return what the module is called with; if ``masked``, with an attention mask for its tokens.
+
+        Raises:
+            CaptureError: it takes no tokens, or they cannot be masked alone.
+        """
+        made = self.kind.inputs(self.config, micro_batch, seq_len)
+        if not masked:
+            return made
+        ids = next((spec for spec in made if spec.name == "input_ids" and not spec.begins), None)
+        if ids is None:
+            raise CaptureError(
+                f"{self.config.model_type} is called with {', '.join(spec.name for spec in made)}, where no mask is "
+                f"known; leave it out, or {BY_HAND}"
+            )
+        return (*made, ids.model_copy(update={"name": "attention_mask"}))
 
 
 def architecture(text: str | Path) -> Architecture:

@@ -97,7 +97,8 @@ class _Job:
     def captured_again(self, inputs: tuple[CapturedInput, ...], micro_batch: int, seq_len: int) -> CapturedModel:
         """Capture it at another size: inputs of a configuration follow from it, others are scaled."""
         if tokens_of(inputs) > 1 and (":" not in self.factory or Path(self.factory).exists()):
-            return self.captured(architecture(self.factory).inputs(micro_batch, seq_len))
+            masked = any(spec.name == "attention_mask" for spec in inputs)
+            return self.captured(architecture(self.factory).inputs(micro_batch, seq_len, masked=masked))
         return self.captured(resized(inputs, micro_batch, seq_len))
 
 

@@ -88,12 +88,21 @@ def trained(
             )
         adapters = Adapters(args.lora, None if args.quantize == "none" else args.quantize)
         called_with = args.seq_len, first_micro_batch(args.micro_batch, args.global_batch)
-        found = model_named(args.model, *called_with, precision.weights, adapters, as_on_gpu=as_on_gpu)
+        masked = args.batches == "masked"
+        found = model_named(
+            args.model, *called_with, precision.weights, adapters, masked=masked, as_on_gpu=as_on_gpu
+        )
         model = change(found)
         if isinstance(model, CapturedModel):
             return model, model.seq_len, args.micro_batch
         return model, args.seq_len or min(DEFAULT_SEQ_LEN, model.max_positions), args.micro_batch
     inputs = tuple(args.input_shape or ())
+    if args.batches == "masked":
+        raise ValueError(
+            f"--batches masked is for models of transformers, but --model {args.model} is a function; give its mask "
+            "with the other inputs, as in --input-shape input_ids=2x512:int64 attention_mask=2x512:int64 "
+            "labels=2x512:int64"
+        )
     if inputs and args.seq_len is not None and tokens_of(inputs) == 1:
         raise ValueError(
             f"--seq-len {args.seq_len} and --model {args.model}: its first input is no sequence of tokens; leave "
@@ -130,11 +139,12 @@ def model_named(
     dtype: Dtype,
     adapters: Adapters = NO_ADAPTERS,
     *,
+    masked: bool = False,
     as_on_gpu: bool,
 ) -> Model:
     """Return the model that a name or a file describes.
 
-    Architectures without formulas are captured, and so are all with adapters.
+    Architectures without formulas are captured, and so are all with adapters or masks.
 
     Args:
         text: see :func:`planner.models.registry.resolve_model`.
@@ -142,6 +152,7 @@ def model_named(
         micro_batch: sequences, likewise.
         dtype: of weights.
         adapters: that are trained, instead of all weights.
+        masked: whether batches have an attention mask.
         as_on_gpu: see :func:`ullage.capture.capture`.
 
     Raises:
@@ -149,12 +160,13 @@ def model_named(
     """
     with contextlib.suppress(NoFormulasError):
         sizes = resolve_model(text)
-        if adapters.lora is None:
+        if adapters.lora is None and not masked:
             return sizes
     from ullage.capture.architectures import architecture  # noqa: PLC0415 - torch is slow to import
 
     found = architecture(text)
-    inputs = found.inputs(micro_batch or DEFAULT_MICRO_BATCH, found.seq_len(seq_len, DEFAULT_SEQ_LEN))
+    seq_len = found.seq_len(seq_len, DEFAULT_SEQ_LEN)
+    inputs = found.inputs(micro_batch or DEFAULT_MICRO_BATCH, seq_len, masked=masked)
     return _captured(text, inputs, dtype, adapters, as_on_gpu=as_on_gpu)
 
 

@@ -16,6 +16,7 @@ from ullage.cli.arguments import input_shape, lora, parse_bytes, positive_int
 PACKAGED_HARDWARE: Final = "a100-80"  # the default where this machine was not calibrated
 DEFAULT_SEQ_LEN: Final = 2048
 QUANTIZATIONS: Final = ("nf4", "int8")
+BATCHES: Final = ("whole", "masked")
 _FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 
@@ -67,6 +68,12 @@ def add_request_options(parser: argparse.ArgumentParser, *, model_required: bool
         type=positive_int,
         metavar="N",
         help=f"tokens per sequence ({DEFAULT_SEQ_LEN}, or the model's limit)",
+    )
+    group.add_argument(
+        "--batches",
+        choices=BATCHES,
+        help="whole: of sequences of the same length (the default). masked: of texts of any length, padded or packed "
+        "as --data are, with an attention mask, whose memory is planned",
     )
     group.add_argument(
         "--micro-batch", type=positive_int, metavar="N", help=f"sequences per forward ({DEFAULT_MICRO_BATCH})"

@@ -205,7 +205,7 @@ def _fields(asked: StudyRequest, default_hardware: str) -> Fields:
     texts = {name.removeprefix("--").replace("-", "_"): str(text) for name, text in {**first, **asked.set}.items()}
     if "model" not in texts:
         raise StudyError("a study needs a model; give --model opt-13b, or --sweep model=opt-13b,opt-30b")
-    named = ("model", "hardware", "input_shape", "precision", "lora", "quantize")
+    named = ("model", "hardware", "input_shape", "precision", "lora", "quantize", "batches")
     options = {name: Field(name, "option", "").parse(texts[name]) for name in named if name in texts}
     hardware = load_profile(str(options.get("hardware", default_hardware)))
     default = default_precision(hardware.device)

@@ -19,6 +19,7 @@ REQUEST = {
     "--input-shape",
     "--lora",
     "--quantize",
+    "--batches",
     "--gpus",
     "--hardware",
     "--seq-len",
