@@ -3,7 +3,7 @@
 import dataclasses
 import warnings
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from hwprofiles.profile import Dtype, HardwareProfile
 from hwprofiles.registry import LOCAL, load_profile
@@ -15,7 +15,7 @@ from planner.plan.document import Plan
 from planner.plan.planning import Request, default_precision, make_plan
 from ullage.cli.default_hardware import default_hardware
 from ullage.cli.request import Adapters, first_micro_batch, model_named
-from ullage.cli.request_options import DEFAULT_SEQ_LEN
+from ullage.cli.request_options import BATCHES, DEFAULT_SEQ_LEN
 
 # Fields of a request that have another name here, or none.
 _OWN = {"model", "hardware", "num_devices", "precision"}
@@ -31,6 +31,7 @@ def plan(
     budget_s: float | None = None,
     lora: str | None = None,
     quantize: Quantization | None = None,
+    batches: Literal["whole", "masked"] | None = None,
     **options: Any,
 ) -> Plan:
     """Find the fastest way to train a model on a machine, and prove how far from the best it can be.
@@ -47,6 +48,8 @@ def plan(
         lora: train adapters of ``peft`` beside frozen weights, for a name or a ``config.json``: ``"rank=16"``, or as
             after ``--lora``.
         quantize: ``"nf4"`` or ``"int8"``: keep the frozen projections quantized.
+        batches: ``"masked"``: of texts of any length, padded or packed, with an attention mask, for a name or a
+            ``config.json``.
         options: other fields of :class:`Request`, such as ``seq_len``, ``micro_batch``, ``num_micro_batches``,
             ``global_batch``, ``tensor_parallel``, ``optimizer``, ``clip`` and ``storage``.
 
@@ -57,6 +60,7 @@ def plan(
     """
     if isinstance(model, Request):
         named = {"hardware": hardware, "gpus": gpus, "precision": precision, "lora": lora, "quantize": quantize}
+        named["batches"] = batches
         given = [name for name, value in named.items() if value]
         if given or options:
             names = ", ".join([*given, *options])
@@ -65,12 +69,14 @@ def plan(
     if unknown := sorted(set(options) - _OPTIONS):
         raise ValueError(f"plan() has no option {unknown[0]}; use one of {', '.join(sorted(_OPTIONS))}")
     adapters = _adapters(model, lora, quantize)
+    masked = _masked(model, batches)
     machine = hardware if isinstance(hardware, HardwareProfile) else load_profile(hardware or _default_hardware())
     if isinstance(model, str | Path):
         weights = precision.weights if isinstance(precision, Precision) else precision
         dtype = weights or default_precision(machine.device).weights
         called_with = options.get("seq_len"), first_micro_batch(options.get("micro_batch"), options.get("global_batch"))
-        sizes = model_named(str(model), *called_with, dtype, adapters, as_on_gpu=machine.device.kind == "gpu")
+        as_on_gpu = machine.device.kind == "gpu"
+        sizes = model_named(str(model), *called_with, dtype, adapters, masked=masked, as_on_gpu=as_on_gpu)
         if isinstance(sizes, CapturedModel):  # it was captured with that
             options.pop("seq_len", None)
     else:
@@ -98,6 +104,17 @@ def _adapters(model: str | Path | Model, lora: str | None, quantize: Quantizatio
             'weights beside adapters; give lora="rank=16" too'
         )
     return Adapters(None if lora is None else Lora.read(lora), quantize)
+
+
+def _masked(model: str | Path | Model, batches: str | None) -> bool:
+    if batches not in {None, *BATCHES}:
+        raise ValueError(f"batches is {batches!r}, but must be one of {', '.join(BATCHES)}")
+    if batches == "masked" and not isinstance(model, str | Path):
+        raise ValueError(
+            f"batches is 'masked' for a name or a config.json, but the model is a {type(model).__name__}; capture it "
+            "with an attention_mask among its inputs: ullage.capture_module"
+        )
+    return batches == "masked"
 
 
 def _default_hardware() -> str:

@@ -99,6 +99,8 @@ ADAPTERS = (
     ("llama-20m", 2, 256, "fp32", "none", "activations", "90MB"),
     ("llama-20m", 2, 256, "fp32", "nf4", "activations", "70MB"),
     ("llama-20m", 2, 256, "bf16", "nf4", "never", "26MB"),
+    ("llama-20m", 2, 256, "fp32", "int8", "activations", "70MB"),
+    ("llama-20m", 2, 256, "bf16", "nf4", "activations", "34MB"),
 )
 
 

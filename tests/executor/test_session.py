@@ -2,6 +2,7 @@
 
 import itertools
 import threading
+import time
 import warnings
 from collections.abc import Callable
 
@@ -12,6 +13,7 @@ from torch import nn
 from training import (
     CONFIGS,
     MICRO_BATCH,
+    NUM_TOKENS,
     SEQ_LEN,
     ReferenceOptimizer,
     Task,
@@ -21,6 +23,7 @@ from training import (
     decide,
     groups,
     make_model,
+    memory_of_step,
     model_units,
     planned,
     prepare,
@@ -32,6 +35,7 @@ from training import (
 
 from executor.devices.meter import MemoryMeter
 from executor.gradients import GradientError
+from executor.memory.activations import OffloadedActivations
 from executor.prepare import prepare_session
 from planner.decisions import Place
 from planner.schedule.tasks import Lane, Op, Tier
@@ -324,6 +328,59 @@ def test_gradients_and_activations_are_metered():
             after_forward[activations] = forward[-1]
     assert after_forward["keep"] > after_forward["recompute"]
     assert peaks["keep"] > peaks["recompute"] > MICRO_BATCH * SEQ_LEN * 32 * 4
+
+
+class _Probe(torch.autograd.Function):
+    """Passes values on, and calls a function when backward comes by."""
+
+    @staticmethod
+    def forward(ctx, values, when):
+        ctx.when = when
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.when()
+        return gradient, None
+
+
+@pytest.mark.parametrize("own_loss", [True, False])
+def test_the_backward_of_a_models_own_loss_belongs_to_its_last_unit(own_loss):
+    """What is brought back meanwhile is planned so, and the memory of both counts together."""
+    task = Task("llama", torch.float32, max_norm=None)
+    model, optimizer = prepare(task, decide(task, uniform("host", "cpu", "offload")))
+    found, inner = [], model.loss_function
+    with optimizer.session as session:
+
+        def loss_of(logits, *args, **more):
+            return inner(_Probe.apply(logits, lambda: found.append(session.driver.progress.task)), *args, **more)
+
+        model.loss_function = loss_of
+        tokens = batches(task)[0, 0]
+        if own_loss:
+            one_iteration(model, optimizer, tokens)
+        else:
+            loss_of(model(input_ids=tokens).logits, tokens, NUM_TOKENS).backward()
+            optimizer.step()
+    assert [(at.op, at.unit) for at in found] == [(Op.BACKWARD if own_loss else Op.FORWARD, "head")]
+
+
+def test_what_is_metered_does_not_depend_on_how_fast_activations_come_back(monkeypatch):
+    task, found = Task("llama", torch.float32), []
+    reload = OffloadedActivations.reload
+
+    def slow(activations, unit):
+        time.sleep(0.02)
+        reload(activations, unit)
+
+    for way in (reload, slow):
+        monkeypatch.setattr(OffloadedActivations, "reload", way)
+        model, optimizer = prepare(task, decide(task, uniform("host", "cpu", "offload")))
+        with optimizer.session as session:
+            held = memory_of_step(model, optimizer, batches(task)[0, 0])[Tier.GPU].dynamic_bytes_of
+            tasks = session.schedule.tasks
+            found.append([n for i, n in held.items() if (tasks[i].op, tasks[i].unit) == (Op.BACKWARD, "head")])
+    assert found[0] == found[1]
 
 
 def test_the_meter_counts_exactly():

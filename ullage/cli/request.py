@@ -89,9 +89,7 @@ def trained(
         adapters = Adapters(args.lora, None if args.quantize == "none" else args.quantize)
         called_with = args.seq_len, first_micro_batch(args.micro_batch, args.global_batch)
         masked = args.batches == "masked"
-        found = model_named(
-            args.model, *called_with, precision.weights, adapters, masked=masked, as_on_gpu=as_on_gpu
-        )
+        found = model_named(args.model, *called_with, precision.weights, adapters, masked=masked, as_on_gpu=as_on_gpu)
         model = change(found)
         if isinstance(model, CapturedModel):
             return model, model.seq_len, args.micro_batch

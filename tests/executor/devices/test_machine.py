@@ -88,6 +88,34 @@ def test_a_task_starts_when_its_lane_is_free_and_what_it_comes_after_has_ended(s
         free_s[lane] = span.end_s
 
 
+def may_have_ended(issued):
+    """Return which tasks, as iteration and index, end without more from the caller, who is at its latest task."""
+    of_caller = [(i, task.index) for i, task in issued if task.lane in CALLER_LANES]
+    ended, before = set(of_caller[:-1]), None
+    while ended != before:
+        before = set(ended)
+        for lane in LANES[2:]:
+            for i, task in ((i, task) for i, task in issued if task.lane is lane):
+                needs = {(i, other) for other in task.after} | {(i - 1, other) for other in task.after_previous if i}
+                if not needs <= ended:
+                    break
+                ended.add((i, task.index))
+    return ended
+
+
+@settings(max_examples=examples(50), deadline=None, derandomize=True)
+@given(schedules(), st.sampled_from(LANES[2:]))
+def test_a_lane_has_settled_once_it_waits_for_the_caller_alone(schedule, lane):
+    ended, issued = set(), []
+    with on_host(schedule, lambda task, i: ended.add((i, task.index))) as machine:
+        for i, task in itertools.product(range(2), schedule.tasks):
+            machine.issue(task, i)
+            issued.append((i, task))
+            machine.settle(lane)
+            assert {(i, task.index) for i, task in issued if task.lane is lane} & may_have_ended(issued) <= ended
+        machine.wait()
+
+
 def test_start_is_measured_when_a_task_becomes_ready_not_when_it_is_issued():
     schedule = Schedule((work(0, Lane.CPU), work(1, Lane.H2D), work(2, Lane.D2H, after=[0])))
     with on_host(schedule, lambda task, _: time.sleep(0.05 if task.lane is Lane.CPU else 0), record=True) as machine:

@@ -83,6 +83,24 @@ def of_data(base: Path, *more: str) -> list[str]:
     return ["--data", str(base / "chat.jsonl"), "--tokenizer", str(base), "--eval-split", "10%", "--lr", "3e-3", *more]
 
 
+@pytest.mark.parametrize("pack", [False, True], ids=["padded", "packed"])
+def test_a_plan_for_masks_has_their_memory(
+    base: Path, tmp_path: Path, pack: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without a plan file the data ask for it; a plan of sequences without masks has too little."""
+    monkeypatch.chdir(tmp_path)
+    small = SIZES | {"hidden_size": 32, "max_position_embeddings": 256}
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"model_type": "llama", **small}))
+    lines(tmp_path / "long.jsonl", [{"text": "+".join(map(str, range(count)))} for count in range(100, 160, 2)])
+    options = ["--model", str(config), "--seq-len", "256", "--micro-batch", "4", "--precision", "fp32"]
+    options += ["--hardware", "epyc-turin-2c", "--device-memory", "60MB"]
+    out = ["--output-dir", str(tmp_path), "--iterations", "6", "--json", *["--pack"] * pack]
+    assert main(["execute", *options, "--data", "long.jsonl", "--tokenizer", str(base), *out]) == 0
+    assert json.loads(capsys.readouterr().out)["memory"]["gpu"]["error"] == pytest.approx(0, abs=0.03)
+    assert "attention_mask" in [spec.name for spec in load_plan(tmp_path / "plan.json").model.inputs]
+
+
 REPORT: dict[str, Callable[[Path], list[str]]] = {
     "compare": lambda _: ["--json"],
     "report": lambda folder: ["--output", str(folder / "report.html")],
