@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-for folder in ("weights", "executor", "checkpoint"):
+for folder in ("weights", "executor", "checkpoint", "checkpoint/faults"):
     sys.path.append(str(Path(__file__).parents[1] / folder))
 
 
