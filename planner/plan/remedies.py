@@ -1,7 +1,7 @@
 """Remedies for an infeasible request: the smallest change of each kind with which a plan was found."""
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 
 from hwprofiles.profile import HardwareProfile
@@ -32,22 +32,32 @@ class Remedy:
     iteration_s: float
 
 
-def what_would_fit(request: Request) -> Iterator[Remedy]:
+Changes = Iterator[tuple[str, Request]]
+"""Requests to try, the smallest change first, each with the words for what has changed."""
+
+
+def what_would_fit(
+    request: Request, further: Callable[[Request], Changes] = lambda _request: iter(())
+) -> Iterator[Remedy]:
     """Yield, for every kind of change, the smallest one that makes a request fit, as soon as it is found.
 
     If no single change is enough, each is combined with the smallest micro-batch.
+
+    Args:
+        request: what does not fit.
+        further: yields the changes of one more kind, which is tried last.
     """
     found = False
-    for remedy in _changes(request):
+    for remedy in _changes(request, further):
         found = True
         yield remedy
     *_, (words, smallest) = [("", request), *_smaller_micro_batch(request)]
     if words and not found:
-        for remedy in _changes(smallest):
+        for remedy in _changes(smallest, further):
             yield Remedy(f"{words} and {remedy.words}", remedy.iteration_s)
 
 
-def _changes(request: Request) -> Iterator[Remedy]:
+def _changes(request: Request, further: Callable[[Request], Changes]) -> Iterator[Remedy]:
     hardware = request.hardware
     kinds = (
         _smaller_micro_batch(request),
@@ -55,13 +65,14 @@ def _changes(request: Request) -> Iterator[Remedy]:
         _more_devices(request),
         _on(larger_hosts(hardware), request),
         _on(larger_devices(hardware), request),
+        further(request),
     )
     for kind in kinds:
         if remedy := _first(kind):
             yield remedy
 
 
-def _first(changes: Iterator[tuple[str, Request]]) -> Remedy | None:
+def _first(changes: Changes) -> Remedy | None:
     trials = 0
     for words, changed in changes:
         if trials == _TRIALS:
@@ -81,7 +92,7 @@ def _first(changes: Iterator[tuple[str, Request]]) -> Remedy | None:
     return None
 
 
-def _smaller_micro_batch(request: Request) -> Iterator[tuple[str, Request]]:
+def _smaller_micro_batch(request: Request) -> Changes:
     """Halve the micro-batch; accumulation keeps the global batch. Some captured models have but one micro-batch."""
     chosen = request.global_batch is not None and request.micro_batch is None  # the search tried all sizes
     if chosen or (isinstance(request.model, CapturedModel) and not request.model.is_free):
@@ -93,20 +104,20 @@ def _smaller_micro_batch(request: Request) -> Iterator[tuple[str, Request]]:
         yield f"--micro-batch {size} --accumulate {repeats}", changed
 
 
-def _storage(request: Request) -> Iterator[tuple[str, Request]]:
+def _storage(request: Request) -> Changes:
     """Offload activations to the host, then use drives, if there are any and the request does not already."""
     ways: tuple[Storage, ...] = ("never", "activations", "nvme") if request.hardware.nvme else ("never", "activations")
     for storage in ways[ways.index(request.storage) + 1 :]:
         yield f"--storage {storage}", dataclasses.replace(request, storage=storage)
 
 
-def _more_devices(request: Request) -> Iterator[tuple[str, Request]]:
+def _more_devices(request: Request) -> Changes:
     count = request.num_devices * 2
     while count <= most_devices(request.hardware):
         yield f"--gpus {count}", dataclasses.replace(request, num_devices=count)
         count *= 2
 
 
-def _on(machines: Iterable[tuple[str, HardwareProfile]], request: Request) -> Iterator[tuple[str, Request]]:
+def _on(machines: Iterable[tuple[str, HardwareProfile]], request: Request) -> Changes:
     for words, hardware in machines:
         yield words, dataclasses.replace(request, hardware=hardware)

@@ -40,7 +40,8 @@ from ullage.capture.recording import record
 from ullage.capture.records import DTYPES, CaptureError
 from ullage.capture.repeats import Repeats, UnequalError
 
-_FAKE_LOG = logging.getLogger("torch._subclasses.fake_tensor")  # it logs errors that are raised here
+# The first logs errors that are raised here; the second says which loss it takes.
+_QUIET = [logging.getLogger(name) for name in ("torch._subclasses.fake_tensor", "transformers.modeling_utils")]
 _UNKNOWN = (UnsupportedOperatorException, UnsupportedFakeTensorException)
 
 
@@ -342,7 +343,9 @@ def _refusing(name: str, model: nn.Module | None = None) -> Iterator[None]:
     for path, module in model.named_modules() if model is not None else ():
         handles += [module.register_forward_pre_hook(entered(path)), module.register_forward_hook(left)]
     try:
-        with warnings.catch_warnings(), mock.patch.object(_FAKE_LOG, "disabled", new=True):
+        with warnings.catch_warnings(), contextlib.ExitStack() as quiet:
+            for log in _QUIET:
+                quiet.enter_context(mock.patch.object(log, "disabled", new=True))
             # Copying a module asks for addresses, which fake tensors do not have.
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
             yield

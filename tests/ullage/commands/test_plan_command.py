@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from hwprofiles.paths import quantities
-from hwprofiles.quantity import Curve, Quantity
+from hwprofiles.paths import quantities, replace
+from hwprofiles.quantity import Curve, Provenance, Quantity
 from hwprofiles.registry import load_profile
 from planner.models.parameters import num_parameters
 from planner.plan.document import EngineRow, load_plan
@@ -127,13 +127,14 @@ def test_a_plan_that_cannot_fit_leaves_the_old_file(plan_args, tmp_path, capsys)
     assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("p.json", "old")]
 
 
+ASSUMED = Provenance(origin="assumed", source="a test")
 TOO_LITTLE = ["plan", "--model", "gpt2", "--device-memory", "99MB", "--seq-len", "64"]
 
 
 def test_what_does_not_fit_is_said_before_remedies_are_looked_for(monkeypatch, tmp_path, capsys):
     shown = []
 
-    def remedies(_request):
+    def remedies(_request, _further):
         for size in (1, 2):
             shown.append(capsys.readouterr().err)
             yield Remedy(f"change {size}", 1.0)
@@ -154,7 +155,32 @@ def test_json_of_what_does_not_fit_is_one_document(tmp_path, capsys):
     verdict, *remedies = shown.splitlines()
     assert verdict == f"ullage plan: error: {found['error']}"
     assert (found["fits"], found["proven"], list(found["missing_bytes"])) == (False, True, ["gpu"])
-    assert [remedy["change"] in line for remedy, line in zip(found["fits_with"], remedies, strict=True)] == [True]
+    helps = found["fits_with"]
+    assert helps
+    assert all(remedy["change"] in line for remedy, line in zip(helps, remedies, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("host_bytes", "options", "change", "effect"),
+    [
+        (2e8, ["60MB"], "--lora rank=16", "only adapters are trained; all other weights stay as they are"),
+        (2e7, ["30MB", "--lora", "rank=4"], "--quantize nf4", "the frozen weights are rounded to 4 bits"),
+    ],
+)
+def test_adapters_are_a_remedy_that_says_what_it_changes(host_bytes, options, change, effect, tmp_path, capsys):
+    """It is one only where a plan of it was found: a host too small for the state of all weights, or for the frozen."""
+    machine = replace(load_profile("rtx-4090"), {"host.memory_bytes": host_bytes}, ASSUMED)
+    path = tmp_path / "small.json"
+    path.write_text(machine.model_dump_json())
+    asked = ["plan", "--model", "demo-llama", "--hardware", str(path), "--seq-len", "64", "--device-memory"]
+    asked += [*options, "--output", str(tmp_path / "p.json")]
+    assert main([*asked, "--json"]) == 2
+    text, shown = capsys.readouterr()
+    found = {remedy["change"]: remedy["effect"] for remedy in json.loads(text)["fits_with"]}
+    assert found[change] == effect
+    assert f"{change} (" in shown
+    assert f"any search): {effect}\n" in shown
+    assert main([*asked, *change.split()]) == 0
 
 
 def test_nothing_that_helps_is_said_too(tmp_path, capsys):

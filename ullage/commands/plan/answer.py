@@ -2,22 +2,27 @@
 
 import argparse
 import atexit
+import contextlib
 import dataclasses
+import functools
 import gc
 import json
 import sys
+from collections.abc import Iterator
+from typing import Any
 
 from hwprofiles.files import write_whole
 from hwprofiles.machine import check_measured_here
 from hwprofiles.registry import LOCAL
+from planner.models.adapters import Lora
 from planner.plan.checkpoints import CheckpointsAsked
 from planner.plan.document import Plan
 from planner.plan.planning import InfeasibleError, Request, make_plan
 from planner.search import no_garbage_collection
 from ullage.cli.checkpoint_request import checkpoints_of, with_pfs
 from ullage.cli.exit_codes import BAD_INPUT
-from ullage.cli.request import request_of
-from ullage.cli.request_options import PACKAGED_HARDWARE
+from ullage.cli.request import request_of, trained
+from ullage.cli.request_options import PACKAGED_HARDWARE, is_captured
 from ullage.output.formatting import si
 from ullage.output.progress import search_progress, status
 
@@ -39,7 +44,7 @@ def plan_command(args: argparse.Namespace) -> int:
         with search_progress() as progress:
             plan = make_plan(request, progress=progress, budget_s=args.budget)
     except InfeasibleError as error:
-        return _refuse(request, error, as_json=args.json)
+        return _refuse(args, request, error)
     if checkpoints is not None:
         plan = _protected(plan, checkpoints)
     text = plan.to_json()
@@ -60,19 +65,21 @@ def _protected(plan: Plan, asked: CheckpointsAsked) -> Plan:
     return protected(plan, asked)
 
 
-def _refuse(request: Request, error: InfeasibleError, *, as_json: bool) -> int:
+def _refuse(args: argparse.Namespace, request: Request, error: InfeasibleError) -> int:
     """Say that nothing fits, and with which changes something does: each as soon as it is known."""
     from planner.plan.remedies import what_would_fit  # noqa: PLC0415 - only here
 
     _say(f"error: {error}")
     found = []
     with status("looking for what would fit"):
-        for remedy in what_would_fit(request):
-            found.append({"change": remedy.words, "iteration_s": remedy.iteration_s})
-            _say(f"it fits with {remedy.words} ({si(remedy.iteration_s, 's')} per iteration before any search)")
+        for remedy in what_would_fit(request, functools.partial(_with_adapters, args)):
+            effect = _effect(remedy.words)
+            found.append({"change": remedy.words, "iteration_s": remedy.iteration_s, "effect": effect})
+            time = f"({si(remedy.iteration_s, 's')} per iteration before any search)"
+            _say(f"it fits with {remedy.words} {time}{effect and f': {effect}'}")
     if not found:
         _say("nothing that was tried makes it fit")
-    if as_json:
+    if args.json:
         missing_bytes = {tier.value: num_bytes for tier, num_bytes in error.missing_bytes.items()}
         document = {
             "fits": False,
@@ -83,6 +90,33 @@ def _refuse(request: Request, error: InfeasibleError, *, as_json: bool) -> int:
         }
         sys.stdout.write(json.dumps(document, indent=1) + "\n")
     return BAD_INPUT
+
+
+def _with_adapters(args: argparse.Namespace, request: Request) -> Iterator[tuple[str, Request]]:
+    """Train adapters instead of all weights, then quantize what is frozen, as far as that was not asked for."""
+    shared = (args.tensor_parallel, args.pipeline_parallel, args.expert_parallel)
+    if is_captured(args.model) or max(count or 1 for count in shared) > 1:  # models with adapters are captured whole
+        return
+    ways: list[tuple[str, dict[str, Any]]] = [("--lora rank=16", {"lora": Lora(rank=16)})] if args.lora is None else []
+    if args.quantize in {None, "none"}:
+        ways.append((" ".join([*(words for words, _ in ways), "--quantize nf4"]), {"quantize": "nf4"}))
+    changed: dict[str, Any] = {}
+    on_gpu = request.hardware.device.kind == "gpu"
+    for words, options in ways:
+        changed |= options
+        asked = argparse.Namespace(**vars(args) | changed)
+        with contextlib.suppress(ValueError):  # a library is missing, or the model has no projections
+            model, seq_len, _ = trained(asked, request.job.precision, lambda model: model, as_on_gpu=on_gpu)
+            yield words, dataclasses.replace(request, model=model, seq_len=seq_len)
+
+
+def _effect(words: str) -> str:
+    """Return what else a change does, beside memory; empty if nothing."""
+    if "--lora" in words:
+        return "only adapters are trained; all other weights stay as they are" + (
+            ", rounded to 4 bits" if "--quantize" in words else ""
+        )
+    return "the frozen weights are rounded to 4 bits" if "--quantize" in words else ""
 
 
 def _say(words: str) -> None:
