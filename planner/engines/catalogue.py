@@ -48,7 +48,9 @@ ONLY_COMPARED = frozenset(
 # updates the CPU does, the faster.
 FIRST_IS_FASTEST = frozenset({"twin-flow", "super-offload"})
 # Policies that can also keep their parameters on the host. This is tried if nothing fits otherwise.
-HOST_PARAMETER_POLICIES = ("zero-offload-blocking", "zero-offload", "super-offload")
+HOST_PARAMETER_POLICIES = ("zero-offload-blocking", "zero-offload", "super-offload", "zero-infinity")
+# Policies that can also keep them on NVMe, which is tried last.
+NVME_PARAMETER_POLICIES = ("zero-infinity",)
 # Policies whose placements are not in pairs, with activations kept and recomputed.
 UNPAIRED = frozenset({"megatrain", "roundpipe", "roundpipe-sync", "streaming"})
 

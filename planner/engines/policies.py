@@ -49,18 +49,20 @@ def zero_offload_blocking(setup: Setup) -> Iterator[Decisions]:
     return zero_offload(setup, GradientPath.ZERO3_BLOCKING)
 
 
-def with_host_parameters(decisions: Decisions, setup: Setup) -> Decisions:
-    """Return decisions with parameters on the host, such as DeepSpeed's ``offload_param``.
+def with_host_parameters(decisions: Decisions, setup: Setup, where: Literal["host", "nvme"] = "host") -> Decisions:
+    """Return decisions with parameters on the host or on NVMe, such as DeepSpeed's ``offload_param``.
 
     Each rank keeps its shard of the parameters in pinned host memory and copies it to the device before each all-gather
-    (``runtime/zero/partition_parameters.py``). The CPU updates it there. Parameters that the device updates stay.
+    (``runtime/zero/partition_parameters.py``). The CPU updates it there. On NVMe, it reads the shard into such memory
+    first (``runtime/swap_tensor/partitioned_param_swapper.py``). Parameters that the device updates stay. Of those that
+    two units share, a drive has none.
     """
-    units = {
-        unit.name: decisions.units[unit.name].model_copy(
-            update={"params": "host"} if unit.num_weights and Place.GPU not in decisions.units[unit.name].update else {}
-        )
-        for unit in setup.units
-    }
+    units = dict(decisions.units)
+    for unit in setup.units:
+        decided = units[unit.name]
+        there = where if where == "host" or unit.name not in setup.tied else "host"
+        if unit.num_weights and Place.GPU not in decided.update:
+            units[unit.name] = decided.model_copy(update={"params": there})
     return Decisions.model_validate(dict(decisions) | {"units": units})
 
 

@@ -1,11 +1,13 @@
 """The nearest set-up in which another engine fits, where that of the plan is too small for it."""
 
+import bisect
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from hwprofiles.paths import number, quantities, replace
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.quantity import Provenance
+from hwprofiles.registry import load_profile
 from planner.choices.choice import Choice
 from planner.choices.variants import Job, Variant, variant
 from planner.engines.catalogue import can_run
@@ -20,8 +22,13 @@ _HOST_GIB = tuple(2**i for i in range(4, 15))
 _MOST_DEVICES = 64
 _ASKED = Provenance(origin="assumed", source="a size that is sold")
 
+# The machine that is proposed where no change of the asked one helps: common, and with a network.
+ELSEWHERE = "h100"
+
 Change = tuple[str, Job, Choice]
 """What to change, as an option or in words, and what is then planned."""
+Seconds = Callable[[Job, Choice], float | None]
+"""The predicted seconds of an engine, if it fits."""
 
 
 def most_devices(hardware: HardwareProfile) -> int:
@@ -56,13 +63,53 @@ def nearest_fit(job: Job, plan: Variant, name: str, lacking: Candidate) -> tuple
         name: of the engine.
         lacking: its best candidate there.
     """
-    for words, changed, choice in _changes(job, plan.choice, lacking):
+
+    def seconds(changed: Job, choice: Choice) -> float | None:
+        """Return the predicted seconds after a change, if the engine then fits."""
         rival = variant(changed, choice, plan.setup.storage)
         if not can_run(name, rival.setup, len(rival.cost.layout.nodes())):
-            continue
-        found = best_of_engine(rival.setup, Scorer(Workload(rival.setup.units, job.seq_len), rival.cost), name)
-        if not found.missing_bytes:
-            return words, found.iteration_s
+            return None
+        found = best_of_engine(rival.setup, Scorer(Workload(rival.setup.units, changed.seq_len), rival.cost), name)
+        return None if found.missing_bytes else found.iteration_s
+
+    for words, changed, choice in _changes(job, plan.choice, lacking):
+        if (taken_s := seconds(changed, choice)) is not None:
+            return words, taken_s
+    return _larger_in_both(job, plan.choice, seconds) or _elsewhere(job, plan.choice, seconds)
+
+
+def _larger_in_both(job: Job, choice: Choice, seconds: Seconds) -> tuple[str, float] | None:
+    """Return the smallest device with which the engine fits beside enough host memory, and then the smallest host."""
+
+    def on(hardware: HardwareProfile) -> float | None:
+        return seconds(dataclasses.replace(job, hardware=hardware), choice)
+
+    hosts = list(larger_hosts(job.hardware))
+    devices = [("", job.hardware), *larger_devices(job.hardware)]
+    if not hosts:
+        return None
+    sizes = [dict(larger_hosts(device)) for _, device in devices]
+    most, _ = hosts[-1]
+    place = bisect.bisect_left(sizes, True, key=lambda machines: on(machines[most]) is not None)
+    if place == len(sizes):
+        return None
+    names = list(sizes[place])
+    name = names[bisect.bisect_left(names, True, key=lambda words: on(sizes[place][words]) is not None)]
+    taken_s = on(sizes[place][name])
+    assert taken_s is not None  # it does with the largest
+    return " and ".join(filter(None, (devices[place][0], name))), taken_s
+
+
+def _elsewhere(job: Job, choice: Choice, seconds: Seconds) -> tuple[str, float] | None:
+    """Return the fewest devices of a large machine with which an engine fits that has too few here."""
+    hardware, ranks = load_profile(ELSEWHERE), choice.tensor_parallel * choice.pipeline_parallel
+    count = choice.data_parallel
+    while count * ranks <= _MOST_DEVICES:
+        spread = choice.model_copy(update={"data_parallel": count})
+        if (taken_s := seconds(dataclasses.replace(job, hardware=hardware), spread)) is not None:
+            more = f" and {count // choice.data_parallel} x the batch" if count > choice.data_parallel else ""
+            return f"--hardware {ELSEWHERE} --gpus {count * ranks}{more}", taken_s
+        count *= 2
     return None
 
 

@@ -7,13 +7,14 @@ budget is a number of simulations, unless the user gives seconds. So the same in
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import get_args
+from typing import Literal, get_args
 
 from planner.choices.space import NEVER_S
 from planner.decisions import Decisions, GradientPath, HostUpdate
 from planner.engines.catalogue import (
     FIRST_IS_FASTEST,
     HOST_PARAMETER_POLICIES,
+    NVME_PARAMETER_POLICIES,
     ONLY_COMPARED,
     POLICIES,
     STORAGE_POLICIES,
@@ -217,9 +218,14 @@ def best_of_engine(setup: Setup, scorer: Scorer, name: str) -> Candidate:
         return best_of(map(scorer.score, POLICIES[name](setup)))
     placements = list((POLICIES | STORAGE_POLICIES)[name](setup))
     best = _best_of_pairs(setup, scorer, placements, ends=name in FIRST_IS_FASTEST)
-    if best.missing_bytes and name in HOST_PARAMETER_POLICIES:
-        on_host = [with_host_parameters(decisions, setup) for decisions in placements]
-        best = best_of([best, _best_of_pairs(setup, scorer, on_host)])
+    ways: tuple[tuple[Literal["host", "nvme"], tuple[str, ...]], ...] = (
+        ("host", HOST_PARAMETER_POLICIES),
+        ("nvme", NVME_PARAMETER_POLICIES),
+    )
+    for where, can in ways:
+        if best.missing_bytes and name in can:
+            away = [with_host_parameters(decisions, setup, where) for decisions in placements]
+            best = best_of([best, _best_of_pairs(setup, scorer, away)])
     return best
 
 

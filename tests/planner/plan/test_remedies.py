@@ -11,6 +11,7 @@ from machines import machine
 from hwprofiles.paths import replace
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.quantity import Provenance
+from hwprofiles.registry import load_profile
 from planner.models import resolve_model
 from planner.plan.planning import InfeasibleError, Request, make_plan, prepare
 from planner.plan.remedies import what_would_fit
@@ -104,3 +105,26 @@ def larger(asked: Request, **sizes: float) -> HardwareProfile:
 def engine(asked: Request, name: str) -> Candidate:
     setup, workload, cost = prepare(asked)
     return engine_policies(setup, Scorer(workload, cost))[name]
+
+
+def test_an_engine_that_no_single_change_helps_names_a_larger_device_and_host_or_another_machine():
+    asked = Request(resolve_model("opt-30b"), load_profile("rtx4090-12ssd"), micro_batch=1)
+    rows = {row.name: row for row in make_plan(asked, max_simulations=1).engines if not row.fits}
+    both = re.fullmatch(r"devices with (\d+) GB and hosts with (\d+) GiB", rows["zenflow"].nearest or "")
+    assert both
+    gpu_bytes, host_bytes = int(both[1]) * 1e9, int(both[2]) * 2**30
+
+    def on(hardware: HardwareProfile, name: str, num_devices: int = 1) -> Candidate:
+        return engine(dataclasses.replace(asked, hardware=hardware, num_devices=num_devices), name)
+
+    found = on(larger(asked, gpu_bytes=gpu_bytes, host_bytes=host_bytes), "zenflow")
+    assert (found.missing_bytes, found.iteration_s) == ({}, rows["zenflow"].nearest_iteration_s)
+    assert on(larger(asked, gpu_bytes=gpu_bytes, host_bytes=host_bytes / 2), "zenflow").missing_bytes
+    assert on(larger(asked, gpu_bytes=80e9, host_bytes=host_bytes), "zenflow").missing_bytes
+    elsewhere = re.fullmatch(r"--hardware h100 --gpus (\d+) and (\d+) x the batch", rows["gpu-only"].nearest or "")
+    assert elsewhere
+    count = int(elsewhere[1])
+    assert int(elsewhere[2]) == count
+    found = on(load_profile("h100"), "gpu-only", count)
+    assert (found.missing_bytes, found.iteration_s) == ({}, rows["gpu-only"].nearest_iteration_s)
+    assert on(load_profile("h100"), "gpu-only", count // 2).missing_bytes
