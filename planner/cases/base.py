@@ -128,6 +128,18 @@ class Case(Strict, abc.ABC):
                 )
         return outcome
 
+    def check_one_device(self, profile: HardwareProfile) -> None:
+        """Check that a machine has one device, as that of the run had.
+
+        Raises:
+            CaseError: it has several.
+        """
+        if profile.devices_per_node != 1:
+            raise CaseError(
+                f"case {self.id}: it ran on one device, but {profile.name} has {profile.devices_per_node} per node; "
+                "name another profile"
+            )
+
     @abc.abstractmethod
     def _predict(self, profile: HardwareProfile) -> Outcome:
         """Simulate a case that was checked.

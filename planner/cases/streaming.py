@@ -83,11 +83,7 @@ class StreamingCase(Case):
 
     def _predict(self, profile: HardwareProfile) -> Outcome:
         """Stream as the simulator finds best within the budget, and simulate that until iterations repeat."""
-        if profile.devices_per_node != 1:
-            raise CaseError(
-                f"case {self.id}: it ran on one device, but {profile.name} has {profile.devices_per_node} per node; "
-                "name another profile"
-            )
+        self.check_one_device(profile)
         machine = within(profile, self.device_budget_gib)
         num_rounds = self.tokens_per_step // self.tokens_per_round
         few = self.setup(min(num_rounds, _ROUNDS))

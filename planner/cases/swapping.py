@@ -68,11 +68,7 @@ class SwappingCase(Case):
 
     def _predict(self, profile: HardwareProfile) -> Outcome:
         """Swap as many activations as the simulator finds best, and simulate that until iterations repeat."""
-        if profile.devices_per_node != 1:
-            raise CaseError(
-                f"case {self.id}: it ran on one device, but {profile.name} has {profile.devices_per_node} per node; "
-                "name another profile"
-            )
+        self.check_one_device(profile)
         machine = self._with_drives(profile)
         setup = self._setup()
         cost = CostModel(machine, setup.units, setup.precision, 1)

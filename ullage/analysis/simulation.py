@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 
 from hwprofiles.profile import HardwareProfile
+from planner.choices.choice import Asked
 from planner.costs.model import CostModel
 from planner.decisions import Decisions
 from planner.engines.catalogue import POLICIES, STORAGE_POLICIES, can_run, policies_of
@@ -20,6 +21,7 @@ from planner.schedule.tasks import Lane
 from planner.search import Scorer, best_of_engine, search
 from planner.simulate.machine import Simulation, run, run_until_steady
 from planner.simulate.prediction import Workload
+from planner.verification import job_of
 
 OURS = "ullage"
 ENGINES = POLICIES | STORAGE_POLICIES
@@ -159,24 +161,8 @@ def _subject_of(plan: Plan, engine: str, decisions: Decisions) -> Subject:
 
 def request_of(plan: Plan) -> Request:
     """Return a plan's request with the degrees and batch sizes that the plan chose, without storage."""
-    decided = plan.decisions
-    return Request(
-        model=plan.model,
-        hardware=plan.hardware,
-        num_devices=decided.num_devices,
-        seq_len=plan.seq_len,
-        micro_batch=decided.micro_batch,
-        num_micro_batches=decided.num_micro_batches,
-        precision=decided.precision,
-        optimizer=decided.optimizer,
-        clip=decided.clip,
-        subgroup_params=decided.subgroup_params,
-        tensor_parallel=decided.tensor_parallel,
-        pipeline_parallel=decided.pipeline_parallel,
-        expert_parallel=decided.expert_parallel,
-        expert_units=decided.expert_units,
-        expert_load=plan.expert_load,
-    )
+    given = {name: getattr(plan.decisions, name) for name in Asked.model_fields.keys() - {"global_batch", "storage"}}
+    return Request(**vars(job_of(plan)), **given)
 
 
 def _with_setting(engine: str, setting: str) -> Callable[[Setup], Iterator[Decisions]]:

@@ -14,9 +14,10 @@ from hwprofiles.changes import CHANGED, CHANGES
 from hwprofiles.paths import counts, number, quantities, replace
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.quantity import Curve, Quantity
-from planner.costs.scalable import Scalable, all_scalables, scaled
+from planner.costs.scalable import Scalable, all_scalables, scalables, scaled
 from planner.models.captured import CapturedModel, Model
 from planner.models.config import ModelConfig, ModelConfigError
+from planner.plan.planning import Request
 from ullage.cli.arguments import lora, positive_int
 from ullage.cli.checkpoint_options import add_checkpoint_options, mtbf
 from ullage.cli.request_options import add_request_options
@@ -216,6 +217,12 @@ def _applied(before: float | bool, change: Number | Value) -> Any:
         return change
     after = before * change.value if change.relative else change.value
     return round(after) if isinstance(before, int) else after
+
+
+def scalables_of(request: Request) -> tuple[Scalable, ...]:
+    """Return the properties of a request's machine that can matter to it."""
+    dtype, uses_storage = request.job.precision.weights, request.storage == "nvme"
+    return scalables(request.hardware, dtype, request.num_devices, uses_storage=uses_storage)
 
 
 def _scalable(hardware: HardwareProfile, name: str) -> Scalable | None:

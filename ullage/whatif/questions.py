@@ -9,10 +9,9 @@ from typing import Final
 from hwprofiles import __version__
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.registry import LOCAL, list_profiles, load_profile
-from planner.costs.scalable import scalables
 from ullage.output.formatting import duration, percent
 from ullage.whatif.design import Case, Space
-from ullage.whatif.fields import of_machine
+from ullage.whatif.fields import of_machine, scalables_of
 from ullage.whatif.money import charged
 from ullage.whatif.prices import Prices
 from ullage.whatif.running.runner import Evaluator
@@ -173,16 +172,8 @@ def _upgrade(space: Space, prices: Prices | None, evaluator: Evaluator) -> Study
     if base.request is None:
         raise StudyError(f"there is nothing to upgrade: {base.refused.reason if base.refused else ''}")
     request = base.request
-    names = [
-        scalable.key
-        for scalable in scalables(
-            request.hardware,
-            request.job.precision.weights,
-            request.num_devices,
-            uses_storage=request.storage == "nvme",
-        )
-        if scalable.key != "issue"  # a time: twice of it is no upgrade
-    ]
+    # All but "issue", which is a time: twice of it is no upgrade.
+    names = [scalable.key for scalable in scalables_of(request) if scalable.key != "issue"]
     cases = {"as it is": base}
     for name in (*names, "host.num_cores"):
         value = of_machine(request.hardware, name)

@@ -16,10 +16,9 @@ import math
 from collections.abc import Mapping
 from typing import Final
 
-from planner.costs.scalable import scalables
 from planner.schedule.tasks import Lane
 from ullage.whatif.design import Case, Space
-from ullage.whatif.fields import Field, of_machine
+from ullage.whatif.fields import Field, of_machine, scalables_of
 from ullage.whatif.running.runner import Evaluator
 from ullage.whatif.study import Crossing, Result, Sensitivities, Sensitivity, Side, StudyError
 from ullage.whatif.values import Number
@@ -67,12 +66,7 @@ def sensitivities(space: Space, evaluator: Evaluator) -> Sensitivities:
     if base.figures is None or base_case.request is None or base.status != "fits":
         raise StudyError(f"nothing to vary: the base point has no plan: {base.reason}")
     request = base_case.request
-    matters = scalables(
-        request.hardware,
-        request.job.precision.weights,
-        request.num_devices,
-        uses_storage=request.storage == "nvme",
-    )
+    matters = scalables_of(request)
     fields = [space.fields[name] for name in (*(scalable.key for scalable in matters), _CORES)]
     trials = _Trials(space, evaluator, {field.name: of_machine(request.hardware, field.name) for field in fields})
     trials.plan(dict.fromkeys(trials.values, (1 + STEP, 1 / (1 + STEP), RANGE, 1 / RANGE)), "what is it worth")
