@@ -329,6 +329,14 @@ def _positions_known() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for log in _QUIET:
+            stack.enter_context(mock.patch.object(log, "disabled", new=True))
+        yield
+
+
+@contextlib.contextmanager
 def _refusing(name: str, model: nn.Module | None = None) -> Iterator[None]:
     """Say in one line what cannot be captured, and where."""
     inside: list[str] = []  # the modules whose forward runs
@@ -343,9 +351,7 @@ def _refusing(name: str, model: nn.Module | None = None) -> Iterator[None]:
     for path, module in model.named_modules() if model is not None else ():
         handles += [module.register_forward_pre_hook(entered(path)), module.register_forward_hook(left)]
     try:
-        with warnings.catch_warnings(), contextlib.ExitStack() as quiet:
-            for log in _QUIET:
-                quiet.enter_context(mock.patch.object(log, "disabled", new=True))
+        with warnings.catch_warnings(), _quiet():
             # Copying a module asks for addresses, which fake tensors do not have.
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
             yield
