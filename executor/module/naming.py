@@ -5,6 +5,7 @@ has one bank of all, or query, key and value in one. ``transformers`` lists this
 (:mod:`transformers.core_model_loading`). Here its converters are applied to some tensors at a time, never to all.
 """
 
+import contextlib
 import copy
 import dataclasses
 import re
@@ -14,8 +15,14 @@ from typing import Any, Final, NamedTuple, final
 import torch
 from torch import nn
 
+from executor.callbacks import replace_attribute
+
 _WRAPPED: Final = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.)")
 """What ``peft`` puts into the path of a layer that it has wrapped."""
+PROMPT: Final = "prompt_embeddings"
+"""What ``peft`` calls the only tensor in the file of a prompt: what its encoder makes."""
+_PROMPTS: Final = frozenset({"PROMPT_TUNING", "PREFIX_TUNING", "P_TUNING"})
+_OF_PROMPT: Final = "get_prompt_embedding_to_save"  # the method of a ``PeftModel`` that makes it
 
 
 class Shape(NamedTuple):
@@ -92,7 +99,8 @@ class Naming:
     Attributes:
         base: the module without adapters.
         tensors: parameters and buffers that are saved, by every name that they have in the model.
-        adapters: of each adapter, the names of its tensors in the model by those in its file.
+        adapters: of each adapter, the names of its tensors in the model by those in its file. Of a prompt, this is the
+            embedding of its encoder, which is the prompt itself unless the encoder has further weights.
         in_base: names without what ``peft`` adds, of all tensors that are not an adapter's alone.
     """
 
@@ -109,8 +117,13 @@ class Naming:
         self.in_base = {
             name: _WRAPPED.sub("", name.removeprefix(prefix))
             for name in self.tensors
-            if name not in added or ".modules_to_save." in name
+            if name.startswith(prefix) and (name not in added or ".modules_to_save." in name)
         }
+
+    def is_encoded(self, adapter: str) -> bool:
+        """Return whether an adapter is a prompt that is computed from further weights than its embedding."""
+        own = [name for name in self.tensors if name.startswith(f"prompt_encoder.{adapter}.")]
+        return PROMPT in self.adapters[adapter] and len(own) > 1
 
     def shapes(self) -> dict[str, Shape]:
         """Return the shapes of the base model's tensors, by :attr:`in_base`."""
@@ -230,20 +243,51 @@ def _saved_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 yield prefix + name, buffer
 
 
-def _adapter_names(model: nn.Module, adapter: str, names: Iterable[str]) -> Iterator[tuple[str, str]]:
+def _adapter_names(model: nn.Module, adapter: str, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, str]]:
     """Yield the tensors of an adapter, by their names in its file and in the model."""
     from peft import get_peft_model_state_dict  # noqa: PLC0415 - takes seconds
 
     config = getattr(model, "peft_config", {})[adapter]
-    if config.is_prompt_learning or not hasattr(model, "get_base_model"):
+    kind = str(getattr(config.peft_type, "value", config.peft_type))
+    of_prompt = config.is_prompt_learning and (kind not in _PROMPTS or config.inference_mode)
+    if of_prompt or not hasattr(model, "get_base_model"):
+        what = f"{kind} that is not trained" if config.inference_mode else f"{kind}" if of_prompt else "no PeftModel's"
         raise ValueError(
-            f"adapter {adapter} is {'a prompt' if config.is_prompt_learning else 'not of a PeftModel'}, whose files "
-            "Ullage does not know; use the methods of the model after session.close(), or a LoRA of peft.get_peft_model"
+            f"adapter {adapter} is {what}, whose files Ullage does not know; use the methods of the model after "
+            "session.close(), or train prompt, prefix or p-tuning, or an adapter of peft.get_peft_model"
         )
-    marks = {name: torch.empty(2, 2, device="meta") for name in names}
-    by_mark = {id(mark): name for name, mark in marks.items()}
-    found = get_peft_model_state_dict(model, marks, adapter, save_embedding_layers=False)
-    yield from ((name, by_mark[id(mark)]) for name, mark in found.items())
+    marks = {name: torch.empty(2, 2, device="meta") for name in tensors}
+    names = {id(tensor): name for name, tensor in tensors.items()} | {id(mark): name for name, mark in marks.items()}
+    prompt = torch.empty(2, 2, device="meta")
+    names[id(prompt)] = f"prompt_encoder.{adapter}.embedding.weight"
+    with prompt_given(model, {adapter: prompt}):
+        found = get_peft_model_state_dict(model, marks, adapter, save_embedding_layers=False)
+    yield from ((name, names[id(found_as)]) for name, found_as in found.items())
+
+
+@contextlib.contextmanager
+def prompt_given(model: nn.Module, prompts: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Let ``peft`` save these prompts, by adapter, in place of what it would compute."""
+    undo = replace_attribute(model, _OF_PROMPT, prompts.__getitem__)
+    try:
+        yield
+    finally:
+        undo()
+
+
+def prompts_of(model: nn.Module, adapters: Iterable[str]) -> dict[str, torch.Tensor]:
+    """Return what the encoders of prompts make now, by adapter, on the host; none of other adapters.
+
+    The model is prepared, and all ranks call this together: it evaluates the encoders.
+    """
+    encoders = getattr(model, "prompt_encoder", {})
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            return {name: getattr(model, _OF_PROMPT)(name) for name in adapters if name in encoders}
+    finally:
+        model.train(was_training)
 
 
 def _divided(mapping: Iterable[Any]) -> tuple[list[Any], list[Any]]:

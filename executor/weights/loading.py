@@ -156,8 +156,8 @@ class _Origins:
             self._forget(conversion)
 
     def buffer(self, name: str) -> torch.Tensor:
-        """Return the values of a buffer."""
-        conversion, plain = self._conversion[name]
+        """Return the values of a buffer, which may have further names."""
+        conversion, plain = self._conversion[self._by_identity[id(self._tensors[name])]]
         return conversion.apply(self._files.__getitem__)[plain]
 
     def _forget(self, conversion: Conversion) -> None:
@@ -204,7 +204,12 @@ def _found(naming: Naming, files: WeightFiles) -> tuple[list[Conversion], Mappin
                 f"{files.folder} has an adapter, but the model has none; add one of the same kind with "
                 "peft.get_peft_model(model, config) before prepare()"
             )
-        names = next(iter(naming.adapters.values()))
+        adapter, names = next(iter(naming.adapters.items()))
+        if naming.is_encoded(adapter):
+            raise WeightsError(
+                f"{files.folder} has the prompt that an encoder made, but the model trains the encoder, which is in no "
+                "such file; go on from a checkpoint (ullage.Checkpoints), or evaluate it with PeftModel.from_pretrained"
+            )
         return (
             [Conversion(name, [("", name)]) for name in files.shapes if name in names],
             {theirs: [ours] for theirs, ours in names.items()},

@@ -10,7 +10,7 @@ from typing import Any, Final, Literal
 import torch
 
 from executor.checkpoint import Files
-from executor.module.naming import Naming
+from executor.module.naming import PROMPT, Naming, prompt_given, prompts_of
 from executor.prepare import OffloadedOptimizer
 from executor.session import Session
 from executor.weights.files import WeightsError
@@ -74,14 +74,16 @@ def save(
             failure = error
         if session.collectives.any(failure is not None):
             raise failure or OSError(f"rank 0 could not write {folder}; its own error says why")
+        prompts = prompts_of(session.model, naming.adapters)
         values = _adapter_values(session, naming) if naming.adapters else session.stream_weights(weights_dtype)
         try:
             if session.collectives.rank:
                 pass
             elif naming.adapters:
-                session.model.save_pretrained(  # type: ignore[operator]
-                    str(new.path), state_dict=dict(values), save_embedding_layers=False
-                )
+                with prompt_given(session.model, prompts):
+                    session.model.save_pretrained(  # type: ignore[operator]
+                        str(new.path), state_dict=dict(values), save_embedding_layers=False
+                    )
                 new.commit()
             else:
                 new.write_tensors(naming.file_shapes(weights_dtype), values, max_shard_bytes)
@@ -98,8 +100,13 @@ def save(
 def _adapter_values(session: Session, naming: Naming) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors of all adapters, by their names in the model, on the host."""
     for names in naming.adapters.values():
-        for name in names.values():
-            yield name, session.access.weights(session.name_of(naming.tensors[name])).to("cpu", copy=True)
+        for theirs, name in names.items():
+            tensor = naming.tensors[name]
+            if theirs == PROMPT:
+                continue  # :func:`prompts_of` has made it
+            if isinstance(tensor, torch.nn.Parameter):
+                tensor = session.access.weights(session.name_of(tensor))
+            yield name, tensor.to("cpu", copy=True)
 
 
 def _saved_config(folder: Path) -> dict[str, Any]:

@@ -6,9 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 from peft import (
+    BOFTConfig,
     IA3Config,
+    LoHaConfig,
+    LoKrConfig,
     LoraConfig,
+    OFTConfig,
     PrefixTuningConfig,
+    PromptEncoderConfig,
     PromptTuningConfig,
     TrainableTokensConfig,
     get_peft_model,
@@ -36,6 +41,11 @@ ADAPTERS = {
     "lora with a head": LoraConfig(**TEXT, r=4, target_modules=["q_proj"], modules_to_save=["lm_head"]),
     "lora with dropout": LoraConfig(**TEXT, r=4, target_modules="all-linear", lora_dropout=0.1),
     "ia3": IA3Config(**TEXT, target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
+    "loha": LoHaConfig(target_modules=["q_proj"], r=4),
+    "lokr": LoKrConfig(target_modules=["q_proj"], r=4),
+    "oft": OFTConfig(target_modules=["q_proj"], oft_block_size=8),
+    "boft": BOFTConfig(target_modules=["q_proj"], boft_block_size=4),
+    "p-tuning": PromptEncoderConfig(**TEXT, num_virtual_tokens=4, encoder_hidden_size=16),
     "prefix": PrefixTuningConfig(**TEXT, num_virtual_tokens=4),  # in a cache, as keys and values
     "prompt": PromptTuningConfig(**TEXT, num_virtual_tokens=4),
     "tokens": TrainableTokensConfig(**TEXT, token_indices=[1, 2, 200], target_modules=["embed_tokens"]),

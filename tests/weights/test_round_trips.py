@@ -17,7 +17,7 @@ from training import CONFIGS, Task, decide, prepare, reference, train, uniform
 from weights_objects import adapted, captured_units, made, made_of, on_meta, place_anywhere, print_peak
 
 from executor.prepare import prepare_session
-from executor.weights import files, load, save
+from executor.weights import WeightsError, files, load, save
 from ullage.capture.recording import find_loss
 
 AUTO = transformers.AutoModelForCausalLM
@@ -234,6 +234,49 @@ def test_adapters_are_saved_as_peft_loads_them(kind, tmp_path):
         optimizer.step()
         load(optimizer, tmp_path / "adapter")
         assert_same(session.full_parameters(), wanted)
+
+
+@pytest.mark.parametrize("kind", ["prompt", "prefix", "encoded"])
+def test_prompts_are_saved_as_peft_loads_them(kind, tmp_path):
+    peft = pytest.importorskip("peft")
+    config = {
+        "prompt": peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+        "prefix": peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+        "encoded": peft.PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=4, encoder_hidden_size=16),
+    }[kind]
+    made("llama", torch.float32, tmp_path)
+    inputs = {name: torch.ones(2, 8, dtype=torch.long) for name in ("input_ids", "labels")}
+
+    def prepared():
+        torch.manual_seed(3)
+        model = peft.get_peft_model(AUTO.from_pretrained(tmp_path / "source"), config).train()
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        return prepare_session(model, torch.optim.AdamW(trained, lr=1e-2), units, place_anywhere(units))
+
+    units = captured_units(lambda: peft.get_peft_model(AUTO.from_config(CONFIGS["llama"]()), config), inputs)
+    model, optimizer = prepared()
+    with optimizer.session:
+        model(**inputs).loss.backward()
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+        save(optimizer, tmp_path / "adapter")
+        assert model.training
+        model.eval()
+        with torch.no_grad():
+            wanted = model(**inputs).loss
+    again = peft.PeftModel.from_pretrained(AUTO.from_pretrained(tmp_path / "source"), tmp_path / "adapter").eval()
+    with torch.no_grad():
+        assert torch.equal(again(**inputs).loss, wanted)
+    model, optimizer = prepared()
+    with optimizer.session:
+        if kind == "encoded":
+            with pytest.raises(WeightsError, match="the prompt that an encoder made, but the model trains the encoder"):
+                load(optimizer, tmp_path / "adapter")
+            return
+        load(optimizer, tmp_path / "adapter")
+        model.eval()
+        with torch.no_grad():
+            assert torch.equal(model(**inputs).loss, wanted)
 
 
 def test_an_adapter_of_a_model_without_memory_begins_as_peft_draws_it(tmp_path):

@@ -1,9 +1,10 @@
 """What a capture adds to fake tensors: what runs inside some operators, and values that no input decides.
 
 A fake tensor has no values, but some are known all the same: those of ``torch.arange`` and ``torch.zeros``, those of
-inputs that say where images are, and of what is computed from known values alone. One more rule is for experts, whose
-shares are taken as equal: ``topk``, and a maximum along a dimension, are taken to choose all in turn. So a loop over
-the experts that were chosen, each with the tokens that chose it, is recorded like any other code.
+inputs that say where images are, and of what is computed from known values alone. Random numbers between 0 and 1 are
+known to be above 0, so that what is left out with probability 0 is there. One more rule is for experts, whose shares
+are taken as equal: ``topk``, and a maximum along a dimension, are taken to choose all in turn. So a loop over the
+experts that were chosen, each with the tokens that chose it, is recorded like any other code.
 """
 
 import contextlib
@@ -103,6 +104,7 @@ class Fakes:
 
     def __init__(self) -> None:
         self._recipes: Any = WeakIdKeyDictionary()  # by storage
+        self._drawn: Any = WeakIdKeyDictionary()  # storages of random numbers between 0 and 1
 
     def know(self, tensor: Tensor, values: Tensor) -> None:
         """Take the values of an input as known: of images among text, shapes depend on where they are."""
@@ -136,6 +138,9 @@ class Fakes:
             for changed in tree_leaves([named.get(name) for name in written]):
                 if isinstance(changed, Tensor):
                     self._recipes.pop(changed.untyped_storage(), None)
+                    self._drawn.pop(changed.untyped_storage(), None)
+            return
+        if self._note_drawn(function, args, results):
             return
         if function is aten.lift_fresh.default and not isinstance(args[0], FakeTensor):  # torch.tensor(...)
             self.know(results[0], args[0])
@@ -151,6 +156,17 @@ class Fakes:
         elif _has_values(function) and (known := self._known((args, kwargs))) is not None:
             for number, result in enumerate(results):  # some operators return their arguments
                 self._recipes.setdefault(result.untyped_storage(), _Recipe(function, known, number, _Layout.of(result)))
+
+    def _note_drawn(self, function: Any, args: Sequence[Any], results: Sequence[Tensor]) -> bool:
+        """Remember random numbers, and that they are above 0; return whether this was about them."""
+        if function is aten.rand.default:
+            self._drawn[results[0].untyped_storage()] = True
+            return True
+        if function in _ABOVE_ZERO and args[1] == 0 and args[0].untyped_storage() in self._drawn:
+            with _disable_current_modes():
+                self.know(results[0], torch.full(args[0].shape, _ABOVE_ZERO[function]))
+            return True
+        return False
 
     def _places(self, indices: Sequence[Tensor | None]) -> list[Tensor | None] | None:
         """Return indices with the places of what masks choose; ``None`` if there is no mask, or one is not known."""
@@ -198,5 +214,7 @@ def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor | None = None, *_rest: Any, *
 
 _FAKES: dict[Any, Callable[..., Any]] = {aten._grouped_mm.default: _grouped_mm}
 _INDEXING = frozenset({aten.index.Tensor, aten.index_put.default, aten.index_put_.default})
+# Comparisons with 0, and how they end for a number above 0.
+_ABOVE_ZERO = {aten.gt.Scalar: True, aten.ge.Scalar: True, aten.lt.Scalar: False, aten.le.Scalar: False}
 # Operators whose last result says what was chosen along a dimension, and which argument that is.
 _CHOICES = {aten.topk.default: 2, aten.max.dim: 1, aten.argmax.default: 1}

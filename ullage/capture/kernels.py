@@ -19,7 +19,7 @@ from planner.models.kernels import Attention, Elementwise, Gemm, Kernels
 # Bookkeeping that moves no data; is_view says the rest.
 _FREE = frozenset(
     {"detach", "_unsafe_view", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
-    | {"_reshape_alias", "alias", "lift_fresh", "resize_", "set_", "_local_scalar_dense"}
+    | {"_reshape_alias", "alias", "lift_fresh", "resize_", "set_", "_local_scalar_dense", "_linalg_check_errors"}
 )
 # In place, without reading the old values.
 _OVERWRITE = frozenset({"fill_", "zero_", "normal_", "uniform_", "bernoulli_", "random_", "exponential_"})
@@ -123,6 +123,21 @@ def _triangular_solve(args: Sequence[Any], _kwargs: dict[str, Any], output: Any)
     return (Gemm(rows, columns, max(size // 2, 1), math.prod(batch), batched=len(batch) > 0),)
 
 
+def _solve(args: Sequence[Any], _kwargs: dict[str, Any], output: Any) -> Kernels:
+    """A third of a product of the matrix with itself makes its factors; with them, two triangles are solved."""
+    *batch, size, _ = args[0].shape
+    count, factors = math.prod(batch), Gemm(size, size, max(size // 3, 1), math.prod(batch), batched=len(batch) > 0)
+    columns = max(output[0].numel() // max(count * size, 1), 1)
+    return factors, Gemm(size, columns, size, count, batched=len(batch) > 0)
+
+
+def _solve_factored(args: Sequence[Any], _kwargs: dict[str, Any], output: Any) -> Kernels:
+    """Two triangles are half of a product each."""
+    *batch, size, _ = args[0].shape
+    columns = max(output.numel() // max(math.prod(batch) * size, 1), 1)
+    return (Gemm(size, columns, size, math.prod(batch), batched=len(batch) > 0),)
+
+
 def _convolution(args: Sequence[Any], _kwargs: dict[str, Any], output: Any) -> Kernels:
     source, weight, transposed, groups = args[0], args[1], args[6], args[8]
     return (_convolution_gemm(source, output, weight, groups, transposed=transposed),)
@@ -173,6 +188,8 @@ _PRODUCTS: dict[str, Callable[[Sequence[Any], dict[str, Any], Any], Kernels]] = 
     "baddbmm": _added_product,
     "_grouped_mm": _grouped_product,
     "linalg_solve_triangular": _triangular_solve,
+    "_linalg_solve_ex": _solve,
+    "linalg_lu_solve": _solve_factored,
     "convolution": _convolution,
     "convolution_backward": _convolution_backward,
     "_scaled_dot_product_flash_attention_for_cpu": _attention,
