@@ -143,7 +143,8 @@ def _slowed(profile: HardwareProfile, dtype: str, slower: Mapping[str, float], s
     known = quantities(profile)
     numbers = {}
     for path, factor in factors.items():
-        if (item := known.get(path)) is not None and factor != 1 and number(item):
+        is_changed = not math.isclose(factor, 1.0, rel_tol=1e-9)
+        if (item := known.get(path)) is not None and is_changed and number(item):
             is_time = isinstance(item, Quantity) and item.unit == "s"
             numbers[path] = number(item) * factor if is_time else number(item) / factor
     return replace(profile, numbers, Provenance(origin="fitted", source=source))

@@ -4,11 +4,11 @@ import contextlib
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 from typing import Any, Final, Self, final
 
-_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
+_DEFAULTS: Final[Mapping[int, Any]] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
 _SAME_WISH_S: Final = 3.0  # torchrun repeats signals that its processes have already received
 
 
@@ -25,7 +25,7 @@ class InterruptedTrainingError(Exception):
 
 
 class ForcedExitError(KeyboardInterrupt):
-    """A second signal asked training to end at once.
+    """A signal asked to end at once.
 
     Attributes:
         signal: what asked.
@@ -38,33 +38,33 @@ class ForcedExitError(KeyboardInterrupt):
 
 @contextlib.contextmanager
 def consistent_interrupt() -> Iterator[None]:
-    """Make any error after Ctrl-C a :class:`KeyboardInterrupt`.
+    """Make Ctrl-C, SIGTERM and any error after one of them a :class:`ForcedExitError`.
 
-    What Ctrl-C interrupts may fail in another way: an extension in Rust or C that imports a module calls it a broken
-    import.
+    What a signal interrupts may fail in another way: an extension in Rust or C that imports a module calls it a broken
+    import. Whoever has handlers of their own, or ignores a signal, keeps that.
     """
-    noticed = False
+    noticed: int | None = None
 
-    def handle(_number: int, _frame: FrameType | None) -> None:
+    def handle(number: int, _frame: FrameType | None) -> None:
         nonlocal noticed
-        noticed = True
-        raise KeyboardInterrupt
+        noticed = number
+        raise ForcedExitError(number)
 
     ours = threading.current_thread() is threading.main_thread()
-    if not ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield
-        return
-    signal.signal(signal.SIGINT, handle)
+    before = {number: handler for number, handler in _DEFAULTS.items() if ours and signal.getsignal(number) == handler}
+    for number in before:
+        signal.signal(number, handle)
     try:
         yield
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        if noticed:
-            raise KeyboardInterrupt from error
+        if noticed is not None:
+            raise ForcedExitError(noticed) from error
         raise
     finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @final
@@ -87,7 +87,7 @@ class Interruption:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():  # elsewhere Python takes no handlers
-            self._before = {number: signal.signal(number, self._handle) for number in _SIGNALS}
+            self._before = {number: signal.signal(number, self._handle) for number in _DEFAULTS}
         return self
 
     def __exit__(self, *_exc_info: object) -> None:

@@ -57,7 +57,7 @@ def far_from_pfs() -> Plan:
     curve = hardware.nvme.write.model_copy(update={"points": (point,)})
     pfs = hardware.nvme.model_copy(update={"write": curve, "read": curve, "num_drives": None})
     return make_plan(
-        Request(resolve_model("opt-1.3b"), hardware.model_copy(update={"pfs": pfs}), 4, seq_len=1024, micro_batch=16),
+        Request(resolve_model("opt-1.3b"), hardware.model_copy(update={"pfs": pfs}), 4, seq_len=1024, micro_batch=4),
         max_simulations=60,
     )
 
