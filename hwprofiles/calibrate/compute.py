@@ -18,6 +18,8 @@ from hwprofiles.quantity import Curve, Quantity
 
 _DTYPES: Mapping[Dtype, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _HEAD_DIM, _NUM_HEADS = 64, 8
+# Matrices that rotate: of small ones, whose kernels take as long to start as to run, a pool has hundreds of thousands.
+_MOST_VIEWS = 1024
 # In shorter sequences a GPU computes a backward in less time than autograd takes to launch it.
 _SHORTEST_ON_GPU = 512
 
@@ -221,7 +223,8 @@ class ComputeProbe:
     def _views(self, dtype: Dtype, rows: int, columns: int, pool: torch.Tensor | None = None) -> Iterator[torch.Tensor]:
         """Return matrices in the pool of a type, or in another pool, without end."""
         size = rows * columns
-        parts = torch.split(self.pools[dtype] if pool is None else pool.view(_DTYPES[dtype]), size)
+        whole = self.pools[dtype] if pool is None else pool.view(_DTYPES[dtype])
+        parts = torch.split(whole[: _MOST_VIEWS * size], size)
         return itertools.cycle([part.view(rows, columns) for part in parts if len(part) == size])
 
 

@@ -40,7 +40,9 @@ def tokenizer_at(place: str | Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(str(Path(place).expanduser()), local_files_only=True)
     except Exception as error:  # transformers raises many kinds, with texts of many lines
-        reason = " ".join(str(error).split())[:120]
+        reason = "no such folder, and no model of this name is on this machine"
+        if Path(place).expanduser().exists():
+            reason = " ".join(str(error).split())[:120]
         raise ValueError(
             f"{place} has no tokenizer that can be read ({reason}); give a folder with tokenizer.json, as "
             "save_pretrained() writes it (--tokenizer DIR)"
