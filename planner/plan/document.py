@@ -23,6 +23,8 @@ from planner.schedule.tasks import Tier
 from planner.simulate.prediction import Prediction, TierMemory
 
 SCHEMA_VERSION: Final = 7
+LAYERS_IN_TURN: Final = "layers in turn"
+"""How a row says that layers move from device to device, which no plan of ours does."""
 
 
 class PlanError(ValueError):
@@ -205,7 +207,7 @@ def describe(decisions: Decisions, units: tuple[Unit, ...]) -> str:
     fetched = {where: sum(unit.params == where for unit in decisions.units.values()) for where in ("host", "nvme")}
     parts += [f"parameters of {count} units on the {where}" for where, count in fetched.items() if count]
     if decisions.data_parallel > 1:
-        parts.append("layers in turn" if decisions.layer_by_layer else f"ZeRO-{decisions.zero_stage}")
+        parts.append(LAYERS_IN_TURN if decisions.layer_by_layer else f"ZeRO-{decisions.zero_stage}")
     degrees = {"tensor": decisions.tensor_parallel, "pipeline": decisions.pipeline_parallel}
     degrees |= {"expert": decisions.expert_parallel}
     parts += [f"{name} parallel {count}" for name, count in degrees.items() if count > 1]

@@ -7,7 +7,7 @@ from planner.models.captured import CapturedModel, Model, counted
 from planner.models.parameters import num_parameters
 from planner.optimizers import OPTIMIZERS
 from planner.plan.checkpoints import CheckpointPlan
-from planner.plan.document import EngineRow, Plan
+from planner.plan.document import LAYERS_IN_TURN, EngineRow, Plan
 from ullage.output.formatting import duration, percent, si
 
 _REACH = {
@@ -98,12 +98,21 @@ def faster_line(plan: Plan) -> str:
     """Return which engines are faster without other numerics, and by what; empty if none is."""
     ours_s = plan.prediction.iteration_s
     rows = [row for row in plan.engines if row.fits and row.iteration_s and row.numerics is None]
-    names = {row.name: "offloaded" in row.setting for row in rows if (row.iteration_s or ours_s) < ours_s}
-    if not names:
-        return ""
-    if all(names.values()) and plan.asked.storage == "never":
-        return f"{', '.join(names)}: by offloading activations, which --storage activations lets plans do"
-    return f"{', '.join(names)}: by a way to move data that no plan has; the bound above is not about it"
+    names: dict[str, list[str]] = {}
+    for row in rows:
+        if (row.iteration_s or ours_s) < ours_s:
+            names.setdefault(_way(row, plan), []).append(row.name)
+    return "; ".join(f"{', '.join(engines)}: {way}" for way, engines in names.items())
+
+
+def _way(row: EngineRow, plan: Plan) -> str:
+    """Return by what an engine is faster than a plan, and what lets plans do the same, if anything does."""
+    if LAYERS_IN_TURN in row.setting:
+        moves = "by moving layers from device to device instead of gathering them"
+        return f"{moves}, which no option lets plans do; the bound above is not about it"
+    if "offloaded" in row.setting and plan.asked.storage == "never":
+        return "by offloading activations, which --storage activations lets plans do"
+    return "by a way to move data that no plan has; the bound above is not about it"
 
 
 def gap_parts_words(certificate: Certificate, iteration_s: float) -> str:

@@ -311,7 +311,14 @@ def test_engines_that_are_faster_are_explained(plan):
     for change, words in (
         ({}, "other: by offloading activations, which --storage activations lets plans do"),
         (
-            {"setting": "stages in turn"},
+            {"setting": f"{offloads}, layers in turn"},  # offloading alone would not do it
+            (
+                "other: by moving layers from device to device instead of gathering them, which no option lets plans "
+                "do; the bound above is not about it"
+            ),
+        ),
+        (
+            {"setting": "updated elsewhere"},
             "other: by a way to move data that no plan has; the bound above is not about it",
         ),
         ({"numerics": "weights are one update old"}, ""),
