@@ -120,7 +120,7 @@ def test_classifiers_are_told_what_they_are_trained_for(tmp_path):
     ("data", "message"),
     [
         ({"model_type": "warp"}, r"transformers \S+ does not know model_type 'warp'; install a newer one, or give"),
-        ({"hidden_size": 8}, "does not know model_type None"),
+        ({"hidden_size": 8}, "has no model_type; give the config.json of a model of transformers, or give --model"),
         (
             {"model_type": "bert", "architectures": ["BertForMultipleChoice"]},
             "inputs of BertForMultipleChoice; give",

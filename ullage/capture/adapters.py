@@ -69,14 +69,21 @@ def make_adapted(
         task_type=_TASKS.get(architecture.auto),
     )
     names = sorted({path.rpartition(".")[2] for path, module in base.named_modules() if _is_projection(module)})
+    wrong = [
+        t for t in lora.targets for path, m in base.named_modules() if _ends(path, t) and isinstance(m, nn.Embedding)
+    ]
+    if wrong:
+        raise CaptureError(
+            f"LoRA {lora}: {wrong[0]} is an embedding, but adapters are planned beside projections; its projections "
+            f"are {', '.join(names)}"
+        )
     try:
         with warnings.catch_warnings():  # of names that `transformers` has changed, and of what `peft` corrects itself
             warnings.simplefilter("ignore")
             model = get_peft_model(base, config, autocast_adapter_dtype=False)
     except ValueError as error:
-        raise CaptureError(
-            f"LoRA {lora}: {' '.join(str(error).split())}; its projections are {', '.join(names) or '(none)'}"
-        ) from error
+        why = " ".join(str(error).split()).rstrip(".")
+        raise CaptureError(f"LoRA {lora}: {why}; its projections are {', '.join(names) or '(none)'}") from error
     if unknown := [target for target in lora.targets if target != ALL_LINEAR and not _has(model, target)]:
         raise CaptureError(f"LoRA {lora}: it has no {unknown[0]}; its projections are {', '.join(names)}")
     for parameter in model.parameters():
@@ -91,6 +98,8 @@ def _is_projection(module: nn.Module) -> bool:
 
 def _has(model: nn.Module, target: str) -> bool:
     """Return whether some adapter is beside a module of this name, or of one that ends with it."""
-    return any(
-        f".{path}".endswith(f".{target}") and hasattr(module, "base_layer") for path, module in model.named_modules()
-    )
+    return any(_ends(path, target) and hasattr(module, "base_layer") for path, module in model.named_modules())
+
+
+def _ends(path: str, target: str) -> bool:
+    return f".{path}".endswith(f".{target}")

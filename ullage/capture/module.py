@@ -177,7 +177,7 @@ def _recorded(
 
 def _made(make: Callable[[], nn.Module], name: str) -> nn.Module:
     """Return the module that a function makes, without memory, as ``transformers`` makes it."""
-    with _refusing(f"{name}()"), torch.device("meta"):
+    with _refusing(f"{name}()" if ":" in name and not Path(name).exists() else name), torch.device("meta"):
         model = make()
     if not isinstance(model, nn.Module):
         raise CaptureError(f"{name}() returned a {type(model).__name__}, not an nn.Module; return the model")
