@@ -75,6 +75,9 @@ def unit_modules(model: nn.Module, units: tuple[Unit, ...]) -> dict[nn.Module, s
         if found:
             result[module] = found.pop()
     modules = dict(model.named_modules())
+    for path, module in modules.items():
+        if module in result and isinstance(module, nn.ParameterDict | nn.ParameterList):  # what they are in reads them
+            result.setdefault(modules[path.rpartition(".")[0]], result[module])
     for unit in units:
         for operator in unit.operators:
             reader = modules.get(operator.name.partition("#")[0]) if operator.parameters else None

@@ -6,16 +6,23 @@ from pathlib import Path
 import pytest
 import torch
 from peft import (
+    AdaLoraConfig,
     BOFTConfig,
+    C3AConfig,
+    FourierFTConfig,
     IA3Config,
     LoHaConfig,
     LoKrConfig,
     LoraConfig,
     OFTConfig,
+    PeftConfig,
     PrefixTuningConfig,
     PromptEncoderConfig,
     PromptTuningConfig,
+    ShiraConfig,
     TrainableTokensConfig,
+    VBLoRAConfig,
+    WaveFTConfig,
     get_peft_model,
 )
 from training import ReferenceOptimizer
@@ -39,6 +46,7 @@ TEXT = {"task_type": "CAUSAL_LM"}
 ADAPTERS = {
     "dora": LoraConfig(**TEXT, r=4, target_modules=["q_proj", "down_proj"], use_dora=True),
     "lora with a head": LoraConfig(**TEXT, r=4, target_modules=["q_proj"], modules_to_save=["lm_head"]),
+    "lora of an embedding": LoraConfig(**TEXT, r=4, target_modules=["embed_tokens", "q_proj"]),
     "lora with dropout": LoraConfig(**TEXT, r=4, target_modules="all-linear", lora_dropout=0.1),
     "ia3": IA3Config(**TEXT, target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
     "loha": LoHaConfig(target_modules=["q_proj"], r=4),
@@ -111,3 +119,28 @@ def test_what_trains_is_planned_and_trained_as_in_memory(
         final = session.full_parameters()
         different = [name for name, weight in plain.named_parameters() if not torch.equal(final[name], weight)]
     assert not different
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (AdaLoraConfig(target_modules=["q_proj"], total_step=9), "its loss reads the weights of all layers; use LoRA"),
+        (VBLoRAConfig(target_modules=["q_proj"], num_vectors=8, vector_length=4), "depends on their values; use LoRA"),
+        (FourierFTConfig(target_modules=["q_proj"], n_frequency=8), "Fourier transforms have no known cost; use LoRA"),
+        (C3AConfig(target_modules=["q_proj"], block_size=8), "Fourier transforms have no known cost; use LoRA or OFT"),
+        (ShiraConfig(target_modules=["q_proj"], r=2), "its weights are sparse tensors; use LoRA"),
+        (WaveFTConfig(target_modules=["q_proj"], n_frequency=8), "depends on other values; use LoRA or VeRA"),
+        (LoKrConfig(target_modules=["q_proj"], r=4, module_dropout=0.1), "module_dropout=0.1 leaves out modules"),
+        (
+            PromptEncoderConfig(
+                **TEXT, num_virtual_tokens=4, encoder_hidden_size=16, encoder_reparameterization_type="LSTM"
+            ),
+            "an LSTM has no known cost; give encoder_reparameterization_type='MLP'",
+        ),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")  # of peft
+def test_adapters_that_cannot_be_planned_say_what_can(config: PeftConfig, message: str) -> None:
+    model = get_peft_model(AutoModelForCausalLM.from_config(LLAMA), config)
+    with pytest.raises(ullage.CaptureError, match=rf"adapter 'default' is \w+, which cannot be planned: .*{message}"):
+        ullage.capture_module(model, ["input_ids=2x16:int64"])

@@ -17,12 +17,43 @@ from ullage.capture.quantized import quantization_config, quantize
 from ullage.capture.records import CaptureError
 
 _BITSANDBYTES_LOG: Final = logging.getLogger("bitsandbytes.backends.cpu.ops")
+_PROJECTIONS: Final = (nn.Linear, transformers.pytorch_utils.Conv1D)
+_ADAPTED: Final = (*_PROJECTIONS, nn.Embedding, nn.modules.conv._ConvNd, nn.MultiheadAttention)  # by LoRA
 # What `peft` calls the task of a class of `transformers`; others have none.
 _TASKS: Final[dict[Any, str]] = {
     transformers.AutoModelForCausalLM: "CAUSAL_LM",
     transformers.AutoModelForSeq2SeqLM: "SEQ_2_SEQ_LM",
     transformers.AutoModelForSequenceClassification: "SEQ_CLS",
 }
+
+# Adapters of `peft` that cannot be captured, why, and what can be instead.
+_REFUSED: Final = {
+    "ADALORA": "its loss reads the weights of all layers; use LoRA, and choose the rank",
+    "VBLORA": "which of its vectors are used depends on their values; use LoRA or VeRA",
+    "FOURIERFT": "Fourier transforms have no known cost; use LoRA or VeRA",
+    "C3A": "Fourier transforms have no known cost; use LoRA or OFT",
+    "SHIRA": "its weights are sparse tensors; use LoRA",
+    "WAVEFT": "how many values it has depends on other values; use LoRA or VeRA",
+}
+_LEAVE_OUT: Final = frozenset({"LOHA", "LOKR"})  # adapters whose `module_dropout` leaves out whole modules
+
+
+def check_adapters(model: nn.Module) -> None:
+    """Check that a model's adapters of ``peft`` can be captured.
+
+    Raises:
+        CaptureError: some cannot; says what can be used instead.
+    """
+    configs = getattr(model, "peft_config", None)
+    for name, config in configs.items() if isinstance(configs, dict) else ():
+        kind = str(getattr(config.peft_type, "value", config.peft_type))
+        reason = _REFUSED.get(kind)
+        if kind in _LEAVE_OUT and config.module_dropout:
+            reason = f"module_dropout={config.module_dropout:g} leaves out modules at random; give module_dropout=0"
+        if kind == "P_TUNING" and str(config.encoder_reparameterization_type).endswith("LSTM"):
+            reason = "an LSTM has no known cost; give encoder_reparameterization_type='MLP'"
+        if reason is not None:
+            raise CaptureError(f"adapter {name!r} is {kind}, which cannot be planned: {reason}")
 
 
 def make_adapted(
@@ -68,15 +99,14 @@ def make_adapted(
         target_modules=ALL_LINEAR if lora.targets == (ALL_LINEAR,) else list(lora.targets),
         task_type=_TASKS.get(architecture.auto),
     )
-    names = sorted({path.rpartition(".")[2] for path, module in base.named_modules() if _is_projection(module)})
-    wrong = [
-        t for t in lora.targets for path, m in base.named_modules() if _ends(path, t) and isinstance(m, nn.Embedding)
-    ]
-    if wrong:
-        raise CaptureError(
-            f"LoRA {lora}: {wrong[0]} is an embedding, but adapters are planned beside projections; its projections "
-            f"are {', '.join(names)}"
-        )
+    names = sorted({path.rpartition(".")[2] for path, module in base.named_modules() if isinstance(module, _PROJECTIONS)})
+    for target in lora.targets:
+        for path, module in base.named_modules():
+            if _ends(path, target) and not isinstance(module, _ADAPTED):
+                raise CaptureError(
+                    f"LoRA {lora}: {target} is a {type(module).__name__}, but adapters are for projections and "
+                    f"embeddings; its projections are {', '.join(names)}"
+                )
     try:
         with warnings.catch_warnings():  # of names that `transformers` has changed, and of what `peft` corrects itself
             warnings.simplefilter("ignore")
@@ -90,10 +120,6 @@ def make_adapted(
         if parameter.requires_grad:  # beside a quantized base they are float32
             parameter.data = parameter.data.to(dtype)
     return model
-
-
-def _is_projection(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear | transformers.pytorch_utils.Conv1D)
 
 
 def _has(model: nn.Module, target: str) -> bool:

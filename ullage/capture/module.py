@@ -27,7 +27,7 @@ from executor.module.quantized import bind_quantized
 from planner.models.adapters import Lora
 from planner.models.captured import CapturedInput, CapturedModel, resized, tokens_of
 from planner.models.quantization import Quantization
-from ullage.capture.adapters import make_adapted
+from ullage.capture.adapters import check_adapters, make_adapted
 from ullage.capture.architectures import architecture
 from ullage.capture.assembly import assemble, repeated
 from ullage.capture.executable import check_executable
@@ -139,6 +139,7 @@ def _capture(
         model = _made(make, name)
     _check_inputs(given)
     _check_parameters(model, name)
+    check_adapters(model)
     _check_statistics(model, name, DTYPES[dtype])
     try:
         return _recorded(model, given, dtype, name, Repeats(model), as_on_gpu=as_on_gpu)

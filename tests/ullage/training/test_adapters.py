@@ -228,8 +228,8 @@ def test_a_model_without_adapters_is_told_so(base: Path) -> None:
         ),
         (["--lora", "16"], "'16' is no LoRA: '16' is not understood; give rank=N"),
         (
-            ["--lora", "rank=4,targets=embed_tokens"],
-            "config.json: LoRA rank=4,targets=embed_tokens: embed_tokens is an",
+            ["--lora", "rank=4,targets=norm"],
+            "config.json: LoRA rank=4,targets=norm: norm is a LlamaRMSNorm, but adapters are for projections and",
         ),
         (["--lora", "rank=4,targets=qproj"], "its projections are down_proj, gate_proj, k_proj, lm_head, o_proj"),
         (["--lora", "rank=4,targets=q_proj+vproj"], "it has no vproj; its projections are down_proj"),
