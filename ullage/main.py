@@ -1,6 +1,7 @@
 """The command line: parses, calls one command, and turns what goes wrong into one line and an exit code."""
 
 import contextlib
+import errno
 import io
 import os
 import signal
@@ -26,6 +27,18 @@ _EXTRAS = {
     "plotly",
     "jinja2",
     "datasets",
+}
+# What to do about errors of the system that name a file and no remedy.
+_REMEDIES = {
+    errno.ENOENT: "give the path of one that is there",
+    errno.EACCES: "give one that this user may use, or change its rights",
+    errno.EPERM: "give one that this user may use, or change its rights",
+    errno.EISDIR: "it is a folder; give a file",
+    errno.ENOTDIR: "it is a file; give a folder",
+    errno.EEXIST: "give a new name, or remove it",
+    errno.EROFS: "give a path on a drive that can be written",
+    errno.ENOSPC: "make room, or give a path on another drive",
+    errno.ENAMETOOLONG: "give a shorter name",
 }
 
 
@@ -93,6 +106,8 @@ def _bad_input(prog: str, error: Exception) -> int:
     message = str(error)
     if isinstance(error, OSError) and error.filename:
         message = f"{error.filename}: {error.strerror}"
+        if error.errno in _REMEDIES and ";" not in message:
+            message += f"; {_REMEDIES[error.errno]}"
     elif isinstance(error, ModuleNotFoundError) and "pip install" not in message:
         message += "; pip install 'ullage[execute]'"
     return _fail(prog, f"error: {message}", BAD_INPUT)

@@ -75,16 +75,23 @@ def unit_modules(model: nn.Module, units: tuple[Unit, ...]) -> dict[nn.Module, s
         if found:
             result[module] = found.pop()
     modules = dict(model.named_modules())
-    for path, module in modules.items():
-        if module in result and isinstance(module, nn.ParameterDict | nn.ParameterList):  # what they are in reads them
-            result.setdefault(modules[path.rpartition(".")[0]], result[module])
-    for unit in units:
-        for operator in unit.operators:
-            reader = modules.get(operator.name.partition("#")[0]) if operator.parameters else None
-            if reader is not None:
-                result.setdefault(reader, unit.name)
+    for reader, unit_name in _readers(modules, result, units):
+        result.setdefault(reader, unit_name)
     result.setdefault(model, units[0].name)
     return result
+
+
+def _readers(
+    modules: Mapping[str, nn.Module], owners: Mapping[nn.Module, str], units: tuple[Unit, ...]
+) -> Iterator[tuple[nn.Module, str]]:
+    """Yield the modules that read parameters of modules inside them, which they do not call."""
+    for path, module in modules.items():
+        if module in owners and isinstance(module, nn.ParameterDict | nn.ParameterList):
+            yield modules[path.rpartition(".")[0]], owners[module]
+    for unit in units:
+        for operator in unit.operators:
+            if operator.parameters and (reader := modules.get(operator.name.partition("#")[0])) is not None:
+                yield reader, unit.name
 
 
 class Marker(NamedTuple):

@@ -57,6 +57,8 @@ class Lora(BaseModel):
         except ValidationError as error:
             first = error.errors()[0]
             reason = f"{first['loc'][0]}: {first['msg'].removeprefix('Value error, ')}"
+            if first["type"] == "string_pattern_mismatch":
+                reason = f"targets: {first['input']!r} is no name of a module"
             raise ModelConfigError(f"{text!r} is no LoRA: {reason}; {_FORM}") from error
 
     def __str__(self) -> str:

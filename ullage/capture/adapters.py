@@ -99,7 +99,9 @@ def make_adapted(
         target_modules=ALL_LINEAR if lora.targets == (ALL_LINEAR,) else list(lora.targets),
         task_type=_TASKS.get(architecture.auto),
     )
-    names = sorted({path.rpartition(".")[2] for path, module in base.named_modules() if isinstance(module, _PROJECTIONS)})
+    names = sorted(
+        {path.rpartition(".")[2] for path, module in base.named_modules() if isinstance(module, _PROJECTIONS)}
+    )
     for target in lora.targets:
         for path, module in base.named_modules():
             if _ends(path, target) and not isinstance(module, _ADAPTED):

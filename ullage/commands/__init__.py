@@ -5,8 +5,9 @@ Each has ``add_parser(subparsers)``. Its ``run(args)`` returns an exit code.
 
 import argparse
 import importlib
+import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from hwprofiles import __version__
 from ullage.cli.exit_codes import BAD_INPUT
@@ -40,6 +41,11 @@ SUMMARIES = {
 
 
 class _Parser(argparse.ArgumentParser):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        # No option begins so: what follows one is its value, such as -1GB, and is refused by its rule.
+        self._negative_number_matcher = re.compile(r"-\.?\d")
+
     def error(self, message: str) -> NoReturn:
         self.exit(BAD_INPUT, f"{self.prog}: error: {message}; see `{self.prog} --help`\n")
 

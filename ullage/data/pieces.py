@@ -1,6 +1,8 @@
 """From files to pieces: tokens with targets, none longer than a sequence, in a cache of ``datasets``."""
 
 import dataclasses
+import functools
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -11,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ullage.data.batches import Piece
-from ullage.data.files import LINES, data_files, quiet, read
+from ullage.data.files import TABLES, TEXTS, data_files, is_list, quiet, read
 from ullage.data.tokenizers import Encoded, Encoder
 
 _VERSION: Final = 1  # of what is cached: counts up when the same record gives other tokens
@@ -83,6 +85,15 @@ class Pieces:
     def __len__(self) -> int:
         return len(self._kept)
 
+    @functools.cached_property
+    def digest(self) -> str:
+        """What differs between files of other tokens or targets."""
+        found = hashlib.blake2b(digest_size=8)
+        found.update(self.lengths.tobytes() + self.targets.tobytes())
+        for part in self._table.data.column("tokens").chunks:
+            found.update(part.flatten().to_numpy())
+        return found.hexdigest()
+
     def read(self, numbers: npt.NDArray[np.int64]) -> list[Piece]:
         """Return the tokens and targets of some pieces."""
         rows = self._table[self._kept[numbers].tolist()]
@@ -108,7 +119,7 @@ def _encoded(file: Path, encoder: Encoder, seq_len: int) -> Any:
     cache = Path(lines.cache_files[0]["filename"]).parent
     with quiet(), FileLock(cache / f"{fingerprint}.lock"):  # of several ranks one tokenizes, and the others wait for it
         return lines.map(
-            partial(_pieces, file=file, encoder=encoder, seq_len=seq_len),
+            partial(_pieces, place=_place(file), encoder=encoder, seq_len=seq_len),
             batched=True,
             batch_size=_BATCH,
             with_indices=True,
@@ -118,17 +129,24 @@ def _encoded(file: Path, encoder: Encoder, seq_len: int) -> Any:
         )
 
 
+def _place(file: Path) -> str | None:
+    """Return how places in a file of records are called, or ``None`` for a text."""
+    if file.suffix in TEXTS:
+        return None
+    return f"{file}, {'record' if file.suffix in TABLES or is_list(file) else 'line'}"
+
+
 def _pieces(
-    rows: Mapping[str, Sequence[str]], numbers: Sequence[int], *, file: Path, encoder: Encoder, seq_len: int
+    rows: Mapping[str, Sequence[str]], numbers: Sequence[int], *, place: str | None, encoder: Encoder, seq_len: int
 ) -> dict[str, list[Any]]:
     found: dict[str, list[Any]] = {
         name: [] for name in ("tokens", "targets", "length", "num_targets", "begins", "is_cut_off")
     }
     for text, number in zip(rows["text"], numbers, strict=True):
-        if file.suffix not in LINES:
+        if place is None:
             document = encoder.text(text)
         elif text.strip():
-            document = _of_line(text, f"{file}, line {number + 1}", encoder)
+            document = _of_line(text, f"{place} {number + 1}", encoder)
         else:
             continue
         end = len(document.tokens) if document.divisible else min(len(document.tokens), seq_len)

@@ -25,10 +25,11 @@ _SPLIT: Final = 0x5E1EC7  # tells the random numbers of the split from those of 
 class Data:
     """Text, chat or instructions from files, as batches of training steps.
 
-    A text (``.txt``) is one document. A file of JSON lines has one record a line: ``{"text": ...}``,
-    ``{"messages": [...]}`` for the tokenizer's chat template, ``{"prompt": ..., "completion": ...}``, or
-    ``{"instruction": ..., "input": ..., "output": ...}``. All of a text is learned, and answers alone of the others.
-    What is longer than a sequence is cut off; a text is continued in another one. Tokens are cached by ``datasets``.
+    A text (``.txt``) is one document. JSON lines, a JSON list or a Parquet table have records: ``{"text": ...}``,
+    ``{"messages": [...]}`` for the tokenizer's chat template, ``{"prompt": ..., "completion": ...}`` of two texts or
+    two lists of messages, or ``{"instruction": ..., "input": ..., "output": ...}``. All of a text is learned, and
+    answers alone of the others. What is longer than a sequence is cut off; a text is continued in another one. Tokens
+    are cached by ``datasets``.
 
     Args:
         path: a file, or a folder of them.
@@ -212,13 +213,13 @@ class Data:
         Raises:
             ValueError: it is one in other data.
         """
-        own = self._identity()
-        if others := {name: value for name, value in state_dict["data"].items() if own.get(name) != value}:
-            name, value = next(iter(others.items()))
-            raise ValueError(
-                f"the checkpoint is of data whose {name} is {value}, but here it is {own.get(name)}; go on with the "
-                "same files, tokenizer and options"
-            )
+        saved = state_dict["data"]
+        for name, value in self._identity().items():
+            if saved.get(name, value) != value:
+                raise ValueError(
+                    f"the checkpoint is of data whose {name} is {saved[name]}, but here it is {value}; go on with the "
+                    "same files, tokenizer and options"
+                )
         self.position = int(state_dict["position"])
 
     def __str__(self) -> str:
@@ -297,6 +298,7 @@ class Data:
             "number of sequences": self.num_sequences,
             "number of sequences in an epoch": self._order.per_epoch,
             "seed": self._seed,
+            "digest of tokens": self._pieces.digest,
         }
 
 

@@ -1,6 +1,7 @@
 """Tokenizers from disk, and the tokens and targets that they make of records."""
 
 import hashlib
+import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -11,6 +12,14 @@ _ALPACA: Final = (
     "Below is an instruction that describes a task{paired}. Write a response that appropriately completes the request."
     "\n\n### Instruction:\n{instruction}{input}\n\n### Response:\n"
 )
+_KINDS_OF_JSON: Final = {
+    type(None): "null",
+    bool: "true or false",
+    int: "a number",
+    float: "a number",
+    list: "a list",
+    dict: "a record",
+}
 _PAIRED: Final = ", paired with an input that provides further context"
 
 
@@ -103,13 +112,21 @@ class Encoder:
 
     def _kinds(self) -> dict[tuple[str, ...], Callable[..., Encoded]]:
         return {
-            ("messages",): self._chat,
-            ("prompt", "completion"): lambda prompt, completion, _: self._answered(
-                _text(prompt, "prompt"), _text(completion, "completion")
-            ),
+            ("messages",): lambda messages, record: self._chat(_messages(messages, "messages"), record),
+            ("prompt", "completion"): self._prompted,
             ("instruction", "output"): self._alpaca,
             ("text",): lambda text, _: self.text(_text(text, "text")),
         }
+
+    def _prompted(self, prompt: object, completion: object, record: Mapping[str, Any]) -> Encoded:
+        if isinstance(prompt, list) and isinstance(completion, list):
+            asked = _messages(prompt, "prompt")
+            return self._chat([*asked, *_messages(completion, "completion")], record, len(asked))
+        if isinstance(prompt, list) or isinstance(completion, list):
+            raise ValueError(  # noqa: TRY004 - the file is wrong, not a call
+                "of prompt and completion only one is a list of messages; write both so, or both as texts"
+            )
+        return self._answered(_text(prompt, "prompt"), _text(completion, "completion"))
 
     def _alpaca(self, instruction: object, output: object, record: Mapping[str, Any]) -> Encoded:
         more = _text(record.get("input") or "", "input")
@@ -128,18 +145,15 @@ class Encoder:
         answered = self._ended(self._tokens(answer, special=False))
         return Encoded(asked + answered, [False] * len(asked) + [True] * len(answered))
 
-    def _chat(self, messages: object, record: Mapping[str, Any]) -> Encoded:
+    def _chat(self, messages: Sequence[Mapping[str, Any]], record: Mapping[str, Any], num_asked: int = 0) -> Encoded:
+        """Return messages, of which answers behind the first ``num_asked`` are learned."""
         if not self._template:
             raise ValueError(
                 "the record has messages, but the tokenizer has no chat template; put chat_template.jinja beside "
                 "tokenizer.json"
             )
-        if not isinstance(messages, Sequence) or not all(
-            isinstance(message, Mapping) and isinstance(message.get("role"), str) for message in messages
-        ):
-            raise ValueError('messages are not a list of {"role": ..., "content": ...}; write them so')
         try:
-            return self._templated(messages, record.get("tools"))
+            return self._templated(messages, record.get("tools"), num_asked)
         except ImportError as error:
             raise ModuleNotFoundError(
                 "chat templates need jinja2; pip install 'ullage[finetune]'", name="jinja2"
@@ -151,23 +165,35 @@ class Encoder:
                 f"the chat template refuses the messages: {error}; correct them, or the template"
             ) from error
 
-    def _templated(self, messages: Sequence[Mapping[str, Any]], tools: object) -> Encoded:
+    def _templated(self, messages: Sequence[Mapping[str, Any]], tools: object, num_asked: int) -> Encoded:
         if self._marks_answers:
-            made = self._tokenizer.apply_chat_template(
-                messages, tools=tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+            tokens, marks = self._marked(messages, tools)
+            num_others = sum(self._marked(messages[:num_asked], tools)[1]) if num_asked else 0
+            counts = itertools.accumulate(marks)
+            return Encoded(
+                tokens, [bool(mark) and count > num_others for mark, count in zip(marks, counts, strict=True)]
             )
-            return Encoded(list(made["input_ids"]), [bool(mark) for mark in made["assistant_masks"]])
 
-        def shown(count: int, *, asks: bool) -> str:
+        def shown(part: Sequence[Mapping[str, Any]], *, asks: bool) -> str:
             text: str = self._tokenizer.apply_chat_template(
-                messages[:count], tools=tools, tokenize=False, add_generation_prompt=asks
+                part, tools=tools, tokenize=False, add_generation_prompt=asks
             )
             return text
 
-        whole = shown(len(messages), asks=False)
+        def shown_before(number: int) -> str:
+            """Return what an answer is preceded by. Templates show no chat of no messages, but one of a question."""
+            if number:
+                return shown(messages[:number], asks=True)
+            asked = [{"role": "user", "content": "?"}]
+            begin = shown(asked, asks=True).removeprefix(shown(asked, asks=False))
+            return whole[: whole.find(begin) + len(begin)]
+
+        whole = shown(messages, asks=False)
         answers = []
-        for number in (i for i, message in enumerate(messages) if message["role"] == "assistant"):
-            before, after = shown(number, asks=True), shown(number + 1, asks=False)
+        for number in range(num_asked, len(messages)):
+            if messages[number]["role"] != "assistant":
+                continue
+            before, after = shown_before(number), shown(messages[: number + 1], asks=False)
             if not (whole.startswith(after) and after.startswith(before)):
                 raise ValueError(
                     "the chat template shows an answer otherwise if more follows, so that its tokens cannot be found; "
@@ -177,6 +203,13 @@ class Encoder:
         made = self._tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         targets = [any(begin in answer and end > begin for answer in answers) for begin, end in made["offset_mapping"]]
         return Encoded(list(made["input_ids"]), targets)
+
+    def _marked(self, messages: Sequence[Mapping[str, Any]], tools: object) -> tuple[list[int], list[int]]:
+        """Return tokens, and 1 for each that the template marks as part of an answer."""
+        made = self._tokenizer.apply_chat_template(
+            messages, tools=tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        )
+        return list(made["input_ids"]), list(made["assistant_masks"])
 
     def _tokens(self, text: str, *, special: bool) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
@@ -188,5 +221,20 @@ class Encoder:
 
 def _text(value: object, name: str) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"{name} is {type(value).__name__}; write it as a text in quotation marks")  # noqa: TRY004 - the file
+        kind = _KINDS_OF_JSON.get(type(value), type(value).__name__)
+        raise ValueError(f"{name} is {kind}; write it as a text in quotation marks")  # noqa: TRY004 - the file
+    return value
+
+
+def _messages(value: object, name: str) -> list[Mapping[str, Any]]:
+    if not isinstance(value, list) or not all(
+        isinstance(message, Mapping) and isinstance(message.get("role"), str) for message in value
+    ):
+        raise ValueError(f'{name} are not a list of {{"role": ..., "content": ...}}; write them so')
+    if not value:
+        raise ValueError(f"{name} are an empty list; write at least one, or leave the record out")
+    for number, message in enumerate(value, 1):
+        has_more = message.keys() - {"role", "content", "name"}  # such as calls of tools
+        if not isinstance(message.get("content"), list) and not (message.get("content") is None and has_more):
+            _text(message.get("content"), f"content of message {number} of {name}")
     return value

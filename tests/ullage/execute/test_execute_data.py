@@ -307,7 +307,7 @@ BAD: dict[str, tuple[Sequence[str], str]] = {
     "too short": (["--epochs", "1", "--drop-last"], "--epochs 1 is 3 iterations, which are too few to measure"),
     "every what": (["--eval-every", "5"], "needs data that are not trained on; give --eval-split 0.05"),
     "all of it": (["--eval-split", "1.5"], "'1.5' is not a share between 0 and 1"),
-    "no file": (["--data", "nowhere.jsonl", "--tokenizer", "{base}"], "nowhere.jsonl: No such file"),
+    "no file": (["--data", "nowhere.jsonl", "--tokenizer", "{base}"], "nowhere.jsonl: there is no such file"),
     "no folder": (["--data", "{data}", "--tokenizer", "nowhere/x"], "nowhere/x has no tokenizer that can be read"),
 }
 
@@ -332,7 +332,11 @@ def test_data_that_are_not_there_are_told_before_anything_is_planned(
 ) -> None:
     words = ["--data", str(tmp_path / "no.jsonl"), "--tokenizer", str(base), "--output-dir", str(tmp_path / "out")]
     assert main(["execute", "--model", "opt-13b", *words]) == 2
-    assert capsys.readouterr().err == f"ullage execute: error: {tmp_path / 'no.jsonl'}: No such file or directory\n"
+    err = capsys.readouterr().err
+    assert err.startswith(
+        f"ullage execute: error: {tmp_path / 'no.jsonl'}: there is no such file or folder; give a file"
+    )
+    assert err.count("\n") == 1
     assert not (tmp_path / "out").exists()
 
 

@@ -227,6 +227,7 @@ def test_a_model_without_adapters_is_told_so(base: Path) -> None:
             "--quantize nf4 is for frozen weights, but without --lora all are trained; give --lora",
         ),
         (["--lora", "16"], "'16' is no LoRA: '16' is not understood; give rank=N"),
+        (["--lora", "rank=4,targets="], "'rank=4,targets=' is no LoRA: targets: '' is no name of a module; give"),
         (
             ["--lora", "rank=4,targets=norm"],
             "config.json: LoRA rank=4,targets=norm: norm is a LlamaRMSNorm, but adapters are for projections and",

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -186,9 +187,11 @@ ASSISTANT = "<user>1+1<end><assistant>two<end><user>2+2<end><assistant>four<end>
     [
         ({"prompt": "2+2=", "completion": "4"}, "2+2=4<eos>", "4<eos>"),
         ({"messages": CHAT}, ASSISTANT, "two<end>four<end>"),
+        ({"prompt": CHAT[:3], "completion": CHAT[3:]}, ASSISTANT, "four<end>"),
+        ({"messages": CHAT[1:]}, ASSISTANT.removeprefix("<user>1+1<end>"), "two<end>four<end>"),
         ({"text": "to be"}, "to be<eos>", "o be<eos>"),
     ],
-    ids=["instruction", "chat", "text"],
+    ids=["instruction", "chat", "chat of a prompt", "chat that begins with an answer", "text"],
 )
 @pytest.mark.parametrize("pack", [False, True], ids=["padded", "packed"])
 def test_what_is_learned_of_a_record(
@@ -199,9 +202,25 @@ def test_what_is_learned_of_a_record(
 
 
 def test_answers_are_found_by_the_marks_of_a_template(tmp_path: Path) -> None:
-    assert shown(data_of(tmp_path, [{"messages": CHAT}], 80, tokenizer=make_tokenizer(MARKED))) == [
-        (ASSISTANT, "two<end>four<end>")
+    rows = [{"messages": CHAT}, {"prompt": CHAT[:3], "completion": CHAT[3:]}]
+    assert shown(data_of(tmp_path, rows, 80, tokenizer=make_tokenizer(MARKED))) == [
+        (ASSISTANT, "four<end>"),
+        (ASSISTANT, "two<end>four<end>"),
     ]
+
+
+@pytest.mark.parametrize("suffix", [".json", ".parquet"])
+def test_a_list_or_a_table_has_the_same_as_lines(tmp_path: Path, suffix: str) -> None:
+    rows = [{"messages": CHAT}, {"prompt": "2+2=", "completion": "4"}, {"text": "to be"}]
+    if suffix == ".json":
+        (tmp_path / "data.json").write_text(json.dumps(rows, indent=1))
+    else:
+        columns = dict.fromkeys(key for row in rows for key in row)
+        datasets.Dataset.from_list([columns | row for row in rows]).to_parquet(tmp_path / "data.parquet")
+    found = ullage.Data(tmp_path / f"data{suffix}", TOKENIZER, 80)
+    expected = data_of(tmp_path, rows, 80)
+    assert shown(found) == shown(expected)
+    assert found.state_dict() == expected.state_dict()
 
 
 def test_alpaca_has_its_prompt(tmp_path: Path) -> None:
@@ -230,11 +249,27 @@ def test_a_long_text_is_continued_and_a_long_answer_is_cut_off_and_counted(tmp_p
 
 
 BAD = {
-    "no file": (None, {}, r"No such file or directory: .*no.jsonl"),
+    "no file": (None, {}, r"there is no such file or folder; give a file .*no.jsonl"),
     "no JSON": ('{"text": "a b"}\n\n{"text": oh}\n', {}, r"data.jsonl, line 3 is no JSON \(Expecting value.*write one"),
     "no record": ('"text"\n', {}, r"line 1 is str, not a record"),
     "other fields": ('{"question": "a"}\n', {}, r"line 1: the record has question; name its fields text, or messages"),
-    "another kind": ('{"prompt": "a", "completion": 3}\n', {}, r"line 1: completion is int; write it as a text"),
+    "another kind": ('{"prompt": "a", "completion": 3}\n', {}, r"line 1: completion is a number; write it as a text"),
+    "null": ('{"text": null}\n', {}, r"line 1: text is null; write it as a text in quotation marks"),
+    "a prompt of another kind": (
+        '{"prompt": [], "completion": "a"}\n',
+        {},
+        r"only one is a list of messages; write both",
+    ),
+    "an empty chat": ('{"messages": []}\n', {}, r"line 1: messages are an empty list; write at least one"),
+    "an answer of nothing": (
+        '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": null}]}\n',
+        {},
+        r"line 1: content of message 2 of messages is null; write it as a text",
+    ),
+    "no table": ("abc", {"name": "data.parquet"}, r"data.parquet is no .parquet file \(.*write it again"),
+    "no list": ("[1, 2", {"name": "data.json"}, r"data.json is no .json file \(Expecting.*write it again"),
+    "a list of others": ("[1, 2]", {"name": "data.json"}, r"data.json, record 1 is int, not a record"),
+    "another file": ("abc", {"name": "data.csv"}, r"data are read from .*; rename the file as what it is, or convert"),
     "no messages": ('{"messages": ["hi"]}\n', {}, r"line 1: messages are not a list of {\"role\""),
     "no answer": ('{"messages": [{"role": "user", "content": "a"}]}\n', {}, r"none of 1 documents has a target token"),
     "blank": ("\n  \n\n", {}, r"none of 0 documents has a target token"),
@@ -270,7 +305,8 @@ BAD = {
 @pytest.mark.parametrize("case", BAD)
 def test_bad_data_is_one_line(tmp_path: Path, case: str) -> None:
     text, options, message = BAD[case]
-    path = tmp_path / ("no.jsonl" if text is None else "data.jsonl")
+    options = dict(options)
+    path = tmp_path / options.pop("name", "no.jsonl" if text is None else "data.jsonl")
     if text is not None:
         path.write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises((ValueError, OSError), match=message) as caught:
@@ -299,6 +335,11 @@ def test_a_checkpoint_of_other_data_is_refused(tmp_path: Path) -> None:
         ValueError, match=r"of data whose number of documents is 8, but here it is 9; go on with the same files"
     ):
         data_of(tmp_path, records(range(9)), 32).load_state_dict(state)
+    others = [record | {"completion": record["completion"][::-1]} for record in records(range(8))]
+    with pytest.raises(
+        ValueError, match=r"of data whose digest of tokens is .*, but here it is .*; go on with the same files"
+    ):
+        data_of(tmp_path, others, 32).load_state_dict(state)
 
 
 CONFIGS = {

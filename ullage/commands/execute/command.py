@@ -188,7 +188,8 @@ def _add_data_options(parser: argparse.ArgumentParser) -> None:
         "--data",
         type=Path,
         metavar="PATH",
-        help="train on text (.txt), chat or instructions (.jsonl) in a file or folder; answers alone are learned",
+        help="train on text (.txt), chat or instructions (.jsonl, .parquet) in a file or folder; of the latter, answers "
+        "alone are learned",
     )
     parser.add_argument(
         "--tokenizer",
