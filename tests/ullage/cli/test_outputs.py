@@ -155,7 +155,7 @@ def test_devices_and_pipes_are_written_into(
         assert came()[:60] == real.read_bytes()[:60] != b""  # a plan says how long it was searched for
         capsys.readouterr()
         assert run(name, output.arguments, full) == 2
-        assert f"{full}: No space left on device\n" in capsys.readouterr().err
+        assert f"{full}: No space left on device; make room, or give" in capsys.readouterr().err
         assert [special_files.identity(path) for path in (pipe, full)] == before
 
 

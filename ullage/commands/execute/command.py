@@ -188,7 +188,7 @@ def _add_data_options(parser: argparse.ArgumentParser) -> None:
         "--data",
         type=Path,
         metavar="PATH",
-        help="train on text (.txt), chat or instructions (.jsonl, .parquet) in a file or folder; of the latter, answers "
+        help="train on text (.txt), chat or instructions (.jsonl, .parquet) in a file or folder; of those, answers "
         "alone are learned",
     )
     parser.add_argument(
