@@ -1,5 +1,6 @@
 """Hooks on a model's modules: callbacks on their boundaries, and attributes that replace their own."""
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -7,14 +8,25 @@ import torch
 from torch import nn
 
 
-class ModuleCallbacks(Protocol):
+class HeadCallbacks(Protocol):
+    """What a head calls whose logits are in tiles; see [Note: Tiled logits] in :mod:`executor.module.tiled_logits`."""
+
+    def reading_logits(self, unit: str, iteration: int) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which the head's weights are those with which it made logits in an iteration."""
+
+    def on_backward(self, unit: str) -> None:
+        """Backward has reached a unit."""
+
+    @property
+    def iteration(self) -> int:
+        """Number of iterations that are complete."""
+
+
+class ModuleCallbacks(HeadCallbacks, Protocol):
     """What hooks on a model call; see [Note: Module boundaries] in :mod:`executor.module.binding`."""
 
     def on_forward(self, unit: str) -> None:
         """Forward, or recomputation, has reached a unit."""
-
-    def on_backward(self, unit: str) -> None:
-        """Backward has reached a unit."""
 
     def on_recomputed(self, unit: str) -> None:
         """Recomputation of the segment that ends with this unit has ended."""

@@ -1,5 +1,6 @@
 """One training iteration: from the first forward to ``optimizer.step()``, as the hooks on the model report it."""
 
+import contextlib
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -121,6 +122,32 @@ class IterationDriver:
     def on_recomputed(self, unit: str) -> None:
         """Recomputation of the segment that ends with this unit has ended. Raises as :meth:`on_forward`."""
         self.progress.recomputed(unit)
+
+    @contextlib.contextmanager
+    def reading_logits(self, unit: str, iteration: int) -> Iterator[None]:
+        """See :class:`executor.callbacks.ModuleCallbacks`.
+
+        Raises:
+            OutOfOrderError: backward or an update has begun since.
+        """
+        shown = self.visibility.shown_for
+        if iteration != self.iteration or (self._runtime.inside_iteration and shown != unit):
+            raise OutOfOrderError(
+                "the plan computes logits in tiles, when they are read, and the weights for that are gone once "
+                "backward or a step has begun; read them before, or plan with --loss-tile as large as the micro-batch"
+            )
+        if shown != unit:  # after an evaluation
+            self._access.evaluate(unit)
+            self.visibility.show(unit)
+        try:
+            yield
+        finally:
+            self.visibility.show(shown)
+
+    @property
+    def iteration(self) -> int:
+        """Number of iterations that are complete, updates under way included."""
+        return self._loop.iteration
 
     @property
     def unit(self) -> str:

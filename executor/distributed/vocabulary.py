@@ -11,13 +11,31 @@ from typing import Any, Final, final
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from executor.distributed.collectives import gather_last_dim, reduce_from_group
 from executor.distributed.groups import Group
 from executor.distributed.shards import BindingError, ParameterShard
 
+RowLosses = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""From scores ``[rows, vocabulary]`` and targets ``[rows]`` to a loss for each row."""
+
 _HF_LOSS: Final = "ForCausalLMLoss"
 _MASKED_LOGIT: Final = -1e30  # of padding; finite, because a rank may have nothing but padding
+
+
+def row_losses(logits: torch.Tensor, targets: torch.Tensor, losses: RowLosses) -> torch.Tensor:
+    """Return ``losses(logits, targets)``; logits that are computed in tiles are so here too."""
+    if has_torch_function_unary(logits):
+        return handle_torch_function(row_losses, (logits,), logits, targets, losses)
+    return losses(logits, targets)
+
+
+def gather(logits: torch.Tensor, group: Group, num_logits: int) -> torch.Tensor:
+    """All-gather logits over ranks that share the vocabulary; they are computed whole for that."""
+    if has_torch_function_unary(logits):
+        return handle_torch_function(gather, (logits,), logits, group, num_logits)
+    return gather_last_dim(logits, group, num_logits)
 
 
 def embed(module: nn.Module, shard: ParameterShard, group: Group) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -90,9 +108,9 @@ class Head:
         )
 
     def _after(self, _head: nn.Module, _args: Any, logits: torch.Tensor) -> torch.Tensor:
-        return (
-            logits if self._logits_stay_sharded else gather_last_dim(logits, self._group, self._weight.whole_shape[0])
-        )
+        if self._logits_stay_sharded:
+            return logits
+        return gather(logits, self._group, self._weight.whole_shape[0])
 
     def _loss(
         self,
@@ -114,11 +132,15 @@ class Head:
             shift_labels = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         targets = shift_labels.reshape(-1).to(logits.device)
         counted = targets != ignore_index
-        losses: torch.Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
-            logits.flatten(0, -2), targets, self._weight, self._group
-        )
+        losses = row_losses(logits.flatten(0, -2), targets, self._row_losses)
         total = torch.where(counted, losses, 0.0).sum()
         return total / (counted.sum() if num_items_in_batch is None else num_items_in_batch)
+
+    def _row_losses(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        losses: torch.Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
+            logits, targets, self._weight, self._group
+        )
+        return losses
 
 
 class _CrossEntropy(torch.autograd.Function):

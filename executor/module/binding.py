@@ -30,6 +30,7 @@ from executor.distributed.shards import BindingError
 from executor.memory.activations import OffloadedActivations, SegmentOffload
 from executor.module.guarded_parameters import unguarded
 from executor.module.guards import OWN_CHECKPOINTING
+from executor.module.tiled_logits import tile_head
 from executor.packed import StoredParameter
 from planner.decisions import Decisions
 from planner.graph import Unit, segments
@@ -130,6 +131,8 @@ def bind(
     undo.append(model.register_forward_pre_hook(lambda *_: callbacks.on_model_begin()).remove)
     undo.append(model.register_forward_hook(lambda *_: callbacks.on_model_end(), always_call=True).remove)
     undo.append(model.register_forward_hook(_watch_losses(callbacks)).remove)
+    if decisions.loss_tile_tokens is not None:
+        undo.append(tile_head(model, decisions.loss_tile_tokens, unit_of, callbacks))
     if compile_backend is not None:
         stay = tuple(unit for unit in units if not decisions.units[unit.name].offloads)
         unit_of = _compile(model, stay, unit_of, compile_backend, undo)

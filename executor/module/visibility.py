@@ -50,6 +50,11 @@ class WeightVisibility:
                 guard(shard.whole, shard.name)
         self._versions = self._versions_now()
 
+    @property
+    def shown_for(self) -> str:
+        """The unit whose weights are shown; empty if there is none."""
+        return self._shown_for or ""
+
     def show(self, unit: str) -> None:
         """Show the weights that a unit uses, and no others; an empty name shows none."""
         if unit == self._shown_for:

@@ -37,6 +37,7 @@ class Choice(Frozen):
     pipeline_parallel: Count = 1
     expert_parallel: Count = 1
     expert_units: Count = 1
+    loss_tile_tokens: Count | None = None
     micro_batch: Count = 1
     num_micro_batches: Count = 1
 
@@ -61,6 +62,7 @@ def batch_of(
         expert_parallel=decided.expert_parallel,
         expert_units=decided.expert_units,
         expert_load=expert_load,
+        loss_tile_tokens=decided.loss_tile_tokens,
     )
 
 
@@ -75,6 +77,7 @@ class Asked(Frozen):
         tensor_parallel, pipeline_parallel, expert_parallel: degrees; 1 unless a global batch is wanted.
         expert_units: units into which a rank's experts of a layer are divided; by default units that are large enough
             to be worth moving.
+        loss_tile_tokens: tokens whose logits exist at a time; see [Note: Tiles] in :mod:`planner.choices.variants`.
         storage: storage that may be used beside device and host; see :data:`planner.terms.Storage`.
     """
 
@@ -86,6 +89,7 @@ class Asked(Frozen):
     pipeline_parallel: Count | None = None
     expert_parallel: Count | None = None
     expert_units: Count | None = None
+    loss_tile_tokens: Count | None = None
     storage: Storage = "never"
 
     def choices(self, model: Model, devices_per_node: int) -> tuple[Choice, ...]:

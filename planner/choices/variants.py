@@ -2,10 +2,12 @@
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 
 from hwprofiles.profile import HardwareProfile
 from planner.choices.choice import Asked, Choice, batch_of
 from planner.choices.space import Space
+from planner.choices.tiles import can_be_tiled, tile_of, with_tile
 from planner.costs.model import CostModel
 from planner.decisions import Decisions, Precision
 from planner.engines.setup import Setup
@@ -74,7 +76,31 @@ def variants(job: Job, asked: Asked) -> tuple[Variant, ...]:
     choices = asked.choices(job.model, job.hardware.devices_per_node)
     if isinstance(job.model, CapturedModel):
         choices = _captured(job, choices)
-    return tuple(variant(job, choice, asked.storage) for choice in choices)
+    tiled = (option for choice in choices for option in _tiled(job, choice, asked.loss_tile_tokens))
+    return tuple(variant(job, choice, asked.storage) for choice in tiled)
+
+
+def _tiled(job: Job, choice: Choice, tokens: int | None) -> Iterator[Choice]:
+    """Yield a choice with the loss in tiles of so many tokens; without a number, with whole logits and with tiles.
+
+    Raises:
+        ModelConfigError: the model has no loss that can be computed in tiles.
+    """
+    batch = batch_of(choice, job.seq_len, job.precision, job.expert_load)
+    if tokens is None:
+        yield choice
+        if choice.pipeline_parallel > 1:
+            return
+        tokens = tile_of(job.model, batch, _units(job.model, batch), job.hardware.device)
+        if tokens is not None:
+            yield with_tile(choice, tokens, batch.num_tokens)
+        return
+    if not can_be_tiled(job.model):
+        raise ModelConfigError(
+            f"{job.model.name} has no torch.nn.Linear as its output embeddings, or no loss of its own, so the loss "
+            "cannot be computed in tiles; leave --loss-tile out"
+        )
+    yield with_tile(choice, tokens, batch.num_tokens)
 
 
 def _captured(job: Job, choices: tuple[Choice, ...]) -> tuple[Choice, ...]:

@@ -25,6 +25,8 @@ class Sharding(Frozen):
         pipeline_parallel: stages that share the layers, per data-parallel rank.
         expert_parallel: data-parallel ranks that share the experts of every layer.
         expert_units: units into which a rank's experts of a layer are divided.
+        loss_tile_tokens: tokens whose logits exist at a time, see [Note: Tiled logits] in
+            :mod:`executor.module.tiled_logits`; ``None``: all of the micro-batch.
         zero_stage: what data-parallel ranks shard: 1 and 2 optimizer state and gradients, 3 parameters too.
         subgroup_params: the most parameters of one subgroup, the grain of the optimizer step.
     """
@@ -39,6 +41,7 @@ class Sharding(Frozen):
     pipeline_parallel: Annotated[int, Field(ge=1)] = 1
     expert_parallel: Annotated[int, Field(ge=1)] = 1
     expert_units: Annotated[int, Field(ge=1)] = 1
+    loss_tile_tokens: Annotated[int, Field(ge=1)] | None = None
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 0
     subgroup_params: Annotated[int, Field(ge=1)] = 100_000_000
 

@@ -119,8 +119,12 @@ class CapturedSegment(_Frozen):
     block: Count
 
 
-Again = Callable[[int, int], "CapturedModel"]
-"""Captures the same module again, for a micro-batch and a number of tokens per sample."""
+Again = Callable[[int, int, int | None], "CapturedModel"]
+"""Captures the same module again, for a micro-batch, tokens per sample, and tokens of a tile of the loss."""
+
+
+Size = tuple[int, int | None]
+"""A micro-batch, and the tokens of a tile of the loss."""
 
 
 class _Sizes:
@@ -128,12 +132,14 @@ class _Sizes:
 
     Attributes:
         again: captures it; ``None`` where that is not possible.
+        resizes: whether it may do so at another micro-batch or number of tokens.
         found: what it has captured so far.
     """
 
-    def __init__(self, again: Again | None = None) -> None:
+    def __init__(self, again: Again | None = None, *, resizes: bool = True) -> None:
         self.again = again
-        self.found: dict[tuple[int, int], CapturedModel] = {}
+        self.resizes = resizes
+        self.found: dict[tuple[int, int, int | None], CapturedModel] = {}
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Sizes)
@@ -142,7 +148,8 @@ class _Sizes:
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave behind what cannot go to another process: a function of the user's, or a module."""
-        return {"again": self.again if isinstance(self.again, functools.partial) else None, "found": self.found}
+        again = self.again if isinstance(self.again, functools.partial) else None
+        return {"again": again, "resizes": self.resizes, "found": self.found}
 
 
 class CapturedModel(_Frozen):
@@ -158,6 +165,8 @@ class CapturedModel(_Frozen):
         blocks, segments: its operators.
         lora: adapters of ``peft`` that were put beside the factory's projections; everything else is frozen.
         quantization: of these projections.
+        num_logits: size of its vocabulary, if it has a head whose loss can be computed in tiles.
+        loss_tile_tokens: tokens of such a tile, with which it was captured; ``None``: logits were whole.
         others: the same at other sizes, for plans that were compared at several; they have no others.
     """
 
@@ -170,6 +179,8 @@ class CapturedModel(_Frozen):
     segments: tuple[CapturedSegment, ...] = Field(min_length=1)
     lora: Lora | None = None
     quantization: Quantization | None = None
+    num_logits: int | None = None
+    loss_tile_tokens: int | None = None
     others: tuple["CapturedModel", ...] = ()
     _sizes: _Sizes = PrivateAttr(default_factory=_Sizes)
 
@@ -200,7 +211,7 @@ class CapturedModel(_Frozen):
     @property
     def is_free(self) -> bool:
         """Whether it can be had at every size: it is captured again where it was not yet."""
-        return self._sizes.again is not None
+        return self._sizes.again is not None and self._sizes.resizes
 
     def freed(self, again: Again | None) -> Self:
         """Return the same model, which ``again`` captures at other sizes; ``None``: which stays as it is."""
@@ -208,8 +219,14 @@ class CapturedModel(_Frozen):
         copy._sizes = _Sizes(again)
         return copy
 
-    def at(self, micro_batch: int, seq_len: int) -> "CapturedModel":
-        """Return the model for another micro-batch and number of tokens per sample.
+    def of_one_size(self) -> Self:
+        """Return the same model, which has only its micro-batch and tokens; the loss may still be in tiles."""
+        copy = self.model_copy()
+        copy._sizes = _Sizes(self._sizes.again, resizes=False)
+        return copy
+
+    def at(self, micro_batch: int, seq_len: int, loss_tile_tokens: int | None = None) -> "CapturedModel":
+        """Return the model for another micro-batch, number of tokens per sample, and tokens of a tile of the loss.
 
         A size that is new is captured, at once and exactly: attention that slides, chunks of a scan, and shares of
         experts follow no formula of the sizes around it.
@@ -217,29 +234,43 @@ class CapturedModel(_Frozen):
         Raises:
             ModelConfigError: it was not captured for that size, and cannot be.
         """
-        size = (micro_batch, seq_len)
-        known = {(other.micro_batch, other.seq_len): other for other in (*self.others, self)} | self._sizes.found
+        size = (micro_batch, seq_len, loss_tile_tokens)
+        known = {
+            (other.micro_batch, other.seq_len, other.loss_tile_tokens): other for other in (*self.others, self)
+        } | self._sizes.found
         if size in known:
             return known[size]
-        if self._sizes.again is None or (seq_len > 1) != (self.seq_len > 1):
-            raise ModelConfigError(f"{self.name} was captured {_other_batch(self._size, (*size, *self._size[2:]))}")
+        resized = (micro_batch, seq_len) != (self.micro_batch, self.seq_len)
+        allowed = self._sizes.resizes and (seq_len > 1) == (self.seq_len > 1)
+        if self._sizes.again is None or (resized and not allowed):
+            wanted = dataclasses.replace(
+                self.batch, micro_batch=micro_batch, seq_len=seq_len, loss_tile_tokens=loss_tile_tokens
+            )
+            raise ModelConfigError(f"{self.name} was captured {_other_batch(self.batch, wanted)}")
         try:
-            found = self._sizes.again(micro_batch, seq_len)
+            found = self._sizes.again(*size)
         except ValueError as error:
             raise ModelConfigError(f"micro-batch {micro_batch}, {seq_len} tokens per sequence: {error}") from error
         self._sizes.found[size] = found
         return found
 
-    def covering(self, micro_batch: int, others: Iterable[int]) -> "CapturedModel":
-        """Return the model for a micro-batch, with what was captured for others; it needs no PyTorch any more."""
-        found = tuple(self.at(size, self.seq_len).freed(None) for size in sorted({*others} - {micro_batch}))
+    def covering(self, chosen: Size, others: Iterable[Size]) -> "CapturedModel":
+        """Return the model for one size, with what was captured for others; it needs no PyTorch any more.
+
+        Args:
+            chosen: micro-batch, and tokens of a tile of the loss.
+            others: likewise.
+        """
+        sizes = sorted({*others} - {chosen}, key=lambda size: (size[0], size[1] or 0))
+        found = tuple(self.at(size, self.seq_len, tile).freed(None) for size, tile in sizes)
         alone = tuple(other.model_copy(update={"others": ()}) for other in found)
-        return self.at(micro_batch, self.seq_len).freed(None).model_copy(update={"others": alone})
+        return self.at(chosen[0], self.seq_len, chosen[1]).freed(None).model_copy(update={"others": alone})
 
     @property
-    def _size(self) -> tuple[int, ...]:
-        """What it was captured for: micro-batch, tokens per sequence, bytes per value, tensor-parallel ranks."""
-        return self.micro_batch, self.seq_len, 2 if self.dtype == "bf16" else 4, 1
+    def batch(self) -> Batch:
+        """What it was captured for."""
+        dtype_bytes: Literal[2, 4] = 2 if self.dtype == "bf16" else 4
+        return Batch(self.micro_batch, self.seq_len, dtype_bytes, loss_tile_tokens=self.loss_tile_tokens)
 
     @functools.cached_property
     def num_params(self) -> int:
@@ -273,32 +304,32 @@ class CapturedModel(_Frozen):
         Raises:
             ModelConfigError: it was not captured for the batch, and cannot be.
         """
-        wanted = (batch.micro_batch, batch.seq_len, batch.dtype_bytes, batch.tensor_parallel)
-        if self._size[2:] != wanted[2:]:
-            raise ModelConfigError(f"{self.name} was captured {_other_batch(self._size, wanted)}")
+        if (batch.dtype_bytes, batch.tensor_parallel) != (self.batch.dtype_bytes, 1):
+            raise ModelConfigError(f"{self.name} was captured {_other_batch(self.batch, batch)}")
         graph = Graph()
         source: tuple[str, ...] = ()
-        for operator in self.at(batch.micro_batch, batch.seq_len).operators():
+        for operator in self.at(batch.micro_batch, batch.seq_len, batch.loss_tile_tokens).operators():
             source = (graph.add(operator, *source),)
         return graph
 
 
-def _other_batch(captured: tuple[int, ...], wanted: tuple[int, ...]) -> str:
+def _other_batch(captured: Batch, wanted: Batch) -> str:
     """Say in which fields a batch is not the one that was captured, and what to do about each."""
-    dtype = "fp32" if wanted[2] == 4 else "bf16"
-    fields = (
-        ("micro-batch", "ask for micro_batch={}, or capture it with inputs of the other leading dimension"),
-        ("tokens per sequence", "ask for seq_len={}, or capture it with inputs of the other length"),
-        (
-            "bytes per value",
-            f'capture it again with dtype="{dtype}", or ask for the precision it has',
+    dtype = "fp32" if wanted.dtype_bytes == 4 else "bf16"
+    fields = {
+        "micro_batch": (
+            "micro-batch",
+            "ask for micro_batch={}, or capture it with inputs of the other leading dimension",
         ),
-        ("tensor-parallel ranks", "leave tensor_parallel out: it was captured whole"),
-    )
+        "seq_len": ("tokens per sequence", "ask for seq_len={}, or capture it with inputs of the other length"),
+        "dtype_bytes": ("bytes per value", f'capture it again with dtype="{dtype}", or ask for the precision it has'),
+        "tensor_parallel": ("tensor-parallel ranks", "leave tensor_parallel out: it was captured whole"),
+        "loss_tile_tokens": ("tokens of a tile of the loss", "ask for loss_tile_tokens={}"),
+    }
     parts = [
-        (f"{name} {had}, not {wants}", remedy.format(had))
-        for (name, remedy), had, wants in zip(fields, captured, wanted, strict=True)
-        if had != wants
+        (f"{words} {had}, not {wants}", remedy.format(had))
+        for name, (words, remedy) in fields.items()
+        if (had := getattr(captured, name)) != (wants := getattr(wanted, name))
     ]
     return f"for {' and '.join(words for words, _ in parts)}; {'; '.join(remedy for _, remedy in parts)}"
 

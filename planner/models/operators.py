@@ -26,6 +26,7 @@ class Batch:
         expert_units: the most units into which a rank's experts of a layer are divided.
         expert_load: shares of all visits that go to each expert, one row for all layers or one for each; empty if
             they are equal.
+        loss_tile_tokens: tokens whose logits exist at a time; ``None``: all.
     """
 
     micro_batch: int
@@ -39,12 +40,14 @@ class Batch:
     expert_parallel: int = 1
     expert_units: int = 1
     expert_load: tuple[tuple[float, ...], ...] = ()
+    loss_tile_tokens: int | None = None
 
     def __post_init__(self) -> None:
         for name in (
             "micro_batch", "seq_len", "tensor_parallel", "context_parallel", "expert_parallel", "expert_units",
+            "loss_tile_tokens",
         ):  # fmt: skip
-            if (value := getattr(self, name)) < 1:
+            if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name} is {value}, but must be at least 1; give a positive number")
         if self.seq_len % (2 * self.context_parallel) and self.context_parallel > 1:
             raise ValueError(

@@ -41,6 +41,7 @@ _MOST = {
     "num_micro_batches": MOST_MICRO_BATCHES,
     "global_batch": 10_000_000,
     "expert_units": 10_000,
+    "loss_tile_tokens": 100_000_000,
 }
 
 
@@ -97,6 +98,7 @@ class Request:
         global_batch: sequences per iteration over all devices.
         tensor_parallel, pipeline_parallel, expert_parallel: how devices share the model.
         expert_units: units into which a rank's experts of a layer are divided.
+        loss_tile_tokens: tokens whose logits exist at a time; as many as a micro-batch has, or more: all.
         expert_load: shares of all visits that go to each expert; see :class:`planner.graph.Batch`.
         storage: storage that may be used beside device and host; see :data:`planner.terms.Storage`.
     """
@@ -116,6 +118,7 @@ class Request:
     pipeline_parallel: int | None = None
     expert_parallel: int | None = None
     expert_units: int | None = None
+    loss_tile_tokens: int | None = None
     expert_load: tuple[tuple[float, ...], ...] = ()
     storage: Storage = "never"
 
@@ -271,7 +274,9 @@ def _alone(model: Model, found: Found) -> Model:
     """Return a model as a plan holds it: a captured one at every size that was compared."""
     if not isinstance(model, CapturedModel):
         return model
-    return model.covering(found.decisions.micro_batch, (rival.choice.micro_batch for rival in found.rivals))
+    decided = (found.decisions.micro_batch, found.decisions.loss_tile_tokens)
+    compared = ((rival.choice.micro_batch, rival.choice.loss_tile_tokens) for rival in found.rivals)
+    return model.covering(decided, compared)
 
 
 def prepare(request: Request) -> tuple[Setup, Workload, CostModel]:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 
 from executor.distributed.shards import BindingError
 from executor.module.binding import Marker, markers, unit_modules
-from planner.graph import Batch, build_graph, units
+from planner.graph import build_graph, units
 from planner.models.captured import CapturedModel
 from ullage.capture.records import CaptureError, Event, Recording
 
@@ -20,9 +20,7 @@ def check_executable(recording: Recording, captured: CapturedModel) -> None:
     Raises:
         CaptureError: they cannot; names the weight or module, and the remedy.
     """
-    found = units(
-        build_graph(captured, Batch(captured.micro_batch, captured.seq_len, 2 if captured.dtype == "bf16" else 4))
-    )
+    found = units(build_graph(captured, captured.batch))
     names = {unit.name: {*unit.sizes, *(s.name for s in unit.frozen), *unit.shared_parameters} for unit in found}
     try:
         saying = list(markers(unit_modules(recording.model, found), found))

@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import (
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from executor.module.quantized import bind_quantized
+from executor.module.tiled_logits import find_head
 from planner.models.adapters import Lora
 from planner.models.captured import CapturedInput, CapturedModel, resized, tokens_of
 from planner.models.quantization import Quantization
@@ -36,8 +37,8 @@ from ullage.capture.kernels import UnsupportedOperatorError
 from ullage.capture.operator_checks import RefusedOperatorError
 from ullage.capture.partitioning import partition
 from ullage.capture.quantized import is_packed, pack
-from ullage.capture.recording import record
-from ullage.capture.records import DTYPES, CaptureError
+from ullage.capture.recording import OUTPUTS_LOSS, record
+from ullage.capture.records import DTYPES, CaptureError, Recording
 from ullage.capture.repeats import Repeats, UnequalError
 
 # The first logs errors that are raised here; the second says which loss it takes.
@@ -84,7 +85,7 @@ class _Job:
     quantization: Quantization | None
     as_on_gpu: bool
 
-    def captured(self, inputs: tuple[CapturedInput, ...]) -> CapturedModel:
+    def captured(self, inputs: tuple[CapturedInput, ...], loss_tile_tokens: int | None = None) -> CapturedModel:
         put_in: dict[str, object] = {}
         if self.lora is None:
             make = load_factory(self.factory)
@@ -92,15 +93,19 @@ class _Job:
             args = architecture(self.factory), self.lora, self.quantization, DTYPES[self.dtype]
             make = functools.partial(make_adapted, *args)
             put_in = {"lora": self.lora, "quantization": self.quantization}
-        captured = _capture(make, inputs, self.dtype, name=self.factory, as_on_gpu=self.as_on_gpu)
+        captured = _capture(make, inputs, self.dtype, loss_tile_tokens, name=self.factory, as_on_gpu=self.as_on_gpu)
         return captured.model_copy(update=put_in)
 
-    def captured_again(self, inputs: tuple[CapturedInput, ...], micro_batch: int, seq_len: int) -> CapturedModel:
+    def captured_again(
+        self, inputs: tuple[CapturedInput, ...], micro_batch: int, seq_len: int, loss_tile_tokens: int | None
+    ) -> CapturedModel:
         """Capture it at another size: inputs of a configuration follow from it, others are scaled."""
         if tokens_of(inputs) > 1 and (":" not in self.factory or Path(self.factory).exists()):
             masked = any(spec.name == "attention_mask" for spec in inputs)
-            return self.captured(architecture(self.factory).inputs(micro_batch, seq_len, masked=masked))
-        return self.captured(resized(inputs, micro_batch, seq_len))
+            inputs = architecture(self.factory).inputs(micro_batch, seq_len, masked=masked)
+        else:
+            inputs = resized(inputs, micro_batch, seq_len)
+        return self.captured(inputs, loss_tile_tokens)
 
 
 def capture_module(
@@ -117,16 +122,18 @@ def capture_module(
     """
     given = tuple(CapturedInput.read(spec) if isinstance(spec, str) else spec for spec in inputs)
 
-    def again(micro_batch: int, seq_len: int) -> CapturedModel:
-        return _capture(make, resized(given, micro_batch, seq_len), dtype, name=name, as_on_gpu=as_on_gpu)
+    def again(micro_batch: int, seq_len: int, loss_tile_tokens: int | None) -> CapturedModel:
+        inputs = resized(given, micro_batch, seq_len)
+        return _capture(make, inputs, dtype, loss_tile_tokens, name=name, as_on_gpu=as_on_gpu)
 
-    return _capture(make, given, dtype, name=name, as_on_gpu=as_on_gpu).freed(again)
+    return _capture(make, given, dtype, None, name=name, as_on_gpu=as_on_gpu).freed(again)
 
 
 def _capture(
     make: Callable[[], nn.Module] | nn.Module,
     given: tuple[CapturedInput, ...],
     dtype: Literal["bf16", "fp32"],
+    loss_tile_tokens: int | None,
     *,
     name: str,
     as_on_gpu: bool,
@@ -141,16 +148,18 @@ def _capture(
     _check_parameters(model, name)
     check_adapters(model)
     _check_statistics(model, name, DTYPES[dtype])
+    recorded = functools.partial(_recorded, model, given, dtype, loss_tile_tokens, name, as_on_gpu=as_on_gpu)
     try:
-        return _recorded(model, given, dtype, name, Repeats(model), as_on_gpu=as_on_gpu)
+        return recorded(Repeats(model))
     except UnequalError:
-        return _recorded(model, given, dtype, name, None, as_on_gpu=as_on_gpu)
+        return recorded(None)
 
 
 def _recorded(
     model: nn.Module,
     inputs: tuple[CapturedInput, ...],
     dtype: Literal["bf16", "fp32"],
+    loss_tile_tokens: int | None,
     name: str,
     repeats: Repeats | None,
     *,
@@ -166,14 +175,27 @@ def _recorded(
         with _refusing(name, model), _positions_known():
             args = [_tensor(spec, DTYPES[dtype]) for spec in inputs if not spec.name]
             named = {spec.name: _tensor(spec, DTYPES[dtype]) for spec in inputs if spec.name}
-            recording = record(model.train(), args, named, as_on_gpu=as_on_gpu, known=known, repeats=repeats)
+            recording = record(
+                model.train(), args, named, loss_tile_tokens, as_on_gpu=as_on_gpu, known=known, repeats=repeats
+            )
         captured = assemble(
             recording, partition(recording), factory=name, inputs=inputs, dtype=dtype, seq_len=tokens_of(inputs)
         )
         captured = repeated(captured, recording)
+        captured = captured.model_copy(
+            update={"num_logits": _num_logits(model, recording), "loss_tile_tokens": loss_tile_tokens}
+        )
         with _refusing(name):
             check_executable(recording, captured)
         return captured
+
+
+def _num_logits(model: nn.Module, recording: Recording) -> int | None:
+    """Return the size of the vocabulary, if the model's own loss is that of what its head returns."""
+    head = find_head(model)
+    if head is None or recording.loss != OUTPUTS_LOSS or all(visit.module is not head for visit in recording.visits):
+        return None
+    return head.out_features
 
 
 def _made(make: Callable[[], nn.Module], name: str) -> nn.Module:

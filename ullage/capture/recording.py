@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 from unittest import mock
 
 import torch
@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from executor.callbacks import hook_target
+from executor.module.tiled_logits import find_head, tile_head
 from executor.packed import stored_parameters
 from planner.models.kernels import flop
 from ullage.capture.fakes import Fakes, lists_of_scalars
@@ -30,6 +31,7 @@ from ullage.capture.repeats import Repeats
 
 # Operators that look integers up: the argument that holds them, and the dimension of the first that is the table.
 _TABLES = {"embedding": (1, 0), "nll_loss_forward": (1, 1), "nll_loss2d_forward": (1, 1)}
+OUTPUTS_LOSS: Final = "the output's loss"
 _NO_SEQUENCE = 2**63  # autograd numbers the nodes that accumulate gradients with the largest integer
 
 
@@ -37,6 +39,7 @@ def record(
     model: nn.Module,
     args: Sequence[Tensor],
     kwargs: Mapping[str, Tensor],
+    loss_tile_tokens: int | None = None,
     *,
     as_on_gpu: bool,
     known: Mapping[int, Tensor] | None = None,
@@ -48,6 +51,7 @@ def record(
         model: in training mode.
         args: its arguments.
         kwargs: likewise, by name.
+        loss_tile_tokens: tokens of a tile of the loss; ``None``: logits are whole.
         as_on_gpu: record GPU kernels where PyTorch has others for it than for a CPU.
         known: values of some inputs, by their number; real tensors.
         repeats: of the model, whose equal blocks are recorded once; left out, all are recorded.
@@ -62,6 +66,8 @@ def record(
     with contextlib.ExitStack() as stack:
         if as_on_gpu:
             stack.enter_context(_as_on_gpu())
+        if loss_tile_tokens is not None:
+            stack.callback(tile_head(model, loss_tile_tokens, callbacks=_HeadCallbacks(recorder)))
         stack.enter_context(lists_of_scalars())
         stack.enter_context(recorder.hooked())
         stack.enter_context(recorder)
@@ -100,7 +106,7 @@ def find_loss(output: Any) -> tuple[Tensor, str]:
         return output, "the output"
     named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(named, Tensor) and named.requires_grad:
-        return (named, "the output's loss") if named.dim() == 0 else (named.mean(), "the mean of the output's loss")
+        return (named, OUTPUTS_LOSS) if named.dim() == 0 else (named.mean(), "the mean of the output's loss")
     trained = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
     scalars = [leaf for leaf in trained if leaf.dim() == 0]
     if len(scalars) == 1:
@@ -153,7 +159,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.backward: list[Event] = []
         self.storages: list[Storage] = []
         self.saves: list[Save] = []
-        self._model = model
+        self.model = model
         self._fakes = Fakes()
         self._checks = checks
         self._repeats = repeats
@@ -258,7 +264,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def hooked(self) -> Iterator[None]:
         """Follow which module's forward runs."""
         handles = []
-        for path, module in self._model.named_modules():
+        for path, module in self.model.named_modules():
             handles.append(module.register_forward_pre_hook(self._enter(path), prepend=True, with_kwargs=True))
             handles.append(module.register_forward_hook(self._leave, always_call=True, with_kwargs=True))
         blocks = list(self._repeats.members) if self._repeats else []
@@ -307,7 +313,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         Raises:
             CaptureError: there are none.
         """
-        for name, parameter in self._model.named_parameters():
+        for name, parameter in self.model.named_parameters():
             if parameter.grad is not None:
                 self.gradients[name] = number = self._storage(parameter.grad)
                 self.storages[number].owner = "gradient"
@@ -393,6 +399,24 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         self._watch[number] = weakref.ref(storage, died)
         return number
+
+
+class _HeadCallbacks:
+    """Notes when backward comes to a head whose logits are in tiles; see :class:`executor.callbacks.HeadCallbacks`."""
+
+    iteration = 0
+
+    def __init__(self, recorder: _Recorder) -> None:
+        self._recorder = recorder
+
+    def reading_logits(self, _unit: str, _iteration: int) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def on_backward(self, _unit: str) -> None:
+        head = find_head(self._recorder.model)
+        visits = enumerate(self._recorder.visits)
+        found = next(index for index, visit in visits if visit.module is head)
+        self._recorder.arrivals.append((found, len(self._recorder.backward)))
 
 
 def _nodes(root: Any) -> Iterator[Any]:

@@ -104,6 +104,13 @@ def add_request_options(parser: argparse.ArgumentParser, *, model_required: bool
         help="units into which the experts of a layer are divided on each rank",
     )
     group.add_argument(
+        "--loss-tile",
+        type=positive_int,
+        metavar="TOKENS",
+        help="compute the loss for so many tokens at a time, so that logits never exist whole; as many as a "
+        "micro-batch has: all at once (chosen where logits take much memory)",
+    )
+    group.add_argument(
         "--expert-load",
         metavar="uniform|zipf:S|FILE",
         help="how tokens spread over experts; a JSON file holds one list of shares, or one list per layer (uniform)",

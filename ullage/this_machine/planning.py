@@ -113,7 +113,7 @@ def capture_live(model: nn.Module, batch: Batch, precision: Dtype | None = None)
         raise ValueError(f"precision is {precision!r}, which cannot be planned; give one of {', '.join(DTYPES)}")
     dtype = precision or _dtype_of(model)
     captured = capture_module(model, _inputs(batch), dtype, as_on_gpu=torch.cuda.is_available())
-    return captured.freed(None)  # the user's batches are as large as they are
+    return captured.of_one_size()  # the user's batches are as large as they are
 
 
 def _dtype_of(model: nn.Module) -> Literal["bf16", "fp32"]:

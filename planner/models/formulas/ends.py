@@ -1,12 +1,13 @@
 """The operators before the first and after the last decoder layer."""
 
 import dataclasses
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 
 from planner.models.config import ModelConfig
 from planner.models.formulas import fused, megatron, megatron_core, work
 from planner.models.formulas.layers import has_learned_positions, norm_work, sum_input_gradient, sum_output
-from planner.models.kernels import Work, all_reduce, each
+from planner.models.kernels import Attention, Kernels, Work, all_reduce, each
 from planner.models.operators import Batch, Operator
 from planner.models.parameters import ParameterSpec, root
 from planner.models.patterns import Pattern
@@ -108,17 +109,62 @@ def head_operators(config: ModelConfig, batch: Batch, specs: Mapping[str, Parame
     at_once = min(rows, fused.LOSS_TOKENS) if batch.is_fused else rows
     saved_bytes = 0 if batch.is_fused or batch.is_core else rows * width * e
     logits = work.keeping(logits, saved_bytes, at_once * vocab * e + rows * width * e)
+    loss = _loss(batch, rows, vocab)
+    if batch.loss_tile_tokens is not None:
+        logits, loss = _in_tiles(batch, width, vocab, batch.loss_tile_tokens)
     if config.tied_embeddings:
         owned, shared = [], _token_weight(config)
     else:
         owned, shared = ["lm_head.weight"], ""
     operators.append(make("lm_head", "head", Pattern.COLUMN, logits, rows * vocab * e, *owned, shared=shared))
-    operators.append(make("loss", "loss", Pattern.SHARD, _loss(batch, vocab), 4))
+    operators.append(make("loss", "loss", Pattern.SHARD, loss, 4))
     return operators
 
 
-def _loss(batch: Batch, vocab: int) -> Work:
-    rows, ranks = batch.num_tokens, batch.tensor_parallel
+def _in_tiles(batch: Batch, width: int, vocab: int, tile: int) -> tuple[Work, Work]:
+    """Return head and loss if the loss is computed in tiles of tokens ([Note: Tiled logits] in the executor).
+
+    Backward makes the logits of each tile and their loss again. From the second tile on, it adds to the gradient of the
+    weight. Workspace: the gradient of the head's input, and of one tile the logits and what the loss makes of them.
+    """
+    rows, e = batch.num_tokens, batch.dtype_bytes
+    num_whole, rest = divmod(rows, tile)
+    sizes = {tile: num_whole} | ({rest: 1} if rest else {})
+
+    def repeated(kernels: Callable[[int], Kernels]) -> Kernels:
+        return tuple(
+            dataclasses.replace(kernel, count=kernel.count * count)
+            for size, count in sizes.items()
+            for kernel in kernels(size)
+            if not isinstance(kernel, Attention)
+        )
+
+    product = functools.partial(work.linear, inputs=width, outputs=vocab, e=e, bias=False)
+    forward = repeated(lambda size: product(size).forward)
+    backward = repeated(lambda size: product(size).backward)
+    adding = each(vocab * width, *[e] * (num_whole + bool(rest) - 1))
+    value_bytes = tiled_logit_bytes(batch.tensor_parallel, e)
+    # Its all-reduce is at the end of backward, once for all tiles.
+    head = sum_input_gradient(batch, width) + Work(
+        forward, forward + backward + adding, rows * (width * e + 8), rows * width * e + tile * vocab * value_bytes
+    )
+    losses = repeated(lambda size: _loss(batch, size, vocab).forward)
+    return head, Work(losses, losses + repeated(lambda size: _loss(batch, size, vocab).backward))
+
+
+def tiled_logit_bytes(tensor_parallel: int, dtype_bytes: int) -> int:
+    """Return the most bytes that each logit of a tile needs, in backward.
+
+    That is the logit, its fp32 log-probability, and the gradient before and after log-softmax. The loss of ranks that
+    share the vocabulary turns log-probabilities into the gradient in one tensor, which it then converts.
+    """
+    if tensor_parallel > 1:
+        return 12
+    return dtype_bytes + 12
+
+
+def _loss(batch: Batch, rows: int, vocab: int) -> Work:
+    ranks = batch.tensor_parallel
     if batch.is_fused:
         return fused.loss(rows, vocab, batch.dtype_bytes)
     if batch.is_core:

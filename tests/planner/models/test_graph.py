@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop, sdpa_flop
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from executor.module.tiled_logits import tile_head
 from planner.graph import Attention, Batch, Elementwise, Gemm, Kernels, Pattern, Unit, build_graph, units
 from planner.models import (
     ModelConfig,
@@ -75,6 +76,8 @@ def make(name: str, batch: Batch, **changes: int) -> tuple[ModelConfig, Any, tor
     attention = "sdpa" if batch.flash_attention else "eager"
     hf_config = AutoConfig.for_model(**to_hf_config_dict(config))
     model = AutoModelForCausalLM.from_config(hf_config, attn_implementation=attention, dtype=DTYPES[batch.dtype_bytes])
+    if batch.loss_tile_tokens:
+        tile_head(model, batch.loss_tile_tokens)
     return config, model.train(), torch.randint(config.vocab_size, (batch.micro_batch, batch.seq_len))
 
 
@@ -149,7 +152,8 @@ def tracing(config: ModelConfig, model: Any) -> Iterator[Traffic]:
 
 CASES = [(name, Batch(2, 64, 2)) for name in FAMILIES]
 CASES += [(name, Batch(2, 64, 4)) for name in ("llama", "gpt2", "opt", "mixtral")]
-IDS = [f"{name}-{batch.dtype_bytes}B" for name, batch in CASES]
+CASES += [(name, Batch(2, 64, e, loss_tile_tokens=30)) for name, e in (("llama", 2), ("gpt2", 4))]
+IDS = [f"{name}-{batch.dtype_bytes}B{'-tiled' * bool(batch.loss_tile_tokens)}" for name, batch in CASES]
 
 
 @pytest.mark.parametrize(("name", "batch"), CASES, ids=IDS)
@@ -238,7 +242,11 @@ def saved_by_layer(config: ModelConfig, model: Any, ids: torch.Tensor) -> list[i
 
 @pytest.mark.parametrize(
     ("name", "batch"),
-    [*itertools.product(VARIED, BATCHES[:2]), *itertools.product(("llama", "gpt2", "opt", "mixtral"), BATCHES[2:])],
+    [
+        *itertools.product(VARIED, BATCHES[:2]),
+        *CASES[-2:],
+        *itertools.product(("llama", "gpt2", "opt", "mixtral"), BATCHES[2:]),
+    ],
     ids=str,
 )
 def test_saved_bytes_are_what_autograd_saves(name: str, batch: Batch) -> None:

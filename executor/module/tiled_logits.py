@@ -1,0 +1,389 @@
+"""A head whose logits never exist whole: the loss is computed in tiles of tokens, forward and backward.
+
+[Note: Tiled logits] For each token, logits take as many values as the vocabulary has entries, and the loss takes
+several times that. A :class:`TiledHead` returns :class:`TiledLogits`: a tensor that knows how to compute itself. Models
+use it as any other. It notes what they do to logits before the loss (conversion, scaling, soft capping, dropping the
+last position). ``torch.nn.functional.cross_entropy`` then computes a tile of logits at a time. Backward computes each
+tile again, which is one more product. So gradients have the bits that they have with whole logits, all but the gradient
+of the weight, which is a sum over tiles. Anything else that is done to such logits computes them whole first.
+"""
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from executor.callbacks import HeadCallbacks, replace_attribute
+from executor.distributed.shards import BindingError
+from executor.distributed.vocabulary import RowLosses
+
+
+def find_head(model: nn.Module) -> nn.Linear | None:
+    """Return the linear layer that makes a model's logits; ``None`` if there is none, or another kind of layer."""
+    getter = getattr(model, "get_output_embeddings", None)
+    head = getter() if callable(getter) else getattr(model, "lm_head", None)
+    return head if type(head) is nn.Linear else None
+
+
+def tile_head(
+    model: nn.Module,
+    num_tokens: int,
+    unit_of: Mapping[nn.Module, str] | None = None,
+    callbacks: HeadCallbacks | None = None,
+) -> Callable[[], None]:
+    """Make a model compute its loss in tiles; return what undoes it.
+
+    Args:
+        model: it has a head that :func:`find_head` finds.
+        num_tokens: tokens of one tile.
+        unit_of: the units of its modules, if it is bound to a plan.
+        callbacks: what is told where the head is; ``None`` without a plan.
+
+    Raises:
+        BindingError: the model has no such head.
+    """
+    if (head := find_head(model)) is None:
+        raise BindingError(
+            f"the plan computes the loss in tiles of {num_tokens} tokens, but the model has no torch.nn.Linear as its "
+            "output embeddings; plan with --loss-tile as large as the micro-batch"
+        )
+    unit = unit_of[head] if unit_of else ""
+    return replace_attribute(head, "forward", TiledHead(head, num_tokens, unit, callbacks).forward)
+
+
+@final
+class TiledHead:
+    """Computes the logits of one module, a tile at a time."""
+
+    def __init__(self, module: nn.Linear, num_tokens: int, unit: str, callbacks: HeadCallbacks | None) -> None:
+        self.module = module
+        self.num_tokens = num_tokens
+        self.unit = unit
+        self._callbacks = callbacks
+
+    def forward(self, hidden: Tensor) -> "TiledLogits":
+        """Return logits that are yet to be computed."""
+        iteration = self._callbacks.iteration if self._callbacks else 0
+        return TiledLogits(_Recipe(self, hidden, (), iteration, torch.is_grad_enabled()))
+
+    def reading(self, iteration: int) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which the module has the weights that it had in an iteration."""
+        if self._callbacks is None:
+            return contextlib.nullcontext()
+        return self._callbacks.reading_logits(self.unit, iteration)
+
+    def reporting(self, result: Tensor) -> Tensor:
+        """Return a result, of which backward reports when it has come there."""
+        if (callbacks := self._callbacks) is not None and result.requires_grad:
+            result.register_hook(lambda _gradient: callbacks.on_backward(self.unit))  # type: ignore[no-untyped-call]
+        return result
+
+
+class _Recipe(NamedTuple):
+    """From what logits are to be computed: the head, its input ``[..., width]``, and what comes after it."""
+
+    head: TiledHead
+    hidden: Tensor
+    steps: tuple[Callable[[Tensor], Tensor], ...]
+    iteration: int
+    trains: bool
+
+    @property
+    def num_logits(self) -> int:
+        return self.head.module.weight.shape[0]
+
+    def of(self, hidden: Tensor) -> "TiledLogits":
+        return TiledLogits(self._replace(hidden=hidden))
+
+    def then(self, step: Callable[[Tensor], Tensor]) -> "TiledLogits":
+        return TiledLogits(self._replace(steps=(*self.steps, step)))
+
+    def after_head(self, logits: Tensor) -> Tensor:
+        for step in self.steps:
+            logits = step(logits)
+        return logits
+
+    def tiles(self, *rows: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        """Yield tiles of tensors whose first dimension is the rows."""
+        return zip(*(torch.split(tensor, self.head.num_tokens) for tensor in rows), strict=True)
+
+
+@final
+class TiledLogits(Tensor):
+    """Logits ``[..., vocabulary]`` that are computed when they are needed; see [Note: Tiled logits]."""
+
+    _recipe: _Recipe
+    _whole: Tensor | None
+
+    @staticmethod
+    def __new__(cls, recipe: _Recipe) -> "TiledLogits":
+        """Make it; ``dtype`` is what the steps make of the head's type."""
+        dtype = recipe.after_head(recipe.hidden.new_empty((0, 1))).dtype
+        shape = (*recipe.hidden.shape[:-1], recipe.num_logits)
+        self: TiledLogits = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=recipe.hidden.device)
+        self._recipe, self._whole = recipe, None
+        return self
+
+    def __init__(self, recipe: _Recipe) -> None:
+        """Do nothing: :meth:`__new__` has made it."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], _types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        first = args[0] if args else kwargs.get("input")
+        name = getattr(func, "__name__", "")
+        if func in _ASKING or (name == "__get__" and getattr(func, "__self__", None) in _ASKING):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if isinstance(first, cls) and first._whole is None and (handler := _HANDLERS.get(name)) is not None:
+            result = handler(first, func, *args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        return func(*_whole(args), **{key: _whole(value) for key, value in kwargs.items()})
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, _types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return func(*_whole(args), **{key: _whole(value) for key, value in (kwargs or {}).items()})
+
+    def whole(self) -> Tensor:
+        """Return all logits at once, from now on an ordinary tensor.
+
+        Raises:
+            OutOfOrderError: the head's weights are gone.
+        """
+        if self._whole is None:
+            head, recipe = self._recipe.head, self._recipe
+            with head.reading(recipe.iteration), torch.set_grad_enabled(recipe.trains and torch.is_grad_enabled()):
+                logits = functional.linear(recipe.hidden, head.module.weight, head.module.bias)
+                self._whole = recipe.after_head(head.reporting(logits))
+        return self._whole
+
+    def row_losses(self, losses: RowLosses, targets: Tensor) -> Tensor:
+        """Return the loss of each row of logits ``[rows, vocabulary]``, a tile at a time.
+
+        Raises:
+            OutOfOrderError: the head's weights are gone.
+        """
+        head, recipe = self._recipe.head, self._recipe
+        with head.reading(recipe.iteration), torch.set_grad_enabled(recipe.trains and torch.is_grad_enabled()):
+            module = head.module
+            result: Tensor = _RowLosses.apply(  # type: ignore[no-untyped-call]
+                recipe.hidden, module.weight, module.bias, targets, recipe, losses
+            )
+            return head.reporting(result)
+
+
+class _RowLosses(torch.autograd.Function):
+    """The loss of each row, ``[rows]``; ``weight`` and ``bias`` are those of the head, named for their gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        _weight: Tensor,
+        _bias: Tensor | None,
+        targets: Tensor,
+        recipe: _Recipe,
+        losses: RowLosses,
+    ) -> Tensor:
+        kind = hidden.device.type
+        ctx.autocast = functools.partial(
+            torch.autocast, kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+        )
+        ctx.recipe, ctx.losses = recipe._replace(hidden=hidden.new_empty(0)), losses
+        ctx.save_for_backward(hidden, targets)
+        module = recipe.head.module
+        return torch.cat(
+            [
+                losses(recipe.after_head(functional.linear(inputs, module.weight, module.bias)), wanted)
+                for inputs, wanted in recipe.tiles(hidden, targets)
+            ]
+        )
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, targets = ctx.saved_tensors
+        module = ctx.recipe.head.module
+        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        of_hidden = torch.empty_like(hidden) if wants_hidden else None
+        of_weight: Tensor | None = None
+        of_bias: Tensor | None = None
+        parts = (hidden, targets, gradient, hidden if of_hidden is None else of_hidden)
+        for inputs, wanted, outer, made in ctx.recipe.tiles(*parts):
+            with torch.enable_grad(), ctx.autocast():
+                logits = functional.linear(inputs.detach(), module.weight, module.bias).detach().requires_grad_()
+                rows = ctx.losses(ctx.recipe.after_head(logits), wanted)
+            (of_logits,) = torch.autograd.grad(rows, logits, outer)
+            del logits, rows
+            if of_hidden is not None:
+                torch.mm(of_logits, module.weight, out=made)
+            if of_weight is not None:
+                torch.addmm(of_weight, of_logits.t(), inputs, out=of_weight)
+            elif wants_weight:
+                of_weight = of_logits.t() @ inputs
+            if wants_bias:
+                of_bias = of_logits.sum(0) + (0 if of_bias is None else of_bias)
+            del of_logits  # or two tiles would exist at once
+        return of_hidden, of_weight, of_bias, None, None, None
+
+
+def _whole(value: Any) -> Any:
+    """Return a value in which all tiled logits are ordinary tensors."""
+    if isinstance(value, TiledLogits):
+        return value.whole()
+    if isinstance(value, tuple | list):
+        return type(value)(map(_whole, value))
+    return value
+
+
+_PROPERTIES = (
+    "shape",
+    "dtype",
+    "device",
+    "layout",
+    "ndim",
+    "requires_grad",
+    "grad_fn",
+    "is_leaf",
+    "is_cuda",
+    "is_meta",
+)
+_METHODS = (
+    "size",
+    "dim",
+    "numel",
+    "nelement",
+    "element_size",
+    "is_floating_point",
+    "is_complex",
+    "get_device",
+    "__len__",
+)
+_ASKING: Final = frozenset(
+    {getattr(Tensor, name) for name in (*_PROPERTIES, *_METHODS)} | {torch.is_floating_point, torch.numel}
+)
+"""What is known before logits are computed."""
+
+
+def _elementwise(logits: TiledLogits, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Any:
+    """Note a function of single values."""
+    others = [*args[1:], *kwargs.values()]
+    if any(isinstance(other, Tensor) and (other.numel() != 1 or other.requires_grad) for other in others):
+        return NotImplemented
+    return logits._recipe.then(lambda values: func(values, *args[1:], **kwargs))
+
+
+def _to(logits: TiledLogits, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Any:
+    where = [value for value in (*args[1:], *kwargs.values()) if isinstance(value, str | torch.device)]
+    if any(isinstance(value, Tensor) for value in args[1:]) or any(torch.device(d) != logits.device for d in where):
+        return NotImplemented
+    return _elementwise(logits, func, *args, **kwargs)
+
+
+def _same(logits: TiledLogits, *_args: Any, **_kwargs: Any) -> TiledLogits:
+    return logits
+
+
+def _detach(logits: TiledLogits, *_args: Any) -> TiledLogits:
+    return TiledLogits(logits._recipe._replace(hidden=logits._recipe.hidden.detach(), trains=False))
+
+
+def _reshape(logits: TiledLogits, _func: object, _self: object, *shape: Any, **kwargs: Any) -> Any:
+    sizes = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], Sequence) else shape
+    if kwargs or not sizes or isinstance(sizes[0], torch.dtype) or sizes[-1] != logits.shape[-1]:
+        return NotImplemented
+    hidden = logits._recipe.hidden
+    return logits._recipe.of(hidden.reshape(*sizes[:-1], hidden.shape[-1]))
+
+
+def _flatten(logits: TiledLogits, _func: object, _self: object, start_dim: int = 0, end_dim: int = -1) -> Any:
+    if end_dim % logits.ndim == logits.ndim - 1:
+        return NotImplemented
+    return logits._recipe.of(logits._recipe.hidden.flatten(start_dim, end_dim))
+
+
+def _split(logits: TiledLogits, _func: object, _self: object, size: Any, dim: int = 0) -> Any:
+    if dim % logits.ndim == logits.ndim - 1:
+        return NotImplemented
+    return tuple(map(logits._recipe.of, torch.split(logits._recipe.hidden, size, dim)))
+
+
+def _index(logits: TiledLogits, _func: object, _self: object, index: Any) -> Any:
+    """Take rows: the index must leave the last dimension as it is."""
+    items = index if isinstance(index, tuple) else (index,)
+    if any(not (item is Ellipsis or isinstance(item, int | slice | Tensor)) for item in items):
+        return NotImplemented
+    num_dims = sum(item.ndim if isinstance(item, Tensor) and item.dtype == torch.bool else 1 for item in items)
+    last = items[-1]
+    reaches_last = num_dims == logits.ndim or any(item is Ellipsis for item in items)
+    if reaches_last and (isinstance(last, Tensor) or last not in (Ellipsis, slice(None))):
+        return NotImplemented
+    return logits._recipe.of(logits._recipe.hidden[index])
+
+
+def _argmax(logits: TiledLogits, _func: object, _self: object, dim: int | None = None, keepdim: bool = False) -> Any:
+    if dim is None or dim % logits.ndim != logits.ndim - 1:
+        return NotImplemented
+    recipe, head = logits._recipe, logits._recipe.head
+    rows = recipe.hidden.detach().flatten(0, -2)
+    with head.reading(recipe.iteration), torch.no_grad():
+        best = [
+            recipe.after_head(functional.linear(inputs, head.module.weight, head.module.bias)).argmax(-1)
+            for (inputs,) in recipe.tiles(rows)
+        ]
+    found = torch.cat(best).view(logits.shape[:-1])
+    return found.unsqueeze(-1) if keepdim else found
+
+
+_CROSS_ENTROPY: Final = inspect.signature(functional.cross_entropy)
+
+
+def _cross_entropy(logits: TiledLogits, _func: object, *args: Any, **kwargs: Any) -> Any:
+    """Compute cross-entropy with targets that are classes, in tiles."""
+    bound = _CROSS_ENTROPY.bind(*args, **kwargs)
+    bound.apply_defaults()
+    given = bound.arguments
+    targets = given["target"]
+    plain = given["weight"] is None and given["size_average"] is given["reduce"] is None
+    if not plain or logits.ndim != 2 or targets.ndim != 1 or targets.is_floating_point():
+        return NotImplemented
+    options = {"ignore_index": given["ignore_index"], "label_smoothing": given["label_smoothing"]}
+    rows = logits.row_losses(functools.partial(functional.cross_entropy, reduction="none", **options), targets)
+    if given["reduction"] == "none":
+        return rows
+    if given["reduction"] == "sum":
+        return rows.sum()
+    return rows.sum() / (targets != given["ignore_index"]).sum()
+
+
+def _row_losses(logits: TiledLogits, _func: object, _self: object, targets: Tensor, losses: RowLosses) -> Tensor:
+    """See :func:`executor.distributed.vocabulary.row_losses`."""
+    return logits.row_losses(losses, targets)
+
+
+_HANDLERS: Final[dict[str, Callable[..., Any]]] = {
+    **dict.fromkeys(
+        ("float", "double", "half", "bfloat16", "mul", "div", "tanh", "__mul__", "__rmul__", "__truediv__"),
+        _elementwise,
+    ),
+    "to": _to,
+    "contiguous": _same,
+    "detach": _detach,
+    **dict.fromkeys(("view", "reshape"), _reshape),
+    "flatten": _flatten,
+    "split": _split,
+    "__getitem__": _index,
+    "argmax": _argmax,
+    "cross_entropy": _cross_entropy,
+    "row_losses": _row_losses,
+}
+"""What is done to logits without computing them whole; a handler may return ``NotImplemented``."""
