@@ -13,6 +13,7 @@ from planner.bounds.conditions import conditions
 from planner.bounds.solver import solve
 from planner.choices.space import NEVER_S
 from planner.choices.variants import Variant
+from planner.decisions import Decisions
 from planner.engines.policies import gpu_only
 from planner.search import (
     Candidate,
@@ -60,6 +61,10 @@ class _Look:
     found: Candidate
 
     @property
+    def tile(self) -> int | None:
+        return self.variant.choice.loss_tile_tokens
+
+    @property
     def is_pipeline(self) -> bool:
         return self.variant.choice.pipeline_parallel > 1
 
@@ -96,9 +101,12 @@ def compete(
             progress(looks[-1].found, sum(look.scorer.num_simulations for look in looks))
     looks.sort(key=lambda look: look.found.order)
     found: list[tuple[_Look, Outcome]] = []
-    for look in looks[:_MOST_SEARCHES]:
+    # A search hands its plan on, and with tiles there is more room for it: so whole logits come first, where they fit.
+    finalists = sorted(looks[:_MOST_SEARCHES], key=lambda look: (look.found.overload, look.tile is not None))
+    for look in finalists:
         if not found or look.bound_s < found[0][1].best.iteration_s * (1 - _WORTH):
-            found.append((look, _search(look, max_simulations, progress)))
+            seeds = _handed_on(look, found)
+            found.append((look, _search(look, max_simulations, progress, seeds)))
     best_look, outcome = min(found, key=lambda item: item[1].best.order)
     engines = _engines(found)
     if not engines and (plain := [variant for variant in rivals if variant.choice.pipeline_parallel == 1]):
@@ -145,10 +153,22 @@ def _look(variant: Variant, scorer: Scorer) -> Candidate:
     return first_look(variant.setup, scorer)
 
 
-def _search(look: _Look, max_simulations: int | None, progress: Progress | None) -> Outcome:
+def _search(
+    look: _Look, max_simulations: int | None, progress: Progress | None, seeds: Sequence[Decisions]
+) -> Outcome:
     if look.is_pipeline:
         return Outcome(look.found, {}, look.scorer.num_simulations)
-    return search(look.variant.setup, look.scorer, max_simulations, progress)
+    return search(look.variant.setup, look.scorer, max_simulations, progress, seeds)
+
+
+def _handed_on(look: _Look, found: Sequence[tuple[_Look, Outcome]]) -> list[Decisions]:
+    """Return the best decisions of choices that differ from this one only in the tiles of the loss."""
+    tile = {"loss_tile_tokens": look.variant.choice.loss_tile_tokens}
+    return [
+        outcome.best.decisions.model_copy(update=tile)
+        for other, outcome in found
+        if other.variant.choice.model_copy(update=tile) == look.variant.choice
+    ]
 
 
 def _promising(rivals: Sequence[Variant]) -> list[tuple[float, Variant]]:

@@ -67,7 +67,11 @@ _LATER, _LATER_WITH_STORAGE = 0.3, 0.5
 
 
 def search(
-    setup: Setup, scorer: Scorer, max_simulations: int | None = None, progress: Progress | None = None
+    setup: Setup,
+    scorer: Scorer,
+    max_simulations: int | None = None,
+    progress: Progress | None = None,
+    seeds: Iterable[Decisions] = (),
 ) -> Outcome:
     """Find decisions for a setup.
 
@@ -79,6 +83,7 @@ def search(
             also stops where an eighth of them in a row have gained next to nothing, a quarter while nothing is found
             within a few percent of what is possible at best.
         progress: called with the best so far and the number of simulations.
+        seeds: further decisions for the setup to start from.
     """
 
     def report(candidate: Candidate) -> None:
@@ -89,6 +94,7 @@ def search(
     # We must be able to run a plan. So another engine's placement is driven by our engine, which is never slower.
     driven = [scorer.score(_driven_by_us(setup, candidate.decisions)) for candidate in engines.values()]
     driven += [candidate for candidate in engines.values() if candidate.decisions.executable]
+    driven += map(scorer.score, seeds)
     enough_s, kinds = NEVER_S, get_args(Storage)
     for kind in kinds[: kinds.index(setup.storage) + 1]:  # first plans that need less storage
         last, budget = kind == setup.storage, max_simulations

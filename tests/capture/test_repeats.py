@@ -35,8 +35,8 @@ def both(make: Callable[[], nn.Module], inputs: tuple[CapturedInput, ...]) -> tu
         model, again = make(), make()
     num_copies = sum(not runs for runs in Repeats(again)._runs.values())
     return (
-        _capture(make, inputs, "fp32", name="x", as_on_gpu=False),
-        _recorded(model, inputs, "fp32", "x", None, as_on_gpu=False),
+        _capture(make, inputs, "fp32", None, name="x", as_on_gpu=False),
+        _recorded(model, inputs, "fp32", None, "x", None, as_on_gpu=False),
         num_copies,
     )
 
