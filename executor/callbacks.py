@@ -11,15 +11,14 @@ from torch import nn
 class HeadCallbacks(Protocol):
     """What a head calls whose logits are in tiles; see [Note: Tiled logits] in :mod:`executor.module.tiled_logits`."""
 
-    def reading_logits(self, unit: str, iteration: int) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which the head's weights are those with which it made logits in an iteration."""
+    def on_logits(self, unit: str) -> Callable[[], contextlib.AbstractContextManager[None]]:
+        """Return what makes a context in which the head's weights are those of now, to compute logits with.
+
+        It raises OutOfOrderError if they are gone by then.
+        """
 
     def on_backward(self, unit: str) -> None:
         """Backward has reached a unit."""
-
-    @property
-    def iteration(self) -> int:
-        """Number of iterations that are complete."""
 
 
 class ModuleCallbacks(HeadCallbacks, Protocol):

@@ -123,31 +123,28 @@ class IterationDriver:
         """Recomputation of the segment that ends with this unit has ended. Raises as :meth:`on_forward`."""
         self.progress.recomputed(unit)
 
-    @contextlib.contextmanager
-    def reading_logits(self, unit: str, iteration: int) -> Iterator[None]:
-        """See :class:`executor.callbacks.ModuleCallbacks`.
+    def on_logits(self, unit: str) -> Callable[[], contextlib.AbstractContextManager[None]]:
+        """See :class:`executor.callbacks.HeadCallbacks`."""
+        made_in = self._loop.iteration
 
-        Raises:
-            OutOfOrderError: backward or an update has begun since.
-        """
-        shown = self.visibility.shown_for
-        if iteration != self.iteration or (self._runtime.inside_iteration and shown != unit):
-            raise OutOfOrderError(
-                "the plan computes logits in tiles, when they are read, and the weights for that are gone once "
-                "backward or a step has begun; read them before, or plan with --loss-tile as large as the micro-batch"
-            )
-        if shown != unit:  # after an evaluation
-            self._access.evaluate(unit)
-            self.visibility.show(unit)
-        try:
-            yield
-        finally:
-            self.visibility.show(shown)
+        @contextlib.contextmanager
+        def reading() -> Iterator[None]:
+            shown = self.visibility.shown_for
+            if made_in != self._loop.iteration or (self._runtime.inside_iteration and shown != unit):
+                raise OutOfOrderError(
+                    "the plan computes logits in tiles, when they are read, and the weights for that are gone once "
+                    "backward or a step has begun; read them before, or plan with --loss-tile as large as the "
+                    "micro-batch"
+                )
+            if shown != unit:  # after an evaluation
+                self._access.evaluate(unit)
+                self.visibility.show(unit)
+            try:
+                yield
+            finally:
+                self.visibility.show(shown)
 
-    @property
-    def iteration(self) -> int:
-        """Number of iterations that are complete, updates under way included."""
-        return self._loop.iteration
+        return reading
 
     @property
     def unit(self) -> str:

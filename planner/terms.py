@@ -6,7 +6,15 @@ Storage = Literal["never", "activations", "nvme"]
 """What a plan may use: ``never`` no storage; the host for activations too; or also drives for anything."""
 
 DEFAULT_MICRO_BATCH: Final = 4
-"""Sequences per forward on each device."""
+"""Sequences per forward on each device; fewer if they are long, see :func:`default_micro_batch`."""
+
+_MOST_DEFAULT_TOKENS: Final = 32768
+
+
+def default_micro_batch(seq_len: int) -> int:
+    """Return the sequences per forward on each device where that is not given: 4, or those of 32,768 tokens."""
+    return max(min(DEFAULT_MICRO_BATCH, _MOST_DEFAULT_TOKENS // seq_len), 1)
+
 
 Level = Literal["memory", "nvme", "pfs"]
 """Memory of the node (survives a process), its drives (survive a loss of power), the file system that all nodes share

@@ -68,14 +68,8 @@ class TiledHead:
 
     def forward(self, hidden: Tensor) -> "TiledLogits":
         """Return logits that are yet to be computed."""
-        iteration = self._callbacks.iteration if self._callbacks else 0
-        return TiledLogits(_Recipe(self, hidden, (), iteration, torch.is_grad_enabled()))
-
-    def reading(self, iteration: int) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which the module has the weights that it had in an iteration."""
-        if self._callbacks is None:
-            return contextlib.nullcontext()
-        return self._callbacks.reading_logits(self.unit, iteration)
+        reading = self._callbacks.on_logits(self.unit) if self._callbacks else contextlib.nullcontext
+        return TiledLogits(_Recipe(self, hidden, (), reading, torch.is_grad_enabled()))
 
     def reporting(self, result: Tensor) -> Tensor:
         """Return a result, of which backward reports when it has come there."""
@@ -85,12 +79,20 @@ class TiledHead:
 
 
 class _Recipe(NamedTuple):
-    """From what logits are to be computed: the head, its input ``[..., width]``, and what comes after it."""
+    """From what logits are to be computed.
+
+    Attributes:
+        head: the head.
+        hidden: its input, ``[..., width]``.
+        steps: what comes after it.
+        reading: makes a context in which the head has the weights that it had.
+        trains: whether gradients are wanted.
+    """
 
     head: TiledHead
     hidden: Tensor
     steps: tuple[Callable[[Tensor], Tensor], ...]
-    iteration: int
+    reading: Callable[[], contextlib.AbstractContextManager[None]]
     trains: bool
 
     @property
@@ -162,7 +164,7 @@ class TiledLogits(Tensor):
         """
         if self._whole is None:
             head, recipe = self._recipe.head, self._recipe
-            with head.reading(recipe.iteration), torch.set_grad_enabled(recipe.trains and torch.is_grad_enabled()):
+            with recipe.reading(), torch.set_grad_enabled(recipe.trains and torch.is_grad_enabled()):
                 logits = functional.linear(recipe.hidden, head.module.weight, head.module.bias)
                 self._whole = recipe.after_head(head.reporting(logits))
         return self._whole
@@ -174,7 +176,7 @@ class TiledLogits(Tensor):
             OutOfOrderError: the head's weights are gone.
         """
         head, recipe = self._recipe.head, self._recipe
-        with head.reading(recipe.iteration), torch.set_grad_enabled(recipe.trains and torch.is_grad_enabled()):
+        with recipe.reading(), torch.set_grad_enabled(recipe.trains and torch.is_grad_enabled()):
             module = head.module
             result: Tensor = _RowLosses.apply(  # type: ignore[no-untyped-call]
                 recipe.hidden, module.weight, module.bias, targets, recipe, losses
@@ -335,7 +337,7 @@ def _argmax(logits: TiledLogits, _func: object, _self: object, dim: int | None =
         return NotImplemented
     recipe, head = logits._recipe, logits._recipe.head
     rows = recipe.hidden.detach().flatten(0, -2)
-    with head.reading(recipe.iteration), torch.no_grad():
+    with recipe.reading(), torch.no_grad():
         best = [
             recipe.after_head(functional.linear(inputs, head.module.weight, head.module.bias)).argmax(-1)
             for (inputs,) in recipe.tiles(rows)

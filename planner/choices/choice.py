@@ -71,7 +71,8 @@ class Asked(Frozen):
 
     Attributes:
         num_devices: in total.
-        micro_batch: sequences per forward on each device; 4 unless a global batch is wanted.
+        micro_batch: sequences per forward on each device; by default :func:`planner.terms.default_micro_batch`, unless
+            a global batch is wanted.
         num_micro_batches: forwards per iteration; 1 unless a global batch is wanted.
         global_batch: sequences per iteration over all devices.
         tensor_parallel, pipeline_parallel, expert_parallel: degrees; 1 unless a global batch is wanted.

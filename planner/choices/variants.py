@@ -15,7 +15,7 @@ from planner.graph import Batch, Unit, build_graph, units
 from planner.models.captured import CapturedModel, Model
 from planner.models.config import ModelConfigError
 from planner.optimizers import OPTIMIZERS, Optimizer
-from planner.terms import Storage
+from planner.terms import Storage, default_micro_batch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +73,8 @@ def variants(job: Job, asked: Asked) -> tuple[Variant, ...]:
     """
     if OPTIMIZERS[job.optimizer].others:  # see :func:`planner.decisions.check_whole_matrices`
         asked = asked.model_copy(update={"tensor_parallel": 1})
+    if asked.micro_batch is None and asked.global_batch is None:
+        asked = asked.model_copy(update={"micro_batch": default_micro_batch(job.seq_len)})
     choices = asked.choices(job.model, job.hardware.devices_per_node)
     if isinstance(job.model, CapturedModel):
         choices = _captured(job, choices)

@@ -87,7 +87,7 @@ class Bench:
         Raises:
             ValueError: they do not fit the units.
         """
-        return lower(tuple(self.units.values()), decisions, asynchronous=self.cost.asynchronous)
+        return lower(self._members(decisions), decisions, asynchronous=self.cost.asynchronous)
 
     def trial(self, decisions: Decisions) -> Trial:
         """Simulate other decisions."""
@@ -96,9 +96,14 @@ class Bench:
 
     def _priced(self, decisions: Decisions) -> CostModel:
         """Return prices for decisions; in a pipeline, the units are stages, which depend on decisions."""
-        if decisions.pipeline_parallel == 1:
+        if decisions.pipeline_parallel == 1 and decisions.loss_tile_tokens == self.decisions.loss_tile_tokens:
             return self.cost
-        return CostModel.of(self.plan.hardware, tuple(self.units.values()), decisions)
+        return CostModel.of(self.plan.hardware, self._members(decisions), decisions)
+
+    def _members(self, decisions: Decisions) -> tuple[Unit, ...]:
+        if decisions.loss_tile_tokens == self.decisions.loss_tile_tokens:
+            return tuple(self.units.values())
+        return self.plan.units(decisions)
 
     def _trial(self, decisions: Decisions, schedule: Schedule, simulation: Simulation) -> Trial:
         peaks = memory_peaks(simulation.timeline, simulation.steady, self.cost)

@@ -7,9 +7,11 @@ ways, the best one that fits counts, so that a trick is not credited with a bad 
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 from planner.decisions import Decisions, GradientPath, HostUpdate, Place
-from planner.explain.trial import Bench, Trial
+from planner.explain.trial import Bench, Trial, changed
+from planner.models.config import ModelConfigError
 
 Off = Callable[[Bench], Iterator[Decisions]]
 
@@ -161,6 +163,18 @@ def _all_gradients_leave(bench: Bench) -> Iterator[Decisions]:
         yield bench.with_units(staying)
 
 
+def _whole_logits(bench: Bench) -> Iterator[Decisions]:
+    if bench.decisions.loss_tile_tokens is None:
+        return
+    resident = bench.pieces(Place.GPU)
+    # The memory that whole logits need may be that of resident state.
+    for other in (bench.decisions, *(bench.placed(dict.fromkeys(resident, to)) for to in (Place.STREAM, Place.CPU))):
+        whole = changed(other, loss_tile_tokens=None)
+        with suppress(ModelConfigError):  # a captured model may be known with tiles only
+            bench.plan.units(whole)
+            yield whole
+
+
 TRICKS: tuple[Trick, ...] = (
     Trick(
         "gradients-once",
@@ -218,6 +232,7 @@ TRICKS: tuple[Trick, ...] = (
         "all one way, the better",
         _each_its_own,
     ),
+    Trick("loss-in-tiles", "the loss in tiles of tokens", "all logits at once", _whole_logits),
     Trick("parameter-slots", "several slots for parameters", "one slot: no look-ahead", _options(num_param_slots=1)),
     Trick(
         "state-slots",

@@ -153,9 +153,7 @@ def _look(variant: Variant, scorer: Scorer) -> Candidate:
     return first_look(variant.setup, scorer)
 
 
-def _search(
-    look: _Look, max_simulations: int | None, progress: Progress | None, seeds: Sequence[Decisions]
-) -> Outcome:
+def _search(look: _Look, max_simulations: int | None, progress: Progress | None, seeds: Sequence[Decisions]) -> Outcome:
     if look.is_pipeline:
         return Outcome(look.found, {}, look.scorer.num_simulations)
     return search(look.variant.setup, look.scorer, max_simulations, progress, seeds)

@@ -115,9 +115,16 @@ class Plan(Frozen):
         plan = self.model_copy(update=parts)
         return plan.model_copy(update={"content_digest": plan.digest()})
 
-    def units(self) -> tuple[Unit, ...]:
-        """Return the model's units for this plan's micro-batch, or one tensor-parallel rank's share of them."""
-        decisions = self.decisions
+    def units(self, decisions: Decisions | None = None) -> tuple[Unit, ...]:
+        """Return the model's units for this plan's micro-batch, or one tensor-parallel rank's share of them.
+
+        Args:
+            decisions: left out, the plan's own.
+
+        Raises:
+            ModelConfigError: the model was captured, but not for these decisions.
+        """
+        decisions = decisions or self.decisions
         batch = batch_of(decisions, self.seq_len, decisions.precision, self.expert_load)
         return units(build_graph(self.model, batch))
 

@@ -11,7 +11,7 @@ from planner.models.config import ModelConfigError
 from planner.plan.competition import first_fit
 from planner.plan.nearest import larger_devices, larger_hosts, most_devices
 from planner.plan.planning import InfeasibleError, Request, find
-from planner.terms import DEFAULT_MICRO_BATCH, Storage
+from planner.terms import Storage, default_micro_batch
 
 # The most plans to try for each kind of change, without those that are proven not to fit.
 _TRIALS = 2
@@ -97,7 +97,7 @@ def _smaller_micro_batch(request: Request) -> Changes:
     chosen = request.global_batch is not None and request.micro_batch is None  # the search tried all sizes
     if chosen or (isinstance(request.model, CapturedModel) and not request.model.is_free):
         return
-    size, repeats = request.micro_batch or DEFAULT_MICRO_BATCH, request.num_micro_batches or 1
+    size, repeats = request.micro_batch or default_micro_batch(request.seq_len), request.num_micro_batches or 1
     while size % 2 == 0:
         size, repeats = size // 2, repeats * 2
         changed = dataclasses.replace(request, micro_batch=size, num_micro_batches=repeats)

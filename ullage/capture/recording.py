@@ -404,13 +404,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class _HeadCallbacks:
     """Notes when backward comes to a head whose logits are in tiles; see :class:`executor.callbacks.HeadCallbacks`."""
 
-    iteration = 0
-
     def __init__(self, recorder: _Recorder) -> None:
         self._recorder = recorder
 
-    def reading_logits(self, _unit: str, _iteration: int) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
+    def on_logits(self, _unit: str) -> Callable[[], contextlib.AbstractContextManager[None]]:
+        return contextlib.nullcontext
 
     def on_backward(self, _unit: str) -> None:
         head = find_head(self._recorder.model)

@@ -15,7 +15,7 @@ from planner.models.config import NoFormulasError
 from planner.models.quantization import Quantization
 from planner.models.registry import resolve_model
 from planner.plan.planning import Request, default_precision
-from planner.terms import DEFAULT_MICRO_BATCH
+from planner.terms import default_micro_batch
 from ullage.cli.default_hardware import default_hardware
 from ullage.cli.expert_load import expert_load
 from ullage.cli.request_options import DEFAULT_SEQ_LEN, check_adapters, is_captured
@@ -165,7 +165,7 @@ def model_named(
 
     found = architecture(text)
     seq_len = found.seq_len(seq_len, DEFAULT_SEQ_LEN)
-    inputs = found.inputs(micro_batch or DEFAULT_MICRO_BATCH, seq_len, masked=masked)
+    inputs = found.inputs(micro_batch or default_micro_batch(seq_len), seq_len, masked=masked)
     return _captured(text, inputs, dtype, adapters, as_on_gpu=as_on_gpu)
 
 

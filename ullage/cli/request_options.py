@@ -76,7 +76,10 @@ def add_request_options(parser: argparse.ArgumentParser, *, model_required: bool
         "as --data are, with an attention mask, whose memory is planned",
     )
     group.add_argument(
-        "--micro-batch", type=positive_int, metavar="N", help=f"sequences per forward ({DEFAULT_MICRO_BATCH})"
+        "--micro-batch",
+        type=positive_int,
+        metavar="N",
+        help=f"sequences per forward ({DEFAULT_MICRO_BATCH}, fewer of over 8192 tokens)",
     )
     group.add_argument("--accumulate", type=positive_int, metavar="N", help="micro-batches per iteration (1)")
     group.add_argument(

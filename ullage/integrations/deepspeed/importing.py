@@ -13,7 +13,7 @@ from planner.plan.document import Plan
 from planner.plan.planning import InfeasibleError, Request, make_plan, prepare
 from planner.schedule.tasks import Tier
 from planner.search import Scorer
-from planner.terms import DEFAULT_MICRO_BATCH
+from planner.terms import default_micro_batch
 from ullage.analysis.iteration import Iteration
 from ullage.analysis.simulation import Subject, planned
 from ullage.integrations.deepspeed.config import AUTO, Config, DeepSpeedConfigError, Offload, left_out, unknown_keys
@@ -219,7 +219,7 @@ def _batch(config: Config, request: Request, given: Callable[[str], bool], assum
     if micro is None and whole:
         micro = max(whole // (ranks * (accumulate or 1)), 1)
     if micro is None:
-        micro = DEFAULT_MICRO_BATCH
+        micro = default_micro_batch(request.seq_len)
         assumed.append(f"the micro-batch is left open: {micro}; --micro-batch says otherwise")
     if accumulate is None:
         accumulate = max(whole // (micro * ranks), 1) if whole else 1
