@@ -14,8 +14,11 @@ from torch import nn
 import ullage
 from benchmarks.capture.tiny import TINY
 from hwprofiles.registry import load_profile
+from planner.graph import Batch, build_graph, units
+from planner.models import from_hf_config
 from planner.models.captured import CapturedModel, resized, tokens_of
 from planner.models.config import ModelConfigError
+from planner.models.kernels import Gemm, flop
 from planner.plan.document import load_plan
 from planner.plan.planning import InfeasibleError, Request, make_plan
 from planner.plan.remedies import what_would_fit
@@ -25,6 +28,14 @@ from ullage.capture.architectures import architecture
 from ullage.main import main
 
 MACHINE = "epyc-turin-2c"
+LLAMA = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 900,
+}
 
 
 def config(folder: Path, name: str) -> str:
@@ -93,6 +104,39 @@ def test_what_does_not_fit_is_helped_by_a_smaller_micro_batch() -> None:
     with pytest.raises(InfeasibleError):
         make_plan(request)
     assert any(remedy.words.startswith("--micro-batch ") for remedy in what_would_fit(request))
+
+
+@pytest.mark.parametrize("name", ["cohere", "gemma2", "t5"])
+def test_a_model_with_its_loss_in_tiles_is_captured_again(name: str, tmp_path: Path) -> None:
+    path = config(tmp_path, name)
+    captured = capture(path, architecture(path).inputs(2, 16), "fp32", as_on_gpu=False)
+    whole, tiled = (units(build_graph(captured, Batch(2, 16, 4, loss_tile_tokens=n))) for n in (None, 6))
+    assert [unit.name for unit in tiled] == [unit.name for unit in whole]
+    assert [unit.parameters for unit in tiled] == [unit.parameters for unit in whole]
+    assert captured.num_logits is not None
+    (product,) = {
+        kernel for kernel in whole[-1].forward if isinstance(kernel, Gemm) and kernel.n == captured.num_logits
+    }
+    assert sum(flop(unit.backward) for unit in tiled) == sum(flop(unit.backward) for unit in whole) + product.flop
+    assert tiled[-1].saved_bytes < whole[-1].saved_bytes - 2 * 16 * captured.num_logits * 3
+
+
+def test_a_captured_head_is_as_formulas_have_it() -> None:
+    sizes = transformers.LlamaConfig(**LLAMA)
+    model = transformers.AutoModelForCausalLM.from_config(sizes)
+    captured = capture_module(model, ["input_ids=2x32:int64", "labels=2x32:int64"], as_on_gpu=False)
+    batch = Batch(2, 32, loss_tile_tokens=20)
+    ours, theirs = (units(build_graph(m, batch))[-1] for m in (from_hf_config(sizes.to_dict(), "x"), captured))
+    assert flop(theirs.forward) == flop(ours.forward)
+    assert flop(theirs.backward) == flop(ours.backward)
+    assert theirs.saved_bytes == pytest.approx(ours.saved_bytes, rel=0.01)
+    assert theirs.workspace_bytes == pytest.approx(ours.workspace_bytes, rel=0.03)
+
+
+def test_a_model_without_logits_has_no_tiles() -> None:
+    captured = capture_module(Net, ["2x8:int64", "2x8:int64"], "fp32", as_on_gpu=False)
+    with pytest.raises(ModelConfigError, match="cannot be computed in tiles; leave --loss-tile out"):
+        ullage.plan(captured, hardware=MACHINE, loss_tile_tokens=4, precision="fp32")
 
 
 class OneSampleIsTooFew(nn.Module):

@@ -30,6 +30,7 @@ REQUEST = {
     "--pipeline-parallel",
     "--expert-parallel",
     "--expert-units",
+    "--loss-tile",
     "--storage",
     "--expert-load",
     "--accumulate",

@@ -1,0 +1,84 @@
+"""The loss in tiles is compared with whole logits where these take much memory, and chosen where that is better."""
+
+import dataclasses
+
+import pytest
+
+from hwprofiles.registry import load_profile
+from planner.choices.tiles import tile_of
+from planner.explain.trial import Bench
+from planner.explain.tricks import TRICKS, without
+from planner.graph import Batch, build_graph, units
+from planner.models import resolve_model
+from planner.models.kernels import Gemm, flop
+from planner.plan.document import describe
+from planner.plan.planning import Request, make_plan
+from planner.schedule.tasks import Tier
+from planner.terms import default_micro_batch
+from planner.verification import verify
+
+MODEL = resolve_model("qwen2.5-0.5b")  # 151,936 logits of 0.5 billion parameters
+REQUEST = Request(MODEL, load_profile("rtx-4090"), seq_len=2048, micro_batch=1)
+
+
+def tiles(request: Request) -> list[int | None]:
+    return [variant.choice.loss_tile_tokens for variant in request.variants()]
+
+
+@pytest.mark.parametrize(("micro_batch", "is_tiled"), [(1, True), (2, True), (4, True)])
+def test_tiles_are_compared_if_whole_logits_take_a_tenth_of_the_device(micro_batch: int, is_tiled: bool) -> None:
+    logit_bytes = micro_batch * 2048 * MODEL.vocab_size * 14
+    capacity_bytes = REQUEST.hardware.device.memory_bytes.value
+    found = tiles(dataclasses.replace(REQUEST, micro_batch=micro_batch))
+    assert (logit_bytes >= capacity_bytes / 10) is is_tiled
+    assert len(found) == 1 + is_tiled
+    small = dataclasses.replace(REQUEST, micro_batch=micro_batch, seq_len=512 // micro_batch)
+    assert tiles(small) == [None]
+
+
+def test_a_tile_is_no_smaller_than_another_units_peak() -> None:
+    batch = Batch(8, 2048)
+    found = units(build_graph(MODEL, batch))
+    tokens = tile_of(MODEL, batch, found, REQUEST.hardware.device)
+    assert tokens is not None
+    others_bytes = max(unit.saved_bytes + unit.workspace_bytes for unit in found[:-1])
+    assert tokens * MODEL.vocab_size * 14 <= others_bytes < 2 * tokens * MODEL.vocab_size * 14
+    head = units(build_graph(MODEL, dataclasses.replace(batch, loss_tile_tokens=tokens)))[-1]
+    assert head.saved_bytes + head.workspace_bytes < 2 * others_bytes
+
+
+def test_a_tile_that_is_given_is_taken() -> None:
+    assert tiles(dataclasses.replace(REQUEST, loss_tile_tokens=300)) == [300]
+    assert tiles(dataclasses.replace(REQUEST, loss_tile_tokens=2048)) == [None]
+    with pytest.raises(ValueError, match="loss_tile_tokens is 0, but must be at least 1"):
+        dataclasses.replace(REQUEST, loss_tile_tokens=0)
+
+
+@pytest.mark.parametrize("tile", [1, 7, 64, 100])
+def test_a_tiled_head_computes_its_products_once_more(tile: int) -> None:
+    whole, tiled = (units(build_graph(MODEL, Batch(2, 50, loss_tile_tokens=n)))[-1] for n in (None, tile))
+    product = flop(kernel for kernel in whole.forward if isinstance(kernel, Gemm))
+    assert flop(tiled.forward) == flop(whole.forward)
+    assert flop(tiled.backward) == flop(whole.backward) + product
+    assert tiled.saved_bytes < whole.saved_bytes
+
+
+def test_a_long_sequence_fits_with_tiles_alone() -> None:
+    request = dataclasses.replace(REQUEST, seq_len=32768)
+    plan = make_plan(request, max_simulations=20)
+    tokens = plan.decisions.loss_tile_tokens
+    assert tokens is not None
+    assert f"loss in tiles of {tokens} tokens" in describe(plan.decisions, plan.units())
+    verify(plan)
+    bench = Bench(plan)
+    trial = without(bench, next(trick for trick in TRICKS if trick.key == "loss-in-tiles"))
+    assert trial is not None
+    assert trial.missing_bytes[Tier.GPU] > 32768 * MODEL.vocab_size * 8
+    assert without(Bench(make_plan(dataclasses.replace(REQUEST, seq_len=128), 5)), TRICKS[11]) is None
+
+
+def test_the_default_micro_batch_of_long_sequences_is_small() -> None:
+    assert [default_micro_batch(n) for n in (1, 8192, 8193, 16384, 32768, 10**6)] == [4, 4, 3, 2, 1, 1]
+    for seq_len, expected in ((2048, 4), (32768, 1)):
+        request = Request(MODEL, load_profile("h200"), seq_len=seq_len, loss_tile_tokens=1024)
+        assert request.variants()[0].choice.micro_batch == expected
