@@ -1,4 +1,5 @@
 import io
+import re
 
 import pytest
 from made_figures import figures
@@ -93,6 +94,23 @@ def test_scale_tells_efficiency(tiny, tmp_path):
     first = found.points[0].figures
     for point, share in zip(found.points, found.answer.efficiency, strict=True):
         assert share == pytest.approx(point.figures.tokens_per_s / point.figures.num_devices / first.tokens_per_s)
+
+
+def test_the_longest_sequence_fits_and_a_little_longer_one_does_not(tiny, tmp_path):
+    machine = {"hardware": "a100-80", "device.memory_bytes": "2e9", "gpus": "1"}
+    _, found = asked(tiny, "longest", tmp_path, set_=machine)
+    assert [point.settings["storage"] for point in found.points] == ["never", "activations", "nvme"]
+    for point, words in zip(found.points, found.answer.words, strict=True):
+        longest = point.settings["seq_len"]
+        shorter, longer = (int(n.replace(",", "")) for n in re.findall(r"[\d,]{4,}", words)[:2])
+        assert (shorter, point.result.status) == (longest, "fits")
+        assert longest < longer <= 1.05 * longest + 256
+        assert point.figures.choice.endswith("1 micro-batch(es) of 1")
+        more = {**machine, "storage": point.settings["storage"], "seq_len": str(longer), "micro_batch": "1"}
+        assert (
+            plan_point(Space(StudyRequest(set={"model": tiny, **more})).case({}, "fit").request, "fit").status != "fits"
+        )
+    assert found.points[1].settings["seq_len"] >= found.points[0].settings["seq_len"]
 
 
 def test_questions_choose_their_own_points(tiny, tmp_path):

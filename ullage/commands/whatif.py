@@ -30,6 +30,7 @@ def add_parser(subparsers: Subparsers) -> None:
         ullage whatif --model opt-13b --question cheapest --tokens 300B --days 30 --prices example
         ullage whatif --model opt-13b --gpus 8 --question upgrade --prices my_prices.json
         ullage whatif --model llama-3-70b --hardware a100-cluster --gpus 64 --question scale
+        ullage whatif --model llama-3-8b --hardware h100 --question longest
         ullage whatif study.json --workers 2
         ullage whatif --fields pcie
         """,

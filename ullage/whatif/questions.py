@@ -4,11 +4,12 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Final
+from typing import Final, get_args
 
 from hwprofiles import __version__
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.registry import LOCAL, list_profiles, load_profile
+from planner.terms import Storage
 from ullage.output.formatting import duration, percent
 from ullage.whatif.design import Case, Space
 from ullage.whatif.fields import of_machine, scalables_of
@@ -25,6 +26,8 @@ _NEAR: Final = 1.05  # least amounts of memory are found to this ratio
 _LEAST_SHARE: Final = 1 / 1024  # of the present amount: smaller ones are not tried
 _GOOD: Final = 0.8  # efficiency that people call good
 _MATTERS: Final = 0.01  # a change of the iteration time that is more than what a search misses
+_FIRST_LENGTH: Final = 4096  # tokens that are tried first; a length is a multiple of the step
+_LENGTH_STEP, _MOST_LENGTH = 256, 2**26
 _HARDWARE = Axis(name="hardware", words="profile of the machine", values=())
 _GPUS = Axis(name="gpus", words="devices to train on", values=())
 
@@ -265,11 +268,56 @@ def _scale(space: Space, prices: Prices | None, evaluator: Evaluator) -> Study:
     return found.model_copy(update={"answer": found.answer.model_copy(update={"efficiency": efficiency})})
 
 
+def _longest(space: Space, prices: Prices | None, evaluator: Evaluator) -> Study:
+    hardware = load_profile(space.hardware)
+    given = space.asked.set.get("storage")
+    kinds = [given] if given else [kind for kind in get_args(Storage) if kind != "nvme" or hardware.nvme]
+    lengths: dict[str, tuple[int, int | None]] = dict.fromkeys(kinds, (0, None))  # fits, and does not
+    tried: dict[tuple[str, int], Case] = {}
+    while open_ := {kind: _next_length(*known) for kind, known in lengths.items() if _next_length(*known)}:
+        cases = {kind: _of_length(space, kind, length) for kind, length in open_.items()}
+        results = evaluator.results(cases.values(), "fit", "how long a sequence")
+        for (kind, length), result in zip(open_.items(), results, strict=True):
+            fits, misfits = lengths[kind]
+            lengths[kind] = (length, misfits) if result.status == "fits" else (fits, length)
+            tried[kind, length] = cases[kind]
+    found = {kind: fits for kind, (fits, _) in lengths.items() if fits}
+    order = sorted(tried, key=lambda item: (kinds.index(item[0]), item[1]))
+    axes = (
+        Axis(name="storage", words="what may be used beside device and host", values=tuple(kinds)),
+        Axis(name="seq_len", words="tokens per sequence", values=tuple(dict.fromkeys(n for _, n in order))),
+    )
+    shown = [item for item in order if item[1] == found.get(item[0])] or order[:1]
+    study = _study(space, prices, evaluator, [tried[item] for item in shown], axes)
+    model, devices = study.points[0].model, space.asked.set.get("gpus", 1)
+    words = [
+        f"{model} trains on sequences of {length:,} tokens on {devices} x {hardware.name} with --storage {kind} "
+        f"(found; {lengths[kind][1]:,} were not)"
+        for kind, length in found.items()
+    ]
+    return _answered(study, "longest", words or [f"no plan was found for sequences of {_FIRST_LENGTH} tokens"], [])
+
+
+def _next_length(fits: int, misfits: int | None) -> int | None:
+    """Return the next number of tokens to try, whole steps of 256; ``None`` if it is known well enough."""
+    if misfits is None:
+        return (2 * fits or _FIRST_LENGTH) if fits < _MOST_LENGTH else None
+    middle = round(math.sqrt(max(fits, _LENGTH_STEP) * misfits) / _LENGTH_STEP) * _LENGTH_STEP
+    return middle if fits < middle < misfits and misfits > _NEAR * fits else None
+
+
+def _of_length(space: Space, kind: str, length: int) -> Case:
+    settings: dict[str, str | int] = {"storage": kind, "seq_len": length}
+    one = {} if "global_batch" in space.asked.set or "micro_batch" in space.asked.set else {"micro_batch": 1}
+    return _with_settings(space.case(settings | one), settings)
+
+
 _QUESTIONS: Final[Mapping[Question, Callable[[Space, Prices | None, Evaluator], Study]]] = {
     "fits": _fits,
     "cheapest": _cheapest,
     "upgrade": _upgrade,
     "scale": _scale,
+    "longest": _longest,
 }
 
 

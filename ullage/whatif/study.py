@@ -23,7 +23,7 @@ SCHEMA_VERSION: Final = 1
 Value = bool | int | float | str
 Design = Literal["cartesian", "zip", "random"]
 Status = Literal["fits", "lacks-memory", "refused", "failed"]
-Question = Literal["fits", "cheapest", "upgrade", "scale"]
+Question = Literal["fits", "cheapest", "upgrade", "scale", "longest"]
 
 
 class StudyError(ValueError):
