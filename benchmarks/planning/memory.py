@@ -12,6 +12,8 @@ goes on the device, against the plan's ledger.
 
 *adapters*: the same of plans with ``--lora``, over bases that are quantized or not.
 
+*tiles*: the same of plans with the loss in tiles, a long sequence among them.
+
 With a substring only cases whose name has it are measured again.
 """
 
@@ -58,6 +60,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "llama-untied-128k": _GATED | {"model_type": "llama", "vocab_size": 128256, "num_hidden_layers": 4},
     "llama-20m": _GATED | {"model_type": "llama", "vocab_size": 1024, "hidden_size": 512, "num_attention_heads": 8}
     | {"intermediate_size": 1408, "num_hidden_layers": 6},
+    "llama-32k": _GATED | {"model_type": "llama", "vocab_size": 32000, "num_hidden_layers": 4},
     "qwen3-70m": _GATED | {"model_type": "qwen3", "vocab_size": 16000, "head_dim": 64},
     "mixtral-150m": _GATED | {"model_type": "mixtral", "vocab_size": 8000, "num_local_experts": 4}
     | {"intermediate_size": 1024, "num_hidden_layers": 6},
@@ -101,6 +104,14 @@ ADAPTERS = (
     ("llama-20m", 2, 256, "bf16", "nf4", "never", "26MB"),
     ("llama-20m", 2, 256, "fp32", "int8", "activations", "70MB"),
     ("llama-20m", 2, 256, "bf16", "nf4", "activations", "34MB"),
+)
+# model, sequences, tokens of each, type, what may be offloaded, device memory, tokens of a tile of the loss
+TILES = (
+    ("llama-32k", 1, 1024, "fp32", "never", "700MB", 128),
+    ("llama-32k", 1, 1024, "bf16", "never", "350MB", 128),
+    ("llama-32k", 1, 2048, "bf16", "activations", "450MB", 256),
+    ("gpt2", 1, 1024, "bf16", "never", "600MB", 256),
+    ("llama-20m", 1, 8192, "bf16", "activations", "400MB", 1024),
 )
 
 
@@ -208,6 +219,14 @@ def adapted(
     return executed(name, micro_batch, seq_len, dtype, 1, device_memory, *options)
 
 
+def tiled(
+    name: str, micro_batch: int, seq_len: int, dtype: str, storage: str, device_memory: str, num_tokens: int
+) -> dict[str, Any]:
+    """Plan the loss in tiles for a small device and execute."""
+    options = ("--storage", storage, "--loss-tile", str(num_tokens))
+    return executed(name, micro_batch, seq_len, dtype, 1, device_memory, *options)
+
+
 def executed(
     name: str, micro_batch: int, seq_len: int, dtype: str, count: int, device_memory: str, *options: str
 ) -> dict[str, Any]:
@@ -256,13 +275,17 @@ def cases() -> dict[str, tuple[Any, tuple[Any, ...]]]:
         name, micro_batch, seq_len, dtype, quantization, storage, device_memory = adapters
         words = f"{name} {dtype} {micro_batch}x{seq_len}, base {quantization}, offload {storage} in {device_memory}"
         found[f"adapters: {words}"] = adapted, adapters
+    for tiles in TILES:
+        name, micro_batch, seq_len, dtype, storage, device_memory, num_tokens = tiles
+        words = f"{name} {dtype} {micro_batch}x{seq_len}, {num_tokens} at once, offload {storage} in {device_memory}"
+        found[f"tiles: {words}"] = tiled, tiles
     return found
 
 
 def summary(results: dict[str, Any]) -> dict[str, Any]:
     """Return what all cases of a kind together say."""
     found = {}
-    for kind in ("in memory", "executed", "adapters"):
+    for kind in ("in memory", "executed", "adapters", "tiles"):
         errors = {name: case["error"] for name, case in results.items() if name.startswith(kind)}
         if errors:
             worst = max(errors, key=lambda name: abs(errors[name]))

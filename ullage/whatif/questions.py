@@ -274,7 +274,7 @@ def _longest(space: Space, prices: Prices | None, evaluator: Evaluator) -> Study
     kinds = [given] if given else [kind for kind in get_args(Storage) if kind != "nvme" or hardware.nvme]
     lengths: dict[str, tuple[int, int | None]] = dict.fromkeys(kinds, (0, None))  # fits, and does not
     tried: dict[tuple[str, int], Case] = {}
-    while open_ := {kind: _next_length(*known) for kind, known in lengths.items() if _next_length(*known)}:
+    while open_ := {kind: n for kind, known in lengths.items() if (n := _next_length(*known)) is not None}:
         cases = {kind: _of_length(space, kind, length) for kind, length in open_.items()}
         results = evaluator.results(cases.values(), "fit", "how long a sequence")
         for (kind, length), result in zip(open_.items(), results, strict=True):
@@ -308,8 +308,8 @@ def _next_length(fits: int, misfits: int | None) -> int | None:
 
 def _of_length(space: Space, kind: str, length: int) -> Case:
     settings: dict[str, str | int] = {"storage": kind, "seq_len": length}
-    one = {} if "global_batch" in space.asked.set or "micro_batch" in space.asked.set else {"micro_batch": 1}
-    return _with_settings(space.case(settings | one), settings)
+    sized = {"global_batch", "micro_batch"} & space.asked.set.keys()
+    return _with_settings(space.case(settings if sized else settings | {"micro_batch": 1}), settings)
 
 
 _QUESTIONS: Final[Mapping[Question, Callable[[Space, Prices | None, Evaluator], Study]]] = {

@@ -84,6 +84,7 @@ def memory() -> Iterator[tuple[str, ...]]:
         "in memory": "plain PyTorch, peak",
         "executed": "executed plans that offload, device and host",
         "adapters": "executed plans of adapters, likewise",
+        "tiles": "executed plans with the loss in tiles, likewise",
     }
     for kind, what in words.items():
         row = summary[kind]
