@@ -278,10 +278,13 @@ _ASKING: Final = frozenset(
 
 def _elementwise(logits: TiledLogits, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Any:
     """Note a function of single values."""
-    others = [*args[1:], *kwargs.values()]
-    if any(isinstance(other, Tensor) and (other.numel() != 1 or other.requires_grad) for other in others):
+    others = args[1:]  # the step must not keep the logits themselves, and with them the head's input
+    if any(
+        isinstance(other, Tensor) and (other.numel() != 1 or other.requires_grad)
+        for other in (*others, *kwargs.values())
+    ):
         return NotImplemented
-    return logits._recipe.then(lambda values: func(values, *args[1:], **kwargs))
+    return logits._recipe.then(lambda values: func(values, *others, **kwargs))
 
 
 def _to(logits: TiledLogits, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Any:

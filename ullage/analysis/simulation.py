@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 
 from hwprofiles.profile import HardwareProfile
 from planner.choices.choice import Asked
+from planner.choices.variants import Variant
 from planner.costs.model import CostModel
 from planner.decisions import Decisions
 from planner.engines.catalogue import POLICIES, STORAGE_POLICIES, can_run, policies_of
@@ -14,11 +15,12 @@ from planner.engines.zenflow import zen_flow
 from planner.lowering import lower
 from planner.models.captured import Model
 from planner.optimizers import OPTIMIZERS
+from planner.plan.competition import compete
 from planner.plan.document import Plan
-from planner.plan.planning import Request, prepare
+from planner.plan.planning import Request
 from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import Lane
-from planner.search import Scorer, best_of_engine, search
+from planner.search import Candidate, Scorer, best_of, best_of_engine
 from planner.simulate.machine import Simulation, run, run_until_steady
 from planner.simulate.prediction import Workload
 from planner.verification import job_of
@@ -101,12 +103,8 @@ def requested(request: Request, engine: str = OURS, setting: str | None = None) 
     Raises:
         ValueError: no such engine, or not a setting of it.
     """
-    setup, workload, cost = prepare(request)
-    scorer = Scorer(workload, cost)
-    if engine == OURS and setting is None:
-        decisions = search(setup, scorer).best.decisions
-    else:
-        decisions = _best(engine, setting, setup, scorer)
+    variant, decisions = _decided(request, engine, setting)
+    workload, cost = Workload(variant.setup.units, request.seq_len), variant.cost
     if decisions.precision != cost.precision:
         cost = CostModel.of(request.hardware, workload.units, decisions)
     return Subject(_name(engine, setting), request.model, request.hardware, workload, decisions, cost)
@@ -127,11 +125,23 @@ def engine_decisions(plan: Plan, engine: str, setting: str | None = None) -> Dec
     """
     if engine == OURS and setting is None:
         return plan.decisions
-    setup, workload, cost = prepare(request_of(plan))
-    return _best(engine, setting, setup, Scorer(workload, cost))
+    request = dataclasses.replace(request_of(plan), loss_tile_tokens=plan.asked.loss_tile_tokens)
+    return _decided(request, engine, setting)[1]
 
 
-def _best(engine: str, setting: str | None, setup: Setup, scorer: Scorer) -> Decisions:
+def _decided(request: Request, engine: str, setting: str | None) -> tuple[Variant, Decisions]:
+    """Return the best of whole logits and tiles; degrees and batch sizes are given."""
+    rivals = request.variants()
+    if engine == OURS and setting is None:
+        found = compete(rivals, request.seq_len)
+        return found.winner, found.best.decisions
+    scorers = [Scorer(Workload(rival.setup.units, request.seq_len), rival.cost) for rival in rivals]
+    best = [_best(engine, setting, rival.setup, scorer) for rival, scorer in zip(rivals, scorers, strict=True)]
+    at = min(range(len(rivals)), key=lambda at: best[at].order)
+    return rivals[at], best[at].decisions
+
+
+def _best(engine: str, setting: str | None, setup: Setup, scorer: Scorer) -> Candidate:
     if engine not in ENGINES:
         names = ", ".join((OURS, *ENGINES)) if engine != OURS else "twin-flow, super-offload, interleaved, zenflow"
         raise ValueError(f"no engine {engine!r} takes {'that setting' if setting else 'part'}; choose one of {names}")
@@ -144,9 +154,9 @@ def _best(engine: str, setting: str | None, setup: Setup, scorer: Scorer) -> Dec
             "without other parallelism, and zenflow, megatrain and streaming adamw; choose another engine"
         )
     if engine == "streaming" and setting is None:
-        return best_of_engine(setup, scorer, engine).decisions
+        return best_of_engine(setup, scorer, engine)
     policy = ENGINES[engine] if setting is None else _with_setting(engine, setting)
-    return min(map(scorer.score, policy(setup)), key=lambda candidate: candidate.order).decisions
+    return best_of(map(scorer.score, policy(setup)))
 
 
 def _name(engine: str, setting: str | None) -> str:
@@ -154,7 +164,7 @@ def _name(engine: str, setting: str | None) -> str:
 
 
 def _subject_of(plan: Plan, engine: str, decisions: Decisions) -> Subject:
-    units = plan.units()
+    units = plan.units(decisions)
     cost = CostModel.of(plan.hardware, units, decisions)
     return Subject(engine, plan.model, plan.hardware, Workload(units, plan.seq_len), decisions, cost)
 

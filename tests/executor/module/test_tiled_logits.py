@@ -1,6 +1,7 @@
 """The loss in tiles: the bits of whole logits, but for the weight's gradient; in memory and under any plan."""
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -180,6 +181,18 @@ def test_frozen_heads_have_no_gradient():
         model(input_ids=TOKENS, labels=TOKENS).loss.backward()
         assert model.lm_head.weight.grad is None
     assert torch.equal(tiled.model.norm.weight.grad, whole.model.norm.weight.grad)
+
+
+@pytest.mark.parametrize("head", ["plain", "soft caps"])
+def test_the_heads_input_is_gone_before_backward_comes_to_layers(head):
+    _, tiled = pair(HEADS[head]())
+    storages, gone = [], []
+    tiled.model.norm.register_forward_hook(lambda _m, _a, out: storages.append(weakref.ref(out.untyped_storage())))
+    tiled.model.norm.register_forward_pre_hook(
+        lambda _m, args: args[0].register_hook(lambda _g: gone.append(storages[0]() is None)) and None
+    )
+    tiled(input_ids=TOKENS, labels=TOKENS).loss.backward()
+    assert gone == [True]
 
 
 def test_autocast_is_that_of_the_forward():

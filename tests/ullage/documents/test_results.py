@@ -91,6 +91,13 @@ def memory() -> Iterator[tuple[str, ...]]:
         yield what, str(row["num_cases"]), percent(row["mean"]), percent(abs(row["worst"]))
 
 
+def long_sequences() -> Iterator[tuple[str, ...]]:
+    words = {"rtx-4090": "RTX 4090", "h100": "H100"}
+    for row in result("long_sequences.json")["rows"]:
+        longest = (f"{row['longest_seq_len'][kind]:,}" for kind in ("never", "activations", "nvme"))
+        yield f"{row['num_devices']} x {words[row['machine']]}", row["loss"], *longest
+
+
 def calibration() -> Iterator[tuple[str, ...]]:
     summary = result("calibration.json")["summary"]
     yield f"median of {summary['num_quantities']} quantities", percent(summary["median_quantity_off"])
@@ -300,6 +307,7 @@ TABLES = (
     streamed,
     demo,
     memory,
+    long_sequences,
     calibration,
     capture,
     architectures,
