@@ -52,7 +52,7 @@ from executor.training_state.restoring import restore
 from executor.training_state.saving import Checkpoints
 from executor.weights import load, save
 from planner.decisions import Decisions
-from planner.graph import Batch, build_graph, units
+from planner.graph import Batch, Unit, build_graph, units
 from planner.models import from_hf_config
 from planner.schedule.tasks import Lane, Op, Tier
 
@@ -739,6 +739,27 @@ def loaded_and_saved(rank: int, _size: int, task: Task, decisions: Decisions, fo
         for name, values in session.stream_weights():
             digest.update(name.encode() + values.contiguous().view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
+
+
+def prompt_saved(rank: int, _size: int, config, planned: tuple[Unit, ...], decisions: Decisions, folder: str) -> float:
+    """Train a prompt of ``peft`` beside the model of ``source`` for a step, save it, and return its evaluated loss."""
+    import peft  # noqa: PLC0415 - takes seconds
+
+    torch.manual_seed(3)
+    source = transformers.AutoModelForCausalLM.from_pretrained(Path(folder) / "source")
+    with warnings.catch_warnings(action="ignore", category=FutureWarning):  # of what peft asks of transformers
+        model = peft.get_peft_model(source, config).train()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    model, optimizer = prepare_session(model, torch.optim.AdamW(trained, lr=1e-2), planned, decisions)
+    with optimizer.session:
+        own, same = (torch.full((2, 8), value) for value in (1 + rank, 1))
+        model(input_ids=own, labels=own).loss.backward()
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+        save(optimizer, Path(folder) / "adapter")
+        assert model.training
+        with torch.no_grad():
+            return float(model.eval()(input_ids=same, labels=same).loss)
 
 
 def parked_on_the_way(rank: int, _size: int, task: Task, decisions: Decisions):

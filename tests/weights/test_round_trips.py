@@ -12,7 +12,7 @@ from forked import completed
 from hypothesis import given, settings
 from plans import mixed, plans
 from safetensors.torch import load_file, save_file
-from together import loaded_and_saved
+from together import loaded_and_saved, prompt_saved
 from training import CONFIGS, Task, decide, prepare, reference, train, uniform
 from weights_objects import adapted, captured_units, made, made_of, on_meta, place_anywhere, print_peak
 
@@ -236,8 +236,9 @@ def test_adapters_are_saved_as_peft_loads_them(kind, tmp_path):
         assert_same(session.full_parameters(), wanted)
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("kind", ["prompt", "prefix", "encoded"])
-def test_prompts_are_saved_as_peft_loads_them(kind, tmp_path):
+def test_prompts_are_saved_as_peft_loads_them(kind, num_ranks, processes, tmp_path):
     peft = pytest.importorskip("peft")
     config = {
         "prompt": peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
@@ -246,28 +247,21 @@ def test_prompts_are_saved_as_peft_loads_them(kind, tmp_path):
     }[kind]
     made("llama", torch.float32, tmp_path)
     inputs = {name: torch.ones(2, 8, dtype=torch.long) for name in ("input_ids", "labels")}
-
-    def prepared():
-        torch.manual_seed(3)
-        model = peft.get_peft_model(AUTO.from_pretrained(tmp_path / "source"), config).train()
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        return prepare_session(model, torch.optim.AdamW(trained, lr=1e-2), units, place_anywhere(units))
-
     units = captured_units(lambda: peft.get_peft_model(AUTO.from_config(CONFIGS["llama"]()), config), inputs)
-    model, optimizer = prepared()
-    with optimizer.session:
-        model(**inputs).loss.backward()
-        optimizer.clip_grad_norm_(1.0)
-        optimizer.step()
-        save(optimizer, tmp_path / "adapter")
-        assert model.training
-        model.eval()
-        with torch.no_grad():
-            wanted = model(**inputs).loss
-    again = peft.PeftModel.from_pretrained(AUTO.from_pretrained(tmp_path / "source"), tmp_path / "adapter").eval()
+    decisions = place_anywhere(units)
+    if num_ranks == 1:
+        wanted = prompt_saved(0, 1, config, units, decisions, str(tmp_path))
+    else:
+        shared = decisions.model_copy(update={"data_parallel": 2, "zero_stage": 3})
+        wanted, other = processes.call(2, prompt_saved, config, units, shared, str(tmp_path))
+        assert wanted == other
+    source = AUTO.from_pretrained(tmp_path / "source")
+    again = peft.PeftModel.from_pretrained(source, tmp_path / "adapter").eval()
     with torch.no_grad():
-        assert torch.equal(again(**inputs).loss, wanted)
-    model, optimizer = prepared()
+        assert float(again(**inputs).loss) == wanted
+    model = peft.get_peft_model(AUTO.from_pretrained(tmp_path / "source"), config).train()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    model, optimizer = prepare_session(model, torch.optim.AdamW(trained, lr=1e-2), units, decisions)
     with optimizer.session:
         if kind == "encoded":
             with pytest.raises(WeightsError, match="the prompt that an encoder made, but the model trains the encoder"):
@@ -276,7 +270,7 @@ def test_prompts_are_saved_as_peft_loads_them(kind, tmp_path):
         load(optimizer, tmp_path / "adapter")
         model.eval()
         with torch.no_grad():
-            assert torch.equal(model(**inputs).loss, wanted)
+            assert float(model(**inputs).loss) == wanted
 
 
 def test_an_adapter_of_a_model_without_memory_begins_as_peft_draws_it(tmp_path):
