@@ -58,6 +58,9 @@ def load_profile(text: str) -> HardwareProfile:
     Raises:
         ProfileError: nothing has that name, or what it names is not a valid profile.
     """
+    if not isinstance(text, str | Path):
+        raise TypeError(f"the hardware is {type(text).__name__}; give the name of a profile, or the path of its file")
+    text = str(text)
     if text == LOCAL:
         path = local_profile_path()
         if not path.is_file():

@@ -124,14 +124,11 @@ class Request:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "precision", _precision(self.precision))
-        for field in (*Asked.model_fields, "seq_len", "subgroup_params"):
-            if isinstance(value := getattr(self, field), int) and value < 1:
-                raise ValueError(f"{field} is {value}, but must be at least 1")
-        for field, most in _MOST.items():
-            if (value := getattr(self, field)) is not None and value > most:
-                raise ValueError(f"{field} is {value}, but no more than {most} can be planned; ask for less")
+        self._check_numbers()
         if self.optimizer not in OPTIMIZERS:
             raise ValueError(f"optimizer is {self.optimizer!r}, but must be one of {', '.join(OPTIMIZERS)}; choose one")
+        if self.storage not in get_args(Storage):
+            raise ValueError(f"storage is {self.storage!r}, but must be one of {', '.join(get_args(Storage))}")
         check_whole_matrices(self.optimizer, self.tensor_parallel)
         if (precision := self.job.precision) not in {BF16, FP32}:
             raise ValueError(
@@ -156,6 +153,17 @@ class Request:
                 f"are asked for; ask for at most {per_node}, or choose a larger machine with --hardware (`ullage "
                 "hardware` lists them), or a profile with inter_node"
             )
+
+    def _check_numbers(self) -> None:
+        for field in (*Asked.model_fields, "seq_len", "subgroup_params"):
+            value = getattr(self, field)
+            if field == "storage" or value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{field} is {value!r}, but must be a whole number of at least 1")
+        for field, most in _MOST.items():
+            if (value := getattr(self, field)) is not None and value > most:
+                raise ValueError(f"{field} is {value}, but no more than {most} can be planned; ask for less")
 
     @property
     def asked(self) -> Asked:

@@ -55,7 +55,9 @@ def test_a_captured_model_brings_its_sizes_and_type() -> None:
         ("opt-13c", {}, "no model or file is called 'opt-13c'; did you mean opt-13b"),
         ("opt-13b", {"hardware": "a100-8"}, "a100-80"),
         ("opt-13b", {"sequence_length": 5}, "plan() has no option sequence_length; use one of clip, expert_load"),
-        ("opt-13b", {"micro_batch": 0}, "micro_batch is 0, but must be at least 1"),
+        ("opt-13b", {"micro_batch": "4"}, "micro_batch is '4', but must be a whole number of at least 1"),
+        ("opt-13b", {"storage": "disk"}, "storage is 'disk', but must be one of never, activations, nvme"),
+        ("opt-13b", {"micro_batch": 0}, "micro_batch is 0, but must be a whole number of at least 1"),
     ],
 )
 def test_what_is_refused(model: str, options: dict[str, object], message: str) -> None:

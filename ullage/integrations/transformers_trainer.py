@@ -14,6 +14,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from executor.prepare import OffloadedOptimizer
 from planner.plan.document import Plan, PlanError
+from ullage.this_machine.checks import check_options
 from ullage.training.preparing import Options, prepare
 
 _Trainer = TypeVar("_Trainer", bound=transformers.Trainer)
@@ -57,13 +58,15 @@ def offloaded(trainer_class: type[_Trainer], **options: Unpack[Options]) -> type
         options: see :class:`Options`.
 
     Raises:
-        TypeError: it is no such class.
+        TypeError: it is no such class, or there is no such option.
+        ValueError: an option has a value that it cannot have.
     """
     if not (isinstance(trainer_class, type) and issubclass(trainer_class, transformers.Trainer)):
         name = trainer_class.__name__ if isinstance(trainer_class, type) else type(trainer_class).__name__
         raise TypeError(
             f"{name} is no class of transformers.Trainer; write ullage.offloaded(Trainer)(model=...), before it is made"
         )
+    check_options("offloaded", options, Options.__annotations__)
     made = type(f"Offloaded{trainer_class.__name__}", (_Offloaded, trainer_class), {"ullage_options": options})
     return cast("type[_Trainer]", made)
 

@@ -27,6 +27,7 @@ from ullage.capture.module import capture_module
 from ullage.capture.records import DTYPES
 from ullage.cli.arguments import parse_bytes
 from ullage.output.progress import search_progress
+from ullage.this_machine.checks import check_trainable
 from ullage.this_machine.profile import profile_here
 
 Batch = Mapping[str, Tensor] | Sequence[Tensor] | Tensor
@@ -74,6 +75,7 @@ def plan_here(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, 
     check_kinds(model, optimizer)
     check_unprepared(model)
     check_plain(model)
+    check_trainable(model)
     free = free_memory(model)
     with torch.random.fork_rng():  # the user's random numbers go on where they were
 
@@ -137,6 +139,8 @@ def _inputs(batch: Batch) -> list[CapturedInput]:
         named = [("", batch)]
     elif isinstance(batch, Mapping):
         named = list(batch.items())
+        if others := [name for name in batch if not isinstance(name, str)]:
+            raise TypeError(f"the example batch has a key {others[0]!r}; name each input as the model's forward does")
     elif isinstance(batch, Sequence) and not isinstance(batch, str):
         named = [("", value) for value in batch]
     else:
@@ -144,6 +148,8 @@ def _inputs(batch: Batch) -> list[CapturedInput]:
             f"the third argument is {type(batch).__name__}; give a plan (ullage.plan or ullage.load_plan), or an "
             "example batch: a dict, a tuple or a tensor that the model is called with"
         )
+    if not named:
+        raise ValueError("the example batch is empty; give one batch of your loop, the largest")
     return [_input(name, value, position) for position, (name, value) in enumerate(named)]
 
 
@@ -218,7 +224,7 @@ def machine_now(wishes: Wishes, free: Free) -> HardwareProfile:
             wanted = parse_bytes(wanted)
         except argparse.ArgumentTypeError as error:
             raise ValueError(f"device_memory: {error}") from error
-    if wanted is not None and not 0 < wanted <= most:
+    if wanted is not None and wanted > most:
         raise ValueError(f"device_memory is {wanted} B, but {most} B are free for each device; give at most that")
     if wanted is None:
         wanted = most if kind == "gpu" else min(int(profile.device.memory_bytes.value), most // 2)

@@ -13,6 +13,7 @@ from executor.options import SessionOptions
 from executor.prepare import OffloadedOptimizer, prepare_session
 from planner.plan.document import Plan
 from ullage.capture.records import DTYPES
+from ullage.this_machine.checks import check_options
 from ullage.this_machine.planning import Batch, Wishes, plan_here
 from ullage.training.batches import batch_shapes
 from ullage.training.processes import ranks_per_node
@@ -33,7 +34,7 @@ class Settings(TypedDict, total=False):
             be made, see :class:`ullage.Checkpoints`.
     """
 
-    storage_dir: Path | None
+    storage_dir: str | Path | None
     compile_blocks: bool
     cores: CoreChoice
     checkpoint_buffer_bytes: int
@@ -89,8 +90,7 @@ def prepare(
     A block that cannot be compiled raises :class:`executor.module.compilation.CompileError` when it first runs.
     """
     check_kinds(model, optimizer)
-    if unknown := sorted(set(options) - Options.__annotations__.keys()):
-        raise TypeError(f"prepare() has no option {unknown[0]}; use one of {', '.join(Options.__annotations__)}")
+    check_options("prepare", options, Options.__annotations__)
     given: dict[str, Any] = dict(options)
     wishes = {name: given.pop(name) for name in Wishes.__annotations__ if name in given}
     if not isinstance(plan, Plan):
@@ -133,13 +133,13 @@ def prepare_planned(
 def session_options(plan: Plan, settings: Settings) -> SessionOptions:
     """Return how a plan is executed here."""
     hardware, per_node = plan.hardware, ranks_per_node(plan)
-    link = hardware.host_link
+    link, storage_dir = hardware.host_link, settings.get("storage_dir")
     return SessionOptions(
         device="cuda" if hardware.device.kind == "gpu" else "cpu",
         num_threads=max(hardware.host.num_optimizer_cores // per_node, 1),
         gpu_capacity_bytes=int(hardware.device.memory_bytes.value),
         host_capacity_bytes=int(hardware.host.memory_bytes.value) // per_node,
-        storage_dir=settings.get("storage_dir"),
+        storage_dir=None if storage_dir is None else Path(storage_dir),
         compile_backend="inductor" if settings.get("compile_blocks") else None,
         cores=settings.get("cores", "auto"),
         checkpoint_buffer_bytes=settings.get("checkpoint_buffer_bytes", 0),

@@ -29,6 +29,7 @@ from planner.optimizers import OPTIMIZERS, Optimizer
 from planner.plan.document import Plan, PlanError
 from planner.schedule.tasks import Tier
 from ullage.data import Data
+from ullage.this_machine.checks import check_options
 from ullage.training.batches import batch_source
 from ullage.training.checkpoints import CheckpointOptions, CheckpointSaver, Stateful
 from ullage.training.models import brings_weights, planned_model
@@ -125,6 +126,7 @@ class Trainer:
     ) -> None:
         if optimizer is not None and model is None:
             raise ValueError("an optimizer was given without the model that it is for; give both, or neither")
+        check_options("Trainer", settings, Settings.__annotations__)
         self.plan = plan
         self.process = Process.of(plan)
         check_machine(plan, self.process)

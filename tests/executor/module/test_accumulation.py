@@ -121,11 +121,6 @@ def too_few(loop):
     loop.backward()
 
 
-def more_than_planned(loop):
-    for _ in range(4):
-        loop.backward()
-
-
 def too_many(loop):
     for _ in range(3):
         loop.inside()
@@ -172,10 +167,6 @@ def clip_in_between(loop):
         (
             too_few,
             r"left no_sync\(\) with micro-batch 2, and another .*plan has 3 .*inside, or plan with --accumulate 2",
-        ),
-        (
-            more_than_planned,
-            r"expects optimizer.step\(\), since all backward .*accumulates more .*plan for them \(num_micro_batches",
         ),
         (too_many, r"holds micro-batch 3, but the plan has 3 .*leave no_sync\(\) for it, or plan with --accumulate 4"),
         (too_many_backward_alone, r"holds micro-batch 3, but the plan has 3"),

@@ -158,7 +158,7 @@ def test_no_more_is_said_than_is_proven(overrun: float, words: str, monkeypatch:
 
 @pytest.mark.parametrize("name", ["num_devices", "seq_len", "micro_batch", "num_micro_batches", "subgroup_params"])
 def test_counts_start_at_one(name: str) -> None:
-    with pytest.raises(ValueError, match=f"{name} is 0, but must be at least 1"):
+    with pytest.raises(ValueError, match=f"{name} is 0, but must be a whole number of at least 1"):
         request(**{name: 0})
 
 

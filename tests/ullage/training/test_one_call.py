@@ -197,8 +197,32 @@ class ByValue(Net):
         (Net(), BATCH, {"device_memory": 100}, "Net does not fit on 1 device.*lacks"),
         (Net(), BATCH, {"device_memory": "900TB"}, "device_memory is .* B, but .* B are free for each device"),
         (Net(), BATCH, {"device_memory": "much"}, "'much' is not a size; give bytes with an optional unit"),
+        (Net(), BATCH, {"device_memory": 0.5}, "device_memory is 0.5, but must be bytes from 1 on, or a text like"),
+        (Net(), BATCH, {"device_memory": -1}, "device_memory is -1, but must be bytes from 1 on, or a text like"),
+        (Net(), BATCH, {"storage": "disk"}, "storage is 'disk', but must be one of never, activations, nvme"),
+        (Net(), BATCH, {"storage_dir": __file__}, "storage_dir is '.*', but must be a folder"),
+        (Net(), BATCH, {"clip": 1.0}, "clip is 1.0, but must be True or False: whether your loop clips"),
+        (Net(), BATCH, {"hardware": 5}, "hardware is 5, but must be the name or path of a profile, or what"),
+        (Net(), BATCH, {"cores": "all"}, "cores is 'all', but must be 'auto', 'free', or a tuple of the numbers"),
+        (Net(), BATCH, {"compile_blocks": "no"}, "compile_blocks is 'no', but must be True or False"),
+        (Net(), BATCH, {"checkpoint_buffer_bytes": -1}, "checkpoint_buffer_bytes is -1, but must be bytes, a whole"),
+        (Net(), {}, {}, "the example batch is empty; give one batch of your loop"),
+        (Net(), {1: BATCH[0]}, {}, "the example batch has a key 1; name each input as the model's forward does"),
+        (
+            Net().requires_grad_(False),
+            BATCH,
+            {},
+            r"all \d parameters of the Net are frozen; call requires_grad_\(True\)",
+        ),
+        (
+            nn.DataParallel(Net()),
+            BATCH,
+            {},
+            r"the model is in a DataParallel, but .*give the model inside \(model.module",
+        ),
         (Net(), BATCH, {"hardware": "a100-80"}, "a100-80 is of a gpu device, but this machine computes on a host"),
-        (Net(), BATCH, {"num_micro_batches": 0}, "num_micro_batches is 0, but must be at least 1"),
+        (Net(), BATCH, {"num_micro_batches": "2"}, "num_micro_batches is '2', but must be a whole number from 1 on"),
+        (Net(), BATCH, {"num_micro_batches": 0}, "num_micro_batches is 0, but must be a whole number from 1 on"),
     ],
 )
 def test_what_cannot_be_is_one_line_and_leaves_the_model_alone(model, batch, options, message) -> None:
@@ -207,11 +231,7 @@ def test_what_cannot_be_is_one_line_and_leaves_the_model_alone(model, batch, opt
     with pytest.raises((ValueError, TypeError), match=message) as refused:
         ullage.prepare(model, optimizer, batch, **options)
     assert "\n" not in str(refused.value)
-    if (
-        not isinstance(model, ByValue)
-        and sum(p.numel() for p in model.parameters())
-        and model.inner.weight.dtype is (torch.float32)
-    ):
+    if type(model) is Net and model.inner.weight.dtype is torch.float32 and model.inner.weight.requires_grad:
         model(*BATCH).backward()
 
 

@@ -1,0 +1,87 @@
+"""Checks of what ``prepare``, ``offloaded`` and ``Trainer`` are given, before anything is measured or planned."""
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final, NamedTuple, get_args
+
+from torch import nn
+
+from hwprofiles.profile import HardwareProfile
+from planner.terms import Storage
+
+_WRAPPERS: Final = frozenset({"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"})
+
+
+class _Rule(NamedTuple):
+    holds: Callable[[Any], bool]
+    words: str
+
+
+def _is_whole(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _is_amount(value: object) -> bool:
+    return isinstance(value, str) or (isinstance(value, int | float) and not isinstance(value, bool) and value >= 1)
+
+
+def _are_cores(value: object) -> bool:
+    return value in ("auto", "free") or (isinstance(value, tuple) and all(_is_whole(core, 0) for core in value))
+
+
+_FLAG: Final = _Rule(lambda value: isinstance(value, bool), "True or False")
+_RULES: Final = {
+    "hardware": _Rule(
+        lambda value: value is None or isinstance(value, str | Path | HardwareProfile),
+        "the name or path of a profile, or what ullage.load_profile returns",
+    ),
+    "device_memory": _Rule(lambda value: value is None or _is_amount(value), "bytes from 1 on, or a text like '8GB'"),
+    "num_micro_batches": _Rule(lambda value: _is_whole(value, 1), "a whole number from 1 on"),
+    "clip": _Rule(_FLAG.holds, "True or False: whether your loop clips gradients by their norm"),
+    "storage": _Rule(lambda value: value in get_args(Storage), f"one of {', '.join(get_args(Storage))}"),
+    "storage_dir": _Rule(
+        lambda value: value is None or (isinstance(value, str | Path) and not Path(value).is_file()), "a folder"
+    ),
+    "compile_blocks": _FLAG,
+    "cores": _Rule(_are_cores, "'auto', 'free', or a tuple of the numbers of cores"),
+    "checkpoint_buffer_bytes": _Rule(lambda value: _is_whole(value, 0), "bytes, a whole number from 0 on"),
+}
+
+
+def check_options(caller: str, given: Mapping[str, object], known: Iterable[str]) -> None:
+    """Check options of a call that plans or executes.
+
+    Args:
+        caller: the name of what was called.
+        given: the options.
+        known: names of all that it has.
+
+    Raises:
+        TypeError: it has no such option.
+        ValueError: one has a value that it cannot have.
+    """
+    if unknown := sorted(set(given) - set(known)):
+        raise TypeError(f"{caller}() has no option {unknown[0]}; use one of {', '.join(known)}")
+    for name, value in given.items():
+        rule = _RULES.get(name)
+        if rule is not None and not rule.holds(value):
+            raise ValueError(f"{name} is {value!r}, but must be {rule.words}")
+
+
+def check_trainable(model: nn.Module) -> None:
+    """Check that a model is a plain one with something to train.
+
+    Raises:
+        ValueError: it is in a wrapper that shares its work, or all of it is frozen.
+    """
+    if type(model).__name__ in _WRAPPERS:
+        raise ValueError(
+            f"the model is in a {type(model).__name__}, but the plan shares the work of several devices itself; give "
+            "the model inside (model.module), and start one process for each device with torchrun"
+        )
+    parameters = list(model.parameters())
+    if parameters and not any(parameter.requires_grad for parameter in parameters):
+        raise ValueError(
+            f"all {len(parameters)} parameters of the {type(model).__name__} are frozen; call requires_grad_(True) on "
+            "those to train, or put adapters in (peft.get_peft_model)"
+        )
