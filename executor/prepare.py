@@ -92,6 +92,16 @@ class ExecutionConfig(NamedTuple):
     options: SessionOptions
 
 
+def check_prepared(optimizer: object) -> None:
+    """Check that an optimizer is one that ``prepare`` returned.
+
+    Raises:
+        TypeError: it is not.
+    """
+    if not isinstance(optimizer, OffloadedOptimizer):
+        raise TypeError(f"the optimizer is {type(optimizer).__name__}; give the one that ullage.prepare returned")
+
+
 @final
 class OffloadedOptimizer(torch.optim.Optimizer):
     """An optimizer whose updates run where a plan says. It shares the parameter groups of the given one.

@@ -21,7 +21,7 @@ from executor.checkpoint.source import MASTER
 from executor.distributed.shards import assemble, whole_name
 from executor.memory.pieces import Piece
 from executor.memory.units import ParameterState, UnitState
-from executor.prepare import OffloadedOptimizer
+from executor.prepare import OffloadedOptimizer, check_prepared
 from executor.training_state.rng_state import set_rng_state
 from planner.decisions import Place
 from planner.optimizers import Optimizer
@@ -43,6 +43,7 @@ def restore(optimizer: OffloadedOptimizer, checkpoint: Checkpoint) -> dict[str, 
         CheckpointError: it is of another model or optimizer; nothing has changed.
         DamagedError: something in it is damaged or missing; some state has changed. Restore another checkpoint.
     """
+    check_prepared(optimizer)
     session = optimizer.session
     of_ranks = checkpoint.manifest.extra["ranks"]
     collectives = session.collectives

@@ -21,7 +21,7 @@ from executor.checkpoint import (
 )
 from executor.checkpoint.files.opening import Folder
 from executor.checkpoint.places.retention import candidates, parse_name
-from executor.prepare import OffloadedOptimizer
+from executor.prepare import OffloadedOptimizer, check_prepared
 from executor.training_state.restoring import restore
 from executor.training_state.rng_state import rng_state
 
@@ -68,6 +68,7 @@ class Checkpoints:
         on_outcome: Callable[[Outcome], None] = lambda _outcome: None,
         files: Files | None = None,
     ) -> None:
+        check_prepared(optimizer)
         self._optimizer = optimizer
         self._session = session = optimizer.session
         if session.runtime.snapshots is None:

@@ -41,6 +41,8 @@ def weights_folder(weights: str | Path) -> Path:
     Raises:
         WeightsError: there is none.
     """
+    if not isinstance(weights, str | Path):
+        raise TypeError(f"the weights are {weights!r}; give the path of a folder, or the name of a model on a hub")
     folder = Path(weights).expanduser()
     if folder.is_dir():
         return folder

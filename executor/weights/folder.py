@@ -1,6 +1,7 @@
 """A folder of weights as ``transformers`` reads it, written piece by piece, which appears whole or not at all."""
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Final, Self, final
 
 import torch
+from safetensors import SafetensorError
 
 from executor.checkpoint.files.system_calls import Files, remove_tree, write_all
 from executor.checkpoint.format.layout import Box, Dtype, Entry, layout
@@ -17,6 +19,7 @@ from executor.weights.files import CHUNK_BYTES, DTYPES, INDEX, WEIGHTS
 
 MAX_SHARD_BYTES: Final = 5_000_000_000
 """Most bytes of one file, unless one tensor has more."""
+_REMEDY: Final = "give a new folder on a drive with room that this user may write"
 
 _NAMES: Final[Mapping[torch.dtype, Dtype]] = {dtype: name for name, dtype in DTYPES.items()}  # type: ignore[misc]
 
@@ -45,9 +48,10 @@ class WeightsFolder:
         self._folder = folder.absolute()
         self._files = files or Files()
         self.path = self._folder.with_name(f".{folder.name}.new")
-        remove_tree(self._files, self.path)
-        self._folder.parent.mkdir(parents=True, exist_ok=True)
-        self._files.make_folder(self.path)
+        with self.naming():
+            remove_tree(self._files, self.path)
+            self._folder.parent.mkdir(parents=True, exist_ok=True)
+            self._files.make_folder(self.path)
 
     def write_tensors(
         self,
@@ -85,7 +89,7 @@ class WeightsFolder:
         Raises:
             OSError: that fails.
         """
-        with self._naming():
+        with self.naming():
             for path in self.path.rglob("*"):
                 if path.is_file():
                     descriptor = os.open(path, os.O_RDONLY)
@@ -106,17 +110,19 @@ class WeightsFolder:
         remove_tree(self._files, self.path)  # nothing is there once it has been renamed
 
     @contextlib.contextmanager
-    def _naming(self) -> Iterator[None]:
+    def naming(self) -> Iterator[None]:
         """Name the folder in errors: that of a full drive names no file, and others mean nothing to anybody."""
         try:
             yield
         except OSError as error:
-            raise OSError(error.errno, error.strerror, str(self._folder)) from error
+            raise OSError(error.errno, f"{error.strerror}; {_REMEDY}", str(self._folder)) from error
+        except SafetensorError as error:  # what writes the files of `peft` knows no other
+            raise OSError(errno.EIO, f"{error}; {_REMEDY}", str(self._folder)) from error
 
     def _write_file(self, file: str, shapes: Mapping[str, Shape], values: Iterator[tuple[str, torch.Tensor]]) -> None:
         entries = (_entry(name, shape) for name, shape in shapes.items())
         planned = layout(tuple(entries), known={"format": "pt"})
-        with self._naming():
+        with self.naming():
             descriptor = self._files.create(self.path / file)
             try:
                 self._files.allocate(descriptor, planned.num_bytes)

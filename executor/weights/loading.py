@@ -19,7 +19,7 @@ from executor.distributed.shards import ParameterShard
 from executor.memory.frozen import FrozenParameter
 from executor.memory.units import ParameterState
 from executor.module.naming import Conversion, Naming
-from executor.prepare import OffloadedOptimizer
+from executor.prepare import OffloadedOptimizer, check_prepared
 from executor.weights.files import WeightFiles, WeightsError, weights_folder
 
 _SHOWN = 3
@@ -62,6 +62,7 @@ def load(optimizer: OffloadedOptimizer, weights: str | Path, *, strict: bool = T
         OutOfOrderError: in the middle of an iteration.
     """
     begin_s = time.perf_counter()
+    check_prepared(optimizer)
     session = optimizer.session
     session.access.check_idle()
     failure: Exception | None = None
@@ -115,7 +116,7 @@ class _Origins:
             made = conversion.apply(lambda name: files.shapes[name].empty())
             for plain, tensor in made.items():
                 for name in aliases.get(plain, ()):
-                    self._check_shape(name, plain, tensor)
+                    self._check_kind(name, plain, tensor)
                     self._conversion[name] = conversion, plain
         self._check_ties()
         self._by_identity = {id(self._tensors[name]): name for name in reversed(self._conversion)}
@@ -164,12 +165,18 @@ class _Origins:
         for _, source in conversion.sources:
             self._files.forget(source)
 
-    def _check_shape(self, name: str, plain: str, found: torch.Tensor) -> None:
+    def _check_kind(self, name: str, plain: str, found: torch.Tensor) -> None:
         wanted = self._naming.shape_of(name)
         if found.shape != wanted:
             raise WeightsError(
                 f"{self._files.folder}: {plain} has shape {tuple(found.shape)}, but {wanted} in the model; make the "
                 "model from the config.json beside the weights, and plan that"
+            )
+        if self._tensors[name].is_floating_point() and not found.is_floating_point():
+            kind = str(found.dtype).removeprefix("torch.")
+            raise WeightsError(
+                f"{self._files.folder}: {plain} is {kind}, but a floating-point tensor in the model; give weights that "
+                "are not quantized"
             )
 
     def _check_ties(self) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from executor.checkpoint import Files
 from executor.module.naming import PROMPT, Naming, prompt_given, prompts_of
-from executor.prepare import OffloadedOptimizer
+from executor.prepare import OffloadedOptimizer, check_prepared
 from executor.session import Session
 from executor.weights.files import WeightsError
 from executor.weights.folder import MAX_SHARD_BYTES, WeightsFolder
@@ -55,14 +55,15 @@ def save(
 
     Raises:
         ValueError: the folder is there, or the type is unknown; nothing is written then.
+        TypeError: an argument is of another kind.
         OSError: it cannot be written; nothing has its name.
         OutOfOrderError: in the middle of an iteration.
     """
+    check_prepared(optimizer)
+    _check_options(folder, dtype, tokenizer, max_shard_bytes)
     session, folder = optimizer.session, Path(folder)
     session.access.check_idle()
     session.runtime.check_has_weights()
-    if dtype is not None and dtype not in SAVED_DTYPES:
-        raise ValueError(f"dtype {dtype!r} is none of {', '.join(SAVED_DTYPES)}")
     naming, weights_dtype = session.naming(), SAVED_DTYPES[dtype] if dtype else session.runtime.state.dtype
     failure: Exception | None = None
     with contextlib.ExitStack() as stack:
@@ -80,7 +81,7 @@ def save(
             if session.collectives.rank:
                 pass
             elif naming.adapters:
-                with prompt_given(session.model, prompts):
+                with prompt_given(session.model, prompts), new.naming():
                     session.model.save_pretrained(  # type: ignore[operator]
                         str(new.path), state_dict=dict(values), save_embedding_layers=False
                     )
@@ -95,6 +96,17 @@ def save(
         if session.collectives.any(failure is not None):
             raise failure or OSError(f"rank 0 could not write {folder}; its own error says why")
     return folder
+
+
+def _check_options(folder: object, dtype: object, tokenizer: object, max_shard_bytes: object) -> None:
+    if not isinstance(folder, str | Path) or not str(folder):
+        raise TypeError(f"the folder is {folder!r}; give the path of a new one")
+    if dtype is not None and dtype not in SAVED_DTYPES:
+        raise ValueError(f"dtype is {dtype!r}, but must be one of {', '.join(SAVED_DTYPES)}, or left out")
+    if isinstance(max_shard_bytes, bool) or not isinstance(max_shard_bytes, int) or max_shard_bytes < 1:
+        raise ValueError(f"max_shard_bytes is {max_shard_bytes!r}, but must be a whole number of at least 1")
+    if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
+        raise TypeError(f"the tokenizer is {type(tokenizer).__name__}; give one of transformers, or leave it out")
 
 
 def _adapter_values(session: Session, naming: Naming) -> Iterator[tuple[str, torch.Tensor]]:

@@ -5,6 +5,7 @@ import errno
 import numpy as np
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from saving import CountingFiles, FailingFiles, KillingFiles
 from test_killed_writers import killed
@@ -64,8 +65,15 @@ def test_a_full_drive_is_one_line_that_names_the_folder(tmp_path):
             if name == "allocate":
                 raise OSError(errno.ENOSPC, "No space left on device")
 
-    with pytest.raises(OSError, match="No space left on device") as failure:
+    with pytest.raises(OSError, match="No space left on device; give a new folder on a drive with room") as failure:
         write(tmp_path / "mine", Full())
+    assert failure.value.filename == str(tmp_path / "mine")
+    with (
+        WeightsFolder(tmp_path / "mine") as new,
+        pytest.raises(OSError, match=r"No space .*; give a new folder") as failure,
+        new.naming(),
+    ):
+        raise SafetensorError("I/O error: No space left on device (os error 28)")  # as peft's files fail
     assert failure.value.filename == str(tmp_path / "mine")
     assert not list(tmp_path.iterdir())
 

@@ -10,6 +10,8 @@ from safetensors.torch import load_file, save_file
 from training import Task, batches, decide, prepare, train, uniform
 from weights_objects import made, on_meta
 
+from executor.training_state.restoring import restore
+from executor.training_state.saving import Checkpoints
 from executor.weights import WeightsError, load, save
 
 TASK = Task("llama", torch.float32)
@@ -67,6 +69,10 @@ BAD = {
         r"lm_head\.weight has shape \(3, 4\), but \(64, 32\) in the model; make the model from the config\.json",
     ),
     "type": (of_another_type, r"lm_head\.weight has type F8_E4M3, but weights are .*; convert the model to bf16"),
+    "integers": (
+        lambda s: change(s, lambda t: t.update({"lm_head.weight": t["lm_head.weight"].to(torch.int32)})),
+        r"lm_head\.weight is int32, but a floating-point tensor in the model; give weights that are not quantized",
+    ),
     "cut": (cut, r"model\.safetensors is damaged or no safetensors file .*; copy it again"),
     "empty": (lambda s: (s / "model.safetensors").write_bytes(b""), r"model\.safetensors is damaged"),
     "none": (lambda s: (s / "model.safetensors").unlink(), r"source has no model\.safetensors; give a folder that"),
@@ -115,6 +121,8 @@ def test_weights_that_are_not_there_are_refused(optimizer, weights, words, tmp_p
     (tmp_path / "file").write_text("")
     with pytest.raises(WeightsError, match="is a file; give the folder"):
         load(optimizer, tmp_path / "file")
+    with pytest.raises(TypeError, match="the weights are None; give the path of a folder, or the name of a model"):
+        load(optimizer, None)
 
 
 def test_the_name_of_a_hubs_model_means_its_folder_on_this_machine(source, optimizer, tmp_path, monkeypatch):
@@ -168,6 +176,21 @@ def test_saving_is_refused_before_anything_is_written(source, optimizer, tmp_pat
     load(optimizer, source)
     with pytest.raises(ValueError, match="source is there already; give a new folder"):
         save(optimizer, source)
-    with pytest.raises(ValueError, match="dtype 'int8' is none of bfloat16, float16, float32"):
-        save(optimizer, tmp_path / "saved", dtype="int8")
+    for given, words in (
+        ({"dtype": "int8"}, "dtype is 'int8', but must be one of bfloat16, float16, float32, or left out"),
+        ({"max_shard_bytes": "5GB"}, "max_shard_bytes is '5GB', but must be a whole number of at least 1"),
+        ({"max_shard_bytes": 0}, "max_shard_bytes is 0, but must be a whole number of at least 1"),
+        ({"tokenizer": "base"}, "the tokenizer is str; give one of transformers, or leave it out"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=words):
+            save(optimizer, tmp_path / "saved", **given)
     assert not (tmp_path / "saved").exists()
+    for folder in (None, ""):
+        with pytest.raises(TypeError, match=f"the folder is {folder!r}; give the path of a new one"):
+            save(optimizer, folder)
+
+
+@pytest.mark.parametrize("act", [save, load, restore, Checkpoints])
+def test_what_is_no_prepared_optimizer_is_told_so(act, tmp_path):
+    with pytest.raises(TypeError, match=r"the optimizer is Linear; give the one that ullage\.prepare returned"):
+        act(torch.nn.Linear(1, 1), tmp_path)
