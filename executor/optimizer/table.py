@@ -214,7 +214,11 @@ def entry_of(optimizer: torch.optim.Optimizer) -> OptimizerEntry:
     known = ", ".join(
         f"{'ullage' if e.torch_class in {Lion, Muon} else 'torch.optim'}.{e.torch_class.__name__}" for e in ENTRIES
     )
-    raise ValueError(f"the optimizer is {type(optimizer).__name__}, but only {known} can be executed; use one of them")
+    own = type(optimizer)
+    name = own.__name__
+    if name in {entry.torch_class.__name__ for entry in ENTRIES}:  # another library's
+        name = f"{own.__module__}.{name}"
+    raise ValueError(f"the optimizer is {name}, but only {known} can be executed; use one of them")
 
 
 def torch_class_of(planned: Optimizer) -> Callable[..., torch.optim.Optimizer]:

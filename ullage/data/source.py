@@ -79,7 +79,7 @@ class Data:
             num_micro_batches,
             pack,
         )
-        self._check(eval_split)
+        self._check(path, eval_split, seed)
         self.tokenizer = checked(tokenizer_at(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer)
         self._pieces = Pieces(Path(path).expanduser(), self.tokenizer, seq_len)
         self._seed = seed
@@ -158,6 +158,7 @@ class Data:
         Args:
             epochs: counted from the first one, so that what was resumed ends where it would have.
         """
+        _check_whole("epochs", epochs, 1)
         while self.position < epochs * self._order.per_epoch:
             yield self.step()
 
@@ -213,14 +214,17 @@ class Data:
         Raises:
             ValueError: it is one in other data.
         """
-        saved = state_dict["data"]
+        if not (isinstance(saved := state_dict.get("data"), dict) and isinstance(state_dict.get("position"), int)):
+            raise ValueError(  # noqa: TRY004 - a file may be wrong, not a call
+                "the state is not one of Data.state_dict(); give that, or go on from a checkpoint"
+            )
         for name, value in self._identity().items():
             if saved.get(name, value) != value:
                 raise ValueError(
                     f"the checkpoint is of data whose {name} is {saved[name]}, but here it is {value}; go on with the "
                     "same files, tokenizer and options"
                 )
-        self.position = int(state_dict["position"])
+        self.position = state_dict["position"]
 
     def __str__(self) -> str:
         found = self.counts
@@ -234,16 +238,15 @@ class Data:
             words.append(f"{found.without_targets:,} without target tokens were left out")
         return ", ".join(words)
 
-    def _check(self, eval_split: float) -> None:
-        if not 0 <= eval_split < 1:
-            raise ValueError(f"eval_split is {eval_split}, but it is a share of the data; give 0.05, say")
-        if self.seq_len < 2:
-            raise ValueError(
-                f"seq_len is {self.seq_len}, but a token is predicted from those before it; give 2 or more"
-            )
-        for name in ("micro_batch", "num_micro_batches"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; give 1 or more")
+    def _check(self, path: object, eval_split: object, seed: object) -> None:
+        if not isinstance(path, str | Path):
+            raise TypeError(f"the data are {type(path).__name__}; give the path of a file or folder")
+        if not isinstance(eval_split, int | float) or not 0 <= eval_split < 1:
+            raise ValueError(f"eval_split is {eval_split!r}, but it is a share of the data; give 0.05, say")
+        _check_whole("seq_len", self.seq_len, 2, ", as a token is predicted from those before it")
+        _check_whole("micro_batch", self.micro_batch, 1)
+        _check_whole("num_micro_batches", self.num_micro_batches, 1)
+        _check_whole("seed", seed, 0)
 
     def _split(self, eval_split: float) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Return the numbers of pieces to train on and to evaluate on."""
@@ -300,6 +303,11 @@ class Data:
             "seed": self._seed,
             "digest of tokens": self._pieces.digest,
         }
+
+
+def _check_whole(name: str, value: object, least: int, why: str = "") -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} is {value!r}; give a whole number from {least} on{why}")
 
 
 def _environment(name: str, default: int) -> int:

@@ -66,6 +66,8 @@ def offloaded(trainer_class: type[_Trainer], **options: Unpack[Options]) -> type
         raise TypeError(
             f"{name} is no class of transformers.Trainer; write ullage.offloaded(Trainer)(model=...), before it is made"
         )
+    if issubclass(trainer_class, _Offloaded):
+        raise TypeError(f"{trainer_class.__name__} is offloaded already; make it once, with all options")
     check_options("offloaded", options, Options.__annotations__)
     made = type(f"Offloaded{trainer_class.__name__}", (_Offloaded, trainer_class), {"ullage_options": options})
     return cast("type[_Trainer]", made)

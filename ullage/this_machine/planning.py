@@ -146,7 +146,7 @@ def _inputs(batch: Batch) -> list[CapturedInput]:
     else:
         raise TypeError(
             f"the third argument is {type(batch).__name__}; give a plan (ullage.plan or ullage.load_plan), or an "
-            "example batch: a dict, a tuple or a tensor that the model is called with"
+            "example batch: a dict, a tuple or a tensor that the model is called with (of ullage.Data: data.example())"
         )
     if not named:
         raise ValueError("the example batch is empty; give one batch of your loop, the largest")

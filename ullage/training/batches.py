@@ -73,6 +73,8 @@ def batch_source(plan: Plan, data: Tokens | Data | None, seed: int, position: in
         raise ValueError(f"position {position}: sequences to skip are counted from 0 on")
     if isinstance(data, Data):
         return _DataBatches(plan, data, position, rank)
+    if isinstance(data, str | Path):
+        raise TypeError(f"the data are the path {data}; give ullage.Data({str(data)!r}, tokenizer, seq_len, ...)")
     if _vocabulary(plan) is not None:
         if data is None:
             check_knows_text(plan)

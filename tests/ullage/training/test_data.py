@@ -297,8 +297,11 @@ BAD = {
         r"nowhere/tok has no tokenizer that can be read",
     ),
     "no fast one": ('{"text": "abc"}\n', {"tokenizer": 3}, r"int is no fast tokenizer, .*give one with tokenizer.json"),
-    "no batch": ('{"text": "abc"}\n', {"micro_batch": 0}, r"micro_batch is 0; give 1 or more"),
-    "one token": ('{"text": "abc"}\n', {"seq_len": 1}, r"seq_len is 1, but a token is predicted"),
+    "no batch": ('{"text": "abc"}\n', {"micro_batch": 0}, r"micro_batch is 0; give a whole number from 1 on"),
+    "half a batch": ('{"text": "abc"}\n', {"micro_batch": 1.5}, r"micro_batch is 1.5; give a whole number from 1 on"),
+    "a seed of another kind": ('{"text": "abc"}\n', {"seed": "a"}, r"seed is 'a'; give a whole number from 0 on"),
+    "a share in words": ('{"text": "abc"}\n', {"eval_split": "5%"}, r"eval_split is '5%', but it is a share"),
+    "one token": ('{"text": "abc"}\n', {"seq_len": 1}, r"seq_len is 1; give a whole number from 2 on, as a token is"),
 }
 
 
@@ -326,6 +329,16 @@ def test_chat_templates_that_cannot_be_used_are_refused_in_one_line(tmp_path: Pa
         with pytest.raises(ValueError, match=r"data.jsonl, line 1") as caught:
             data_of(tmp_path, [{"messages": CHAT}], 80, tokenizer=make_tokenizer(template))
         assert message in str(caught.value)
+
+
+def test_arguments_of_another_kind_are_one_line(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="the data are list; give the path of a file or folder"):
+        ullage.Data([tmp_path], TOKENIZER, 20)  # type: ignore[arg-type]
+    data = data_of(tmp_path, records(range(8)), 32)
+    with pytest.raises(ValueError, match="epochs is '2'; give a whole number from 1 on"):
+        list(data.steps("2"))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"the state is not one of Data.state_dict\(\); give that"):
+        data.load_state_dict({"position": 3})
 
 
 def test_a_checkpoint_of_other_data_is_refused(tmp_path: Path) -> None:

@@ -263,6 +263,9 @@ def test_an_unknown_optimizer_is_named() -> None:
     net = Net()
     with pytest.raises(ValueError, match=r"the optimizer is RMSprop, but only torch.optim.AdamW, .*; use one of them"):
         ullage.prepare(net, torch.optim.RMSprop(net.parameters()), BATCH)
+    of_another_library = type("AdamW", (torch.optim.AdamW,), {"__module__": "bitsandbytes.optim"})
+    with pytest.raises(ValueError, match=r"the optimizer is bitsandbytes.optim.AdamW, but only torch.optim.AdamW"):
+        ullage.prepare(net, of_another_library(net.parameters()), BATCH)
 
 
 @pytest.fixture

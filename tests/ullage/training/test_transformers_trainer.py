@@ -191,6 +191,8 @@ def test_what_is_no_trainers_class_is_named(tiny_model: Path, tmp_path: Path) ->
     made = trainer(Trainer, tiny_model, tmp_path)
     with pytest.raises(TypeError, match=r"Trainer is no class of .*, before it is made"):
         ullage.offloaded(made)
+    with pytest.raises(TypeError, match="OffloadedTrainer is offloaded already; make it once, with all options"):
+        ullage.offloaded(ullage.offloaded(Trainer))
 
 
 SCRIPT = """
