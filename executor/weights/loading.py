@@ -94,6 +94,16 @@ def load(optimizer: OffloadedOptimizer, weights: str | Path, *, strict: bool = T
     return Loaded(files.folder, files.num_bytes, origins.kept, origins.unused, time.perf_counter() - begin_s)
 
 
+def check_weights(folder: Path, model: torch.nn.Module) -> None:
+    """Check that files have all tensors that a model needs, in its shapes; the model may be on the meta device.
+
+    Raises:
+        WeightsError: a tensor is missing or has another shape, or a file is damaged.
+    """
+    with WeightFiles(folder) as files:
+        _Origins(files, Naming(model, {}), (), strict=True, remedy="")
+
+
 class _Origins:
     """Where the values of a model's tensors come from.
 
@@ -106,7 +116,15 @@ class _Origins:
         WeightsError: see :func:`load`.
     """
 
-    def __init__(self, files: WeightFiles, naming: Naming, absent: Iterable[str], *, strict: bool) -> None:
+    def __init__(
+        self,
+        files: WeightFiles,
+        naming: Naming,
+        absent: Iterable[str],
+        *,
+        strict: bool,
+        remedy: str = ", or keep the model's own values: load(strict=False)",
+    ) -> None:
         self._files = files
         self._conversion: dict[str, tuple[Conversion, str]] = {}  # and the name there, by name in the model
         self._naming, self._tensors = naming, naming.tensors
@@ -130,12 +148,10 @@ class _Origins:
         if without or (self.kept and strict):
             name = (without or self.kept)[0]
             more = f" and {len(self.kept) - 1} more" if len(self.kept) > 1 else ""
-            remedy = (
-                "make the model on the CPU, so that it has values to begin with" if without else "load(strict=False)"
-            )
+            if without:
+                remedy = ", or make the model on the CPU, so that it has values to begin with"
             raise WeightsError(
-                f"{files.folder} has no {wanted[name]}{more}, which the model has; give weights of this model, or keep "
-                f"the model's own values: {remedy}"
+                f"{files.folder} has no {wanted[name]}{more}, which the model has; give weights of this model{remedy}"
             )
 
     def values_of(self, parameter: ParameterState | FrozenParameter) -> Iterator[torch.Tensor]:
@@ -166,17 +182,17 @@ class _Origins:
             self._files.forget(source)
 
     def _check_kind(self, name: str, plain: str, found: torch.Tensor) -> None:
-        wanted = self._naming.shape_of(name)
-        if found.shape != wanted:
-            raise WeightsError(
-                f"{self._files.folder}: {plain} has shape {tuple(found.shape)}, but {wanted} in the model; make the "
-                "model from the config.json beside the weights, and plan that"
-            )
         if self._tensors[name].is_floating_point() and not found.is_floating_point():
             kind = str(found.dtype).removeprefix("torch.")
             raise WeightsError(
                 f"{self._files.folder}: {plain} is {kind}, but a floating-point tensor in the model; give weights that "
                 "are not quantized"
+            )
+        wanted = self._naming.shape_of(name)
+        if found.shape != wanted:
+            raise WeightsError(
+                f"{self._files.folder}: {plain} has shape {tuple(found.shape)}, but {wanted} in the model; make the "
+                "model from the config.json beside the weights, and plan that"
             )
 
     def _check_ties(self) -> None:

@@ -8,8 +8,11 @@ from typing import Any, Final
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from torch import nn
 
+from executor.weights import WeightsError
+from executor.weights.loading import check_weights
 from planner.models.adapters import ALL_LINEAR, Lora
 from planner.models.quantization import Quantization
 from ullage.capture.architectures import Architecture
@@ -75,6 +78,7 @@ def make_adapted(
 
     Raises:
         CaptureError: the architecture has no such projections.
+        WeightsError: the folder does not have the base's weights.
         ValueError: ``peft`` or ``bitsandbytes`` is not installed.
     """
     if importlib.util.find_spec("peft") is None:
@@ -87,10 +91,7 @@ def make_adapted(
         base = architecture.make(dtype)
         base = quantize(base, quantization) if quantization else base
     else:
-        given = {} if quantization is None else {"quantization_config": quantization_config(quantization, dtype)}
-        base = architecture.auto.from_pretrained(
-            weights, config=architecture.config, dtype=dtype, device_map="cpu", **given
-        )
+        base = _read(architecture, quantization, dtype, weights)
     alpha = lora.alpha or lora.rank
     config = LoraConfig(
         r=lora.rank,
@@ -122,6 +123,27 @@ def make_adapted(
         if parameter.requires_grad:  # beside a quantized base they are float32
             parameter.data = parameter.data.to(dtype)
     return model
+
+
+def _read(
+    architecture: Architecture, quantization: Quantization | None, dtype: torch.dtype, weights: Path
+) -> nn.Module:
+    """Return an architecture with the weights of a folder, which may be quantized there already.
+
+    Raises:
+        WeightsError: the folder does not have them.
+    """
+    if not hasattr(architecture.config, "quantization_config"):
+        with torch.device("meta"):
+            check_weights(weights, architecture.make(dtype))
+    given = {} if quantization is None else {"quantization_config": quantization_config(quantization, dtype)}
+    try:
+        return architecture.auto.from_pretrained(  # type: ignore[no-any-return]
+            weights, config=architecture.config, dtype=dtype, device_map="cpu", **given
+        )
+    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
+        why = " ".join(str(error).split())[:200]
+        raise WeightsError(f"{weights} cannot be read ({why}); copy all files of the model again") from error
 
 
 def _has(model: nn.Module, target: str) -> bool:

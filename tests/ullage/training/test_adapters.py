@@ -9,6 +9,7 @@ from typing import Any, get_args
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -18,6 +19,7 @@ from planner.models.adapters import Lora
 from planner.models.captured import CapturedModel
 from planner.models.quantization import Quantization
 from planner.plan.document import Plan
+from ullage.capture.adapters import make_adapted
 from ullage.capture.architectures import architecture
 from ullage.capture.quantized import quantization_config, quantize
 from ullage.cli.request import Adapters, model_named
@@ -249,6 +251,35 @@ def test_what_cannot_be_is_refused_in_one_line(
     assert code == 2
     assert message in err
     assert not Path("plan.json").exists()
+
+
+def spoil(path: Path, how: str) -> None:
+    tensors = load_file(path)
+    if how == "missing":
+        del tensors["model.norm.weight"]
+    elif how == "shape":
+        tensors["model.norm.weight"] = torch.ones(3)
+    save_file(tensors, path)
+    if how == "cut":
+        path.write_bytes(path.read_bytes()[:-100])
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("missing", r"has no model\.norm\.weight, which the model has; give weights of this model$"),
+        ("shape", r"model\.norm\.weight has shape \(3,\), but \(64,\) in the model; make the model"),
+        ("cut", r"model\.safetensors is damaged or no safetensors file .*; copy it again"),
+    ],
+)
+def test_weights_of_a_quantized_base_are_checked_before_they_are_read(
+    base: Path, tmp_path: Path, how: str, words: str
+) -> None:
+    folder = shutil.copytree(base, tmp_path / "base")
+    spoil(folder / "model.safetensors", how)
+    with pytest.raises(ullage.WeightsError, match=words) as refused:
+        make_adapted(architecture(folder), Lora(rank=4), "nf4", torch.float32, folder)
+    assert "\n" not in str(refused.value)
 
 
 def test_a_function_returns_its_own_adapters(capsys: Any) -> None:
