@@ -109,13 +109,25 @@ def compete(
             found.append((look, _search(look, max_simulations, progress, seeds)))
     best_look, outcome = min(found, key=lambda item: item[1].best.order)
     engines = _engines(found)
-    if not engines and (plain := [variant for variant in rivals if variant.choice.pipeline_parallel == 1]):
-        # A pipeline won. Engines that offload have none, so they are compared without one.
-        beside = min(plain, key=lambda variant: (variant.choice.tensor_parallel, computing_s(variant)))
-        policies = engine_policies(beside.setup, scorer_of(beside))
-        engines = {name: (beside, candidate) for name, candidate in policies.items()}
+    if not engines:  # a pipeline won
+        engines = compare(rivals, seq_len, deadline_s)
     num_simulations = sum(look.scorer.num_simulations for look in looks)
     return Competition(best_look.variant, outcome.best, engines, num_simulations)
+
+
+def compare(
+    rivals: Sequence[Variant], seq_len: int, deadline_s: float | None = None
+) -> dict[str, tuple[Variant, Candidate]]:
+    """Return by name the best candidate of every engine policy and its choice: one that most resembles their defaults.
+
+    Engines that offload have no pipelines, so there are none if every choice has one.
+    """
+    plain = [variant for variant in rivals if variant.choice.pipeline_parallel == 1]
+    if not plain:
+        return {}
+    beside = min(plain, key=lambda variant: (variant.choice.tensor_parallel, computing_s(variant)))
+    scorer = Scorer(Workload(beside.setup.units, seq_len), beside.cost, deadline_s)
+    return {name: (beside, candidate) for name, candidate in engine_policies(beside.setup, scorer).items()}
 
 
 def closest(rival: Variant, scorer: Scorer) -> Candidate:

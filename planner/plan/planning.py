@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import get_args
 
@@ -18,7 +18,7 @@ from planner.decisions import BF16, FP32, Decisions, Precision, check_whole_matr
 from planner.engines.setup import Setup
 from planner.models.captured import CapturedModel, Model
 from planner.optimizers import OPTIMIZERS, Optimizer
-from planner.plan.competition import closest, compete
+from planner.plan.competition import closest, compare, compete
 from planner.plan.document import EngineRow, Plan, describe, gigabytes, other_numerics
 from planner.plan.nearest import nearest_fit
 from planner.schedule.tasks import Tier
@@ -291,6 +291,12 @@ def prepare(request: Request) -> tuple[Setup, Workload, CostModel]:
     """Return setup, workload and prices for a request whose degrees and batch sizes are all given."""
     variant = request.variants()[0]
     return variant.setup, Workload(variant.setup.units, request.seq_len), variant.cost
+
+
+def engine_rows(request: Request) -> Iterator[EngineRow]:
+    """Yield a row for every engine policy, each as soon as it is known, also where no plan fits."""
+    for name, found in compare(request.variants(), request.seq_len).items():
+        yield _row(request.job, name, *found)
 
 
 def _row(job: Job, name: str, variant: Variant, candidate: Candidate) -> EngineRow:

@@ -145,6 +145,28 @@ def slowed(
     return tuple(_slowed(timeline, begin_s, step, prices[step.task], demand) for step in steps)
 
 
+def used_meanwhile(
+    timeline: Timeline,
+    iteration: int,
+    lane: Lane,
+    resource: Resource,
+    prices: Sequence[Price],
+    capacities: Mapping[Resource, float],
+) -> float:
+    """Return the share of a resource that all tasks together use while a lane is critical; 0 if it never is.
+
+    Arguments are those of :func:`slowed`.
+    """
+    begin_s, tasks = timeline.begin_s(iteration), timeline.schedule.tasks
+    steps = [step for step in critical_steps(timeline, iteration) if tasks[step.task].lane is lane]
+    demand = _Demand(timeline, prices, capacities)
+    used_s = sum(
+        step.length_s * demand.share(resource, tasks[step.task].stage, begin_s + step.start_s, begin_s + step.end_s)
+        for step in steps
+    )
+    return used_s / sum(step.length_s for step in steps) if steps else 0.0
+
+
 def parts(schedule: Schedule, steps: Sequence[Step]) -> tuple[Part, ...]:
     """Return steps summed by phase, lane and op, in order of appearance."""
     kinds: dict[tuple[Phase, Lane, Op], list[Step]] = defaultdict(list)

@@ -55,6 +55,12 @@ def engine_fits(row: EngineRow) -> str:
     return f"lacks {lacking}{nearest}"
 
 
+def engine_line(row: EngineRow) -> str:
+    """Return in one line whether an engine fits, and how long an iteration then takes."""
+    time = f" ({si(row.iteration_s, 's')} per iteration; {engine_setting(row)})" if row.fits and row.iteration_s else ""
+    return f"engine {row.name} {'fits' if row.fits else engine_fits(row)}{time}"
+
+
 def engine_setting(row: EngineRow) -> str:
     """Return an engine's settings, and how it changes numerics if it does."""
     return row.setting + (f"; changes numerics: {row.numerics}" if row.numerics else "")

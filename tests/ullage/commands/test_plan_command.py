@@ -11,6 +11,7 @@ import pytest
 from hwprofiles.paths import quantities, replace
 from hwprofiles.quantity import Curve, Provenance, Quantity
 from hwprofiles.registry import load_profile
+from planner.engines.catalogue import POLICIES
 from planner.models.parameters import num_parameters
 from planner.plan.document import EngineRow, load_plan
 from planner.plan.remedies import Remedy
@@ -18,7 +19,7 @@ from planner.schedule.tasks import Tier
 from ullage.analysis.provenance import origin_shares
 from ullage.main import main
 from ullage.output.formatting import duration
-from ullage.output.plans import engine_fits, engine_setting, faster_line, mfu
+from ullage.output.plans import engine_fits, engine_line, engine_setting, faster_line, mfu
 from ullage.training.levels import MEMORY, buffer_bytes, intervals, levels_of
 
 
@@ -42,7 +43,10 @@ def test_a_row_that_does_not_fit_says_what_lacks_and_what_would_fit():
     assert engine_fits(row) == lacking
     row = row.model_copy(update={"nearest": "--gpus 16 and 2 x the batch", "nearest_iteration_s": 7.5})
     assert engine_fits(row) == f"{lacking}; fits with --gpus 16 and 2 x the batch (7.50 s)"
-    assert engine_fits(row.model_copy(update={"fits": True})) == "yes"
+    assert engine_line(row) == f"engine twin-flow {engine_fits(row)}"
+    row = row.model_copy(update={"fits": True, "iteration_s": 2.0, "setting": "all on the CPU"})
+    assert engine_fits(row) == "yes"
+    assert engine_line(row) == "engine twin-flow fits (2.00 s per iteration; all on the CPU)"
 
 
 def test_screen_says_everything(plan_args, plan, tmp_path, capsys):
@@ -118,6 +122,13 @@ def test_a_device_without_bf16_instructions_trains_in_fp32_unless_asked_not_to(t
     assert planned("--precision", "bf16") == "bf16"
 
 
+@pytest.fixture
+def no_engines(monkeypatch):
+    """Save what other engines need: their rows take seconds."""
+    monkeypatch.setattr("ullage.commands.plan.answer.engine_rows", lambda _request: iter(()))
+
+
+@pytest.mark.usefixtures("no_engines")
 def test_a_plan_that_cannot_fit_leaves_the_old_file(plan_args, tmp_path, capsys):
     path = tmp_path / "p.json"
     path.write_text("old")
@@ -131,6 +142,7 @@ ASSUMED = Provenance(origin="assumed", source="a test")
 TOO_LITTLE = ["plan", "--model", "gpt2", "--device-memory", "99MB", "--seq-len", "64"]
 
 
+@pytest.mark.usefixtures("no_engines")
 def test_what_does_not_fit_is_said_before_remedies_are_looked_for(monkeypatch, tmp_path, capsys):
     shown = []
 
@@ -152,14 +164,19 @@ def test_json_of_what_does_not_fit_is_one_document(tmp_path, capsys):
     assert main([*TOO_LITTLE, "--output", str(tmp_path / "p.json"), "--json"]) == 2
     text, shown = capsys.readouterr()
     found = json.loads(text)
-    verdict, *remedies = shown.splitlines()
+    helps, engines = found["fits_with"], [EngineRow.model_validate(row) for row in found["engines"]]
+    verdict, *others = shown.splitlines()
+    remedies, rows = others[: len(helps)], others[len(helps) :]
     assert verdict == f"ullage plan: error: {found['error']}"
     assert (found["fits"], found["proven"], list(found["missing_bytes"])) == (False, True, ["gpu"])
-    helps = found["fits_with"]
     assert helps
     assert all(remedy["change"] in line for remedy, line in zip(helps, remedies, strict=True))
+    assert [row.name for row in engines] == list(POLICIES)
+    assert rows == [f"ullage plan: engine {row.name} {engine_fits(row)}" for row in engines]
+    assert all("; fits with" in line for line in rows if "roundpipe" not in line)
 
 
+@pytest.mark.usefixtures("no_engines")
 @pytest.mark.parametrize(
     ("host_bytes", "options", "change", "effect"),
     [
@@ -183,6 +200,7 @@ def test_adapters_are_a_remedy_that_says_what_it_changes(host_bytes, options, ch
     assert main([*asked, *change.split()]) == 0
 
 
+@pytest.mark.usefixtures("no_engines")
 def test_nothing_that_helps_is_said_too(tmp_path, capsys):
     arguments = ["plan", "--model", "demo-llama", "--micro-batch", "1000000", "--device-memory", "1MB"]
     assert main([*arguments, "--output", str(tmp_path / "p.json")]) == 2
@@ -326,3 +344,26 @@ def test_engines_that_are_faster_are_explained(plan):
         ({"iteration_s": 4 * half_s}, ""),
     ):
         assert faster_line(plan.model_copy(update={"engines": (row.model_copy(update=change),)})) == words
+
+
+def test_where_updates_on_the_cpu_bind_the_screen_says_how_much_of_host_memory_is_in_use(tmp_path, capsys):
+    """With half the bandwidth all of it is in use; with fifty times as much the cores bind, and little is."""
+    profile, path = load_profile("rtx-4090"), tmp_path / "machine.json"
+    now = profile.host.dram_bytes_per_s.value
+    used = []
+    for factor in (0.5, 50):
+        machine = replace(profile, {"host.dram_bytes_per_s": factor * now}, ASSUMED)
+        path.write_text(machine.model_dump_json())
+        options = ["--seq-len", "64", "--hardware", str(path), "--device-memory", "700MB"]
+        assert main(["plan", "--model", "gpt2", *options, "-o", str(tmp_path / "p.json")]) == 0
+        line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("host memory"))
+        used.append(float(re.search(r"([\d.]+) % of its", line).group(1)))
+    assert used[0] > 90
+    assert used[1] < 10
+
+
+def test_where_host_and_device_share_one_memory_the_screen_says_that_moving_state_gains_nothing(tmp_path, capsys):
+    arguments = ["plan", "--model", "gpt2", "--hardware", "gb10", "--seq-len", "64", "-o", str(tmp_path / "p.json")]
+    assert main(arguments) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "one with the device's: moving state between host and device gains nothing" in shown

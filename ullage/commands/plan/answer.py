@@ -17,7 +17,7 @@ from hwprofiles.registry import LOCAL
 from planner.models.adapters import Lora
 from planner.plan.checkpoints import CheckpointsAsked
 from planner.plan.document import Plan
-from planner.plan.planning import InfeasibleError, Request, make_plan
+from planner.plan.planning import InfeasibleError, Request, engine_rows, make_plan
 from planner.search import no_garbage_collection
 from ullage.cli.checkpoint_request import checkpoints_of, with_pfs
 from ullage.cli.exit_codes import BAD_INPUT
@@ -66,8 +66,12 @@ def _protected(plan: Plan, asked: CheckpointsAsked) -> Plan:
 
 
 def _refuse(args: argparse.Namespace, request: Request, error: InfeasibleError) -> int:
-    """Say that nothing fits, and with which changes something does: each as soon as it is known."""
+    """Say that nothing fits, and with which changes something does: each as soon as it is known.
+
+    Then say the same of every other engine.
+    """
     from planner.plan.remedies import what_would_fit  # noqa: PLC0415 - only here
+    from ullage.output.plans import engine_line  # noqa: PLC0415 - only here
 
     _say(f"error: {error}")
     found = []
@@ -79,6 +83,11 @@ def _refuse(args: argparse.Namespace, request: Request, error: InfeasibleError) 
             _say(f"it fits with {remedy.words} {time}{effect and f': {effect}'}")
     if not found:
         _say("nothing that was tried makes it fit")
+    rows = []
+    with status("looking for what other engines need"):
+        for row in engine_rows(request):
+            rows.append(row)
+            _say(engine_line(row))
     if args.json:
         missing_bytes = {tier.value: num_bytes for tier, num_bytes in error.missing_bytes.items()}
         document = {
@@ -87,6 +96,7 @@ def _refuse(args: argparse.Namespace, request: Request, error: InfeasibleError) 
             "proven": error.proven,
             "missing_bytes": missing_bytes,
             "fits_with": found,
+            "engines": [row.model_dump(mode="json") for row in rows],
         }
         sys.stdout.write(json.dumps(document, indent=1) + "\n")
     return BAD_INPUT

@@ -6,11 +6,15 @@ from rich.table import Table
 
 from planner.choices.choice import Choice
 from planner.costs.allocator import AllocatorUse
+from planner.costs.model import CostModel
+from planner.costs.resources import Resource
 from planner.engines.catalogue import POLICIES, policies_of
 from planner.models.captured import counted
 from planner.optimizers import OPTIMIZERS
 from planner.plan.document import Plan, describe
 from planner.schedule.tasks import Lane, MemoryClass, Tier
+from planner.simulate.critical_path import used_meanwhile
+from planner.simulate.machine import run_until_steady
 from planner.simulate.prediction import TierMemory
 from ullage.analysis.provenance import origin_words
 from ullage.commands.plan.checkpoint_screen import checkpoints_screen
@@ -18,6 +22,9 @@ from ullage.output.console import console, facts, table
 from ullage.output.formatting import binds, percent, si
 from ullage.output.plans import batch_line, engine_fits, engine_setting, faster_line, gap_line, mfu, model_line
 from ullage.training.processes import launch_line, ranks_per_node
+
+# The share of the critical path from which on updates on the CPU are looked into.
+_MATTERS = 0.25
 
 
 def plan_screen(plan: Plan, path: Path, *, default_hardware: bool) -> None:
@@ -89,6 +96,7 @@ def _summary(plan: Plan, *, default_hardware: bool) -> dict[str, str]:
         "speed": f"{seen.tokens_per_s:,.0f} {counted(plan.model)}/s; {si(seen.model_flop_per_s, 'FLOP/s')} of the "
         f"model per device, {percent(mfu(plan))} of the best GEMM rate",
         "binds": binds(seen.critical_s, seen.iteration_s),
+        **_host_memory(plan),
         "best": gap_line(plan),
         **({"faster": faster} if (faster := faster_line(plan)) else {}),
         "placement": describe(decided, plan.units()),
@@ -116,6 +124,23 @@ def _execution(plan: Plan) -> dict[str, str]:
     if decided.num_devices == 1:
         return {}
     return {"execution": f"one process per device: {launch_line(decided.num_devices, ranks_per_node(plan))}"}
+
+
+def _host_memory(plan: Plan) -> dict[str, str]:
+    """Say whether the cores or their memory bind, where updates on the CPU do; and where there is but one memory."""
+    seen, hardware = plan.prediction, plan.hardware
+    if hardware.one_memory:
+        words = "one with the device's: moving state between host and device gains nothing"
+        return {"host memory": words}
+    if seen.critical_s.get(Lane.CPU, 0.0) < _MATTERS * seen.iteration_s:
+        return {}
+    schedule, cost = plan.schedule(), CostModel.of(hardware, plan.units(), plan.decisions)
+    found = run_until_steady(schedule, cost)
+    used = used_meanwhile(
+        found.timeline, found.steady, Lane.CPU, Resource.DRAM, cost.prices(schedule), cost.capacities()
+    )
+    rate = si(hardware.host.dram_bytes_per_s.value, "B/s")
+    return {"host memory": f"{percent(used)} of its {rate} are in use while optimizer steps on the CPU bind"}
 
 
 def _storage(plan: Plan) -> dict[str, str]:
