@@ -83,7 +83,7 @@ class Parking:
         self._moved = [(tensor, place[id(tensor)]) for tensor in (*slabs, *buffers)]
         for unit in units if not keep_weights else ():
             device, host = unit.own_weights, place.get(id(unit.own_weights))
-            self._moved += [] if host is None else [(device[held], host[held]) for held in _updated_there(unit)]
+            self._moved += [] if host is None else [(device[held], host[held]) for held in _updated_on_device(unit)]
         for tensor, there in self._moved:
             runtime.backend.copy(there, tensor)
         runtime.actions.synchronize()
@@ -178,7 +178,7 @@ def _showing(leaf: torch.nn.Parameter, values: torch.Tensor) -> Callable[[], Non
     return undo
 
 
-def _updated_there(unit: UnitState) -> list[slice]:
+def _updated_on_device(unit: UnitState) -> list[slice]:
     """Return the ranges of a unit's own weights that are updated on the device."""
     pieces = [piece for piece in unit.pieces if unit.on_device and piece.place is Place.GPU]
     return [slice(piece.start - unit.start, piece.stop - unit.start) for piece in pieces]
@@ -186,7 +186,7 @@ def _updated_there(unit: UnitState) -> list[slice]:
 
 def _has_only_weights(unit: UnitState) -> bool:
     """Return whether the device alone has some of a unit's weights."""
-    return bool(_updated_there(unit))
+    return bool(_updated_on_device(unit))
 
 
 def _resident(unit: UnitState) -> list[torch.Tensor]:

@@ -210,7 +210,7 @@ class Session:
             ValueError: the model has no weights yet.
         """
         naming = self.naming()
-        kept = naming.kept_names()
+        kept = naming.saved_names()
         wanted = dtype or self.runtime.state.dtype
         from_masters = self.runtime.parked or wanted != self.runtime.state.dtype
         masters = self.access.masters()
@@ -361,7 +361,7 @@ class Session:
             self._undo_all()
             driver.gradients.clear()
             if self._ranks is not None:
-                self._ranks.close(together=together)
+                self._ranks.close(on_all_ranks=together)
 
     def _give_back(self) -> None:
         """Give the model its weights, where they are kept."""
@@ -369,9 +369,9 @@ class Session:
             if name in self.runtime.state.absent:
                 shard.whole.data = without_values(shard.whole_shape, self.runtime.state.dtype)
             elif shard.stored.is_quantized:
-                shard.stored.live_in(self.access.kept_weights(name))
+                shard.stored.live_in(self.access.stored_weights(name))
             else:
-                shard.whole.data = _with_own_storage(self.access.kept_weights(name))
+                shard.whole.data = _with_own_storage(self.access.stored_weights(name))
 
     def _undo_all(self) -> None:
         while self._undo:

@@ -88,7 +88,7 @@ class StateAccess:
         """Return one parameter's current weights. See :meth:`executor.session.Session.full_parameters`."""
         self._runtime.check_has_weights()
         self.make_current("state_dict()", uses=True)
-        return self.kept_weights(name)
+        return self.stored_weights(name)
 
     def masters(self) -> Callable[[str], torch.Tensor]:
         """Return a function that returns a parameter's master copy, float32, whole, on the host.
@@ -103,7 +103,7 @@ class StateAccess:
             if not self._runtime.parked:
                 self.make_current("state_dict()", uses=True)
             if name in self._state.frozen_by_parameter:  # there is no other copy
-                return self.kept_weights(name)
+                return self.stored_weights(name)
             parts = []
             for unit, parameter in self._state.by_parameter[name]:
                 if held != unit.name:
@@ -114,7 +114,7 @@ class StateAccess:
 
         return master
 
-    def kept_weights(self, name: str) -> torch.Tensor:
+    def stored_weights(self, name: str) -> torch.Tensor:
         """Return a parameter's weights once they are current: a view of where they are kept.
 
         If they are kept in shards or shares, or on NVMe, it is new host memory. Of a quantized parameter it is bytes.

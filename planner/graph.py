@@ -76,7 +76,7 @@ class Unit:
 
     @functools.cached_property
     def _frozen_bytes(self) -> dict[int, int]:
-        return {size: sum(spec.kept_bytes(size) for spec in self.frozen) for size in (2, 4)}
+        return {size: sum(spec.stored_bytes(size) for spec in self.frozen) for size in (2, 4)}
 
     def frozen_bytes(self, weight_bytes: int) -> int:
         """Return the bytes of its frozen weights, as they are kept and moved."""
@@ -87,7 +87,7 @@ class Unit:
         """A name for its size: units of one name share a ring of slots."""
         return f"{self.num_params}+{self.frozen_bytes(2)}" if self.frozen else str(self.num_params)
 
-    def kept_bytes(self, weight_bytes: int) -> int:
+    def stored_bytes(self, weight_bytes: int) -> int:
         """Return the bytes of all its weights, as they are kept and moved."""
         return weight_bytes * self.num_params + self.frozen_bytes(weight_bytes)
 

@@ -47,14 +47,14 @@ class Cores:
     on_device: bool
 
     @classmethod
-    def of(cls, own: Sequence[int], num_wanted: int | None, *, is_bound: bool, on_device: bool) -> Self:
-        """Divide a rank's cores among its threads; at most ``num_wanted`` threads update."""
+    def of(cls, own: Sequence[int], most_threads: int | None, *, is_bound: bool, on_device: bool) -> Self:
+        """Divide a rank's cores among its threads; at most ``most_threads`` threads update."""
         count = len(own)
         num_issuing = (
             (min(count // 2, 2 if count >= _MANY else 1)) if on_device else min(torch.get_num_threads(), count)
         )
         room = max(count - num_issuing, 1)
-        return cls(tuple(own), num_issuing, min(num_wanted or room, room), is_bound, on_device)
+        return cls(tuple(own), num_issuing, min(most_threads or room, room), is_bound, on_device)
 
     @property
     def of_updates(self) -> tuple[int, ...] | None:
@@ -108,13 +108,13 @@ def open_cores() -> frozenset[int]:
 
 
 def take_cores(
-    choice: CoreChoice, num_wanted: int | None, ranks: Ranks | None, *, on_device: bool
+    choice: CoreChoice, most_threads: int | None, ranks: Ranks | None, *, on_device: bool
 ) -> tuple[Cores, Callable[[], None]]:
     """Take a rank's share of the cores, see [Note: Shares of cores]; all ranks call this together.
 
     Args:
         choice: which cores.
-        num_wanted: most threads that update; ``None`` for as many as there are cores.
+        most_threads: most threads that update; ``None`` for as many as there are cores.
         ranks: all of them; ``None`` with one.
         on_device: whether a GPU computes.
 
@@ -136,7 +136,7 @@ def take_cores(
     position = 0 if ranks is None else sharing.index(ranks.rank)
     is_bound = choice != "free" and (len(sharing) > 1 or choice != "auto") and hasattr(os, "sched_setaffinity")
     own = divide(in_order(allowed), position, len(sharing))
-    cores = Cores.of(own, num_wanted, is_bound=is_bound, on_device=on_device)
+    cores = Cores.of(own, most_threads, is_bound=is_bound, on_device=on_device)
     num_threads = torch.get_num_threads()
     if len(sharing) > 1:
         torch.set_num_threads(max(min(num_threads, cores.num_issuing), 1))

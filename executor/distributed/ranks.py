@@ -109,7 +109,7 @@ class Ranks:
             yield
         except BaseException as error:
             self.report_failure(error)
-            self.close(together=False)
+            self.close(on_all_ranks=False)
             raise
 
     def replicas(self, unit: Unit) -> Group:
@@ -181,18 +181,18 @@ class Ranks:
         """End all waiting for collectives on this rank."""
         self._stopped.set()
 
-    def close(self, *, together: bool) -> None:
+    def close(self, *, on_all_ranks: bool) -> None:
         """Leave the process groups. Closing twice is allowed.
 
         gloo crashes if a group is destroyed while a collective is under way in it. After a failure there is always a
         rank without one: it destroys the group first, its connections close, and that ends the others' collectives.
 
         Args:
-            together: whether all ranks close now, after a barrier.
+            on_all_ranks: whether all ranks close now, after a barrier.
         """
-        self._watchdog.stop(together=together)
+        self._watchdog.stop(on_all_ranks=on_all_ranks)
         self._stopped.set()
-        if not together:
+        if not on_all_ranks:
             self._abort_devices()  # or to destroy them would wait for kernels that wait for ranks that are gone
         for group in sorted(self._groups, key=lambda group: group in self._under_way):
             done = self._under_way.get(group)
@@ -208,7 +208,7 @@ class Ranks:
         """Close when the process ends without having closed: no collective may be under way at interpreter exit."""
         if (error := getattr(sys, "last_value", None)) is not None:  # an uncaught exception
             self.report_failure(error)
-        self.close(together=False)
+        self.close(on_all_ranks=False)
         if self._groups:  # interpreter exit would crash; the traceback has been printed
             sys.stdout.flush()
             sys.stderr.flush()

@@ -189,7 +189,7 @@ def _shards_of(
         rows = (int(cut["first"]), int(cut["stop"])) if cut["stop"] else None
         is_vocabulary = operator.kind in {"embedding", "head"} and operator.pattern is not Pattern.REPLICATE
         stored = StoredParameter(named[name], modules[name.rpartition(".")[0]])
-        _check_kept(name, stored, spec)
+        _check_stored(name, stored, spec)
         shard = _shard(name, stored, torch.Size(spec.shape), rows, mesh, is_vocabulary=is_vocabulary)
         shards[spec.name] = dataclasses.replace(shard, is_absent=id(named[name]) in absent)
         if (other := owned.setdefault(id(named[name]), name)) != name:
@@ -292,7 +292,7 @@ def _shard(
     return shard
 
 
-def _check_kept(name: str, stored: StoredParameter, spec: ParameterSpec) -> None:
+def _check_stored(name: str, stored: StoredParameter, spec: ParameterSpec) -> None:
     """Check that a parameter takes the bytes that were planned.
 
     Raises:

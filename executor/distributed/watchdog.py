@@ -104,12 +104,12 @@ class Watchdog:
             return self._failure
         return RankError(f"ranks can no longer reach each other: {error}")
 
-    def stop(self, *, together: bool) -> None:
-        """Stop watching; ``together`` tells the others that it is no failure. Stopping twice is allowed."""
+    def stop(self, *, on_all_ranks: bool) -> None:
+        """Stop watching; ``on_all_ranks`` tells the others that it is no failure. Stopping twice is allowed."""
         if not self._leaving.is_set():
             self._leaving.set()
             with contextlib.suppress(Exception):  # the process that serves the store may have ended before
-                if together:
+                if on_all_ranks:
                     self._store.set(f"left {self._rank}", "")
             if self._thread.is_alive() and threading.current_thread() is not self._thread:
                 self._thread.join()

@@ -20,14 +20,14 @@ class MemoryShortage:
 
     Attributes:
         tier: of the memory.
-        name, asked_bytes: the block that was asked for.
+        name, requested_bytes: the block that was asked for.
         capacity_bytes: most that may be taken in all; ``None`` without a limit of its own.
         held_bytes: bytes taken before, by class.
     """
 
     tier: Tier
     name: str
-    asked_bytes: int
+    requested_bytes: int
     capacity_bytes: int | None
     held_bytes: Mapping[MemoryClass, int]
 
@@ -37,8 +37,8 @@ class MemoryShortage:
         free = "" if free_bytes is None else f", {free_bytes:,} B free"
         held = "; ".join(f"{c} {n:,} B" for c, n in sorted(self.held_bytes.items())) or "nothing"
         return (
-            f"the {self.tier} is out of memory: {self.name} asks for {self.asked_bytes:,} B ({limit}{free}); held so "
-            f"far: {held}. Plan for the memory that is really free, or move more of the plan to another tier"
+            f"the {self.tier} is out of memory: {self.name} asks for {self.requested_bytes:,} B ({limit}{free}); held "
+            f"so far: {held}. Plan for the memory that is really free, or move more of the plan to another tier"
         )
 
 

@@ -210,7 +210,7 @@ def _ranges(unit: Unit, decisions: Decisions, shards: Mapping[str, ParameterShar
     weights = torch.bfloat16 if decisions.precision.weights == "bf16" else torch.float32
     result, start = [], 0
     for spec in sorted(unit.frozen, key=lambda spec: spec.frozen == "plain"):
-        stop, shard = start + spec.kept_bytes(weights.itemsize), shards[spec.name]
+        stop, shard = start + spec.stored_bytes(weights.itemsize), shards[spec.name]
         result.append(FrozenParameter(shard, weights if spec.frozen == "plain" else shard.whole.dtype, start, stop))
         start = stop
     return tuple(result)

@@ -133,7 +133,7 @@ class SpilledGradients:
         self.rooms = rooms
         self.file = file
         self._record = {key: record for record, key in enumerate(rooms)}
-        self._there: set[Key] = set()
+        self._on_nvme: set[Key] = set()
 
     @classmethod
     def of(
@@ -169,12 +169,12 @@ class SpilledGradients:
     def spill(self, key: Key) -> None:
         """Write the gradient of a piece from its host memory."""
         self.file.write(self._record[key], as_bytes(self.rooms[key]))
-        self._there.add(key)
+        self._on_nvme.add(key)
 
     def fetch(self, key: Key, buffer: torch.Tensor) -> None:
         """Read the gradient of a piece into its part of a buffer, if one was spilled since the last fetch."""
-        if key in self._there:
-            self._there.remove(key)
+        if key in self._on_nvme:
+            self._on_nvme.remove(key)
             self.file.read(self._record[key], as_bytes(buffer))
 
 

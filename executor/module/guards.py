@@ -90,7 +90,7 @@ def bind_guards(model: nn.Module, dtype: torch.dtype, device: torch.device) -> l
     """
     undo = []
     for module in model.modules():
-        undo.append(replace_attribute(module, "_apply", _keeping_weights(module, dtype, device)))
+        undo.append(replace_attribute(module, "_apply", _refusing_conversion(module, dtype, device)))
         undo += [
             replace_attribute(module, "__deepcopy__", _refuse_copy),
             replace_attribute(module, "__reduce_ex__", _refuse_pickle),
@@ -129,7 +129,7 @@ def _refuse_pickle(_protocol: object) -> None:
     )
 
 
-def _keeping_weights(module: nn.Module, dtype: torch.dtype, device: torch.device) -> Callable[..., nn.Module]:
+def _refusing_conversion(module: nn.Module, dtype: torch.dtype, device: torch.device) -> Callable[..., nn.Module]:
     """Return a module's ``_apply``, which ``to()``, ``half()``, ``cuda()`` and their like call, for no change only."""
     original: Callable[..., nn.Module] = module._apply
 

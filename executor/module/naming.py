@@ -145,7 +145,7 @@ class Naming:
                 self.shape_of(name),
                 dtype if isinstance(self.tensors[name], nn.Parameter) else self.tensors[name].dtype,
             )
-            for plain, name in self.kept_names().items()
+            for plain, name in self.saved_names().items()
         }
         return {
             name: Shape(tuple(made.shape), made.dtype)
@@ -208,7 +208,7 @@ class Naming:
             conversion.sources.append((pattern or "", name))  # type: ignore[attr-defined]  # a list until it is returned
         yield from conversions.values()
 
-    def kept_names(self) -> dict[str, str]:
+    def saved_names(self) -> dict[str, str]:
         """Return what is saved of the base model: one name in the model of each tensor, by its name in the base."""
         ignored = [re.compile(pattern) for pattern in getattr(self.base, "_keys_to_ignore_on_save", None) or ()]
         kept: dict[str, str] = {}

@@ -36,7 +36,7 @@ def bind_quantized(model: nn.Module) -> list[Callable[[], None]]:
         if hasattr(module, "support_avx512bf16_for_cpu"):  # evaluating would pack the weights anew, elsewhere
             undo.append(replace_attribute(module, "support_avx512bf16_for_cpu", False))
         if _is_frozen_8bit(module):
-            undo.append(replace_attribute(module, "forward", _keeping_nothing(module, module.forward)))
+            undo.append(replace_attribute(module, "forward", _without_saving(module, module.forward)))
     return undo
 
 
@@ -46,7 +46,7 @@ def _is_frozen_8bit(module: Any) -> bool:
     return module.bias is None or not module.bias.requires_grad
 
 
-def _keeping_nothing(
+def _without_saving(
     module: nn.Module, forward: Callable[[torch.Tensor], torch.Tensor]
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     def run(values: torch.Tensor) -> torch.Tensor:

@@ -205,7 +205,7 @@ class Share(NamedTuple):
     waited: float
 
 
-def together(calls: Sequence[Call], window_s: float) -> list[Share]:
+def concurrently(calls: Sequence[Call], window_s: float) -> list[Share]:
     """Repeat blocking calls for a while, each in its own thread; the first one runs in the calling thread.
 
     Repetitions that end after the window are dropped, because other calls may have stopped by then; a single one stays.
@@ -260,7 +260,7 @@ def sample_groups(groups: Sequence[Sequence[Call]], budget_s: float) -> list[Tog
     windows: list[list[list[Share]]] = [[] for _ in groups]
     for _ in range(NUM_WINDOWS):
         for group, found in zip(groups, windows, strict=True):
-            found.append(together(group, window_s))
+            found.append(concurrently(group, window_s))
     results = []
     for found in windows:
         shares = np.array(found)  # window, call, (time, waited)

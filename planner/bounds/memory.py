@@ -107,7 +107,7 @@ class Memory:
         held_always = self._always(scale)
         always = program.variable("always held", 0.0, program.highest(held_always))
         program.at_least("always held", Sum((always, 1.0)), held_always, equal=True)
-        before = [Sum().plus(self._kept(segment), scale) for segment in self.on.segments]
+        before = [Sum().plus(self._saved_activations(segment), scale) for segment in self.on.segments]
         kept = self.on.chain("activations", before)
         resident = self.on.chain("resident gradients", (self._resident_gradient(unit, scale) for unit in self.on.units))
         state = (Sum().plus(self.on.state_out(unit), scale) if unit.num_params else Sum() for unit in self.on.units)
@@ -143,7 +143,7 @@ class Memory:
                 rings[unit.size_name].append(unit)
         held = Sum()
         for size_name, units in rings.items():
-            size = units[0].kept_bytes(self.on.weight_bytes) * scale
+            size = units[0].stored_bytes(self.on.weight_bytes) * scale
             ring = self.on.program.variable(f"{RING}{size_name}", 0.0, size * len(units))
             held[ring] = 1.0
             self.rings[ring] = (size, units)
@@ -176,7 +176,7 @@ class Memory:
         slot = self.on.program.variable(STATE_SLOT, 0.0, most_bytes * largest * scale)
         held[slot] += 1.0
         for unit in (unit for unit in self.on.units if unit.num_weights):
-            own = self.on.own_bytes(unit) if self.on.given.gathers(unit) else unit.kept_bytes(self.on.weight_bytes)
+            own = self.on.own_bytes(unit) if self.on.given.gathers(unit) else unit.stored_bytes(self.on.weight_bytes)
             held.plus(Sum(("", 1.0)).plus(self.on.away(unit), -1.0), own * scale)
             if not unit.num_params:
                 continue
@@ -189,7 +189,7 @@ class Memory:
             self.on.program.at_least(f"{unit.name}: fits the state slot", Sum((slot, 1.0)), streamed)
         return held
 
-    def _kept(self, segment: Sequence[Unit]) -> Sum:
+    def _saved_activations(self, segment: Sequence[Unit]) -> Sum:
         """Return the bytes of a segment's activations while a later one computes backward."""
         saved, name = float(sum(unit.saved_bytes for unit in segment)), segment[0].segment
         held = Sum(("", saved))

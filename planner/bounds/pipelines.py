@@ -45,7 +45,7 @@ def pipelined(space: Space, cost: CostModel, limit_s: float, *, soft: bool) -> L
         scale = 1.0 / capacities(cost)[Tier.GPU]
         ahead = min(len(dealt) - number, repeats)
         held, gradients = _always(stage, space), Sum(("", _gradient_bytes(stage, space)))
-        first, last = Sum().plus(held).plus(_kept(stage), float(ahead)), Sum().plus(held).plus(gradients)
+        first, last = Sum().plus(held).plus(_saved_activations(stage), float(ahead)), Sum().plus(held).plus(gradients)
         program.at_least(f"memory: device of stage {number} at its first backward", room, Sum().plus(first, scale))
         program.at_least(f"memory: device of stage {number} at its last backward", room, Sum().plus(last, scale))
     return program
@@ -73,7 +73,7 @@ def _always(stage: Stage, space: Space) -> Sum:
     given = space.given
     state_bytes = given.state_bytes_per_param - given.resident_weight_bytes_per_param
     units = [unit for segment in stage for unit in segment]
-    weights = sum(unit.kept_bytes(given.precision.weight_bytes) for unit in units)
+    weights = sum(unit.stored_bytes(given.precision.weight_bytes) for unit in units)
     # Of units merged into a stage the shards are no larger in sum than their own.
     ranks = given.data_parallel if given.zero_stage else 1
     return Sum(("", float(weights) + state_bytes * (sum(unit.num_params for unit in units) / ranks)))
@@ -84,7 +84,7 @@ def _gradient_bytes(stage: Stage, space: Space) -> float:
     return float(sum(weight_bytes * unit.num_params for segment in stage for unit in segment))
 
 
-def _kept(stage: Stage) -> Sum:
+def _saved_activations(stage: Stage) -> Sum:
     """Return the bytes of one micro-batch's activations."""
     found = Sum()
     for segment in stage:

@@ -21,7 +21,7 @@ from planner.plan.checkpoints import (
     Bound,
     CheckpointLevel,
     CheckpointPlan,
-    CheckpointsAsked,
+    CheckpointRequest,
     EngineCheckpoints,
 )
 from planner.plan.document import Plan
@@ -36,12 +36,12 @@ class CheckpointsError(ValueError):
     """Checkpoints cannot be made within the limits: names the limit that binds, and a remedy."""
 
 
-def choose_checkpoints(plan: Plan, asked: CheckpointsAsked, trial: Trial | None = None) -> CheckpointPlan:
+def choose_checkpoints(plan: Plan, request: CheckpointRequest, trial: Trial | None = None) -> CheckpointPlan:
     """Return the levels and intervals that waste the least of a plan's time.
 
     Args:
         plan: what is trained, and where.
-        asked: failures and limits.
+        request: failures and limits.
         trial: the plan's simulations, to be shared by several calls for one plan.
 
     Raises:
@@ -50,9 +50,9 @@ def choose_checkpoints(plan: Plan, asked: CheckpointsAsked, trial: Trial | None 
     trial = trial or Trial(plan)
     found: list[tuple[_Choice, tuple[Level, ...], Nested]] = []
     errors: list[CheckpointsError] = []
-    for buffer_bytes in _buffers(trial, asked):
+    for buffer_bytes in _buffers(trial, request):
         try:
-            choice = _Choice(plan, asked, trial, buffer_bytes)
+            choice = _Choice(plan, request, trial, buffer_bytes)
             found.append((choice, *choice.best()))
         except CheckpointsError as error:
             errors.append(error)
@@ -63,15 +63,15 @@ def choose_checkpoints(plan: Plan, asked: CheckpointsAsked, trial: Trial | None 
     return choice.made(levels, choice.confirmed(levels, nested))
 
 
-def protected(plan: Plan, asked: CheckpointsAsked) -> Plan:
+def protected(plan: Plan, request: CheckpointRequest) -> Plan:
     """Return a plan with its checkpoints; see :func:`choose_checkpoints`."""
-    return plan.model_copy(update={"checkpoints": choose_checkpoints(plan, asked)}).sealed()
+    return plan.model_copy(update={"checkpoints": choose_checkpoints(plan, request)}).sealed()
 
 
-def _buffers(trial: Trial, asked: CheckpointsAsked) -> list[int]:
+def _buffers(trial: Trial, request: CheckpointRequest) -> list[int]:
     """Return sizes of a rank's buffer to try, smallest first: the one asked for, or up to its whole checkpoint."""
-    if asked.buffer_bytes is not None:
-        return [asked.buffer_bytes]
+    if request.buffer_bytes is not None:
+        return [request.buffer_bytes]
     most_bytes = trial.free_bytes(Tier.HOST) // trial.cost.ranks_per_node
     wanted = {trial.shard_bytes >> 2, trial.shard_bytes + CHUNK_BYTES - 1}
     larger = {min(size, most_bytes) // CHUNK_BYTES * CHUNK_BYTES for size in wanted}
@@ -81,8 +81,8 @@ def _buffers(trial: Trial, asked: CheckpointsAsked) -> list[int]:
 class _Choice:
     """The choice for one size of buffer."""
 
-    def __init__(self, plan: Plan, asked: CheckpointsAsked, trial: Trial, buffer_bytes: int) -> None:
-        self._asked = asked
+    def __init__(self, plan: Plan, request: CheckpointRequest, trial: Trial, buffer_bytes: int) -> None:
+        self._request = request
         self._iteration_s = plan.prediction.iteration_s
         self._profile = plan.hardware
         self._trial = trial
@@ -104,7 +104,7 @@ class _Choice:
             level: "does not pay" for level in LEVELS if level not in {*levels, *self._left_out}
         }
         return CheckpointPlan(
-            asked=self._asked,
+            asked=self._request,
             iteration_s=self._iteration_s,
             size_bytes=self._all_bytes,
             buffer_bytes=self._buffer_bytes,
@@ -122,7 +122,7 @@ class _Choice:
 
     def _why_not(self, level: Level) -> str | None:
         """Return why a level cannot be used; ``None`` if it can."""
-        count, storage = self._asked.keep + MORE_THAN_KEPT, storage_of(self._trial.cost, level)
+        count, storage = self._request.keep + MORE_THAN_KEPT, storage_of(self._trial.cost, level)
         if level != "memory" and storage is None:
             return f"profile {self._profile.name} has none"
         free_bytes, size_bytes = {
@@ -147,7 +147,7 @@ class _Choice:
 
     def _endured_bytes_per_day(self) -> float | None:
         """Return the bytes per day that the node's drives endure: asked for, or from the profile; ``None``: unknown."""
-        nvme, writes = self._profile.nvme, self._asked.drive_writes_per_day
+        nvme, writes = self._profile.nvme, self._request.drive_writes_per_day
         if nvme is None:
             return None
         if writes is not None:
@@ -166,7 +166,7 @@ class _Choice:
     def _rates(self, levels: tuple[Level, ...]) -> list[float] | None:
         """Return the failures per second from which each level recovers; ``None`` if some have no level."""
         rates = dict.fromkeys(levels, 0.0)
-        for kind, mtbf_s in self._asked.mtbf_s.items():
+        for kind, mtbf_s in self._request.mtbf_s.items():
             surviving = [level for level in levels if LEVELS.index(level) >= LEVELS.index(kind)]
             if not surviving:
                 return None
@@ -188,10 +188,10 @@ class _Choice:
                 measured = self._trial.promoted(levels[position - 1], level)
                 drained_s = measured.latency_s
             latency_s += measured.latency_s
-            restart_s = self._asked.restart_s + self._trial.restored_s(level)
+            restart_s = self._request.restart_s + self._trial.restored_s(level)
             found.append(Protection(measured.cost_s, latency_s, restart_s, rate))
             least_s.append(max(drained_s, self._endured_s() if level == "nvme" else 0.0))
-        return found, Limits(tuple(least_s), self._asked.max_overhead, self._asked.max_lost_s)
+        return found, Limits(tuple(least_s), self._request.max_overhead, self._request.max_lost_s)
 
     def _saved(self, level: Level, every: int | None) -> Measured:
         alone = self._trial.saved(level, self._buffer_bytes)
@@ -231,14 +231,14 @@ class _Choice:
             protections, limits = self._protections(levels, first)
             every = tuple(itertools.accumulate([first, *ratios], lambda a, b: a * b))
             try:
-                found.append(self._kept(every, protections, limits))
+                found.append(self._protected(every, protections, limits))
             except ContradictionError as error:
                 errors.append(error)
         if not found:
             raise self._contradiction(errors)
         return min(found, key=lambda each: each.waste)
 
-    def _kept(self, every: tuple[int, ...], protections: list[Protection], limits: Limits) -> Nested:
+    def _protected(self, every: tuple[int, ...], protections: list[Protection], limits: Limits) -> Nested:
         """Return the waste of intervals, if they are within the limits."""
         work_s = [n * self._iteration_s for n in every]
         made = outcome(protections, every, self._iteration_s)
@@ -252,24 +252,24 @@ class _Choice:
     def _contradiction(self, errors: list[ContradictionError]) -> CheckpointsError:
         overheads = [error.least_overhead for error in errors if error.least_overhead is not None]
         losses_s = [error.least_lost_s for error in errors if error.least_lost_s is not None]
-        asked, ways = [], []
-        if self._asked.max_overhead is not None:
-            asked.append(f"--max-checkpoint-overhead {100 * self._asked.max_overhead:g}%")
+        limits, ways = [], []
+        if self._request.max_overhead is not None:
+            limits.append(f"--max-checkpoint-overhead {100 * self._request.max_overhead:g}%")
             ways += [f"allow {100 * min(overheads):.3g} % of overhead"] if overheads else []
-        if self._asked.max_lost_s is not None:
-            asked.append(f"--max-lost-work {self._asked.max_lost_s:g}s")
+        if self._request.max_lost_s is not None:
+            limits.append(f"--max-lost-work {self._request.max_lost_s:g}s")
             ways += [f"{'' if ways else 'allow '}{min(losses_s):.3g} s of lost work"] if losses_s else []
-        if not asked:
-            asked.append("an iteration between checkpoints")
+        if not limits:
+            limits.append("an iteration between checkpoints")
             ways.append("write to faster storage")
-        return CheckpointsError(f"no checkpoints keep {' and '.join(asked)}; {', or '.join(ways)}")
+        return CheckpointsError(f"no checkpoints keep {' and '.join(limits)}; {', or '.join(ways)}")
 
     def _nothing_survives(self) -> CheckpointsError:
-        slowest = max(self._asked.mtbf_s, key=LEVELS.index)
+        slowest = max(self._request.mtbf_s, key=LEVELS.index)
         needed = LEVELS[LEVELS.index(slowest) :]
         reasons = "; ".join(f"{level}: {self._left_out[level]}" for level in needed if level in self._left_out)
         return CheckpointsError(
-            f"no storage is left that survives what {slowest}={self._asked.mtbf_s[slowest]:.0f}s stands for "
+            f"no storage is left that survives what {slowest}={self._request.mtbf_s[slowest]:.0f}s stands for "
             f"({reasons}); make room, choose a profile that has it, or give --pfs-bandwidth"
         )
 
@@ -287,7 +287,7 @@ class _Choice:
                 latency_s=each.latency_s,
                 restart_s=each.restart_s,
                 mtbf_s=1 / each.failures_per_s if each.failures_per_s else None,
-                stored_bytes=(self._asked.keep + MORE_THAN_KEPT) * size_bytes,
+                stored_bytes=(self._request.keep + MORE_THAN_KEPT) * size_bytes,
                 written_bytes_per_day=size_bytes * _DAY_S * (1 - chosen.waste) / (every * self._iteration_s),
             )
 
@@ -310,7 +310,7 @@ class _Choice:
 
     def _engine(self, name: str) -> EngineCheckpoints:
         """Return the waste of another engine at its best interval, on its best level."""
-        rate = self._asked.failures_per_s
+        rate = self._request.failures_per_s
         found: list[EngineCheckpoints] = []
         reasons = [f"nothing survives ({why})" for why in self._left_out.values()]
         for level in LEVELS[1:]:
@@ -321,7 +321,7 @@ class _Choice:
             except ValueError as error:
                 reasons.insert(0, str(error))
                 continue
-            restart_s = self._asked.restart_s + self._trial.restored_s(level)
+            restart_s = self._request.restart_s + self._trial.restored_s(level)
             protection = Protection(measured.cost_s, measured.latency_s, restart_s, rate)
             nested = nest([protection], self._iteration_s, Limits((measured.latency_s - measured.cost_s,)))
             found.append(
@@ -339,12 +339,12 @@ class _Choice:
         return min(found, key=lambda each: (each.waste, each.name))
 
     def _assumptions(self, levels: tuple[Level, ...]) -> Iterator[str]:
-        yield f"restart: {self._asked.restart_s:g} s until state can be read"
+        yield f"restart: {self._request.restart_s:g} s until state can be read"
         hashing = hash_bytes_per_s(self._profile.host)
         yield f"checksums: {hashing.value / 1e9:.3g} GB/s per core ({hashing.provenance.source})"
         if self._endured_bytes_per_day() is None:
             yield "drives endure whatever is written (--drive-writes-per-day says how much, or the profile)"
-        elif self._asked.drive_writes_per_day is None:
+        elif self._request.drive_writes_per_day is None:
             yield f"drives endure {_size(self._endured_bytes_per_day() or 0.0)} a day, as the profile says"
         yield "failures come at exponential times"
         if len(levels) > 1:

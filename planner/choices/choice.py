@@ -66,7 +66,7 @@ def batch_of(
     )
 
 
-class Asked(Frozen):
+class Constraints(Frozen):
     """The values that the user gave; ``None`` leaves the choice to the planner.
 
     Attributes:

@@ -5,7 +5,7 @@ import functools
 from collections.abc import Iterator
 
 from hwprofiles.profile import HardwareProfile
-from planner.choices.choice import Asked, Choice, batch_of
+from planner.choices.choice import Choice, Constraints, batch_of
 from planner.choices.space import Space
 from planner.choices.tiles import can_be_tiled, tile_of, with_tile
 from planner.costs.model import CostModel
@@ -65,21 +65,21 @@ class Variant:
         return Space(self.setup.units, Decisions.model_validate(given), self.setup.storage)
 
 
-def variants(job: Job, asked: Asked) -> tuple[Variant, ...]:
+def variants(job: Job, constraints: Constraints) -> tuple[Variant, ...]:
     """Return all variants of a request.
 
     Raises:
         ValueError: there is none; the message says why.
     """
     if OPTIMIZERS[job.optimizer].others:  # see :func:`planner.decisions.check_whole_matrices`
-        asked = asked.model_copy(update={"tensor_parallel": 1})
-    if asked.micro_batch is None and asked.global_batch is None:
-        asked = asked.model_copy(update={"micro_batch": default_micro_batch(job.seq_len)})
-    choices = asked.choices(job.model, job.hardware.devices_per_node)
+        constraints = constraints.model_copy(update={"tensor_parallel": 1})
+    if constraints.micro_batch is None and constraints.global_batch is None:
+        constraints = constraints.model_copy(update={"micro_batch": default_micro_batch(job.seq_len)})
+    choices = constraints.choices(job.model, job.hardware.devices_per_node)
     if isinstance(job.model, CapturedModel):
         choices = _captured(job, choices)
-    tiled = (option for choice in choices for option in _tiled(job, choice, asked.loss_tile_tokens))
-    return tuple(variant(job, choice, asked.storage) for choice in tiled)
+    tiled = (option for choice in choices for option in _tiled(job, choice, constraints.loss_tile_tokens))
+    return tuple(variant(job, choice, constraints.storage) for choice in tiled)
 
 
 def _tiled(job: Job, choice: Choice, tokens: int | None) -> Iterator[Choice]:

@@ -162,14 +162,14 @@ class _BoundDerivative:
         solution = solve(self._conditions(bench.plan.hardware))
         assert solution is not None, "the plan itself satisfies the conditions"
         self._mixture = solution.values
-        self._here_s = self._asked_s(bench.plan.hardware)
+        self._here_s = self._bound_s(bench.plan.hardware)
 
     def elasticity(self, scalable: Scalable) -> float:
         """Return the relative change of the bound for a relative change of a quantity."""
-        there_s = self._asked_s(scaled(self._bench.plan.hardware, scalable, 1 + _SMALL_STEP))
+        there_s = self._bound_s(scaled(self._bench.plan.hardware, scalable, 1 + _SMALL_STEP))
         return (there_s - self._here_s) / self.bound_s / _SMALL_STEP
 
-    def _asked_s(self, hardware: HardwareProfile) -> float:
+    def _bound_s(self, hardware: HardwareProfile) -> float:
         """Return the violation of conditions at the best mixture, weighted with the multipliers, in seconds."""
         multipliers, mixture = self._proof.multipliers, self._mixture
         rows = (row for row in self._conditions(hardware).rows if row.name in multipliers)

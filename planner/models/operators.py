@@ -63,7 +63,7 @@ class Batch:
         return self.micro_batch * self.seq_len // self.context_parallel
 
     @property
-    def experts_apart(self) -> bool:
+    def separate_experts(self) -> bool:
         """Whether experts are units of their own, as they must be under expert parallelism."""
         return self.expert_units > 1 or self.expert_parallel > 1
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 from planner.models.config import LatentAttention, ModelConfig
 
-Kept = Literal["plain"] | int
+FrozenFormat = Literal["plain"] | int
 """How a frozen weight is kept and moved: ``plain`` in the type of the weights, or in so many bytes of its own form."""
 
 _ROOTS = {"opt": "model.decoder", "gpt2": "transformer"}
@@ -24,7 +24,7 @@ class ParameterSpec:
 
     name: str
     shape: tuple[int, ...]
-    frozen: Kept | None = None
+    frozen: FrozenFormat | None = None
 
     @property
     def num_params(self) -> int:
@@ -36,7 +36,7 @@ class ParameterSpec:
         """Whether it is trained."""
         return self.frozen is None
 
-    def kept_bytes(self, weight_bytes: int) -> int:
+    def stored_bytes(self, weight_bytes: int) -> int:
         """Return the bytes that its weights take where they are kept, and when they move.
 
         Args:

@@ -14,7 +14,7 @@ Bound = Literal["waste", "iteration", "drain", "endurance", "overhead", "lost wo
 _DAY_S = 86400.0
 
 
-class CheckpointsAsked(Frozen):
+class CheckpointRequest(Frozen):
     """The failures from which checkpoints must recover, and the limits on checkpoints.
 
     Attributes:
@@ -111,7 +111,7 @@ class CheckpointPlan(Frozen):
         assumptions: values that were not measured, in words.
     """
 
-    asked: CheckpointsAsked
+    asked: CheckpointRequest
     iteration_s: float
     size_bytes: int
     buffer_bytes: int

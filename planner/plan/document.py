@@ -12,7 +12,7 @@ from hwprofiles.files import read_json, write_whole
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.quantity import Frozen
 from planner.bounds.proof import Certificate
-from planner.choices.choice import Asked, batch_of
+from planner.choices.choice import Constraints, batch_of
 from planner.decisions import Decisions, Place
 from planner.graph import Unit, build_graph, units
 from planner.lowering import lower
@@ -80,7 +80,7 @@ class Plan(Frozen):
     model: ModelField
     seq_len: Annotated[int, Field(ge=1)]
     expert_load: tuple[tuple[float, ...], ...] = ()
-    asked: Asked
+    asked: Constraints
     hardware: HardwareProfile
     decisions: Decisions
     prediction: Prediction

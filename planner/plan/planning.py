@@ -11,7 +11,7 @@ from hwprofiles import __version__
 from hwprofiles.profile import Device, Dtype, HardwareProfile
 from planner.bounds.certificate import certify, infeasible, prove_misfits
 from planner.bounds.proof import Certificate, Proof
-from planner.choices.choice import MOST_MICRO_BATCHES, Asked
+from planner.choices.choice import MOST_MICRO_BATCHES, Constraints
 from planner.choices.variants import Job, Variant, variants
 from planner.costs.model import CostModel
 from planner.decisions import BF16, FP32, Decisions, Precision, check_whole_matrices
@@ -82,7 +82,7 @@ def _precision(given: Precision | Dtype) -> Precision:
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A request for a plan. The planner chooses fields that are ``None``; see :class:`planner.choices.choice.Asked`.
+    """A request for a plan. Fields that are ``None`` are for the planner to choose.
 
     Attributes:
         model: sizes of the model, or a captured one.
@@ -155,7 +155,7 @@ class Request:
             )
 
     def _check_numbers(self) -> None:
-        for field in (*Asked.model_fields, "seq_len", "subgroup_params"):
+        for field in (*Constraints.model_fields, "seq_len", "subgroup_params"):
             value = getattr(self, field)
             if field == "storage" or value is None:
                 continue
@@ -166,9 +166,9 @@ class Request:
                 raise ValueError(f"{field} is {value}, but no more than {most} can be planned; ask for less")
 
     @property
-    def asked(self) -> Asked:
+    def constraints(self) -> Constraints:
         """The degrees and batch sizes that the user gave."""
-        return Asked(**{field: getattr(self, field) for field in Asked.model_fields})
+        return Constraints(**{field: getattr(self, field) for field in Constraints.model_fields})
 
     @property
     def job(self) -> Job:
@@ -181,7 +181,7 @@ class Request:
         Raises:
             ValueError: there is none; the message says why.
         """
-        return variants(self.job, self.asked)
+        return variants(self.job, self.constraints)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -268,7 +268,7 @@ def make_plan(
         model=_alone(request.model, found),
         seq_len=request.seq_len,
         expert_load=request.expert_load,
-        asked=request.asked,
+        asked=request.constraints,
         hardware=request.hardware,
         decisions=found.decisions,
         prediction=found.prediction,

@@ -193,7 +193,7 @@ def _compared(setup: Setup, scorer: Scorer) -> dict[str, Candidate]:
 
     Their simulations are not part of its budget.
     """
-    scorer = scorer.apart()
+    scorer = scorer.separate()
     num_nodes = len(scorer.cost.layout.nodes())
     names = policies_of(setup.optimizer)
     names = [name for name in names if name in ONLY_COMPARED and can_run(name, setup, num_nodes)]

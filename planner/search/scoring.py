@@ -125,7 +125,7 @@ class Scorer:
         self._costs: dict[Precision, CostModel] = {cost.precision: cost}
         self._keys: dict[int, tuple[Decisions, str]] = {}  # by identity, of objects that stay alive in here
 
-    def apart(self) -> "Scorer":
+    def separate(self) -> "Scorer":
         """Return a scorer for the same work on the same machine, with a count of its own and no end."""
         return Scorer(self._workload, self.cost)
 

@@ -81,7 +81,7 @@ def test_parameters_have_the_shapes_that_they_had_and_the_bytes_that_they_take(q
     assert {name: spec.shape for name, spec in specs.items()} == {
         name: tuple(parameter.shape) for name, parameter in make(quantization).named_parameters()
     }
-    assert specs["1.weight"].kept_bytes(2) == packed_bytes(quantization, (INNER, WIDTH))
+    assert specs["1.weight"].stored_bytes(2) == packed_bytes(quantization, (INNER, WIDTH))
     assert [name for name, spec in specs.items() if spec.is_trained] == ["0.weight", "0.bias"]
 
 

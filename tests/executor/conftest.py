@@ -40,7 +40,7 @@ def gpu():
 @pytest.fixture(scope="session")
 def processes():
     """Four processes for all tests of ranks, as starting them takes seconds."""
-    from together import Processes, ready  # noqa: PLC0415 - not for tests of kernels
+    from rank_programs import Processes, ready  # noqa: PLC0415 - not for tests of kernels
 
     pool = Processes(4)
     pool.call(4, ready)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from together import reference
+from rank_programs import reference
 from training import Task, make_model, weights
 
 
@@ -12,7 +12,7 @@ def one_step(family: str, dtype: torch.dtype) -> Task:
 
 
 def assert_same_step(task: Task, decisions, results, num_parts: int) -> None:
-    """Compare with one process what :func:`together.trained` gave for :func:`one_step`.
+    """Compare with one process what :func:`rank_programs.trained` gave for :func:`one_step`.
 
     A product in another order is off by at most ``n u`` of the sum of its terms' sizes, with ``n`` terms and the unit
     roundoff ``u`` (Higham, Accuracy and Stability of Numerical Algorithms, section 3.1): fp32, 200 terms. In bf16 terms

@@ -11,9 +11,9 @@ from amount import ALL, examples
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from plans import mixed, plans
+from rank_programs import reference as reference_of_ranks
+from rank_programs import trained, trained_in_memory
 from ranks import assert_same_bits
-from together import reference as reference_of_ranks
-from together import trained, trained_in_memory
 from training import OPTIMIZERS, PLANNED_AS, Task, assert_same, decide, planned, prepare, reference, train
 
 from planner.decisions import Place

@@ -34,10 +34,10 @@ from hwprofiles.calibrate.sampling import (
     Summary,
     build_curve,
     clock_of,
+    concurrently,
     sample,
     sample_groups,
     summarize,
-    together,
     wall_clock,
 )
 from hwprofiles.calibrate.traffic import fewest_threads, fit_capacity
@@ -322,13 +322,13 @@ def test_groups_run_at_the_same_time() -> None:
     assert paired.windows_s.shape[1] == 2
 
 
-def test_together_passes_errors_on() -> None:
+def test_concurrent_calls_pass_errors_on() -> None:
     def fail() -> None:
         raise ZeroDivisionError
 
     for calls in ([fail, lambda: None], [lambda: None, fail]):
         with pytest.raises(ZeroDivisionError):
-            together(calls, 0.01)
+            concurrently(calls, 0.01)
 
 
 def _hog(core: int) -> None:

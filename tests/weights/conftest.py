@@ -20,7 +20,7 @@ def _one_thread():
 
 @pytest.fixture(scope="session")
 def processes():
-    from together import Processes, ready  # noqa: PLC0415 - not for tests of files
+    from rank_programs import Processes, ready  # noqa: PLC0415 - not for tests of files
 
     pool = Processes(4)
     pool.call(4, ready)

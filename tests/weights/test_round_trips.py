@@ -11,8 +11,8 @@ from amount import examples
 from forked import completed
 from hypothesis import given, settings
 from plans import mixed, plans
+from rank_programs import loaded_and_saved, prompt_saved
 from safetensors.torch import load_file, save_file
-from together import loaded_and_saved, prompt_saved
 from training import CONFIGS, Task, decide, prepare, reference, train, uniform
 from weights_objects import adapted, captured_units, made, made_of, on_meta, place_anywhere, print_peak
 

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 
 from hwprofiles.profile import HardwareProfile
-from planner.choices.choice import Asked
+from planner.choices.choice import Constraints
 from planner.choices.variants import Variant
 from planner.costs.model import CostModel
 from planner.decisions import Decisions
@@ -171,7 +171,9 @@ def _subject_of(plan: Plan, engine: str, decisions: Decisions) -> Subject:
 
 def request_of(plan: Plan) -> Request:
     """Return a plan's request with the degrees and batch sizes that the plan chose, without storage."""
-    given = {name: getattr(plan.decisions, name) for name in Asked.model_fields.keys() - {"global_batch", "storage"}}
+    given = {
+        name: getattr(plan.decisions, name) for name in Constraints.model_fields.keys() - {"global_batch", "storage"}
+    }
     return Request(**vars(job_of(plan)), **given)
 
 

@@ -38,25 +38,25 @@ class Architecture:
         module: nn.Module = self.auto.from_config(self.config, **({} if dtype is None else {"dtype": dtype}))
         return module
 
-    def seq_len(self, asked: int | None, usual: int) -> int:
+    def seq_len(self, given: int | None, usual: int) -> int:
         """Return the tokens of a sequence: those that were asked for, or ``usual``, or as many as the model takes.
 
         Raises:
             CaptureError: it does not take so many, or none at all.
         """
         text, name = self.config.get_text_config(), self.config.model_type
-        if asked and not self.kind.has_tokens:
-            raise CaptureError(f"{name} takes no tokens, but {asked} a sequence are asked for; leave the length out")
+        if given and not self.kind.has_tokens:
+            raise CaptureError(f"{name} takes no tokens, but {given} a sequence are asked for; leave the length out")
         most = next((most for limit in _POSITIONS if (most := getattr(text, limit, None))), None)
-        if asked and most and asked > most:
-            raise CaptureError(f"{name} takes at most {most} tokens a sequence, not {asked}; ask for fewer")
+        if given and most and given > most:
+            raise CaptureError(f"{name} takes at most {most} tokens a sequence, not {given}; ask for fewer")
         taken = image_tokens(self.config) if self.kind.has_images else 0
-        if asked and asked <= taken:
+        if given and given <= taken:
             raise CaptureError(
-                f"{name}: an image takes {taken} tokens of a sequence, so that {asked} leave none for text; ask for "
+                f"{name}: an image takes {taken} tokens of a sequence, so that {given} leave none for text; ask for "
                 "more"
             )
-        return asked or min(max(usual, 2 * taken), most or usual)
+        return given or min(max(usual, 2 * taken), most or usual)
 
     def inputs(self, micro_batch: int, seq_len: int, *, masked: bool = False) -> tuple[CapturedInput, ...]:
         """Return what the module is called with; if ``masked``, with an attention mask for its tokens.

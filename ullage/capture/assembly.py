@@ -20,7 +20,7 @@ from planner.models.captured import (
     join,
 )
 from planner.models.kernels import Elementwise, Kernel, flop
-from planner.models.parameters import Kept, ParameterSpec
+from planner.models.parameters import FrozenFormat, ParameterSpec
 from ullage.capture.partitioning import UnitVisits
 from ullage.capture.records import DTYPES, Recording, Save
 from ullage.capture.repeats import UnequalError
@@ -355,7 +355,7 @@ def _block(
     return CapturedBlock(operators=tuple(operators))
 
 
-def _kept(stored: StoredParameter, dtype: Literal["bf16", "fp32"]) -> Kept | None:
+def _kept(stored: StoredParameter, dtype: Literal["bf16", "fp32"]) -> FrozenFormat | None:
     """Return how a frozen parameter is kept: as it is, if that is not in the type of the weights."""
     if stored.parameter.requires_grad:
         return None

@@ -23,14 +23,14 @@ def check_executable(recording: Recording, captured: CapturedModel) -> None:
     found = units(build_graph(captured, captured.batch))
     names = {unit.name: {*unit.sizes, *(s.name for s in unit.frozen), *unit.shared_parameters} for unit in found}
     try:
-        saying = list(markers(unit_modules(recording.model, found), found))
+        found_markers = list(markers(unit_modules(recording.model, found), found))
     except BindingError as error:
         raise CaptureError(
             f"{str(error).partition(', but')[0]}; put what runs apart into modules of its own"
         ) from error
     begins, ends = (
-        _visits(recording, (m for m in saying if m.begins)),
-        _visits(recording, (m for m in saying if m.ends)),
+        _visits(recording, (m for m in found_markers if m.begins)),
+        _visits(recording, (m for m in found_markers if m.ends)),
     )
     forward = [(recording.visits[visit].first, unit) for visit, unit in begins.items()]
     copied = {copy.path for copy in recording.copies}
@@ -48,9 +48,9 @@ def check_executable(recording: Recording, captured: CapturedModel) -> None:
         )
 
 
-def _visits(recording: Recording, saying: Iterable[Marker]) -> dict[int, str]:
+def _visits(recording: Recording, found_markers: Iterable[Marker]) -> dict[int, str]:
     """Return the visits of modules that say where the model is, in order, with their units."""
-    unit_of = {marker.module: marker.unit for marker in saying}
+    unit_of = {marker.module: marker.unit for marker in found_markers}
     return {index: unit_of[visit.module] for index, visit in enumerate(recording.visits) if visit.module in unit_of}
 
 
@@ -65,15 +65,15 @@ def _check_order(order: list[str], begun: list[str]) -> None:
         )
 
 
-def _unseen(events: list[Event], marks: list[tuple[int, str]], names: dict[str, set[str]]) -> str | None:
+def _unseen(events: list[Event], boundaries: list[tuple[int, str]], names: dict[str, set[str]]) -> str | None:
     """Return a weight that is read while another unit computes than one that has it.
 
     Args:
         events: of forward or of backward.
-        marks: before which event each unit is seen to begin, in order.
+        boundaries: before which event each unit is seen to begin, in order.
         names: the weights that are there while each unit computes.
     """
-    left: Iterator[tuple[int, str]] = iter([*marks, (len(events), "")])
+    left: Iterator[tuple[int, str]] = iter([*boundaries, (len(events), "")])
     position, following = next(left)
     there: set[str] = set()
     for index, event in enumerate(events):

@@ -63,7 +63,7 @@ def partition(recording: Recording) -> list[UnitVisits]:
         places = [UnitVisits("model", "", [0])]
     places = _joined(places, _called_again(visits, places))
     _assign(recording, places, inside)
-    places = _joined(places, _used_apart(recording, places))
+    places = _joined(places, _used_in_several(recording, places))
     return _named(_computing(recording, places))
 
 
@@ -195,7 +195,7 @@ def _called_again(visits: list[Visit], places: list[UnitVisits]) -> Iterator[tup
             yield first, last
 
 
-def _used_apart(recording: Recording, places: list[UnitVisits]) -> Iterator[tuple[int, int]]:
+def _used_in_several(recording: Recording, places: list[UnitVisits]) -> Iterator[tuple[int, int]]:
     """Yield the units of a segment that use parameters of one module: its mark is where it is called."""
     used: dict[str, set[int]] = {}
     for number, unit in enumerate(places):

@@ -5,14 +5,14 @@ from typing import Any
 
 from hwprofiles.profile import HardwareProfile, Storage
 from hwprofiles.quantity import Curve, CurvePoint, Provenance, Quantity
-from planner.plan.checkpoints import CheckpointsAsked
+from planner.plan.checkpoints import CheckpointRequest
 from planner.terms import LEAST_KEPT
 
 _UNKNOWN_CAPACITY_BYTES = 1e15
 _REQUEST_BYTES = 1e9
 
 
-def checkpoints_of(args: argparse.Namespace) -> CheckpointsAsked | None:
+def checkpoints_of(args: argparse.Namespace) -> CheckpointRequest | None:
     """Return what the options ask; ``None`` without ``--mtbf``.
 
     Raises:
@@ -36,7 +36,7 @@ def checkpoints_of(args: argparse.Namespace) -> CheckpointsAsked | None:
         raise ValueError(
             f"--keep {args.keep}: at least {LEAST_KEPT} checkpoints stay at each level, so that one may be bad"
         )
-    return CheckpointsAsked(mtbf_s=args.mtbf, **found)
+    return CheckpointRequest(mtbf_s=args.mtbf, **found)
 
 
 def with_pfs(hardware: HardwareProfile, bytes_per_s: int) -> HardwareProfile:
@@ -47,11 +47,11 @@ def with_pfs(hardware: HardwareProfile, bytes_per_s: int) -> HardwareProfile:
     """
     if hardware.pfs is not None:
         raise ValueError(f"--pfs-bandwidth: profile {hardware.name} has a pfs already; leave the option out")
-    asked = Provenance(origin="assumed", source="asked for with --pfs-bandwidth")
+    provenance = Provenance(origin="assumed", source="asked for with --pfs-bandwidth")
     point = CurvePoint(
         size=_REQUEST_BYTES, **dict.fromkeys(("p10_s", "median_s", "p90_s"), _REQUEST_BYTES / bytes_per_s)
     )
-    curve = Curve(size_unit="bytes", points=(point,), provenance=asked)
+    curve = Curve(size_unit="bytes", points=(point,), provenance=provenance)
     capacity = Quantity(
         value=_UNKNOWN_CAPACITY_BYTES,
         unit="bytes",

@@ -30,7 +30,7 @@ def check_documents(model: nn.Module) -> None:
     if model in _CHECKED:
         return
     _CHECKED.add(model)
-    if not takes_positions(model) or not _keeps_apart(model):
+    if not takes_positions(model) or not _separates_sequences(model):
         warnings.warn(
             f"{type(inner(model)).__name__} does not keep the documents of a packed sequence apart, so tokens see "
             "those of documents before their own; leave --pack out (pack=False) if that matters",
@@ -39,7 +39,7 @@ def check_documents(model: nn.Module) -> None:
         )
 
 
-def _keeps_apart(model: nn.Module) -> bool:
+def _separates_sequences(model: nn.Module) -> bool:
     device, was_training = next(model.parameters()).device, model.training
     positions = torch.tensor([[0, 1, 0, 1]], device=device)
     model.eval()

@@ -79,8 +79,8 @@ def read(file: Path) -> Any:
                 return table.map(_as_line, remove_columns=table.column_names)
             if is_list(file):
                 state = file.stat()
-                asked = {"file": file.resolve(), "version": (state.st_mtime_ns, state.st_size)}
-                return datasets.Dataset.from_generator(_lines_of_list, gen_kwargs=asked)
+                source = {"file": file.resolve(), "version": (state.st_mtime_ns, state.st_size)}
+                return datasets.Dataset.from_generator(_lines_of_list, gen_kwargs=source)
             how = "document" if file.suffix in TEXTS else "line"
             return datasets.load_dataset("text", data_files=path, split="train", keep_in_memory=False, sample_by=how)
         except (datasets.exceptions.DatasetGenerationError, ValueError) as error:

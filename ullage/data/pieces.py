@@ -66,24 +66,24 @@ class Pieces:
         table = datasets.concatenate_datasets(tables)
         sums = table.remove_columns(["tokens", "targets"]).with_format("numpy")[:]
         length, num_targets = (np.asarray(sums[name], np.int64) for name in ("length", "num_targets"))
-        self._kept = np.flatnonzero(num_targets)
+        self._with_targets = np.flatnonzero(num_targets)
         self._table = table.select_columns(["tokens", "targets"])
-        self.lengths, self.targets = length[self._kept], num_targets[self._kept]
+        self.lengths, self.targets = length[self._with_targets], num_targets[self._with_targets]
         self.counts = Counts(
             documents=int(np.sum(sums["begins"])),
             tokens=int(self.lengths.sum()),
             targets=int(self.targets.sum()),
             cut_off=int(np.sum(sums["is_cut_off"])),
-            without_targets=len(length) - len(self._kept),
+            without_targets=len(length) - len(self._with_targets),
         )
-        if not len(self._kept):
+        if not len(self._with_targets):
             raise ValueError(
                 f"{path}: none of {self.counts.documents} documents has a target token within the first {seq_len} "
                 "tokens; check that chats have answers (role assistant), or plan with a larger --seq-len"
             )
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._with_targets)
 
     @functools.cached_property
     def digest(self) -> str:
@@ -96,7 +96,7 @@ class Pieces:
 
     def read(self, numbers: npt.NDArray[np.int64]) -> list[Piece]:
         """Return the tokens and targets of some pieces."""
-        rows = self._table[self._kept[numbers].tolist()]
+        rows = self._table[self._with_targets[numbers].tolist()]
         return list(zip(rows["tokens"], rows["targets"], strict=True))
 
 

@@ -83,7 +83,7 @@ class Encoder:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._template: str = tokenizer.chat_template or ""
-        self._marks_answers = bool(_GENERATION.search(self._template))
+        self._has_generation_blocks = bool(_GENERATION.search(self._template))
 
     def digest(self) -> str:
         """Return what differs between tokenizers that make other tokens."""
@@ -120,8 +120,8 @@ class Encoder:
 
     def _prompted(self, prompt: object, completion: object, record: Mapping[str, Any]) -> Encoded:
         if isinstance(prompt, list) and isinstance(completion, list):
-            asked = _messages(prompt, "prompt")
-            return self._chat([*asked, *_messages(completion, "completion")], record, len(asked))
+            prompts = _messages(prompt, "prompt")
+            return self._chat([*prompts, *_messages(completion, "completion")], record, len(prompts))
         if isinstance(prompt, list) or isinstance(completion, list):
             raise ValueError(  # noqa: TRY004 - the file is wrong, not a call
                 "of prompt and completion only one is a list of messages; write both so, or both as texts"
@@ -139,21 +139,21 @@ class Encoder:
 
     def _answered(self, prompt: str, answer: str) -> Encoded:
         """Return a prompt as the model is asked it, and its answer, which alone is learned, with its end."""
-        asked = self._tokens(prompt, special=True)
-        if asked and asked[-1] == self._tokenizer.eos_token_id:  # that some tokenizers put behind every text
-            asked.pop()
+        prompt_ids = self._tokens(prompt, special=True)
+        if prompt_ids and prompt_ids[-1] == self._tokenizer.eos_token_id:  # some tokenizers end every text with it
+            prompt_ids.pop()
         answered = self._ended(self._tokens(answer, special=False))
-        return Encoded(asked + answered, [False] * len(asked) + [True] * len(answered))
+        return Encoded(prompt_ids + answered, [False] * len(prompt_ids) + [True] * len(answered))
 
-    def _chat(self, messages: Sequence[Mapping[str, Any]], record: Mapping[str, Any], num_asked: int = 0) -> Encoded:
-        """Return messages, of which answers behind the first ``num_asked`` are learned."""
+    def _chat(self, messages: Sequence[Mapping[str, Any]], record: Mapping[str, Any], num_prompts: int = 0) -> Encoded:
+        """Return messages, of which answers behind the first ``num_prompts`` are learned."""
         if not self._template:
             raise ValueError(
                 "the record has messages, but the tokenizer has no chat template; put chat_template.jinja beside "
                 "tokenizer.json"
             )
         try:
-            return self._templated(messages, record.get("tools"), num_asked)
+            return self._templated(messages, record.get("tools"), num_prompts)
         except ImportError as error:
             raise ModuleNotFoundError(
                 "chat templates need jinja2; pip install 'ullage[finetune]'", name="jinja2"
@@ -165,10 +165,10 @@ class Encoder:
                 f"the chat template refuses the messages: {error}; correct them, or the template"
             ) from error
 
-    def _templated(self, messages: Sequence[Mapping[str, Any]], tools: object, num_asked: int) -> Encoded:
-        if self._marks_answers:
+    def _templated(self, messages: Sequence[Mapping[str, Any]], tools: object, num_prompts: int) -> Encoded:
+        if self._has_generation_blocks:
             tokens, marks = self._marked(messages, tools)
-            num_others = sum(self._marked(messages[:num_asked], tools)[1]) if num_asked else 0
+            num_others = sum(self._marked(messages[:num_prompts], tools)[1]) if num_prompts else 0
             counts = itertools.accumulate(marks)
             return Encoded(
                 tokens, [bool(mark) and count > num_others for mark, count in zip(marks, counts, strict=True)]
@@ -184,13 +184,13 @@ class Encoder:
             """Return what an answer is preceded by. Templates show no chat of no messages, but one of a question."""
             if number:
                 return shown(messages[:number], asks=True)
-            asked = [{"role": "user", "content": "?"}]
-            begin = shown(asked, asks=True).removeprefix(shown(asked, asks=False))
+            question = [{"role": "user", "content": "?"}]
+            begin = shown(question, asks=True).removeprefix(shown(question, asks=False))
             return whole[: whole.find(begin) + len(begin)]
 
         whole = shown(messages, asks=False)
         answers = []
-        for number in range(num_asked, len(messages)):
+        for number in range(num_prompts, len(messages)):
             if messages[number]["role"] != "assistant":
                 continue
             before, after = shown_before(number), shown(messages[: number + 1], asks=False)

@@ -164,7 +164,7 @@ class _Offloaded(transformers.Trainer):
 
     def _largest_batch(self) -> dict[str, Tensor]:
         """Return a batch of the longest rows of the data, or the first one of a stream; random numbers go on."""
-        with _random_numbers_kept():
+        with _preserved_rng_state():
             loader = self.get_train_dataloader()
             batch = _collated(loader, self.args.train_batch_size)
         return {name: value for name, value in batch.items() if isinstance(value, Tensor)}
@@ -192,7 +192,7 @@ def _length(row: Any) -> int:
 
 
 @contextlib.contextmanager
-def _random_numbers_kept() -> Iterator[None]:
+def _preserved_rng_state() -> Iterator[None]:
     """Let what is drawn inside not change what is drawn later."""
     python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - data collators use it
     with torch.random.fork_rng():

@@ -79,11 +79,11 @@ def _summary(study: Study, fitting: Sequence[Point]) -> Summary:
         sentence += " Speeds are with failures, and with the checkpoints that lose least time by them."
     if not study.complete and count:
         sentence += " The study was not finished: these are the points that were done."
-    asked = study.asked
+    request = study.asked
     about = {
-        **({"fixed": ", ".join(f"{name} {value}" for name, value in asked.set.items())} if asked.set else {}),
+        **({"fixed": ", ".join(f"{name} {value}" for name, value in request.set.items())} if request.set else {}),
         "varied": "; ".join(f"{axis.name}: {axis.words}" for axis in study.axes) or "nothing",
-        "design": asked.design,
+        "design": request.design,
         "made by": f"ullage {study.program_version or __version__}",
     }
     return Summary(title, "study", sentence, tuple(facts), about, study.notes)

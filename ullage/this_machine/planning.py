@@ -42,7 +42,7 @@ MOST_SIMULATIONS: Final = 150
 """Of one call; more gain little, and a user waits for each."""
 
 
-class Wishes(TypedDict, total=False):
+class PlanOptions(TypedDict, total=False):
     """What is planned otherwise than by default.
 
     Attributes:
@@ -63,7 +63,7 @@ class Wishes(TypedDict, total=False):
     storage: Storage
 
 
-def plan_here(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, wishes: Wishes) -> Plan:
+def plan_here(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, plan_options: PlanOptions) -> Plan:
     """Return a plan for a model that is there, for the memory that is free now.
 
     Of several ranks the first one measures, captures and plans; all have its plan, or its error.
@@ -80,18 +80,18 @@ def plan_here(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, 
     with torch.random.fork_rng():  # the user's random numbers go on where they were
 
         def make() -> Plan:
-            entry, captured = entry_of(optimizer), capture_live(model, batch, wishes.get("precision"))
+            entry, captured = entry_of(optimizer), capture_live(model, batch, plan_options.get("precision"))
             request = Request(
                 captured,
-                machine_now(wishes, free),
+                machine_now(plan_options, free),
                 num_devices=world_size(),
                 seq_len=captured.seq_len,
                 micro_batch=captured.micro_batch,
-                num_micro_batches=wishes.get("num_micro_batches", 1),
+                num_micro_batches=plan_options.get("num_micro_batches", 1),
                 precision=captured.dtype,
                 optimizer=entry.planned_as,
-                clip=wishes.get("clip", True),
-                storage=wishes.get("storage", "activations"),
+                clip=plan_options.get("clip", True),
+                storage=plan_options.get("storage", "activations"),
             )
             with search_progress() as progress:
                 return make_plan(request, max_simulations=MOST_SIMULATIONS, progress=progress)
@@ -200,13 +200,13 @@ def free_memory(model: nn.Module | None = None) -> Free:
     return Free(device, host)
 
 
-def machine_now(wishes: Wishes, free: Free) -> HardwareProfile:
+def machine_now(plan_options: PlanOptions, free: Free) -> HardwareProfile:
     """Return the machine with the memory that is free now, and with as many devices as there are ranks on it.
 
     Raises:
         ValueError: more memory is asked for than there is, or the profile is of another kind of device.
     """
-    asked = wishes.get("hardware")
+    asked = plan_options.get("hardware")
     profile = profile_here() if asked is None else asked if isinstance(asked, HardwareProfile) else load_profile(asked)
     kind = "host" if free.device_bytes is None else "gpu"
     if profile.device.kind != kind:
@@ -218,7 +218,7 @@ def machine_now(wishes: Wishes, free: Free) -> HardwareProfile:
     if kind == "host" and num_ranks > profile.devices_per_node:
         profile = _in_parts(profile, num_ranks)
     most = free.device_bytes if free.device_bytes is not None else free.host_bytes // num_ranks - 1
-    wanted = wishes.get("device_memory")
+    wanted = plan_options.get("device_memory")
     if isinstance(wanted, str):
         try:
             wanted = parse_bytes(wanted)

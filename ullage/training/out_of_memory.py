@@ -117,7 +117,7 @@ def _report_of(
         if isinstance(cause, DeviceMemoryError) and cause.args and isinstance(cause.args[0], MemoryShortage):
             refusal = cause.args[0]
             held = {**refusal.held_bytes}
-            what = f"{refusal.name} needs {si(refusal.asked_bytes, 'B')} of {refusal.tier} memory, and less is free"
+            what = f"{refusal.name} needs {si(refusal.requested_bytes, 'B')} of {refusal.tier} memory, and less is free"
             return _report(plan, refusal.tier, what, held, None)
         if isinstance(cause, torch.OutOfMemoryError):
             uses = memory() if memory else {}

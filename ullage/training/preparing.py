@@ -14,7 +14,7 @@ from executor.prepare import OffloadedOptimizer, prepare_session
 from planner.plan.document import Plan
 from ullage.capture.records import DTYPES
 from ullage.this_machine.checks import check_options
-from ullage.this_machine.planning import Batch, Wishes, plan_here
+from ullage.this_machine.planning import Batch, PlanOptions, plan_here
 from ullage.training.batches import batch_shapes
 from ullage.training.processes import ranks_per_node
 
@@ -40,12 +40,12 @@ class Settings(TypedDict, total=False):
     checkpoint_buffer_bytes: int
 
 
-class Options(Wishes, Settings, total=False):
+class Options(PlanOptions, Settings, total=False):
     """How a model is planned, if no plan is given, and how its plan is executed; all may be left out.
 
     Attributes:
         hardware, device_memory, num_micro_batches, clip, precision, storage: see
-            :class:`ullage.this_machine.planning.Wishes`.
+            :class:`ullage.this_machine.planning.PlanOptions`.
         storage_dir, compile_blocks, cores, checkpoint_buffer_bytes: see :class:`Settings`.
     """
 
@@ -92,16 +92,16 @@ def prepare(
     check_kinds(model, optimizer)
     check_options("prepare", options, Options.__annotations__)
     given: dict[str, Any] = dict(options)
-    wishes = {name: given.pop(name) for name in Wishes.__annotations__ if name in given}
+    plan_options = {name: given.pop(name) for name in PlanOptions.__annotations__ if name in given}
     if not isinstance(plan, Plan):
         if given.get("storage_dir") is not None:
-            wishes = {"storage": "nvme", **wishes}
-        plan = plan_here(model, optimizer, plan, cast("Wishes", wishes))
-    elif wishes:
+            plan_options = {"storage": "nvme", **plan_options}
+        plan = plan_here(model, optimizer, plan, cast("PlanOptions", plan_options))
+    elif plan_options:
         raise ValueError(
-            f"{next(iter(wishes))} is decided by the plan that is given; leave it out, or give a batch instead of it"
+            f"{next(iter(plan_options))} is decided by the plan that is given; leave it out, or give a batch instead"
         )
-    if "precision" not in wishes:
+    if "precision" not in plan_options:
         warn_about_dtypes(model, plan)
     return prepare_planned(model, optimizer, plan, cast("Settings", given))
 

@@ -42,17 +42,17 @@ def study_of(args: argparse.Namespace) -> Study:
     if args.study is not None:
         _refuse_beside_a_file(args)
         loaded = load_study(args.study)
-    asked = loaded.asked if loaded else study_request(args)
+    request = loaded.asked if loaded else study_request(args)
     prices = _prices(args.prices) if args.prices else loaded.prices if loaded else None
-    if args.sensitivities and asked.sweep:
+    if args.sensitivities and request.sweep:
         raise StudyError("--sensitivities is about one point; leave out --sweep, or set its fields with --set")
     runner = _runner(args)
-    if "hardware" not in asked.set.keys() | asked.sweep.keys() and asked.question not in COMPARES_MACHINES:
+    if "hardware" not in request.set.keys() | request.sweep.keys() and request.question not in COMPARES_MACHINES:
         print_default_hardware(args)
-    space = Space(asked)
+    space = Space(request)
     with Store(store_path(output)) as store, progress_bar(time_left=True) as progress:
         evaluator = Evaluator(store, runner, progress)
-        study = answer(space, prices, evaluator) if asked.question else run_study(space, prices, evaluator)
+        study = answer(space, prices, evaluator) if request.question else run_study(space, prices, evaluator)
         if args.sensitivities:
             study = study.model_copy(update={"sensitivities": sensitivities(space, evaluator)})
     write_whole(output, study.to_json())

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from hwprofiles.registry import load_profile
 from planner.decisions import Precision
-from planner.plan.checkpoints import CheckpointsAsked
+from planner.plan.checkpoints import CheckpointRequest
 from planner.plan.planning import Request, default_precision
 from ullage.cli.checkpoint_request import checkpoints_of, with_pfs
 from ullage.cli.default_hardware import default_hardware
@@ -53,14 +53,14 @@ class Case:
     request: Request | None
     key: str
     refused: Result | None = None
-    checkpoints: CheckpointsAsked | None = None
+    checkpoints: CheckpointRequest | None = None
 
 
 class Space:
     """The points of a study.
 
     Args:
-        asked: what is to be found out.
+        request: what is to be found out.
 
     Attributes:
         fields: everything that can be varied.
@@ -70,15 +70,15 @@ class Space:
         ValueError: a field or value does not exist, or values cannot be combined so.
     """
 
-    def __init__(self, asked: StudyRequest) -> None:
-        self.asked = asked
+    def __init__(self, request: StudyRequest) -> None:
+        self.request = request
         self._default_hardware = default_hardware().name
-        self.fields = _fields(asked, self._default_hardware)
-        self._set = {self.fields[name].name: self.fields[name].parse(text) for name, text in asked.set.items()}
-        self._levels = {self.fields[name].name: self._levels_of(name, texts) for name, texts in asked.sweep.items()}
+        self.fields = _fields(request, self._default_hardware)
+        self._set = {self.fields[name].name: self.fields[name].parse(text) for name, text in request.set.items()}
+        self._levels = {self.fields[name].name: self._levels_of(name, texts) for name, texts in request.sweep.items()}
         if twice := sorted(self._set.keys() & self._levels.keys()):
             raise StudyError(f"{twice[0]} is both set and swept; leave out one of them")
-        if asked.design == "random" and asked.num_points is None:
+        if request.design == "random" and request.num_points is None:
             raise StudyError("a random design needs a number of points; give --points 100")
         self._rows = self._combined()
         self.axes = tuple(self._axis(name, position) for position, name in enumerate(self._levels))
@@ -100,7 +100,7 @@ class Space:
     @property
     def effort(self) -> Effort:
         """How much is done for each point."""
-        return "certify" if self.asked.certify else "plan"
+        return "certify" if self.request.certify else "plan"
 
     def case(self, levels: Mapping[str, Level], effort: Effort | None = None) -> Case:
         """Return the point at some values of axes, or of any other fields.
@@ -143,7 +143,7 @@ class Space:
                 levels.append(field.parse(text))
                 continue
             low, high = (field.parse(end) for end in text)
-            if self.asked.design != "random" or not isinstance(low, Number) or not isinstance(high, Number):
+            if self.request.design != "random" or not isinstance(low, Number) or not isinstance(high, Number):
                 raise StudyError(
                     f"{name}={text[0]}..{text[1]} has no step; give one as in 1x..4x..0.5x or 1x..8x..*2, or draw from "
                     "it with --design random"
@@ -157,7 +157,7 @@ class Space:
 
     def _combined(self) -> list[tuple[Any, ...]]:
         """Return one row of values for each point."""
-        levels, design = list(self._levels.values()), self.asked.design
+        levels, design = list(self._levels.values()), self.request.design
         total = math.prod(map(len, levels))
         if design == "random" and levels:
             return self._drawn(levels, total)
@@ -174,7 +174,7 @@ class Space:
 
     def _drawn(self, levels: Sequence[Sequence[Level | Interval]], total: int) -> list[tuple[Any, ...]]:
         """Draw points: of finitely many none twice."""
-        rng, count = random.Random(self.asked.seed), self.asked.num_points or 0  # noqa: S311 - not for secrets
+        rng, count = random.Random(self.request.seed), self.request.num_points or 0  # noqa: S311 - not for secrets
         if any(isinstance(level, Interval) for of_axis in levels for level in of_axis):
             picked = ([rng.choice(of_axis) for of_axis in levels] for _ in range(count))
             return [
@@ -194,15 +194,17 @@ class Space:
         field = self.fields[name]
         values = tuple(dict.fromkeys(_plain(row[position]) for row in self._rows))
         relative = any(_is_relative(row[position]) for row in self._rows)
-        if self.asked.design == "random":
+        if self.request.design == "random":
             values = tuple(sorted(values, key=lambda value: (isinstance(value, str), value)))
         return Axis(name=name, words=field.words, unit=field.unit, relative=relative, values=values)
 
 
-def _fields(asked: StudyRequest, default_hardware: str) -> Fields:
+def _fields(request: StudyRequest, default_hardware: str) -> Fields:
     """Return the fields of the base: of several machines or models, the first."""
-    first = {name: Field(name, "option", "").values(",".join(texts))[0] for name, texts in asked.sweep.items() if texts}
-    texts = {name.removeprefix("--").replace("-", "_"): str(text) for name, text in {**first, **asked.set}.items()}
+    first = {
+        name: Field(name, "option", "").values(",".join(texts))[0] for name, texts in request.sweep.items() if texts
+    }
+    texts = {name.removeprefix("--").replace("-", "_"): str(text) for name, text in {**first, **request.set}.items()}
     if "model" not in texts:
         raise StudyError("a study needs a model; give --model opt-13b, or --sweep model=opt-13b,opt-30b")
     named = ("model", "hardware", "input_shape", "precision", "lora", "quantize", "batches")

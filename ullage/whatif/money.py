@@ -10,14 +10,14 @@ _SECONDS_PER_HOUR = 3600.0
 _MILLION = 1e6
 
 
-def charged(points: Iterable[Point], prices: Prices | None, asked: StudyRequest) -> tuple[list[Point], list[str]]:
+def charged(points: Iterable[Point], prices: Prices | None, request: StudyRequest) -> tuple[list[Point], list[str]]:
     """Return points with their costs, if there are prices, and notes about these.
 
     Without prices a run still takes some time, so that a deadline can be held against it.
     """
     if prices is None:
         return list(points), []
-    priced = [point.model_copy(update={"cost": _cost(point, prices, asked)}) for point in points]
+    priced = [point.model_copy(update={"cost": _cost(point, prices, request)}) for point in points]
     front = pareto_front(priced)
     marked = [
         point.model_copy(update={"on_front": True}) if position in front else point
@@ -51,19 +51,19 @@ def run_seconds(figures: Figures, tokens: float) -> float:
     return tokens / figures.goodput_tokens_per_s
 
 
-def _cost(point: Point, prices: Prices, asked: StudyRequest) -> Cost | None:
+def _cost(point: Point, prices: Prices, request: StudyRequest) -> Cost | None:
     figures, machine = point.figures, prices.machines.get(point.hardware)
     if figures is None or machine is None:
         return None
     per_hour = _per_hour(point, figures, machine, prices)
     per_token = per_hour / _SECONDS_PER_HOUR / figures.goodput_tokens_per_s
-    run_s = run_seconds(figures, asked.tokens) if asked.tokens else None
+    run_s = run_seconds(figures, request.tokens) if request.tokens else None
     return Cost(
         per_hour=per_hour,
         per_million_tokens=per_token * _MILLION,
         run_s=run_s,
-        run=per_token * asked.tokens if asked.tokens else None,
-        in_time=run_s <= asked.deadline_s if run_s and asked.deadline_s else None,
+        run=per_token * request.tokens if request.tokens else None,
+        in_time=run_s <= request.deadline_s if run_s and request.deadline_s else None,
     )
 
 

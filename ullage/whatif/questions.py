@@ -38,10 +38,10 @@ def answer(space: Space, prices: Prices | None, evaluator: Evaluator) -> Study:
     Raises:
         StudyError: the question needs something that is not given.
     """
-    question = space.asked.question
+    question = space.request.question
     assert question is not None
-    if space.asked.sweep:
-        name = next(iter(space.asked.sweep))
+    if space.request.sweep:
+        name = next(iter(space.request.sweep))
         raise StudyError(f"--question {question} chooses its own points; leave out --sweep {name}, or --question")
     return _QUESTIONS[question](space, prices, evaluator)
 
@@ -130,12 +130,12 @@ def _minimum(
 
 def _drives(space: Space, hardware: HardwareProfile) -> tuple[str, ...]:
     counted = hardware.nvme is not None and hardware.nvme.num_drives is not None
-    return ("nvme.num_drives",) if counted and space.asked.set.get("storage") == "nvme" else ()
+    return ("nvme.num_drives",) if counted and space.request.set.get("storage") == "nvme" else ()
 
 
 def _cheapest(space: Space, prices: Prices | None, evaluator: Evaluator) -> Study:
-    asked = space.asked
-    if prices is None or asked.tokens is None:
+    request = space.request
+    if prices is None or request.tokens is None:
         missing = "--prices FILE (or --prices example)" if prices is None else "--tokens, as in 300B"
         raise StudyError(f"--question cheapest needs {missing}")
     machines = _machines(space, prices)
@@ -149,11 +149,11 @@ def _cheapest(space: Space, prices: Prices | None, evaluator: Evaluator) -> Stud
     in_time = [item for item in by_cost if item[1].cost and item[1].cost.in_time is not False]
     fastest = min(priced, key=lambda item: item[1].cost.run_s if item[1].cost and item[1].cost.run_s else math.inf)
     words = []
-    if asked.deadline_s and in_time:
-        words.append(f"Cheapest within {duration(asked.deadline_s)}: {_offer(in_time[0][1], currency)}")
-    elif asked.deadline_s:
-        words.append(f"None of {len(priced)} machines that fit trains it within {duration(asked.deadline_s)}")
-    if not asked.deadline_s or by_cost[0] not in in_time[:1]:
+    if request.deadline_s and in_time:
+        words.append(f"Cheapest within {duration(request.deadline_s)}: {_offer(in_time[0][1], currency)}")
+    elif request.deadline_s:
+        words.append(f"None of {len(priced)} machines that fit trains it within {duration(request.deadline_s)}")
+    if not request.deadline_s or by_cost[0] not in in_time[:1]:
         words.append(f"Cheapest at any time: {_offer(by_cost[0][1], currency)}")
     words.append(f"Fastest: {_offer(fastest[1], currency)}")
     order = [at for at, _ in (*in_time, *by_cost)]
@@ -261,7 +261,7 @@ def _scale(space: Space, prices: Prices | None, evaluator: Evaluator) -> Study:
         if f and e and e >= _GOOD
     ]
     words.append(f"It stays above {percent(_GOOD)} on up to {max(good)} devices")
-    if "global_batch" not in space.asked.set:
+    if "global_batch" not in space.request.set:
         words.append("Every device has its own batch, so that more of them train on more tokens per iteration")
     found = _answered(study, "scale", words, [])
     assert found.answer is not None
@@ -270,7 +270,7 @@ def _scale(space: Space, prices: Prices | None, evaluator: Evaluator) -> Study:
 
 def _longest(space: Space, prices: Prices | None, evaluator: Evaluator) -> Study:
     hardware = load_profile(space.hardware)
-    given = space.asked.set.get("storage")
+    given = space.request.set.get("storage")
     kinds = [given] if given else [kind for kind in get_args(Storage) if kind != "nvme" or hardware.nvme]
     lengths: dict[str, tuple[int, int | None]] = dict.fromkeys(kinds, (0, None))  # fits, and does not
     tried: dict[tuple[str, int], Case] = {}
@@ -289,7 +289,7 @@ def _longest(space: Space, prices: Prices | None, evaluator: Evaluator) -> Study
     )
     shown = [item for item in order if item[1] == found.get(item[0])] or order[:1]
     study = _study(space, prices, evaluator, [tried[item] for item in shown], axes)
-    model, devices = study.points[0].model, space.asked.set.get("gpus", 1)
+    model, devices = study.points[0].model, space.request.set.get("gpus", 1)
     words = [
         f"{model} trains on sequences of {length:,} tokens on {devices} x {hardware.name} with --storage {kind} "
         f"(found; {lengths[kind][1]:,} were not)"
@@ -308,7 +308,7 @@ def _next_length(fits: int, misfits: int | None) -> int | None:
 
 def _of_length(space: Space, kind: str, length: int) -> Case:
     settings: dict[str, str | int] = {"storage": kind, "seq_len": length}
-    sized = {"global_batch", "micro_batch"} & space.asked.set.keys()
+    sized = {"global_batch", "micro_batch"} & space.request.set.keys()
     return _with_settings(space.case(settings if sized else settings | {"micro_batch": 1}), settings)
 
 
@@ -323,7 +323,7 @@ _QUESTIONS: Final[Mapping[Question, Callable[[Space, Prices | None, Evaluator], 
 
 def _machines(space: Space, prices: Prices | None) -> dict[str, HardwareProfile]:
     """Return the machines that are compared: the one that is given, or all that are packaged (and have a price)."""
-    if (given := space.asked.set.get("hardware")) is not None:
+    if (given := space.request.set.get("hardware")) is not None:
         return {given: load_profile(given)}
     names = [name for name in list_profiles() if name != LOCAL and (prices is None or name in prices.machines)]
     found = {name: load_profile(name) for name in names}
@@ -332,7 +332,7 @@ def _machines(space: Space, prices: Prices | None) -> dict[str, HardwareProfile]
 
 def _device_counts(space: Space, hardware: HardwareProfile) -> Iterable[int]:
     """Yield powers of two up to the devices that are given, or to a node, or to 64 where nodes have a network."""
-    most = int(space.asked.set.get("gpus", _MOST_DEVICES if hardware.inter_node else hardware.devices_per_node))
+    most = int(space.request.set.get("gpus", _MOST_DEVICES if hardware.inter_node else hardware.devices_per_node))
     powers = (2**i for i in itertools.count())
     yield from itertools.takewhile(lambda count: count < most, powers)
     yield most
@@ -359,10 +359,10 @@ def _study(
             axis.model_copy(update={"values": tuple(dict.fromkeys(case.settings[axis.name] for case in cases))})
             for axis in (_HARDWARE, _GPUS)
         )
-    points, notes = charged(evaluator.points(cases, space.effort), prices, space.asked)
+    points, notes = charged(evaluator.points(cases, space.effort), prices, space.request)
     return Study(
         program_version=__version__,
-        asked=space.asked,
+        asked=space.request,
         axes=axes,
         prices=prices,
         points=tuple(points),

@@ -54,7 +54,7 @@ def embedding_operators(config: ModelConfig, batch: Batch, specs: Mapping[str, P
         look_up += sum_output(batch, width)
     if batch.tensor_parallel > 1 and batch.kernels == "transformers":
         # A copy of the gradient, without other ranks' rows.
-        look_up = work.keeping(look_up, 0, 2 * rows * width * e)
+        look_up = work.with_memory(look_up, 0, 2 * rows * width * e)
     if batch.is_accumulating:
         look_up += megatron.accumulate(e, config.vocab_size * width)
     if batch.is_megatron:
@@ -66,7 +66,7 @@ def embedding_operators(config: ModelConfig, batch: Batch, specs: Mapping[str, P
     ]
     if width != hidden:
         name = f"{path}.project_in"
-        project = work.keeping(work.linear(rows, width, hidden, e, bias=False), rows * width * e)
+        project = work.with_memory(work.linear(rows, width, hidden, e, bias=False), rows * width * e)
         operators.append(make(name, "projection", Pattern.REPLICATE, project, rows * hidden * e, f"{name}.weight"))
     return operators
 
@@ -99,7 +99,7 @@ def head_operators(config: ModelConfig, batch: Batch, specs: Mapping[str, Parame
         operators.append(make(norm, "norm", Pattern.REPLICATE, normalize, rows * hidden * e, *owned))
     if width != hidden:
         name = f"{path}.project_out"
-        project = work.keeping(work.linear(rows, hidden, width, e, bias=False), rows * hidden * e)
+        project = work.with_memory(work.linear(rows, hidden, width, e, bias=False), rows * hidden * e)
         operators.append(make(name, "projection", Pattern.REPLICATE, project, rows * width * e, f"{name}.weight"))
     if batch.is_core:
         logits = megatron_core.column(batch, width, vocab)
@@ -108,7 +108,7 @@ def head_operators(config: ModelConfig, batch: Batch, specs: Mapping[str, Parame
     # The gradient of the logits, in their type, stays until the gradient of the hidden state is complete.
     at_once = min(rows, fused.LOSS_TOKENS) if batch.is_fused else rows
     saved_bytes = 0 if batch.is_fused or batch.is_core else rows * width * e
-    logits = work.keeping(logits, saved_bytes, at_once * vocab * e + rows * width * e)
+    logits = work.with_memory(logits, saved_bytes, at_once * vocab * e + rows * width * e)
     loss = _loss(batch, rows, vocab)
     if batch.loss_tile_tokens is not None:
         logits, loss = _in_tiles(batch, width, vocab, batch.loss_tile_tokens)

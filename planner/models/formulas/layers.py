@@ -92,7 +92,7 @@ def layer_parts(config: ModelConfig, batch: Batch, layer: int) -> tuple[Part, ..
         parts.append(norm(names.first_norm, "attn", names.output))
     middle = names.output if before else names.first_norm
     if before:
-        apart = config.has_experts(layer) and batch.experts_apart
+        apart = config.has_experts(layer) and batch.separate_experts
         parts.append(norm(names.second_norm, "attn" if apart else "mlp", middle))
     source = names.second_norm if before else middle
     parts += (
@@ -228,10 +228,10 @@ def _qkv_work(config: ModelConfig, batch: Batch) -> Work:
     share = sum_input_gradient(batch, hidden)
     if config.family == "gpt2" or batch.is_megatron:
         joint = linear(batch, hidden, query + 2 * key, bias=bias)
-        return work.keeping(share + joint, rows * hidden * e, rows * (query + 2 * key + hidden) * e)
+        return work.with_memory(share + joint, rows * hidden * e, rows * (query + 2 * key + hidden) * e)
     q, k = linear(batch, hidden, query, bias=bias), linear(batch, hidden, key, bias=bias)
     if batch.is_fused:
-        return work.keeping(share + q + k + k, 0, rows * (query + 2 * key + hidden) * e)
+        return work.with_memory(share + q + k + k, 0, rows * (query + 2 * key + hidden) * e)
     if config.family == "opt":
         q += Work(each(rows * query, 2 * e), each(rows * query, 2 * e))  # scaled before attention
     else:  # rotary's gradients are turned back into the projection's layout
@@ -243,7 +243,7 @@ def _qkv_work(config: ModelConfig, batch: Batch) -> Work:
         k += work.rms_norm(rows * config.num_key_value_heads, config.head_dim, e, around=False) + share_norm
     v = linear(batch, hidden, key, bias=bias)
     join = share + Work((), each(rows * hidden, 3 * e, 3 * e))  # the input's gradients from q, k and v
-    return work.keeping(join + q + k + v, rows * hidden * e, rows * (query + 2 * key + hidden) * e)
+    return work.with_memory(join + q + k + v, rows * hidden * e, rows * (query + 2 * key + hidden) * e)
 
 
 def _core_work(config: ModelConfig, batch: Batch) -> Work:
@@ -278,7 +278,7 @@ def _mlp_parts(config: ModelConfig, batch: Batch, names: _Names, source: str, sk
     # the gate's output, and one of the input from each of the two products.
     inside_bytes = rows * (ffn + hidden * (2 if config.is_gated else 1)) * e
     saved_bytes = 0 if batch.is_fused else rows * hidden * e
-    up = work.keeping(sum_input_gradient(batch, hidden) + up, saved_bytes, inside_bytes)
+    up = work.with_memory(sum_input_gradient(batch, hidden) + up, saved_bytes, inside_bytes)
     up_bytes = rows * ffn * e * (2 if config.is_gated else 1)
     yield Part(names.up, "up", "mlp", Pattern.COLUMN, up, up_bytes, names.up_modules, (source,), product_bytes=up_bytes)
     activate = fused.swiglu(rows * ffn, e) if batch.is_fused else work.activation(config.mlp, rows * ffn, e)
@@ -311,9 +311,11 @@ def _expert_parts(config: ModelConfig, batch: Batch, layer: int, source: str, sk
     """
     rows, hidden, e = batch.num_tokens, config.hidden_size, batch.dtype_bytes
     num, top = config.num_experts, config.experts_per_token
-    weight_bytes, whole = _routing_bytes(config, batch), not batch.experts_apart
+    weight_bytes, whole = _routing_bytes(config, batch), not batch.separate_experts
     before = "mlp" if whole else "attn"
-    route = work.keeping(work.router(rows, hidden, num, top, e, normalize=config.normalize_router), rows * hidden * e)
+    route = work.with_memory(
+        work.router(rows, hidden, num, top, e, normalize=config.normalize_router), rows * hidden * e
+    )
     chosen_bytes = rows * top * (weight_bytes + 8)
     yield Part(
         "mlp.gate",

@@ -50,7 +50,7 @@ def layer_parts(config: ModelConfig, batch: Batch, layer: int) -> tuple[Part, ..
         mlp = _experts(config, batch, layer, second, _OUTPUT)
     else:
         mlp = _gated(config, batch, "mlp", config.ffn_hidden_size, second, _OUTPUT)
-    unit = "attn" if has_experts and batch.experts_apart else "mlp"
+    unit = "attn" if has_experts and batch.separate_experts else "mlp"
     return norm_part(first, "attn", ""), *attention, norm_part(second, unit, _OUTPUT), *mlp
 
 
@@ -252,7 +252,7 @@ def _experts(config: ModelConfig, batch: Batch, layer: int, source: str, skip: s
     """
     own = dataclasses.replace(batch, context_parallel=batch.context_parallel * batch.tensor_parallel)
     rows, hidden, e = own.num_tokens, config.hidden_size, batch.dtype_bytes
-    before = "attn" if batch.experts_apart else "mlp"
+    before = "attn" if batch.separate_experts else "mlp"
     num, visits = config.num_experts, rows * config.experts_per_token
     scores = each(rows * num, e + 4, 8, 8, 8)
     route = linear(rows, hidden, num, e) + Work(scores, scores, 8 * rows * num)
@@ -269,8 +269,8 @@ def _experts(config: ModelConfig, batch: Batch, layer: int, source: str, skip: s
     yield Part("mlp.dispatch", "dispatch", before, Pattern.SHARD, send, visit_bytes, (), ("mlp.gate", source))
     sizes, unit, names = experts.tokens(config, own, layer), "mlp", []
     for first, count in experts.groups(config, batch):
-        label = f".{first}-{first + count - 1}" if batch.experts_apart else ""
-        unit = f"experts{label}" if batch.experts_apart else "mlp"
+        label = f".{first}-{first + count - 1}" if batch.separate_experts else ""
+        unit = f"experts{label}" if batch.separate_experts else "mlp"
         names.append(f"mlp.experts{label}")
         bank = sizes[first : first + count]
         work = _bank(bank, hidden, config.expert_ffn_hidden_size, e)

@@ -24,7 +24,7 @@ def linear(rows: int, inputs: int, outputs: int, e: int, *, bias: bool) -> Work:
     return Work((Gemm(rows, outputs, inputs),), backward, workspace_bytes=rows * inputs * e)
 
 
-def keeping(work: Work, saved_bytes: int, workspace_bytes: int = 0) -> Work:
+def with_memory(work: Work, saved_bytes: int, workspace_bytes: int = 0) -> Work:
     """Return ``work`` with more saved bytes and workspace."""
     return dataclasses.replace(
         work,

@@ -9,9 +9,9 @@ from amount import examples
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from plans import mixed, plans
+from rank_programs import around_training, failed, freeze, left, seen_from_outside, trained
+from rank_programs import reference as together_reference
 from rounding import assert_same_step, one_step
-from together import around_training, failed, freeze, left, seen_from_outside, trained
-from together import reference as together_reference
 from training import (
     Task,
     assert_same,

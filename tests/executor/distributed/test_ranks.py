@@ -13,8 +13,7 @@ from forked import Forked, environments
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from plans import mixed, plans
-from ranks import assert_same_bits
-from together import (
+from rank_programs import (
     around_training,
     bound_cores,
     buffers_of,
@@ -31,6 +30,7 @@ from together import (
     with_another_plan,
     without_a_gradient,
 )
+from ranks import assert_same_bits
 from training import Task, decide, uniform
 
 from executor.devices.cores import divide, in_order, open_cores

@@ -6,9 +6,9 @@ from amount import examples
 from forked import completed
 from hypothesis import given, settings
 from plans import mixed, plans
+from rank_programs import measured_while_parked, parked_on_the_way
+from rank_programs import reference as of_ranks
 from ranks import assert_same_bits
-from together import measured_while_parked, parked_on_the_way
-from together import reference as of_ranks
 from training import Task, assert_same, batches, decide, prepare, reference, train, uniform
 
 from executor.devices.cuda import CudaBackend

@@ -10,9 +10,9 @@ from amount import examples
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from plans import plans
+from rank_programs import measured, trained
+from rank_programs import reference as reference_of_ranks
 from ranks import assert_same_bits
-from together import measured, trained
-from together import reference as reference_of_ranks
 from training import (
     CONFIGS,
     MICRO_BATCH,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from plans import mixed
-from together import compiled, trained
+from rank_programs import compiled, trained
 from torch._dynamo.utils import counters
 from training import (
     ReferenceOptimizer,

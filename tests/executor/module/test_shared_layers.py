@@ -12,8 +12,7 @@ from amount import examples
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from plans import mixed, plans
-from rounding import assert_same_step, one_step, tensors
-from together import (
+from rank_programs import (
     around_training,
     failed,
     left,
@@ -25,6 +24,7 @@ from together import (
     with_a_loss_of_its_own,
     with_something_of_its_own,
 )
+from rounding import assert_same_step, one_step, tensors
 from training import CONFIGS, Task, decide, make_model, uniform, weights
 
 from executor.distributed.mesh import Mesh

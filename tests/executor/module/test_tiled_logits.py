@@ -10,8 +10,8 @@ from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plans import mixed, plans
+from rank_programs import metered, trained
 from rounding import assert_same_step, one_step
-from together import metered, trained
 from torch.nn import functional
 from training import (
     MICRO_BATCH,

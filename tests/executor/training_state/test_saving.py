@@ -11,9 +11,9 @@ import torch
 from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rank_programs import resumed, saved
 from safetensors.torch import load_file
 from test_numerics import mixed, plans
-from together import resumed, saved
 from training import Task, assert_same, batches, decide, delay, grouped, prepare, reference, uniform, units_of
 
 import executor.tasks.snapshots

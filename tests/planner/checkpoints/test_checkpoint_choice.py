@@ -21,7 +21,7 @@ from planner.checkpoints.nesting import Limits, nest
 from planner.checkpoints.policy import HASH_BYTES_PER_S, LEAST_BUFFER_BYTES, POLICIES, policy
 from planner.checkpoints.trial import Trial
 from planner.models.registry import resolve_model
-from planner.plan.checkpoints import CheckpointPlan, CheckpointsAsked
+from planner.plan.checkpoints import CheckpointPlan, CheckpointRequest
 from planner.plan.document import Plan
 from planner.plan.planning import Request, make_plan
 from planner.terms import LEVELS
@@ -79,7 +79,7 @@ def trial() -> Trial:
     return Trial(far_from_pfs())
 
 
-OFTEN = CheckpointsAsked(mtbf_s={"memory": HOUR, "nvme": 6 * HOUR, "pfs": 2 * DAY}, buffer_bytes=LEAST_BUFFER_BYTES)
+OFTEN = CheckpointRequest(mtbf_s={"memory": HOUR, "nvme": 6 * HOUR, "pfs": 2 * DAY}, buffer_bytes=LEAST_BUFFER_BYTES)
 
 
 @functools.cache
@@ -116,7 +116,7 @@ def test_nothing_that_could_be_chosen_wastes_less():
 
 
 def test_the_same_plan_has_the_same_checkpoints_and_they_are_verified():
-    asked = CheckpointsAsked(mtbf_s={"nvme": DAY}, buffer_bytes=LEAST_BUFFER_BYTES)
+    asked = CheckpointRequest(mtbf_s={"nvme": DAY}, buffer_bytes=LEAST_BUFFER_BYTES)
     plan = protected(planned("rtx-4090", "gpt2", 1), asked)
     assert plan.to_json() == protected(planned("rtx-4090", "gpt2", 1), asked).to_json()
     assert Plan.model_validate(json.loads(plan.to_json())) == plan
@@ -141,7 +141,7 @@ def test_the_same_plan_has_the_same_checkpoints_and_they_are_verified():
     st.sampled_from([None, 0.5, 5.0]),
 )
 def test_limits_hold_whatever_is_asked(mtbf_h, max_overhead, max_lost_s, drive_writes_per_day):
-    asked = CheckpointsAsked(
+    asked = CheckpointRequest(
         mtbf_s={level: hours * HOUR for level, hours in mtbf_h.items()},
         max_overhead=max_overhead,
         max_lost_s=max_lost_s,
@@ -170,7 +170,7 @@ def test_what_binds_is_named():
     plan = far_from_pfs()
 
     def asked(mtbf_s: float = HOUR, **limits: float) -> CheckpointPlan:
-        question = CheckpointsAsked(mtbf_s={"nvme": mtbf_s}, buffer_bytes=LEAST_BUFFER_BYTES, **limits)
+        question = CheckpointRequest(mtbf_s={"nvme": mtbf_s}, buffer_bytes=LEAST_BUFFER_BYTES, **limits)
         return choose_checkpoints(plan, question, trial())
 
     free = asked()
@@ -191,14 +191,14 @@ def test_what_binds_is_named():
     )
     nvme = plan.hardware.nvme.model_copy(update={"endurance_bytes_per_day": endurance})
     stated = plan.model_copy(update={"hardware": plan.hardware.model_copy(update={"nvme": nvme})})
-    question = CheckpointsAsked(mtbf_s={"nvme": HOUR}, buffer_bytes=LEAST_BUFFER_BYTES)
+    question = CheckpointRequest(mtbf_s={"nvme": HOUR}, buffer_bytes=LEAST_BUFFER_BYTES)
     by_profile = choose_checkpoints(stated, question, Trial(stated))
     assert (by_profile.levels[-1].every, by_profile.levels[-1].bound) == (worn.levels[-1].every, "endurance")
     assert any("a day, as the profile says" in line for line in by_profile.assumptions)
 
 
 def test_levels_without_room_are_left_out_and_that_is_said():
-    plan, asked = far_from_pfs(), CheckpointsAsked(mtbf_s={"nvme": 6 * HOUR}, buffer_bytes=LEAST_BUFFER_BYTES)
+    plan, asked = far_from_pfs(), CheckpointRequest(mtbf_s={"nvme": 6 * HOUR}, buffer_bytes=LEAST_BUFFER_BYTES)
     made = choose_checkpoints(plan.model_copy(update={"hardware": varied(plan.hardware, nvme=1e9)}), asked)
     assert made.levels[-1].level == "pfs"
     assert made.left_out["nvme"] == "4 checkpoints of 15.8 GB have no room in the 1 GB that are free"
@@ -221,11 +221,13 @@ def test_levels_without_room_are_left_out_and_that_is_said():
 def test_a_profile_without_storage_says_what_to_do():
     plan = planned("h100")
     with pytest.raises(CheckpointsError, match=r"survives what pfs=2592000s.*profile h100 has none.*--pfs-bandwidth"):
-        choose_checkpoints(plan, CheckpointsAsked(mtbf_s=KINDS))
+        choose_checkpoints(plan, CheckpointRequest(mtbf_s=KINDS))
 
 
 def test_limits_that_contradict_each_other_are_one_line_with_the_remedy():
-    asked = CheckpointsAsked(mtbf_s={"pfs": DAY}, max_overhead=1e-8, max_lost_s=3600.0, buffer_bytes=LEAST_BUFFER_BYTES)
+    asked = CheckpointRequest(
+        mtbf_s={"pfs": DAY}, max_overhead=1e-8, max_lost_s=3600.0, buffer_bytes=LEAST_BUFFER_BYTES
+    )
     message = (
         r"no checkpoints keep --max-checkpoint-overhead 1e-06% and --max-lost-work 3600s; allow .* % of overhead, or"
     )
@@ -239,7 +241,7 @@ def test_drives_that_training_wears_out_take_no_checkpoints():
     assert writes > 0, "this model needs the drives"
     per_day = 0.5 * writes * DAY / plan.prediction.iteration_s / plan.hardware.nvme.capacity_bytes.value
     with pytest.raises(CheckpointsError, match=r"training alone writes .* a day, as much as the drives endure or more"):
-        choose_checkpoints(plan, CheckpointsAsked(mtbf_s={"nvme": DAY}, drive_writes_per_day=per_day))
+        choose_checkpoints(plan, CheckpointRequest(mtbf_s={"nvme": DAY}, drive_writes_per_day=per_day))
 
 
 def test_state_on_drives_competes_with_its_checkpoints():
@@ -250,7 +252,7 @@ def test_state_on_drives_competes_with_its_checkpoints():
     alone_s = trial.shard_bytes / nvme.write.best_rate_per_s()
     measured = trial.saved("nvme", LEAST_BUFFER_BYTES)
     assert measured.latency_s > 1.05 * alone_s
-    made = choose_checkpoints(plan, CheckpointsAsked(mtbf_s={"nvme": DAY}))
+    made = choose_checkpoints(plan, CheckpointRequest(mtbf_s={"nvme": DAY}))
     assert made.levels[-1].level == "nvme"
     why_not = {row.name: row.why_not for row in made.engines}
     assert why_not["datastates"] == "its code refuses state that is not on the device"
@@ -280,7 +282,7 @@ def test_checksums_are_made_at_the_rate_of_the_profile():
     rate = plan.hardware.host.dram_bytes_per_s.model_copy(update={"value": 1e8})
     host = plan.hardware.host.model_copy(update={"hash_bytes_per_s": rate})
     slow = plan.model_copy(update={"hardware": plan.hardware.model_copy(update={"host": host})})
-    made = choose_checkpoints(slow, CheckpointsAsked(mtbf_s={"nvme": DAY}))
+    made = choose_checkpoints(slow, CheckpointRequest(mtbf_s={"nvme": DAY}))
     assert made.levels[-1].latency_s >= made.size_bytes / (policy("ullage").num_writers * 1e8)
     assert any(words.startswith("checksums: 0.1 GB/s per core") for words in made.assumptions)
 
@@ -288,15 +290,15 @@ def test_checksums_are_made_at_the_rate_of_the_profile():
 def test_ours_wastes_less_than_other_engines_at_their_best():
     """Beside other engines that take all the memory that is free, ours gets as much as pays."""
     shared = Trial(planned())
-    everything = choose_checkpoints(planned(), CheckpointsAsked(mtbf_s=KINDS), shared)
+    everything = choose_checkpoints(planned(), CheckpointRequest(mtbf_s=KINDS), shared)
     assert {row.name for row in everything.engines} == set(POLICIES) - {"ullage"}
-    one = choose_checkpoints(planned(), CheckpointsAsked(mtbf_s={"nvme": 6 * HOUR}), shared)
+    one = choose_checkpoints(planned(), CheckpointRequest(mtbf_s={"nvme": 6 * HOUR}), shared)
     for made in (everything, one):
         for row in made.engines:
             assert row.waste > made.waste
             assert row.every >= 1
     assert {row.level for row in everything.engines} == {"pfs"}  # nothing else survives all
-    incomplete = choose_checkpoints(planned("rtx-4090", "gpt2", 1), CheckpointsAsked(mtbf_s={"nvme": DAY}))
+    incomplete = choose_checkpoints(planned("rtx-4090", "gpt2", 1), CheckpointRequest(mtbf_s={"nvme": DAY}))
     why_not = {row.name: row.why_not for row in incomplete.engines}
     assert "serialise_bytes_per_s" in why_not["deepspeed"]
 
@@ -306,7 +308,7 @@ def test_pipelines_save_what_their_stages_have(num_devices: int):
     """With as many data-parallel ranks each saves its part of the state, and the node with the largest stage most."""
     plan = planned("polaris-a100-40g", "gpt2", num_devices, pipeline_parallel=2, micro_batch=None, global_batch=8)
     shared = Trial(plan)
-    made = choose_checkpoints(plan, CheckpointsAsked(mtbf_s={"nvme": DAY}), shared)
+    made = choose_checkpoints(plan, CheckpointRequest(mtbf_s={"nvme": DAY}), shared)
     config = resolve_model("gpt2")
     tied = config.vocab_size * config.hidden_size  # the embedding, of which the last stage has a copy
     num_params = sum(unit.num_params for unit in plan.units())
@@ -339,6 +341,6 @@ def test_expected_times_are_those_of_simulated_runs():
 
 
 def test_a_level_that_the_plan_has_not_is_refused():
-    made = choose_checkpoints(planned("rtx-4090", "gpt2", 1), CheckpointsAsked(mtbf_s={"nvme": DAY}))
+    made = choose_checkpoints(planned("rtx-4090", "gpt2", 1), CheckpointRequest(mtbf_s={"nvme": DAY}))
     with pytest.raises(ValueError, match=r"makes no checkpoints at level pfs, but at .*nvme"):
         made.every("pfs")

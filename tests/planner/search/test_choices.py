@@ -16,7 +16,7 @@ from planner.bounds.certificate import CertificateError, certify, check, computi
 from planner.bounds.conditions import conditions, decided
 from planner.bounds.program import bound
 from planner.bounds.solver import solve
-from planner.choices.choice import Asked, Choice
+from planner.choices.choice import Choice, Constraints
 from planner.choices.variants import Variant
 from planner.costs.model import CostModel
 from planner.decisions import BF16
@@ -48,9 +48,9 @@ OPT, MIXTRAL = resolve_model("opt-125m"), resolve_model("mixtral-8x7b")
 def test_choices_are_what_was_asked_for(model, num_devices, per_node, batch, tensor, micro_batch) -> None:
     if num_devices % (tensor or 1):
         with pytest.raises(ValueError, match="must divide the"):
-            Asked(num_devices=num_devices, tensor_parallel=tensor).choices(model, per_node)
+            Constraints(num_devices=num_devices, tensor_parallel=tensor).choices(model, per_node)
         return
-    asked = Asked(
+    asked = Constraints(
         num_devices=num_devices, global_batch=batch, tensor_parallel=tensor, micro_batch=micro_batch, expert_units=8
     )
     try:
@@ -84,14 +84,14 @@ def test_choices_are_what_was_asked_for(model, num_devices, per_node, batch, ten
 )
 def test_what_cannot_be_done_is_named(options: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Asked(**{"num_devices": 8, **options}).choices(OPT, 8)
+        Constraints(**{"num_devices": 8, **options}).choices(OPT, 8)
 
 
 def test_experts_fall_into_units_that_are_worth_moving() -> None:
     for name, ranks, expected in (("mixtral-8x7b", 1, 8), ("mixtral-8x7b", 4, 2), ("qwen3-30b-a3b", 1, 6)):
-        (choice,) = Asked(num_devices=8, expert_parallel=ranks).choices(resolve_model(name), 8)
+        (choice,) = Constraints(num_devices=8, expert_parallel=ranks).choices(resolve_model(name), 8)
         assert choice.expert_units == expected
-    (dense,) = Asked(num_devices=8).choices(OPT, 8)
+    (dense,) = Constraints(num_devices=8).choices(OPT, 8)
     assert dense.expert_units == 1
 
 

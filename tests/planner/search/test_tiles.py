@@ -50,7 +50,7 @@ def test_a_tile_is_no_smaller_than_another_units_peak() -> None:
 def test_a_tile_that_is_given_is_taken() -> None:
     assert tiles(dataclasses.replace(REQUEST, loss_tile_tokens=300)) == [300]
     assert tiles(dataclasses.replace(REQUEST, loss_tile_tokens=2048)) == [None]
-    with pytest.raises(ValueError, match="loss_tile_tokens is 0, but must be at least 1"):
+    with pytest.raises(ValueError, match="loss_tile_tokens is 0, but must be a whole number of at least 1"):
         dataclasses.replace(REQUEST, loss_tile_tokens=0)
 
 

@@ -11,7 +11,14 @@ from planner.plan.planning import make_plan
 from ullage.cli.request import request_of
 from ullage.cli.request_options import is_captured
 from ullage.output.progress import search_progress
-from ullage.this_machine.planning import MOST_SIMULATIONS, Wishes, free_memory, machine_now, of_first_rank, world_size
+from ullage.this_machine.planning import (
+    MOST_SIMULATIONS,
+    PlanOptions,
+    free_memory,
+    machine_now,
+    of_first_rank,
+    world_size,
+)
 from ullage.this_machine.profile import profile_here
 
 
@@ -33,12 +40,12 @@ def planned(args: argparse.Namespace, output_dir: Path) -> Plan:
     args.gpus = args.gpus or world_size()
     if args.batches is None and args.data is not None and _may_be_captured(args):
         args.batches = "masked"
-    wishes: Wishes = {} if args.device_memory is None else {"device_memory": args.device_memory}
+    plan_options: PlanOptions = {} if args.device_memory is None else {"device_memory": args.device_memory}
 
     def make() -> Plan:
         if args.hardware is None:
             profile_here()  # is the default from now on
-        request = request_of(args, lambda profile: machine_now({"hardware": profile, **wishes}, free))
+        request = request_of(args, lambda profile: machine_now({"hardware": profile, **plan_options}, free))
         with search_progress() as progress:
             return make_plan(request, max_simulations=MOST_SIMULATIONS, progress=progress)
 

@@ -15,7 +15,7 @@ from hwprofiles.files import write_whole
 from hwprofiles.machine import check_measured_here
 from hwprofiles.registry import LOCAL
 from planner.models.adapters import Lora
-from planner.plan.checkpoints import CheckpointsAsked
+from planner.plan.checkpoints import CheckpointRequest
 from planner.plan.document import Plan
 from planner.plan.planning import InfeasibleError, Request, engine_rows, make_plan
 from planner.search import no_garbage_collection
@@ -59,7 +59,7 @@ def plan_command(args: argparse.Namespace) -> int:
     return 0
 
 
-def _protected(plan: Plan, asked: CheckpointsAsked) -> Plan:
+def _protected(plan: Plan, asked: CheckpointRequest) -> Plan:
     from planner.checkpoints.choosing import protected  # noqa: PLC0415 - few ask for checkpoints
 
     return protected(plan, asked)

@@ -12,7 +12,7 @@ from hwprofiles import __version__
 from planner.checkpoints.choosing import choose_checkpoints
 from planner.checkpoints.trial import Trial
 from planner.choices.choice import Choice
-from planner.plan.checkpoints import CheckpointsAsked
+from planner.plan.checkpoints import CheckpointRequest
 from planner.plan.document import Plan, describe
 from planner.plan.planning import Found, InfeasibleError, Request, find
 from planner.schedule.tasks import Lane
@@ -29,7 +29,7 @@ Effort = Literal["plan", "certify", "fit"]
 whether it fits, with the first plan that does."""
 
 
-def digest_of(request: Request, effort: Effort, checkpoints: CheckpointsAsked | None = None) -> str:
+def digest_of(request: Request, effort: Effort, checkpoints: CheckpointRequest | None = None) -> str:
     """Return a SHA-256 of everything that determines a point's result: the request, the program and its libraries."""
     parts = {field.name: getattr(request, field.name) for field in dataclasses.fields(request)}
     plain = {
@@ -52,7 +52,7 @@ def program_digest() -> str:
     return _sha256({"version": __version__, "code": code.hexdigest(), "libraries": libraries})
 
 
-def plan_point(request: Request, effort: Effort, checkpoints: CheckpointsAsked | None = None) -> Result:
+def plan_point(request: Request, effort: Effort, checkpoints: CheckpointRequest | None = None) -> Result:
     """Plan anew, and return the figures, or why there are none.
 
     Whatever goes wrong is a result too, so that a study goes on.
@@ -119,7 +119,7 @@ _tried: dict[str, tuple[Found, Plan, Trial]] = {}
 """The last request that checkpoints were chosen for: studies ask for the same at several rates of failures in a row."""
 
 
-def _with_checkpoints(request: Request, asked: CheckpointsAsked) -> tuple[Found, Checkpoints]:
+def _with_checkpoints(request: Request, checkpoints: CheckpointRequest) -> tuple[Found, Checkpoints]:
     """Return the best plan and its checkpoints; simulations of one choice are reused for the next.
 
     Raises:
@@ -140,7 +140,7 @@ def _with_checkpoints(request: Request, asked: CheckpointsAsked) -> tuple[Found,
         _tried.clear()
         _tried[key] = found, plan, Trial(plan)
     found, plan, trial = _tried[key]
-    chosen = choose_checkpoints(plan, asked, trial)
+    chosen = choose_checkpoints(plan, checkpoints, trial)
     if chosen.waste >= 1:
         raise ValueError("failures take all the time, whatever checkpoints are made; give a longer mtbf")
     return found, Checkpoints(

@@ -103,12 +103,12 @@ def run_study(space: Space, prices: Prices | None, evaluator: Evaluator) -> Stud
         InterruptedStudyError: see :meth:`Evaluator.results`.
         OSError: the store cannot be written.
     """
-    asked = space.asked
+    request = space.request
     cases = list(tracked(space.cases(), len(space), evaluator.progress))
-    points, notes = charged(evaluator.points(cases, space.effort), prices, asked)
+    points, notes = charged(evaluator.points(cases, space.effort), prices, request)
     return Study(
         program_version=__version__,
-        asked=asked,
+        asked=request,
         axes=space.axes,
         prices=prices,
         points=tuple(points),

@@ -12,12 +12,12 @@ from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import connection, resource_tracker
 from typing import Final
 
-from planner.plan.checkpoints import CheckpointsAsked
+from planner.plan.checkpoints import CheckpointRequest
 from planner.plan.planning import Request
 from ullage.whatif.running.point import Effort, plan_point
 from ullage.whatif.study import Result
 
-Task = tuple[str, Request, CheckpointsAsked | None]
+Task = tuple[str, Request, CheckpointRequest | None]
 """The key of a point, what is asked for, and the failures that checkpoints are chosen for, if any."""
 
 Runner = Callable[[Iterable[Task], Effort], Iterator[tuple[str, Result]]]
