@@ -262,6 +262,12 @@ def storage() -> Iterator[tuple[str, ...]]:
             yield *setting, "proven not to fit", "-"
 
 
+def storage_gap() -> Iterator[tuple[str, ...]]:
+    gaps = [c["gap"] for c in result("planning_storage.json")["cells"] if c["fits"] and c["storage"] == "nvme"]
+    yield f"gap to the proven bound with `nvme`, median of {len(gaps)}", percent(statistics.median(gaps))
+    assert statistics.median(gaps) < 0.15
+
+
 def elixir() -> Iterator[tuple[str, ...]]:
     for row in result("planning_claims.json")["summary"]["elixir"]:
         yield str(row["micro_batch"]), percent(row["efficiency"], 0), f"{row['host_bytes'] / 1e9:.0f} GB"
@@ -326,6 +332,7 @@ TABLES = (
     first_answer,
     study,
     storage,
+    storage_gap,
     elixir,
     claims,
     mutation,
