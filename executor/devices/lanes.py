@@ -93,7 +93,8 @@ class LaneMachine:
         self._stopped = False
         self._failure: BaseException | None = None
         self._num_pending = 0
-        self._room, self._wants_room = Room(schedule, capacity_bytes), False
+        self._room = None if capacity_bytes is None else Room(schedule, capacity_bytes)
+        self._wants_room = False
         self.is_waiting, self.num_ended = False, 0
         self._tickets: dict[int, dict[int, _Ticket]] = {}
         self._open: list[_Ticket] = []
@@ -132,7 +133,8 @@ class LaneMachine:
         if (lane_queue := self._queues.get(task.lane)) is not None:
             with self._changed:
                 self._num_pending += 1
-                self._room.issue(task)
+                if self._room:
+                    self._room.issue(task)
             lane_queue.put(ticket)
             return
         # On a GPU, the time to issue a compute task runs beside the task itself.
@@ -285,8 +287,8 @@ class LaneMachine:
             if self._stopped:
                 return False
             self._backend.wait_event(lane, dependency.end)
-        if self._room.limits:
-            self._take_room(ticket)
+        if self._room:
+            self._take_room(ticket, self._room)
         if self._stopped:
             return False
         ticket.after = ()
@@ -294,14 +296,14 @@ class LaneMachine:
             ticket.start = self._backend.record_event(lane)
         return True
 
-    def _take_room(self, ticket: _Ticket) -> None:
+    def _take_room(self, ticket: _Ticket, room: Room) -> None:
         """Hold what a ticket makes; on a caller's lane, wait until there is room."""
         with self._changed:
             if ticket.task.lane in CALLER_LANES:
                 self._wants_room = True
-                self._changed.wait_for(lambda: self._stopped or not self._room.lacks(ticket.task))
+                self._changed.wait_for(lambda: self._stopped or not room.lacks(ticket.task))
                 self._wants_room = False
-            self._room.begin(ticket.task, ticket.iteration)
+            room.begin(ticket.task, ticket.iteration)
 
     def _wait_for(self, ticket: _Ticket, turn: threading.Condition) -> None:
         with self._changed:
@@ -317,8 +319,10 @@ class LaneMachine:
                 ticket.end = event
                 for turn in ticket.awaited:
                     turn.notify_all()
-                self._room.end(ticket.task, ticket.iteration, was_issued=ticket not in self._open)
-                if ticket in self._open:
+                on_caller = ticket.task.lane in CALLER_LANES
+                if self._room:
+                    self._room.end(ticket.task, ticket.iteration, was_issued=not on_caller)
+                if on_caller:
                     self._open.remove(ticket)
                 else:
                     self._num_pending -= 1

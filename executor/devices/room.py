@@ -23,16 +23,15 @@ class Room:
 
     Args:
         schedule: the tasks and buffers of every iteration.
-        capacity_bytes: of the device; ``None`` for no limit.
+        capacity_bytes: of the device.
     """
 
-    def __init__(self, schedule: Schedule, capacity_bytes: int | None) -> None:
+    def __init__(self, schedule: Schedule, capacity_bytes: int) -> None:
         self._made, self._freed = defaultdict[int, int](int), defaultdict[int, int](int)  # by task
         self._freed_later = defaultdict[int, int](int)  # the same of buffers that the iteration before made
         self._held = {-1: 0}  # by the iteration that made it
         self._num_freeing = 0
-        self.limits = capacity_bytes is not None
-        self._capacity_bytes = capacity_bytes or 0
+        self._capacity_bytes = capacity_bytes
         for buffer in schedule.buffers:
             if buffer.tier is not Tier.GPU:
                 continue
@@ -66,9 +65,7 @@ class Room:
 
     def lacks(self, task: Task) -> bool:
         """Return whether there is too little room for a task now, but there will be more."""
-        if not self.limits or not self._num_freeing:
-            return False
-        return sum(self._held.values()) + self._made.get(task.index, 0) > self._capacity_bytes
+        return self._num_freeing > 0 and sum(self._held.values()) + self._made.get(task.index, 0) > self._capacity_bytes
 
     def _frees(self, task: Task) -> bool:
         return bool(self._freed.get(task.index) or self._freed_later.get(task.index))

@@ -98,9 +98,9 @@ class ComputeProbe:
         for seq in (64, 128, 256, 512, 1024, 2048, *(() if self.quick else (4096,))):
             if backward and self.backend.kind == "gpu" and seq < _SHORTEST_ON_GPU:
                 continue
-            forward, gradients = self._attention_calls(dtype, (batch, _NUM_HEADS, seq, _HEAD_DIM))
-            flop = 2.0 * batch * _NUM_HEADS * seq**2 * _HEAD_DIM
-            cases.append(Case(2.5 * flop, gradients) if backward else Case(flop, forward))
+            flop = (5.0 if backward else 2.0) * batch * _NUM_HEADS * seq**2 * _HEAD_DIM
+            call = self._attention_call(dtype, (batch, _NUM_HEADS, seq, _HEAD_DIM), backward=backward)
+            cases.append(Case(flop, call))
         found = sample(cases, self.backend.time_s, budget_s)
         what = "the backward of fused causal attention" if backward else "fused causal attention forward"
         source = f"{dtype} {what}, FLOP without the masked half, head dimension {_HEAD_DIM}"
@@ -190,17 +190,20 @@ class ComputeProbe:
 
         return Case(2.0 * rows * hidden**2, call, correction / 3)
 
-    def _attention_calls(self, dtype: Dtype, shape: tuple[int, int, int, int]) -> tuple[Call, Call]:
-        """Return a forward and a backward of attention."""
-        query, key, value, gradient = (self.pools[dtype][: math.prod(shape)].view(shape).clone() for _ in range(4))
-        inputs = [x.requires_grad_() for x in (query, key, value)]
+    def _attention_call(self, dtype: Dtype, shape: tuple[int, int, int, int], *, backward: bool) -> Call:
+        """Return a forward of attention, or a backward of one that was called before."""
+        values = self.pools[dtype][: math.prod(shape)].view(shape)
+        query, key, value = inputs = [values.clone().requires_grad_() for _ in range(3)]
 
         def forward() -> torch.Tensor:
             return functional.scaled_dot_product_attention(query, key, value, is_causal=True)
 
+        if not backward:
+            return forward
+        gradient = values.clone()
         with torch.enable_grad():
             output = forward()
-        return forward, lambda: torch.autograd.grad(output, inputs, gradient, retain_graph=True)
+        return lambda: torch.autograd.grad(output, inputs, gradient, retain_graph=True)
 
     def _norm(self, bits: Array, num_params: int, sum_of_squares: SumOfSquares) -> Call:
         slices = rotate(len(bits), num_params)
