@@ -226,6 +226,9 @@ def test_capacities_are_one_ranks_share() -> None:
     expected |= uses(NVME_READ=2e9, NVME_WRITE=1e9, NVME=3e9, PFS=1, INTERPRETER=1)
     assert cost.capacities() == expected
     assert model(machine(devices_per_node=4), ranks=2).capacities()[Resource.CORES] == 4
+    link = machine().host_link.model_copy(update={"up": rate(1e10, "bytes")})
+    slow_up = model(machine().model_copy(update={"host_link": link})).capacities()
+    assert (slow_up[Resource.LINK_DOWN], slow_up[Resource.LINK_UP]) == pytest.approx((2e10, 1e10))
 
 
 def test_reading_outside_the_measured_range_is_remembered_once() -> None:
