@@ -28,7 +28,7 @@ test: $(VENV)/ready
 
 # Three parts at a time, the longest first. Threads and ranks that hand work to each other wait much longer for a core
 # than for the work, if other parts compute. So those parts come first, and the others get the time that they leave.
-# What compares times of threads within 5 % runs before, alone.
+# What compares times of threads within 5 % runs before, alone, where it allows for no waiting.
 TIMED := tests/ullage/test_agreement.py
 PARTS := test-executor test-ullage test-planner test-checkpoint test-others test-capture
 test-executor:

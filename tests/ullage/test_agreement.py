@@ -1,11 +1,16 @@
 """Feed measured durations into the simulator: what is left between prediction and measurement is then the cost model.
 
 The plan is chosen so that every rule matters: parameters go through a single slot, so copies and computing take turns,
-and updates by the CPU gate the next forward. Real threads, a real model; bounds are relative, not wall-clock.
+and updates by the CPU gate the next forward. Real threads, a real model; bounds are relative, not wall-clock. Where
+other programs use the cores, threads wait for one between tasks, which no task accounts for. Linux counts that time,
+and as much more is allowed.
 """
 
 import dataclasses
 import gc
+import time
+from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -24,25 +29,45 @@ from ullage.analysis.replay import replay
 NUM_ITERATIONS = 20
 STEADY = range(4, NUM_ITERATIONS - 1)
 TOLERANCE = 0.05
-MOST_RUNS = 10  # on a machine that others use too
+MOST_RUNS = 4
+
+
+class Run(NamedTuple):
+    """A timeline, and the seconds in which threads waited for a core per second of it."""
+
+    timeline: Timeline
+    waited: float
+
+    @property
+    def replayed(self) -> float:
+        return replayed(self.timeline, self.timeline.schedule)
 
 
 @pytest.fixture(scope="module")
-def measured() -> Timeline:
+def best_run() -> Run:
     """The best run of several: other programs only ever add time between tasks that no task accounts for."""
     gc.collect()
     gc.disable()  # nor does any task account for a collection, which takes long beside all that pytest holds
-    found: list[tuple[float, Timeline]] = []
-    while len(found) < MOST_RUNS and max((share for share, _ in found), default=0.0) < 1 - TOLERANCE / 2:
-        timeline = measure()
-        found.append((replayed(timeline, timeline.schedule), timeline))
+    found: list[Run] = []
+    while len(found) < MOST_RUNS and max((run.replayed for run in found), default=0.0) < 1 - TOLERANCE / 2:
+        found.append(measure())
     gc.enable()
-    best = max(found, key=lambda item: item[0])[1]
-    assert best.num_iterations == NUM_ITERATIONS
+    best = max(found, key=lambda run: run.replayed + run.waited)
+    assert best.timeline.num_iterations == NUM_ITERATIONS
     return best
 
 
-def measure() -> Timeline:
+@pytest.fixture(scope="module")
+def measured(best_run: Run) -> Timeline:
+    return best_run.timeline
+
+
+def waiting_s() -> float:
+    """Return how long threads of this process have been ready without a core (the kernel's ``sched-stats.rst``)."""
+    return sum(int(file.read_text().split()[1]) / 1e9 for file in Path("/proc/self/task").glob("*/schedstat"))
+
+
+def measure() -> Run:
     # Wide and short: what crosses lanes takes milliseconds, beside which waking a thread is nothing. In fp32, as
     # without instructions for bf16 nothing but computing would matter.
     wide = {"num_layers": 3, "hidden_size": 1024, "ffn_hidden_size": 4096, "head_dim": 128, "word_embed_proj_dim": 1024}
@@ -70,13 +95,15 @@ def measure() -> Timeline:
     model, offloaded = prepare_session(model, optimizer, model_units, decisions, options)
     tokens = torch.randint(0, 256, (1, 32))
     with offloaded.session as session:
+        began_s, waited_s = time.perf_counter(), waiting_s()
         for _ in range(NUM_ITERATIONS):
             model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
             offloaded.clip_grad_norm_(1.0)
             offloaded.step()
         timeline = session.timeline()
+        waited = (waiting_s() - waited_s) / (time.perf_counter() - began_s)
     torch.set_num_threads(threads)
-    return timeline
+    return Run(timeline, waited)
 
 
 def replayed(timeline: Timeline, schedule: Schedule) -> float:
@@ -87,8 +114,9 @@ def changed(schedule: Schedule, **changes: object) -> Schedule:
     return dataclasses.replace(schedule, tasks=tuple(dataclasses.replace(task, **changes) for task in schedule.tasks))
 
 
-def test_measured_durations_give_the_measured_period(measured: Timeline) -> None:
-    assert replayed(measured, measured.schedule) == pytest.approx(1.0, abs=TOLERANCE)
+def test_measured_durations_give_the_measured_period(best_run: Run) -> None:
+    assert best_run.replayed < 1 + TOLERANCE
+    assert best_run.replayed > 1 - TOLERANCE - best_run.waited
 
 
 def test_forgetting_dependencies_is_noticed(measured: Timeline) -> None:
