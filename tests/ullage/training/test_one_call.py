@@ -4,7 +4,6 @@ import contextlib
 import io
 import json
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,10 +12,11 @@ import torch
 import transformers
 from torch import nn
 
-import hwprofiles.calibrate
 import ullage
 from hwprofiles import registry
+from hwprofiles.calibrate import CalibrationOptions
 from hwprofiles.machine import this_machine
+from hwprofiles.profile import HardwareProfile
 from hwprofiles.registry import load_profile, local_profile_path, save_profile
 from ullage.main import main
 from ullage.this_machine import profile as measuring
@@ -268,26 +268,27 @@ def test_an_unknown_optimizer_is_named() -> None:
         ullage.prepare(net, of_another_library(net.parameters()), BATCH)
 
 
-@pytest.fixture
-def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measure for real, but for a second."""
-    options = partial(hwprofiles.calibrate.CalibrationOptions, budget_s=1.0)
-    monkeypatch.setattr(measuring, "CalibrationOptions", options)
-
-
 @contextlib.contextmanager
 def stderr() -> Iterator[io.StringIO]:
     with contextlib.redirect_stderr(io.StringIO()) as written:
         yield written
 
 
-@pytest.mark.usefixtures("hurried")
 def test_a_machine_without_a_profile_is_measured_once_and_it_is_the_default_from_then_on(
-    home: Path, capsys: pytest.CaptureFixture[str]
+    home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    here = load_profile("local")
+
+    def calibrate(options: CalibrationOptions, *_: object) -> tuple[HardwareProfile, SimpleNamespace]:
+        assert options.quick
+        torch.rand(3)  # as measurements may
+        return here, SimpleNamespace()
+
+    monkeypatch.setattr(measuring, "calibrate", calibrate)
     keep(cpu="another")
     drawn = torch.get_rng_state()
     found = measuring.profile_here()
+    assert found == here
     assert torch.equal(drawn, torch.get_rng_state())
     told = capsys.readouterr().err.splitlines()
     assert [line.partition(":")[2][:30] for line in told] == [
