@@ -33,7 +33,7 @@ def plan() -> Plan:
     request = Request(
         resolve_model("demo-llama"), profile, num_devices=2, seq_len=256, micro_batch=1, subgroup_params=10**6
     )
-    return make_plan(request)
+    return make_plan(request, None if ALL else 120)
 
 
 def test_a_plan_holds_what_it_states(plan: Plan) -> None:
@@ -174,7 +174,7 @@ def test_all_that_could_be_planned() -> None:
     setup = Setup(small_units("demo-llama", 1), subgroup_params=10**9)
     decisions = all_decisions(setup)
     assert len(decisions) == 2 * 5**4
-    optimal, instances = 0, INSTANCES if ALL else INSTANCES[::3]
+    optimal, instances = 0, INSTANCES if ALL else INSTANCES[::5]
     for speed, room in instances:
         free = machine(cpu_params_per_s=speed, flop_per_s=3e12)
         everything = Scorer(Workload(setup.units, 64), CostModel(free, setup.units, setup.precision, 1))
