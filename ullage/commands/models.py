@@ -1,13 +1,20 @@
-"""``ullage models``: the models that are known by name."""
+"""``ullage models``: the models that are known by name, and the sizes of any model."""
 
 import argparse
 from typing import Any
 
-from planner.models.config import ModelConfig
+from planner.models.captured import CapturedModel
+from planner.models.config import ModelConfig, NoFormulasError
 from planner.models.parameters import num_parameters
-from planner.models.registry import captured_preset, list_models, resolve_model
+from planner.models.registry import captured_preset, configuration, list_models, resolve_model
+from ullage.cli.arguments import lora
+from ullage.cli.request import Adapters, model_named
+from ullage.cli.request_options import QUANTIZATIONS, check_adapters
 from ullage.commands import Subparsers, command_parser
 from ullage.output.console import console, facts, table, write_json
+from ullage.output.formatting import si
+
+_WEIGHT_BYTES = 2  # of one value in bf16
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -18,29 +25,66 @@ def add_parser(subparsers: Subparsers) -> None:
         run,
         "List the models that are known by name, or show the sizes of one model. Any path of a Hugging Face\n"
         "config.json works as a model too, and so does the hub id of a model in the hub's cache on this machine;\n"
-        "nothing is ever downloaded.",
+        "nothing is ever downloaded. With --lora, show what is trained, and the bytes of what is frozen, in bf16.",
         """
         ullage models
         ullage models facebook/opt-13b
         ullage models path/to/config.json --json
+        ullage models llama-3-8b --lora rank=16 --quantize nf4
         """,
     )
-    parser.add_argument("name", nargs="?", metavar="NAME", help="name, hub id, or path of a config.json")
+    parser.add_argument(
+        "model", nargs="?", metavar="NAME", help="name, hub id, or path of a config.json of any architecture"
+    )
+    parser.add_argument(
+        "--lora", type=lora, metavar="rank=N[,...]", help="with LoRA adapters, as `ullage plan --lora` takes them"
+    )
+    parser.add_argument(
+        "--quantize", choices=QUANTIZATIONS, help="with the frozen projections of --lora quantized: nf4 or int8"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
 
 
 def run(args: argparse.Namespace) -> int:
     """List, or show one."""
-    if args.name is None:
+    if args.model is None:
+        if args.lora or args.quantize:
+            raise ValueError("--lora and --quantize are for one model; give its name too")
         return _list(as_json=args.json)
-    if (captured := captured_preset(args.name)) is not None:
-        return _show_captured(*captured, as_json=args.json)
-    model = resolve_model(args.name)
+    check_adapters(args)
+    if args.lora is not None:
+        return _show_adapted(_captured(args.model, Adapters(args.lora, args.quantize)), as_json=args.json)
+    if (preset := captured_preset(args.model)) is not None:
+        return _show_captured(*preset, as_json=args.json)
+    try:
+        model = resolve_model(args.model)
+    except NoFormulasError:
+        num_params = _captured(args.model, Adapters()).num_params
+        return _show_captured(num_params, configuration(args.model), as_json=args.json)
     if args.json:
         write_json({**model.model_dump(mode="json"), "num_params": num_parameters(model)})
     else:
         sizes = {name: str(value) for name, value in _sizes(model).items()}
         console().print(facts({"parameters": f"{num_parameters(model):,}", **sizes}))
+    return 0
+
+
+def _captured(name: str, adapters: Adapters) -> CapturedModel:
+    model = model_named(name, None, None, "bf16", adapters, as_on_gpu=True)
+    assert isinstance(model, CapturedModel)
+    return model
+
+
+def _show_adapted(model: CapturedModel, *, as_json: bool) -> int:
+    specs = [spec for operator in model.operators() for spec in operator.parameters]
+    frozen = [spec for spec in specs if not spec.is_trained]
+    num_frozen = sum(spec.num_params for spec in frozen)
+    frozen_bytes = sum(spec.kept_bytes(_WEIGHT_BYTES) for spec in frozen)
+    if as_json:
+        write_json({"num_trained": model.num_trained, "num_frozen": num_frozen, "frozen_bytes": frozen_bytes})
+        return 0
+    kept = f"{num_frozen:,} in {si(frozen_bytes, 'B')}"
+    console().print(facts({"model": model.name, "trained": f"{model.num_trained:,}", "frozen": kept}))
     return 0
 
 

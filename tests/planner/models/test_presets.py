@@ -56,6 +56,15 @@ def test_a_packaged_model_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert "deepseek-v3" in capsys.readouterr().out
 
 
+def test_a_configuration_without_formulas_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = {"vocab_size": 8, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt_neox", "intermediate_size": 8, **sizes}))
+    assert main(["models", str(tmp_path / "config.json"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["model_type"] == "gpt_neox"
+    assert found["num_params"] == 2 * 8 * 8 + 8 * 24 + 24 + 8 * 8 + 8 + 2 * (8 * 8 + 8) + 6 * 8
+
+
 def cached(home: Path, name: str, config: object) -> None:
     """Write a hub's cache as ``huggingface_hub`` lays it out."""
     model = home / "hub" / f"models--{name.replace('/', '--')}"

@@ -78,7 +78,7 @@ FLAGS = {
     "compare": {"run_file", "--trace", "--refit", "--json"},
     "report": {"files", "--output", "--figures", "--open", "--json"},
     "validate": {"files", "--hardware", "--case", "--max-mean-error", "--max-error", "--json"},
-    "models": {"name", "--json"},
+    "models": {"model", "--lora", "--quantize", "--json"},
     "hardware": {"action", "names", "--output", "--json"},
     "completion": {"shell"},
     "doctor": {"--json"},
