@@ -13,6 +13,7 @@ from benchmarks.capture.architectures import BOUND, described, row
 from benchmarks.capture.tiny import TINY
 from planner.models.captured import CapturedModel
 from planner.models.config import ModelConfigError
+from ullage.capture import capture
 from ullage.capture.architectures import architecture
 from ullage.capture.records import CaptureError
 from ullage.main import main
@@ -101,6 +102,20 @@ def test_images_are_where_the_configuration_says(tmp_path):
     assert (ids[:, :16] == 9).all()
     assert not (ids[:, 16:] == 9).any()
     assert len(ids[:, 16:].unique()) > 3
+
+
+@pytest.mark.parametrize("name", ["idefics3", "smolvlm", "mistral3"])
+def test_what_sees_images_is_captured_with_them(name: str, tmp_path: Path) -> None:
+    found = described(name, tmp_path)
+    inputs = found.inputs(2, 24)
+    assert {spec.name for spec in inputs} >= {"input_ids", "pixel_values", "labels"}
+    seen = capture(str(tmp_path), inputs, "fp32")
+    assert seen.num_params == sum(parameter.numel() for parameter in found.make().parameters())
+
+
+def test_images_that_cannot_be_divided_are_left_out(tmp_path: Path) -> None:
+    found = architecture(written(tmp_path, "smolvlm", TINY["smolvlm"] | {"scale_factor": 3}))
+    assert [spec.name for spec in found.inputs(2, 24)] == ["input_ids", "labels"]
 
 
 def test_classifiers_are_told_what_they_are_trained_for(tmp_path):

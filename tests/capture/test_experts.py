@@ -151,6 +151,7 @@ class Chosen(torch.nn.Module):
             "zeros": lambda: torch.zeros(16, 8).scatter(1, self.last(x).topk(1).indices, 1).sum(0).long(),
             "input": x.long,
             "changed": lambda: torch.arange(16).add_(x[:, 0].long()),
+            "changed at random": lambda: torch.zeros(16).bernoulli_(),
             "random": lambda: torch.randint(3, (16,)),
             "empty": lambda: torch.empty(16, dtype=torch.int64),
         }[self.way]()
@@ -162,7 +163,30 @@ def test_values_that_no_input_decides_are_known(way: str) -> None:
     assert capture_module(lambda: Chosen(way), ["16x8"], "fp32").num_params == 72
 
 
-@pytest.mark.parametrize("way", ["input", "changed", "random", "empty"])
+class Written(torch.nn.Module):
+    """Writes into known values, a part of them and all, and reads some that were made before that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = torch.nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        marks = torch.zeros(16, dtype=torch.bool)
+        before = marks | False
+        marks[2:6] |= ~marks[0]
+        marks[3].fill_(False)
+        places = torch.arange(16)
+        places[8:].add_(places[:8])
+        assert (int(marks.sum()), int(before.sum()), int(places.sum())) == (3, 0, 120 + 28)
+        assert x[marks].shape == (3, 8)
+        return self.last(x[marks]).sum()
+
+
+def test_values_that_are_written_are_known() -> None:
+    assert capture_module(Written, ["16x8"], "fp32").num_params == 72
+
+
+@pytest.mark.parametrize("way", ["input", "changed", "changed at random", "random", "empty"])
 def test_other_values_are_not(way: str) -> None:
     with pytest.raises(ValueError, match="needs the values of a tensor"):
         capture_module(lambda: Chosen(way), ["16x8"], "fp32")

@@ -133,12 +133,7 @@ class Fakes:
         """Remember how values are computed, if that is known."""
         results = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         if function._schema.is_mutable:
-            named = {a.name: value for a, value in zip(function._schema.arguments, args, strict=False)} | kwargs
-            written = [a.name for a in function._schema.arguments if a.alias_info and a.alias_info.is_write]
-            for changed in tree_leaves([named.get(name) for name in written]):
-                if isinstance(changed, Tensor):
-                    self._recipes.pop(changed.untyped_storage(), None)
-                    self._drawn.pop(changed.untyped_storage(), None)
+            self._note_written(function, args, kwargs)
             return
         if self._note_drawn(function, args, results):
             return
@@ -156,6 +151,21 @@ class Fakes:
         elif _has_values(function) and (known := self._known((args, kwargs))) is not None:
             for number, result in enumerate(results):  # some operators return their arguments
                 self._recipes.setdefault(result.untyped_storage(), _Recipe(function, known, number, _Layout.of(result)))
+
+    def _note_written(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Forget the values of what an operator writes, or remember how they change."""
+        named = {a.name: value for a, value in zip(function._schema.arguments, args, strict=False)} | kwargs
+        written = [a.name for a in function._schema.arguments if a.alias_info and a.alias_info.is_write]
+        tensors = [t for t in tree_leaves([named.get(name) for name in written]) if isinstance(t, Tensor)]
+        after = None
+        if len(tensors) == 1 and args and tensors[0] is args[0] and _has_values(function):
+            known = self._known((args, kwargs))
+            after = None if known is None else _after(function, *known)
+        for changed in tensors:
+            self._recipes.pop(changed.untyped_storage(), None)
+            self._drawn.pop(changed.untyped_storage(), None)
+        if after is not None:
+            self._recipes[tensors[0].untyped_storage()] = after
 
     def _note_drawn(self, function: Any, args: Sequence[Any], results: Sequence[Tensor]) -> bool:
         """Remember random numbers, and that they are above 0; return whether this was about them."""
@@ -191,6 +201,19 @@ class Fakes:
         if any(recipes[id(leaf)] is None or recipes[id(leaf)].layout.dtype is not leaf.dtype for leaf in tensors):
             return None
         return tree_map_only(Tensor, lambda leaf: _Known(recipes[id(leaf)], _Layout.of(leaf)), arguments)
+
+
+def _after(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> _Recipe:
+    """Return the values of the whole storage of the first argument after an operator has written into it."""
+    target: _Known = args[0]
+    whole = _Layout(target.layout.dtype, (max(target.recipe.layout.room(), 0),), (1,), 0)
+
+    def write(before: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        values = before.clone()
+        function(target.layout.within(values), *args, **kwargs)
+        return values
+
+    return _Recipe(write, ((_Known(target.recipe, whole), *args[1:]), kwargs), 0, whole)
 
 
 def _has_values(function: Any) -> bool:

@@ -97,8 +97,8 @@ def _sound(config: Any, micro_batch: int) -> CapturedInput:
 
 def _images_and_text(config: Any, micro_batch: int, seq_len: int) -> Inputs:
     """Return one image for each sequence, at its beginning; other architectures are called with text alone."""
-    if config.model_type in _FREE_IMAGES:
-        return _free_images(config, micro_batch, seq_len)
+    if (sized := _SIZED_IMAGES.get(config.model_type)) is not None:
+        return sized(config, micro_batch, seq_len)
     if (taken := image_tokens(config)) == 0:
         return _text(config, micro_batch, seq_len)
     begins = ((_image_id(config), taken),)
@@ -108,6 +108,35 @@ def _images_and_text(config: Any, micro_batch: int, seq_len: int) -> Inputs:
         _ids("input_ids", micro_batch, seq_len, begins=begins),
         _pixels(config.vision_config, micro_batch),
         *more,
+        _ids("labels", micro_batch, seq_len),
+    )
+
+
+def _listed_images(config: Any, micro_batch: int, seq_len: int) -> Inputs:
+    """Return a list of one image for each sequence. Its values say that it is there: images of zeros are left out.
+
+    Some defaults have images that cannot be divided as they are to be: then there is text alone.
+    """
+    if (taken := image_tokens(config)) == 0:
+        return _text(config, micro_batch, seq_len)
+    image = _pixels(config.vision_config, micro_batch)
+    shape = micro_batch, 1, *image.shape[1:]
+    return (
+        _ids("input_ids", micro_batch, seq_len, begins=((config.image_token_id, taken),)),
+        CapturedInput(name="pixel_values", shape=shape, begins=((1, 1),)),
+        _ids("labels", micro_batch, seq_len),
+    )
+
+
+def _measured_images(config: Any, micro_batch: int, seq_len: int) -> Inputs:
+    """Return images of any size, with their sizes: as large as fits into half of the sequence."""
+    vision = config.vision_config
+    merged = min(math.isqrt(max(seq_len // 2, 1)), _MOST_IMAGE_SIDE)
+    side = merged * config.spatial_merge_size * vision.patch_size
+    return (
+        _ids("input_ids", micro_batch, seq_len, begins=((_image_id(config), merged**2),)),
+        _values("pixel_values", micro_batch, vision.num_channels, side, side),
+        _ids("image_sizes", micro_batch, 2, begins=((side, 2),)),
         _ids("labels", micro_batch, seq_len),
     )
 
@@ -147,12 +176,22 @@ def _patches(config: Any) -> int:
     return int((vision.image_size // vision.patch_size) ** 2)
 
 
+def _shuffled_tokens(config: Any) -> int:
+    side, rest = divmod(config.vision_config.image_size // config.vision_config.patch_size, config.scale_factor)
+    return 0 if rest else int(side**2)
+
+
 def _llava_tokens(config: Any) -> int:
     return _patches(config) + int(config.vision_feature_select_strategy == "full")
 
 
-_FREE_IMAGES: Final = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"})
+_SIZED_IMAGES: Final[dict[str, Callable[[Any, int, int], Inputs]]] = {
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), _free_images),
+    **dict.fromkeys(("idefics3", "smolvlm"), _listed_images),
+    "mistral3": _measured_images,
+}
 _IMAGE_TOKENS: Final[dict[str, Callable[[Any], int]]] = {
+    **dict.fromkeys(("idefics3", "smolvlm"), _shuffled_tokens),
     "gemma3": lambda config: config.mm_tokens_per_image,
     "llava": _llava_tokens,
     "paligemma": _patches,

@@ -322,7 +322,7 @@ def begun(spec: CapturedInput, rest: Tensor | None = None) -> Tensor:
 
     Values of the rest that are among the first are replaced.
     """
-    dtype = getattr(torch, spec.dtype)
+    dtype = torch.float32 if spec.dtype == "float" else getattr(torch, spec.dtype)
     row = [value for value, count in spec.begins for _ in range(count)]
     reserved = {value for value, _ in spec.begins}
     free = next(value for value in itertools.count() if value not in reserved)
