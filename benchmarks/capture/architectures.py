@@ -23,6 +23,7 @@ from hwprofiles.registry import load_profile
 from planner.models.captured import CapturedInput, CapturedModel
 from planner.plan.document import Plan
 from planner.plan.planning import InfeasibleError, Request, make_plan
+from planner.schedule.tasks import MemoryClass
 from ullage.capture import capture
 from ullage.capture.architectures import Architecture, architecture
 from ullage.capture.recording import find_loss
@@ -34,6 +35,7 @@ BOUND: Final = 1e-4
 NUM_STEPS: Final = 20
 MICRO_BATCH, SEQ_LEN = 2, 32
 _SHARES = (0.5, 0.6, 0.7, 0.8, 0.9)  # of the memory that training without a plan takes, until a plan fits
+_STATE_BYTES = 8  # of a parameter: two values of AdamW
 _SIMULATIONS = 20
 _OUTPUT = Path(__file__).parents[1] / "results" / "architectures.json"
 
@@ -90,7 +92,9 @@ def tight_plan(captured: CapturedModel) -> tuple[Plan, int]:
         )
         return make_plan(request, max_simulations=_SIMULATIONS)
 
-    ample = planned(None).gpu_memory.peak_bytes
+    memory = planned(None).gpu_memory  # of which the optimizer's state may be on the host all the same
+    state_bytes = _STATE_BYTES * captured.num_trained - memory.by_class.get(MemoryClass.OPTIMIZER, 0)
+    ample = memory.peak_bytes + max(state_bytes, 0)
     for share in _SHARES:
         try:
             return planned(int(share * ample)), ample

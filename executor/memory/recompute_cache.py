@@ -65,7 +65,8 @@ class SavedTensor:
         # Below autograd, a view shares the version counter only if it is made with this key.
         with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
             tensor = tensor.detach()
-        return cls(tensor, tensor._version, tensor.shape, tensor.stride(), tensor.dtype)
+        # The shape of a guarded parameter, which a layer may be given, is a plain tuple.
+        return cls(tensor, tensor._version, torch.Size(tensor.shape), tensor.stride(), tensor.dtype)
 
     @property
     def num_bytes(self) -> int:
