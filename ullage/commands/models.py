@@ -79,7 +79,7 @@ def _show_adapted(model: CapturedModel, *, as_json: bool) -> int:
     specs = [spec for operator in model.operators() for spec in operator.parameters]
     frozen = [spec for spec in specs if not spec.is_trained]
     num_frozen = sum(spec.num_params for spec in frozen)
-    frozen_bytes = sum(spec.kept_bytes(_WEIGHT_BYTES) for spec in frozen)
+    frozen_bytes = sum(spec.stored_bytes(_WEIGHT_BYTES) for spec in frozen)
     if as_json:
         write_json({"num_trained": model.num_trained, "num_frozen": num_frozen, "frozen_bytes": frozen_bytes})
         return 0
