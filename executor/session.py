@@ -336,7 +336,7 @@ class Session:
             return
         if self.runtime.parked and not self.failed:
             self.unpark()
-        together = found = False
+        on_all_ranks = found = False
         runtime, driver = self.runtime, self.driver
         driver.visibility.release()
         try:
@@ -348,7 +348,7 @@ class Session:
                     self._give_back()
                 if self._ranks is not None:
                     self._ranks.all.barrier()
-                together = found = True
+                on_all_ranks = found = True
             elif not runtime.machine.stopped and self.decisions.update_start == "step":
                 self.synchronize()
                 runtime.state.give_back(in_iteration=True)
@@ -361,7 +361,7 @@ class Session:
             self._undo_all()
             driver.gradients.clear()
             if self._ranks is not None:
-                self._ranks.close(on_all_ranks=together)
+                self._ranks.close(on_all_ranks=on_all_ranks)
 
     def _give_back(self) -> None:
         """Give the model its weights, where they are kept."""

@@ -26,5 +26,5 @@ LEVELS: Final[tuple[Level, ...]] = get_args(Level)
 DEFAULT_RESTART_S: Final = 60.0
 """Seconds from a failure until checkpoints can be read again; assumed."""
 
-LEAST_KEPT: Final = 2
+MIN_CHECKPOINTS: Final = 2
 """Checkpoints that each level keeps by default: two, because one may be bad."""

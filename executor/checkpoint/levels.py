@@ -13,12 +13,12 @@ from executor.checkpoint.engine import Outcome
 from executor.checkpoint.files.lock import RunLock
 from executor.checkpoint.files.system_calls import Files
 from executor.checkpoint.places.locating import check_reachable, check_room, is_remote, store_at
-from executor.checkpoint.places.retention import LEAST_KEPT, AbstractStore
+from executor.checkpoint.places.retention import MIN_CHECKPOINTS, AbstractStore
 from executor.checkpoint.places.store import Store
 from executor.checkpoint.promotion import Promoter, PromotionRequest
 
 DEFAULT_EVERY: Final = 100
-MORE_THAN_KEPT: Final = 2
+EXTRA_CHECKPOINTS: Final = 2
 """Checkpoints beside those that stay: the newest, which is not verified yet, and the one being written."""
 
 
@@ -35,7 +35,7 @@ class Level:
 
     place: str | Path
     every: int = DEFAULT_EVERY
-    keep: int = LEAST_KEPT
+    keep: int = MIN_CHECKPOINTS
 
 
 def check_levels(levels: Sequence[Level]) -> None:
@@ -140,7 +140,7 @@ class Levels:
         """
         for index, (level, store) in enumerate(zip(self.levels, self.stores, strict=True)):
             is_read = index + 1 < len(self.levels)
-            check_room(store, max(level.keep, LEAST_KEPT) + MORE_THAN_KEPT + is_read, num_bytes)
+            check_room(store, max(level.keep, MIN_CHECKPOINTS) + EXTRA_CHECKPOINTS + is_read, num_bytes)
 
     def promote_newest(self, patience_s: float) -> None:
         """Copy the newest checkpoint to all levels, and wait at most ``patience_s``.

@@ -16,7 +16,7 @@ from typing import Final, final
 from executor.checkpoint.files.flusher import lower_thread_priority
 from executor.checkpoint.files.opening import Folder
 from executor.checkpoint.files.system_calls import CheckpointError
-from executor.checkpoint.places.retention import LEAST_KEPT, AbstractStore
+from executor.checkpoint.places.retention import MIN_CHECKPOINTS, AbstractStore
 
 READING_SHARE: Final = 1 / 8
 """Largest share of the thread's time that it reads; the planner assumes it."""
@@ -31,7 +31,7 @@ class RetentionThread:
 
     Args:
         keep: number of checkpoints that stay, see [Note: Read again]; at least
-            :data:`executor.checkpoint.places.retention.LEAST_KEPT`.
+            :data:`executor.checkpoint.places.retention.MIN_CHECKPOINTS`.
     """
 
     def __init__(self, store: AbstractStore, keep: int) -> None:
@@ -87,7 +87,7 @@ class RetentionThread:
                 self._remove_old(on_error)
             finally:
                 with self._changed:
-                    if num_whole >= max(self._keep, LEAST_KEPT):  # before that nothing can be removed
+                    if num_whole >= max(self._keep, MIN_CHECKPOINTS):  # before that nothing can be removed
                         self._idle_until_s = begin_s + (time.monotonic() - begin_s) / READING_SHARE
                     self._is_reading = False
                     self._changed.notify_all()

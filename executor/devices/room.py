@@ -14,7 +14,7 @@ from typing import final
 from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import Task, Tier
 
-_NUM_KEPT = 3  # iterations: a buffer may outlive one, and its last task may be late
+_NUM_ITERATIONS = 3  # iterations: a buffer may outlive one, and its last task may be late
 
 
 @final
@@ -52,7 +52,7 @@ class Room:
     def begin(self, task: Task, iteration: int) -> None:
         """Count what a task holds from its beginning on."""
         if iteration not in self._held:
-            self._held = {i: held for i, held in self._held.items() if i > iteration - _NUM_KEPT}
+            self._held = {i: held for i, held in self._held.items() if i > iteration - _NUM_ITERATIONS}
             self._held[iteration] = 0
         self._held[iteration] += self._made.get(task.index, 0)
 

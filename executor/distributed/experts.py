@@ -1,6 +1,6 @@
 """Experts that are divided over several units or ranks.
 
-[Note: Experts apart] ``transformers`` keeps all experts of a layer in two parameters, and computes all of them in one
+[Note: Separate experts] ``transformers`` keeps all experts of a layer in two parameters, and computes them all in one
 module. If these experts are divided over units or ranks, this module's forward is replaced, with the same arithmetic
 (``grouped_mm``). Tokens are sorted by expert, and the units' experts compute one after another, each as a task of the
 schedule. Expert-parallel ranks first exchange the number of tokens for each other's experts, then the tokens, and
@@ -95,7 +95,7 @@ def _check(path: str, module: nn.Module, banks: Sequence[_Bank]) -> None:
 
 @final
 class _Experts:
-    """The forward of a module of experts; see [Note: Experts apart]."""
+    """The forward of a module of experts; see [Note: Separate experts]."""
 
     def __init__(
         self, module: nn.Module, banks: Sequence[_Bank], before: str, group: Group | None, callbacks: ModuleCallbacks

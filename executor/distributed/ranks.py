@@ -136,7 +136,7 @@ class Ranks:
         """Check that all ranks do the same and have decided the same; return the sums of ``values`` over ranks.
 
         Call it before other collectives. Ranks that do different things would misread each other's numbers, or gloo
-        would end the process because sizes differ. [Note: Ranks apart] in :mod:`executor.distributed.watchdog` covers
+        would end the process as sizes differ. [Note: Diverged ranks] in :mod:`executor.distributed.watchdog` covers
         ranks that never come here.
 
         Args:

@@ -6,9 +6,10 @@ operating system reports at once that its process has ended. Elsewhere, its hear
 thread that waits for a collective then raises an error that names the failed rank, with its reason if known. If a
 collective fails first, it waits for that reason, because a closed connection names no rank.
 
-[Note: Ranks apart] A rank that does something else than the others (evaluates alone, or has one batch less) waits for a
-collective that never comes, and so do the others, though none has failed. So each heartbeat names the call in which its
-rank waits (:attr:`Watchdog.waits_for`). If all ranks wait in different calls and no task ends on any, that is an error.
+[Note: Diverged ranks] A rank that does something else than the others (evaluates alone, or has one batch less) waits
+for a collective that never comes, and so do the others, though none has failed. So each heartbeat names the call in
+which its rank waits (:attr:`Watchdog.waits_for`). If all ranks wait in different calls and no task ends on any, that is
+an error.
 """
 
 import contextlib

@@ -253,15 +253,15 @@ class ModelState:
             for places in ({Place.CPU, Place.STREAM}, {Place.NVME}, {Place.GPU})
         )
         num_stored = sum(p.num_params for p in stored)
-        num_apart = sum(p.num_params for p in pieces if p.leaves and not (p.in_place or p.spilled))
+        num_leaving = sum(p.num_params for p in pieces if p.leaves and not (p.in_place or p.spilled))
         on_nvme = self._decisions.units[name].params == "nvme"
         num_served = 0 if on_nvme else sum(p.num_params for p in pieces if p.by_host) if on_device else shard
-        kept = None
+        resident = None
         if on_device:
-            num_kept = shard if self._decisions.gathers(unit) else padded
-            kept = self._gpu.take(f"{name} weights", MemoryClass.PARAMETERS, num_kept, dtype)
-        weights = self._slots[slot][:padded] if kept is None or self._decisions.gathers(unit) else kept
-        own = weights[start : start + shard] if kept is None or kept is weights else kept
+            num_resident = shard if self._decisions.gathers(unit) else padded
+            resident = self._gpu.take(f"{name} weights", MemoryClass.PARAMETERS, num_resident, dtype)
+        weights = self._slots[slot][:padded] if resident is None or self._decisions.gathers(unit) else resident
+        own = weights[start : start + shard] if resident is None or resident is weights else resident
         served = None
         if dtype is torch.bfloat16 and not on_nvme:
             served = self._host.take(f"{name} weights", MemoryClass.PARAMETERS, num_served, dtype)
@@ -281,7 +281,7 @@ class ModelState:
             landing=tuple(self._typed(buffer, p) for buffer, p in zip(landing, pieces, strict=False)),
             host=self._take_moments(self._host, name, on_host, num_stored if served is None and not on_nvme else 0),
             device=self._take_moments(self._gpu, name, on_gpu, keeps_master=dtype is not torch.float32),
-            host_gradients=self._host.take(f"{name} gradients", MemoryClass.GRADIENTS, num_apart, dtype),
+            host_gradients=self._host.take(f"{name} gradients", MemoryClass.GRADIENTS, num_leaving, dtype),
             spilled={p.index: self._typed(spilled.rooms[name, p.index], p) for p in pieces if spilled and p.spilled},
             frozen=self.frozen.units.get(name),
         )

@@ -77,12 +77,12 @@ class Disk:
             file.drop_cache()
             reads = sample([Case(s, file.next_request(s, file.read)) for s in sizes], wall_clock, budget_s * 0.4)
             size = sizes[min(len(writes), len(reads)) - 1]
-            (together,) = sample_groups([list(self.requests(size).values())], budget_s * 0.2)
+            (group,) = sample_groups([list(self.requests(size).values())], budget_s * 0.2)
             created = sample([Case(1, self._create)], wall_clock, budget_s * 0.05)[0] if shared else None
         how = "direct" if file.direct else "through the page cache, written back (fdatasync) and dropped (fadvise)"
         read = build_curve("bytes", sizes, reads, f"disk reads, {how}")
         write = build_curve("bytes", sizes, writes, f"disk writes, {how}")
-        both = np.minimum(np.sum(size / together.windows_s, axis=1), read.best_rate_per_s() + write.best_rate_per_s())
+        both = np.minimum(np.sum(size / group.windows_s, axis=1), read.best_rate_per_s() + write.best_rate_per_s())
         source = f"disk reads and writes of {size / 2**20:.0f} MiB at once, sum, {how}"
         capacity = quantity(float(self.free_bytes), "bytes", "free space of the scratch directory's file system", 1)
         return Storage(

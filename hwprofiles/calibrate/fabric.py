@@ -70,7 +70,7 @@ def probe_uplinks(num_devices: int, budget_s: float) -> tuple[tuple[tuple[int, .
             calls.append(backend.blocking(backend.copier("down").call(_COPY_BYTES)))
     twos = list(itertools.combinations(range(num_devices), 2))
     groups = [[call] for call in calls] + [[calls[i], calls[j]] for i, j in twos] + [calls]
-    found = [together.time_s for together in sample_groups(groups, budget_s)]
+    found = [group.time_s for group in sample_groups(groups, budget_s)]
     alone_s = np.array([times_s[0] for times_s in found[:num_devices]])
     slow_downs = {two: float(np.mean(times_s / alone_s[list(two)])) for two, times_s in zip(twos, found[num_devices:])}  # noqa: B905 - the last is of all
     what = f"copy down beside those to all {num_devices} GPUs"

@@ -238,7 +238,7 @@ def concurrently(calls: Sequence[Call], window_s: float) -> list[Share]:
         return [first, *(future.result() for future in futures)]
 
 
-class Together(NamedTuple):
+class GroupTimes(NamedTuple):
     """Seconds per repetition of each call of a group: the median over windows that count, and all of these.
 
     Attributes:
@@ -250,7 +250,7 @@ class Together(NamedTuple):
     windows_s: Floats
 
 
-def sample_groups(groups: Sequence[Sequence[Call]], budget_s: float) -> list[Together]:
+def sample_groups(groups: Sequence[Sequence[Call]], budget_s: float) -> list[GroupTimes]:
     """Run each group of calls together, in short windows that take turns, and return their seconds per repetition.
 
     The fastest repetitions would be those in which other calls of the group stood still. So the result is the median
@@ -267,5 +267,5 @@ def sample_groups(groups: Sequence[Sequence[Call]], budget_s: float) -> list[Tog
         waited = shares[:, :, 1].max(axis=1)
         allowed = max(_UNDISTURBED, float(np.quantile(waited, FASTEST)))
         kept = shares[waited <= allowed, :, 0]
-        results.append(Together(np.exp(np.median(np.log(kept), axis=0)), kept))
+        results.append(GroupTimes(np.exp(np.median(np.log(kept), axis=0)), kept))
     return results

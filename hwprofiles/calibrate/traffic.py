@@ -101,9 +101,9 @@ class TrafficProbe:
         }
         largest = int(min(sizes[-1], _PAIR_BYTES))
         calls = [self.backend.blocking(copier.call(largest)) for copier in copiers.values()]
-        (together,) = sample_groups([calls], budget_s / 4)
+        (group,) = sample_groups([calls], budget_s / 4)
         alone = sum(curve.best_rate_per_s() for curve in curves.values())
-        both = np.minimum(np.sum(largest / together.windows_s, axis=1), alone)
+        both = np.minimum(np.sum(largest / group.windows_s, axis=1), alone)
         unpinned = [
             Case(largest, self.backend.copier(direction, pinned=False).call(largest)) for direction in ("up", "down")
         ]
@@ -148,7 +148,7 @@ class TrafficProbe:
         groups = self._groups(gemm, disk)
         alone = [(activity,) for activity in dict.fromkeys(itertools.chain(*groups))]
         found = sample_groups([[a.call for a in group] for group in (*alone, *groups)], budget_s)
-        times_s = [together.time_s for together in found]
+        times_s = [group.time_s for group in found]
         alone_s = {activity: float(t[0]) for (activity,), t in zip(alone, times_s, strict=False)}
         paired_s = times_s[len(alone) :]
         demands = [sum(a.dram_bytes / alone_s[a] for a in group) for group in groups]

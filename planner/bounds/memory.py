@@ -77,8 +77,8 @@ class Memory:
             weights = Sum((f"{name}:upload", 1.0)).plus(served)
             program.at_least(f"{name}: weights on the host", Sum((there, 1.0)), weights)
             if f"{name}:spill" in program.boxes and f"{name}:onnvme" in program.boxes:
-                apart = weights.plus(Sum((f"{name}:onnvme", 1.0), (f"{name}:spill", -1.0)))
-                program.at_least(f"{name}: weights, or gradients of those on NVMe", Sum((there, 1.0)), apart)
+                elsewhere = weights.plus(Sum((f"{name}:onnvme", 1.0), (f"{name}:spill", -1.0)))
+                program.at_least(f"{name}: weights, or gradients of those on NVMe", Sum((there, 1.0)), elsewhere)
         program.at_least(f"{name}: gradients on the host", Sum((there, 1.0)), gradients)
         return there
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from planner.checkpoints.costs import hash_bytes_per_s
 from planner.checkpoints.interval import Protection
 from planner.checkpoints.nesting import ContradictionError, Limits, Nested, nest, outcome
-from planner.checkpoints.policy import CHUNK_BYTES, LEAST_BUFFER_BYTES, MORE_THAN_KEPT, POLICIES
+from planner.checkpoints.policy import CHUNK_BYTES, EXTRA_CHECKPOINTS, LEAST_BUFFER_BYTES, POLICIES
 from planner.checkpoints.stores import storage_of
 from planner.checkpoints.trial import OURS, Measured, Trial
 from planner.plan.checkpoints import (
@@ -122,7 +122,7 @@ class _Choice:
 
     def _why_not(self, level: Level) -> str | None:
         """Return why a level cannot be used; ``None`` if it can."""
-        count, storage = self._request.keep + MORE_THAN_KEPT, storage_of(self._trial.cost, level)
+        count, storage = self._request.keep + EXTRA_CHECKPOINTS, storage_of(self._trial.cost, level)
         if level != "memory" and storage is None:
             return f"profile {self._profile.name} has none"
         free_bytes, size_bytes = {
@@ -287,7 +287,7 @@ class _Choice:
                 latency_s=each.latency_s,
                 restart_s=each.restart_s,
                 mtbf_s=1 / each.failures_per_s if each.failures_per_s else None,
-                stored_bytes=(self._request.keep + MORE_THAN_KEPT) * size_bytes,
+                stored_bytes=(self._request.keep + EXTRA_CHECKPOINTS) * size_bytes,
                 written_bytes_per_day=size_bytes * _DAY_S * (1 - chosen.waste) / (every * self._iteration_s),
             )
 

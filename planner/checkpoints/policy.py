@@ -22,7 +22,7 @@ READING_SHARE: Final = 1 / 8
 """Largest fraction of its time in which our engine reads checkpoints again; see
 :mod:`executor.checkpoint.retention_thread`."""
 
-MORE_THAN_KEPT: Final = 2
+EXTRA_CHECKPOINTS: Final = 2
 """Checkpoints for which a level needs room beside those that are kept: the newest, not verified yet, and the next."""
 
 LEAST_BUFFER_BYTES: Final = 16 * CHUNK_BYTES

@@ -177,8 +177,8 @@ class Decisions(Sharding):
 
     def stored_weight_bytes(self, unit: str) -> int:
         """Return the bytes per parameter of a unit's weights on NVMe: 0 if the fp32 master copy is the weight."""
-        apart = self.units[unit].params == "nvme" and not self.precision.master_is_weight
-        return self.precision.weight_bytes if apart else 0
+        has_copy = self.units[unit].params == "nvme" and not self.precision.master_is_weight
+        return self.precision.weight_bytes if has_copy else 0
 
     def gathers(self, unit: Unit) -> bool:
         """Return whether a unit's parameters are sharded over ranks (ZeRO-3) and gathered for every use."""

@@ -60,14 +60,14 @@ class Precision(Frozen):
         return self.master_bytes + (2 if self.state else 4) * OPTIMIZERS[optimizer].num_buffers
 
     def update_bytes_per_param(self, optimizer: Optimizer) -> int:
-        """Return the bytes that an update moves: gradient and state in, state and (if it is apart) weight out.
+        """Return the bytes that an update moves: gradient and state in; state and weight (unless it is the master) out.
 
         Where gradients have a type of their own, they have buffers, which are checked, clipped and cleared in passes
         of their own (Megatron-Core's ``param_and_grad_buffer.py`` and ``clip_grads.py``).
         """
-        apart = 0 if self.master_is_weight else self.weight_bytes
+        weight_bytes = 0 if self.master_is_weight else self.weight_bytes
         passes = _GRADIENT_PASSES * self.gradient_bytes if self.gradients else 0
-        return self.gradient_bytes + 2 * self.state_bytes_per_param(optimizer) + apart + passes
+        return self.gradient_bytes + 2 * self.state_bytes_per_param(optimizer) + weight_bytes + passes
 
 
 BF16, FP32 = Precision(weights="bf16"), Precision(weights="fp32")

@@ -211,8 +211,8 @@ def bound_rests_on(bench: Bench) -> dict[tuple[str, str], float]:
         for pattern, kind in _RESTS:
             if match := pattern.match(name):
                 weights[kind, match[1].removeprefix("resource ")] += multiplier
-    told = ((key, weight) for key, weight in weights.items() if weight > _NEAR)
-    return dict(sorted(told, key=lambda item: -item[1]))
+    near = ((key, weight) for key, weight in weights.items() if weight > _NEAR)
+    return dict(sorted(near, key=lambda item: -item[1]))
 
 
 def full_tiers(bench: Bench) -> Iterator[tuple[Tier, float]]:

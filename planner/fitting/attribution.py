@@ -298,13 +298,13 @@ def _as_seen(run: _Run) -> tuple[_Seen | None, dict[Lane, int], int]:
         latest_s[queue] = max(latest_s[queue], float(starts_s[task.index]))
     period_s = float(np.mean([run.timeline.period_s(i) for i in run.iterations]))
 
-    def kept(task: Task, other: int, back_s: float) -> bool:
+    def held(task: Task, other: int, back_s: float) -> bool:
         if not (run.ran[task.index] and run.ran[other]):
             return True
         return bool(starts_s[task.index] >= ends_s[other] - back_s - _SIMULTANEOUS_S)
 
-    after = [tuple(i for i in task.after if kept(task, i, 0.0)) for task in schedule.tasks]
-    previous = [tuple(i for i in task.after_previous if kept(task, i, period_s)) for task in schedule.tasks]
+    after = [tuple(i for i in task.after if held(task, i, 0.0)) for task in schedule.tasks]
+    previous = [tuple(i for i in task.after_previous if held(task, i, period_s)) for task in schedule.tasks]
     num_broken = sum(
         len(task.after) + len(task.after_previous) - len(one) - len(other)
         for task, one, other in zip(schedule.tasks, after, previous, strict=True)

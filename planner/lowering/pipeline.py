@@ -98,8 +98,8 @@ def _merge(parts: list[list[Unit]], stage: int, decisions: Decisions, specs: dic
         forward = (gather if stage else ()) + forward
         backward = (gather if stage < decisions.pipeline_parallel - 1 else ()) + backward
     name = f"stage{stage}"
-    apart = {spec.name for spec in _expert_parameters(parts)} if decisions.expert_parallel > 1 else set()
-    used = [spec.name for unit in members for spec in (*unit.parameters, *unit.frozen) if spec.name not in apart]
+    expert_names = {spec.name for spec in _expert_parameters(parts)} if decisions.expert_parallel > 1 else set()
+    used = [spec.name for unit in members for spec in (*unit.parameters, *unit.frozen) if spec.name not in expert_names]
     used += [shared for unit in members for operator in unit.operators for shared in operator.shared_parameters]
     parameters = tuple(specs[parameter] for parameter in dict.fromkeys(used))
     merged = Operator(

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from hwprofiles.quantity import Frozen
-from planner.terms import DEFAULT_RESTART_S, LEAST_KEPT, Level
+from planner.terms import DEFAULT_RESTART_S, MIN_CHECKPOINTS, Level
 
 Amount = Annotated[float, Field(gt=0)]
 Bound = Literal["waste", "iteration", "drain", "endurance", "overhead", "lost work"]
@@ -32,7 +32,7 @@ class CheckpointRequest(Frozen):
 
     mtbf_s: Annotated[dict[Level, Amount], Field(min_length=1)]
     restart_s: Annotated[float, Field(ge=0)] = DEFAULT_RESTART_S
-    keep: Annotated[int, Field(ge=LEAST_KEPT)] = LEAST_KEPT
+    keep: Annotated[int, Field(ge=MIN_CHECKPOINTS)] = MIN_CHECKPOINTS
     buffer_bytes: Annotated[int, Field(ge=1)] | None = None
     max_overhead: Amount | None = None
     max_lost_s: Amount | None = None

@@ -1,4 +1,4 @@
-"""Processes that train together, what they do, and the same training in one process."""
+"""Processes of ranks that train, the functions that they run, and the same training in one process."""
 
 import contextlib
 import dataclasses
@@ -463,7 +463,7 @@ def with_something_of_its_own(rank: int, _size: int, task: Task, decisions: Deci
     model, optimizer = prepare(task, decisions, model=model)
     drawn = float(torch.rand(()))
     with optimizer.session:
-        if what == "chance":
+        if what == "random":
             model.register_forward_pre_hook(lambda *_: torch.manual_seed(rank) and None)
         train(task, model, optimizer, rank=rank if what == "batches" else 0)
     return drawn
@@ -601,13 +601,13 @@ def _reference(task: Task, size: int, piles: frozenset[str], frozen: tuple[str, 
     model = freeze(make_model(task), frozen)
     optimizer = ReferenceOptimizer(make_optimizer(task, model))
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, task.iterations) if task.schedule else None
-    chance = [torch.Generator().manual_seed(11 + rank).get_state() for rank in range(size)]
+    rng_states = [torch.Generator().manual_seed(11 + rank).get_state() for rank in range(size)]
     data = [grouped(task, batches(task, rank), rank) for rank in range(size)]
     seen = [[] for _ in range(size)]
     for iteration in range(task.iterations):
         found = [{n: [] for n, _ in model.named_parameters()} for _ in range(size)]
         for rank in range(size):
-            torch.set_rng_state(chance[rank])
+            torch.set_rng_state(rng_states[rank])
             for tokens in data[rank][iteration]:
                 loss = model(input_ids=tokens, labels=tokens).loss
                 loss.backward()
@@ -615,7 +615,7 @@ def _reference(task: Task, size: int, piles: frozenset[str], frozen: tuple[str, 
                 for name, parameter in model.named_parameters():
                     found[rank][name].append(parameter.grad)
                     parameter.grad = None
-            chance[rank] = torch.get_rng_state()
+            rng_states[rank] = torch.get_rng_state()
         for name, parameter in ((n, p) for n, p in model.named_parameters() if p.requires_grad):
             parameter.grad = mean([one[name] for one in found], piles_up=name in piles)
         if task.max_norm is not None:
@@ -651,7 +651,7 @@ def impatient(silence_s: float):
         defaults["silence_s"] = before
 
 
-def gone_apart(rank: int, _size: int, task: Task, decisions: Decisions, deed: str) -> None:
+def diverged(rank: int, _size: int, task: Task, decisions: Decisions, deed: str) -> None:
     """Train; rank 0 does something alone."""
     alone = rank == 0
     with impatient(2.0):
@@ -700,7 +700,7 @@ def buffers_of(rank: int, _size: int, task: Task, decisions: Decisions):
         return model.features.tolist(), bool(model.is_set)
 
 
-def chance_after(rank: int, _size: int, task: Task, decisions: Decisions, folder):
+def rng_state_after(rank: int, _size: int, task: Task, decisions: Decisions, folder):
     """Return random numbers after going on from a checkpoint of ranks that had different ones."""
     torch.manual_seed(rank)
     _, optimizer = prepare(task, decisions, checkpoint_buffer_bytes=1)

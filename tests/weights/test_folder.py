@@ -85,7 +85,7 @@ def test_a_kill_leaves_the_whole_folder_or_none_of_that_name(tmp_path):
     num_killed = 0
     for i, (number, phase) in enumerate(chosen):
         folder = tmp_path / f"{i}"
-        _, was_killed = killed(folder, lambda to, _tell: write(to, KillingFiles(number, phase)))  # noqa: B023
+        _, was_killed = killed(folder, lambda to, _report: write(to, KillingFiles(number, phase)))  # noqa: B023
         num_killed += was_killed
         if not is_whole(folder):
             write(folder)

@@ -320,7 +320,7 @@ def _block(
     dtype: Literal["bf16", "fp32"],
 ) -> CapturedBlock:
     specs = {
-        name: ParameterSpec(_below(path, name), tuple(stored.shape), _kept(stored, dtype))
+        name: ParameterSpec(_below(path, name), tuple(stored.shape), _frozen_format(stored, dtype))
         for name, stored in stored_parameters(recording.model).items()
         if _is_below(path, name)
     }
@@ -355,7 +355,7 @@ def _block(
     return CapturedBlock(operators=tuple(operators))
 
 
-def _kept(stored: StoredParameter, dtype: Literal["bf16", "fp32"]) -> FrozenFormat | None:
+def _frozen_format(stored: StoredParameter, dtype: Literal["bf16", "fp32"]) -> FrozenFormat | None:
     """Return how a frozen parameter is kept: as it is, if that is not in the type of the weights."""
     if stored.parameter.requires_grad:
         return None

@@ -6,7 +6,7 @@ line.
 
 import argparse
 
-from planner.terms import DEFAULT_RESTART_S, LEAST_KEPT, LEVELS, Level
+from planner.terms import DEFAULT_RESTART_S, LEVELS, MIN_CHECKPOINTS, Level
 from ullage.cli.arguments import fraction, parse_bytes, positive_float, positive_int, seconds
 
 
@@ -58,7 +58,7 @@ def add_checkpoint_options(parser: argparse.ArgumentParser) -> None:
         help=f"time from a failure until a checkpoint is read ({DEFAULT_RESTART_S:g}s)",
     )
     group.add_argument(
-        "--keep", type=positive_int, metavar="N", help=f"checkpoints that stay at each level ({LEAST_KEPT})"
+        "--keep", type=positive_int, metavar="N", help=f"checkpoints that stay at each level ({MIN_CHECKPOINTS})"
     )
     group.add_argument(
         "--checkpoint-buffer",

@@ -6,7 +6,7 @@ from typing import Any
 from hwprofiles.profile import HardwareProfile, Storage
 from hwprofiles.quantity import Curve, CurvePoint, Provenance, Quantity
 from planner.plan.checkpoints import CheckpointRequest
-from planner.terms import LEAST_KEPT
+from planner.terms import MIN_CHECKPOINTS
 
 _UNKNOWN_CAPACITY_BYTES = 1e15
 _REQUEST_BYTES = 1e9
@@ -32,9 +32,9 @@ def checkpoints_of(args: argparse.Namespace) -> CheckpointRequest | None:
         if found or args.pfs_bandwidth is not None:
             raise ValueError("options of checkpoints choose nothing without --mtbf; give it, as in --mtbf 6h")
         return None
-    if found.get("keep", LEAST_KEPT) < LEAST_KEPT:
+    if found.get("keep", MIN_CHECKPOINTS) < MIN_CHECKPOINTS:
         raise ValueError(
-            f"--keep {args.keep}: at least {LEAST_KEPT} checkpoints stay at each level, so that one may be bad"
+            f"--keep {args.keep}: at least {MIN_CHECKPOINTS} checkpoints stay at each level, so that one may be bad"
         )
     return CheckpointRequest(mtbf_s=args.mtbf, **found)
 

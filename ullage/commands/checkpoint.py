@@ -8,7 +8,7 @@ from executor.checkpoint import Checkpoint, CheckpointError, checkpoint_at, stor
 from executor.checkpoint.files.opening import Folder, modified
 from executor.checkpoint.format.manifest import MANIFEST_NAME
 from executor.checkpoint.places.locating import located
-from executor.checkpoint.places.retention import LEAST_KEPT, parse_name
+from executor.checkpoint.places.retention import MIN_CHECKPOINTS, parse_name
 from ullage.cli.arguments import positive_int
 from ullage.cli.exit_codes import CHECK_FAILED
 from ullage.commands import Subparsers, command_parser
@@ -45,9 +45,9 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--keep",
         type=positive_int,
-        default=LEAST_KEPT,
+        default=MIN_CHECKPOINTS,
         metavar="N",
-        help=f"prune: newest whole checkpoints to keep, at least {LEAST_KEPT} ({LEAST_KEPT})",
+        help=f"prune: newest whole checkpoints to keep, at least {MIN_CHECKPOINTS} ({MIN_CHECKPOINTS})",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 

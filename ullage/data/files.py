@@ -114,12 +114,12 @@ def quiet() -> Iterator[None]:
     """Keep ``datasets`` from printing its progress, as commands have their own, and its errors, which are raised."""
     import datasets  # noqa: PLC0415 - see above
 
-    was_shown, was_told = datasets.is_progress_bar_enabled(), datasets.logging.get_verbosity()
+    was_shown, log_level = datasets.is_progress_bar_enabled(), datasets.logging.get_verbosity()
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     try:
         yield
     finally:
-        datasets.logging.set_verbosity(was_told)
+        datasets.logging.set_verbosity(log_level)
         if was_shown:
             datasets.enable_progress_bars()

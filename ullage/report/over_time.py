@@ -184,7 +184,7 @@ def _both_ways(
     capacity: Mapping[Resource, float],
 ) -> Chart | None:
     """Draw traffic to the device upwards and traffic from it downwards."""
-    traces, told = [], []
+    traces, totals = [], []
     levels = []
     for number, (words, lane, sign) in enumerate(directions):
         colour = ("down", "up", "third")[number]
@@ -193,8 +193,8 @@ def _both_ways(
                 continue
             name = f"{words}, {view.who}" if len(views) > 1 else words
             traces += _rate(series, name, colour, sign, measured=view.measured)
-            told.append(f"{name} {si(series.integral, 'B')}, at most {si(series.peak, 'B/s')}")
-        if told and lane in _CAPACITY and _CAPACITY[lane] in capacity:
+            totals.append(f"{name} {si(series.integral, 'B')}, at most {si(series.peak, 'B/s')}")
+        if totals and lane in _CAPACITY and _CAPACITY[lane] in capacity:
             levels.append(Level(sign * capacity[_CAPACITY[lane]], f"{words}: peak rate"))
     if not traces:
         return None
@@ -202,7 +202,7 @@ def _both_ways(
     return Chart(
         key=f"traffic-{key}",
         title=f"Traffic over the {title}" if key != "network" else "Traffic over the network between devices",
-        note=f"{'; '.join(told)}.{' The second direction is drawn downwards.' if mirrored else ''}",
+        note=f"{'; '.join(totals)}.{' The second direction is drawn downwards.' if mirrored else ''}",
         x=_TIME,
         y=Axis("rate", "B/s"),
         traces=tuple(traces),

@@ -8,9 +8,9 @@ from typing import Final, Literal
 TokenDtype = Literal["uint16", "uint32"]
 TOKEN_DTYPES: Final[tuple[TokenDtype, ...]] = ("uint16", "uint32")
 """What the tokens of a raw file may be, little-endian."""
-LEAST_KEPT: Final = 2
+MIN_CHECKPOINTS: Final = 2
 """Checkpoints that stay at least: the newest may be damaged."""
-DEFAULT_KEPT: Final = 2
+DEFAULT_CHECKPOINTS: Final = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,8 +42,8 @@ class ExecuteOptions:
         save_dtype: of the weights there; left out, that of the plan.
         checkpoint_places: where checkpoints go, fastest first; empty: none are made. See :mod:`ullage.training.levels`.
         checkpoint_every: iterations from one to the next, for each place or all.
-        keep: the newest checkpoints that stay, at least :data:`LEAST_KEPT`, for each place or all; empty: so many as
-            :data:`DEFAULT_KEPT`.
+        keep: the newest checkpoints that stay, at least :data:`MIN_CHECKPOINTS`, for each place or all; empty:
+            :data:`DEFAULT_CHECKPOINTS`.
         resume: go on from the newest checkpoint that is in any place, if there is one.
         tensorboard: a folder for TensorBoard's event files.
         metrics_file: a file in Prometheus' text format.

@@ -308,9 +308,9 @@ def _cut(
     """
     parts, copies, end = [], [], 0
     ordered = sorted(targets, key=lambda target: target.at)
-    apart = all(one.stop <= other.at for one, other in itertools.pairwise(ordered))  # else two want the same values
+    disjoint = all(one.stop <= other.at for one, other in itertools.pairwise(ordered))  # else two want the same values
     for target in ordered:
-        first, last = target.direct(alignment_bytes) if apart else (0, 0)
+        first, last = target.direct(alignment_bytes) if disjoint else (0, 0)
         if first < last:
             parts += [buffer[end:first], target.part(first, last)]
             end = last

@@ -11,7 +11,7 @@ from executor.checkpoint.files.system_calls import CheckpointError, Files
 from executor.checkpoint.files.urls import UrlPath
 from executor.checkpoint.format.reader import Checkpoint
 from executor.checkpoint.places.remote import RemoteStore
-from executor.checkpoint.places.retention import LEAST_KEPT, AbstractStore, parse_name
+from executor.checkpoint.places.retention import MIN_CHECKPOINTS, AbstractStore, parse_name
 from executor.checkpoint.places.store import Store
 from hwprofiles.machine import available_memory_bytes
 
@@ -104,7 +104,7 @@ def check_room(store: AbstractStore, num_checkpoints: int, num_bytes: int) -> No
         what = "host memory" if is_memory else "the drive"
         raise CheckpointError(
             f"{store.place}: {num_checkpoints} checkpoints at once, of {num_bytes:,} B each, take {needed_bytes:,} B "
-            f"of {what}, but {free_bytes + held_bytes:,} B are free: keep fewer there (at least {LEAST_KEPT}), or "
+            f"of {what}, but {free_bytes + held_bytes:,} B are free: keep fewer there (at least {MIN_CHECKPOINTS}), or "
             "give another place"
         )
 

@@ -15,7 +15,7 @@ from executor.checkpoint.files.system_calls import CheckpointError, DamagedError
 from executor.checkpoint.format.manifest import FileRecord, Manifest
 from executor.checkpoint.format.reader import Checkpoint
 
-LEAST_KEPT: Final = 2
+MIN_CHECKPOINTS: Final = 2
 """Retention leaves at least this many verified checkpoints."""
 
 _NUM_READERS: Final = 1  # reading threads beside training, which may need the drive too
@@ -150,8 +150,8 @@ class AbstractStore(abc.ABC):
             (self._whole if found else self._damaged).add(folder.name)
         return found
 
-    def remove_old(self, keep: int = LEAST_KEPT) -> list[Folder]:
-        """Remove all but the newest ``keep`` (at least :data:`LEAST_KEPT`) verified checkpoints, and the newest of all.
+    def remove_old(self, keep: int = MIN_CHECKPOINTS) -> list[Folder]:
+        """Remove all but the newest ``keep`` (at least :data:`MIN_CHECKPOINTS`) verified checkpoints and the newest.
 
         It reads no checkpoint, and removes none before that many are verified. Checkpoints under :meth:`reading` stay.
         Damaged ones that are newer than those stay too, so that the damage can be examined. Files of dead writers are
@@ -166,7 +166,7 @@ class AbstractStore(abc.ABC):
         with self._removing():
             return self._remove_old(self.folders(), keep)
 
-    def prune(self, keep: int = LEAST_KEPT) -> list[Folder]:
+    def prune(self, keep: int = MIN_CHECKPOINTS) -> list[Folder]:
         """Verify checkpoints, newest first, until ``keep`` are whole; then :meth:`remove_old`.
 
         Checkpoints that are written meanwhile stay.
@@ -178,7 +178,7 @@ class AbstractStore(abc.ABC):
             CheckpointError: something could not be removed.
         """
         with self._removing():
-            there, left = self.folders(), max(keep, LEAST_KEPT)
+            there, left = self.folders(), max(keep, MIN_CHECKPOINTS)
             for folder in there:
                 left -= folder.name in self._whole or self.read_again(folder)
                 if not left:
@@ -187,7 +187,7 @@ class AbstractStore(abc.ABC):
 
     def _remove_old(self, there: Sequence[Folder], keep: int) -> list[Folder]:
         removed: list[Folder] = []
-        wanted = max(keep, LEAST_KEPT)
+        wanted = max(keep, MIN_CHECKPOINTS)
         with self._lock:
             kept = [folder for folder in there if folder.name in self._whole][:wanted]
             is_enough = len(kept) == wanted

@@ -92,8 +92,8 @@ def layer_parts(config: ModelConfig, batch: Batch, layer: int) -> tuple[Part, ..
         parts.append(norm(names.first_norm, "attn", names.output))
     middle = names.output if before else names.first_norm
     if before:
-        apart = config.has_experts(layer) and batch.separate_experts
-        parts.append(norm(names.second_norm, "attn" if apart else "mlp", middle))
+        separate_experts = config.has_experts(layer) and batch.separate_experts
+        parts.append(norm(names.second_norm, "attn" if separate_experts else "mlp", middle))
     source = names.second_norm if before else middle
     parts += (
         _expert_parts(config, batch, layer, source, middle)
@@ -156,8 +156,8 @@ def sum_input_gradient(batch: Batch, width: int) -> Work:
 
 def add_bias(batch: Batch, width: int, *, bias: bool) -> Work:
     """Return the addition of a row-parallel operator's bias, after the all-reduce of the ranks' partial sums."""
-    apart = bias and batch.tensor_parallel > 1 and not batch.is_megatron
-    return Work(each(batch.num_tokens * width, 2 * batch.dtype_bytes)) if apart else Work()
+    has_bias_sum = bias and batch.tensor_parallel > 1 and not batch.is_megatron
+    return Work(each(batch.num_tokens * width, 2 * batch.dtype_bytes)) if has_bias_sum else Work()
 
 
 def exchange(batch: Batch, num_bytes: int) -> Work:

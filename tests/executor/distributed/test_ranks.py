@@ -17,12 +17,12 @@ from rank_programs import (
     around_training,
     bound_cores,
     buffers_of,
-    chance_after,
     changed,
+    diverged,
     failed,
-    gone_apart,
     reference,
     resumed_where_one_sees_less,
+    rng_state_after,
     saved,
     seen_from_outside,
     trained,
@@ -338,7 +338,7 @@ def test_ranks_that_go_apart_are_told_where_they_are(processes, deed, zero_stage
     task = Task("gpt2", iterations=4, num_micro_batches=2 if deed == "short group" else 1)
     choose = uniform("host", "cpu") if zero_stage == 3 else uniform("gpu", "gpu")
     decisions = decide(task, choose, data_parallel=2, zero_stage=zero_stage, clip=True)
-    processes.begin(2, gone_apart, task, decisions, deed)
+    processes.begin(2, diverged, task, decisions, deed)
     for error in processes.results(2):
         assert isinstance(error, RankError), error
         own, other = APART[deed]
@@ -352,7 +352,7 @@ def test_what_one_rank_decides_alone_is_told(processes, deed, zero_stage):
     """Each would train another model otherwise, or parts of two."""
     task = Task("gpt2", iterations=4)
     decisions = decide(task, uniform("gpu", "cpu"), data_parallel=2, zero_stage=zero_stage, clip=True)
-    processes.begin(2, gone_apart, task, decisions, deed)
+    processes.begin(2, diverged, task, decisions, deed)
     noticed = {"rate": "iteration 4", "skip": "iteration 3"}[deed]
     for error in processes.results(2):
         assert isinstance(error, RankError), error
@@ -369,7 +369,9 @@ def test_buffers_are_those_of_the_first(processes):
 def test_ranks_that_share_layers_draw_alike_after_those_that_did_not(processes, tmp_path):
     task = Task("gpt2", iterations=1)
     processes.call(2, saved, task, decide(task, mixed, data_parallel=2, zero_stage=3, clip=True), tmp_path)
-    first, second = processes.call(2, chance_after, task, decide(task, mixed, tensor_parallel=2, clip=True), tmp_path)
+    first, second = processes.call(
+        2, rng_state_after, task, decide(task, mixed, tensor_parallel=2, clip=True), tmp_path
+    )
     assert first == second
 
 

@@ -187,7 +187,7 @@ def test_a_loss_of_the_users_own_gets_whole_logits(processes):
     ("what", "kind", "message"),
     [
         ("batches", ValueError, "rank 1 has another batch than rank 0; give the same to ranks 0, 1"),
-        ("chance", GradientError, r"different gradients of .* the same random numbers \(torch.manual_seed\)"),
+        ("random", GradientError, r"different gradients of .* the same random numbers \(torch.manual_seed\)"),
     ],
 )
 def test_ranks_that_share_layers_notice_what_they_must_not_have_of_their_own(processes, what, kind, message):

@@ -99,7 +99,7 @@ class Races:
                 known = max(clock.get(access.agent, 0), self._clocks[access.thread].get(access.agent, 0))
                 if access.agent not in block.kept_for and access.time > known:
                     where = f"{self._name(block.stream)}'s, by {self._words(this_thread())}"
-                    self._tell(
+                    self._report(
                         f"memory of {where}, was freed while {access.what} on {self._name(access.agent)} may run"
                     )
 
@@ -188,7 +188,7 @@ class Races:
             if old.start < new.stop and new.start < old.stop:
                 ordered = old.time <= clock.get(old.agent, 0)
                 if not ordered and (old.writes or new.writes):
-                    self._tell(
+                    self._report(
                         f"{new.what} on {self._name(new.agent)} {'writes' if new.writes else 'reads'} what {old.what} "
                         f"on {self._name(old.agent)} {'writes' if old.writes else 'reads'}"
                     )
@@ -204,7 +204,7 @@ class Races:
     def _words(self, thread):
         return self.task.get(thread, thread)
 
-    def _tell(self, what):
+    def _report(self, what):
         self.found[what] = self.found.get(what, 0) + 1
 
 

@@ -69,7 +69,7 @@ def test_exact_waste_is_least_at_the_higher_order_optimum(cost_s, ratio, factor)
 
 
 @numba.njit(cache=True)
-def kept_of(lives_s, kinds, work_s, ratios, cost_s, latency_s, restart_s):  # pragma: no cover - compiled
+def training_left(lives_s, kinds, work_s, ratios, cost_s, latency_s, restart_s):  # pragma: no cover - compiled
     """Return the training that is left after so many lives, walked from checkpoint to checkpoint.
 
     Every ``ratios[l]``-th checkpoint of the fastest level goes to level ``l`` too, and is safe there after its latency.
@@ -113,7 +113,7 @@ def simulated_waste(levels: list[Protection], work_s: list[float], num_failures:
     kinds = rng.choice(len(levels), num_failures, p=rates / rates.sum())
     ratios = np.array([round(between_s / work_s[0]) for between_s in work_s])
     columns = [np.array([getattr(level, name) for level in levels]) for name in ("cost_s", "latency_s", "restart_s")]
-    return 1 - kept_of(lives_s, kinds, work_s[0], ratios, *columns) / lives_s.sum()
+    return 1 - training_left(lives_s, kinds, work_s[0], ratios, *columns) / lives_s.sum()
 
 
 GRID = [

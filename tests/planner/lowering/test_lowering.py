@@ -235,7 +235,7 @@ def test_bytes_are_those_that_decisions_imply(case: Case) -> None:
     weight, batches = decisions.precision.weight_bytes, decisions.num_micro_batches
     params, state = dict.fromkeys(Place, 0), dict.fromkeys(Place, 0)
     values = {"adamw": 3, "sgd": 2, "adagrad": 2, "lion": 2, "muon": 2}
-    uploaded = stored_weights = read = leaving = come_back = 0
+    uploaded = stored_weights = read = leaving = host_gradients = 0
     for unit in case.units:
         decided = decisions.units[unit.name]
         for subgroup, place in zip(decisions.subgroups(unit), decided.update, strict=True):
@@ -246,13 +246,13 @@ def test_bytes_are_those_that_decisions_imply(case: Case) -> None:
             read += n * (decided.params == "nvme")
             stored_weights += n * (place is Place.STREAM and decided.params == "host")
             leaving += n * (place in {Place.CPU, Place.NVME})
-            come_back += n * (place is Place.STREAM and decided.streamed_gradients == "host")
+            host_gradients += n * (place is Place.STREAM and decided.streamed_gradients == "host")
     total = sum(decisions.shard_params(unit) for unit in case.units)
     assert sum(params.values()) == total
     assert updated[Lane.CPU] == params[Place.CPU] + params[Place.NVME]
     assert updated[Lane.GPU_UPDATE] == params[Place.GPU] + params[Place.STREAM]
     once, fsdp2 = decisions.gradient_path.is_one_copy, decisions.gradient_path is GradientPath.FSDP2
-    leaving += come_back
+    leaving += host_gradients
     master = 2 if decisions.precision.state else 4
     assert moved[Op.FLUSH] == ((master if fsdp2 else weight) * leaving * batches if once else 0)
     if decisions.gradient_path is GradientPath.ON_DEVICE:  # the last sum stays, and with it weights that are masters
@@ -262,7 +262,7 @@ def test_bytes_are_those_that_decisions_imply(case: Case) -> None:
         assert moved[Op.STORE] == state[Place.STREAM] - there + weight * stored_weights
     else:
         assert moved[Op.OVERWRITE] == (0 if once else (weight * batches + 4) * leaving)
-        gradient_loads = weight * (come_back + (0 if once else leaving * batches))
+        gradient_loads = weight * (host_gradients + (0 if once else leaving * batches))
         assert moved[Op.LOAD] == state[Place.STREAM] + gradient_loads
         no_master = 0 if decisions.precision.master_is_weight else weight * stored_weights
         assert moved[Op.STORE] == state[Place.STREAM] + no_master

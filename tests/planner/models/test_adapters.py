@@ -36,7 +36,7 @@ def test_left_out_are_all_projections_and_a_scale_of_one() -> None:
         ("targets=q_proj", "rank: Field required"),
         ("rank=0", "rank: Input should be greater than 0"),
         ("rank=x", "rank: Input should be a valid integer"),
-        ("rank=8,targets=", "targets: String should match"),
+        ("rank=8,targets=", "targets: '' is no name of a module"),
         ("rank=8,targets=all-linear+q_proj", "targets: all-linear contains all others; give it alone"),
         ("rank=8,dropout=1", "dropout: Input should be less than 1"),
         ("rank=8,alpha=nan", "alpha: Input should be a finite number"),

@@ -237,39 +237,39 @@ def trainer(made):
         more = {"processing_class": tokenizer}
     return made(model=model, args=args, train_dataset=data, eval_dataset=data.select(range(4)), **more)
 
-def told(trained):
+def logged(trained):
     kept = "loss", "eval_loss", "grad_norm", "learning_rate"
     return [{key: entry[key] for key in kept if key in entry} for entry in trained.state.log_history]
 
 if num_ranks == 1:
     alone = trainer(Trainer)
     alone.train()
-    print(json.dumps([told(alone)]))
+    print(json.dumps([logged(alone)]))
     model.save_pretrained(folder + "/last")
 else:
     ours = trainer(ullage.offloaded(Trainer, device_memory="1.2MB"))
     ours.train()
     ours.save_model(folder + "/last")
-    decided, logs = ours.plan.decisions, [told(ours)]
+    decided, logs = ours.plan.decisions, [logged(ours)]
     ours.close()
     if resumed:
         again = trainer(ullage.offloaded(Trainer, device_memory="1.2MB"))
         again.train(resume_from_checkpoint=folder + "/checkpoint-2")
-        logs.append(told(again))
+        logs.append(logged(again))
         again.close()
     if os.environ["RANK"] == "0":
         print(json.dumps([*logs, [decided.data_parallel, decided.num_micro_batches]]))
 """
 
 
-def told(process: Forked) -> list:
+def logged(process: Forked) -> list:
     out, err = process.communicate()
     assert process.returncode == 0, err[-3000:]
     found = [line for line in out.splitlines() if line.startswith("[")]
     return json.loads(found[0]) if found else []
 
 
-def same_told(ours: list[dict], plain: list[dict]) -> None:
+def check_logs(ours: list[dict], plain: list[dict]) -> None:
     assert [entry.keys() for entry in ours] == [entry.keys() for entry in plain]
     for one, other in zip(ours, plain, strict=True):
         assert one == pytest.approx(other, rel=1e-4)
@@ -286,10 +286,10 @@ def test_two_ranks_train_and_resume_as_one_process_in_memory(tiny_model: Path, t
     words = (str(tmp_path / "script.py"), str(tiny_model))
     both = [Forked(forked.script, *words, str(tmp_path / "two"), "Trainer", "yes", env=e) for e in environments(2)]
     alone = Forked(forked.script, *words, str(tmp_path / "one"), "Trainer", "")
-    (plain,), (ours, resumed, decided) = told(alone), told(both[0])
-    assert told(both[1]) == []
-    same_told(ours, plain)
-    same_told(resumed, plain)
+    (plain,), (ours, resumed, decided) = logged(alone), logged(both[0])
+    assert logged(both[1]) == []
+    check_logs(ours, plain)
+    check_logs(resumed, plain)
     assert decided == [2, 2]
     same_saved(tmp_path / "two", tmp_path / "one")
     names = {path.name for path in (tmp_path / "two" / "checkpoint-2").iterdir()}
@@ -302,9 +302,9 @@ def test_torchrun_starts_two_ranks_of_an_sft_trainer(tiny_model: Path, tmp_path:
     words = (str(tmp_path / "script.py"), str(tiny_model))
     run = ("torch.distributed.run", "--nproc-per-node", "2", *words, str(tmp_path / "two"), "SFTTrainer", "")
     (ours, decided), (plain,) = (
-        told(Forked(forked.launcher, *run)),
-        told(Forked(forked.script, *words, str(tmp_path / "one"), "SFTTrainer", "")),
+        logged(Forked(forked.launcher, *run)),
+        logged(Forked(forked.script, *words, str(tmp_path / "one"), "SFTTrainer", "")),
     )
-    same_told(ours, plain)
+    check_logs(ours, plain)
     assert decided == [2, 2]
     same_saved(tmp_path / "two", tmp_path / "one")

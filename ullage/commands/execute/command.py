@@ -8,7 +8,7 @@ from planner.plan.document import Plan, load_plan
 from ullage.cli.arguments import cores, fraction, non_negative_int, positive_float, positive_int, positive_ints
 from ullage.cli.request_options import add_request_options, check_names, given_options
 from ullage.commands import Subparsers, command_parser
-from ullage.training.options import DEFAULT_KEPT, LEAST_KEPT, TOKEN_DTYPES, ExecuteOptions
+from ullage.training.options import DEFAULT_CHECKPOINTS, MIN_CHECKPOINTS, TOKEN_DTYPES, ExecuteOptions
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -152,7 +152,8 @@ def add_parser(subparsers: Subparsers) -> None:
         type=positive_ints,
         default=defaults.keep,
         metavar="N[,N...]",
-        help=f"newest checkpoints to keep, at least {LEAST_KEPT}: one number, or one per place ({DEFAULT_KEPT})",
+        help=f"newest checkpoints to keep, at least {MIN_CHECKPOINTS}: one number, or one per place "
+        f"({DEFAULT_CHECKPOINTS})",
     )
     parser.add_argument(
         "--resume",

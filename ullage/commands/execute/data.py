@@ -110,20 +110,20 @@ class Evaluations:
         data: what is trained on.
         every: iterations from one evaluation to the next; ``None``: one at the end of each epoch.
         last: the last iteration, which is followed by one in any case.
-        tell: prints a line.
+        report: prints a line.
 
     Attributes:
         losses: of all evaluations so far: iterations that were made before each, and the mean loss.
     """
 
-    def __init__(self, data: Tokens | Data | None, every: int | None, last: int, tell: Callable[[str], None]) -> None:
+    def __init__(self, data: Tokens | Data | None, every: int | None, last: int, report: Callable[[str], None]) -> None:
         self._data = data if isinstance(data, Data) and data.num_eval_sequences else None
         self._every = every
         self._last = last
-        self._tell = tell
+        self._report = report
         self.losses: list[tuple[int, float]] = []
         if isinstance(data, Data):
-            tell(f"data: {data}")
+            report(f"data: {data}")
 
     def after(self, step: Step, trainer: Trainer) -> float | None:
         """Evaluate after a step if it is time to; return the loss then. All ranks do so together."""
@@ -134,5 +134,5 @@ class Evaluations:
             return None
         loss = trainer.evaluate()
         self.losses.append((made, loss))
-        self._tell(f"evaluation after iteration {made}: loss {loss:.3f}")
+        self._report(f"evaluation after iteration {made}: loss {loss:.3f}")
         return loss

@@ -35,7 +35,7 @@ from ullage.output.plans import tokens_per_iteration
 from ullage.training.checkpoints import CheckpointOptions, where_saved
 from ullage.training.drift import DriftWatch, warning
 from ullage.training.levels import buffer_bytes, levels_of
-from ullage.training.options import DEFAULT_KEPT, LEAST_KEPT, ExecuteOptions
+from ullage.training.options import DEFAULT_CHECKPOINTS, MIN_CHECKPOINTS, ExecuteOptions
 from ullage.training.processes import Process
 from ullage.training.replanning import Replanned
 from ullage.training.text import Tokens
@@ -115,10 +115,10 @@ def _check_checkpoints(options: ExecuteOptions) -> None:
             if numbers:
                 given = ",".join(map(str, numbers))
                 raise ValueError(f"{option} {given} needs --checkpoint-dir PLACE, where checkpoints are made")
-    if too_few := [count for count in options.keep if count < LEAST_KEPT]:
+    if too_few := [count for count in options.keep if count < MIN_CHECKPOINTS]:
         raise ValueError(
-            f"--keep {too_few[0]}: one may be damaged when it is needed, so at least {LEAST_KEPT} stay; "
-            f"give --keep {LEAST_KEPT} or more"
+            f"--keep {too_few[0]}: one may be damaged when it is needed, so at least {MIN_CHECKPOINTS} stay; "
+            f"give --keep {MIN_CHECKPOINTS} or more"
         )
 
 
@@ -144,7 +144,9 @@ def _check_save(options: ExecuteOptions) -> None:
 def _checkpoints(plan: Plan, options: ExecuteOptions) -> CheckpointOptions | None:
     if not options.checkpoint_places:
         return None
-    levels = levels_of(plan, options.checkpoint_places, options.checkpoint_every, options.keep or (DEFAULT_KEPT,))
+    levels = levels_of(
+        plan, options.checkpoint_places, options.checkpoint_every, options.keep or (DEFAULT_CHECKPOINTS,)
+    )
     return CheckpointOptions(levels, buffer_bytes(plan))
 
 
@@ -185,7 +187,7 @@ def _train(
     losses: list[float] = []
     replanned, before, first = None, None, None
     with (
-        _progress(length, trainer) as (tell, warn),
+        _progress(length, trainer) as (show, warn),
         _interruption(options, warn) as interruption,
         contextlib.ExitStack() as closing,
     ):
@@ -198,7 +200,7 @@ def _train(
         for step in trainer.run(max(length - trainer.iteration, 0)):
             scheduler.step()
             losses.append(step.loss)
-            tell(step)
+            show(step)
             metrics.after(step, trainer, evaluations.after(step, trainer))
             if trainer.session.iteration == NUM_RECORDED:  # the session forgets them as others are recorded
                 first = trainer.session.timeline()
@@ -230,13 +232,13 @@ def _save(
     trainer: Trainer,
     data: Tokens | Data | None,
     ended_by: int | None,
-    tell: Callable[[str], None],
+    report: Callable[[str], None],
 ) -> None:
     """Save the model if that is asked for and training has not been interrupted, and the tokenizer of its data."""
     if options.save is not None and ended_by is None:
         tokenizer = data.tokenizer if isinstance(data, Data) else None
         save(trainer.optimizer, options.save, dtype=options.save_dtype, tokenizer=tokenizer)
-        tell(f"model saved in {options.save}")
+        report(f"model saved in {options.save}")
 
 
 def _sinks(options: ExecuteOptions, plan: Plan) -> list[Sink]:
@@ -296,7 +298,7 @@ def _write(options: ExecuteOptions, record: RunRecord, replanned: Replanned | No
 
 @contextlib.contextmanager
 def _progress(num_iterations: int, trainer: Trainer) -> Iterator[tuple[Callable[[Step], None], Callable[[str], None]]]:
-    """Yield a function that tells of an iteration that has ended, and one that prints a line above the progress.
+    """Yield a function that shows an iteration that has ended, and one that prints a line above the progress.
 
     The progress shows the loss, and the seconds of an iteration (median of the latest) beside what was predicted.
     """
@@ -305,7 +307,7 @@ def _progress(num_iterations: int, trainer: Trainer) -> Iterator[tuple[Callable[
     shown = trainer.process.is_first
     latest_s: deque[float] = deque(maxlen=_LATEST)
 
-    def tell(step: Step) -> None:
+    def show(step: Step) -> None:
         words = f"loss {step.loss:.3f}"
         if step.iteration >= _FIRST_STEADY:
             latest_s.append(step.measured_s)
@@ -322,7 +324,7 @@ def _progress(num_iterations: int, trainer: Trainer) -> Iterator[tuple[Callable[
     columns = (BarColumn(bar_width=_BAR), MofNCompleteColumn(), TextColumn("{task.description}"))
     with Progress(*columns, TimeRemainingColumn(), console=console(stderr=True), disable=not shown) as bar:
         task = bar.add_task("", total=num_iterations)
-        yield tell, warn
+        yield show, warn
 
 
 def _record(

@@ -7,7 +7,7 @@ import pytest
 from saving import save, step_of
 
 from executor.checkpoint import Checkpoint, Store
-from executor.checkpoint.levels import MORE_THAN_KEPT
+from executor.checkpoint.levels import EXTRA_CHECKPOINTS
 from executor.checkpoint.retention_thread import READING_SHARE, RetentionThread
 
 
@@ -38,31 +38,31 @@ def errors():
 
 def test_all_are_read_where_there_is_time_and_the_newest_stay(tmp_path, errors):
     store = Store(tmp_path / "store")
-    keeper = RetentionThread(store, 3)
+    thread = RetentionThread(store, 3)
     for step in range(1, 8):
-        keeper.submit(save(store, step), errors.append)
-        keeper.wait()
+        thread.submit(save(store, step), errors.append)
+        thread.wait()
         assert steps(store) == list(range(max(step - 2, 1), step + 1))
-    keeper.close()
+    thread.close()
 
 
 def test_those_that_come_while_one_is_read_go_unread_but_the_newest(tmp_path, errors):
     store = Slow(tmp_path / "store")
-    keeper = RetentionThread(store, 2)
+    thread = RetentionThread(store, 2)
     for step in (1, 2):
-        keeper.submit(save(store, step), errors.append)
+        thread.submit(save(store, step), errors.append)
         store.allowed.release()
-        keeper.wait()
+        thread.wait()
     for step in range(3, 10):  # the third one is being read all the time
-        keeper.submit(save(store, step), errors.append)
+        thread.submit(save(store, step), errors.append)
         assert set(steps(store)) <= {1, 2, 3, 4, step}
         assert {1, 2} <= set(steps(store)), "nothing that was read goes before something newer was"
     for _ in range(2):
         store.allowed.release()
-    keeper.wait()
+    thread.wait()
     assert steps(store) == [store_step(store.read[-2]), 9]
     assert len(store.read) == 4
-    keeper.close()
+    thread.close()
 
 
 def store_step(name):
@@ -71,32 +71,32 @@ def store_step(name):
 
 def test_nothing_goes_before_enough_were_read(tmp_path, errors):
     store = Slow(tmp_path / "store")
-    keeper = RetentionThread(store, 2)
+    thread = RetentionThread(store, 2)
     for step in range(1, 6):
-        keeper.submit(save(store, step), errors.append)
+        thread.submit(save(store, step), errors.append)
     assert steps(store) == [1, 2, 3, 4, 5]
     for _ in range(5):
         store.allowed.release()
-    keeper.close()
+    thread.close()
     assert len(steps(store)) == 2
     assert steps(store)[-1] == 5
 
 
 def test_what_is_found_damaged_does_not_count(tmp_path, errors):
     store = Store(tmp_path / "store")
-    keeper = RetentionThread(store, 2)
+    thread = RetentionThread(store, 2)
     for step in (1, 2):
-        keeper.submit(save(store, step), errors.append)
-        keeper.wait()
+        thread.submit(save(store, step), errors.append)
+        thread.wait()
     path = save(store, 3)
     damaged = path / Checkpoint(path).manifest.files[0].path
     data = bytearray(damaged.read_bytes())
     data[-1] ^= 1
     damaged.write_bytes(data)
-    keeper.submit(path, errors.append)
-    keeper.wait()
-    keeper.submit(save(store, 4), errors.append)
-    keeper.close()
+    thread.submit(path, errors.append)
+    thread.wait()
+    thread.submit(save(store, 4), errors.append)
+    thread.close()
     assert steps(store) == [2, 3, 4], "the damaged one stays, for who wants to know why"
     assert step_of(Store(store.root)) == 4
 
@@ -118,17 +118,17 @@ class Timed(Store):
 
 def test_once_enough_were_read_reading_takes_its_share_of_the_time_and_no_more(tmp_path, errors):
     store = Timed(tmp_path / "store")
-    keeper = RetentionThread(store, 2)
+    thread = RetentionThread(store, 2)
     for step in (1, 2):
-        keeper.submit(save(store, step), errors.append)
-        keeper.wait()
+        thread.submit(save(store, step), errors.append)
+        thread.wait()
     begin_s, first = time.monotonic(), len(store.reads_s)
     step = 2
     while len(store.reads_s) < first + 4:
         step += 1
-        keeper.submit(save(store, step), errors.append)
-        assert len(steps(store)) <= 2 + MORE_THAN_KEPT + 1, "and one that is read"
+        thread.submit(save(store, step), errors.append)
+        assert len(steps(store)) <= 2 + EXTRA_CHECKPOINTS + 1, "and one that is read"
     took_s, reads_s = time.monotonic() - begin_s, store.reads_s[first:]
-    keeper.close()
+    thread.close()
     assert sum(reads_s[:-1]) <= READING_SHARE * took_s + reads_s[-1]
     assert steps(store)[-1] == step

@@ -10,7 +10,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from plans import mixed, plans
 from rank_programs import around_training, failed, freeze, left, seen_from_outside, trained
-from rank_programs import reference as together_reference
+from rank_programs import reference as reference_of_ranks
 from rounding import assert_same_step, one_step
 from training import (
     Task,
@@ -136,7 +136,7 @@ def test_frozen_experts_stay_as_they_are_and_thaw():
     with optimizer.session as session:
         seen = train(task, model, optimizer)
         final = {name: weight.clone() for name, weight in session.full_parameters().items()}
-        losses, expected = together_reference(task, 1, decisions, frozen)
+        losses, expected = reference_of_ranks(task, 1, decisions, frozen)
         assert seen == losses[0]
         for name, weight in expected.items():
             assert torch.equal(final[name], weight), name
