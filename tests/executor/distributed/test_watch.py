@@ -39,7 +39,7 @@ def pair():
     watches[0].start(told.append)
     yield watches[0], watches[1], told, lost
     for watch in watches.values():
-        watch.stop(together=False)
+        watch.stop(on_all_ranks=False)
 
 
 def wait_for(told):
@@ -71,7 +71,7 @@ def test_who_gives_signs_or_has_left_is_not_missed(pair):
     heard = []
     second.start(heard.append)
     time.sleep(1.5)
-    second.stop(together=True)
+    second.stop(on_all_ranks=True)
     time.sleep(1.5)
     assert (told, heard) == ([], [])
 
