@@ -223,7 +223,7 @@ def test_what_the_class_refuses():
         Muon([{"params": [vector], "use_muon": True}])
     with pytest.raises(ValueError, match="Invalid beta"):
         Muon([("0.weight", matrix), ("0.bias", vector)], {"betas": (2.0, 0.9)})
-    with pytest.raises(ValueError, match=r"the optimizer is torch\.optim\.Muon, but only .* ullage\.Muon can be executed"):
+    with pytest.raises(ValueError, match=r"is torch\.optim\.Muon, but only .* ullage\.Muon can be executed"):
         entry_of(torch.optim.Muon([matrix]))
     for bad in ({"adjust_lr_fn": "none"}, {"ns_steps": 100}, {"ns_coefficients": (1.0, 2.0)}, {"momentum": -1.0}):
         with pytest.raises(ValueError, match=min(bad)):
