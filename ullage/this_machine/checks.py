@@ -65,7 +65,8 @@ def check_options(caller: str, given: Mapping[str, object], known: Iterable[str]
     for name, value in given.items():
         rule = _RULES.get(name)
         if rule is not None and not rule.holds(value):
-            raise ValueError(f"{name} is {value!r}, but must be {rule.words}")
+            shown = str(value) if isinstance(value, Path) else repr(value)
+            raise ValueError(f"{name} is {shown}, but must be {rule.words}")
 
 
 def check_trainable(model: nn.Module) -> None:

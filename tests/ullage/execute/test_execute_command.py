@@ -113,7 +113,7 @@ def test_what_the_host_lacks_is_planned_and_executed_on_nvme(
     assert not list(storage.iterdir()), "state goes with the run"
     (tmp_path / "file").touch()
     assert main(["execute", str(path), *run, "--storage-dir", str(tmp_path / "file")]) != 0
-    assert "-rank-0.state cannot be made" in capsys.readouterr().err
+    assert "/file, but must be a folder" in capsys.readouterr().err
 
 
 def test_activations_that_leave_are_planned_and_executed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -164,6 +164,7 @@ def test_memory_of_times_is_bounded(plan: Plan, tokens: Tokens, monkeypatch: pyt
     with ullage.Trainer(plan, data=tokens) as trainer:
         num_tasks = len(trainer.session.schedule.tasks)
         for _ in trainer.run(10):
+            trainer.session.synchronize()  # a thread that makes a tuple minds that others see it
             assert num_tickets() - before <= (6 + 2) * num_tasks
         assert trainer.session.timeline().num_iterations == 6
         assert trainer.replan().refit.measured_s > 0
