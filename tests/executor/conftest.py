@@ -40,9 +40,9 @@ def gpu():
 @pytest.fixture(scope="session")
 def processes():
     """Four processes for all tests of ranks, as starting them takes seconds."""
-    from rank_programs import Processes, ready  # noqa: PLC0415 - not for tests of kernels
+    from rank_programs import Processes  # noqa: PLC0415 - not for tests of kernels
 
     pool = Processes(4)
-    pool.call(4, ready)
+    pool.wait_until_ready()
     yield pool
     pool.close()

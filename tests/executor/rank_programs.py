@@ -117,6 +117,21 @@ class Processes:
                 raise result
         return found
 
+    def wait_until_ready(self) -> None:
+        """Have all processes import what they need, and meet once.
+
+        On a busy machine gloo may lose the first connection of a group ("connectFullMesh failed"), and a pool that all
+        tests share must not end with that.
+        """
+        for attempts_left in (2, 1, 0):
+            try:
+                self.call(len(self.workers), ready)
+            except RuntimeError as error:
+                if "connectFullMesh" not in str(error) or not attempts_left:
+                    raise
+            else:
+                return
+
     def close(self) -> None:
         for pipe, worker in zip(self._pipes, self.workers, strict=True):
             with contextlib.suppress(OSError):

@@ -20,9 +20,9 @@ def _one_thread():
 
 @pytest.fixture(scope="session")
 def processes():
-    from rank_programs import Processes, ready  # noqa: PLC0415 - not for tests of files
+    from rank_programs import Processes  # noqa: PLC0415 - not for tests of files
 
     pool = Processes(4)
-    pool.call(4, ready)
+    pool.wait_until_ready()
     yield pool
     pool.close()
