@@ -169,6 +169,7 @@ def test_every_trick_can_be_switched_off() -> None:
         },
     )
     slots = with_decisions(bench("slow"), num_state_slots=3, num_param_slots=3)
+    tiled = with_decisions(bench("one"), loss_tile_tokens=16)
     # Every other layer recomputes, and every other subgroup is streamed.
     mixed = with_decisions(
         bench("one"),
@@ -184,7 +185,7 @@ def test_every_trick_can_be_switched_off() -> None:
             for name, unit in bench("one").decisions.units.items()
         },
     )
-    for other in (stage_1, slots, mixed):
+    for other in (stage_1, slots, mixed, tiled):
         used |= {worth.trick.key for worth in worths(other) if worth.trial}
     assert used == {trick.key for trick in TRICKS}
 
