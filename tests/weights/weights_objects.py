@@ -86,7 +86,7 @@ def print_peak():
         vocab_size=4000,
         hidden_size=512,
         intermediate_size=2048,
-        num_hidden_layers=6,
+        num_hidden_layers=8,
         num_attention_heads=8,
         num_key_value_heads=8,
         use_cache=False,
