@@ -172,7 +172,8 @@ def test_a_killed_process_ends_the_other(plan: Path, tmp_path: Path) -> None:
     until_training(first, tmp_path / "run.prom")
     second.send_signal(signal.SIGKILL)
     _, err = first.communicate()
-    assert first.returncode == 2, err
+    # 1 where gloo has not given up an exchange with the other after some seconds: then the process ends at once.
+    assert first.returncode in {1, 2}, err
     assert f"rank 1 (process {second.pid}) has ended without reporting why" in err
 
 
