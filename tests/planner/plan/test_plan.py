@@ -22,7 +22,8 @@ def plan() -> Plan:
     return make_plan(
         Request(
             resolve_model("demo-llama"), machine(gpu_bytes=1.5e8), seq_len=256, micro_batch=1, subgroup_params=10**6
-        )
+        ),
+        max_simulations=40,
     )
 
 

@@ -74,7 +74,7 @@ def test_a_checkpoint_blocks_by_itself_however_often_it_is_taken():
     assert high == pytest.approx(low)
 
 
-@pytest.mark.part(3)
+@pytest.mark.part(6)
 @pytest.mark.parametrize("name", [name for name in CASES if "every" in name])
 def test_ours_never_takes_longer(name):
     theirs = case(name).predict(POLARIS).values[Metric.END_TO_END]

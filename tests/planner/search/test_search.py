@@ -207,7 +207,7 @@ def test_the_critical_path_explains_the_period(name: str) -> None:
 
 def test_a_search_of_its_own_length_ends_when_it_has_gained_nothing_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     setup, workload, cost = prepare(dataclasses.replace(REQUESTS["tight"], num_micro_batches=2))
-    monkeypatch.setattr("planner.search._TASKS", 150_000)
+    monkeypatch.setattr("planner.search._TASKS", 75_000)
     found = search(setup, Scorer(workload, cost))
     asked_for = search(setup, Scorer(workload, cost), 2 * found.num_simulations)
     monkeypatch.setattr("planner.search._PATIENCE", 1.0)
