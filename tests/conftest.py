@@ -1,5 +1,6 @@
 """For all tests: their examples (the same everywhere in ``make test``, new ones in ``make fuzz``), and Ctrl-C."""
 
+import gc
 import os
 import signal
 import sys
@@ -38,3 +39,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Leave to ``make test-all`` what is marked so."""
     items[:], left = divided(items)
     config.hook.pytest_deselected(items=left)
+
+
+def pytest_collection_finish() -> None:
+    """Let garbage collections pass over what has been imported: two million objects, which stay."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def processes():
+    """Four processes for all tests of ranks, as starting them takes seconds."""
+    from rank_programs import Processes  # noqa: PLC0415 - of the executor's tests, whose folder others add to the path
+
+    pool = Processes(4)
+    pool.wait_until_ready()
+    yield pool
+    pool.close()

@@ -35,14 +35,3 @@ def gpu():
             yield
     except NoVirtualGpuError as error:
         pytest.skip(str(error))
-
-
-@pytest.fixture(scope="session")
-def processes():
-    """Four processes for all tests of ranks, as starting them takes seconds."""
-    from rank_programs import Processes  # noqa: PLC0415 - not for tests of kernels
-
-    pool = Processes(4)
-    pool.wait_until_ready()
-    yield pool
-    pool.close()

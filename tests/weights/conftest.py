@@ -16,13 +16,3 @@ def _one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="session")
-def processes():
-    from rank_programs import Processes  # noqa: PLC0415 - not for tests of files
-
-    pool = Processes(4)
-    pool.wait_until_ready()
-    yield pool
-    pool.close()

