@@ -24,6 +24,8 @@ class Habits(BaseModel):
         prepare_bytes: the same, of a pass before the update.
         publish_bytes: the same, of a pass after the update.
         host_bytes: other bytes of host memory that the engine holds per parameter that it updates.
+        bucket_params: gradients that are reduced after the last backward are joined into all-reduces of at most so many
+            parameters (DeepSpeed). 0: each unit has its own.
         head_percent: the share of the last segment's saved activations and workspace that the engine holds, because its
             own head makes logits in chunks, or their gradient in place.
     """
@@ -38,4 +40,5 @@ class Habits(BaseModel):
     prepare_bytes: Amount = 0
     publish_bytes: Amount = 0
     host_bytes: Amount = 0
+    bucket_params: Amount = 0
     head_percent: Annotated[int, Field(ge=0, le=100)] = 100

@@ -67,8 +67,6 @@ FITTINGS = (
             "device.hook_s",
             "device.loop_s",
             "host.dram_bytes_per_s",
-            "host_link.pageable_bytes_per_s",
-            "host_link.pageable_down_bytes_per_s",
         ),
     ),
     Fitting(

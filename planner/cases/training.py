@@ -20,6 +20,7 @@ from planner.engines.policies import (
 )
 from planner.engines.setup import Setup
 from planner.graph import Batch, Unit, build_graph, units
+from planner.habits import Habits
 from planner.lowering import lower
 from planner.models.config import ModelConfig
 from planner.models.parameters import num_parameters
@@ -32,6 +33,9 @@ from planner.simulate.prediction import memory_peaks
 # Of one iteration: more would take minutes to simulate, and say nothing new.
 _MAX_PASSES = 100_000
 _MAX_SUBGROUPS = 20_000
+# DeepSpeed reduces gradients after the last micro-batch in buckets (``MEMORY_OPT_ALLREDUCE_SIZE`` in
+# ``deepspeed/runtime/engine.py``), so that few all-reduces pay their latency.
+_BUCKET_PARAMS = 500_000_000
 
 
 class Model(Strict):
@@ -289,6 +293,7 @@ def _engine(case: TrainingCase, setup: Setup) -> Decisions:
                 "pipeline_parallel": case.parallel.pipeline_parallel,
                 # DeepSpeed adds gradients up after the last micro-batch, unless it shards them.
                 "reduce_start": "step" if case.zero_stage < 2 else "backward",
+                "habits": Habits(bucket_params=_BUCKET_PARAMS) if case.zero_stage == 0 else None,
             }
         )
     if engine.name == "interleaved":

@@ -7,7 +7,7 @@ DRAM) are divided by their number, and updates of all ranks run at the same time
 import dataclasses
 import itertools
 from collections.abc import Hashable, Iterable
-from typing import Self
+from typing import Literal, Self
 
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.quantity import Quantity
@@ -27,9 +27,10 @@ from planner.schedule.tasks import Lane, Op, Work
 
 # Passes to add a micro-batch's gradient to the sum on the host: two operands in, one out.
 _ACCUMULATE_PASSES = 3
-# A copy to or from memory that is not pinned goes through a pinned buffer: a core reads the source, fetches the lines
-# that it will write, and writes them; the copy engine reads them (or the other way round).
-_STAGED_PASSES = 4
+# A copy to or from memory that is not pinned goes through a small pinned buffer. Away from the device, the copy engine
+# writes the buffer, and a core reads it, fetches the lines that it will write, and writes them. To the device, a core
+# reads the source; the buffer that it writes stays in its cache, from where the copy engine reads.
+_STAGED_PASSES = {"up": 4, "down": 1}
 # A core with 8 lanes of fp32 and two multiply-adds a cycle has 64 at 2 GHz; instructions for bf16 would be faster.
 _HOST_FLOP_PER_CORE_S = 50e9
 _STORAGE_READS = frozenset({Lane.NVME_READ, Lane.NVME_STATE_IN})
@@ -245,14 +246,19 @@ class CostModel:
     def _copy(self, task: Work) -> Price:
         link = self.profile.host_link
         down = task.lane in {Lane.H2D, Lane.STATE_IN, Lane.ACTIVATION_IN}
+        direction: Literal["down", "up"] = "down" if down else "up"
         num_bytes = task.num_bytes * self._rank.ranks_per_uplink
         duration_s = self._rank.read_s(link.down if down else link.up, num_bytes, "copy")
+        # If a core copies, the bytes are read from and written to the same DRAM.
+        num_passes = 2 if link.num_cores_per_copy.value else 1
         if not task.pinned:  # one thread per rank copies to or from a pinned buffer: slower than the link, not shared
-            duration_s = max(duration_s, task.num_bytes / link.pageable_rate("down" if down else "up"))
+            duration_s = max(duration_s, task.num_bytes / link.pageable_rate(direction))
+            if not link.num_cores_per_copy.value:
+                num_passes = _STAGED_PASSES[direction]
+                staged_bytes = num_passes * task.num_bytes * self.ranks_per_node
+                duration_s = max(duration_s, staged_bytes / self.profile.host.dram_bytes_per_s.value)
         if duration_s <= 0:
             return Price(0.0, 0.0)
-        # If a core copies, the bytes are read from and written to the same DRAM.
-        num_passes = 2 if link.num_cores_per_copy.value else 1 if task.pinned else _STAGED_PASSES
         if task.op is Op.FLUSH and task.micro_batch:
             duration_s += self._rank.host_pass(_ACCUMULATE_PASSES * task.num_bytes).duration_s
             num_passes += _ACCUMULATE_PASSES

@@ -1,7 +1,7 @@
 """What the planner chooses: per unit, and for the whole iteration."""
 
 from planner.decisions.decisions import FROZEN_ALIGNMENT_BYTES, Decisions, check_whole_matrices
-from planner.decisions.places import Activations, GradientPath, HostUpdate, Place, UnitDecision
+from planner.decisions.places import REDUCE_BUCKET_PARAMS, Activations, GradientPath, HostUpdate, Place, UnitDecision
 from planner.decisions.precision import BF16, FP32, Precision
 from planner.decisions.sharding import Sharding
 
@@ -9,6 +9,7 @@ __all__ = [
     "BF16",
     "FP32",
     "FROZEN_ALIGNMENT_BYTES",
+    "REDUCE_BUCKET_PARAMS",
     "Activations",
     "Decisions",
     "GradientPath",

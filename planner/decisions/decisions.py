@@ -139,6 +139,11 @@ class Decisions(Sharding):
         return self.habits is not None and self.habits.layer_by_layer
 
     @property
+    def fills_buckets(self) -> bool:
+        """Whether gradients that leave the device wait for one another; see [Note: Buckets]."""
+        return self.gradient_path is GradientPath.ZERO3_BLOCKING and self.update_start == "step"
+
+    @property
     def uses_storage(self) -> bool:
         """Whether anything lives on NVMe, or activations leave the device."""
         return any(u.params == "nvme" or u.offloads or Place.NVME in u.update for u in self.units.values())

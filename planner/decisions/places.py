@@ -17,6 +17,10 @@ class Place(StrEnum):
     NVME = "nvme"  # lives on NVMe, read into host buffers, updated by the host, written back
 
 
+REDUCE_BUCKET_PARAMS = 500_000_000
+"""Gradients that DeepSpeed reduces, and copies to the host, at a time: its default ``reduce_bucket_size``."""
+
+
 class GradientPath(StrEnum):
     """How gradients leave the device."""
 

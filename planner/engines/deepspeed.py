@@ -4,12 +4,11 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any, Final, Literal
 
-from planner.decisions import Decisions, Place, UnitDecision
+from planner.decisions import REDUCE_BUCKET_PARAMS, Decisions, Place, UnitDecision
 from planner.engines.policies import (
     MAX_LIVE_PARAMS,
     MAX_REUSE_PARAMS,
     PREFETCH_BUCKET_PARAMS,
-    REDUCE_BUCKET_PARAMS,
     gpu_only,
     num_live_segments,
     reduce_buffer_bytes,

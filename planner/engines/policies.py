@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 from planner.decisions import (
+    REDUCE_BUCKET_PARAMS,
     Activations,
     Decisions,
     GradientPath,
@@ -313,8 +314,6 @@ ACTIVATIONS: tuple[Activations, ...] = ("keep", "recompute")
 """What users choose between: activations are recomputed where keeping them does not fit."""
 AFTER_BACKWARD: dict[str, Any] = {"overlap_next_forward": False}
 """Options of engines whose next forward waits for all updates."""
-# DeepSpeed's default ``reduce_bucket_size``.
-REDUCE_BUCKET_PARAMS = 500_000_000
 # DeepSpeed's default ``stage3_prefetch_bucket_size``. The next parameter is gathered ahead, whatever its size, as long
 # as the bucket is not full (``partitioned_param_coordinator.py::fetch_sub_module``). ``MAX_LIVE_PARAMS`` is the bound.
 PREFETCH_BUCKET_PARAMS = 50_000_000

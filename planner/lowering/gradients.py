@@ -12,16 +12,24 @@ bucket, from there into the input of the reduction, and divided there: 3 values 
 micro-batch the norm of what leaves the device is taken in fp64: one value read, 8 bytes written and read
 (``stage3.py::_constant_buffered_norm2``). These passes take device time from backward, whose tasks have their bytes.
 Gathers for later units are issued behind the reduction, when the next module is reached (``fetch_sub_module``). So a
-caller that waits for a copy of the gradient does not issue them either.
+caller that waits for a copy of the gradient does not issue them either. Without ZeRO, it joins all gradients into
+buckets after the last micro-batch, divides these, and copies the sums back: as many values read and written again
+(``engine.py::allreduce_bucket``, ``allreduce_no_retain``).
+
+[Note: Buckets] DeepSpeed's ZeRO-3 reduces gradients, and copies them to the host, when that of the next parameter would
+not fit into a bucket of ``reduce_bucket_size`` parameters
+(``stage3.py::reduce_independent_p_g_buckets_and_remove_grads``). Only then does a caller that blocks wait. Before that,
+it issues the kernels and gathers of all layers in the bucket. Here, buckets hold whole units.
 
 Engines that stream layers add up on the device too, in the products of backward. They bring the sum one unit ahead, and
 after the last micro-batch they leave it there for the update. Backward then runs a few units ahead of updates.
 """
 
+import dataclasses
 from collections import Counter
 from collections.abc import Iterable
 
-from planner.decisions import GradientPath
+from planner.decisions import REDUCE_BUCKET_PARAMS, GradientPath
 from planner.lowering.pipeline import exchange_tied
 from planner.lowering.program import Draft, LoweredUnit, Program
 from planner.lowering.storage import spill
@@ -38,6 +46,7 @@ def gradients(program: Program) -> None:
     last = decisions.num_micro_batches - 1
     leaving: list[int] = []
     spilled: list[Draft] = []
+    bucket: list[_Leaving] = []
     _bring_sums(program)
     for draft, following in zip(program.spine, (*program.spine[1:], None), strict=True):
         if draft.op is not Op.BACKWARD or not (unit := program.named[draft.unit]).num_params:
@@ -54,17 +63,68 @@ def gradients(program: Program) -> None:
         if flushed:
             spill(program, unit, draft, flushed, spilled)
             _sum(program, unit, flushed, following)
+        gradient = _Leaving(unit, draft, following, ready, flushed)
+        if flushed and decisions.fills_buckets and draft.micro_batch == last:
+            _put(program, bucket, gradient)
+            continue
         if (gone := flushed or ready) is not draft:
             leaving.append(gone.key)
-        if following and flushed and decisions.gradient_path.blocks(draft.micro_batch, last):
-            ahead = program.behind[draft.key] if decisions.module_hooks else ()
-            _wait(flushed, following, (*ahead, *program.before[following.key]))
-        elif following and ready is not draft and not decisions.gathers_ahead(unit.num_params):
-            _wait(ready, following, program.before[following.key])
+        _wait_for(program, gradient, last)
     if decisions.reduce_start == "step":
         _reduce_at_step(program)
     if program.clip:
         _clip(program, program.clip)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Leaving:
+    """A gradient that leaves the device.
+
+    Attributes:
+        unit: whose gradient it is.
+        backward: the task that makes it.
+        following: the compute task after that.
+        ready: the task after which it is final.
+        flushed: the last copy to the host, if there is one.
+    """
+
+    unit: LoweredUnit
+    backward: Draft
+    following: Draft | None
+    ready: Draft
+    flushed: Draft | None
+
+
+def _put(program: Program, bucket: list[_Leaving], gradient: _Leaving) -> None:
+    """Put a gradient into the bucket; if the next one does not fit, empty it. See [Note: Buckets]."""
+    bucket.append(gradient)
+    following, behind, last = gradient.following, program.behind, gradient.backward.micro_batch
+    coming = program.named[following.unit].num_params if following and following.unit else 0
+    if coming and sum(each.unit.num_params for each in bucket) + coming <= REDUCE_BUCKET_PARAMS:
+        return
+    moved: list[Draft] = []
+    for earlier in bucket[:-1]:
+        unit, backward = earlier.unit, earlier.backward
+        passed = (unit.scatters.get(last), *unit.flushes[last], unit.sums.get(last), unit.spill)
+        own = {draft.key for draft in passed if draft}
+        leaving = [draft for draft in behind[backward.key] if draft.key in own]
+        leaving[0].after += (gradient.backward.key,)
+        behind[backward.key] = [draft for draft in behind[backward.key] if draft.key not in own]
+        moved += leaving
+    behind[gradient.backward.key] = moved + behind[gradient.backward.key]
+    bucket.clear()
+    _wait_for(program, gradient, last)
+
+
+def _wait_for(program: Program, gradient: _Leaving, last: int) -> None:
+    """Let the next compute task wait for a gradient, if the engine does; ``last`` is the last micro-batch."""
+    decisions = program.decisions
+    backward, following, flushed = gradient.backward, gradient.following, gradient.flushed
+    if following and flushed and decisions.gradient_path.blocks(backward.micro_batch, last):
+        ahead = program.behind[backward.key] if decisions.module_hooks else ()
+        _wait(flushed, following, (*ahead, *program.before[following.key]))
+    elif following and gradient.ready is not backward and not decisions.gathers_ahead(gradient.unit.num_params):
+        _wait(gradient.ready, following, program.before[following.key])
 
 
 def _clip(program: Program, clip: Draft) -> None:
@@ -127,21 +187,44 @@ def _reduce_at_step(program: Program) -> None:
     exchange_tied(program)
     last = program.decisions.num_micro_batches - 1
     ends = {draft.stage: draft for draft in program.computing}
+    habits = program.decisions.habits
+    bucket_params, joint = habits.bucket_params if habits else 0, dict[tuple[int, int], tuple[Draft, int]]()
     for unit in reversed(program.units):
         piled_up = unit.amounts.replicas > 1 and not unit.amounts.flushed_params
-        if unit.num_params and piled_up and last not in unit.scatters:
-            program.at_step(_scatter(program, unit, last, unit.exchange or ends[unit.stage]))
+        if not (unit.num_params and piled_up and last not in unit.scatters):
+            continue
+        end, num_params = unit.exchange or ends[unit.stage], unit.amounts.exchanged_params
+        if bucket_params:
+            ends[unit.stage].num_bytes += _PASSES * program.decisions.precision.gradient_bytes * num_params
+        group = unit.stage, unit.amounts.replicas
+        before, num_before = joint.get(group, (None, 0))
+        if before and num_before + num_params <= bucket_params:
+            before.num_bytes += _exchanged_bytes(program, unit)
+            before.after += (end.key,)
+            unit.scatters[last] = before
+            joint[group] = before, num_before + num_params
+        else:
+            scatter = _scatter(program, unit, last, end)
+            program.at_step(scatter)
+            joint[group] = scatter, num_params
 
 
 def _scatter(program: Program, unit: LoweredUnit, micro_batch: int, after: Draft) -> Draft:
     """Add and return the collective that reduces a unit's gradient over ranks."""
-    decisions = program.decisions
     scatter = program.draft(Lane.COLLECTIVE, Op.SCATTER, Phase.BACKWARD, unit, micro_batch, (after.key,))
-    # An all-reduce is a reduce-scatter and an all-gather: twice the bytes.
-    num_bytes = decisions.precision.gradient_bytes * unit.amounts.exchanged_params
-    scatter.num_bytes = num_bytes * (2 if decisions.zero_stage == 0 else 1)
+    scatter.num_bytes = _exchanged_bytes(program, unit)
     unit.scatters[micro_batch] = scatter
     return scatter
+
+
+def _exchanged_bytes(program: Program, unit: LoweredUnit) -> int:
+    """Return the bytes that the reduction of a unit's gradient exchanges.
+
+    An all-reduce is a reduce-scatter and an all-gather: twice the bytes.
+    """
+    decisions = program.decisions
+    num_bytes = decisions.precision.gradient_bytes * unit.amounts.exchanged_params
+    return num_bytes * (2 if decisions.zero_stage == 0 else 1)
 
 
 def _sum(program: Program, unit: LoweredUnit, flushed: Draft, following: Draft | None) -> None:

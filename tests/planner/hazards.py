@@ -497,8 +497,12 @@ class Walk:
                         self.found.append(f"update {name}#{piece}: {times} times in iteration {iteration}")
 
     def _ahead(self) -> None:
-        """Backward runs a bounded number of units ahead of the gradients leaving the device."""
-        leaving = [(key, nodes[-1]) for key, nodes in self.flushes.items() if nodes]
+        """Backward runs a bounded number of units ahead of the gradients leaving the device.
+
+        Those that wait in a bucket for the last micro-batch's others are bounded by its size.
+        """
+        in_bucket = self.decisions.num_micro_batches - 1 if self.decisions.fills_buckets else None
+        leaving = [(key, nodes[-1]) for key, nodes in self.flushes.items() if nodes and key[2] != in_bucket]
         backward = {(t.unit, t.micro_batch): t.index for t in self.schedule.tasks if t.op is Op.BACKWARD}
         for i, ((iteration, unit, micro_batch), _) in enumerate(leaving):
             start = (iteration, backward[unit, micro_batch])

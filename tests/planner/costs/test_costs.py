@@ -52,7 +52,7 @@ def test_copies() -> None:
     check(cost.price(task(Lane.STATE_IN, Op.LOAD, num_bytes=10**10)), 0.5, **down)
     check(cost.price(task(Lane.D2H, Op.FLUSH, num_bytes=10**10)), 0.5, **up)
     check(cost.price(task(Lane.STATE_OUT, Op.STORE, num_bytes=10**10)), 0.5, **up)
-    # What is not pinned goes through a staging buffer: four passes over memory.
+    # What is not pinned goes through a staging buffer: four passes over memory away from the device, one to it.
     pageable = {"LINK_UP": 5e9, "LINK": 5e9, "DRAM": 2e10}
     check(cost.price(task(Lane.D2H, Op.FLUSH, num_bytes=10**10, pinned=False)), 2.0, **pageable)
     check(
@@ -60,11 +60,20 @@ def test_copies() -> None:
         2.5,
         LINK_DOWN=4e9,
         LINK=4e9,
-        DRAM=1.6e10,
+        DRAM=4e9,
     )
     stalling = task(Lane.D2H, Op.FLUSH, num_bytes=10**10, stalls=True)
     check(cost.price(stalling), 0.5, DEVICE=1, **up)
     assert cost.price(task(Lane.H2D, Op.FETCH)) == Price(0.0, 0.0)
+
+
+def test_staged_copies_of_all_ranks_share_the_memory() -> None:
+    """Eight ranks have 1.25e10 B/s each. A copy away from the device takes four passes, one to it takes one."""
+    cost = model(machine(devices_per_node=8), ranks=8)
+    price = cost.price(task(Lane.D2H, Op.FLUSH, num_bytes=10**10, pinned=False))
+    assert price.duration_s == pytest.approx(4e10 / 1.25e10)
+    assert dict(price.uses)[Resource.DRAM] == pytest.approx(1.25e10)
+    assert cost.price(task(Lane.H2D, Op.UPLOAD, num_bytes=10**10, pinned=False)).duration_s == pytest.approx(2.5)
 
 
 def test_a_copy_by_a_core_reads_and_writes_the_same_memory() -> None:

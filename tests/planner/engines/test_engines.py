@@ -1,5 +1,6 @@
 """Engine policies: what they place, and what follows from it on machines with round numbers."""
 
+import importlib
 import itertools
 import re
 from collections import Counter, defaultdict
@@ -42,6 +43,7 @@ from planner.simulate.machine import run_until_steady
 from planner.simulate.prediction import Workload, memory_peaks
 
 UNITS = small_units("demo-llama")
+BUCKETS = importlib.import_module("planner.lowering.gradients")  # as an attribute, the name is the pass in it
 
 
 def setup(**options: object) -> Setup:
@@ -221,8 +223,9 @@ def test_engines_in_the_order_that_overlap_implies() -> None:
 
 
 @pytest.mark.parametrize("blocks", [True, False])
-def test_deepspeed_gathers_behind_its_reductions(blocks: bool) -> None:
+def test_deepspeed_gathers_behind_its_reductions(blocks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """It gathers large units ahead too. A caller that waits for a gradient gathers nothing meanwhile."""
+    monkeypatch.setattr(BUCKETS, "REDUCE_BUCKET_PARAMS", 0)
     policy = POLICIES["zero-offload-blocking" if blocks else "zero-offload"]
     decisions = next(iter(policy(setup(data_parallel=2)))).model_copy(update={"num_param_slots": 1})
     tasks = lower(UNITS, decisions, asynchronous=True).tasks
@@ -240,6 +243,25 @@ def test_deepspeed_gathers_behind_its_reductions(blocks: bool) -> None:
             assert place[Op.SCATTER, unit] < place[Op.GATHER, task.unit]
             assert (last_copies[unit] in task.after) == blocks
     assert ahead
+
+
+@pytest.mark.parametrize("num_params", [0, 3_000_000, 10**9])
+@pytest.mark.parametrize("data_parallel", [1, 2])
+def test_a_caller_that_blocks_waits_once_for_each_bucket(
+    num_params: int, data_parallel: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradients leave together when the next one would not fit, and the next backward waits for all of them."""
+    monkeypatch.setattr(BUCKETS, "REDUCE_BUCKET_PARAMS", num_params)
+    decisions = next(zero_offload(setup(data_parallel=data_parallel), GradientPath.ZERO3_BLOCKING))
+    tasks = lower(UNITS, decisions, asynchronous=True).tasks
+    sizes = {unit.name: unit.num_params for unit in UNITS}
+    backwards = [task for task in tasks if task.op is Op.BACKWARD]
+    copies = {task.unit: task for task in tasks if task.op is Op.OVERWRITE}
+    for task, coming in itertools.pairwise(backwards):
+        bucket = [each.unit for each in backwards if each.index <= task.index < copies[each.unit].index]
+        waited = [tasks[i].unit for i in coming.after if tasks[i].op is Op.OVERWRITE]
+        full = sum(sizes[name] for name in bucket) + sizes[coming.unit] > num_params
+        assert waited == ([task.unit] if full else [])
 
 
 @pytest.mark.parametrize("name", ["round", "a100-40", "h100"])

@@ -36,7 +36,7 @@ def made_by(profile: HardwareProfile) -> list[Case]:
 
 
 @settings(max_examples=examples(4, fewest=1), deadline=None)
-@given(st.lists(st.floats(0.5, 2.0), min_size=2, max_size=2))
+@given(st.lists(st.floats(0.9, 2.0), min_size=2, max_size=2))  # shorter hooks hide behind the device
 def test_what_made_the_times_is_found_again(factors: list[float]) -> None:
     wanted = {p: number(quantities(PROFILE)[p]) * f for p, f in zip(PATHS, factors, strict=True)}
     found = fit(PROFILE, made_by(replace(PROFILE, wanted, TRUTH)), PATHS, source="made")

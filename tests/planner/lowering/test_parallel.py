@@ -172,6 +172,27 @@ def test_bubble_of_equal_stages_is_that_of_the_textbook(num_stages: int, num_mic
     assert timeline.period_s(1) / work_s - 1 == pytest.approx((num_stages - 1) / num_micro_batches, abs=1e-9)
 
 
+def test_an_engine_with_buckets_reduces_the_same_bytes_in_few_collectives() -> None:
+    """No bucket is larger than it may be, and all wait for the last backward."""
+    model_units = share("demo-llama", 1, num_layers=8)
+    most = 2 * max(unit.num_params for unit in model_units)
+
+    def reductions(bucket_params: int) -> list[Task]:
+        options = {"reduce_start": "step", "data_parallel": 4, "zero_stage": 0, "num_micro_batches": 3}
+        decisions = decide(model_units, Place.GPU, habits={"bucket_params": bucket_params}, **options)
+        tasks = lower(model_units, decisions, asynchronous=True).tasks
+        last = max(task.index for task in tasks if task.op is Op.BACKWARD)
+        found = [task for task in tasks if task.op is Op.SCATTER]
+        assert all(last in task.after for task in found)
+        return found
+
+    apart, joint, once = (reductions(size) for size in (0, most, 10**12))
+    assert len(apart) == sum(unit.num_params > 0 for unit in model_units)
+    assert len(apart) > len(joint) > len(once) == 1
+    assert max(task.num_bytes for task in joint) <= 2 * 2 * most
+    assert len({sum(task.num_bytes for task in found) for found in (apart, joint, once)}) == 1
+
+
 def test_uneven_layers_and_refusals() -> None:
     merged, decisions, _ = pipelined(3, 2, num_layers=5)
     layers = [len({spec.name.split(".")[2] for spec in unit.parameters if ".layers." in spec.name}) for unit in merged]
