@@ -59,7 +59,7 @@ def verify(plan: Plan) -> Verified:
     if abs(found.iteration_s - stated_s) > _RELATIVE * stated_s:
         raise CertificateError(f"the plan states {stated_s!r} s per iteration, but it takes {found.iteration_s!r} s")
     _check_checkpoints(plan)
-    rivals = variants(job_of(plan), plan.asked)
+    rivals = variants(job_of(plan), plan.constraints)
     own = next((rival for rival in rivals if _chosen(rival, decisions)), None)
     if own is None:
         raise CertificateError("the plan's degrees and batch sizes are not what was asked for; plan again")
@@ -74,7 +74,7 @@ def _check_checkpoints(plan: Plan) -> None:
     if plan.checkpoints is None:
         return
     try:
-        found = choose_checkpoints(plan, plan.checkpoints.asked)
+        found = choose_checkpoints(plan, plan.checkpoints.request)
     except CheckpointsError as error:
         raise CertificateError(f"the plan states checkpoints that cannot be made: {error}") from error
     if differs := _difference(plan.checkpoints.model_dump(mode="json"), found.model_dump(mode="json"), "checkpoints"):

@@ -71,7 +71,7 @@ def run_until(arguments: list[str], store: Path, enough: int, progress: Progress
 
 def same_again(study: Study, folder: Path) -> int:
     """Plan a sample of the points again, one by one in this process; return how many, all of them equal."""
-    cases = {case.key: case for case in Space(study.asked).cases()}
+    cases = {case.key: case for case in Space(study.request).cases()}
     points = [point for point in study.points if point.result.status != "refused"]
     sample = random.Random(0).sample(points, min(NUM_SAMPLED, len(points)))  # noqa: S311 - not for secrets
     with Store(folder / "again.jsonl") as store:

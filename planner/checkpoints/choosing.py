@@ -104,7 +104,7 @@ class _Choice:
             level: "does not pay" for level in LEVELS if level not in {*levels, *self._left_out}
         }
         return CheckpointPlan(
-            asked=self._request,
+            request=self._request,
             iteration_s=self._iteration_s,
             size_bytes=self._all_bytes,
             buffer_bytes=self._buffer_bytes,

@@ -96,7 +96,7 @@ class CheckpointPlan(Frozen):
     """Levels and intervals of checkpoints, and the expected waste.
 
     Attributes:
-        asked: failures and limits.
+        request: failures and limits.
         iteration_s: of training without checkpoints.
         size_bytes: of one checkpoint, of all ranks.
         buffer_bytes: host memory of each rank for copies that are not written yet.
@@ -111,7 +111,7 @@ class CheckpointPlan(Frozen):
         assumptions: values that were not measured, in words.
     """
 
-    asked: CheckpointRequest
+    request: CheckpointRequest
     iteration_s: float
     size_bytes: int
     buffer_bytes: int
@@ -127,7 +127,7 @@ class CheckpointPlan(Frozen):
     @property
     def work_s(self) -> float:
         """Seconds of training that the run has, or a day's."""
-        return _DAY_S if self.asked.num_iterations is None else self.asked.num_iterations * self.iteration_s
+        return _DAY_S if self.request.num_iterations is None else self.request.num_iterations * self.iteration_s
 
     @property
     def expected_s(self) -> float:
@@ -141,9 +141,9 @@ class CheckpointPlan(Frozen):
         Of failures at exponential times, so many per second, and a restart after each:
         ``(1 / rate + restart) * (exp(rate * work) - 1)``.
         """
-        rate = self.asked.failures_per_s
+        rate = self.request.failures_per_s
         try:
-            return (1 / rate + self.asked.restart_s) * math.expm1(rate * self.work_s)
+            return (1 / rate + self.request.restart_s) * math.expm1(rate * self.work_s)
         except OverflowError:
             return math.inf
 

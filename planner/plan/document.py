@@ -22,7 +22,7 @@ from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import Tier
 from planner.simulate.prediction import Prediction, TierMemory
 
-SCHEMA_VERSION: Final = 7
+SCHEMA_VERSION: Final = 8
 LAYERS_IN_TURN: Final = "layers in turn"
 """How a row says that layers move from device to device, which no plan of ours does."""
 
@@ -63,7 +63,7 @@ class Plan(Frozen):
         model: sizes of the model, or the operators of a captured one.
         seq_len: tokens per sequence.
         expert_load: shares of all visits that go to each expert; see :class:`planner.graph.Batch`.
-        asked: degrees and batch sizes that the user gave; the planner chose the others.
+        constraints: degrees and batch sizes that the user gave; the planner chose the others.
         hardware: the whole profile for which it was made, so that the plan needs no other file.
         decisions: all choices; with the model and the batch they determine the schedule.
         prediction: predicted time and memory.
@@ -75,12 +75,12 @@ class Plan(Frozen):
         content_digest: SHA-256 of all other fields; shows whether the file was edited.
     """
 
-    schema_version: Literal[7] = 7
+    schema_version: Literal[8] = 8
     program_version: str
     model: ModelField
     seq_len: Annotated[int, Field(ge=1)]
     expert_load: tuple[tuple[float, ...], ...] = ()
-    asked: Constraints
+    constraints: Constraints
     hardware: HardwareProfile
     decisions: Decisions
     prediction: Prediction

@@ -268,7 +268,7 @@ def make_plan(
         model=_alone(request.model, found),
         seq_len=request.seq_len,
         expert_load=request.expert_load,
-        asked=request.constraints,
+        constraints=request.constraints,
         hardware=request.hardware,
         decisions=found.decisions,
         prediction=found.prediction,

@@ -109,7 +109,7 @@ def study(num_values: int = 4, *, priced: bool = True) -> Study:
     )  # fmt: skip
     return Study(
         program_version="0.1.0",
-        asked=StudyRequest(set={"model": "opt-13b"}, tokens=1e9),
+        request=StudyRequest(set={"model": "opt-13b"}, tokens=1e9),
         axes=axes,
         prices=Prices(currency="USD", machines={}) if priced else None,
         points=points,

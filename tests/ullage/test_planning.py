@@ -38,7 +38,7 @@ def test_a_path_and_a_profile_will_do(tiny_model: Path) -> None:
     assert plan.seq_len == 128  # as long as the model can
     assert plan.hardware == machine
     again = ullage.plan(ullage.Request(plan.model, machine, seq_len=128))
-    assert again.asked == plan.asked
+    assert again.constraints == plan.constraints
 
 
 def test_a_captured_model_brings_its_sizes_and_type() -> None:

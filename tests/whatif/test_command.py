@@ -43,8 +43,8 @@ def test_a_study_file_runs_again_to_the_same_bytes(ask, tmp_path, capsys):
     again = ("--workers", 1, "--output", tmp_path / "again.json", "--json")
     code, out, _ = run(capsys, tmp_path / "study.json", *again)
     assert (code, out) == (0, first)
-    only_asked = {"asked": json.loads(first)["asked"]}
-    (tmp_path / "asked.json").write_text(json.dumps(only_asked))
+    only_request = {"request": json.loads(first)["request"]}
+    (tmp_path / "asked.json").write_text(json.dumps(only_request))
     assert run(capsys, tmp_path / "asked.json", *again)[1] == first
 
 

@@ -125,7 +125,7 @@ def engine_decisions(plan: Plan, engine: str, setting: str | None = None) -> Dec
     """
     if engine == OURS and setting is None:
         return plan.decisions
-    request = dataclasses.replace(request_of(plan), loss_tile_tokens=plan.asked.loss_tile_tokens)
+    request = dataclasses.replace(request_of(plan), loss_tile_tokens=plan.constraints.loss_tile_tokens)
     return _decided(request, engine, setting)[1]
 
 

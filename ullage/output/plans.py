@@ -95,7 +95,7 @@ def gap_line(plan: Plan) -> str:
     """Return how far from the best schedule a plan is at most, and the parts of that gap."""
     certificate, iteration_s = plan.certificate, plan.prediction.iteration_s
     return (
-        f"within {percent(certificate.gap(iteration_s))}: every schedule {_REACH[plan.asked.storage]} provably "
+        f"within {percent(certificate.gap(iteration_s))}: every schedule {_REACH[plan.constraints.storage]} provably "
         f"takes at least {si(certificate.bound_s, 's')} ({gap_parts_words(certificate, iteration_s)})"
     )
 
@@ -116,7 +116,7 @@ def _way(row: EngineRow, plan: Plan) -> str:
     if LAYERS_IN_TURN in row.setting:
         moves = "by moving layers from device to device instead of gathering them"
         return f"{moves}, which no option lets plans do; the bound above is not about it"
-    if "offloaded" in row.setting and plan.asked.storage == "never":
+    if "offloaded" in row.setting and plan.constraints.storage == "never":
         return "by offloading activations, which --storage activations lets plans do"
     return "by a way to move data that no plan has; the bound above is not about it"
 

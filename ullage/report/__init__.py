@@ -41,7 +41,7 @@ def load(path: Path) -> Source:
         return load_run(path)
     if "decisions" in keys:
         return load_plan(path)
-    if "asked" in keys:  # a plan has that too
+    if "request" in keys:
         study = load_study(path)
         if not study.points:
             raise ReportError(f"{path} is a study that was not run; run it with `ullage whatif {path}`")

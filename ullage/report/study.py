@@ -39,7 +39,7 @@ def study_part(study: Study) -> Part:
 
 def _summary(study: Study, fitting: Sequence[Point]) -> Summary:
     models = list(dict.fromkeys(point.model for point in study.points))
-    title = f"What if: {', '.join(models[:3]) or study.asked.set.get('model', 'a study')}"
+    title = f"What if: {', '.join(models[:3]) or study.request.set.get('model', 'a study')}"
     count = len(study.points)
     facts = [
         Fact("Points that fit", f"{len(fitting)} of {count}", "each planned anew, predicted", "" if fitting else "bad")
@@ -79,7 +79,7 @@ def _summary(study: Study, fitting: Sequence[Point]) -> Summary:
         sentence += " Speeds are with failures, and with the checkpoints that lose least time by them."
     if not study.complete and count:
         sentence += " The study was not finished: these are the points that were done."
-    request = study.asked
+    request = study.request
     about = {
         **({"fixed": ", ".join(f"{name} {value}" for name, value in request.set.items())} if request.set else {}),
         "varied": "; ".join(f"{axis.name}: {axis.words}" for axis in study.axes) or "nothing",
@@ -385,7 +385,7 @@ def _crossing(row: Sensitivity, *, less: bool) -> str:
 
 def _money_section(study: Study, fitting: Sequence[Point], currency: str) -> Section:
     """Show cost against time, and the points that nothing beats in both."""
-    tokens = study.asked.tokens
+    tokens = study.request.tokens
     priced = [point for point in fitting if point.cost is not None]
     front = sorted(
         (point for point in priced if point.on_front), key=lambda point: _figures(point).goodput_tokens_per_s

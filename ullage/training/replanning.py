@@ -125,7 +125,9 @@ def replan(
 
 def _planned_again(plan: Plan, found: Refit) -> str:
     try:
-        after = make_plan(dataclasses.replace(request_of(plan), storage=plan.asked.storage, hardware=found.profile))
+        after = make_plan(
+            dataclasses.replace(request_of(plan), storage=plan.constraints.storage, hardware=found.profile)
+        )
     except InfeasibleError:  # the executed plan fits, so the search only did not find it
         return _NOTHING
     return after.to_json() if after.decisions.executable else _NOTHING

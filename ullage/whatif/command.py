@@ -42,7 +42,7 @@ def study_of(args: argparse.Namespace) -> Study:
     if args.study is not None:
         _refuse_beside_a_file(args)
         loaded = load_study(args.study)
-    request = loaded.asked if loaded else study_request(args)
+    request = loaded.request if loaded else study_request(args)
     prices = _prices(args.prices) if args.prices else loaded.prices if loaded else None
     if args.sensitivities and request.sweep:
         raise StudyError("--sensitivities is about one point; leave out --sweep, or set its fields with --set")

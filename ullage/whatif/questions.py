@@ -362,7 +362,7 @@ def _study(
     points, notes = charged(evaluator.points(cases, space.effort), prices, space.request)
     return Study(
         program_version=__version__,
-        asked=space.request,
+        request=space.request,
         axes=axes,
         prices=prices,
         points=tuple(points),

@@ -64,7 +64,7 @@ def value_words(axis: Axis, value: Value) -> str:
 def points_table(study: Study, points: Sequence[Point]) -> Table:
     """Return one row for each point: settings, whether it fits, time, speed, what binds, memory, cost."""
     axes, money = study.axes, study.prices is not None
-    certified, run = study.asked.certify, study.asked.tokens is not None
+    certified, run = study.request.certify, study.request.tokens is not None
     currency = study.prices.currency if study.prices else ""
     columns = [*(axis.name for axis in axes), "iteration", "tokens/s", "device memory", "host memory", "bound by"]
     efficiency = study.answer.efficiency if study.answer else ()
@@ -170,8 +170,8 @@ def _row(study: Study, point: Point, *, saves: bool, certified: bool, money: boo
         row += [f"{figures.goodput_tokens_per_s:,.0f}", every_words(saved)] if saved else ["", ""]
     row += [percent(figures.gap) if figures.gap is not None else ""] if certified else []
     row += [f"{cost.per_hour:,.2f}", f"{cost.per_million_tokens:,.3g}"] if cost else ["", ""] if money else []
-    if run and study.asked.tokens:
-        row.append(duration(run_seconds(figures, study.asked.tokens)))
+    if run and study.request.tokens:
+        row.append(duration(run_seconds(figures, study.request.tokens)))
     row += [_amount(cost.run) if cost and cost.run is not None else ""] if money and run else []
     row += ["*" if point.on_front else ""] if money else []
     return row

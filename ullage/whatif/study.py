@@ -1,8 +1,9 @@
 """A study as a file: the request, and the result of every point.
 
-The same schema serves both ends. A file with ``asked`` alone is a study to be run (``ullage whatif STUDY``); a finished
-one has ``points`` too, so that whatever was run can be run again. Numbers are in the base unit of their field (bytes,
-seconds, amounts per second) unless an axis is *relative*: then they are factors of what the machine or model has.
+The same schema serves both ends. A file with ``request`` alone is a study to be run (``ullage whatif STUDY``). A
+finished one has ``points`` too, so that whatever was run can be run again. Numbers are in the base unit of their field
+(bytes, seconds, amounts per second) unless an axis is *relative*: then they are factors of what the machine or model
+has.
 """
 
 import json
@@ -18,7 +19,7 @@ from planner.schedule.tasks import Lane, Tier
 from planner.terms import Level
 from ullage.whatif.prices import Prices
 
-SCHEMA_VERSION: Final = 1
+SCHEMA_VERSION: Final = 2
 
 Value = bool | int | float | str
 Design = Literal["cartesian", "zip", "random"]
@@ -346,7 +347,7 @@ class Study(Frozen):
 
     Attributes:
         program_version: of the program that planned the points.
-        asked: the request of the study.
+        request: the request of the study.
         axes: what varies.
         prices: what points are charged with.
         points: in the order of the design; empty before it is run.
@@ -356,9 +357,9 @@ class Study(Frozen):
         notes: what readers should know about the figures: assumed prices, fields that cost nothing, extrapolation.
     """
 
-    schema_version: Literal[1] = 1
+    schema_version: Literal[2] = 2
     program_version: str = ""
-    asked: StudyRequest
+    request: StudyRequest
     axes: tuple[Axis, ...] = ()
     prices: Prices | None = None
     points: tuple[Point, ...] = ()
@@ -381,8 +382,8 @@ def load_study(path: Path | str) -> Study:
     """
     path = Path(path)
     data = read_json(path, StudyError, "make a study with `ullage whatif`")
-    if not isinstance(data, dict) or "asked" not in data:
-        raise StudyError(f'{path} is not a study: it has no "asked"; `ullage whatif --help` shows one')
+    if not isinstance(data, dict) or "request" not in data:
+        raise StudyError(f'{path} is not a study: it has no "request"; `ullage whatif --help` shows one')
     if (version := data.get("schema_version", SCHEMA_VERSION)) != SCHEMA_VERSION:
         raise StudyError(f"{path} has schema_version {version}, but this program reads {SCHEMA_VERSION}; run it again")
     try:

@@ -122,7 +122,7 @@ def test_nothing_that_could_be_chosen_wastes_less():
         for above, level in itertools.pairwise((None, *levels)):
             measured = trial().promoted(above, level) if above else trial().saved(level, made.buffer_bytes)
             latency_s += measured.latency_s
-            restart_s = made.asked.restart_s + trial().restored_s(level)
+            restart_s = made.request.restart_s + trial().restored_s(level)
             protections.append(Protection(measured.cost_s, latency_s, restart_s, rates[level]))
             least_s.append(measured.latency_s - (0.0 if above else measured.cost_s))
         assert made.waste <= nest(protections, iteration_s, Limits(tuple(least_s))).waste * (1 + 1e-9)
@@ -336,19 +336,19 @@ def test_pipelines_save_what_their_stages_have(num_devices: int):
 
 
 def test_expected_times_are_those_of_simulated_runs():
-    made = chosen().model_copy(update={"asked": chosen().asked.model_copy(update={"num_iterations": 10_000})})
-    rate, work_s = made.asked.failures_per_s, made.work_s
+    made = chosen().model_copy(update={"request": chosen().request.model_copy(update={"num_iterations": 10_000})})
+    rate, work_s = made.request.failures_per_s, made.work_s
     assert work_s == 10_000 * made.iteration_s
     rng = np.random.default_rng(3)
     spent_s, num_runs = 0.0, 20_000
     for _ in range(num_runs):  # each failure loses all
         while (life_s := rng.exponential(1 / rate)) < work_s:
-            spent_s += life_s + made.asked.restart_s
+            spent_s += life_s + made.request.restart_s
         spent_s += work_s
     # A failure while restarting is another failure: the formula's restart is part of a life.
     assert spent_s / num_runs == pytest.approx(made.without_s, rel=0.02)
     assert made.expected_s == pytest.approx(work_s / (1 - made.waste))
-    forever = made.model_copy(update={"asked": made.asked.model_copy(update={"num_iterations": 10**9})})
+    forever = made.model_copy(update={"request": made.request.model_copy(update={"num_iterations": 10**9})})
     assert forever.without_s == math.inf
     assert forever.expected_s < math.inf
 

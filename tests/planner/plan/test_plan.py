@@ -93,7 +93,7 @@ def test_an_edited_number_is_called_an_edit(data: dict[str, Any], tmp_path: Path
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (lambda d: d | {"schema_version": 1}, "schema_version 1, but this program reads 7; make the plan again"),
+        (lambda d: d | {"schema_version": 1}, "schema_version 1, but this program reads 8; make the plan again"),
         (lambda _: [1], "is no plan: it has no schema_version"),
         (lambda d: {k: v for k, v in d.items() if k != "content_digest"}, "content_digest is missing"),
         (lambda d: d | {"content_digest": ""}, "content_digest is missing"),

@@ -135,7 +135,7 @@ def test_a_competition_is_verified(competed: Plan) -> None:
     with pytest.raises(CertificateError, match="there is none for"):
         verify(Plan.model_validate(forged).sealed())
     forged = json.loads(json.dumps(data))
-    forged["asked"]["global_batch"] = 8
+    forged["constraints"]["global_batch"] = 8
     with pytest.raises(CertificateError, match="not what was asked for"):
         verify(Plan.model_validate(forged).sealed())
 

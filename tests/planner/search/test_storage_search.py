@@ -117,7 +117,7 @@ def test_nvme_is_used_where_nothing_fits_without(on_nvme: Plan) -> None:
     with pytest.raises(InfeasibleError, match="it is proven"):
         make_plan(small(LITTLE_HOST, "never"))
     assert any(Place.NVME in unit.update for unit in on_nvme.decisions.units.values())
-    assert on_nvme.asked.storage == "nvme"
+    assert on_nvme.constraints.storage == "nvme"
     assert "zero-infinity" in {row.name for row in on_nvme.engines}
     verify(on_nvme)
     words = [remedy.words for remedy in what_would_fit(small(LITTLE_HOST, "never"))]
@@ -126,9 +126,9 @@ def test_nvme_is_used_where_nothing_fits_without(on_nvme: Plan) -> None:
 
 def test_what_was_asked_for_is_what_is_verified(on_nvme: Plan) -> None:
     """A bound for schedules without storage is none for those with it, whoever says so."""
-    asked = on_nvme.asked.model_copy(update={"storage": "never"})
+    constraints = on_nvme.constraints.model_copy(update={"storage": "never"})
     with pytest.raises(CertificateError):
-        verify(on_nvme.model_copy(update={"asked": asked}).sealed())
+        verify(on_nvme.model_copy(update={"constraints": constraints}).sealed())
 
 
 def test_a_plan_that_does_not_need_storage_is_found_as_without() -> None:

@@ -281,7 +281,7 @@ def test_checkpoints_are_chosen_said_and_executed(plan_args, tmp_path, capsys):
     shown = " ".join(capsys.readouterr().out.split())
     plan = load_plan(path)
     made = plan.checkpoints
-    assert made.asked.mtbf_s == {"memory": 3600, "nvme": 6 * 3600}
+    assert made.request.mtbf_s == {"memory": 3600, "nvme": 6 * 3600}
     for each in made.levels:
         assert f"{each.level} {each.every} it. =" in shown
     assert f"lost {100 * made.waste:.1f} % of the time" in shown

@@ -27,8 +27,12 @@ def _levels(plan: CheckpointPlan) -> Table:
 
 def _expected(plan: CheckpointPlan) -> dict[str, str]:
     """Return what the plan loses with checkpoints and without, and what that rests on."""
-    asked = plan.asked.num_iterations
-    run = "a day of training" if asked is None else f"the run of {asked:,} iterations ({duration(plan.work_s)})"
+    num_iterations = plan.request.num_iterations
+    run = (
+        "a day of training"
+        if num_iterations is None
+        else f"the run of {num_iterations:,} iterations ({duration(plan.work_s)})"
+    )
     written = ", ".join(
         f"{si(each.written_bytes_per_day, 'B')} a day to {each.level}" for each in plan.levels if each.level != "memory"
     )

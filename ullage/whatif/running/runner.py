@@ -108,7 +108,7 @@ def run_study(space: Space, prices: Prices | None, evaluator: Evaluator) -> Stud
     points, notes = charged(evaluator.points(cases, space.effort), prices, request)
     return Study(
         program_version=__version__,
-        asked=request,
+        request=request,
         axes=space.axes,
         prices=prices,
         points=tuple(points),
