@@ -7,9 +7,11 @@ after ``RELOAD`` has copied them back: in place of running a product, it returns
 run again, on the same bits.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import operator
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
@@ -28,6 +30,23 @@ _PRODUCTS: Final = (
     | {getattr(torch.ops.aten, name) for name in _UNCOUNTED if hasattr(torch.ops.aten, name)}
     | {product._opoverload.overloadpacket for product in (grouped_product, summed_product_operator)}
 )
+
+_inside: Final = threading.local()
+
+
+@contextlib.contextmanager
+def running_again() -> Iterator[None]:
+    """Let this thread's products run without being saved, or replaced by saved outputs: backward runs them again."""
+    before = _is_running_again()
+    _inside.runs_again = True
+    try:
+        yield
+    finally:
+        _inside.runs_again = before
+
+
+def _is_running_again() -> bool:
+    return getattr(_inside, "runs_again", False)
 
 
 class ActivationError(RuntimeError):
@@ -171,7 +190,7 @@ class SaveProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         output = func(*args, **(kwargs or {}))
-        if _is_product(func):
+        if _is_product(func) and not _is_running_again():
             leaves, structure = tree_flatten(output)
             kept = [SavedTensor.of(leaf) if _is_floating(leaf) else leaf for leaf in leaves]
             product = Product(func, kept, structure, _random_state(func, leaves[0].device))
@@ -197,7 +216,7 @@ class ReuseProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if not _is_product(func):
+        if not _is_product(func) or _is_running_again():
             return func(*args, **(kwargs or {}))
         segment, position = self._segments, self._segments.position
         if position >= len(segment.products) or segment.products[position].function is not func:

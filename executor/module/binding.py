@@ -30,6 +30,7 @@ from executor.distributed.shards import BindingError
 from executor.memory.activations import OffloadedActivations, SegmentOffload
 from executor.module.guarded_parameters import unguarded
 from executor.module.guards import OWN_CHECKPOINTING
+from executor.module.tiled_layers import tile_modules
 from executor.module.tiled_logits import tile_head
 from executor.packed import StoredParameter
 from planner.decisions import Decisions
@@ -136,6 +137,8 @@ def bind(
     if compile_backend is not None:
         stay = tuple(unit for unit in units if not decisions.units[unit.name].offloads)
         unit_of = _compile(model, stay, unit_of, compile_backend, undo)
+    if decisions.layer_tile_tokens is not None:
+        unit_of = _tile(model, units, unit_of, decisions.layer_tile_tokens, undo)
     for marker in markers(unit_of, units):
         before, after = _hooks(marker.unit, callbacks)
         if marker.begins:
@@ -291,6 +294,20 @@ def _recompute(
             return checkpoint(call, *bound.args, use_reentrant=False, context_fn=modes, **bound.kwargs)
 
     return replace_attribute(module, "forward", forward)
+
+
+def _tile(
+    model: nn.Module,
+    units: tuple[Unit, ...],
+    unit_of: Mapping[nn.Module, str],
+    num_tokens: int,
+    undo: list[Callable[[], None]],
+) -> dict[nn.Module, str]:
+    """Let modules compute in tiles; return the modules that report progress then, none of which is inside one."""
+    tiled = {model.get_submodule(o.name): unit.name for unit in units for o in unit.operators if o.in_tiles}
+    undo += tile_modules(tiled, num_tokens)
+    inside = {inner for module in tiled for inner in module.modules()}
+    return {module: unit for module, unit in unit_of.items() if module not in inside} | tiled
 
 
 def _compile(

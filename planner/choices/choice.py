@@ -38,8 +38,14 @@ class Choice(Frozen):
     expert_parallel: Count = 1
     expert_units: Count = 1
     loss_tile_tokens: Count | None = None
+    layer_tile_tokens: Count | None = None
     micro_batch: Count = 1
     num_micro_batches: Count = 1
+
+    @property
+    def tiles(self) -> dict[str, int | None]:
+        """The tokens of tiles, by field."""
+        return {"loss_tile_tokens": self.loss_tile_tokens, "layer_tile_tokens": self.layer_tile_tokens}
 
     @property
     def words(self) -> str:
@@ -63,6 +69,7 @@ def batch_of(
         expert_units=decided.expert_units,
         expert_load=expert_load,
         loss_tile_tokens=decided.loss_tile_tokens,
+        layer_tile_tokens=decided.layer_tile_tokens,
     )
 
 
@@ -78,7 +85,8 @@ class Constraints(Frozen):
         tensor_parallel, pipeline_parallel, expert_parallel: degrees; 1 unless a global batch is wanted.
         expert_units: units into which a rank's experts of a layer are divided; by default units that are large enough
             to be worth moving.
-        loss_tile_tokens: tokens whose logits exist at a time; see [Note: Tiles] in :mod:`planner.choices.variants`.
+        loss_tile_tokens: tokens whose logits exist at a time; see [Note: Tiles] in :mod:`planner.choices.tiles`.
+        layer_tile_tokens: tokens for which norms and MLPs of layers compute at a time; see there.
         storage: storage that may be used beside device and host; see :data:`planner.terms.Storage`.
     """
 
@@ -91,6 +99,7 @@ class Constraints(Frozen):
     expert_parallel: Count | None = None
     expert_units: Count | None = None
     loss_tile_tokens: Count | None = None
+    layer_tile_tokens: Count | None = None
     storage: Storage = "never"
 
     def choices(self, model: Model, devices_per_node: int) -> tuple[Choice, ...]:

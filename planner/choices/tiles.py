@@ -1,22 +1,32 @@
-"""How many tokens a tile of the loss has, where it is not given.
+"""How many tokens a tile of the loss, and of norms and MLPs, has, where it is not given.
 
 [Note: Tiles] For each token, logits take 1.8 MB with a vocabulary of 128,256 entries in bf16, conversions and gradients
-included. Tiles ([Note: Tiled logits] in :mod:`executor.module.tiled_logits`) need far less. They cost one more product
-of the head, and the weight's gradient becomes a sum over tiles, rounded at each. So tiles are compared with whole
-logits only if whole ones take a tenth of the device's memory. A tile need not be smaller than the memory that another
-unit needs at its peak, because that unit would bind then.
+included; an MLP of Llama-3-8B and its norm take 0.3 MB. Tiles ([Note: Tiled logits] in
+:mod:`executor.module.tiled_logits`, [Note: Tiled layers] in :mod:`executor.module.tiled_layers`) need far less. Tiles
+of the loss cost one more product of the head. Tiles of layers cost products where a layer is not recomputed; where it
+is, its MLP runs again anyway. Weights' gradients become sums over tiles, rounded at each. So tiles are compared with
+computing all tokens at once only if that takes a good share of the device's memory. A tile of the loss need not be
+smaller than the memory that another unit needs at its peak, because that unit would bind then. A tile of a layer exists
+beside what the rest of the layer saves.
 """
+
+import dataclasses
 
 from hwprofiles.profile import Device
 from planner.choices.choice import Choice
-from planner.graph import Batch, Unit
+from planner.graph import Batch, Unit, build_graph, segments
+from planner.graph import units as units_of
 from planner.models.captured import CapturedModel, Model
 from planner.models.formulas.ends import tiled_logit_bytes
 from planner.models.sharding import share
 
-_WORTH = 0.1  # a share of the device's memory
-# Tokens of a tile, by kind of device. With fewer, a product takes longer to read the head's weight than to compute.
+_WORTH = 0.1  # a share of the device's memory, of logits
+_WORTH_OF_LAYERS = 0.2  # the same, of one layer
+# Tokens of a tile, by kind of device. With fewer, a product takes longer to read its weight than to compute.
 _LEAST_TOKENS = {"gpu": 256, "host": 32}
+# Tokens of a tile of layers: each adds to the gradients of weights, which is a pass over them.
+_LEAST_LAYER_TOKENS = {"gpu": 2048, "host": 128}
+_TILE_SHARE = 8  # a tile of a layer may take such a part of what its layer takes besides
 
 
 def can_be_tiled(model: Model) -> bool:
@@ -24,12 +34,19 @@ def can_be_tiled(model: Model) -> bool:
     return not isinstance(model, CapturedModel) or model.num_logits is not None
 
 
+def can_have_tiled_layers(model: Model) -> bool:
+    """Return whether a model's norms and MLPs can be computed in tiles."""
+    if isinstance(model, CapturedModel):
+        return False
+    return model.is_gated and model.norm == "rmsnorm" and not model.is_expert_model
+
+
 def tile_of(model: Model, batch: Batch, units: tuple[Unit, ...], device: Device) -> int | None:
-    """Return the tokens of a tile that are worth comparing with whole logits; ``None`` if none are.
+    """Return the tokens of a tile of the loss that are worth comparing with whole logits; ``None`` if none are.
 
     Args:
         model: the model.
-        batch: one micro-batch of it, with whole logits.
+        batch: one micro-batch of it, without tiles.
         units: its units for that.
         device: what computes.
     """
@@ -46,6 +63,36 @@ def tile_of(model: Model, batch: Batch, units: tuple[Unit, ...], device: Device)
     return tokens if tokens < batch.num_tokens else None
 
 
-def with_tile(choice: Choice, tokens: int, num_tokens: int) -> Choice:
-    """Return a choice whose loss is computed in tiles; as it is, if a tile would have all tokens of a micro-batch."""
-    return choice.model_copy(update={"loss_tile_tokens": tokens}) if tokens < num_tokens else choice
+def layer_tile_of(model: Model, batch: Batch, units: tuple[Unit, ...], device: Device) -> int | None:
+    """Return the tokens of a tile of layers that are worth comparing with all at once; ``None`` if none are.
+
+    Arguments as for :func:`tile_of`.
+    """
+    if batch.tensor_parallel > 1 or not can_have_tiled_layers(model):
+        return None
+    if _layer_bytes(units) < _WORTH_OF_LAYERS * device.memory_bytes.value:
+        return None
+
+    def bytes_with(tokens: int) -> int:
+        return _layer_bytes(units_of(build_graph(model, dataclasses.replace(batch, layer_tile_tokens=tokens))))
+
+    tokens = _LEAST_LAYER_TOKENS[device.kind]
+    most_bytes = bytes_with(tokens) * (_TILE_SHARE + 1) // _TILE_SHARE
+    while 2 * tokens < batch.num_tokens and bytes_with(2 * tokens) <= most_bytes:
+        tokens *= 2
+    return tokens if tokens < batch.num_tokens else None
+
+
+def _layer_bytes(units: tuple[Unit, ...]) -> int:
+    """Return the most bytes that backward of one layer needs if it is recomputed."""
+    return max(
+        sum(unit.saved_bytes for unit in layer) + max(unit.workspace_bytes for unit in layer)
+        for layer in segments(units)[1:-1]
+    )
+
+
+def with_tiles(choice: Choice, num_tokens: int, loss: int | None = None, layers: int | None = None) -> Choice:
+    """Return a choice with tiles of so many tokens, where a micro-batch has more."""
+    wanted = {"loss_tile_tokens": loss, "layer_tile_tokens": layers}
+    tiles = {field: tokens for field, tokens in wanted.items() if tokens is not None and tokens < num_tokens}
+    return choice.model_copy(update=tiles)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from hwprofiles.profile import HardwareProfile
 from planner.choices.choice import Choice, Constraints, batch_of
 from planner.choices.space import Space
-from planner.choices.tiles import can_be_tiled, tile_of, with_tile
+from planner.choices.tiles import can_be_tiled, can_have_tiled_layers, layer_tile_of, tile_of, with_tiles
 from planner.costs.model import CostModel
 from planner.decisions import Decisions, Precision
 from planner.engines.setup import Setup
@@ -78,31 +78,49 @@ def variants(job: Job, constraints: Constraints) -> tuple[Variant, ...]:
     choices = constraints.choices(job.model, job.hardware.devices_per_node)
     if isinstance(job.model, CapturedModel):
         choices = _captured(job, choices)
-    tiled = (option for choice in choices for option in _tiled(job, choice, constraints.loss_tile_tokens))
+    tiled = (option for choice in choices for option in _tiled(job, choice, constraints))
     return tuple(variant(job, choice, constraints.storage) for choice in tiled)
 
 
-def _tiled(job: Job, choice: Choice, tokens: int | None) -> Iterator[Choice]:
-    """Yield a choice with the loss in tiles of so many tokens; without a number, with whole logits and with tiles.
+def _tiled(job: Job, choice: Choice, constraints: Constraints) -> Iterator[Choice]:
+    """Yield a choice with each way of computing in tiles that is worth comparing: none, of the loss, of layers too.
 
     Raises:
-        ModelConfigError: the model has no loss that can be computed in tiles.
+        ModelConfigError: the model has nothing that can be computed in the tiles that are wanted.
     """
+    loss, layers = constraints.loss_tile_tokens, constraints.layer_tile_tokens
+    _check_tiles(job.model, choice, loss, layers)
     batch = batch_of(choice, job.seq_len, job.precision, job.expert_load)
-    if tokens is None:
-        yield choice
-        if choice.pipeline_parallel > 1:
-            return
-        tokens = tile_of(job.model, batch, _units(job.model, batch), job.hardware.device)
-        if tokens is not None:
-            yield with_tile(choice, tokens, batch.num_tokens)
-        return
-    if not can_be_tiled(job.model):
+    losses, ways = [loss], [layers]
+    if choice.pipeline_parallel == 1:
+        units = _units(job.model, batch)
+        if loss is None and (tokens := tile_of(job.model, batch, units, job.hardware.device)) is not None:
+            losses.append(tokens)
+        if layers is None and (tokens := layer_tile_of(job.model, batch, units, job.hardware.device)) is not None:
+            ways.append(tokens)
+    # Whole logits take more than any layer, so layers in tiles go with tiles of the loss, where these are worth it.
+    options = [(tokens, ways[0]) for tokens in losses] + [(losses[-1], tokens) for tokens in ways[1:]]
+    yield from dict.fromkeys(with_tiles(choice, batch.num_tokens, *option) for option in options)
+
+
+def _check_tiles(model: Model, choice: Choice, loss: int | None, layers: int | None) -> None:
+    if loss is not None and not can_be_tiled(model):
         raise ModelConfigError(
-            f"{job.model.name} has no torch.nn.Linear as its output embeddings, or no loss of its own, so the loss "
+            f"{model.name} has no torch.nn.Linear as its output embeddings, or no loss of its own, so the loss "
             "cannot be computed in tiles; leave --loss-tile out"
         )
-    yield with_tile(choice, tokens, batch.num_tokens)
+    if layers is None:
+        return
+    if not can_have_tiled_layers(model):
+        raise ModelConfigError(
+            f"layers of {model.name} cannot be computed in tiles, but those of presets with RMS norms and gated MLPs, "
+            "without experts (llama, mistral, qwen2, qwen3); leave --layer-tile out"
+        )
+    if choice.tensor_parallel > 1:
+        raise ModelConfigError(
+            f"layers that {choice.tensor_parallel} tensor-parallel ranks share cannot be computed in tiles; leave "
+            "--layer-tile or --tensor-parallel out"
+        )
 
 
 def _captured(job: Job, choices: tuple[Choice, ...]) -> tuple[Choice, ...]:

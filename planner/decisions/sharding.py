@@ -27,6 +27,8 @@ class Sharding(Frozen):
         expert_units: units into which a rank's experts of a layer are divided.
         loss_tile_tokens: tokens whose logits exist at a time, see [Note: Tiled logits] in
             :mod:`executor.module.tiled_logits`; ``None``: all of the micro-batch.
+        layer_tile_tokens: tokens for which norms and MLPs of layers compute at a time, see [Note: Tiled layers] in
+            :mod:`executor.module.tiled_layers`; ``None``: all of the micro-batch.
         zero_stage: what data-parallel ranks shard: 1 and 2 optimizer state and gradients, 3 parameters too.
         subgroup_params: the most parameters of one subgroup, the grain of the optimizer step.
     """
@@ -42,8 +44,14 @@ class Sharding(Frozen):
     expert_parallel: Annotated[int, Field(ge=1)] = 1
     expert_units: Annotated[int, Field(ge=1)] = 1
     loss_tile_tokens: Annotated[int, Field(ge=1)] | None = None
+    layer_tile_tokens: Annotated[int, Field(ge=1)] | None = None
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 0
     subgroup_params: Annotated[int, Field(ge=1)] = 100_000_000
+
+    @property
+    def tiles(self) -> dict[str, int | None]:
+        """The tokens of tiles, by field; the model's units depend on them."""
+        return {"loss_tile_tokens": self.loss_tile_tokens, "layer_tile_tokens": self.layer_tile_tokens}
 
     @property
     def state_bytes_per_param(self) -> int:

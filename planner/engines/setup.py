@@ -70,8 +70,8 @@ class Setup:
         optimizer: what updates the parameters.
         clip: clip gradients by their global norm.
         subgroup_params: parameters in one subgroup.
-        tensor_parallel, pipeline_parallel, expert_parallel, expert_units, loss_tile_tokens: see
-            :class:`planner.decisions.Decisions`.
+        tensor_parallel, pipeline_parallel, expert_parallel, expert_units, loss_tile_tokens,
+            layer_tile_tokens: see :class:`planner.decisions.Decisions`.
         storage: what our own policy may use in addition to device and host.
     """
 
@@ -88,6 +88,7 @@ class Setup:
     expert_parallel: int = 1
     expert_units: int = 1
     loss_tile_tokens: int | None = None
+    layer_tile_tokens: int | None = None
     storage: Storage = "never"
 
     @property

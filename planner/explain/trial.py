@@ -96,12 +96,12 @@ class Bench:
 
     def _priced(self, decisions: Decisions) -> CostModel:
         """Return prices for decisions; in a pipeline, the units are stages, which depend on decisions."""
-        if decisions.pipeline_parallel == 1 and decisions.loss_tile_tokens == self.decisions.loss_tile_tokens:
+        if decisions.pipeline_parallel == 1 and decisions.tiles == self.decisions.tiles:
             return self.cost
         return CostModel.of(self.plan.hardware, self._members(decisions), decisions)
 
     def _members(self, decisions: Decisions) -> tuple[Unit, ...]:
-        if decisions.loss_tile_tokens == self.decisions.loss_tile_tokens:
+        if decisions.tiles == self.decisions.tiles:
             return tuple(self.units.values())
         return self.plan.units(decisions)
 

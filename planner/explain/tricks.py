@@ -163,13 +163,17 @@ def _all_gradients_leave(bench: Bench) -> Iterator[Decisions]:
         yield bench.with_units(staying)
 
 
-def _whole_logits(bench: Bench) -> Iterator[Decisions]:
-    if bench.decisions.loss_tile_tokens is None:
+def _without_tiles(field: str) -> Callable[[Bench], Iterator[Decisions]]:
+    return lambda bench: _whole(bench, field)
+
+
+def _whole(bench: Bench, field: str) -> Iterator[Decisions]:
+    if bench.decisions.tiles[field] is None:
         return
     resident = bench.pieces(Place.GPU)
-    # The memory that whole logits need may be that of resident state.
+    # The memory that is needed without tiles may be that of resident state.
     for other in (bench.decisions, *(bench.placed(dict.fromkeys(resident, to)) for to in (Place.STREAM, Place.CPU))):
-        whole = changed(other, loss_tile_tokens=None)
+        whole = changed(other, **{field: None})
         with suppress(ModelConfigError):  # a captured model may be known with tiles only
             bench.plan.units(whole)
             yield whole
@@ -232,7 +236,13 @@ TRICKS: tuple[Trick, ...] = (
         "all one way, the better",
         _each_its_own,
     ),
-    Trick("loss-in-tiles", "the loss in tiles of tokens", "all logits at once", _whole_logits),
+    Trick("loss-in-tiles", "the loss in tiles of tokens", "all logits at once", _without_tiles("loss_tile_tokens")),
+    Trick(
+        "layers-in-tiles",
+        "norms and MLPs in tiles of tokens",
+        "all tokens at once",
+        _without_tiles("layer_tile_tokens"),
+    ),
     Trick("parameter-slots", "several slots for parameters", "one slot: no look-ahead", _options(num_param_slots=1)),
     Trick(
         "state-slots",

@@ -27,6 +27,7 @@ class Batch:
         expert_load: shares of all visits that go to each expert, one row for all layers or one for each; empty if
             they are equal.
         loss_tile_tokens: tokens whose logits exist at a time; ``None``: all.
+        layer_tile_tokens: tokens for which norms and MLPs of layers compute at a time; ``None``: all.
     """
 
     micro_batch: int
@@ -41,11 +42,12 @@ class Batch:
     expert_units: int = 1
     expert_load: tuple[tuple[float, ...], ...] = ()
     loss_tile_tokens: int | None = None
+    layer_tile_tokens: int | None = None
 
     def __post_init__(self) -> None:
         for name in (
             "micro_batch", "seq_len", "tensor_parallel", "context_parallel", "expert_parallel", "expert_units",
-            "loss_tile_tokens",
+            "loss_tile_tokens", "layer_tile_tokens",
         ):  # fmt: skip
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name} is {value}, but must be at least 1; give a positive number")
@@ -96,13 +98,14 @@ class Operator:
         name: path of the module in ``transformers``; joint operators such as ``self_attn.qkv_proj`` have a path of
             the same form.
         kind: ``embedding``, ``rotary``, ``norm``, ``qkv``, ``attention``, ``output``, ``up``, ``activation``, ``down``,
-            ``router``, ``experts``, ``projection``, ``head`` or ``loss``.
+            ``mlp``, ``router``, ``experts``, ``projection``, ``head`` or ``loss``.
         unit, segment: names of its unit and its segment; a segment is recomputed as a whole.
         parameters: in order of use.
         forward, backward, saved_bytes, workspace_bytes, copies_input: see :class:`planner.models.kernels.Work`.
         output_bytes: bytes of its output.
         shared_parameters: names of parameters of other operators that it uses too (tied embeddings).
         num_skipped: number of kernels at the end of ``forward`` that recomputation leaves out.
+        in_tiles: whether its module computes a tile of tokens at a time.
         measured: whether its workspace is the measured peak of its whole unit; otherwise it is what the operator alone
             needs.
         product_bytes: bytes of the outputs of its products, without those that recomputation leaves out.
@@ -124,6 +127,7 @@ class Operator:
     product_bytes: int = 0
     copies_input: bool = False
     measured: bool = False
+    in_tiles: bool = False
 
     @property
     def num_params(self) -> int:

@@ -61,8 +61,8 @@ class _Look:
     found: Candidate
 
     @property
-    def tile(self) -> int | None:
-        return self.variant.choice.loss_tile_tokens
+    def num_tiled(self) -> int:
+        return sum(tokens is not None for tokens in self.variant.choice.tiles.values())
 
     @property
     def is_pipeline(self) -> bool:
@@ -102,7 +102,7 @@ def compete(
     looks.sort(key=lambda look: look.found.order)
     found: list[tuple[_Look, Outcome]] = []
     # A search hands its plan on, and with tiles there is more room for it: so whole logits come first, where they fit.
-    finalists = sorted(looks[:_MOST_SEARCHES], key=lambda look: (look.found.overload, look.tile is not None))
+    finalists = sorted(looks[:_MOST_SEARCHES], key=lambda look: (look.found.overload, look.num_tiled))
     for look in finalists:
         if not found or look.bound_s < found[0][1].best.iteration_s * (1 - _WORTH):
             seeds = _handed_on(look, found)
@@ -172,12 +172,12 @@ def _search(look: _Look, max_simulations: int | None, progress: Progress | None,
 
 
 def _handed_on(look: _Look, found: Sequence[tuple[_Look, Outcome]]) -> list[Decisions]:
-    """Return the best decisions of choices that differ from this one only in the tiles of the loss."""
-    tile = {"loss_tile_tokens": look.variant.choice.loss_tile_tokens}
+    """Return the best decisions of choices that differ from this one only in tiles."""
+    tiles = look.variant.choice.tiles
     return [
-        outcome.best.decisions.model_copy(update=tile)
+        outcome.best.decisions.model_copy(update=tiles)
         for other, outcome in found
-        if other.variant.choice.model_copy(update=tile) == look.variant.choice
+        if other.variant.choice.model_copy(update=tiles) == look.variant.choice
     ]
 
 

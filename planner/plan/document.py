@@ -215,6 +215,8 @@ def describe(decisions: Decisions, units: tuple[Unit, ...]) -> str:
     parts += [f"parameters of {count} units on the {where}" for where, count in fetched.items() if count]
     if decisions.loss_tile_tokens:
         parts.append(f"loss in tiles of {decisions.loss_tile_tokens} tokens")
+    if decisions.layer_tile_tokens:
+        parts.append(f"layers in tiles of {decisions.layer_tile_tokens} tokens")
     if decisions.data_parallel > 1:
         parts.append(LAYERS_IN_TURN if decisions.layer_by_layer else f"ZeRO-{decisions.zero_stage}")
     degrees = {"tensor": decisions.tensor_parallel, "pipeline": decisions.pipeline_parallel}

@@ -42,6 +42,7 @@ _MOST = {
     "global_batch": 10_000_000,
     "expert_units": 10_000,
     "loss_tile_tokens": 100_000_000,
+    "layer_tile_tokens": 100_000_000,
 }
 
 
@@ -99,6 +100,7 @@ class Request:
         tensor_parallel, pipeline_parallel, expert_parallel: how devices share the model.
         expert_units: units into which a rank's experts of a layer are divided.
         loss_tile_tokens: tokens whose logits exist at a time; as many as a micro-batch has, or more: all.
+        layer_tile_tokens: tokens for which norms and MLPs of layers compute at a time; likewise.
         expert_load: shares of all visits that go to each expert; see :class:`planner.graph.Batch`.
         storage: storage that may be used beside device and host; see :data:`planner.terms.Storage`.
     """
@@ -119,6 +121,7 @@ class Request:
     expert_parallel: int | None = None
     expert_units: int | None = None
     loss_tile_tokens: int | None = None
+    layer_tile_tokens: int | None = None
     expert_load: tuple[tuple[float, ...], ...] = ()
     storage: Storage = "never"
 

@@ -29,7 +29,13 @@ _NUMBERS = itertools.count()
 
 NUM_TOKENS, SEQ_LEN, MICRO_BATCH = 64, 8, 2
 PRECISION: Any = {torch.bfloat16: "bf16", torch.float32: "fp32"}
-DEGREES = ("tensor_parallel", "expert_parallel", "expert_units", "loss_tile_tokens")  # that units depend on
+DEGREES = (
+    "tensor_parallel",
+    "expert_parallel",
+    "expert_units",
+    "loss_tile_tokens",
+    "layer_tile_tokens",
+)  # that units depend on
 
 # A cache changes the layout of keys, and with it the order of sums; recomputation leaves it out.
 _COMMON = {"vocab_size": NUM_TOKENS, "use_cache": False, "bos_token_id": 0, "eos_token_id": 0}

@@ -125,7 +125,8 @@ def engine_decisions(plan: Plan, engine: str, setting: str | None = None) -> Dec
     """
     if engine == OURS and setting is None:
         return plan.decisions
-    request = dataclasses.replace(request_of(plan), loss_tile_tokens=plan.constraints.loss_tile_tokens)
+    tiles = {field: getattr(plan.constraints, field) for field in plan.decisions.tiles}
+    request = dataclasses.replace(request_of(plan), **tiles)
     return _decided(request, engine, setting)[1]
 
 

@@ -57,6 +57,7 @@ def request_of(
         expert_parallel=args.expert_parallel,
         expert_units=args.expert_units,
         loss_tile_tokens=args.loss_tile,
+        layer_tile_tokens=args.layer_tile,
         expert_load=expert_load(args.expert_load or "uniform", model),
         storage=args.storage or "never",
         precision=precision,

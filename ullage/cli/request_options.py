@@ -114,6 +114,13 @@ def add_request_options(parser: argparse.ArgumentParser, *, model_required: bool
         "micro-batch has: all at once (chosen where logits take much memory)",
     )
     group.add_argument(
+        "--layer-tile",
+        type=positive_int,
+        metavar="TOKENS",
+        help="compute norms and MLPs for so many tokens at a time, so that little inside them exists at once; as many "
+        "as a micro-batch has: all at once (chosen where layers take much memory)",
+    )
+    group.add_argument(
         "--expert-load",
         metavar="uniform|zipf:S|FILE",
         help="how tokens spread over experts; a JSON file holds one list of shares, or one list per layer (uniform)",

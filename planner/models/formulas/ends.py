@@ -2,12 +2,12 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from planner.models.config import ModelConfig
-from planner.models.formulas import fused, megatron, megatron_core, work
+from planner.models.formulas import fused, megatron, megatron_core, tiled, work
 from planner.models.formulas.layers import has_learned_positions, norm_work, sum_input_gradient, sum_output
-from planner.models.kernels import Attention, Kernels, Work, all_reduce, each
+from planner.models.kernels import Work, all_reduce, each
 from planner.models.operators import Batch, Operator
 from planner.models.parameters import ParameterSpec, root
 from planner.models.patterns import Pattern
@@ -128,21 +128,11 @@ def _in_tiles(batch: Batch, width: int, vocab: int, tile: int) -> tuple[Work, Wo
     weight. Workspace: the gradient of the head's input, and of one tile the logits and what the loss makes of them.
     """
     rows, e = batch.num_tokens, batch.dtype_bytes
-    num_whole, rest = divmod(rows, tile)
-    sizes = {tile: num_whole} | ({rest: 1} if rest else {})
-
-    def repeated(kernels: Callable[[int], Kernels]) -> Kernels:
-        return tuple(
-            dataclasses.replace(kernel, count=kernel.count * count)
-            for size, count in sizes.items()
-            for kernel in kernels(size)
-            if not isinstance(kernel, Attention)
-        )
-
+    repeated = functools.partial(tiled.repeated, rows, tile)
     product = functools.partial(work.linear, inputs=width, outputs=vocab, e=e, bias=False)
     forward = repeated(lambda size: product(size).forward)
     backward = repeated(lambda size: product(size).backward)
-    adding = each(vocab * width, *[e] * (num_whole + bool(rest) - 1))
+    adding = each(vocab * width, *[e] * (tiled.num_tiles(rows, tile) - 1))
     value_bytes = tiled_logit_bytes(batch.tensor_parallel, e)
     # Its all-reduce is at the end of backward, once for all tiles.
     head = sum_input_gradient(batch, width) + Work(

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterable
 
 from planner.models.config import ModelConfig
-from planner.models.formulas import experts, fused, megatron, work
+from planner.models.formulas import experts, fused, megatron, tiled, work
 from planner.models.kernels import Attention, Collective, Work, all_reduce, each
 from planner.models.operators import Batch, Operator
 from planner.models.parameters import ParameterSpec, layer_path, layer_shapes
@@ -21,6 +21,7 @@ class Part:
         modules: modules that own its parameters, in order of use.
         sources: parts whose outputs it uses; ``""`` is the layer's input and ``"rotary"`` the rotary factors.
         experts: the first expert whose parameters it owns, and the number of them, out of those in its modules.
+        in_tiles: whether it computes a tile of tokens at a time.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Part:
     num_skipped: int = 0
     product_bytes: int = 0
     experts: tuple[int, int] | None = None
+    in_tiles: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -82,7 +84,10 @@ def layer_parts(config: ModelConfig, batch: Batch, layer: int) -> tuple[Part, ..
     before = config.norm_before
 
     def norm(name: str, unit: str, source: str) -> Part:
-        return Part(name, "norm", unit, Pattern.REPLICATE, norm_work(config, batch), hidden_bytes, (name,), (source,))
+        effort, in_tiles = norm_work(config, batch), batch.layer_tile_tokens is not None
+        if batch.layer_tile_tokens is not None:
+            effort = tiled.rms_norm(batch.num_tokens, config.hidden_size, batch.dtype_bytes, batch.layer_tile_tokens)
+        return Part(name, "norm", unit, Pattern.REPLICATE, effort, hidden_bytes, (name,), (source,), in_tiles=in_tiles)
 
     parts: list[Part] = []
     if before:
@@ -114,7 +119,7 @@ def layer_parts(config: ModelConfig, batch: Batch, layer: int) -> tuple[Part, ..
 
 
 def _num_skipped(config: ModelConfig, batch: Batch, part: Part) -> int:
-    if part.kind == "down":
+    if part.kind in {"down", "mlp"}:
         return len(part.work.forward)
     converts = _routing_bytes(config, batch) != batch.dtype_bytes
     # gather in token order, sum over experts, (cast, sum over ranks,) residual
@@ -271,6 +276,13 @@ def _core_work(config: ModelConfig, batch: Batch) -> Work:
 
 def _mlp_parts(config: ModelConfig, batch: Batch, names: _Names, source: str, skip: str) -> Iterable[Part]:
     rows, hidden, ffn, e = batch.num_tokens, config.hidden_size, config.ffn_hidden_size, batch.dtype_bytes
+    hidden_bytes = rows * hidden * e
+    if (tile := batch.layer_tile_tokens) is not None:
+        effort = tiled.swiglu_mlp(rows, hidden, ffn, e, tile, bias=config.mlp_bias)
+        effort += _residual(batch, hidden, has_dropout=False)
+        modules = (*names.up_modules, names.down)
+        yield Part("mlp", "mlp", "mlp", Pattern.COLUMN, effort, hidden_bytes, modules, (source, skip), in_tiles=True)
+        return
     up = linear(batch, hidden, ffn, bias=config.mlp_bias)
     if config.is_gated:
         up = (Work() if batch.is_fused else Work((), each(rows * hidden, 3 * e))) + up + up
@@ -289,7 +301,6 @@ def _mlp_parts(config: ModelConfig, batch: Batch, names: _Names, source: str, sk
         + add_bias(batch, hidden, bias=config.mlp_bias)
         + _residual(batch, hidden, has_dropout=has_learned_positions(config))
     )
-    hidden_bytes = rows * hidden * e
     yield Part(
         names.down,
         "down",
@@ -394,6 +405,7 @@ def layer_operators(config: ModelConfig, layer: int, parts: Iterable[Part]) -> l
             num_skipped=part.num_skipped,
             product_bytes=part.product_bytes,
             copies_input=part.work.copies_input,
+            in_tiles=part.in_tiles,
         )
         for part in parts
     ]

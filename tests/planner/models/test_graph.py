@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop, sdpa_flop
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from executor.module.tiled_layers import tile_modules
 from executor.module.tiled_logits import tile_head
 from planner.graph import Attention, Batch, Elementwise, Gemm, Kernels, Pattern, Unit, build_graph, units
 from planner.models import (
@@ -78,6 +79,9 @@ def make(name: str, batch: Batch, **changes: int) -> tuple[ModelConfig, Any, tor
     model = AutoModelForCausalLM.from_config(hf_config, attn_implementation=attention, dtype=DTYPES[batch.dtype_bytes])
     if batch.loss_tile_tokens:
         tile_head(model, batch.loss_tile_tokens)
+    if batch.layer_tile_tokens:
+        operators = build_graph(config, batch).operators.values()
+        tile_modules([model.get_submodule(o.name) for o in operators if o.in_tiles], batch.layer_tile_tokens)
     return config, model.train(), torch.randint(config.vocab_size, (batch.micro_batch, batch.seq_len))
 
 
@@ -153,7 +157,15 @@ def tracing(config: ModelConfig, model: Any) -> Iterator[Traffic]:
 CASES = [(name, Batch(2, 64, 2)) for name in FAMILIES]
 CASES += [(name, Batch(2, 64, 4)) for name in ("llama", "gpt2", "opt", "mixtral")]
 CASES += [(name, Batch(2, 64, e, loss_tile_tokens=30)) for name, e in (("llama", 2), ("gpt2", 4))]
-IDS = [f"{name}-{batch.dtype_bytes}B{'-tiled' * bool(batch.loss_tile_tokens)}" for name, batch in CASES]
+CASES += [(name, Batch(2, 64, e, layer_tile_tokens=30)) for name, e in (("llama", 2), ("qwen3", 4))]
+
+
+def _id(name: str, batch: Batch) -> str:
+    tiles = "-loss-tiled" * bool(batch.loss_tile_tokens) + "-layers-tiled" * bool(batch.layer_tile_tokens)
+    return f"{name}-{batch.dtype_bytes}B{tiles}"
+
+
+IDS = [_id(name, batch) for name, batch in CASES]
 
 
 @pytest.mark.parametrize(("name", "batch"), CASES, ids=IDS)
@@ -244,7 +256,7 @@ def saved_by_layer(config: ModelConfig, model: Any, ids: torch.Tensor) -> list[i
     ("name", "batch"),
     [
         *itertools.product(VARIED, BATCHES[:2]),
-        *CASES[-2:],
+        *CASES[-4:],
         *itertools.product(("llama", "gpt2", "opt", "mixtral"), BATCHES[2:]),
     ],
     ids=str,

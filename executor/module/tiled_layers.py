@@ -1,0 +1,179 @@
+"""Norms and MLPs of layers that compute a tile of tokens at a time.
+
+[Note: Tiled layers] Norms and MLPs compute each token by itself. What they hold meanwhile is most of what a layer
+holds: the MLP of Llama-3-8B and the norm before it save 150 kB for each token in bf16, and backward needs more. A tiled
+module saves its input alone. Backward runs the module's forward again for one tile, and then backward, before it goes
+on to the next tile. So only one tile has inner tensors. The gradient of a weight is a sum over tiles, rounded at each;
+all other gradients are computed token by token, as without tiles.
+
+The input is saved by a node of its own, before the module computes. So where a layer is recomputed
+(``torch.utils.checkpoint``), the recomputation ends before its MLP, which backward runs again anyway. Backward does not
+need the output of an MLP's last product, so that product does not run again.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from executor.callbacks import replace_attribute
+from executor.memory.recompute_cache import running_again
+
+
+def tile_modules(modules: Iterable[nn.Module], num_tokens: int) -> list[Callable[[], None]]:
+    """Make modules compute a tile at a time; return what undoes it.
+
+    Args:
+        modules: each maps ``[..., width]`` to a tensor of the same leading sizes, every vector by itself, and draws no
+            random numbers.
+        num_tokens: vectors of one tile.
+    """
+    return [replace_attribute(module, "forward", TiledModule(module, num_tokens).forward) for module in modules]
+
+
+@final
+class TiledModule:
+    """Computes one module, a tile at a time; see [Note: Tiled layers]."""
+
+    def __init__(self, module: nn.Module, num_tokens: int) -> None:
+        self.num_tokens = num_tokens
+        self.run: Callable[[Tensor], Tensor] = module.forward
+        self._module = module
+        last = getattr(module, "down_proj", None)
+        self._last = last if type(last) is nn.Linear else None
+        # Where each trained parameter is, by its identity: several modules may own it.
+        self._owners: dict[int, list[tuple[dict[str, Any], str]]] = {}
+        for owner in module.modules():
+            for name, parameter in owner.named_parameters(recurse=False):
+                self._owners.setdefault(id(parameter), []).append((owner._parameters, name))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return the module's output for ``[..., width]``."""
+        if hidden.shape[:-1].numel() <= self.num_tokens:
+            return self.run(hidden)
+        parameters = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
+        if not torch.is_grad_enabled() or not (hidden.requires_grad or parameters):
+            return self.in_tiles(hidden)
+        anchor = hidden.new_empty(0).requires_grad_()  # the node that saves exists also for an input without gradient
+        saved: Tensor = _Saved.apply(hidden, anchor)  # type: ignore[no-untyped-call]
+        result: Tensor = _Tiles.apply(saved, hidden.requires_grad, self, *parameters)  # type: ignore[no-untyped-call]
+        return result
+
+    def in_tiles(self, hidden: Tensor) -> Tensor:
+        """Compute without gradients."""
+        rows = hidden.flatten(0, -2)
+        result: Tensor | None = None
+        with running_again():
+            for start, inputs in zip(range(0, len(rows), self.num_tokens), rows.split(self.num_tokens), strict=True):
+                made = self.run(inputs)
+                if result is None:
+                    result = made.new_empty((len(rows), made.shape[-1]))
+                result[start : start + len(made)] = made
+        assert result is not None
+        return result.view(*hidden.shape[:-1], result.shape[-1])
+
+    @contextlib.contextmanager
+    def with_parameters(self, parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+        """Let the module compute with aliases of trained parameters, which have none of their hooks; yield these."""
+        aliases = []
+        restored: list[tuple[dict[str, Any], str, Tensor]] = []
+        for parameter in parameters:
+            aliases.append(parameter.detach().requires_grad_())
+            for owner, name in self._owners[id(parameter)]:
+                restored.append((owner, name, parameter))
+                owner[name] = aliases[-1]
+        undo = None
+        if self._last is not None and not torch.is_autocast_enabled(self._last.weight.device.type):
+            undo = replace_attribute(self._last, "forward", functools.partial(_only_backward, self._last))
+        try:
+            yield aliases
+        finally:
+            if undo is not None:
+                undo()
+            for owner, name, parameter in restored:
+                owner[name] = parameter
+
+
+class _Saved(torch.autograd.Function):
+    """Saves a tensor for a later node, and passes it on."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, _anchor: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden)
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(_ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+class _Tiles(torch.autograd.Function):
+    """A module's output; its parameters are given for their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, saved: Tensor, wants_hidden: bool, tiled: TiledModule, *parameters: Tensor) -> Tensor:
+        kind = saved.device.type
+        ctx.autocast = functools.partial(
+            torch.autocast, kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+        )
+        ctx.saved, ctx.wants_hidden, ctx.tiled, ctx.parameters = saved.grad_fn, wants_hidden, tiled, parameters
+        return tiled.in_tiles(saved)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        tiled: TiledModule = ctx.tiled
+        (hidden,) = ctx.saved.saved_tensors
+        rows = hidden.flatten(0, -2)
+        of_hidden = torch.empty_like(rows) if ctx.wants_hidden else None
+        sums: list[Tensor | None] = [None] * len(ctx.parameters)
+        outer = gradient.reshape(len(rows), gradient.shape[-1])
+        with tiled.with_parameters(ctx.parameters) as aliases:
+            for start in range(0, len(rows), tiled.num_tokens):
+                end = start + tiled.num_tokens
+                inputs = rows[start:end].detach().requires_grad_(ctx.wants_hidden)
+                with torch.enable_grad(), ctx.autocast():
+                    # Some hooks on modules (those of torch.utils.flop_counter) refuse leaves as inputs.
+                    made = tiled.run(inputs.view_as(inputs))
+                wanted = [inputs, *aliases] if ctx.wants_hidden else aliases
+                found = list(torch.autograd.grad(made, wanted, outer[start:end], allow_unused=True))
+                del made
+                if of_hidden is not None:
+                    of_hidden[start:end] = found.pop(0)
+                for at, values in enumerate(found):
+                    if (before := sums[at]) is None:
+                        sums[at] = values
+                    elif values is not None:
+                        before += values
+                del found, inputs  # or two tiles would exist at once
+        return None if of_hidden is None else of_hidden.view_as(hidden), None, None, *sums
+
+
+def _only_backward(module: nn.Linear, inputs: Tensor) -> Tensor:
+    """Return an output of a linear layer that has no values, but the gradients of the layer."""
+    if not torch.is_grad_enabled():
+        return functional.linear(inputs, module.weight, module.bias)
+    result: Tensor = _OnlyBackward.apply(inputs, module.weight, module.bias)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _OnlyBackward(torch.autograd.Function):
+    """The backward of a linear layer; its output ``[rows, width]`` has no values."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor, _bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(inputs, weight)
+        return inputs.new_empty(()).expand(len(inputs), len(weight))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        inputs, weight = ctx.saved_tensors
+        wants_inputs, wants_weight, wants_bias = ctx.needs_input_grad
+        return (
+            gradient @ weight if wants_inputs else None,
+            gradient.t() @ inputs if wants_weight else None,
+            gradient.sum(0) if wants_bias else None,
+        )

@@ -1,0 +1,84 @@
+"""Work that is done for a tile of tokens at a time.
+
+See [Note: Tiled logits] and [Note: Tiled layers] in the executor. Here ``tile`` is the number of tokens of one tile. As
+in :mod:`planner.models.formulas.work`, ``rows`` is a number of tokens and ``e`` the number of bytes of one value.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+from planner.models.formulas import work
+from planner.models.kernels import Attention, Kernels, Work, each
+
+
+def repeated(rows: int, tile: int, kernels: Callable[[int], Kernels]) -> Kernels:
+    """Return the kernels of all tiles; ``kernels`` gives those of one, which has so many tokens."""
+    num_whole, rest = divmod(rows, tile)
+    sizes = {tile: num_whole} | ({rest: 1} if rest else {})
+    return tuple(
+        dataclasses.replace(kernel, count=kernel.count * count)
+        for size, count in sizes.items()
+        for kernel in kernels(size)
+        if not isinstance(kernel, Attention)
+    )
+
+
+def num_tiles(rows: int, tile: int) -> int:
+    """Return the number of tiles."""
+    return -(-rows // tile)
+
+
+def rms_norm(rows: int, hidden: int, e: int, tile: int) -> Work:
+    """Return the RMS norm of ``transformers``, in tiles. Its input is saved, and backward first applies it again.
+
+    Workspace: the gradients of its output and of its input, and what one tile saves and needs.
+    """
+
+    def of(size: int) -> Work:
+        return work.rms_norm(size, hidden, e, around=False)
+
+    n, inside = rows * hidden, of(tile)
+    join = each(n, 2 * e)  # each tile's output, or gradient, is copied to its place
+    forward = (*repeated(rows, tile, lambda size: of(size).forward), *join)
+    again = (*repeated(rows, tile, lambda size: of(size).forward + of(size).backward), *join)
+    return Work(forward, again, n * e, 2 * n * e + inside.saved_bytes + inside.workspace_bytes)
+
+
+def swiglu_mlp(rows: int, hidden: int, ffn: int, e: int, tile: int, *, bias: bool) -> Work:
+    """Return a gated MLP in tiles. Its input is saved, and backward first computes all but the last product again.
+
+    Workspace: the gradient of its input; of one tile, what the activation saves, with the gradient of its output or
+    those inside it; and the gradient of the weights from that tile, before it is added to the sum.
+    """
+
+    def up(size: int) -> Work:
+        one = work.linear(size, hidden, ffn, e, bias=bias)
+        return Work((), each(size * hidden, 3 * e)) + one + one  # the sum of the input's two gradients
+
+    def activate(size: int) -> Work:
+        return work.activation("swiglu", size * ffn, e)
+
+    def down(size: int) -> Work:
+        return work.linear(size, ffn, hidden, e, bias=bias)
+
+    num_params = 3 * hidden * ffn + (2 * ffn + hidden if bias else 0)
+    count = num_tiles(rows, tile)
+    join = each(rows * hidden, 2 * e)
+    adding = each(num_params, *[3 * e] * (count - 1))
+    forward = repeated(rows, tile, lambda size: up(size).forward + activate(size).forward + down(size).forward)
+    backward = repeated(
+        rows,
+        tile,
+        lambda size: (
+            up(size).forward
+            + activate(size).forward
+            + down(size).backward
+            + activate(size).backward
+            + up(size).backward
+        ),
+    )
+    inside, own_bytes = activate(tile), num_params * e if count > 1 else 0
+    most_bytes = inside.saved_bytes + max(inside.workspace_bytes, down(tile).workspace_bytes)
+    return Work(
+        (*forward, *join), (*backward, *join, *adding), rows * hidden * e, rows * hidden * e + own_bytes + most_bytes
+    )
