@@ -77,8 +77,13 @@ class TiledModule:
         return result.view(*hidden.shape[:-1], result.shape[-1])
 
     @contextlib.contextmanager
-    def with_parameters(self, parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-        """Let the module compute with aliases of trained parameters, which have none of their hooks; yield these."""
+    def for_gradients(self, parameters: Iterable[Tensor], *, converts: bool) -> Iterator[list[Tensor]]:
+        """Let the module compute what backward needs; yield aliases of its trained parameters, without their hooks.
+
+        Args:
+            parameters: those.
+            converts: whether products convert their inputs (autocast).
+        """
         aliases = []
         restored: list[tuple[dict[str, Any], str, Tensor]] = []
         for parameter in parameters:
@@ -87,7 +92,7 @@ class TiledModule:
                 restored.append((owner, name, parameter))
                 owner[name] = aliases[-1]
         undo = None
-        if self._last is not None and not torch.is_autocast_enabled(self._last.weight.device.type):
+        if self._last is not None and not converts:
             undo = replace_attribute(self._last, "forward", functools.partial(_only_backward, self._last))
         try:
             yield aliases
@@ -117,9 +122,8 @@ class _Tiles(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, saved: Tensor, wants_hidden: bool, tiled: TiledModule, *parameters: Tensor) -> Tensor:
         kind = saved.device.type
-        ctx.autocast = functools.partial(
-            torch.autocast, kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
-        )
+        ctx.converts = torch.is_autocast_enabled(kind)
+        ctx.autocast = functools.partial(torch.autocast, kind, torch.get_autocast_dtype(kind), ctx.converts)
         ctx.saved, ctx.wants_hidden, ctx.tiled, ctx.parameters = saved.grad_fn, wants_hidden, tiled, parameters
         return tiled.in_tiles(saved)
 
@@ -131,7 +135,7 @@ class _Tiles(torch.autograd.Function):
         of_hidden = torch.empty_like(rows) if ctx.wants_hidden else None
         sums: list[Tensor | None] = [None] * len(ctx.parameters)
         outer = gradient.reshape(len(rows), gradient.shape[-1])
-        with tiled.with_parameters(ctx.parameters) as aliases:
+        with tiled.for_gradients(ctx.parameters, converts=ctx.converts) as aliases:
             for start in range(0, len(rows), tiled.num_tokens):
                 end = start + tiled.num_tokens
                 inputs = rows[start:end].detach().requires_grad_(ctx.wants_hidden)
@@ -143,13 +147,17 @@ class _Tiles(torch.autograd.Function):
                 del made
                 if of_hidden is not None:
                     of_hidden[start:end] = found.pop(0)
-                for at, values in enumerate(found):
-                    if (before := sums[at]) is None:
-                        sums[at] = values
-                    elif values is not None:
-                        before += values
+                _add(found, sums)
                 del found, inputs  # or two tiles would exist at once
         return None if of_hidden is None else of_hidden.view_as(hidden), None, None, *sums
+
+
+def _add(values: Iterable[Tensor | None], sums: list[Tensor | None]) -> None:
+    for at, value in enumerate(values):
+        if (before := sums[at]) is None:
+            sums[at] = value
+        elif value is not None:
+            before += value
 
 
 def _only_backward(module: nn.Linear, inputs: Tensor) -> Tensor:

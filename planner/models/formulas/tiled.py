@@ -47,8 +47,9 @@ def rms_norm(rows: int, hidden: int, e: int, tile: int) -> Work:
 def swiglu_mlp(rows: int, hidden: int, ffn: int, e: int, tile: int, *, bias: bool) -> Work:
     """Return a gated MLP in tiles. Its input is saved, and backward first computes all but the last product again.
 
-    Workspace: the gradient of its input; of one tile, what the activation saves, with the gradient of its output or
-    those inside it; and the gradient of the weights from that tile, before it is added to the sum.
+    Workspace: the gradient of its input, and the most that one tile needs. That is when the product of the two branches
+    gets its gradients: what the activation saves, two gradients of the MLP's width, and the gradient of one weight,
+    before it is added to the sum; or at the end, when all three weights have theirs.
     """
 
     def up(size: int) -> Work:
@@ -77,8 +78,11 @@ def swiglu_mlp(rows: int, hidden: int, ffn: int, e: int, tile: int, *, bias: boo
             + up(size).backward
         ),
     )
-    inside, own_bytes = activate(tile), num_params * e if count > 1 else 0
-    most_bytes = inside.saved_bytes + max(inside.workspace_bytes, down(tile).workspace_bytes)
-    return Work(
-        (*forward, *join), (*backward, *join, *adding), rows * hidden * e, rows * hidden * e + own_bytes + most_bytes
+    inside, added = activate(tile), (hidden * ffn * e if count > 1 else 0)
+    most_bytes = max(
+        inside.saved_bytes + inside.workspace_bytes + added,
+        3 * tile * ffn * e + 2 * added,
+        tile * ffn * e + 3 * added,
     )
+    num_bytes = rows * hidden * e
+    return Work((*forward, *join), (*backward, *join, *adding), num_bytes, num_bytes + most_bytes)

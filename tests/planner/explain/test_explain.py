@@ -169,7 +169,7 @@ def test_every_trick_can_be_switched_off() -> None:
         },
     )
     slots = with_decisions(bench("slow"), num_state_slots=3, num_param_slots=3)
-    tiled = with_decisions(bench("one"), loss_tile_tokens=16)
+    tiled = with_decisions(bench("one"), loss_tile_tokens=16, layer_tile_tokens=16)
     # Every other layer recomputes, and every other subgroup is streamed.
     mixed = with_decisions(
         bench("one"),

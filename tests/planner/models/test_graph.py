@@ -128,6 +128,8 @@ class Traffic(TorchDispatchMode):
                 total = written[0] + 2 * read[0]
             elif name == "index":  # reads the chosen rows only
                 total = 2 * written[0] + sum(read[1:])
+            elif name == "copy_":  # does not read what it replaces
+                total = read[1] + written[0]
             elif name == "native_layer_norm_backward":  # once for the input, once for weight and bias
                 total += read[0] + read[1]
             self.num_bytes[self.where] += total

@@ -1,6 +1,7 @@
-"""The loss in tiles is compared with whole logits where these take much memory, and chosen where that is better."""
+"""Tiles of the loss and of layers are compared with all tokens at once where these take much memory."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -9,7 +10,8 @@ from planner.choices.tiles import tile_of
 from planner.explain.trial import Bench
 from planner.explain.tricks import TRICKS, without
 from planner.graph import Batch, build_graph, units
-from planner.models import resolve_model
+from planner.models import ModelConfig, resolve_model
+from planner.models.config import ModelConfigError
 from planner.models.kernels import Gemm, flop
 from planner.plan.document import describe
 from planner.plan.planning import Request, make_plan
@@ -75,6 +77,59 @@ def test_a_long_sequence_fits_with_tiles_alone() -> None:
     assert trial is not None
     assert trial.missing_bytes[Tier.GPU] > 32768 * MODEL.vocab_size * 8
     assert without(Bench(make_plan(dataclasses.replace(REQUEST, seq_len=128), 5)), TRICKS[11]) is None
+
+
+def layer_tiles(request: Request) -> list[int | None]:
+    return [variant.choice.layer_tile_tokens for variant in request.variants()]
+
+
+LONG = Request(resolve_model("llama-3-8b"), load_profile("h100"), seq_len=65536, micro_batch=1)
+
+
+def test_layers_in_tiles_are_compared_if_one_takes_a_fifth_of_the_device() -> None:
+    assert [variant.choice.tiles for variant in LONG.variants()] == [
+        {"loss_tile_tokens": None, "layer_tile_tokens": None},
+        {"loss_tile_tokens": 4096, "layer_tile_tokens": None},
+        {"loss_tile_tokens": 4096, "layer_tile_tokens": 8192},
+    ]
+    assert layer_tiles(dataclasses.replace(LONG, seq_len=32768)) == [None, None]
+    assert layer_tiles(dataclasses.replace(LONG, seq_len=512, layer_tile_tokens=100)) == [100]
+    assert layer_tiles(dataclasses.replace(LONG, seq_len=512, layer_tile_tokens=512)) == [None]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model": resolve_model("gpt2"), "seq_len": 64}, "layers of gpt2 cannot be computed in tiles"),
+        ({"model": resolve_model("mixtral-8x7b")}, "layers of mixtral-8x7b cannot be computed in tiles"),
+        ({"num_devices": 2, "tensor_parallel": 2}, "2 tensor-parallel ranks share cannot be computed in tiles"),
+    ],
+)
+def test_layers_that_cannot_be_tiled_are_refused(change: dict[str, Any], message: str) -> None:
+    request = dataclasses.replace(LONG, seq_len=2048, layer_tile_tokens=64)
+    with pytest.raises(ModelConfigError, match=f"{message}.*leave --layer-tile"):
+        dataclasses.replace(request, **change).variants()
+
+
+@pytest.mark.parametrize("tile", [64, 100, 2000])
+def test_tiled_layers_compute_two_products_of_the_mlp_once_more_unless_they_are_recomputed(tile: int) -> None:
+    model = LONG.model
+    assert isinstance(model, ModelConfig)
+    whole, tiled = (units(build_graph(model, Batch(2, 500, layer_tile_tokens=n)))[2] for n in (None, tile))
+    product = 2 * 1000 * model.hidden_size * model.ffn_hidden_size
+    assert flop(tiled.forward) == flop(whole.forward)
+    assert flop(tiled.backward) == flop(whole.backward) + 2 * product
+    assert flop(tiled.recompute) == flop(whole.recompute) - 2 * product
+    assert tiled.saved_bytes < whole.saved_bytes / 5
+
+
+def test_layers_in_tiles_are_planned_where_they_are_better() -> None:
+    plan = make_plan(LONG, max_simulations=20)
+    assert f"layers in tiles of {plan.decisions.layer_tile_tokens} tokens" in describe(plan.decisions, plan.units())
+    verify(plan)
+    trial = without(Bench(plan), next(trick for trick in TRICKS if trick.key == "layers-in-tiles"))
+    assert trial is not None
+    assert trial.missing_bytes or trial.iteration_s > plan.prediction.iteration_s
 
 
 def test_the_default_micro_batch_of_long_sequences_is_small() -> None:

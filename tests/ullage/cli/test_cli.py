@@ -31,6 +31,7 @@ REQUEST = {
     "--expert-parallel",
     "--expert-units",
     "--loss-tile",
+    "--layer-tile",
     "--storage",
     "--expert-load",
     "--accumulate",
