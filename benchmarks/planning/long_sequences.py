@@ -1,7 +1,8 @@
-"""How long a sequence fits, with the loss in tiles and without? ``python benchmarks/planning/long_sequences.py``.
+"""How long a sequence fits, with tiles of tokens and without? ``python benchmarks/planning/long_sequences.py``.
 
 The longest sequence of Llama-3-8B, one at a time, with AdamW, on one RTX 4090, one H100 and 8 H100, as
-``ullage whatif --question longest`` finds it: with all logits at once, and with tiles where the planner likes them.
+``ullage whatif --question longest`` finds it: with all tokens at once, with tiles of the loss, and with tiles of norms
+and MLPs too, each where the planner likes them.
 """
 
 import json
@@ -15,7 +16,12 @@ from benchmarks.origin import origin, write_result
 
 MODEL = "llama-3-8b"
 MACHINES = (("rtx-4090", 1), ("h100", 1), ("h100", 8))
-WAYS = {"all logits at once": ("--loss-tile", "100000000"), "in tiles where that is better": ()}
+ALL = "100000000"
+WAYS = {
+    "nothing": ("--loss-tile", ALL, "--layer-tile", ALL),
+    "the loss": ("--layer-tile", ALL),
+    "the loss, norms and MLPs": (),
+}
 OUTPUT = Path(__file__).parents[1] / "results" / "long_sequences.json"
 
 
@@ -35,7 +41,7 @@ def main() -> None:
     """Ask for every machine and way, and write what is found."""
     began = origin()
     rows = [
-        {"machine": machine, "num_devices": count, "loss": way, "longest_seq_len": longest(machine, count, options)}
+        {"machine": machine, "num_devices": count, "in_tiles": way, "longest_seq_len": longest(machine, count, options)}
         for machine, count in MACHINES
         for way, options in WAYS.items()
     ]

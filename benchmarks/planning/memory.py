@@ -14,6 +14,8 @@ goes on the device, against the plan's ledger.
 
 *tiles*: the same of plans with the loss in tiles, a long sequence among them.
 
+*layers*: the same of plans with norms and MLPs in tiles.
+
 With a substring only cases whose name has it are measured again.
 """
 
@@ -112,6 +114,11 @@ TILES = (
     ("llama-32k", 1, 2048, "bf16", "activations", "450MB", 256),
     ("gpt2", 1, 1024, "bf16", "never", "600MB", 256),
     ("llama-20m", 1, 8192, "bf16", "activations", "400MB", 1024),
+)
+LAYERS = (
+    ("llama-20m", 1, 4096, "fp32", "never", "400MB", 512),
+    ("llama-20m", 1, 8192, "bf16", "never", "300MB", 512),
+    ("llama-20m", 1, 8192, "bf16", "activations", "280MB", 1024),
 )
 
 
@@ -227,6 +234,14 @@ def tiled(
     return executed(name, micro_batch, seq_len, dtype, 1, device_memory, *options)
 
 
+def layers(
+    name: str, micro_batch: int, seq_len: int, dtype: str, storage: str, device_memory: str, num_tokens: int
+) -> dict[str, Any]:
+    """Plan norms and MLPs in tiles for a small device, and the loss too, and execute."""
+    options = ("--storage", storage, "--layer-tile", str(num_tokens), "--loss-tile", str(num_tokens))
+    return executed(name, micro_batch, seq_len, dtype, 1, device_memory, *options)
+
+
 def executed(
     name: str, micro_batch: int, seq_len: int, dtype: str, count: int, device_memory: str, *options: str
 ) -> dict[str, Any]:
@@ -279,13 +294,17 @@ def cases() -> dict[str, tuple[Any, tuple[Any, ...]]]:
         name, micro_batch, seq_len, dtype, storage, device_memory, num_tokens = tiles
         words = f"{name} {dtype} {micro_batch}x{seq_len}, {num_tokens} at once, offload {storage} in {device_memory}"
         found[f"tiles: {words}"] = tiled, tiles
+    for tiles in LAYERS:
+        name, micro_batch, seq_len, dtype, storage, device_memory, num_tokens = tiles
+        words = f"{name} {dtype} {micro_batch}x{seq_len}, {num_tokens} at once, offload {storage} in {device_memory}"
+        found[f"layers: {words}"] = layers, tiles
     return found
 
 
 def summary(results: dict[str, Any]) -> dict[str, Any]:
     """Return what all cases of a kind together say."""
     found = {}
-    for kind in ("in memory", "executed", "adapters", "tiles"):
+    for kind in ("in memory", "executed", "adapters", "tiles", "layers"):
         errors = {name: case["error"] for name, case in results.items() if name.startswith(kind)}
         if errors:
             worst = max(errors, key=lambda name: abs(errors[name]))

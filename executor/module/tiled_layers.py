@@ -1,4 +1,4 @@
-"""Norms and MLPs of layers that compute a tile of tokens at a time.
+"""Norms and MLPs that compute a tile of tokens at a time.
 
 [Note: Tiled layers] Norms and MLPs compute each token by itself. What they hold meanwhile is most of what a layer
 holds: the MLP of Llama-3-8B and the norm before it save 150 kB for each token in bf16, and backward needs more. A tiled
@@ -68,7 +68,9 @@ class TiledModule:
         rows = hidden.flatten(0, -2)
         result: Tensor | None = None
         with running_again():
-            for start, inputs in zip(range(0, len(rows), self.num_tokens), rows.split(self.num_tokens), strict=True):
+            for start, inputs in zip(
+                range(0, len(rows), self.num_tokens), torch.split(rows, self.num_tokens), strict=True
+            ):
                 made = self.run(inputs)
                 if result is None:
                     result = made.new_empty((len(rows), made.shape[-1]))

@@ -86,7 +86,7 @@ class Constraints(Frozen):
         expert_units: units into which a rank's experts of a layer are divided; by default units that are large enough
             to be worth moving.
         loss_tile_tokens: tokens whose logits exist at a time; see [Note: Tiles] in :mod:`planner.choices.tiles`.
-        layer_tile_tokens: tokens for which norms and MLPs of layers compute at a time; see there.
+        layer_tile_tokens: tokens for which norms and MLPs compute at a time; see there.
         storage: storage that may be used beside device and host; see :data:`planner.terms.Storage`.
     """
 

@@ -88,19 +88,24 @@ def _tiled(job: Job, choice: Choice, constraints: Constraints) -> Iterator[Choic
     Raises:
         ModelConfigError: the model has nothing that can be computed in the tiles that are wanted.
     """
-    loss, layers = constraints.loss_tile_tokens, constraints.layer_tile_tokens
-    _check_tiles(job.model, choice, loss, layers)
+    _check_tiles(job.model, choice, constraints.loss_tile_tokens, constraints.layer_tile_tokens)
     batch = batch_of(choice, job.seq_len, job.precision, job.expert_load)
-    losses, ways = [loss], [layers]
+    found = [with_tiles(choice, batch.num_tokens, constraints.loss_tile_tokens, constraints.layer_tile_tokens)]
     if choice.pipeline_parallel == 1:
-        units = _units(job.model, batch)
-        if loss is None and (tokens := tile_of(job.model, batch, units, job.hardware.device)) is not None:
-            losses.append(tokens)
-        if layers is None and (tokens := layer_tile_of(job.model, batch, units, job.hardware.device)) is not None:
-            ways.append(tokens)
-    # Whole logits take more than any layer, so layers in tiles go with tiles of the loss, where these are worth it.
-    options = [(tokens, ways[0]) for tokens in losses] + [(losses[-1], tokens) for tokens in ways[1:]]
-    yield from dict.fromkeys(with_tiles(choice, batch.num_tokens, *option) for option in options)
+        ways = found.copy()
+        if constraints.layer_tile_tokens is None:
+            tokens = layer_tile_of(job.model, batch, _units(job.model, batch), job.hardware.device)
+            ways.append(with_tiles(found[0], batch.num_tokens, layers=tokens))
+        if constraints.loss_tile_tokens is None:
+            # Whole logits take more than any layer, so tiles of layers go with those of the loss, where these are worth
+            # it.
+            for way in ways:
+                batch = batch_of(way, job.seq_len, job.precision, job.expert_load)
+                tokens = tile_of(job.model, batch, _units(job.model, batch), job.hardware.device)
+                found.append(with_tiles(way, batch.num_tokens, loss=tokens))
+        else:
+            found += ways
+    yield from dict.fromkeys(found)
 
 
 def _check_tiles(model: Model, choice: Choice, loss: int | None, layers: int | None) -> None:

@@ -27,7 +27,7 @@ class Sharding(Frozen):
         expert_units: units into which a rank's experts of a layer are divided.
         loss_tile_tokens: tokens whose logits exist at a time, see [Note: Tiled logits] in
             :mod:`executor.module.tiled_logits`; ``None``: all of the micro-batch.
-        layer_tile_tokens: tokens for which norms and MLPs of layers compute at a time, see [Note: Tiled layers] in
+        layer_tile_tokens: tokens for which norms and MLPs compute at a time, see [Note: Tiled layers] in
             :mod:`executor.module.tiled_layers`; ``None``: all of the micro-batch.
         zero_stage: what data-parallel ranks shard: 1 and 2 optimizer state and gradients, 3 parameters too.
         subgroup_params: the most parameters of one subgroup, the grain of the optimizer step.

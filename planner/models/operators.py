@@ -27,7 +27,7 @@ class Batch:
         expert_load: shares of all visits that go to each expert, one row for all layers or one for each; empty if
             they are equal.
         loss_tile_tokens: tokens whose logits exist at a time; ``None``: all.
-        layer_tile_tokens: tokens for which norms and MLPs of layers compute at a time; ``None``: all.
+        layer_tile_tokens: tokens for which norms and MLPs compute at a time; ``None``: all.
     """
 
     micro_batch: int

@@ -100,7 +100,7 @@ class Request:
         tensor_parallel, pipeline_parallel, expert_parallel: how devices share the model.
         expert_units: units into which a rank's experts of a layer are divided.
         loss_tile_tokens: tokens whose logits exist at a time; as many as a micro-batch has, or more: all.
-        layer_tile_tokens: tokens for which norms and MLPs of layers compute at a time; likewise.
+        layer_tile_tokens: tokens for which norms and MLPs compute at a time; likewise.
         expert_load: shares of all visits that go to each expert; see :class:`planner.graph.Batch`.
         storage: storage that may be used beside device and host; see :data:`planner.terms.Storage`.
     """

@@ -96,7 +96,10 @@ def head_operators(config: ModelConfig, batch: Batch, specs: Mapping[str, Parame
         owned = [f"{norm}.weight"] + ([f"{norm}.bias"] if config.norm == "layernorm" else [])
         own = rows // batch.tensor_parallel  # [Note: Sequence parallelism]
         normalize = megatron_core.norm(own, hidden, e) if batch.is_core else norm_work(config, batch, around=False)
-        operators.append(make(norm, "norm", Pattern.REPLICATE, normalize, rows * hidden * e, *owned))
+        if (tile := batch.layer_tile_tokens) is not None:
+            normalize = tiled.rms_norm(rows, hidden, e, tile)
+        made = make(norm, "norm", Pattern.REPLICATE, normalize, rows * hidden * e, *owned)
+        operators.append(dataclasses.replace(made, in_tiles=tile is not None))
     if width != hidden:
         name = f"{path}.project_out"
         project = work.with_memory(work.linear(rows, hidden, width, e, bias=False), rows * hidden * e)

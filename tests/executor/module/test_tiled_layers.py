@@ -48,7 +48,9 @@ SIZES = {
 
 def tiled_parts(model):
     """Return the norms and MLPs of its layers."""
-    return [module for name, module in model.named_modules() if name.endswith(("layernorm", ".mlp"))]
+    return [
+        module for name, module in model.named_modules() if name.endswith(("norm", ".mlp")) and "self_attn" not in name
+    ]
 
 
 def pair(dtype=torch.float32, tile=TILE, **changes):

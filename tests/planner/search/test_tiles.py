@@ -90,7 +90,7 @@ def test_layers_in_tiles_are_compared_if_one_takes_a_fifth_of_the_device() -> No
     assert [variant.choice.tiles for variant in LONG.variants()] == [
         {"loss_tile_tokens": None, "layer_tile_tokens": None},
         {"loss_tile_tokens": 4096, "layer_tile_tokens": None},
-        {"loss_tile_tokens": 4096, "layer_tile_tokens": 8192},
+        {"loss_tile_tokens": 2048, "layer_tile_tokens": 8192},
     ]
     assert layer_tiles(dataclasses.replace(LONG, seq_len=32768)) == [None, None]
     assert layer_tiles(dataclasses.replace(LONG, seq_len=512, layer_tile_tokens=100)) == [100]

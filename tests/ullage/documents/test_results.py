@@ -85,6 +85,7 @@ def memory() -> Iterator[tuple[str, ...]]:
         "executed": "executed plans that offload, device and host",
         "adapters": "executed plans of adapters, likewise",
         "tiles": "executed plans with the loss in tiles, likewise",
+        "layers": "executed plans with norms and MLPs in tiles too, likewise",
     }
     for kind, what in words.items():
         row = summary[kind]
@@ -95,7 +96,7 @@ def long_sequences() -> Iterator[tuple[str, ...]]:
     words = {"rtx-4090": "RTX 4090", "h100": "H100"}
     for row in result("long_sequences.json")["rows"]:
         longest = (f"{row['longest_seq_len'][kind]:,}" for kind in ("never", "activations", "nvme"))
-        yield f"{row['num_devices']} x {words[row['machine']]}", row["loss"], *longest
+        yield f"{row['num_devices']} x {words[row['machine']]}", row["in_tiles"], *longest
 
 
 def calibration() -> Iterator[tuple[str, ...]]:

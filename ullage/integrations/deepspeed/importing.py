@@ -5,9 +5,9 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from hwprofiles.profile import HardwareProfile
-from planner.decisions import BF16, Precision
+from planner.decisions import BF16, REDUCE_BUCKET_PARAMS, Precision
 from planner.engines.deepspeed import DeepSpeed, configured
-from planner.engines.policies import MAX_LIVE_PARAMS, MAX_REUSE_PARAMS, PREFETCH_BUCKET_PARAMS, REDUCE_BUCKET_PARAMS
+from planner.engines.policies import MAX_LIVE_PARAMS, MAX_REUSE_PARAMS, PREFETCH_BUCKET_PARAMS
 from planner.optimizers import Optimizer
 from planner.plan.document import Plan
 from planner.plan.planning import InfeasibleError, Request, make_plan, prepare
