@@ -22,6 +22,7 @@ from training import (
 
 from executor.module.binding import unit_modules
 from executor.module.compilation import CompileError, compile_module, compiled_modules
+from executor.module.tiled_layers import tile_modules
 from planner.schedule.tasks import Tier
 
 # Neither needs a compiler: the first runs torch's own kernels one by one, the second what Inductor would fuse.
@@ -167,3 +168,20 @@ def test_blocks_that_ranks_share_are_compiled_between_what_they_exchange(process
         assert set(graphs) == {graphs[0]}, "nothing is compiled again"
         assert all(final[name].tobytes() == values.tobytes() for name, values in found[0][1].items()), "ranks agree"
         assert any(final[name].tobytes() != values.tobytes() for name, values in others.items()), "really compiled"
+
+
+@pytest.mark.part(0)
+def test_compiled_blocks_compute_in_tiles():
+    """What tiles need, the last and smaller one too, is compiled within some iterations, and then no more."""
+    task = Task("llama", torch.bfloat16, num_micro_batches=2)
+    graphs = []
+    settings = {"layer_tile_tokens": 5, "num_param_slots": 1}
+    got = executed(task, mixed, PLAIN, lambda _: graphs.append(counters["stats"]["unique_graphs"]), **settings)
+    assert graphs[-1] == graphs[-2], "at last nothing is compiled again"
+    assert not counters["graph_break"]
+    model = make_model(task)
+    units = tuple(unit for unit in model_units(task.family) if not decide(task, mixed).units[unit.name].offloads)
+    for module in compiled_modules(model, units, unit_modules(model, model_units(task.family))):
+        module.forward = compile_module(module, "", PLAIN)
+    tile_modules([m for name, m in model.named_modules() if name.endswith(("norm", ".mlp"))], 5)
+    assert_same(got, (train(task, model, ReferenceOptimizer(make_optimizer(task, model))), weights(model)))
