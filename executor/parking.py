@@ -156,7 +156,7 @@ class Parking:
         unit.own_weights = place.get(id(own), own)
         self._undo.append(_setting(unit, device, own, unit.frozen))
         if unit.frozen is not None and (there := place.get(id(unit.frozen.own))) is not None:
-            unit.frozen = dataclasses.replace(unit.frozen, own=there, device=there)
+            unit.frozen = dataclasses.replace(unit.frozen, own=there)
         for leaf in (shard.leaf for shard in unit.shards() if hides and unit.slot < 0):
             with unguarded():
                 self._undo.append(_showing(leaf, leaf.data))

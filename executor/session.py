@@ -30,7 +30,7 @@ from executor.module.batches import bind_batches
 from executor.module.binding import bind, bind_state_dict, no_compile
 from executor.module.empty import take_off_meta
 from executor.module.guards import bind_guards
-from executor.module.naming import Naming
+from executor.module.naming import PROMPT, Naming, prompts_of
 from executor.module.quantized import bind_quantized
 from executor.optimizer.table import OptimizerEntry
 from executor.options import SessionOptions, backend_of
@@ -198,31 +198,48 @@ class Session:
     def stream_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield all weights, one at a time, under the names and in the form that ``transformers`` writes to files.
 
-        Take them between two iterations, also while parked, and use each before the next is asked for: it may be a
-        view of memory that then has other values. Nothing is copied that is whole in memory. All ranks
+        Of a model with adapters of ``peft`` these are the adapters' weights, as ``peft`` writes them: the base stays
+        as it is. Take weights between two iterations, also while parked, and use each before the next is asked for: it
+        may be a view of memory that then has other values. Nothing is copied that is whole in memory. All ranks
         iterate together, to the end.
 
         Args:
             dtype: of weights; left out, that of the plan. In another one they are made of the float32 master copies.
 
         Raises:
-            OutOfOrderError: in the middle of an iteration.
+            OutOfOrderError: in the middle of an iteration; or parked, and a prompt is computed from other weights.
             ValueError: the model has no weights yet.
         """
         naming = self.naming()
-        kept = naming.saved_names()
+        weights = self.reader(dtype)
+        if not naming.adapters:
+            kept = naming.saved_names()
+            for conversion in naming.to_files(kept):
+                yield from conversion.apply(lambda plain: weights(naming.tensors[kept[plain]])).items()
+            return
+        encoded = [adapter for adapter in naming.adapters if naming.is_encoded(adapter)]
+        if encoded and self.runtime.parked:
+            raise OutOfOrderError(
+                f"the prompt of adapter {encoded[0]} is computed from other weights, on the device; take it before "
+                "session.park() or after session.unpark()"
+            )
+        prompts = prompts_of(self.model, encoded)
+        for adapter, theirs, name in naming.in_adapter_files():
+            is_prompt = adapter in prompts and naming.adapters[adapter].get(PROMPT) == name
+            yield theirs, prompts[adapter] if is_prompt else weights(naming.tensors[name])
+
+    def reader(self, dtype: torch.dtype | None = None) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Return a function that returns the whole weights of one of the model's tensors, as :meth:`stream_weights`."""
         wanted = dtype or self.runtime.state.dtype
         from_masters = self.runtime.parked or wanted != self.runtime.state.dtype
         masters = self.access.masters()
 
-        def read(plain: str) -> torch.Tensor:
-            tensor = naming.tensors[kept[plain]]
+        def read(tensor: torch.Tensor) -> torch.Tensor:
             if (name := self._names.get(id(tensor))) is None:
                 return tensor
             return masters(name).to(wanted) if from_masters else self.access.weights(name)
 
-        for conversion in naming.to_files(kept):
-            yield from conversion.apply(read).items()
+        return read
 
     def park(self, *, keep_weights: bool = False) -> Moved:
         """Give all device memory of the session back, between two steps; all ranks do so together.

@@ -40,6 +40,7 @@ class StateAccess:
         )
         self._current_in = _NEVER  # the iteration before which resident weights were last made current
         self._in_slot: dict[int, str] = {}
+        self._gathered = "", torch.empty(0)  # frozen weights of a unit whose ranks hold shards, while parked
         self._is_changing = False
         self.is_evaluating = False
 
@@ -159,6 +160,7 @@ class StateAccess:
     def forget_current(self) -> None:
         """Bring weights to the device again before their next use: it has lost them."""
         self._current_in = _NEVER
+        self._gathered = "", torch.empty(0)
 
     def evaluate(self, unit: str) -> None:
         """Bring all weights that a unit uses to the device, for a forward without training.
@@ -196,12 +198,16 @@ class StateAccess:
     def _bytes(self, unit: UnitState, parameter: FrozenParameter) -> torch.Tensor:
         frozen, own = unit.frozen, slice(parameter.start, parameter.stop)
         assert frozen is not None
+        if frozen.is_sharded and not self._runtime.parked:
+            self._fill_slot(unit)
+            return frozen.device[own].to("cpu", copy=True)
+        frozen.read()
+        kept = frozen.host if len(frozen.host) else frozen.own
         if not frozen.is_sharded:
-            frozen.read()
-            kept = (frozen.host if len(frozen.host) else frozen.device)[own]
-            return kept if frozen.file is None else kept.clone()
-        self._fill_slot(unit)
-        return frozen.device[own].to("cpu", copy=True)
+            return kept[own] if frozen.file is None else kept[own].clone()
+        if self._gathered[0] != unit.name:
+            self._gathered = unit.name, unit.unsharded(kept)
+        return self._gathered[1][own]
 
     def _fill_slot(self, unit: UnitState) -> None:
         if self._in_slot.get(unit.slot) != unit.name:

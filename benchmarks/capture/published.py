@@ -21,10 +21,12 @@ from planner.models.registry import list_models
 from planner.plan.document import load_plan
 
 MODELS: Final = (
-    *("gemma-2-27b", "phi-2", "phi-4", "gpt-neox-20b", "olmo-2-32b", "olmo-3-32b", "falcon-40b", "glm-4-32b"),
-    *("seed-oss-36b", "bloom-7b1", "deepseek-v2", "deepseek-v3", "glm-4.5", "gpt-oss-120b", "llama-4-maverick"),
-    *("qwen3-next-80b-a3b", "olmoe-1b-7b", "phi-3.5-moe", "mamba2-codestral-7b"),
-    *("bert-large", "modernbert-large", "deberta-v3-large", "t5-11b", "whisper-large-v3", "vit-huge"),
+    *("gemma-2-27b", "gemma-3-1b", "phi-2", "phi-4", "gpt-neox-20b", "olmo-2-32b", "olmo-3-32b", "falcon-40b"),
+    *("glm-4-32b", "granite-3.3-8b", "command-r", "smollm3-3b", "starcoder2-7b", "seed-oss-36b", "bloom-7b1"),
+    *("deepseek-v2", "deepseek-v3", "glm-4.5", "gpt-oss-120b", "llama-4-scout", "llama-4-maverick"),
+    *("qwen1.5-moe-a2.7b", "qwen3-next-80b-a3b", "olmoe-1b-7b", "phi-3.5-moe", "mamba-2.8b", "mamba2-codestral-7b"),
+    *("bert-large", "roberta-large", "modernbert-large", "deberta-v3-large", "bart-large", "t5-11b"),
+    *("whisper-large-v3", "vit-huge", "dinov2-giant"),
     *("gemma-3-27b", "llava-1.5-7b", "paligemma-3b", "qwen2.5-vl-72b"),
 )
 BOUND_S: Final = 30.0

@@ -30,6 +30,7 @@ from executor.distributed.shards import BindingError
 from executor.memory.activations import OffloadedActivations, SegmentOffload
 from executor.module.guarded_parameters import unguarded
 from executor.module.guards import OWN_CHECKPOINTING
+from executor.module.naming import KEYS_ALONE
 from executor.module.tiled_layers import tile_modules
 from executor.module.tiled_logits import tile_head
 from executor.packed import StoredParameter
@@ -169,6 +170,8 @@ def bind_state_dict(
     """
 
     def after(module: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: object) -> None:
+        if KEYS_ALONE.get():
+            return
         own = [(name, p) for name, p in module.named_parameters(recurse=False) if prefix + name in state_dict]
         for stored in (StoredParameter(parameter, module) for _, parameter in own):
             if stored.is_quantized:  # its scales have entries of their own

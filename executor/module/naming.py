@@ -6,6 +6,7 @@ has one bank of all, or query, key and value in one. ``transformers`` lists this
 """
 
 import contextlib
+import contextvars
 import copy
 import dataclasses
 import re
@@ -22,6 +23,8 @@ _WRAPPED: Final = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^
 PROMPT: Final = "prompt_embeddings"
 """What ``peft`` calls the only tensor in the file of a prompt: what its encoder makes."""
 _PROMPTS: Final = frozenset({"PROMPT_TUNING", "PREFIX_TUNING", "P_TUNING"})
+KEYS_ALONE: Final = contextvars.ContextVar("keys_alone", default=False)
+"""Whether only keys of ``state_dict()`` are looked at, as ``peft`` does for modules that are saved whole."""
 _OF_PROMPT: Final = "get_prompt_embedding_to_save"  # the method of a ``PeftModel`` that makes it
 
 
@@ -119,6 +122,15 @@ class Naming:
             for name in self.tensors
             if name.startswith(prefix) and (name not in added or ".modules_to_save." in name)
         }
+
+    def in_adapter_files(self) -> Iterator[tuple[str, str, str]]:
+        """Yield of each adapter's tensors the adapter, the tensor's name in files, and a name of it in the model.
+
+        Of several adapters, names in files begin with the folder of the adapter's own file, as ``peft`` has it.
+        """
+        for adapter, names in self.adapters.items():
+            folder = f"{adapter}/" if len(self.adapters) > 1 and adapter != "default" else ""
+            yield from ((adapter, folder + theirs, name) for theirs, name in names.items())
 
     def is_encoded(self, adapter: str) -> bool:
         """Return whether an adapter is a prompt that is computed from further weights than its embedding."""
@@ -260,9 +272,19 @@ def _adapter_names(model: nn.Module, adapter: str, tensors: Mapping[str, torch.T
     names = {id(tensor): name for name, tensor in tensors.items()} | {id(mark): name for name, mark in marks.items()}
     prompt = torch.empty(2, 2, device="meta")
     names[id(prompt)] = f"prompt_encoder.{adapter}.embedding.weight"
-    with prompt_given(model, {adapter: prompt}):
+    with prompt_given(model, {adapter: prompt}), keys_alone():
         found = get_peft_model_state_dict(model, marks, adapter, save_embedding_layers=False)
     yield from ((name, names[id(found_as)]) for name, found_as in found.items())
+
+
+@contextlib.contextmanager
+def keys_alone() -> Iterator[None]:
+    """Say that of any ``state_dict()`` in it only keys are looked at: no session is asked for values."""
+    before = KEYS_ALONE.set(True)
+    try:
+        yield
+    finally:
+        KEYS_ALONE.reset(before)
 
 
 @contextlib.contextmanager

@@ -43,6 +43,8 @@ def weights_folder(weights: str | Path) -> Path:
     """
     if not isinstance(weights, str | Path):
         raise TypeError(f"the weights are {weights!r}; give the path of a folder, or the name of a model on a hub")
+    if not str(weights):
+        raise WeightsError("the folder of weights has no name; give its path, or the name of a model on a hub")
     folder = Path(weights).expanduser()
     if folder.is_dir():
         return folder

@@ -10,7 +10,7 @@ from typing import Any, Final, Literal
 import torch
 
 from executor.checkpoint import Files
-from executor.module.naming import PROMPT, Naming, prompt_given, prompts_of
+from executor.module.naming import PROMPT, Naming, keys_alone, prompt_given, prompts_of
 from executor.prepare import OffloadedOptimizer, check_prepared
 from executor.session import Session
 from executor.weights.files import WeightsError
@@ -76,12 +76,16 @@ def save(
         if session.collectives.any(failure is not None):
             raise failure or OSError(f"rank 0 could not write {folder}; its own error says why")
         prompts = prompts_of(session.model, naming.adapters)
-        values = _adapter_values(session, naming) if naming.adapters else session.stream_weights(weights_dtype)
+        values = (
+            _adapter_values(session, naming, weights_dtype)
+            if naming.adapters
+            else session.stream_weights(weights_dtype)
+        )
         try:
             if session.collectives.rank:
                 pass
             elif naming.adapters:
-                with prompt_given(session.model, prompts), new.naming():
+                with prompt_given(session.model, prompts), keys_alone(), new.naming():
                     session.model.save_pretrained(  # type: ignore[operator]
                         str(new.path), state_dict=dict(values), save_embedding_layers=False
                     )
@@ -109,16 +113,13 @@ def _check_options(folder: object, dtype: object, tokenizer: object, max_shard_b
         raise TypeError(f"the tokenizer is {type(tokenizer).__name__}; give one of transformers, or leave it out")
 
 
-def _adapter_values(session: Session, naming: Naming) -> Iterator[tuple[str, torch.Tensor]]:
+def _adapter_values(session: Session, naming: Naming, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors of all adapters, by their names in the model, on the host."""
+    weights = session.reader(dtype)
     for names in naming.adapters.values():
         for theirs, name in names.items():
-            tensor = naming.tensors[name]
-            if theirs == PROMPT:
-                continue  # :func:`prompts_of` has made it
-            if isinstance(tensor, torch.nn.Parameter):
-                tensor = session.access.weights(session.name_of(tensor))
-            yield name, tensor.to("cpu", copy=True)
+            if theirs != PROMPT:  # :func:`prompts_of` has made it
+                yield name, weights(naming.tensors[name]).to("cpu", copy=True)
 
 
 def _saved_config(folder: Path) -> dict[str, Any]:

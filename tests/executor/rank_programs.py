@@ -784,7 +784,9 @@ def parked_on_the_way(rank: int, _size: int, task: Task, decisions: Decisions):
 
         def between(_iteration):
             session.park()
+            session.access._fill_slot = None  # nothing may be brought to the device
             found = {name: values.clone() for name, values in session.stream_weights()}
+            del session.access._fill_slot
             session.unpark()
             assert all(torch.equal(found[name], values) for name, values in session.full_parameters().items())
 

@@ -18,6 +18,7 @@ from weights_objects import adapted, captured_units, made, made_of, on_meta, pla
 
 from executor.prepare import prepare_session
 from executor.weights import WeightsError, files, load, save
+from planner.schedule.loop import OutOfOrderError
 from ullage.capture.recording import find_loss
 
 AUTO = transformers.AutoModelForCausalLM
@@ -226,6 +227,11 @@ def test_adapters_are_saved_as_peft_loads_them(kind, tmp_path):
             "adapter_config.json",
             "adapter_model.safetensors",
         }
+        in_file = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+        assert_same(dict(session.stream_weights()), in_file)
+        session.park()
+        assert_same({name: values.clone() for name, values in session.stream_weights()}, in_file)
+        session.unpark()
         again = peft.PeftModel.from_pretrained(AUTO.from_pretrained(tmp_path / "source"), tmp_path / "adapter")
         found = dict(again.named_parameters())
         assert_same({name: found[name] for name in wanted}, wanted)
@@ -237,13 +243,14 @@ def test_adapters_are_saved_as_peft_loads_them(kind, tmp_path):
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("kind", ["prompt", "prefix", "encoded"])
-def test_prompts_are_saved_as_peft_loads_them(kind, num_ranks, processes, tmp_path):
+@pytest.mark.parametrize("kind", ["prompt", "prefix", "encoded", "a head"])
+def test_prompts_and_heads_are_saved_as_peft_loads_them(kind, num_ranks, processes, tmp_path):
     peft = pytest.importorskip("peft")
     config = {
         "prompt": peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
         "prefix": peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
         "encoded": peft.PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=4, encoder_hidden_size=16),
+        "a head": peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"]),
     }[kind]
     made("llama", torch.float32, tmp_path)
     inputs = {name: torch.ones(2, 8, dtype=torch.long) for name in ("input_ids", "labels")}
@@ -262,12 +269,22 @@ def test_prompts_are_saved_as_peft_loads_them(kind, num_ranks, processes, tmp_pa
     model = peft.get_peft_model(AUTO.from_pretrained(tmp_path / "source"), config).train()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     model, optimizer = prepare_session(model, torch.optim.AdamW(trained, lr=1e-2), units, decisions)
-    with optimizer.session:
+    in_file = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    with optimizer.session as session:
         if kind == "encoded":
             with pytest.raises(WeightsError, match="the prompt that an encoder made, but the model trains the encoder"):
                 load(optimizer, tmp_path / "adapter")
+            assert {name: values.shape for name, values in session.stream_weights()} == {
+                name: values.shape for name, values in in_file.items()
+            }
+            session.park()
+            with pytest.raises(OutOfOrderError, match="computed from other weights, on the device; take it before"):
+                next(session.stream_weights())
             return
         load(optimizer, tmp_path / "adapter")
+        session.park()
+        assert_same(dict(session.stream_weights()), in_file)
+        session.unpark()
         model.eval()
         with torch.no_grad():
             assert float(model(**inputs).loss) == wanted

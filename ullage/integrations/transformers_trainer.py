@@ -78,6 +78,7 @@ class _Offloaded(transformers.Trainer):
 
     ullage_options: Options
     _offloaded: OffloadedOptimizer | None = None
+    _given: torch.optim.Optimizer | None = None
     _of_model: nn.Module | None = None
 
     @property
@@ -118,10 +119,13 @@ class _Offloaded(transformers.Trainer):
         return data.to(torch.bfloat16) if is_float and self._precision else data
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Make the optimizer, and put it and the model under a plan, once."""
+        """Make the optimizer, and put it and the model under a plan: once, and again after :meth:`close`."""
         if self._of_model is self.model and self.optimizer is not None:
-            return self.optimizer
-        given = super().create_optimizer(model)
+            assert self._offloaded is not None
+            if not self._offloaded.session.closed:
+                return self.optimizer
+            self.optimizer = self._given
+        self._given = given = super().create_optimizer(model)
         self.close()  # that of another model, which model_init has replaced
         assert self.model is not None
         args = self.args
@@ -135,8 +139,16 @@ class _Offloaded(transformers.Trainer):
         self.optimizer, self._of_model = self._offloaded, self.model
         # The plan reduces gradients over ranks: `accelerate` must not wrap the model in DistributedDataParallel.
         setattr(self.model, _PREPARED, True)
+        self.remove_callback(_Measurements)
         self.add_callback(_Measurements(self._offloaded))
         return self._offloaded
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        """Return the norm for the log; none if the plan does not wait for all gradients, as nobody clips them."""
+        assert self._offloaded is not None
+        if grad_norm is None and not self._offloaded.plan.decisions.clip:
+            return None
+        return super()._get_grad_norm(model, grad_norm)  # type: ignore[no-untyped-call]
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Save the model from rank 0, with weights that all ranks gather together."""
@@ -167,7 +179,9 @@ class _Offloaded(transformers.Trainer):
         with _preserved_rng_state():
             loader = self.get_train_dataloader()
             batch = _collated(loader, self.args.train_batch_size)
-        return {name: value for name, value in batch.items() if isinstance(value, Tensor)}
+        tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
+        tokens = tensors.get("input_ids")  # beside which TRL gives packed batches the places where documents begin
+        return {name: value for name, value in tensors.items() if tokens is None or len(value) == len(tokens)}
 
 
 def _collated(loader: Any, num_rows: int) -> Mapping[str, Any]:
@@ -177,11 +191,18 @@ def _collated(loader: Any, num_rows: int) -> Mapping[str, Any]:
     else:
         step = max(len(data) // _MOST_ROWS, 1)
         rows = sorted(range(0, len(data), step), key=lambda row: _length(data[row]), reverse=True)[:num_rows]
-        batch = loader.collate_fn([data[row] for row in rows])
+        try:
+            batch = loader.collate_fn([data[row] for row in rows])
+        except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(
+                f"the longest rows of the training data make no batch ({type(error).__name__}: {error}); give "
+                "dictionaries as rows, and a data_collator that pads them to one length"
+            ) from error
     if not isinstance(batch, Mapping):
         raise TypeError(
             f"the trainer's batches are {type(batch).__name__}, not dictionaries; give it a data_collator that returns "
-            "what the model is called with, by name"
+            "what the model is called with, by name. A trainer that generates its batches (GRPO) cannot be planned: "
+            "write a loop of your own around ullage.prepare"
         )
     return batch
 

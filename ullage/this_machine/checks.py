@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple, get_args
 
-from torch import nn
+from torch import Tensor, nn
 
 from hwprofiles.profile import HardwareProfile
 from planner.terms import Storage
@@ -85,4 +85,27 @@ def check_trainable(model: nn.Module) -> None:
         raise ValueError(
             f"all {len(parameters)} parameters of the {type(model).__name__} are frozen; call requires_grad_(True) on "
             "those to train, or put adapters in (peft.get_peft_model)"
+        )
+
+
+def check_tokens(model: nn.Module, batch: object) -> None:
+    """Check that a model knows the tokens of an example batch, which PyTorch would say without a name or a number.
+
+    Models with images may have marks for them beyond their vocabulary, and are not checked.
+
+    Raises:
+        ValueError: it does not.
+    """
+    tokens = batch.get("input_ids") if isinstance(batch, Mapping) else None
+    config = getattr(model, "config", None)
+    size = getattr(config, "vocab_size", None)
+    if not isinstance(tokens, Tensor) or tokens.is_floating_point() or not tokens.numel() or not isinstance(size, int):
+        return
+    if hasattr(config, "vision_config"):
+        return
+    found = [int(token) for token in tokens.aminmax() if not 0 <= token < size]
+    if found:
+        raise ValueError(
+            f"input_ids of the example batch has {found[0]}, but the model knows tokens 0 to {size - 1}; give the "
+            "tokens of its own tokenizer, or resize its embeddings"
         )

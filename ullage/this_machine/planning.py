@@ -27,7 +27,7 @@ from ullage.capture.module import capture_module
 from ullage.capture.records import DTYPES
 from ullage.cli.arguments import parse_bytes
 from ullage.output.progress import search_progress
-from ullage.this_machine.checks import check_trainable
+from ullage.this_machine.checks import check_tokens, check_trainable
 from ullage.this_machine.profile import profile_here
 
 Batch = Mapping[str, Tensor] | Sequence[Tensor] | Tensor
@@ -76,6 +76,7 @@ def plan_here(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, 
     check_unprepared(model)
     check_plain(model)
     check_trainable(model)
+    check_tokens(model, batch)
     free = free_memory(model)
     with torch.random.fork_rng():  # the user's random numbers go on where they were
 

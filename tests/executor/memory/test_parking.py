@@ -68,11 +68,23 @@ def test_on_a_gpu(gpu, monkeypatch, dtype):  # noqa: ARG001 - a GPU
         assert all(torch.equal(final[name], values.cpu()) for name, values in session.full_parameters().items())
 
 
-def test_ranks_park_together(processes):
-    for zero_stage, choose in ((1, uniform("gpu", "gpu")), (3, mixed)):
-        task = Task("gpt2", torch.bfloat16)
-        decisions = decide(task, choose, data_parallel=2, zero_stage=zero_stage)
-        assert_same_bits(processes.call(2, parked_on_the_way, task, decisions), of_ranks(task, 2, decisions))
+FROZEN = frozenset({"transformer.wte.weight", "transformer.h.0.mlp.c_fc.weight", "transformer.h.2.attn.c_attn.weight"})
+
+
+@pytest.mark.parametrize(
+    ("zero_stage", "choose", "frozen"),
+    [
+        (1, uniform("gpu", "gpu"), frozenset()),
+        (3, mixed, frozenset()),
+        (3, uniform("gpu", "gpu"), FROZEN),
+        (3, mixed, FROZEN),
+    ],
+    ids=["1", "3", "3, frozen, resident", "3, frozen"],
+)
+def test_ranks_park_together(processes, zero_stage, choose, frozen):
+    task = Task("gpt2", torch.bfloat16, frozen=frozen)
+    decisions = decide(task, choose, data_parallel=2, zero_stage=zero_stage)
+    assert_same_bits(processes.call(2, parked_on_the_way, task, decisions), of_ranks(task, 2, decisions))
 
 
 def test_what_the_host_has_does_not_move_and_the_prediction_is_that_of_the_link():

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import functools
 import math
+from pathlib import Path
 from typing import Any
 
 import bitsandbytes
@@ -13,6 +14,7 @@ from bitsandbytes import functional
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
 from torch import nn
 from training import ReferenceOptimizer, session_options
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -20,6 +22,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from executor.module.quantized import bind_quantized
 from executor.packed import StoredParameter, stored_parameters
 from executor.prepare import prepare_session
+from executor.weights import save
 from hwprofiles.registry import load_profile
 from planner.costs.model import CostModel
 from planner.decisions import Decisions, Place, Precision, UnitDecision
@@ -262,12 +265,20 @@ def test_evaluating_leaves_packed_weights_as_they_are() -> None:
     assert [*before, *after] == losses(expected_model, reference, 1) + losses(expected_model, reference, 1)
 
 
-def test_a_parked_session_keeps_frozen_weights() -> None:
+def test_a_parked_session_keeps_frozen_weights_and_gives_adapters(tmp_path: Path) -> None:
     model, optimizer = under_a_plan("nf4", torch.bfloat16, "gpu", "keep")
     with optimizer.session as session:
+        before = {name: values.clone() for name, values in session.stream_weights()}
         session.park()
+        masters = {name: values.clone() for name, values in session.stream_weights(torch.float32)}
+        save(optimizer, tmp_path / "adapter", dtype="float32")
         session.unpark()
         assert losses(model, optimizer) == in_memory("nf4", torch.bfloat16)[0]
+    assert all(".lora_" in name for name in before)
+    assert all(torch.equal(masters[name].bfloat16(), values) for name, values in before.items())
+    saved = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert saved.keys() == masters.keys() == before.keys()
+    assert all(torch.equal(saved[name], values) for name, values in masters.items())
 
 
 def test_a_model_that_is_not_quantized_as_planned_is_refused() -> None:

@@ -26,6 +26,7 @@ TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
 TRAINING = [
     ROOT / "docs" / "howto" / name for name in ("train.md", "restrictions.md", "weights.md", "data.md")
 ]  # one goes on from the other
+ALONE = [[ROOT / "docs" / "howto" / name] for name in ("models.md", "adapters.md")]
 LINK = re.compile(r"\]\((?!https?://|#)([^)#]+)(?:#[^)]*)?\)")
 
 
@@ -87,20 +88,30 @@ def test_tutorials_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
             assert main(arguments) == 0, arguments
 
 
-def training_blocks() -> list[str]:
-    text = "\n".join(page.read_text(encoding="utf-8") for page in TRAINING)
+def blocks_of(*pages: Path) -> list[str]:
+    text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
     return re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
 
 
-def test_the_code_of_training_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("pages", [TRAINING, *ALONE], ids=lambda pages: pages[0].stem)
+def test_the_code_of_pages_runs(pages: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    blocks = training_blocks()
-    assert len(blocks) > 7
-    page = types.ModuleType("training_page")
+    blocks = blocks_of(*pages)
+    assert len(blocks) > (7 if len(pages) > 1 else 0)
+    page = types.ModuleType("page")
     monkeypatch.setitem(sys.modules, page.__name__, page)  # a captured model is imported where it is trained
     for block in blocks:
         exec(compile(block, "docs/howto", "exec"), vars(page))  # noqa: S102
+
+
+def test_all_code_of_pages_is_run_or_a_session() -> None:
+    run = {*TRAINING, *(page for pages in ALONE for page in pages)}
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        assert not re.search(r"^```py\n", text, re.MULTILINE), page
+        sessions = [block.startswith(">>> ") for block in blocks_of(page)]
+        assert page in run or page.name == "README.md" or all(sessions), page
 
 
 def imported(source: str) -> Iterator[str]:
@@ -212,7 +223,7 @@ def test_what_training_says_is_refused_is_refused(tmp_path: Path, monkeypatch: p
     """The page of what changes; how the executor fails is tested with it."""
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {"__name__": "training_page"}
-    exec("\n".join(training_blocks()[:3]), names)  # noqa: S102
+    exec("\n".join(blocks_of(*TRAINING)[:3]), names)  # noqa: S102
     names["session"].close()
     x, labels = names["x"], names["labels"]
 

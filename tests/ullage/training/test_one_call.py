@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -206,6 +207,12 @@ class ByValue(Net):
         (Net(), BATCH, {"cores": "all"}, "cores is 'all', but must be 'auto', 'free', or a tuple of the numbers"),
         (Net(), BATCH, {"compile_blocks": "no"}, "compile_blocks is 'no', but must be True or False"),
         (Net(), BATCH, {"checkpoint_buffer_bytes": -1}, "checkpoint_buffer_bytes is -1, but must be bytes, a whole"),
+        (
+            net_with(config=types.SimpleNamespace(vocab_size=100)),
+            {"input_ids": torch.tensor([[3, 100]])},
+            {},
+            "input_ids of the example batch has 100, but the model knows tokens 0 to 99; give the tokens of its own",
+        ),
         (Net(), {}, {}, "the example batch is empty; give one batch of your loop"),
         (Net(), {1: BATCH[0]}, {}, "the example batch has a key 1; name each input as the model's forward does"),
         (

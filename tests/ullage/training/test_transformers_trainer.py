@@ -131,6 +131,9 @@ def test_evaluating_before_training_and_training_twice(tiny_model: Path, tmp_pat
     ours.close()
     assert our_loss == pytest.approx(plain_loss, rel=1e-6)
     same_weights(plain.model, ours.model)
+    ours.train()  # under a new plan
+    assert not ours.optimizer.optimizer.session.closed
+    ours.close()
 
 
 def test_mixed_precision_is_bf16_weights_with_masters_and_checkpointing_is_the_plans(
@@ -139,7 +142,10 @@ def test_mixed_precision_is_bf16_weights_with_masters_and_checkpointing_is_the_p
     ours = trainer(
         ullage.offloaded(Trainer), tiny_model, tmp_path, bf16=True, activation_checkpointing=True, max_steps=2
     )
+    begins = torch.tensor([0, 3, 9], dtype=torch.int32)  # of documents, as TRL packs them
+    ours.data_collator = lambda rows: padded(rows) | {"cu_seq_lens_q": begins}
     ours.train()
+    assert [spec.shape for spec in ours.plan.model.inputs] == [(2, 32)] * 3
     assert ours.plan.decisions.precision.weights == "bf16"
     assert ours.optimizer.optimizer.state_dict()["state"][0]["master"].dtype is torch.float32
     ours.close()
@@ -161,11 +167,24 @@ def test_a_stream_of_data_is_planned_for_its_first_batch(tiny_model: Path, tmp_p
         def __iter__(self):
             return iter(data())
 
-    ours = trainer(ullage.offloaded(Trainer), tiny_model, tmp_path, max_steps=1)
+    ours = trainer(ullage.offloaded(Trainer), tiny_model, tmp_path, max_steps=1, max_grad_norm=0.0)
     ours.train_dataset = Stream()
     ours.train()
     ours.close()
     assert ours.plan.model.inputs[0].shape == (2, 32)
+    assert not ours.plan.decisions.clip
+    assert "grad_norm" not in ours.state.log_history[0]
+
+
+def test_rows_that_make_no_batch_are_told_so(tiny_model: Path, tmp_path: Path) -> None:
+    ours = trainer(ullage.offloaded(Trainer), tiny_model, tmp_path)
+    ours.data_collator = transformers.default_data_collator
+    ours.train_dataset = [{"input_ids": torch.ones(length, dtype=torch.long)} for length in range(3, 9)]
+    with pytest.raises(ValueError, match=r"rows of the training data make no batch .*a data_collator that pads"):
+        ours.train()
+    ours.data_collator = list
+    with pytest.raises(TypeError, match=r"batches are list, not dictionaries; .*\(GRPO\) cannot be planned"):
+        ours.train()
 
 
 @pytest.mark.parametrize(

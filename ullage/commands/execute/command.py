@@ -261,8 +261,9 @@ def _plan(args: argparse.Namespace, options: ExecuteOptions) -> Plan:
             "machine"
         )
     check_names(args)
-    from ullage.commands.execute.data import check_data  # noqa: PLC0415 - torch takes seconds
+    from ullage.commands.execute.data import check_data, check_places  # noqa: PLC0415 - torch takes seconds
     from ullage.commands.execute.planning import planned  # noqa: PLC0415
 
     check_data(options)
+    check_places(options)
     return planned(args, args.output_dir)

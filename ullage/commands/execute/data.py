@@ -4,6 +4,8 @@ from collections.abc import Callable
 from typing import Any, Final, final
 
 from executor.weights.files import weights_folder
+from executor.weights.folder import check_new
+from hwprofiles.files import check_regular, make_folder
 from planner.plan.document import Plan
 from ullage.data import Data
 from ullage.data.files import data_files
@@ -55,6 +57,25 @@ def check_data(options: ExecuteOptions) -> None:
             f"--epochs {options.epochs} and --iterations {options.num_iterations} both say how long to train; give one"
         )
     data_files(options.data)
+
+
+def check_places(options: ExecuteOptions) -> None:
+    """Check that files and weights are where they are said to be, and nothing where the model is to be saved.
+
+    Raises:
+        ValueError: there are none, there is something, or a type is given of nothing that is saved.
+        OSError: there is no such file, or no folder can be made for what is saved.
+    """
+    for path in (options.text, options.tokens):
+        if path is not None:
+            check_regular(path)
+    if options.weights is not None:
+        weights_folder(options.weights)
+    if options.save is not None:
+        make_folder("--save", options.save.absolute().parent)
+        check_new(options.save)
+    elif options.save_dtype is not None:
+        raise ValueError(f"--save-dtype {options.save_dtype} is of what is saved; give --save DIR")
 
 
 def training_data(plan: Plan, options: ExecuteOptions, process: Process) -> Tokens | Data | None:

@@ -13,7 +13,6 @@ import torch
 
 from executor.devices.lanes import NUM_RECORDED
 from executor.weights import save
-from executor.weights.folder import check_new
 from hwprofiles.files import check_output, make_folder
 from hwprofiles.machine import check_measured_here
 from planner.models.captured import counted
@@ -26,7 +25,7 @@ from ullage.analysis.runs import RunRecord, rows, save_run
 from ullage.analysis.simulation import simulate
 from ullage.cli.interruption import InterruptedTrainingError, Interruption
 from ullage.commands.compare.screen import render_comparison
-from ullage.commands.execute.data import Evaluations, check_data, num_iterations, training_data
+from ullage.commands.execute.data import Evaluations, check_data, check_places, num_iterations, training_data
 from ullage.data import Data
 from ullage.integrations.metrics import Metrics, Prometheus, Sink, TensorBoard
 from ullage.output.console import console, write_json
@@ -73,7 +72,7 @@ def execute(plan: Plan, options: ExecuteOptions) -> RunRecord | None:
     check_data(options)
     if options.epochs is None:
         _check_length(options, num_iterations(options, None))
-    _check_save(options)
+    check_places(options)
     process = Process.of(plan)
     check_machine(plan, process, options.device)
     if not options.allow_other_machine:
@@ -131,14 +130,6 @@ def _check_length(options: ExecuteOptions, length: int) -> None:
             f"--replan looks after {REPLAN_AFTER} iterations and measures at least {MIN_ITERATIONS} more, but there "
             f"are {length}; run at least {REPLAN_AFTER + MIN_ITERATIONS}"
         )
-
-
-def _check_save(options: ExecuteOptions) -> None:
-    if options.save is not None:
-        make_folder("--save", options.save.absolute().parent)
-        check_new(options.save)
-    elif options.save_dtype is not None:
-        raise ValueError(f"--save-dtype {options.save_dtype} is of what is saved; give --save DIR")
 
 
 def _checkpoints(plan: Plan, options: ExecuteOptions) -> CheckpointOptions | None:
