@@ -1,6 +1,7 @@
 """One training iteration: from the first forward to ``optimizer.step()``, as the hooks on the model report it."""
 
 import contextlib
+import itertools
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -299,11 +300,13 @@ class IterationDriver:
 
     def _begin_updates(self) -> None:
         updates = {}
+        numbers = itertools.count()
         for group in self._groups:
             rule = self._entry.rule(group)
-            for parameter in group["params"]:
+            for parameter, number in zip(group["params"], numbers, strict=False):
                 name = self._names[id(parameter)]
-                updates[name] = ParameterUpdate(rule.of_shape(parameter.shape), self.gradients.scale(name))
+                own = rule.of_parameter(number, parameter.shape)
+                updates[name] = ParameterUpdate(own, self.gradients.scale(name))
         self._runtime.actions.updates.begin(self._loop.iteration, updates)
         if (ranks := self._runtime.ranks) is not None:
             rules = [self._entry.rule(group).params for group in self._groups]

@@ -13,7 +13,7 @@ from torch import nn
 
 from executor.checks import check_decisions
 from executor.distributed.shards import ParameterShard
-from executor.memory.pieces import Part
+from executor.memory.pieces import Part, state_dtypes
 from executor.memory.state import write_weights
 from executor.memory.transfer_file import TransferFile
 from executor.memory.units import ParameterState, UnitState
@@ -190,7 +190,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], max_norm)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state in the format of the given optimizer, in float32 on the host.
+        """Return the state in the format of the given optimizer, in the types that it keeps, on the host.
 
         If weights are bf16, each parameter also has its float32 ``master``. Waits for updates. Every rank gets the
         whole state, and all ranks call it together.
@@ -365,7 +365,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             own = self.entry.of(parameter.kind)
             if parameter.step or own.starts_at:
                 step = {"step": torch.tensor(float(parameter.step))} if own.counts_steps else {}
-                states[parameter.shard.name] = step | {key: values.clone() for key, values in state.items()}
+                kept = dict(zip(("master", *own.buffers), state_dtypes(parameter.kind), strict=True))
+                states[parameter.shard.name] = step | {k: v.to(kept[k], copy=True) for k, v in state.items()}
         return states
 
     def write_states(self, entries: Mapping[str, _Entry]) -> None:

@@ -12,8 +12,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Final, Literal
 
-Optimizer = Literal["adamw", "sgd", "adagrad", "lion", "muon"]
-"""AdamW (or Adam, whose state is the same), SGD with momentum, Adagrad, Lion, and Muon beside AdamW."""
+Optimizer = Literal["adamw", "adamw-bf16", "sgd", "adagrad", "lion", "muon"]
+"""AdamW (or Adam, whose state is the same), the same with bf16 moments, SGD with momentum, Adagrad, Lion, and Muon
+beside AdamW."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -25,24 +26,27 @@ class OptimizerState:
         num_buffers: values per parameter in addition to the master copy.
         others: the optimizer of all parameters that are no hidden matrices [Note: Hidden matrices]; ``None`` if this
             one takes all.
+        buffer_bytes: of one value beside the master copy, which is fp32.
     """
 
     words: str
     num_buffers: int
     others: Optimizer | None = None
+    buffer_bytes: int = 4
 
     @property
     def state_bytes_per_param(self) -> int:
-        """Bytes of master copy and buffers in fp32."""
-        return self.bytes_per_param(4)
+        """Bytes of an fp32 master copy, and of buffers."""
+        return 4 + self.buffer_bytes * self.num_buffers
 
     def bytes_per_param(self, value_bytes: int) -> int:
-        """Return the bytes of master copy and buffers."""
+        """Return the bytes of master copy and buffers, where an engine keeps all of them in one type."""
         return value_bytes * (1 + self.num_buffers)
 
 
 OPTIMIZERS: Final[Mapping[Optimizer, OptimizerState]] = {
     "adamw": OptimizerState("AdamW", 2),
+    "adamw-bf16": OptimizerState("AdamW with bf16 moments", 2, buffer_bytes=2),
     "sgd": OptimizerState("SGD with momentum", 1),
     "adagrad": OptimizerState("Adagrad", 1),
     "lion": OptimizerState("Lion", 1),

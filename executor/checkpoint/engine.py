@@ -32,12 +32,11 @@ from executor.checkpoint.files.opening import Folder
 from executor.checkpoint.files.system_calls import CheckpointError
 from executor.checkpoint.files.timeouts import SLOWEST_BYTES_PER_S, TimeLimited, timeout_error
 from executor.checkpoint.files.writer import ShardWriter
-from executor.checkpoint.format.layout import layout
+from executor.checkpoint.format.layout import ITEM_BYTES, layout
 from executor.checkpoint.format.manifest import Manifest, Part, TensorRecord, tensors_of
 from executor.checkpoint.places.store import Draft, JoinedDraft, Store
 from executor.checkpoint.retention_thread import RetentionThread
 from executor.checkpoint.source import (
-    _VALUE_BYTES,
     MODEL_FOLDER,
     OPTIMIZER_FOLDER,
     Key,
@@ -269,8 +268,9 @@ class CheckpointEngine:
         leases: list[Lease] = []
         self._leases[key] = capture, leases  # first, so that it has the leases from before a failure
         for state, values in zip(self._source.keys(key), self._source.tensors(key), strict=True):
+            value_bytes = ITEM_BYTES[self._source.dtype(state)]
             for index, start, stop in self._runs[key]:
-                held = values[_VALUE_BYTES * start : _VALUE_BYTES * stop]
+                held = values[value_bytes * start : value_bytes * stop]
                 writer = capture.writers[_path(state, self._rank_info.rank, index)]
                 if isinstance(held, np.ndarray):
                     leases += writer.lease(held)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, Protocol
 
 from executor.checkpoint.files.writer import CopyChunk
-from executor.checkpoint.format.layout import ITEM_BYTES, Box, Entry, boxes
+from executor.checkpoint.format.layout import Box, Dtype, Entry, boxes
 
 Key = tuple[str, int]
 """A piece: name of its unit, and index within the rank's shard."""
@@ -15,8 +15,6 @@ MODEL_FOLDER: Final = "model"
 OPTIMIZER_FOLDER: Final = "optimizer"
 MASTER: Final = "master"
 """The first tensor of every piece's state: the weights, in float32."""
-
-_VALUE_BYTES: Final = ITEM_BYTES["F32"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -47,8 +45,11 @@ class Source(Protocol):
     def keys(self, key: Key) -> tuple[str, ...]:
         """Return the names of the tensors that a piece has, :data:`MASTER` first."""
 
+    def dtype(self, state: str) -> Dtype:
+        """Return the type of a state's tensors, by its name."""
+
     def tensors(self, key: Key) -> Sequence[Any]:
-        """Return a piece's tensors between updates: flat, float32, as bytes.
+        """Return a piece's tensors between updates: flat, as bytes.
 
         Numpy arrays are leased. Slices of other tensors are passed to ``copy``.
         """
@@ -88,7 +89,7 @@ def files_of(source: Source, rank: int) -> dict[str, list[Entry]]:
     for state in dict.fromkeys(itertools.chain.from_iterable(keys.values())):
         for name, held in _boxes_of(source).items():
             for index, box in enumerate(held if state in keys[name] else ()):
-                entry = Entry(name if state == MASTER else f"{state}.{name}", "F32", shapes[name], box)
+                entry = Entry(name if state == MASTER else f"{state}.{name}", source.dtype(state), shapes[name], box)
                 found.setdefault(_path(state, rank, index), []).append(entry)
     return found
 

@@ -255,7 +255,7 @@ def update_on_device(
         chunk = [tensor[begin : begin + num_params] for tensor in state]
         scaled = torch.empty_like(chunk[0])
         _scale_into(scaled, gradients, begin, factor)
-        rule.entry.device(chunk[0], tuple(chunk[1:count]), scaled, rule.params, step)
+        rule.entry.device(chunk[0], tuple(chunk[1:count]), scaled, rule.at(begin).params, step)
         for weight in chunk[count:]:
             weight.copy_(chunk[0])
 

@@ -8,6 +8,7 @@ at a block.
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Self, final
@@ -17,6 +18,7 @@ import torch
 from executor.direct_io import BLOCK_BYTES, in_blocks
 from executor.memory.arenas import Arena
 from executor.memory.nvme_files import RecordFile, as_bytes, folder_of
+from executor.memory.pieces import state_dtypes, state_tensors
 from planner.decisions import Decisions, Place
 from planner.graph import Unit
 from planner.lowering.storage import SpillRooms
@@ -46,11 +48,13 @@ class _Layout:
     Attributes:
         num_params: of the piece.
         weight_bytes, state_bytes, gradient_bytes: of each part; 0 without it.
+        state_dtypes: types of the tensors of its state.
     """
 
     num_params: int
     weight_bytes: int
     state_bytes: int
+    state_dtypes: tuple[torch.dtype, ...]
     gradient_bytes: int
 
     @property
@@ -238,6 +242,7 @@ class StoredState:
                 piece.num_params,
                 decisions.stored_weight_bytes(key[0]) * piece.num_params,
                 decisions.state_bytes(piece),
+                state_dtypes(piece.kind),
                 gradient_bytes * piece.num_params,
             )
             for key, piece in pieces.items()
@@ -349,9 +354,9 @@ class StoredState:
     def values(self, key: Key) -> list[StoredValues]:
         """Return the tensors of a piece's state as bytes in the file, master copy first."""
         layout = self._layouts[key]
-        size = 4 * layout.num_params
-        starts = range(layout.state_start, layout.state_start + layout.state_bytes, size)
-        return [StoredValues(self.file, self._record[key], start, start + size) for start in starts]
+        sizes = [dtype.itemsize * layout.num_params for dtype in layout.state_dtypes]
+        ends = itertools.accumulate(sizes, initial=layout.state_start)
+        return [StoredValues(self.file, self._record[key], *ends_of) for ends_of in itertools.pairwise(ends)]
 
     def close(self) -> None:
         """Remove the files. Closing twice is allowed."""
@@ -361,8 +366,7 @@ class StoredState:
 
     def _tensors(self, key: Key, buffer: torch.Tensor) -> tuple[torch.Tensor, ...]:
         layout = self._layouts[key]
-        state = buffer[layout.state_start : layout.state_start + layout.state_bytes].view(torch.float32)
-        return state.view(-1, layout.num_params).unbind()
+        return state_tensors(buffer[layout.state_start :], layout.num_params, layout.state_dtypes)
 
     def _read(self, key: Key, buffer: torch.Tensor, start: int) -> None:
         if self.file.is_written(self._record[key]):

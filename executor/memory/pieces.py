@@ -15,6 +15,8 @@ reads it. It is zero at first, and may later be overwritten when its neighbours 
 import dataclasses
 import itertools
 
+import torch
+
 from planner.decisions import Decisions, Place
 from planner.graph import Unit
 from planner.optimizers import OPTIMIZERS, Optimizer
@@ -67,6 +69,20 @@ class Piece:
         return 1 + len(self.buffer_offsets)
 
     @property
+    def state_dtypes(self) -> tuple[torch.dtype, ...]:
+        """Types of the tensors of its state."""
+        return state_dtypes(self.kind)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of its state."""
+        return sum(dtype.itemsize for dtype in self.state_dtypes) * self.num_params
+
+    def state_in(self, memory: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the tensors of its state in uint8 memory: one after another from the beginning."""
+        return state_tensors(memory, self.num_params, self.state_dtypes)
+
+    @property
     def by_host(self) -> bool:
         """Whether the host updates it."""
         return self.place in {Place.CPU, Place.NVME}
@@ -84,6 +100,23 @@ class Part:
     def within(self) -> slice:
         """The same range, counted from the beginning of the piece."""
         return slice(self.start - self.piece.start, self.stop - self.piece.start)
+
+
+def buffer_dtype(optimizer: Optimizer) -> torch.dtype:
+    """Return the type of an optimizer's buffers."""
+    return torch.bfloat16 if OPTIMIZERS[optimizer].buffer_bytes == 2 else torch.float32
+
+
+def state_dtypes(optimizer: Optimizer) -> tuple[torch.dtype, ...]:
+    """Return the types of the master copy and of an optimizer's buffers."""
+    return (torch.float32, *(buffer_dtype(optimizer),) * OPTIMIZERS[optimizer].num_buffers)
+
+
+def state_tensors(memory: torch.Tensor, num_params: int, dtypes: tuple[torch.dtype, ...]) -> tuple[torch.Tensor, ...]:
+    """Return flat tensors of these types in uint8 memory, one after another from its beginning."""
+    ends = itertools.accumulate((dtype.itemsize * num_params for dtype in dtypes), initial=0)
+    ranges = itertools.pairwise(ends)
+    return tuple(memory[start:stop].view(dtype) for dtype, (start, stop) in zip(dtypes, ranges, strict=True))
 
 
 def pieces_of(unit: Unit, decisions: Decisions, start: int) -> tuple[Piece, ...]:

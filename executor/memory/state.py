@@ -19,7 +19,7 @@ from executor.distributed.shards import ParameterShard, unshard
 from executor.memory.arenas import ALIGNMENT_BYTES, Arena
 from executor.memory.frozen import FrozenParameter, FrozenState, FrozenWeights
 from executor.memory.nvme import StoredState
-from executor.memory.pieces import NUM_BUFFERS, Part, Piece, pieces_of
+from executor.memory.pieces import NUM_BUFFERS, Part, Piece, buffer_dtype, pieces_of
 from executor.memory.units import Moments, ParameterState, StateSlot, UnitState
 from planner.decisions import Decisions, Place
 from planner.graph import Unit
@@ -82,7 +82,9 @@ class ModelState:
         self._gpu = gpu
         self._host = host
         self._ranks = ranks
-        self._shift_bytes = _shifts(units, written)
+        buffers = buffer_dtype(decisions.optimizer)
+        written = tuple(written)
+        self._shifts = {dtype: _shifts(units, written, dtype.itemsize) for dtype in (torch.float32, buffers)}
         assigned = slots(units, decisions)
         self._slots = [
             gpu.take(f"slot {i}", MemoryClass.PARAMETERS, num_params, self.dtype)
@@ -300,8 +302,8 @@ class ModelState:
         num_weights = max((piece.num_params for piece, passes in streamed if passes), default=0)
         result = []
         for i in range(min(self._decisions.num_state_slots, len(streamed))):
-            name, num_values = f"state slot {i}", max(piece.num_tensors * piece.num_params for piece, _ in streamed)
-            state = self._gpu.take(name, MemoryClass.OPTIMIZER, num_values, torch.float32)
+            name, num_bytes = f"state slot {i}", max(piece.state_bytes for piece, _ in streamed)
+            state = self._gpu.take(name, MemoryClass.OPTIMIZER, num_bytes, torch.uint8)
             weights = self._gpu.take(f"{name} weights", MemoryClass.OPTIMIZER, num_weights, self.dtype)
             result.append(StateSlot(state, weights))
         return result
@@ -311,24 +313,26 @@ class ModelState:
     ) -> Moments:
         """Take slabs for pieces; that of master copies has room for so many weights besides."""
 
-        def slab(name: str, num_bytes_of: Mapping[MemoryClass, int]) -> torch.Tensor:
-            aligned = (ALIGNMENT_BYTES, 0) if arena.tier is Tier.GPU else (_SECTOR_BYTES, self._shift_bytes[unit])
+        def slab(name: str, num_bytes_of: Mapping[MemoryClass, int], dtype: torch.dtype) -> torch.Tensor:
+            shift_bytes = self._shifts[dtype][unit]
+            aligned = (ALIGNMENT_BYTES, 0) if arena.tier is Tier.GPU else (_SECTOR_BYTES, shift_bytes)
             taken = arena.take_blocks(f"{unit} {name}", num_bytes_of, aligned[0], shift_bytes=aligned[1])
-            return taken[: sum(num_bytes_of.values())].view(torch.float32)
+            return taken[: sum(num_bytes_of.values())].view(dtype)
 
         lengths = (sum(p.num_params for p in pieces if p.num_tensors > i) for i in range(1 + NUM_BUFFERS))
         num_masters, *in_buffers = (length for i, length in enumerate(lengths) if i == 0 or length)
+        dtype = buffer_dtype(self._decisions.optimizer)
         buffers = tuple(
-            slab(f"buffer {i}", {MemoryClass.OPTIMIZER: 4 * num_params}).zero_()
+            slab(f"buffer {i}", {MemoryClass.OPTIMIZER: dtype.itemsize * num_params}, dtype).zero_()
             for i, num_params in enumerate(in_buffers)
         )
         if num_masters and not keeps_master:
             return Moments(None, buffers)
         num_bytes_of = {MemoryClass.OPTIMIZER: 4 * num_masters, MemoryClass.PARAMETERS: 4 * num_weights}
-        return Moments(slab("master", num_bytes_of), buffers)
+        return Moments(slab("master", num_bytes_of, torch.float32), buffers)
 
 
-def _shifts(units: Iterable[Unit], written: Iterable[str]) -> Mapping[str, int]:
+def _shifts(units: Iterable[Unit], written: Iterable[str], value_bytes: int) -> Mapping[str, int]:
     """Return how far behind a whole sector each unit's slabs of state on the host begin.
 
     [Note: Slabs as in files] A checkpoint file has one kind of state, unit after unit, from a whole block on. If a slab
@@ -342,7 +346,7 @@ def _shifts(units: Iterable[Unit], written: Iterable[str]) -> Mapping[str, int]:
     for name in dict.fromkeys(written):
         shift_bytes = end_bytes % _SECTOR_BYTES
         shifts[name] = 0 if shift_bytes % ALIGNMENT_BYTES else shift_bytes
-        end_bytes += 4 * num_params[name]
+        end_bytes += value_bytes * num_params[name]
     return shifts
 
 

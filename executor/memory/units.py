@@ -85,10 +85,10 @@ class GradientBucket:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Moments:
-    """Slabs of optimizer state on one tier, float32 ``[num_params of that tier that have it]`` each.
+    """Slabs of optimizer state on one tier, ``[num_params of that tier that have it]`` each.
 
     Attributes:
-        master: ``None`` where the weight itself is the master.
+        master: float32; ``None`` where the weight itself is the master.
         buffers: the optimizer's own, in the order of its entry in :mod:`executor.optimizer.table`.
     """
 
@@ -300,7 +300,7 @@ class StateSlot:
     """Device memory that a streamed piece's state passes through.
 
     Attributes:
-        state: float32, flat: room for the master copy and buffers of any piece.
+        state: uint8, flat: room for the master copy and buffers of any piece.
         weights: the gradient, if it comes from the host, until the update is done; then the new weights, if they go
             back to the host; empty if no piece needs it.
     """
@@ -310,9 +310,7 @@ class StateSlot:
 
     def of(self, piece: Piece) -> "SlotPart":
         """Return the part that a piece needs."""
-        count, num_params = piece.num_tensors, piece.num_params
-        state = self.state[: count * num_params].view(count, num_params)
-        return SlotPart(state.unbind(), self.weights[:num_params])
+        return SlotPart(piece.state_in(self.state), self.weights[: piece.num_params])
 
 
 class SlotPart(NamedTuple):

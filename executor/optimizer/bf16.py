@@ -59,3 +59,15 @@ def float32_to_bf16(value: Any) -> Any:
     # Half a unit, or one less if the upper half is even: then a tie does not round up.
     bias = np.uint32(0x7FFF) + (np.uint32(bits >> np.uint32(16)) & np.uint32(1))
     return np.uint16(np.uint32(bits + bias) >> np.uint32(16))
+
+
+@njit(nogil=True, cache=True)
+def float32_to_bf16_by(value: Any, noise: Any) -> Any:
+    """Return the bits (uint16) of a neighbouring bfloat16: the one away from 0 if ``noise`` and the cut-off bits carry.
+
+    With ``noise`` uniform in [0, 2**16) (uint32), the expected value is the float32's own. A value that is a bfloat16
+    stays as it is, and every NaN becomes the quiet 0x7FC0.
+    """
+    if np.isnan(value):
+        return _QUIET_NAN_BITS
+    return np.uint16(np.uint32(bits_of_float32(value) + noise) >> np.uint32(16))

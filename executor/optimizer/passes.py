@@ -46,6 +46,8 @@ class HostStep(Generic[_Params]):
         buffers: names of the state beside the master copy.
         kernel_args: returns flags and factors for ``(params, step, grad_scale)``.
         has_buffers: whether an optimizer with these hyper-parameters has the buffers.
+        buffer_dtype: of the buffers: ``float32``, or ``uint16`` for bf16 bits.
+        by_position: whether the kernel also takes, last, where its piece begins.
     """
 
     def __init__(
@@ -54,15 +56,20 @@ class HostStep(Generic[_Params]):
         buffers: tuple[str, ...],
         kernel_args: Callable[[_Params, int, float], tuple[object, ...]],
         has_buffers: Callable[[_Params], bool] = lambda _: True,
+        buffer_dtype: str = "float32",
+        *,
+        by_position: bool = False,
     ) -> None:
         self._kernel = kernel
         self._names = ("master", *buffers)
         self._kernel_args = kernel_args
         self._has_buffers = has_buffers
+        self._buffer_dtype = buffer_dtype
+        self._by_position = by_position
 
     def __call__(
         self,
-        state: Sequence[Float32Array | None],
+        state: Sequence[Float32Array | Bf16Array | None],
         grad: GradientArray,
         weight_out: Bf16Array | None,
         params: _Params,
@@ -73,7 +80,7 @@ class HostStep(Generic[_Params]):
         """Take the step. The bits do not depend on how ``team`` cuts the range: see [Note: Rounding].
 
         Args:
-            state: weights and then buffers, each float32 ``[num_params]``, updated; no other arrays may overlap.
+            state: weights, float32, and then buffers, each ``[num_params]``, updated; no other arrays may overlap.
             grad: gradient, float32 or bf16 bits (uint16), ``[num_params]``; only read, unless it is ``weight_out`` too.
             weight_out: where the new weights go as bf16 bits (uint16), ``[num_params]``; ``None`` in float32 training,
                 where the master copy is the weight.
@@ -95,7 +102,8 @@ class HostStep(Generic[_Params]):
         args = self._kernel_args(params, step, grad_scale)
 
         def update(start: int, stop: int) -> None:
-            self._kernel(*(None if array is None else array[start:stop] for array in arrays), *args)
+            position = (start,) if self._by_position else ()
+            self._kernel(*(None if array is None else array[start:stop] for array in arrays), *args, *position)
 
         if team is None:
             update(0, len(grad))
@@ -103,12 +111,17 @@ class HostStep(Generic[_Params]):
             team.run(update, len(grad))
 
     def _check(
-        self, held: Sequence[Float32Array | None], grad: GradientArray, weight_out: Bf16Array | None, params: _Params
+        self,
+        held: Sequence[Float32Array | Bf16Array | None],
+        grad: GradientArray,
+        weight_out: Bf16Array | None,
+        params: _Params,
     ) -> None:
         num_params = held[0].size if held[0] is not None else 0
         for name, array in zip(self._names, held, strict=True):
             if array is not None:
-                _check_array(name, array, ("float32",), num_params)
+                dtype = "float32" if name == self._names[0] else self._buffer_dtype
+                _check_array(name, array, (dtype,), num_params)
             elif name == self._names[0] or self._has_buffers(params):
                 raise ValueError(f"the state has no {name}, but {params} needs one; pass it")
         _check_array("grad", grad, ("uint16", "float32"), num_params, written=False)

@@ -1,13 +1,72 @@
 """Optimizers that torch does not have, as plain ``torch.optim`` classes: for use without a plan, and as references."""
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 
+from executor.optimizer.adamw_bf16 import AdamWBf16Params, adamw_bf16_
 from executor.optimizer.lion import LionParams
 from executor.optimizer.muon import MuonParams
 from planner.optimizers import is_hidden_matrix
+
+_MOMENTS: Final = ("exp_avg", "exp_avg_sq")
+
+
+@final
+class AdamWBf16(torch.optim.Optimizer):
+    """``torch.optim.AdamW`` with moments in bf16, rounded stochastically: 8 bytes of state a parameter instead of 12.
+
+    The same seed gives the same bits, see [Note: Stochastic rounding] in :mod:`executor.optimizer.adamw_bf16`.
+
+    Args:
+        params: parameters, or groups of them.
+        lr, betas, eps, weight_decay: as those of ``torch.optim.AdamW``.
+        seed: of the rounding.
+
+    Raises:
+        ValueError: a negative ``lr``, ``eps`` or ``weight_decay``, or a beta outside [0, 1).
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        seed: int = 0,
+    ) -> None:
+        AdamWBf16Params(lr, *betas, eps, weight_decay)
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "seed": seed}
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Take one step; return the result of ``closure``, which computes gradients again."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        numbers = itertools.count()
+        for group in self.param_groups:
+            given = (group["lr"], *group["betas"], group["eps"], group["weight_decay"], group["seed"])
+            for parameter, number in zip(group["params"], numbers, strict=False):
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["step"] = torch.tensor(0.0)
+                    state |= {key: torch.zeros_like(parameter, dtype=torch.bfloat16) for key in _MOMENTS}
+                state["step"] += 1
+                moments = tuple(state[key].to(torch.bfloat16).reshape(-1) for key in _MOMENTS)
+                weight, gradient = parameter.float().reshape(-1), parameter.grad.float().reshape(-1)
+                adamw_bf16_(weight, moments, gradient, AdamWBf16Params(*given, number), int(state["step"]))
+                parameter.copy_(weight.view(parameter.shape))
+                for key, values in zip(_MOMENTS, moments, strict=True):  # torch's load_state_dict() makes them float32
+                    state[key] = values.view(parameter.shape)
+        return loss
 
 
 @final

@@ -25,12 +25,15 @@ from executor.optimizer import (
     lion_step,
     sgd_step,
 )
+from executor.optimizer.adamw_bf16 import AdamWBf16Params, adamw_bf16_, adamw_bf16_step
 from executor.optimizer.muon import MuonParams, muon_step
-from executor.optimizer.reference import Lion, Muon, read_muon
+from executor.optimizer.reference import AdamWBf16, Lion, Muon, read_muon
 from planner.optimizers import OPTIMIZERS, Optimizer
 
-Params = AdamWParams | SgdParams | AdagradParams | LionParams | MuonParams
+Params = AdamWParams | AdamWBf16Params | SgdParams | AdagradParams | LionParams | MuonParams
 Group = Mapping[str, Any]
+
+_NOISY_PARAMS: Final = 1 << 22  # updated together on a device, with six temporaries of 4 bytes each
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +43,7 @@ class OptimizerEntry:
     Attributes:
         torch_class: the user's class; our saved state has its format.
         planned_as: its name in plans.
-        buffers: keys of its float32 tensors beside the master copy, in a parameter's state.
+        buffers: keys of its tensors beside the master copy, in a parameter's state; of the type that plans have.
         read: returns hyper-parameters of a parameter group, whenever the updates of an iteration begin.
         host: takes a step in host memory: ``host((master, *buffers), grad, weight_out, params, step, scale, team)``;
             one with ``others`` also takes memory for what it computes.
@@ -49,6 +52,7 @@ class OptimizerEntry:
         starts_at: the group's key for the initial value of buffers, which are then saved before the first step too;
             ``None`` if they begin at 0.
         refused: flags of a group that kernels do not support.
+        converts: names of classes whose checkpoints it reads too, because only types of their state differ.
         others: the entry of groups without ``use_muon``: of parameters that are no hidden matrices. ``None`` if this
             one takes all.
     """
@@ -62,6 +66,7 @@ class OptimizerEntry:
     counts_steps: bool = True
     starts_at: str | None = None
     refused: tuple[str, ...] = ("maximize", "differentiable", "capturable")
+    converts: tuple[str, ...] = ()
     others: "OptimizerEntry | None" = None
 
     def of(self, kind: Optimizer) -> "OptimizerEntry":
@@ -97,10 +102,12 @@ class OptimizerEntry:
         entry = self.of_group(group)
         if entry.others is not None:
             return  # torch's products are compiled already
-        state = np.zeros((1 + len(entry.buffers), 1), np.float32)
+        buffer_bytes = OPTIMIZERS[entry.planned_as].buffer_bytes
+        buffers = np.zeros((len(entry.buffers), 1), np.uint16 if buffer_bytes == 2 else np.float32)
+        state = [np.zeros(1, np.float32), *buffers]
         grad = np.zeros(1, grad_dtype)
         for weight_out in (np.zeros(1, np.uint16), grad) if writes_bf16 else (None,):
-            entry.host(list(state), grad, weight_out, entry.read(group), 1, 1.0, None)
+            entry.host(state, grad, weight_out, entry.read(group), 1, 1.0, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,14 +117,25 @@ class Rule:
     entry: OptimizerEntry
     params: Params
 
-    def of_shape(self, shape: torch.Size) -> "Rule":
-        """Return the rule for a parameter of this shape."""
+    def of_parameter(self, number: int, shape: torch.Size) -> "Rule":
+        """Return the rule for a parameter of this shape, which has this number among the optimizer's parameters."""
+        if isinstance(self.params, AdamWBf16Params):
+            return dataclasses.replace(self, params=dataclasses.replace(self.params, parameter=number))
         if isinstance(self.params, MuonParams):
             return dataclasses.replace(self, params=dataclasses.replace(self.params, shape=tuple(shape)))
         return self
 
+    def at(self, position: int) -> "Rule":
+        """Return the rule for values from this position of a parameter on, where it depends on positions."""
+        if position and isinstance(self.params, AdamWBf16Params):
+            moved = dataclasses.replace(self.params, start=self.params.start + position)
+            return dataclasses.replace(self, params=moved)
+        return self
+
     def chunk_params(self, most: int) -> int:
         """Return how many parameters are updated together: at most so many, but no less than a matrix."""
+        if isinstance(self.params, AdamWBf16Params):
+            return min(most, _NOISY_PARAMS)
         shape = self.params.shape if isinstance(self.params, MuonParams) else None
         return most if shape is None else math.prod(shape)
 
@@ -126,6 +144,12 @@ def _read_adam(group: Group, *, decoupled: bool) -> AdamWParams:
     beta1, beta2 = (float(beta) for beta in group["betas"])
     decoupled = bool(group.get("decoupled_weight_decay", decoupled))
     return AdamWParams(float(group["lr"]), beta1, beta2, float(group["eps"]), float(group["weight_decay"]), decoupled)
+
+
+def _read_adamw_bf16(group: Group) -> AdamWBf16Params:
+    beta1, beta2 = (float(beta) for beta in group["betas"])
+    numbers = (float(group[key]) for key in ("eps", "weight_decay"))
+    return AdamWBf16Params(float(group["lr"]), beta1, beta2, *numbers, int(group["seed"]))
 
 
 def _read_sgd(group: Group) -> SgdParams:
@@ -154,6 +178,7 @@ def _adam(torch_class: type[torch.optim.Optimizer], *, decoupled: bool) -> Optim
         host=adamw_step,
         device=device.adamw,
         refused=("amsgrad", "maximize", "differentiable", "capturable"),
+        converts=("AdamWBf16",) if decoupled else (),
     )
 
 
@@ -162,6 +187,15 @@ _ADAMW: Final = _adam(torch.optim.AdamW, decoupled=True)
 ENTRIES: Final[tuple[OptimizerEntry, ...]] = (
     _ADAMW,
     _adam(torch.optim.Adam, decoupled=False),
+    OptimizerEntry(
+        torch_class=AdamWBf16,
+        planned_as="adamw-bf16",
+        buffers=("exp_avg", "exp_avg_sq"),
+        read=_read_adamw_bf16,
+        host=adamw_bf16_step,
+        device=adamw_bf16_,
+        converts=("AdamW",),
+    ),
     OptimizerEntry(
         torch_class=torch.optim.SGD,
         planned_as="sgd",
@@ -212,7 +246,8 @@ def entry_of(optimizer: torch.optim.Optimizer) -> OptimizerEntry:
         if type(optimizer) is entry.torch_class:
             return entry
     known = ", ".join(
-        f"{'ullage' if e.torch_class in {Lion, Muon} else 'torch.optim'}.{e.torch_class.__name__}" for e in ENTRIES
+        f"{'ullage' if e.torch_class in {AdamWBf16, Lion, Muon} else 'torch.optim'}.{e.torch_class.__name__}"
+        for e in ENTRIES
     )
     own = type(optimizer)
     name = own.__name__

@@ -7,6 +7,7 @@ import torch
 
 from executor.checkpoint.engine import CheckpointEngine
 from executor.checkpoint.files.flusher import CHUNK_BYTES, Buffer
+from executor.checkpoint.format.layout import Dtype
 from executor.checkpoint.source import MASTER, Key, Slice, files_of
 from executor.devices.backend import Backend
 from executor.memory.arenas import Arena
@@ -15,6 +16,7 @@ from executor.memory.state import ModelState
 from executor.optimizer.table import OptimizerEntry
 from executor.options import SessionOptions
 from planner.decisions import Place
+from planner.optimizers import OPTIMIZERS
 from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import Lane, MemoryClass, Op
 
@@ -80,6 +82,10 @@ class Snapshots:
     def keys(self, key: Key) -> tuple[str, ...]:
         """See :class:`executor.checkpoint.source.Source`."""
         return (MASTER, *self._entry.of(self._state.units[key[0]].pieces[key[1]].kind).buffers)
+
+    def dtype(self, state: str) -> Dtype:
+        """See :class:`executor.checkpoint.source.Source`."""
+        return "BF16" if state != MASTER and OPTIMIZERS[self._entry.planned_as].buffer_bytes == 2 else "F32"
 
     def tensors(self, key: Key) -> Sequence[torch.Tensor | Buffer | StoredValues]:
         """See :class:`executor.checkpoint.source.Source`."""

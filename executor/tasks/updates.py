@@ -182,8 +182,10 @@ class UpdateTasks:
         for parameter in unit.parameters:
             if parameter.arrived != iteration or parameter.shard.name not in updates:
                 continue
+            update = updates[parameter.shard.name]
             for part in parameter.parts_in(piece):
-                yield parameter, _Run(part.start, part.stop, updates[parameter.shard.name], parameter.step)
+                here = update._replace(rule=update.rule.at(part.start - parameter.start))
+                yield parameter, _Run(part.start, part.stop, here, parameter.step)
 
     def _runs(self, unit: UnitState, piece: Piece, iteration: int) -> Iterator[_Run]:
         """Yield the ranges of a piece that are updated; neighbours with the same update are one."""

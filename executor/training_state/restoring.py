@@ -12,7 +12,6 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-import numpy as np
 import torch
 
 from executor.checkpoint import Checkpoint, CheckpointError, ReadRequest
@@ -49,7 +48,9 @@ def restore(optimizer: OffloadedOptimizer, checkpoint: Checkpoint) -> dict[str, 
     collectives = session.collectives
     extra: dict[str, Any] = of_ranks[collectives.rank if collectives.rank < len(of_ranks) else 0]
     class_name = optimizer.entry.torch_class.__name__
-    if extra["optimizer"] != class_name or len(extra["groups"]) != len(optimizer.param_groups):
+    if extra["optimizer"] not in {class_name, *optimizer.entry.converts} or len(extra["groups"]) != len(
+        optimizer.param_groups
+    ):
         raise CheckpointError(
             f"{checkpoint.folder} has the state of {extra['optimizer']} with {len(extra['groups'])} group(s), but the "
             f"optimizer is {class_name} with {len(optimizer.param_groups)}; make it as it was when it was saved"
@@ -105,7 +106,10 @@ def _read_shares(optimizer: OffloadedOptimizer, checkpoint: Checkpoint, units: S
         for piece in unit.pieces:
             if piece.place is Place.NVME:
                 by_itself.append((unit, piece))
-            elif any(tensor.is_cuda for tensor in unit.state(piece)):
+            elif any(
+                tensor.is_cuda or tensor.dtype is not _saved_dtype(checkpoint, unit, piece, key)
+                for key, tensor in zip(_keys(optimizer, piece.kind), unit.state(piece), strict=True)
+            ):
                 passing.append((unit, piece))
             else:
                 at_once.append((unit, piece))
@@ -121,7 +125,7 @@ def _batches(pieces: Sequence[_Held]) -> Iterator[list[_Held]]:
     num_bytes = 0
     for held in pieces:
         batch.append(held)
-        num_bytes += 4 * held[1].num_tensors * held[1].num_params
+        num_bytes += held[1].state_bytes
         if num_bytes >= STAGED_BYTES:
             yield batch
             batch, num_bytes = [], 0
@@ -134,7 +138,15 @@ def _read_pieces(optimizer: OffloadedOptimizer, checkpoint: Checkpoint, pieces: 
             stack.enter_context(optimizer.session.runtime.state.state_of(*held, reads=False, writes=True))
             for held in pieces
         ]
-        on_host = [[torch.empty(t.shape) if t.is_cuda else t for t in state] for state in states]
+        on_host = []
+        for (unit, piece), state in zip(pieces, states, strict=True):
+            saved = [_saved_dtype(checkpoint, unit, piece, key) for key in _keys(optimizer, piece.kind)]
+            on_host.append(
+                [
+                    torch.zeros(t.shape, dtype=dtype) if t.is_cuda or t.dtype is not dtype else t
+                    for t, dtype in zip(state, saved, strict=True)
+                ]
+            )
         checkpoint.read(
             wanted
             for (unit, piece), values_of in zip(pieces, on_host, strict=True)
@@ -153,6 +165,13 @@ def _of_piece(unit: UnitState, piece: Piece, key: str, values: torch.Tensor) -> 
         for part in parameter.parts_in(piece):
             out = _bytes_of(values[part.within])
             yield ReadRequest(_tensor(parameter.shard.shard_name, key), part.start - parameter.start, out)
+
+
+def _saved_dtype(checkpoint: Checkpoint, unit: UnitState, piece: Piece, key: str) -> torch.dtype:
+    """Return the type in which a piece's tensor was saved: another one is converted."""
+    name = next((p.shard.shard_name for p in unit.parameters if any(p.parts_in(piece))), None)
+    saved = None if name is None else checkpoint.manifest.tensors.get(_tensor(name, key))
+    return torch.bfloat16 if saved is not None and saved.dtype == "BF16" else torch.float32
 
 
 def _write_weights(unit: UnitState, piece: Piece, master: torch.Tensor) -> None:
@@ -207,16 +226,17 @@ def _whole(checkpoint: Checkpoint, tensor: str, shape: torch.Size) -> torch.Tens
                     f"{checkpoint.folder}: {tensor} has shape {record.shape}, but {tuple(shape)} in the model; the "
                     "checkpoint is of another model"
                 )
-            parts[own] = torch.empty(record.shape)
+            dtype = torch.bfloat16 if record.dtype == "BF16" else torch.float32
+            parts[own] = torch.empty(record.shape, dtype=dtype)
     checkpoint.read(ReadRequest(own, 0, _bytes_of(values)) for own, values in parts.items())
     whole = torch.empty(shape)
     try:
-        assemble(tensor, parts, whole)
+        assemble(tensor, {own: values.float() for own, values in parts.items()}, whole)
     except (ValueError, RuntimeError) as error:  # torch: shapes that do not fit
         raise CheckpointError(f"{checkpoint.folder}: {error}; the checkpoint is of another model") from error
     return whole
 
 
 def _bytes_of(values: torch.Tensor) -> Buffer:
-    flat: Buffer = values.reshape(-1).numpy().view(np.uint8)
+    flat: Buffer = values.reshape(-1).view(torch.uint8).numpy()
     return flat

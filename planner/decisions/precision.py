@@ -16,7 +16,8 @@ class Precision(Frozen):
 
     Attributes:
         weights: the type of weights and activations.
-        state: the type of optimizer state; ``None`` is fp32, the only one that our executor has.
+        state: the type of all optimizer state; ``None`` is fp32, and that of the optimizer's row for its buffers, the
+            only one that our executor has.
         gradients: the type in which gradients are summed over micro-batches and ranks; ``None`` is that of weights, the
             only one that our executor has.
         master: the type of the master copy; ``None`` is that of the rest of the state, the only one that our executor
@@ -57,7 +58,8 @@ class Precision(Frozen):
 
     def state_bytes_per_param(self, optimizer: Optimizer) -> int:
         """Return the bytes of optimizer state per parameter, the master copy included."""
-        return self.master_bytes + (2 if self.state else 4) * OPTIMIZERS[optimizer].num_buffers
+        kept = OPTIMIZERS[optimizer]
+        return self.master_bytes + (2 if self.state else kept.buffer_bytes) * kept.num_buffers
 
     def update_bytes_per_param(self, optimizer: Optimizer) -> int:
         """Return the bytes that an update moves: gradient and state in; state and weight (unless it is the master) out.

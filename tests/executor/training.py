@@ -14,7 +14,8 @@ import torch
 import transformers
 
 from executor.devices.backend import as_array, sum_of_squares_on_host
-from executor.optimizer.reference import Lion, Muon
+from executor.memory.pieces import buffer_dtype
+from executor.optimizer.reference import AdamWBf16, Lion, Muon
 from executor.optimizer.table import entry_of
 from executor.options import SessionOptions
 from executor.prepare import prepare_session
@@ -56,6 +57,7 @@ _OPT = _COMMON | {"hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 2, "num
 # By the names that tests use: what makes an optimizer over some groups. Rates are large, so that each step shows.
 OPTIMIZERS = {
     "adamw": functools.partial(torch.optim.AdamW, lr=5e-3, betas=(0.9, 0.95)),
+    "adamw-bf16": functools.partial(AdamWBf16, lr=5e-3, betas=(0.9, 0.95), seed=3),
     "adam": functools.partial(torch.optim.Adam, lr=5e-3, betas=(0.9, 0.95)),
     "sgd": functools.partial(torch.optim.SGD, lr=0.2, momentum=0.9, dampening=0.1),
     "nesterov": functools.partial(torch.optim.SGD, lr=0.2, momentum=0.9, nesterov=True),
@@ -201,23 +203,27 @@ class ReferenceOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self):
+        numbers = itertools.count()
         for group in self.param_groups:
             rule = self.entry.rule(group)
             entry = rule.entry
+            dtype = buffer_dtype(entry.planned_as)
             initial = group[entry.starts_at] if entry.starts_at else 0.0
-            for p in group["params"]:
+            for p, number in zip(group["params"], numbers, strict=False):
                 if p.grad is None:
                     continue
                 state = self.state[p]
                 if not state:
                     state["step"] = 0
                     state["master"] = p.detach().float().reshape(-1).clone()
-                    state |= {key: torch.full((p.numel(),), initial) for key in entry.buffers}
+                    state |= {key: torch.full((p.numel(),), initial, dtype=dtype) for key in entry.buffers}
                 state["step"] += 1
                 arrays = [as_array(state[k]) for k in ("master", *entry.buffers)]
                 weight = None if p.dtype == torch.float32 else as_array(p.reshape(-1))
                 gradient = as_array(p.grad.reshape(-1))
-                entry.host(arrays, gradient, weight, rule.of_shape(p.shape).params, state["step"], self.scale)
+                entry.host(
+                    arrays, gradient, weight, rule.of_parameter(number, p.shape).params, state["step"], self.scale
+                )
                 if weight is None:
                     p.copy_(state["master"].view(p.shape))
         self.scale = 1.0

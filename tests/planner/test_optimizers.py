@@ -97,6 +97,16 @@ def plans() -> dict[str, Plan]:
     return {name: make_plan(dataclasses.replace(request, optimizer=name), 80) for name in ("adamw", "lion")}
 
 
+def test_moments_in_bf16_take_half_the_bytes_in_memory_and_in_updates():
+    for weights, held, moved in (("bf16", 8, 20), ("fp32", 8, 20)):
+        precision = Precision(weights=weights)
+        assert precision.state_bytes_per_param("adamw-bf16") == held
+        assert precision.update_bytes_per_param("adamw-bf16") == moved
+    units = small_units()
+    schedule = lower(units, decide(units, Place.CPU, optimizer="adamw-bf16"), asynchronous=True)
+    assert held_bytes(schedule, Tier.HOST) == 8 * sum(unit.num_params for unit in units)
+
+
 def test_less_state_makes_faster_plans_and_lower_bounds(plans):
     adamw, lion = plans["adamw"], plans["lion"]
     assert lion.decisions.optimizer == "lion"

@@ -46,6 +46,7 @@ MAX_GRADIENT_NORM: Final = 1.0
 # What a trainer's own optimizer has beside its learning rate.
 _HYPER_PARAMETERS: dict[Optimizer, dict[str, Any]] = {
     "adamw": {"betas": (0.9, 0.95), "weight_decay": 0.1},
+    "adamw-bf16": {"betas": (0.9, 0.95), "weight_decay": 0.1},
     "sgd": {"momentum": 0.9},
     "adagrad": {},
     "lion": {"betas": (0.95, 0.98), "weight_decay": 0.1},

@@ -119,7 +119,7 @@ def test_a_device_takes_whole_matrices_at_once_however_many_parameters_it_chunks
     monkeypatch.setattr("executor.devices.cuda._CHUNK_PARAMS", 100)
     torch.manual_seed(0)
     optimizer = Muon([("0.weight", torch.nn.Parameter(torch.zeros(16, 40)))], lr=0.1)
-    rule = entry_of(optimizer).rule(optimizer.param_groups[0]).of_shape(torch.Size((16, 40)))
+    rule = entry_of(optimizer).rule(optimizer.param_groups[0]).of_parameter(0, torch.Size((16, 40)))
     master, momentum, gradient = torch.randn(3, 3 * 640)
     host = [master.numpy().copy(), momentum.numpy().copy()]
     weights_out = torch.empty(3 * 640, dtype=torch.bfloat16)

@@ -33,7 +33,7 @@ from planner.optimizers import is_hidden_matrix
 from planner.schedule.tasks import MemoryClass, Tier
 
 OTHERS = [name for name in OPTIMIZERS if name != "adamw"]
-ATOL = {"lion": 5e-3, "muon": 10 * 0.02 * 3**0.5 * 2**-8}  # of weights after 10 steps
+ATOL = {"adamw-bf16": 10 * 5e-3 * 2**-6, "lion": 5e-3, "muon": 10 * 0.02 * 3**0.5 * 2**-8}  # of weights after 10 steps
 
 
 @pytest.mark.part(3)
@@ -94,7 +94,7 @@ def test_stock_optimizers_and_clipping_agree_within_rounding(optimizer):
     task = Task("gpt2", torch.float32, iterations=10, optimizer=optimizer)
     losses, weights = stock(task)
     seen, final = planned(task, decide(task, mixed))
-    assert seen == pytest.approx(losses, rel=1e-3 if optimizer == "muon" else 1e-5)
+    assert seen == pytest.approx(losses, rel=1e-3 if optimizer in {"muon", "adamw-bf16"} else 1e-5)
     for name, weight in weights.items():
         torch.testing.assert_close(final[name], weight, rtol=0, atol=ATOL.get(optimizer, 2e-5))
 

@@ -106,13 +106,36 @@ def test_a_checkpoint_at_every_iteration_leaves_no_trace_and_any_plan_goes_on_fr
     assert all(torch.equal(last[name], final[name]) for name in final)
 
 
-@pytest.mark.parametrize("optimizer", ["adam", "sgd", "adagrad", "lion"])
+@pytest.mark.parametrize("optimizer", ["adam", "adamw-bf16", "sgd", "adagrad", "lion"])
 def test_every_optimizer_goes_on_bit_for_bit(optimizer, tmp_path):
     task = Task("llama", optimizer=optimizer)
     seen, final, _ = run(task, decide(task, mixed), tmp_path / "saved", every=2)
     again, last, _ = run(task, decide(task, uniform("gpu", "gpu")), tmp_path / "saved", start=2)
     assert again == {i: seen[i] for i in (2, 3)}
     assert all(torch.equal(last[name], final[name]) for name in final)
+
+
+@pytest.mark.parametrize(("before", "after"), [("adamw", "adamw-bf16"), ("adamw-bf16", "adamw")])
+@pytest.mark.parametrize(
+    "places", [mixed, uniform("gpu", "gpu"), uniform("host", "nvme")], ids=["mixed", "gpu", "nvme"]
+)
+def test_moments_are_converted_to_the_type_that_the_plan_keeps(before, after, places, tmp_path):
+    saves, loads = (Task("gpt2", iterations=1, optimizer=name) for name in (before, after))
+    run(saves, decide(saves, mixed), tmp_path)
+    states = []
+    for task, choose in ((saves, mixed), (loads, places)):
+        _, optimizer = prepare(task, decide(task, choose), checkpoint_buffer_bytes=ROOM)
+        with optimizer.session, Checkpoint(tmp_path / "step-00000001") as checkpoint:
+            restore(optimizer, checkpoint)
+            states.append(optimizer.state_dict()["state"])
+    kept = torch.bfloat16 if after == "adamw-bf16" else torch.float32
+    for number, entry in states[0].items():
+        for key, values in entry.items():
+            found = states[1][number][key]
+            moment = key in {"exp_avg", "exp_avg_sq"}
+            assert found.dtype is (kept if moment else torch.float32)
+            assert torch.equal(found, values.to(found.dtype))
+            assert values.any()
 
 
 def test_experts_apart_go_on_in_one_unit_and_back(tmp_path):

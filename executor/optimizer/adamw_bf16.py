@@ -1,0 +1,165 @@
+"""AdamW with moments in bf16 and stochastic rounding: on a CPU 20 bytes a parameter in one pass, and on a device.
+
+[Note: Stochastic rounding] Rounded to the nearest bf16, the second moment would stand still: a step changes it by
+1 - beta2 of the difference, often less than half a unit in its last place. So a moment is rounded up with a probability
+of its distance from the lower neighbour, and its expected value is exact. The random bits are a hash of the seed, the
+step, the parameter's number in the optimizer and the value's position in the parameter. So neither the placement, nor
+subgroups, nor how many ranks share the state change any bit. Host and device hash alike, and do the same operations in
+the same order, each rounded once. The step of the weights uses moments before they are rounded.
+"""
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numba import njit
+
+from executor.optimizer.bf16 import bf16_to_float32, float32_to_bf16_by
+from executor.optimizer.passes import HostStep, as_float32, check_params, float32s, store_weight
+
+BYTES_PER_PARAM: Final = 20
+"""Bytes that an update moves with a bf16 gradient and weight."""
+
+_MASK: Final = 0xFFFFFFFF
+_SPREAD: Final = 0x9E3779B1  # 2**32 over the golden ratio, odd
+_FACTORS: Final = (0x85EBCA6B, 0xC2B2AE35)  # of murmur3's finalizer
+_SPREAD32, _FACTOR32_1, _FACTOR32_2 = (np.uint32(factor) for factor in (_SPREAD, *_FACTORS))
+_SHIFT13, _SHIFT16, _LOW = np.uint32(13), np.uint32(16), np.uint32(0xFFFF)
+
+
+@dataclass(frozen=True, slots=True)
+class AdamWBf16Params:
+    """Hyper-parameters, as ``torch.optim.AdamW`` names and bounds them, and what random bits depend on.
+
+    Attributes:
+        seed: of the rounding.
+        parameter: the parameter's number in the optimizer.
+        start: position in the parameter of the first value.
+
+    Raises:
+        ValueError: a negative ``lr``, ``eps`` or ``weight_decay``, or a beta outside [0, 1).
+    """
+
+    lr: float = 1e-3
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 1e-2
+    seed: int = 0
+    parameter: int = 0
+    start: int = 0
+
+    def __post_init__(self) -> None:
+        check_params(self, not_negative=("lr", "eps", "weight_decay"), fractions=("beta1", "beta2"))
+
+
+def _mixed(word: int) -> int:
+    """Return murmur3's finalizer of 32 bits."""
+    for shift, factor in zip((16, 13), _FACTORS, strict=True):
+        word = ((word ^ word >> shift) * factor) & _MASK
+    return word ^ word >> 16
+
+
+@functools.lru_cache(4096)
+def _key(seed: int, parameter: int, step: int) -> int:
+    """Return the 32 bits that a parameter's positions are hashed with at a step."""
+    words = (seed & _MASK, seed >> 32 & _MASK, parameter & _MASK, step & _MASK)
+    return functools.reduce(lambda key, word: _mixed((key * _SPREAD + word + 1) & _MASK), words, 0)
+
+
+def _factors(params: AdamWBf16Params, step: int) -> tuple[np.float32, ...]:
+    return float32s(
+        params.beta1,
+        1 - params.beta1,
+        params.beta2,
+        1 - params.beta2,
+        1 - params.lr * params.weight_decay,
+        params.lr / (1 - params.beta1**step),
+        1 / math.sqrt(1 - params.beta2**step),
+        params.eps,
+    )
+
+
+def _kernel_args(params: AdamWBf16Params, step: int, grad_scale: float) -> tuple[object, ...]:
+    key = np.uint32(_key(params.seed, params.parameter, step))
+    return (key, np.uint32(params.start & _MASK)), (np.float32(grad_scale), *_factors(params, step))
+
+
+@njit(nogil=True, cache=True)
+def noise_at(position: Any, key: Any) -> Any:
+    """Return the 32 random bits of a position (uint32)."""
+    bits = np.uint32(np.uint32(position * _SPREAD32) ^ key)
+    bits = np.uint32(np.uint32(bits ^ np.uint32(bits >> _SHIFT16)) * _FACTOR32_1)
+    bits = np.uint32(np.uint32(bits ^ np.uint32(bits >> _SHIFT13)) * _FACTOR32_2)
+    return np.uint32(bits ^ np.uint32(bits >> _SHIFT16))
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _update(
+    master: Any,
+    exp_avg: Any,
+    exp_avg_sq: Any,
+    grad: Any,
+    weight_out: Any,
+    seeds: Any,
+    factors: Any,
+    begin: Any,
+) -> None:
+    grad_scale, beta1, rest1, beta2, rest2, decay, step_size, root_bias2_inverse, eps = factors
+    key, start = seeds
+    first = np.uint32(start + np.uint32(begin))
+    for i in range(master.size):
+        g = as_float32(grad[i]) * grad_scale
+        m = beta1 * bf16_to_float32(exp_avg[i]) + rest1 * g
+        v = beta2 * bf16_to_float32(exp_avg_sq[i]) + rest2 * g * g
+        p = master[i] * decay - step_size * m / (math.sqrt(v) * root_bias2_inverse + eps)
+        noise = noise_at(np.uint32(first + np.uint32(i)), key)
+        exp_avg[i] = float32_to_bf16_by(m, np.uint32(noise & _LOW))
+        exp_avg_sq[i] = float32_to_bf16_by(v, np.uint32(noise >> _SHIFT16))
+        master[i] = p
+        store_weight(weight_out, grad, i, p)
+
+
+adamw_bf16_step: Final = HostStep(
+    _update, ("exp_avg", "exp_avg_sq"), _kernel_args, buffer_dtype="uint16", by_position=True
+)
+"""As :data:`executor.optimizer.adamw.adamw_step` with decoupled weight decay; moments are bf16 bits (uint16), see
+[Note: Stochastic rounding]."""
+
+
+def adamw_bf16_(
+    master: torch.Tensor, buffers: tuple[torch.Tensor, ...], gradient: torch.Tensor, params: AdamWBf16Params, step: int
+) -> None:
+    """Take one step with torch's operators; the bits are those of :data:`adamw_bf16_step`."""
+    exp_avg, exp_avg_sq = buffers
+    beta1, rest1, beta2, rest2, decay, step_size, root_bias2_inverse, eps = map(float, _factors(params, step))
+    noise = _noise(len(master), params, step, master.device)
+    m = exp_avg.float().mul_(beta1).add_(gradient * rest1)
+    v = exp_avg_sq.float().mul_(beta2).add_((gradient * rest2).mul_(gradient))
+    _round_into(exp_avg, m, noise & 0xFFFF)
+    _round_into(exp_avg_sq, v, noise.bitwise_right_shift_(16).bitwise_and_(0xFFFF))
+    root = v.double().sqrt_().float()  # rounded once: torch's float32 root on a CPU may be a unit off
+    master.mul_(decay).sub_(m.mul_(step_size).div_(root.mul_(root_bias2_inverse).add_(eps)))
+
+
+def _noise(num_params: int, params: AdamWBf16Params, step: int, device: torch.device) -> torch.Tensor:
+    """Return :func:`noise_at` of each position, int32: products wrap, and signs are masked off after shifts."""
+    start = _signed(params.start & _MASK)
+    bits = torch.arange(num_params, dtype=torch.int32, device=device).add_(start).mul_(_signed(_SPREAD))
+    bits.bitwise_xor_(_signed(_key(params.seed, params.parameter, step)))
+    for shift, factor in zip((16, 13), _FACTORS, strict=True):
+        bits.bitwise_xor_((bits >> shift).bitwise_and_(_MASK >> shift)).mul_(_signed(factor))
+    return bits.bitwise_xor_((bits >> 16).bitwise_and_(_MASK >> 16))
+
+
+def _round_into(target: torch.Tensor, values: torch.Tensor, noise: torch.Tensor) -> None:
+    """Round float32 values by 16 random bits each; those that are not finite as torch does."""
+    bits = noise.add_(values.view(torch.int32)).bitwise_right_shift_(16).to(torch.int16).view(torch.bfloat16)
+    torch.where(values.isnan(), values.to(torch.bfloat16), bits, out=target)
+
+
+def _signed(bits: int) -> int:
+    return bits - (1 << 32) if bits >> 31 else bits
