@@ -1,5 +1,6 @@
 """Optimizers that torch does not have, as plain ``torch.optim`` classes: for use without a plan, and as references."""
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, final
@@ -51,7 +52,8 @@ class AdamWBf16(torch.optim.Optimizer):
                 loss = closure()
         numbers = itertools.count()
         for group in self.param_groups:
-            given = (group["lr"], *group["betas"], group["eps"], group["weight_decay"], group["seed"])
+            beta1, beta2 = group["betas"]
+            given = AdamWBf16Params(group["lr"], beta1, beta2, group["eps"], group["weight_decay"], group["seed"])
             for parameter, number in zip(group["params"], numbers, strict=False):
                 if parameter.grad is None:
                     continue
@@ -62,7 +64,7 @@ class AdamWBf16(torch.optim.Optimizer):
                 state["step"] += 1
                 moments = tuple(state[key].to(torch.bfloat16).reshape(-1) for key in _MOMENTS)
                 weight, gradient = parameter.float().reshape(-1), parameter.grad.float().reshape(-1)
-                adamw_bf16_(weight, moments, gradient, AdamWBf16Params(*given, number), int(state["step"]))
+                adamw_bf16_(weight, moments, gradient, dataclasses.replace(given, parameter=number), int(state["step"]))
                 parameter.copy_(weight.view(parameter.shape))
                 for key, values in zip(_MOMENTS, moments, strict=True):  # torch's load_state_dict() makes them float32
                     state[key] = values.view(parameter.shape)

@@ -148,8 +148,8 @@ def _read_adam(group: Group, *, decoupled: bool) -> AdamWParams:
 
 def _read_adamw_bf16(group: Group) -> AdamWBf16Params:
     beta1, beta2 = (float(beta) for beta in group["betas"])
-    numbers = (float(group[key]) for key in ("eps", "weight_decay"))
-    return AdamWBf16Params(float(group["lr"]), beta1, beta2, *numbers, int(group["seed"]))
+    eps, weight_decay = float(group["eps"]), float(group["weight_decay"])
+    return AdamWBf16Params(float(group["lr"]), beta1, beta2, eps, weight_decay, int(group["seed"]))
 
 
 def _read_sgd(group: Group) -> SgdParams:
