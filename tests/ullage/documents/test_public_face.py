@@ -30,6 +30,7 @@ FUNCTIONS = {
     "simulate",
 }
 CLASSES = {
+    "AdamWBf16",
     "CapturedInput",
     "CapturedModel",
     "Checkpoint",
