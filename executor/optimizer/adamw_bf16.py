@@ -133,32 +133,46 @@ adamw_bf16_step: Final = HostStep(
 def adamw_bf16_(
     master: torch.Tensor, buffers: tuple[torch.Tensor, ...], gradient: torch.Tensor, params: AdamWBf16Params, step: int
 ) -> None:
-    """Take one step with torch's operators; the bits are those of :data:`adamw_bf16_step`."""
+    """Take one step with torch's operators; the bits are those of :data:`adamw_bf16_step`.
+
+    The gradient is overwritten. See [Note: Operators] in :mod:`planner.optimizers`.
+    """
     exp_avg, exp_avg_sq = buffers
     beta1, rest1, beta2, rest2, decay, step_size, root_bias2_inverse, eps = map(float, _factors(params, step))
-    noise = _noise(len(master), params, step, master.device)
-    m = exp_avg.float().mul_(beta1).add_(gradient * rest1)
-    v = exp_avg_sq.float().mul_(beta2).add_((gradient * rest2).mul_(gradient))
-    _round_into(exp_avg, m, noise & 0xFFFF)
+    scratch = gradient * rest2
+    v = exp_avg_sq.float().mul_(beta2).add_(scratch.mul_(gradient))
+    m = exp_avg.float().mul_(beta1).add_(gradient.mul_(rest1))
+    noise, half = gradient.view(torch.int32), scratch.view(torch.int32)  # neither value is needed any more
+    _noise_into(noise, half, params, step)
+    _round_into(exp_avg, m, torch.bitwise_and(noise, 0xFFFF, out=half))
     _round_into(exp_avg_sq, v, noise.bitwise_right_shift_(16).bitwise_and_(0xFFFF))
-    root = v.double().sqrt_().float()  # rounded once: torch's float32 root on a CPU may be a unit off
+    root = scratch.copy_(v.double().sqrt_())  # rounded once: torch's float32 root on a CPU may be a unit off
     master.mul_(decay).sub_(m.mul_(step_size).div_(root.mul_(root_bias2_inverse).add_(eps)))
 
 
-def _noise(num_params: int, params: AdamWBf16Params, step: int, device: torch.device) -> torch.Tensor:
-    """Return :func:`noise_at` of each position, int32: products wrap, and signs are masked off after shifts."""
-    start = _signed(params.start & _MASK)
-    bits = torch.arange(num_params, dtype=torch.int32, device=device).add_(start).mul_(_signed(_SPREAD))
+def _noise_into(bits: torch.Tensor, shifted: torch.Tensor, params: AdamWBf16Params, step: int) -> None:
+    """Set ``bits``, int32, to :func:`noise_at` of each position: products wrap, and signs are masked off after shifts.
+
+    ``shifted``, int32, is overwritten.
+    """
+    torch.arange(len(bits), dtype=torch.int32, out=bits)
+    bits.add_(_signed(params.start & _MASK)).mul_(_signed(_SPREAD))
     bits.bitwise_xor_(_signed(_key(params.seed, params.parameter, step)))
+
+    def mix(shift: int) -> None:
+        bits.bitwise_xor_(torch.bitwise_right_shift(bits, shift, out=shifted).bitwise_and_(_MASK >> shift))
+
     for shift, factor in zip((16, 13), _FACTORS, strict=True):
-        bits.bitwise_xor_((bits >> shift).bitwise_and_(_MASK >> shift)).mul_(_signed(factor))
-    return bits.bitwise_xor_((bits >> 16).bitwise_and_(_MASK >> 16))
+        mix(shift)
+        bits.mul_(_signed(factor))
+    mix(16)
 
 
 def _round_into(target: torch.Tensor, values: torch.Tensor, noise: torch.Tensor) -> None:
-    """Round float32 values by 16 random bits each; those that are not finite as torch does."""
-    bits = noise.add_(values.view(torch.int32)).bitwise_right_shift_(16).to(torch.int16).view(torch.bfloat16)
-    torch.where(values.isnan(), values.to(torch.bfloat16), bits, out=target)
+    """Round float32 values by 16 random bits each (int32, overwritten); NaN as :func:`float32_to_bf16_by` does."""
+    upper_halves = noise.add_(values.view(torch.int32)).view(torch.int16)[1::2]  # in little-endian order
+    target.view(torch.int16).copy_(upper_halves)
+    target.masked_fill_(values.isnan(), torch.nan)
 
 
 def _signed(bits: int) -> int:

@@ -63,7 +63,8 @@ class AdamWBf16(torch.optim.Optimizer):
                     state |= {key: torch.zeros_like(parameter, dtype=torch.bfloat16) for key in _MOMENTS}
                 state["step"] += 1
                 moments = tuple(state[key].to(torch.bfloat16).reshape(-1) for key in _MOMENTS)
-                weight, gradient = parameter.float().reshape(-1), parameter.grad.float().reshape(-1)
+                weight = parameter.float().reshape(-1)
+                gradient = parameter.grad.to(torch.float32, copy=True).reshape(-1)
                 adamw_bf16_(weight, moments, gradient, dataclasses.replace(given, parameter=number), int(state["step"]))
                 parameter.copy_(weight.view(parameter.shape))
                 for key, values in zip(_MOMENTS, moments, strict=True):  # torch's load_state_dict() makes them float32

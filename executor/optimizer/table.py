@@ -28,12 +28,10 @@ from executor.optimizer import (
 from executor.optimizer.adamw_bf16 import AdamWBf16Params, adamw_bf16_, adamw_bf16_step
 from executor.optimizer.muon import MuonParams, muon_step
 from executor.optimizer.reference import AdamWBf16, Lion, Muon, read_muon
-from planner.optimizers import OPTIMIZERS, Optimizer
+from planner.optimizers import OPTIMIZERS, UPDATED_AT_ONCE, Optimizer
 
 Params = AdamWParams | AdamWBf16Params | SgdParams | AdagradParams | LionParams | MuonParams
 Group = Mapping[str, Any]
-
-_NOISY_PARAMS: Final = 1 << 22  # updated together on a device, with six temporaries of 4 bytes each
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +133,7 @@ class Rule:
     def chunk_params(self, most: int) -> int:
         """Return how many parameters are updated together: at most so many, but no less than a matrix."""
         if isinstance(self.params, AdamWBf16Params):
-            return min(most, _NOISY_PARAMS)
+            return min(most, UPDATED_AT_ONCE)
         shape = self.params.shape if isinstance(self.params, MuonParams) else None
         return most if shape is None else math.prod(shape)
 

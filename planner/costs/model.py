@@ -193,20 +193,26 @@ class CostModel:
     def _device_update(self, task: Work) -> Price:
         read_s = self._rank.read_s(self.profile.device.optimizer, task.num_params, "device optimizer")
         products_s = sum(self._products.compute_s(newton_schulz(*shape)) for shape in task.matrices)
-        duration_s = self._of_measured(task) * read_s + products_s
-        return Price(0.0, duration_s, self._kernels.on_device(duration_s, self._update_bytes(task) * task.num_params))
+        operator_bytes = OPTIMIZERS[self._kind(task)].gpu_update_bytes if self.profile.device.kind == "gpu" else None
+        update_bytes = operator_bytes or self._update_bytes(task)
+        duration_s = self._of_measured(update_bytes) * read_s + products_s
+        return Price(0.0, duration_s, self._kernels.on_device(duration_s, update_bytes * task.num_params))
+
+    def _kind(self, task: Work) -> Optimizer:
+        """Return the optimizer of an update."""
+        others = OPTIMIZERS[self._optimizer].others
+        return others if others and not task.matrices else self._optimizer
 
     def _update_bytes(self, task: Work) -> int:
         """Return the bytes per parameter that an update moves."""
-        others = OPTIMIZERS[self._optimizer].others
-        return self._precision.update_bytes_per_param(others if others and not task.matrices else self._optimizer)
+        return self._precision.update_bytes_per_param(self._kind(task))
 
-    def _of_measured(self, task: Work) -> float:
+    def _of_measured(self, update_bytes: int) -> float:
         """Return how much longer than AdamW an update takes without its products.
 
         Profiles have the time of AdamW. Memory binds every update, so its time is that, scaled by the bytes it moves.
         """
-        return self._update_bytes(task) / BF16.update_bytes_per_param("adamw")
+        return update_bytes / BF16.update_bytes_per_param("adamw")
 
     def _host_products_s(self, task: Work) -> float:
         """Return the time of Muon's products on the host, by the cores that update.
@@ -230,7 +236,7 @@ class CostModel:
         duration_s = self._rank.read_s(host.optimizer, task.num_params * ranks, "CPU optimizer")
         if host.optimizer_process_params_per_s is not None:
             duration_s = max(duration_s, task.num_params / host.optimizer_process_params_per_s.value)
-        duration_s *= self._of_measured(task)
+        duration_s *= self._of_measured(self._update_bytes(task))
         # It is at most as fast as memory allows.
         num_bytes = self._update_bytes(task) * task.num_params
         duration_s = max(duration_s, num_bytes * ranks / host.dram_bytes_per_s.value) + self._host_products_s(task)

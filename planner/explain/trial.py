@@ -1,6 +1,7 @@
 """Simulate a plan's model and machine under other decisions, in the same way as the plan's own."""
 
 import dataclasses
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -96,7 +97,8 @@ class Bench:
 
     def _priced(self, decisions: Decisions) -> CostModel:
         """Return prices for decisions; in a pipeline, the units are stages, which depend on decisions."""
-        if decisions.pipeline_parallel == 1 and decisions.tiles == self.decisions.tiles:
+        own, is_of = self.decisions, operator.attrgetter("tiles", "optimizer")
+        if decisions.pipeline_parallel == 1 and is_of(decisions) == is_of(own):
             return self.cost
         return CostModel.of(self.plan.hardware, self._members(decisions), decisions)
 

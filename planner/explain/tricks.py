@@ -12,6 +12,7 @@ from contextlib import suppress
 from planner.decisions import Decisions, GradientPath, HostUpdate, Place
 from planner.explain.trial import Bench, Trial, changed
 from planner.models.config import ModelConfigError
+from planner.optimizers import OPTIMIZERS
 
 Off = Callable[[Bench], Iterator[Decisions]]
 
@@ -163,6 +164,20 @@ def _all_gradients_leave(bench: Bench) -> Iterator[Decisions]:
         yield bench.with_units(staying)
 
 
+def _with_less_resident(bench: Bench) -> Iterator[Decisions]:
+    """Yield the plan's decisions, and those with resident state streamed or on the CPU."""
+    yield bench.decisions
+    if (resident := bench.pieces(Place.GPU)) and bench.decisions.pipeline_parallel == 1:
+        for instead in (Place.STREAM, Place.CPU):
+            yield bench.placed(dict.fromkeys(resident, instead))
+
+
+def _wide_state(bench: Bench) -> Iterator[Decisions]:
+    if wide := OPTIMIZERS[bench.decisions.optimizer].wide:
+        for other in _with_less_resident(bench):
+            yield changed(other, optimizer=wide)
+
+
 def _without_tiles(field: str) -> Callable[[Bench], Iterator[Decisions]]:
     return lambda bench: _whole(bench, field)
 
@@ -170,9 +185,7 @@ def _without_tiles(field: str) -> Callable[[Bench], Iterator[Decisions]]:
 def _whole(bench: Bench, field: str) -> Iterator[Decisions]:
     if bench.decisions.tiles[field] is None:
         return
-    resident = bench.pieces(Place.GPU)
-    # The memory that is needed without tiles may be that of resident state.
-    for other in (bench.decisions, *(bench.placed(dict.fromkeys(resident, to)) for to in (Place.STREAM, Place.CPU))):
+    for other in _with_less_resident(bench):  # what is needed without tiles may be the memory of resident state
         whole = changed(other, **{field: None})
         with suppress(ModelConfigError):  # a captured model may be known with tiles only
             bench.plan.units(whole)
@@ -243,6 +256,7 @@ TRICKS: tuple[Trick, ...] = (
         "all tokens at once",
         _without_tiles("layer_tile_tokens"),
     ),
+    Trick("narrow-state", "optimizer state in fewer bytes", "all of it in fp32", _wide_state),
     Trick("parameter-slots", "several slots for parameters", "one slot: no look-ahead", _options(num_param_slots=1)),
     Trick(
         "state-slots",

@@ -10,6 +10,7 @@ from planner.lowering.parameters import assign_slots
 from planner.lowering.program import Draft, LoweredUnit, Program
 from planner.lowering.storage import SpillRooms, spilled_bytes
 from planner.lowering.workspace import backward_workspace_bytes
+from planner.optimizers import OPTIMIZERS
 from planner.schedule.tasks import Lane, MemoryClass, Op, Tier
 
 
@@ -169,7 +170,8 @@ def _workspace(program: Program, fresh: Fresh) -> None:
     for unit in program.units:
         for update in unit.updates:
             if update.lane is not Lane.CPU:
-                num_bytes = unit.amounts.subgroups[update.piece].workspace_bytes
+                subgroup = unit.amounts.subgroups[update.piece]
+                num_bytes = subgroup.workspace_bytes + OPTIMIZERS[subgroup.kind].scratch_bytes(subgroup.num_params)
                 program.hold_while(MemoryClass.WORKSPACE, num_bytes, f"{unit.name} update", update, update)
     program.hold(
         Tier.HOST, MemoryClass.WORKSPACE, host_workspace_bytes(program.model, program.decisions), "update workspace"

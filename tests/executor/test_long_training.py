@@ -4,8 +4,6 @@ Two hundred of them (sixty in ``make test``), with clipping, a learning rate tha
 decay and rate, dropout, and accumulation.
 """
 
-import dataclasses
-
 import pytest
 from amount import ALL, examples
 from hypothesis import Phase, given, settings
@@ -14,7 +12,7 @@ from plans import mixed, plans
 from rank_programs import reference as reference_of_ranks
 from rank_programs import trained, trained_in_memory
 from ranks import assert_same_bits
-from training import OPTIMIZERS, PLANNED_AS, Task, assert_same, decide, planned, prepare, reference, train
+from training import OPTIMIZERS, Task, assert_same, decide, planned, prepare, reference, train
 
 from planner.decisions import Place
 
@@ -23,18 +21,12 @@ GRAINS = (1500, 100_000)
 OF_THE_TABLE = ["adamw", "adam", "sgd", "adagrad", "lion"]
 
 
-def of(optimizer, plan):
-    task, decisions = plan
-    planned_as = PLANNED_AS.get(optimizer, optimizer)
-    return dataclasses.replace(task, optimizer=optimizer), decisions.model_copy(update={"optimizer": planned_as})
-
-
 @pytest.mark.part(2)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @settings(max_examples=1, deadline=None, phases=[Phase.generate])
 @given(data=st.data())
 def test_one_rank(optimizer, data):
-    task, decisions = of(optimizer, data.draw(plans(grains=GRAINS, **LONG)))
+    task, decisions = data.draw(plans(optimizers=(optimizer,), grains=GRAINS, **LONG))
     assert_same(planned(task, decisions), reference(task))
 
 
@@ -45,7 +37,9 @@ def test_one_rank(optimizer, data):
 def test_models_of_several_layers(family, data):
     """Others have one layer and few words, as they are many."""
     optimizer = data.draw(st.sampled_from(list(OPTIMIZERS)))
-    task, decisions = of(optimizer, data.draw(plans(grains=(977, 3000, 100_000), **LONG | {"family": family})))
+    task, decisions = data.draw(
+        plans(optimizers=(optimizer,), grains=(977, 3000, 100_000), **LONG | {"family": family})
+    )
     assert_same(planned(task, decisions), reference(task))
 
 
@@ -54,7 +48,7 @@ def test_models_of_several_layers(family, data):
 @settings(max_examples=1, deadline=None, phases=[Phase.generate])
 @given(data=st.data())
 def test_two_ranks(processes, optimizer, data):
-    task, decisions = of(optimizer, data.draw(plans(sizes=[2], grains=GRAINS, **LONG)))
+    task, decisions = data.draw(plans(optimizers=(optimizer,), sizes=[2], grains=GRAINS, **LONG))
     assert_same_bits(processes.call(2, trained, task, decisions), reference_of_ranks(task, 2, decisions))
 
 
@@ -69,7 +63,9 @@ def test_four_ranks(processes, optimizer, all_long, data):
     given = LONG if all_long or optimizer == "adamw" else LONG | {"iterations": 20}
     count = 1 if optimizer == "adamw" and not all_long else 2
     grains = GRAINS[1:] if optimizer == "adamw" else GRAINS
-    task, decisions = of(optimizer, data.draw(plans(sizes=[4], grains=grains, num_micro_batches=count, **given)))
+    task, decisions = data.draw(
+        plans(optimizers=(optimizer,), sizes=[4], grains=grains, num_micro_batches=count, **given)
+    )
     expected = processes.call(4, trained_in_memory, task, decisions, timeout_s=300)
     found = processes.call(4, trained, task, decisions, timeout_s=300)
     for (seen, final), (losses, weights) in zip(found, expected, strict=True):

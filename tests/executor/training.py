@@ -57,8 +57,8 @@ _OPT = _COMMON | {"hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 2, "num
 # By the names that tests use: what makes an optimizer over some groups. Rates are large, so that each step shows.
 OPTIMIZERS = {
     "adamw": functools.partial(torch.optim.AdamW, lr=5e-3, betas=(0.9, 0.95)),
-    "adamw-bf16": functools.partial(AdamWBf16, lr=5e-3, betas=(0.9, 0.95), seed=3),
     "adam": functools.partial(torch.optim.Adam, lr=5e-3, betas=(0.9, 0.95)),
+    "adamw-bf16": functools.partial(AdamWBf16, lr=5e-3, betas=(0.9, 0.95), seed=3),
     "sgd": functools.partial(torch.optim.SGD, lr=0.2, momentum=0.9, dampening=0.1),
     "nesterov": functools.partial(torch.optim.SGD, lr=0.2, momentum=0.9, nesterov=True),
     "sgd-plain": functools.partial(torch.optim.SGD, lr=0.5),

@@ -11,6 +11,7 @@ from planner.costs.model import CostModel
 from planner.decisions import BF16, Place, Precision
 from planner.lowering import lower
 from planner.models import resolve_model
+from planner.optimizers import OPTIMIZERS
 from planner.plan.document import Plan
 from planner.plan.planning import Request, make_plan
 from planner.schedule.schedule import Schedule
@@ -18,13 +19,14 @@ from planner.schedule.tasks import Lane, MemoryClass, Op, Tier
 from planner.verification import job_of, verify
 
 ONE_BUFFER = ("sgd", "adagrad", "lion")
+EIGHT_BYTES = (*ONE_BUFFER, "adamw-bf16")
 
 
 def held_bytes(schedule: Schedule, tier: Tier) -> int:
     return sum(b.num_bytes for b in schedule.buffers if b.tier is tier and b.memory_class is MemoryClass.OPTIMIZER)
 
 
-@pytest.mark.parametrize("optimizer", ("adamw", *ONE_BUFFER))
+@pytest.mark.parametrize("optimizer", ("adamw", *EIGHT_BYTES))
 @pytest.mark.parametrize("weights", ["bf16", "fp32"])
 @pytest.mark.parametrize("place", [Place.GPU, Place.CPU])
 def test_state_takes_what_the_optimizer_keeps(optimizer, weights, place):
@@ -39,7 +41,7 @@ def test_state_takes_what_the_optimizer_keeps(optimizer, weights, place):
     assert held_bytes(schedule, other) == 0
 
 
-@pytest.mark.parametrize("optimizer", ("adamw", *ONE_BUFFER))
+@pytest.mark.parametrize("optimizer", ("adamw", *EIGHT_BYTES))
 def test_slots_take_the_state_that_passes_through_them(optimizer):
     units = small_units()
     decisions = decide(units, Place.STREAM, optimizer=optimizer, num_state_slots=2)
@@ -78,7 +80,7 @@ def test_memory_feeds_an_update_of_fewer_bytes_faster():
 
 @pytest.mark.parametrize("place", [Place.STREAM, Place.CPU, Place.NVME])
 @pytest.mark.parametrize("params", ["gpu", "host"])
-@pytest.mark.parametrize("optimizer", ONE_BUFFER)
+@pytest.mark.parametrize("optimizer", EIGHT_BYTES)
 def test_bounds_hold_where_what_moves_and_holds_state_binds(optimizer, place, params):
     """Drives, links and DRAM are what binds here, so that conditions which ask for AdamW's bytes would fail."""
     units = small_units("demo-llama", 6)
@@ -105,6 +107,27 @@ def test_moments_in_bf16_take_half_the_bytes_in_memory_and_in_updates():
     units = small_units()
     schedule = lower(units, decide(units, Place.CPU, optimizer="adamw-bf16"), asynchronous=True)
     assert held_bytes(schedule, Tier.HOST) == 8 * sum(unit.num_params for unit in units)
+
+
+def test_on_a_gpu_moments_in_bf16_cost_the_time_and_memory_of_operators(monkeypatch):
+    monkeypatch.setattr("planner.optimizers.UPDATED_AT_ONCE", 1_000_000)
+    units, gpu = small_units(), machine()
+    row = OPTIMIZERS["adamw-bf16"]
+    host = gpu.model_copy(update={"device": gpu.device.model_copy(update={"kind": "host"})})
+
+    def updates(name, profile):
+        decisions = decide(units, Place.GPU, optimizer=name)
+        schedule = lower(units, decisions, asynchronous=True)
+        cost = CostModel.of(profile, units, decisions)
+        held = {b.label: b.num_bytes for b in schedule.buffers if b.memory_class is MemoryClass.WORKSPACE}
+        return [(cost.price(task).duration_s, task, held) for task in schedule.tasks if task.op is Op.UPDATE]
+
+    for profile, num_bytes in ((gpu, row.gpu_update_bytes), (host, 20)):
+        for mine, adamw in zip(updates("adamw-bf16", profile), updates("adamw", profile), strict=True):
+            assert mine[0] == pytest.approx(adamw[0] * num_bytes / 28)
+            name = f"{mine[1].unit} update"
+            assert mine[2].get(name, 0) == 20 * min(mine[1].num_params, 1_000_000)
+            assert adamw[2].get(name, 0) == 0
 
 
 def test_less_state_makes_faster_plans_and_lower_bounds(plans):

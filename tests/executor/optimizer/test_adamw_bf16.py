@@ -11,11 +11,15 @@ from hypothesis import strategies as st
 from plans import mixed
 from rank_programs import reference, trained, trained_in_memory
 from ranks import assert_same_bits
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from training import Task, decide, uniform
 
+from executor.devices.meter import MemoryMeter
 from executor.optimizer import AdamWParams, WorkerTeam, adamw_step
 from executor.optimizer.adamw_bf16 import AdamWBf16Params, adamw_bf16_, adamw_bf16_step
 from executor.optimizer.table import entry_of
+from planner.optimizers import OPTIMIZERS
 from ullage import AdamWBf16
 
 UNIT = 2.0**-24
@@ -131,6 +135,35 @@ def test_the_second_moment_follows_where_rounding_to_the_nearest_stands_still():
     exact = 0.25 + 0.75 * 0.999**300
     assert float(state[2].float().mean()) == pytest.approx(exact, rel=2e-3)
     assert bool((nearest == 1).all())
+
+
+class Traffic(TorchDispatchMode):
+    """Counts the bytes that operators read and write."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            read = args[1:] if func is torch.ops.aten.copy_.default else args
+            operands = {x.data_ptr(): x for x in tree_leaves(read) if isinstance(x, torch.Tensor)}
+            self.num_bytes += sum(x.nbytes for x in (*operands.values(), result))
+        return result
+
+
+def test_the_planner_knows_what_operators_move_and_hold():
+    num_params = 1000
+    master, *moments, gradient = random_state(num_params, 0)
+    gradient = gradient.float()
+    row = OPTIMIZERS["adamw-bf16"]
+    with MemoryMeter() as meter:
+        adamw_bf16_(master, tuple(moments), gradient, AdamWBf16Params(), 1)
+    assert meter.peak_bytes == row.scratch_bytes(num_params)
+    with Traffic() as traffic:
+        adamw_bf16_(master, tuple(moments), gradient, AdamWBf16Params(), 2)
+    assert traffic.num_bytes == row.gpu_update_bytes * num_params
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])

@@ -225,6 +225,11 @@ def test_the_clip_computes_the_norm_of_gradients_that_stay_on_the_device(case: C
     assert found == ([staying] if decisions.clip else [])
 
 
+# Bytes of state per parameter, master copy included.
+KEPT = {"adamw": 12, "adamw-bf16": 8, "sgd": 8, "adagrad": 8, "lion": 8, "muon": 8}
+KEPT_IN_BF16 = {"adamw": 6, "adamw-bf16": 6, "sgd": 4, "adagrad": 4, "lion": 4, "muon": 4}
+
+
 @settings(SLOW, max_examples=examples(100))
 @given(cases())
 def test_bytes_are_those_that_decisions_imply(case: Case) -> None:
@@ -234,15 +239,14 @@ def test_bytes_are_those_that_decisions_imply(case: Case) -> None:
         updated[task.lane] += task.num_params
     weight, batches = decisions.precision.weight_bytes, decisions.num_micro_batches
     params, state = dict.fromkeys(Place, 0), dict.fromkeys(Place, 0)
-    kept = {"adamw": 12, "adamw-bf16": 8, "sgd": 8, "adagrad": 8, "lion": 8, "muon": 8}  # bytes a parameter
-    kept_in_bf16 = {"adamw": 6, "adamw-bf16": 6, "sgd": 4, "adagrad": 4, "lion": 4, "muon": 4}
+    kept = KEPT_IN_BF16 if decisions.precision.state else KEPT
     uploaded = stored_weights = read = leaving = host_gradients = 0
     for unit in case.units:
         decided = decisions.units[unit.name]
         for subgroup, place in zip(decisions.subgroups(unit), decided.update, strict=True):
             n = subgroup.num_params
             params[place] += n
-            state[place] += n * (kept_in_bf16 if decisions.precision.state else kept)[subgroup.kind]
+            state[place] += n * kept[subgroup.kind]
             uploaded += n * (place in {Place.CPU, Place.NVME} and decided.params == "gpu")
             read += n * (decided.params == "nvme")
             stored_weights += n * (place is Place.STREAM and decided.params == "host")

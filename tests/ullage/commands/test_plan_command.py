@@ -18,7 +18,7 @@ from planner.plan.remedies import Remedy
 from planner.schedule.tasks import Tier
 from ullage.analysis.provenance import origin_shares
 from ullage.main import main
-from ullage.output.formatting import duration
+from ullage.output.formatting import duration, si
 from ullage.output.plans import engine_fits, engine_line, engine_setting, faster_line, mfu
 from ullage.training.levels import MEMORY, buffer_bytes, intervals, levels_of
 
@@ -77,6 +77,17 @@ def test_screen_says_everything(plan_args, plan, tmp_path, capsys):
         assert f"warning: {warning}"[:100] in shown
     assert f"plan written to {path}" in shown.replace("\n", "")
     assert load_plan(path) == plan
+
+
+def test_a_narrow_state_says_what_it_saves(tiny_model, tmp_path, capsys):
+    arguments = ["plan", "--model", str(tiny_model), "--gpus", "2", "--optimizer", "adamw-bf16", "--seq-len", "64"]
+    assert main([*arguments, "--hardware", "rtx4090", "--output", str(tmp_path / "p.json")]) == 0
+    plan = load_plan(tmp_path / "p.json")
+    shard = sum(plan.decisions.shard_params(unit) for unit in plan.units())
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("state "))
+    assert (
+        line.split(maxsplit=1)[1] == f"8 bytes per parameter, 12 with adamw: {si(4 * shard, 'B')} less for each device"
+    )
 
 
 def test_default_hardware_is_named(tiny_model, tmp_path, capsys):

@@ -89,6 +89,7 @@ def _summary(plan: Plan, *, default_hardware: bool) -> dict[str, str]:
         "model": model_line(plan.model),
         "hardware": f"{hardware.name}{chosen}: {hardware.description}. Its quantities are {origin_words(hardware)}",
         "batch": batch_line(plan),
+        **_narrow_state(plan),
         **_choice(plan),
         "fits": _fits(seen.memory),
         "iteration": f"{si(seen.iteration_s, 's')} = forward {si(seen.forward_s, 's')} + backward "
@@ -103,6 +104,18 @@ def _summary(plan: Plan, *, default_hardware: bool) -> dict[str, str]:
         **_execution(plan),
         **_storage(plan),
     }
+
+
+def _narrow_state(plan: Plan) -> dict[str, str]:
+    """Say how many bytes a narrow optimizer state saves."""
+    decided = plan.decisions
+    if (wide := OPTIMIZERS[decided.optimizer].wide) is None:
+        return {}
+    wide_bytes, own_bytes = (decided.precision.state_bytes_per_param(name) for name in (wide, decided.optimizer))
+    num_params = sum(decided.shard_params(unit) for unit in plan.units()) // decided.pipeline_parallel
+    saved = si((wide_bytes - own_bytes) * num_params, "B")
+    words = f"{own_bytes} bytes per parameter, {wide_bytes} with {wide}: {saved} less for each device"
+    return {"state": words}
 
 
 def _choice(plan: Plan) -> dict[str, str]:

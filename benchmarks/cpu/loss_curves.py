@@ -1,0 +1,96 @@
+"""Does training with bf16 moments learn as training with fp32 state does? 1,000 iterations of a small Llama each.
+
+    python benchmarks/cpu/loss_curves.py
+
+The same plans, weights and batches of the built-in text with either optimizer, three seeds of each. The plan offloads a
+part of the state, so updates run on the device and on the CPU. Losses are of training batches, averaged over ten
+iterations.
+"""
+
+import argparse
+import contextlib
+import io
+import json
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.origin import origin, write_result
+from ullage.main import main as ullage
+
+OPTIMIZERS = ("adamw", "adamw-bf16")
+MODEL = {
+    "model_type": "llama",
+    "hidden_size": 128,
+    "intermediate_size": 352,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 128,
+    "vocab_size": 256,
+}
+SETTING = ["--hardware", "epyc-turin-2c", "--precision", "bf16", "--seq-len", "128", "--micro-batch", "8"]
+LAST = 100
+"""Iterations at the end whose mean loss is compared."""
+
+
+def output_of(*arguments: str) -> dict[str, Any]:
+    """Run one command of the program with ``--json`` and return what it prints."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        code = ullage([*arguments, "--json"])
+    if code != 0:
+        sys.exit(f"ullage {' '.join(arguments)} failed with {code}")
+    result: dict[str, Any] = json.loads(out.getvalue())
+    return result
+
+
+def losses_of(folder: Path, optimizer: str, seed: int, device_memory: str, num_iterations: int) -> list[float]:
+    """Plan, train, and return the loss of each iteration."""
+    model, plan = folder / "model.json", folder / "plan.json"
+    model.write_text(json.dumps(MODEL), encoding="utf-8")
+    options = [*SETTING, "--device-memory", device_memory, "--optimizer", optimizer]
+    output_of("plan", "--model", str(model), *options, "--output", str(plan))
+    trained = ["--iterations", str(num_iterations), "--seed", str(seed), "--output-dir", str(folder)]
+    losses: list[float] = output_of("execute", str(plan), *trained, "--allow-other-machine")["losses"]
+    return losses
+
+
+def main() -> None:
+    """Train with each optimizer and seed, print the last losses and write the result file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/cpu_loss_curves.json"))
+    parser.add_argument("--iterations", type=int, default=1000)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--device-memory", default="14MB")
+    arguments = parser.parse_args()
+    began = origin("torch", "transformers", "numba", "numpy")
+    rows = []
+    for seed in arguments.seeds:
+        for optimizer in OPTIMIZERS:
+            with tempfile.TemporaryDirectory() as temporary:
+                losses = losses_of(Path(temporary), optimizer, seed, arguments.device_memory, arguments.iterations)
+            tens = [statistics.fmean(losses[i : i + 10]) for i in range(0, len(losses), 10)]
+            last = statistics.fmean(losses[-LAST:])
+            print(f"seed {seed}, {optimizer}: first {losses[0]:.4f}, mean of the last {LAST} {last:.4f}", flush=True)
+            curve = [round(loss, 5) for loss in tens]
+            rows.append({"optimizer": optimizer, "seed": seed, "first": losses[0], "last": last, "curve": curve})
+    last = {name: [row["last"] for row in rows if row["optimizer"] == name] for name in OPTIMIZERS}
+    wide, narrow = (last[name] for name in OPTIMIZERS)
+    result = {
+        **began,
+        "model": MODEL,
+        "plan": " ".join([*SETTING, "--device-memory", arguments.device_memory]),
+        "num_iterations": arguments.iterations,
+        "last": LAST,
+        "rows": rows,
+        "differences": [n / w - 1 for w, n in zip(wide, narrow, strict=True)],
+        "seed_spread": (max(wide) - min(wide)) / statistics.fmean(wide),
+    }
+    write_result(arguments.output, result)
+
+
+if __name__ == "__main__":
+    main()
