@@ -81,7 +81,7 @@ def test_screen_says_everything(plan_args, plan, tmp_path, capsys):
 
 def test_a_narrow_state_says_what_it_saves(tiny_model, tmp_path, capsys):
     arguments = ["plan", "--model", str(tiny_model), "--gpus", "2", "--optimizer", "adamw-bf16", "--seq-len", "64"]
-    assert main([*arguments, "--hardware", "rtx4090", "--output", str(tmp_path / "p.json")]) == 0
+    assert main([*arguments, "--hardware", "h100", "--output", str(tmp_path / "p.json")]) == 0
     plan = load_plan(tmp_path / "p.json")
     shard = sum(plan.decisions.shard_params(unit) for unit in plan.units())
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("state "))
