@@ -67,7 +67,7 @@ def main() -> None:
     parser.add_argument("--device-memory", default="14MB")
     arguments = parser.parse_args()
     began = origin("torch", "transformers", "numba", "numpy")
-    rows = []
+    rows: list[dict[str, Any]] = []
     for seed in arguments.seeds:
         for optimizer in OPTIMIZERS:
             with tempfile.TemporaryDirectory() as temporary:
@@ -77,8 +77,7 @@ def main() -> None:
             print(f"seed {seed}, {optimizer}: first {losses[0]:.4f}, mean of the last {LAST} {last:.4f}", flush=True)
             curve = [round(loss, 5) for loss in tens]
             rows.append({"optimizer": optimizer, "seed": seed, "first": losses[0], "last": last, "curve": curve})
-    last = {name: [row["last"] for row in rows if row["optimizer"] == name] for name in OPTIMIZERS}
-    wide, narrow = (last[name] for name in OPTIMIZERS)
+    wide, narrow = ([row["last"] for row in rows if row["optimizer"] == name] for name in OPTIMIZERS)
     result = {
         **began,
         "model": MODEL,
