@@ -198,7 +198,7 @@ def test_bad_hyper_parameters_and_moments_of_another_type_are_refused():
         adamw_bf16_step(arrays, np.zeros(3, np.uint16), None, AdamWBf16Params(), 1)
 
 
-@pytest.mark.parametrize(("num_ranks", "zero_stage"), [(2, 1), (2, 3), (4, 3)])
+@pytest.mark.parametrize(("num_ranks", "zero_stage"), [(2, 1), (2, 3), pytest.param(4, 3, marks=pytest.mark.torture)])
 def test_ranks_share_the_state_without_a_trace(processes, num_ranks, zero_stage):
     """Cut at other places on other ranks: one reference in memory has the same random bits."""
     task = Task("gpt2", iterations=3, num_micro_batches=2, optimizer="adamw-bf16")
