@@ -69,7 +69,7 @@ cell = Cell("llama-22m", "bf16", 1, 32, 1, 1.0, 40_000_000, 0)
 profile = load_profile("h100").with_device_memory(38_000_000)
 plan = ullage.plan(ullage.Request(model_config(cell.model), profile, seq_len=32, micro_batch=1, clip=True))
 Path("plan.json").write_text(plan.to_json())
-outcome = worker.run(Job(cell, "ours", device="cuda", num_warm_up=1, num_timed=3, plan="plan.json"))
+outcome = worker.run(Job(cell, "ours", device="cuda", num_warm_up=1, num_timed=1, plan="plan.json"))
 total = torch.cuda.mem_get_info()[1]
 print(json.dumps([outcome.error, making, bounds, total, outcome.peak_device_bytes]))
 """,

@@ -106,6 +106,7 @@ SEQUENCES = {
 }
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize(("name", "storage"), [*((name, "never") for name in SEQUENCES), ("lone-linears", "nvme")])
 def test_what_is_planned_into_little_memory_is_executed(name: str, storage: Storage) -> None:
     """Down to where nothing fits, with all that is computed again then."""
@@ -125,7 +126,7 @@ def test_what_is_planned_into_little_memory_is_executed(name: str, storage: Stor
             storage=storage,
         )
         try:
-            plan = make_plan(request, max_simulations=50)
+            plan = make_plan(request, max_simulations=30)
         except InfeasibleError:
             break
         trained_as_in_memory(recipe, units_of(model), plan.decisions)

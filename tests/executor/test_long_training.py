@@ -1,6 +1,6 @@
 """Many iterations under any plan, of every optimizer, on 1, 2 and 4 ranks: the same bits as in memory.
 
-Two hundred of them (sixty in ``make test``), with clipping, a learning rate that changes at every step, groups of other
+Two hundred of them (forty in ``make test``), with clipping, a learning rate that changes at every step, groups of other
 decay and rate, dropout, and accumulation.
 """
 
@@ -16,7 +16,7 @@ from training import OPTIMIZERS, Task, assert_same, decide, planned, prepare, re
 
 from planner.decisions import Place
 
-LONG = {"family": "small", "iterations": 200 if ALL else 60, "max_norm": 0.5}
+LONG = {"family": "small", "iterations": 200 if ALL else 40, "max_norm": 0.5}
 GRAINS = (1500, 100_000)
 OF_THE_TABLE = ["adamw", "adam", "sgd", "adagrad", "lion"]
 
@@ -73,6 +73,7 @@ def test_four_ranks(processes, optimizer, all_long, data):
         assert not [name for name, weight in weights.items() if final[name].tobytes() != weight.tobytes()]
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("place", Place)
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 def test_a_share_that_keeps_the_first_rate_is_seen(place, optimizer):

@@ -26,10 +26,10 @@ from planner.schedule.tasks import Lane, Task
 from planner.schedule.timeline import Timeline
 from ullage.analysis.replay import replay
 
-NUM_ITERATIONS = 20
+NUM_ITERATIONS = 12
 STEADY = range(4, NUM_ITERATIONS - 1)
 TOLERANCE = 0.05
-MOST_RUNS = 4
+MOST_RUNS = 3
 
 
 class Run(NamedTuple):
@@ -70,7 +70,7 @@ def waiting_s() -> float:
 def measure() -> Run:
     # Wide and short: what crosses lanes takes milliseconds, beside which waking a thread is nothing. In fp32, as
     # without instructions for bf16 nothing but computing would matter.
-    wide = {"num_layers": 3, "hidden_size": 1024, "ffn_hidden_size": 4096, "head_dim": 128, "word_embed_proj_dim": 1024}
+    wide = {"num_layers": 2, "hidden_size": 1024, "ffn_hidden_size": 4096, "head_dim": 128, "word_embed_proj_dim": 1024}
     config = resolve_model("demo-llama").model_copy(update=wide)
     model_units = units(build_graph(config, Batch(1, 32, 2)))
     decisions = Decisions(

@@ -53,6 +53,7 @@ def executed(task, choose, backend, after=None, **settings):
     return seen, final
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize(
     ("family", "num_graphs", "choose"),
     [

@@ -14,7 +14,7 @@ from training import Task, assert_memory_is_stated, assert_same, decide, delay, 
 FAMILIES = ("gpt2", "llama", "llama-tied")
 
 
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(plans(families=FAMILIES, optimizers=("adamw", "sgd", "lion"), freezes=True), st.integers(0, 99))
 def test_any_frozen_weights_under_any_plan_give_the_same_bits(plan, seed):
     task, decisions = plan

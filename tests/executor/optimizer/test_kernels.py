@@ -421,6 +421,7 @@ def test_weights_over_gradients_have_the_same_bits_as_apart(name, seed, num_para
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="reads instructions of x86-64")
+@pytest.mark.part(2)
 @pytest.mark.parametrize("module", [adamw, adagrad, lion, sgd], ids=lambda module: module.__name__.rpartition(".")[-1])
 def test_weights_over_gradients_are_written_in_vectors(module):
     """Where they overlap as two arrays, the kernel's check at run time would choose its loop without vectors."""

@@ -9,11 +9,12 @@ import forked
 import numpy as np
 import pytest
 from forked import Forked, completed, until_training
+from narrow import narrow_llama
 
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.registry import load_profile
 from planner.decisions import FP32, Place
-from planner.models import resolve_model
+from planner.models import to_hf_config_dict
 from planner.optimizers import OPTIMIZERS
 from planner.plan.document import load_plan
 from planner.plan.planning import Request, make_plan
@@ -28,8 +29,8 @@ from ullage.output.formatting import si
 def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A plan in which every lane of a single device has work."""
 
-    model = resolve_model("demo-llama").model_copy(update={"num_layers": 3})
-    hardware = load_profile("epyc-turin-2c").with_device_memory(70_000_000)
+    model = narrow_llama(3)
+    hardware = load_profile("epyc-turin-2c").with_device_memory(22_000_000)
     path = tmp_path_factory.mktemp("plan") / "plan.json"
     path.write_text(
         make_plan(Request(model, hardware, seq_len=64, micro_batch=2, precision=FP32)).to_json(), encoding="utf-8"
@@ -75,9 +76,10 @@ def test_every_optimizer_is_planned_and_executed(
 ) -> None:
     """It learns, and the ledger is that of its own state."""
 
-    path = tmp_path / "plan.json"
-    options = ["--model", "demo-llama", "--hardware", "epyc-turin-2c", "--seq-len", "64", "--micro-batch", "2"]
-    options += ["--device-memory", "180MB", "--precision", "fp32", "--optimizer", optimizer]
+    path, config = tmp_path / "plan.json", tmp_path / "config.json"
+    config.write_text(json.dumps(to_hf_config_dict(narrow_llama(3))), encoding="utf-8")
+    options = ["--model", str(config), "--hardware", "epyc-turin-2c", "--seq-len", "64", "--micro-batch", "2"]
+    options += ["--device-memory", "22MB", "--precision", "fp32", "--optimizer", optimizer]
     assert main(["plan", *options, "--output", str(path)]) == 0
     assert OPTIMIZERS[optimizer].words in capsys.readouterr().out
     run = ["--iterations", "8", "--lr", lr, "--output-dir", str(tmp_path), "--json"]
@@ -92,9 +94,9 @@ def test_every_optimizer_is_planned_and_executed(
 def test_what_the_host_lacks_is_planned_and_executed_on_nvme(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = resolve_model("demo-llama").model_copy(update={"num_layers": 3})
-    hardware = load_profile("epyc-turin-2c").with_device_memory(50_000_000).model_dump()
-    hardware["host"]["memory_bytes"]["value"] = 60_000_000
+    model = narrow_llama(3)
+    hardware = load_profile("epyc-turin-2c").with_device_memory(22_000_000).model_dump()
+    hardware["host"]["memory_bytes"]["value"] = 18_000_000
     machine = HardwareProfile.model_validate(hardware)
     asked = Request(model, machine, seq_len=128, micro_batch=4, storage="nvme", precision=FP32)
     made = make_plan(asked, max_simulations=40)
@@ -117,9 +119,9 @@ def test_what_the_host_lacks_is_planned_and_executed_on_nvme(
 
 
 def test_activations_that_leave_are_planned_and_executed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = resolve_model("demo-llama").model_copy(update={"num_layers": 3})
-    roomy = load_profile("epyc-turin-2c").with_device_memory(77_000_000)  # lanes may be slower than planned
-    machine = roomy.with_device_memory(70_000_000)
+    model = narrow_llama(3)
+    roomy = load_profile("epyc-turin-2c").with_device_memory(29_000_000)  # lanes may be slower than planned
+    machine = roomy.with_device_memory(26_000_000)
     asked = Request(model, machine, seq_len=128, micro_batch=4, storage="activations", precision=FP32)
     made = make_plan(asked, max_simulations=40)
     assert any(unit.offloads for unit in made.decisions.units.values())
@@ -218,7 +220,7 @@ def smaller(plan: Path, path: Path, device_memory_bytes: float) -> Path:
 @pytest.mark.part(2)
 @pytest.mark.parametrize(
     ("device_memory_bytes", "what"),
-    [(12e6, "of gpu memory, and less is free"), (0.97, "at its peak, but has")],
+    [(4e6, "of gpu memory, and less is free"), (0.97, "at its peak, but has")],
     ids=["the arena is too small", "what comes and goes is too much"],
 )
 def test_too_little_memory_prints_the_ledger(plan: Path, tmp_path: Path, device_memory_bytes: float, what: str) -> None:

@@ -13,12 +13,12 @@ from pathlib import Path
 import forked
 import pytest
 from forked import END_S, Forked, completed, environments, until_training
+from narrow import narrow_llama
 
 from hwprofiles.profile import Fabric, HardwareProfile
 from hwprofiles.quantity import Provenance, Quantity
 from hwprofiles.registry import load_profile
 from planner.decisions import FP32, Place, UnitDecision
-from planner.models import resolve_model
 from planner.plan.document import load_plan
 from planner.plan.planning import Request, make_plan, prepare
 from planner.search import Scorer
@@ -46,9 +46,9 @@ def two_devices(memory_bytes: int) -> HardwareProfile:
 
 
 def planned(folder: Path, **degrees: int) -> Path:
-    model = resolve_model("demo-llama").model_copy(update={"num_layers": 2})
+    model = narrow_llama(2)
     # Where layers are shared there is less to hold: so much memory that something must leave in either case.
-    machine = two_devices(55_000_000 if degrees else 70_000_000)
+    machine = two_devices(15_000_000 if degrees else 22_000_000)
     batch = {"seq_len": 64, "micro_batch": 2, "num_micro_batches": 2}
     request = Request(model, machine, num_devices=2, precision=FP32, **batch, **degrees)
     path = folder / "plan.json"
