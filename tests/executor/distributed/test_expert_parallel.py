@@ -55,7 +55,7 @@ EXPERTS = {
 }
 
 
-@pytest.mark.part(3)
+@pytest.mark.part(4)
 @pytest.mark.parametrize(("degrees", "zero_stage", "choose"), EXPERTS.values(), ids=EXPERTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_one_step_has_the_gradients_of_all_tokens(processes, degrees, zero_stage, choose, dtype):

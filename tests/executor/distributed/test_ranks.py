@@ -55,7 +55,7 @@ STAGES = {
 }
 
 
-@pytest.mark.part(3)
+@pytest.mark.part(5)
 @pytest.mark.parametrize("num_micro_batches", [1, 2])
 @pytest.mark.parametrize(("zero_stage", "choose"), STAGES.values(), ids=STAGES)
 def test_two_ranks_give_the_bits_of_one_process(processes, zero_stage, choose, num_micro_batches):
@@ -177,7 +177,7 @@ def test_one_rank_alone_is_as_before(processes):
     assert_same_bits(processes.call(1, trained, task, decisions), reference(task, 1, decisions))
 
 
-@pytest.mark.part(3)
+@pytest.mark.part(5)
 @pytest.mark.parametrize(
     ("zero_stage", "choose"), [STAGES[k] for k in ("0, everything", "1, streamed", "2, cpu", "3, everything")]
 )
@@ -190,7 +190,7 @@ def test_evaluation_states_and_a_closed_model_are_whole_on_all_ranks(processes, 
         assert found == []
 
 
-@pytest.mark.part(2)
+@pytest.mark.part(3)
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize(("zero_stage", "choose"), STAGES.values(), ids=STAGES)
 def test_memory_and_times_are_those_of_the_schedule(processes, zero_stage, choose, size):

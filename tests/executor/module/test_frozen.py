@@ -35,6 +35,7 @@ ATTENTION = frozenset(
 FIRST = frozenset({"transformer.wte.weight", "transformer.wpe.weight"})  # the head uses one of them
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize(
     ("zero_stage", "choose"),
     [

@@ -55,7 +55,7 @@ SHARED = {
 """Every family, with ranks that share layers and ranks that share the data."""
 
 
-@pytest.mark.part(3)
+@pytest.mark.part(5)
 @pytest.mark.parametrize(("family", "ranks"), SHARED.items(), ids=SHARED)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_one_step_has_the_gradients_of_the_whole_model(processes, family, ranks, dtype):
