@@ -17,7 +17,7 @@ import pytest
 from planner import search
 
 ALL: Final = os.environ.get("ULLAGE_TESTS") == "all"
-_FEWEST: Final = 5
+_FEWEST: Final = 4
 
 
 def examples(number: int, fewest: int = _FEWEST) -> int:

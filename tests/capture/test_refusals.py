@@ -188,12 +188,14 @@ def _tried_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operator_checks, "_GRAIN", 2)
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("input_type", TYPES)
 @pytest.mark.parametrize("name", OF_ONE_INPUT)
 def test_types_that_cannot_be_trained_with_are_refused(name: str, input_type: str) -> None:
     check(OF_ONE_INPUT[name], CapturedInput(shape=(4, 8), dtype=input_type), "fp32")
 
 
+@pytest.mark.part(3)
 @pytest.mark.usefixtures("_tried_small")
 @pytest.mark.parametrize("input_type", TYPES)
 @pytest.mark.parametrize("name", OF_ONE_INPUT)

@@ -175,7 +175,7 @@ SPEEDS = ({"flop_per_s": 1e16, "issue_s": 1e-9}, {"flop_per_s": 1e14}, {"flop_pe
 OURS = {"num_param_slots": 2, "zero_stage": 3}
 
 
-@pytest.mark.part(2)
+@pytest.mark.part(5)
 @pytest.mark.parametrize("speed", SPEEDS, ids=["links bind", "balanced", "computing binds"])
 @pytest.mark.parametrize("ranks", [1, 4])
 @pytest.mark.parametrize("place", Place)
