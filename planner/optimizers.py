@@ -39,6 +39,8 @@ class OptimizerState:
         gpu_update_bytes: what an update on a GPU moves per parameter, if it is made of torch's operators because no
             fused kernel does it [Note: Operators]; ``None`` for about as much as state, gradient and weight are.
         gpu_scratch_bytes: what such an update holds meanwhile, per parameter that it updates at once.
+        host_core_s: what one core needs for the arithmetic of one parameter on the host. It counts where that is more
+            than memory needs: ``benchmarks/cpu/adamw_bf16.py`` measures both.
     """
 
     words: str
@@ -48,6 +50,7 @@ class OptimizerState:
     wide: Optimizer | None = None
     gpu_update_bytes: int | None = None
     gpu_scratch_bytes: int = 0
+    host_core_s: float = 0.0
 
     @property
     def state_bytes_per_param(self) -> int:
@@ -66,7 +69,13 @@ class OptimizerState:
 OPTIMIZERS: Final[Mapping[Optimizer, OptimizerState]] = {
     "adamw": OptimizerState("AdamW", 2),
     "adamw-bf16": OptimizerState(
-        "AdamW with bf16 moments", 2, buffer_bytes=2, wide="adamw", gpu_update_bytes=380, gpu_scratch_bytes=20
+        "AdamW with bf16 moments",
+        2,
+        buffer_bytes=2,
+        wide="adamw",
+        gpu_update_bytes=380,
+        gpu_scratch_bytes=20,
+        host_core_s=1.3e-9,
     ),
     "sgd": OptimizerState("SGD with momentum", 1),
     "adagrad": OptimizerState("Adagrad", 1),

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.origin import origin, write_result
+from planner.plan.document import describe, load_plan
 from ullage.main import main as ullage
 
 OPTIMIZERS = ("adamw", "adamw-bf16")
@@ -47,15 +48,18 @@ def output_of(*arguments: str) -> dict[str, Any]:
     return result
 
 
-def losses_of(folder: Path, optimizer: str, seed: int, device_memory: str, num_iterations: int) -> list[float]:
-    """Plan, train, and return the loss of each iteration."""
+def trained(
+    folder: Path, optimizer: str, seed: int, device_memory: str, num_iterations: int
+) -> tuple[list[float], str]:
+    """Plan and train; return the loss of each iteration, and where the plan updates."""
     model, plan = folder / "model.json", folder / "plan.json"
     model.write_text(json.dumps(MODEL), encoding="utf-8")
     options = [*SETTING, "--device-memory", device_memory, "--optimizer", optimizer]
     output_of("plan", "--model", str(model), *options, "--output", str(plan))
-    trained = ["--iterations", str(num_iterations), "--seed", str(seed), "--output-dir", str(folder)]
-    losses: list[float] = output_of("execute", str(plan), *trained, "--allow-other-machine")["losses"]
-    return losses
+    run = ["--iterations", str(num_iterations), "--seed", str(seed), "--output-dir", str(folder)]
+    losses: list[float] = output_of("execute", str(plan), *run, "--allow-other-machine")["losses"]
+    planned = load_plan(plan)
+    return losses, describe(planned.decisions, planned.units())
 
 
 def main() -> None:
@@ -71,12 +75,13 @@ def main() -> None:
     for seed in arguments.seeds:
         for optimizer in OPTIMIZERS:
             with tempfile.TemporaryDirectory() as temporary:
-                losses = losses_of(Path(temporary), optimizer, seed, arguments.device_memory, arguments.iterations)
+                found = trained(Path(temporary), optimizer, seed, arguments.device_memory, arguments.iterations)
+            losses, placement = found
             tens = [statistics.fmean(losses[i : i + 10]) for i in range(0, len(losses), 10)]
             last = statistics.fmean(losses[-LAST:])
             print(f"seed {seed}, {optimizer}: first {losses[0]:.4f}, mean of the last {LAST} {last:.4f}", flush=True)
-            curve = [round(loss, 5) for loss in tens]
-            rows.append({"optimizer": optimizer, "seed": seed, "first": losses[0], "last": last, "curve": curve})
+            row = {"optimizer": optimizer, "seed": seed, "placement": placement, "first": losses[0], "last": last}
+            rows.append(row | {"curve": [round(loss, 5) for loss in tens]})
     wide, narrow = ([row["last"] for row in rows if row["optimizer"] == name] for name in OPTIMIZERS)
     result = {
         **began,

@@ -191,11 +191,14 @@ class CostModel:
                 return unit.backward
 
     def _device_update(self, task: Work) -> Price:
-        read_s = self._rank.read_s(self.profile.device.optimizer, task.num_params, "device optimizer")
+        device = self.profile.device
+        read_s = self._rank.read_s(device.optimizer, task.num_params, "device optimizer")
         products_s = sum(self._products.compute_s(newton_schulz(*shape)) for shape in task.matrices)
-        operator_bytes = OPTIMIZERS[self._kind(task)].gpu_update_bytes if self.profile.device.kind == "gpu" else None
+        operator_bytes = OPTIMIZERS[self._kind(task)].gpu_update_bytes if device.kind == "gpu" else None
         update_bytes = operator_bytes or self._update_bytes(task)
-        duration_s = self._of_measured(update_bytes) * read_s + products_s
+        duration_s = (
+            max(self._of_measured(update_bytes) * read_s, self._arithmetic_s(task, device.num_cores)) + products_s
+        )
         return Price(0.0, duration_s, self._kernels.on_device(duration_s, update_bytes * task.num_params))
 
     def _kind(self, task: Work) -> Optimizer:
@@ -206,6 +209,10 @@ class CostModel:
     def _update_bytes(self, task: Work) -> int:
         """Return the bytes per parameter that an update moves."""
         return self._precision.update_bytes_per_param(self._kind(task))
+
+    def _arithmetic_s(self, task: Work, num_cores: float) -> float:
+        """Return the least time of an update on so many cores; 0 without cores: on a GPU."""
+        return task.num_params * OPTIMIZERS[self._kind(task)].host_core_s / num_cores if num_cores else 0.0
 
     def _of_measured(self, update_bytes: int) -> float:
         """Return how much longer than AdamW an update takes without its products.
@@ -237,9 +244,14 @@ class CostModel:
         if host.optimizer_process_params_per_s is not None:
             duration_s = max(duration_s, task.num_params / host.optimizer_process_params_per_s.value)
         duration_s *= self._of_measured(self._update_bytes(task))
-        # It is at most as fast as memory allows.
+        # It is at most as fast as memory and arithmetic allow.
         num_bytes = self._update_bytes(task) * task.num_params
-        duration_s = max(duration_s, num_bytes * ranks / host.dram_bytes_per_s.value) + self._host_products_s(task)
+        duration_s = max(
+            duration_s,
+            num_bytes * ranks / host.dram_bytes_per_s.value,
+            self._arithmetic_s(task, host.num_optimizer_cores / ranks),
+        )
+        duration_s += self._host_products_s(task)
         if duration_s <= 0:
             return Price(0.0, 0.0)
         dram = num_bytes / duration_s

@@ -123,12 +123,26 @@ def test_on_a_gpu_moments_in_bf16_cost_the_time_and_memory_of_operators(monkeypa
         held = {b.label: b.num_bytes for b in schedule.buffers if b.memory_class is MemoryClass.WORKSPACE}
         return [(cost.price(task).duration_s, task, held) for task in schedule.tasks if task.op is Op.UPDATE]
 
-    for profile, num_bytes in ((gpu, row.gpu_update_bytes), (host, 20)):
+    for profile, num_bytes in ((gpu, row.gpu_update_bytes), (host, 20)):  # a host of no cores: memory alone binds
         for mine, adamw in zip(updates("adamw-bf16", profile), updates("adamw", profile), strict=True):
             assert mine[0] == pytest.approx(adamw[0] * num_bytes / 28)
             name = f"{mine[1].unit} update"
             assert mine[2].get(name, 0) == 20 * min(mine[1].num_params, 1_000_000)
             assert adamw[2].get(name, 0) == 0
+
+
+def test_on_few_cores_arithmetic_binds_an_update_with_random_bits():
+    units, core_s = small_units(), OPTIMIZERS["adamw-bf16"].host_core_s
+    fast = machine(cpu_params_per_s=1e12)  # a copy of 20 bytes takes 0.2 ns
+    for num_cores in (1, 4, 64):
+        host = fast.host.model_copy(update={"num_cores": num_cores, "num_optimizer_cores": num_cores})
+        profile = fast.model_copy(update={"host": host})
+        decisions = decide(units, Place.CPU, optimizer="adamw-bf16")
+        cost = CostModel.of(profile, units, decisions)
+        for task in lower(units, decisions, asynchronous=True).tasks:
+            if task.op is Op.UPDATE:
+                expected = task.num_params * max(core_s / num_cores, 20 / 1e11)
+                assert cost.price(task).duration_s == pytest.approx(expected)
 
 
 def test_less_state_makes_faster_plans_and_lower_bounds(plans):
