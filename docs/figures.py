@@ -23,6 +23,7 @@ HERE = Path(__file__).parent
 RUN = HERE.parent / "benchmarks" / "results" / "demo_run.json"
 PUBLISHED = HERE.parent / "benchmarks" / "results" / "published.json"
 SPEED = HERE.parent / "benchmarks" / "results" / "planning_speed.json"
+LOSSES = HERE.parent / "benchmarks" / "results" / "cpu_loss_curves.json"
 PUBLISHED_PANELS = (
     ("iteration and end-to-end time (s)", ("iteration", "end to end"), 1.0),
     ("phases: backward and update (s)", ("backward", "update"), 1.0),
@@ -102,6 +103,23 @@ def draw_growth() -> None:
     figure.savefig(HERE / "growth.svg", metadata={"Date": None})
 
 
+def draw_loss_curves() -> None:
+    """Draw the loss of training with fp32 state and with bf16 moments, for each seed."""
+    rows = json.loads(LOSSES.read_text(encoding="utf-8"))["rows"]
+    seeds = list(dict.fromkeys(row["seed"] for row in rows))
+    figure, panels = plt.subplots(1, len(seeds), figsize=(9, 3), sharey=True, layout="constrained")
+    for axes, seed in zip(panels, seeds, strict=True):
+        for row, colour in zip((r for r in rows if r["seed"] == seed), ("first", "second"), strict=True):
+            iterations = [10 * i + 5 for i in range(len(row["curve"]))]
+            axes.plot(iterations, row["curve"], color=COLOUR[colour], lw=1, label=row["optimizer"])
+        axes.set_title(f"seed {seed}", fontsize=10)
+        axes.set_xlabel("iterations")
+        axes.grid(alpha=0.3)
+    panels[0].set_ylabel("loss")
+    panels[0].legend(frameon=False)
+    figure.savefig(HERE / "loss_curves.svg", metadata={"Date": None})
+
+
 def draw_simulated() -> None:
     """Draw OPT-13B on four H100, by ZeRO-Offload and by our plan, as the memory-wall study draws measured runs."""
     request = Request(resolve_model("opt-13b"), load_profile("h100x4-80g"), num_devices=4)
@@ -128,6 +146,7 @@ def main() -> None:
     figure.savefig(HERE / "demo_iteration.svg", metadata={"Date": None})
     draw_simulated()
     draw_growth()
+    draw_loss_curves()
     draw_published()
 
 

@@ -38,7 +38,8 @@ class OptimizerState:
         wide: the optimizer that has the same buffers in fp32; ``None`` if this one does.
         gpu_update_bytes: what an update on a GPU moves per parameter, if it is made of torch's operators because no
             fused kernel does it [Note: Operators]; ``None`` for about as much as state, gradient and weight are.
-        gpu_scratch_bytes: what such an update holds meanwhile, per parameter that it updates at once.
+        gpu_scratch_bytes: what such an update holds meanwhile, the scaled gradient included, per parameter that it
+            updates at once.
         host_core_s: what one core needs for the arithmetic of one parameter on the host. It counts where that is more
             than memory needs: ``benchmarks/cpu/adamw_bf16.py`` measures both.
     """
@@ -74,8 +75,8 @@ OPTIMIZERS: Final[Mapping[Optimizer, OptimizerState]] = {
         buffer_bytes=2,
         wide="adamw",
         gpu_update_bytes=380,
-        gpu_scratch_bytes=20,
-        host_core_s=1.3e-9,
+        gpu_scratch_bytes=24,
+        host_core_s=1.25e-9,
     ),
     "sgd": OptimizerState("SGD with momentum", 1),
     "adagrad": OptimizerState("Adagrad", 1),

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from training import Task, decide, uniform
 
+from executor.devices.cuda import update_on_device
 from executor.devices.meter import MemoryMeter
 from executor.optimizer import AdamWParams, WorkerTeam, adamw_step
 from executor.optimizer.adamw_bf16 import AdamWBf16Params, adamw_bf16_, adamw_bf16_step
@@ -153,14 +154,18 @@ class Traffic(TorchDispatchMode):
         return result
 
 
-def test_the_planner_knows_what_operators_move_and_hold():
+def test_the_planner_knows_what_operators_move_and_hold(monkeypatch):
+    for module in ("planner.optimizers", "executor.optimizer.table"):
+        monkeypatch.setattr(f"{module}.UPDATED_AT_ONCE", 400)
     num_params = 1000
     master, *moments, gradient = random_state(num_params, 0)
-    gradient = gradient.float()
     row = OPTIMIZERS["adamw-bf16"]
+    optimizer = AdamWBf16([torch.nn.Parameter(torch.zeros(1))])
+    rule = entry_of(optimizer).rule(optimizer.param_groups[0])
     with MemoryMeter() as meter:
-        adamw_bf16_(master, tuple(moments), gradient, AdamWBf16Params(), 1)
-    assert meter.peak_bytes == row.scratch_bytes(num_params)
+        update_on_device([master, *moments], [gradient], rule, 1, 0.5)
+    assert meter.peak_bytes == row.scratch_bytes(num_params) + 4  # the factor
+    gradient = gradient.float()
     with Traffic() as traffic:
         adamw_bf16_(master, tuple(moments), gradient, AdamWBf16Params(), 2)
     assert traffic.num_bytes == row.gpu_update_bytes * num_params

@@ -168,6 +168,22 @@ def adamw() -> Iterator[tuple[str, ...]]:
         yield f"{row['num_params']:,}", str(row["num_threads"]), *ratios
 
 
+def adamw_bf16() -> Iterator[tuple[str, ...]]:
+    for row in result("cpu_adamw_bf16.json")["results"]:
+        ratios = (times(row[key]) for key in ("narrow_of_copy", "wide_of_copy", "narrow_over_wide"))
+        yield f"{row['num_params']:,}", str(row["num_threads"]), *ratios
+
+
+def loss_curves() -> Iterator[tuple[str, ...]]:
+    found = result("cpu_loss_curves.json")
+    last = {(row["optimizer"], row["seed"]): row["last"] for row in found["rows"]}
+    seeds = list(dict.fromkeys(row["seed"] for row in found["rows"]))
+    for seed, difference in zip(seeds, found["differences"], strict=True):
+        wide, narrow = (last[optimizer, seed] for optimizer in ("adamw", "adamw-bf16"))
+        assert narrow / wide - 1 == pytest.approx(difference)
+        yield str(seed), f"{wide:.4f}", f"{narrow:.4f}", percent(difference, 2, "+")
+
+
 def simulator() -> Iterator[tuple[str, ...]]:
     row = result("simulator_vs_simpy.json")["full_model"]
     yield "SimPy, lanes only (its fastest form)", times(row["kernel_over_simpy_lanes"], 0)
@@ -324,6 +340,8 @@ TABLES = (
     published_sizes,
     peers,
     adamw,
+    adamw_bf16,
+    loss_curves,
     launcher,
     simulator,
     checkpoint,
