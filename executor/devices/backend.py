@@ -178,7 +178,7 @@ class HostBackend:
         count, begin = 1 + len(rule.entry.buffers), 0
         for gradient in gradients:
             cut = [tensor[begin : begin + len(gradient)] for tensor in state]
-            update_on_host((*cut[:count], gradient, *cut[count:]), rule.at(begin), step, scale, self._team)
+            update_on_host((*cut[:count], gradient, *cut[count:]), rule, step, scale, self._team)
             begin += len(gradient)
 
     @contextlib.contextmanager

@@ -154,7 +154,7 @@ class Traffic(TorchDispatchMode):
         return result
 
 
-def test_the_planner_knows_what_operators_move_and_hold(monkeypatch):
+def test_the_planner_knows_what_operators_move_and_hold_and_chunks_have_the_bits_of_the_whole(monkeypatch):
     for module in ("planner.optimizers", "executor.optimizer.table"):
         monkeypatch.setattr(f"{module}.UPDATED_AT_ONCE", 400)
     num_params = 1000
@@ -162,9 +162,11 @@ def test_the_planner_knows_what_operators_move_and_hold(monkeypatch):
     row = OPTIMIZERS["adamw-bf16"]
     optimizer = AdamWBf16([torch.nn.Parameter(torch.zeros(1))])
     rule = entry_of(optimizer).rule(optimizer.param_groups[0])
+    expected = stepped([master, *moments, gradient], rule.params, 1, 0.5)
     with MemoryMeter() as meter:
         update_on_device([master, *moments], [gradient], rule, 1, 0.5)
     assert meter.peak_bytes == row.scratch_bytes(num_params) + 4  # the factor
+    assert all(torch.equal(mine, whole) for mine, whole in zip([master, *moments], expected, strict=True))
     gradient = gradient.float()
     with Traffic() as traffic:
         adamw_bf16_(master, tuple(moments), gradient, AdamWBf16Params(), 2)
