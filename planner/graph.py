@@ -188,10 +188,7 @@ class Unit:
         It stops once the last saved tensor is back, so the end of a layer is not rerun. Empty outside layers, and where
         backward does not come.
         """
-        if not (self.in_layer and self.differentiated):
-            return ()
-        kept = ((operator, len(operator.forward) - operator.num_skipped) for operator in self.operators)
-        return tuple(kernel for operator, count in kept for kernel in operator.forward[:count])
+        return tuple(kernel for operator in self.operators for kernel in _rerun(self, operator))
 
     @property
     def in_layer(self) -> bool:
@@ -211,13 +208,17 @@ class Unit:
     def remake(self) -> Kernels:
         """The kernels of a recompute that run again in backward if activations are offloaded.
 
-        These are elementwise kernels and exchanges of tokens. The number of exchanged tokens is known only at run time,
-        so their memory cannot be planned, and ranks have to agree on it again. Sums over ranks are kept, like products.
+        These are elementwise kernels, exchanges of tokens, and whatever computes in tiles. The number of exchanged
+        tokens is known only at run time, so their memory cannot be planned, and ranks have to agree on it again. Sums
+        over ranks are kept, like products.
         """
         return tuple(
             kernel
-            for kernel in self.recompute
-            if isinstance(kernel, Elementwise) or (isinstance(kernel, Collective) and kernel.kind == "all-to-all")
+            for operator in self.operators
+            for kernel in _rerun(self, operator)
+            if operator.in_tiles
+            or isinstance(kernel, Elementwise)
+            or (isinstance(kernel, Collective) and kernel.kind == "all-to-all")
         )
 
     @functools.cached_property
@@ -236,6 +237,13 @@ class Unit:
         """Bytes of its output, the hidden state: the input that a recomputed segment after it must keep."""
         hidden = [operator for operator in self.operators if operator.kind not in {"rotary", "router", "dispatch"}]
         return hidden[-1].output_bytes
+
+
+def _rerun(unit: Unit, operator: Operator) -> Kernels:
+    """Return the kernels of an operator that run again if its segment is recomputed."""
+    if not (unit.in_layer and unit.differentiated):
+        return ()
+    return operator.forward[: len(operator.forward) - operator.num_skipped]
 
 
 def build_graph(config: Model, batch: Batch) -> Graph:

@@ -37,7 +37,7 @@ _inside: Final = threading.local()
 @contextlib.contextmanager
 def running_again() -> Iterator[None]:
     """Let this thread's products run without being saved, or replaced by saved outputs: backward runs them again."""
-    before = _is_running_again()
+    before = is_running_again()
     _inside.runs_again = True
     try:
         yield
@@ -45,7 +45,8 @@ def running_again() -> Iterator[None]:
         _inside.runs_again = before
 
 
-def _is_running_again() -> bool:
+def is_running_again() -> bool:
+    """Return whether this thread is inside :func:`running_again`."""
     return getattr(_inside, "runs_again", False)
 
 
@@ -190,7 +191,7 @@ class SaveProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         output = func(*args, **(kwargs or {}))
-        if _is_product(func) and not _is_running_again():
+        if _is_product(func) and not is_running_again():
             leaves, structure = tree_flatten(output)
             kept = [SavedTensor.of(leaf) if _is_floating(leaf) else leaf for leaf in leaves]
             product = Product(func, kept, structure, _random_state(func, leaves[0].device))
@@ -216,7 +217,7 @@ class ReuseProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if not _is_product(func) or _is_running_again():
+        if not _is_product(func) or is_running_again():
             return func(*args, **(kwargs or {}))
         segment, position = self._segments, self._segments.position
         if position >= len(segment.products) or segment.products[position].function is not func:

@@ -307,10 +307,20 @@ def _tile(
     undo: list[Callable[[], None]],
 ) -> dict[nn.Module, str]:
     """Let modules compute in tiles; return the modules that report progress then, none of which is inside one."""
-    tiled = {model.get_submodule(o.name): unit.name for unit in units for o in unit.operators if o.in_tiles}
+    tiled = tiled_modules(model, units)
     undo += tile_modules(tiled, num_tokens)
-    inside = {inner for module in tiled for inner in module.modules()}
-    return {module: unit for module, unit in unit_of.items() if module not in inside} | tiled
+    return without_inner(unit_of, tiled)
+
+
+def tiled_modules(model: nn.Module, units: tuple[Unit, ...]) -> dict[nn.Module, str]:
+    """Return the modules that compute in tiles, each with its unit."""
+    return {model.get_submodule(o.name): unit.name for unit in units for o in unit.operators if o.in_tiles}
+
+
+def without_inner(unit_of: Mapping[nn.Module, str], whole: Mapping[nn.Module, str]) -> dict[nn.Module, str]:
+    """Return the units of modules, without modules inside those that report progress as a whole."""
+    inside = {inner for module in whole for inner in module.modules()}
+    return {module: unit for module, unit in unit_of.items() if module not in inside} | dict(whole)
 
 
 def _compile(
@@ -329,8 +339,7 @@ def _compile(
     undo += [
         replace_attribute(module, "forward", compile_module(module, names[module], backend)) for module in compiled
     ]
-    inside = {inner for module in compiled for inner in module.modules()}
-    return {module: unit for module, unit in unit_of.items() if module not in inside} | compiled
+    return without_inner(unit_of, compiled)
 
 
 def _drop_caches(arguments: dict[str, Any], layer: int | None) -> bool:

@@ -65,18 +65,17 @@ class TiledModule:
 
     def in_tiles(self, hidden: Tensor) -> Tensor:
         """Compute without gradients."""
-        rows = hidden.flatten(0, -2)
         result: Tensor | None = None
+        start = 0
         with running_again():
-            for start, inputs in zip(
-                range(0, len(rows), self.num_tokens), torch.split(rows, self.num_tokens), strict=True
-            ):
+            for inputs in torch.split(hidden.flatten(0, -2), self.num_tokens):
                 made = self.run(inputs)
                 if result is None:
-                    result = made.new_empty((len(rows), made.shape[-1]))
-                result[start : start + len(made)] = made
+                    result = made.new_empty((*hidden.shape[:-1], made.shape[-1]))
+                result.view(-1, made.shape[-1])[start : start + len(made)] = made
+                start += len(made)
         assert result is not None
-        return result.view(*hidden.shape[:-1], result.shape[-1])
+        return result
 
     @contextlib.contextmanager
     def for_gradients(self, parameters: Iterable[Tensor], *, converts: bool) -> Iterator[list[Tensor]]:

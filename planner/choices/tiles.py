@@ -17,6 +17,7 @@ from planner.choices.choice import Choice
 from planner.graph import Batch, Unit, build_graph, segments
 from planner.graph import units as units_of
 from planner.models.captured import CapturedModel, Model
+from planner.models.config import ModelConfigError
 from planner.models.formulas.ends import tiled_logit_bytes
 from planner.models.sharding import share
 
@@ -27,6 +28,8 @@ _LEAST_TOKENS = {"gpu": 256, "host": 32}
 # Tokens of a tile of layers: each adds to the gradients of weights, which is a pass over them.
 _LEAST_LAYER_TOKENS = {"gpu": 2048, "host": 128}
 _TILE_SHARE = 8  # a tile of a layer may take such a part of what its layer takes besides
+_CAPTURED_TILES = 16  # of layers of captured models, about
+_GAIN = 0.8  # tiles of captured layers are worth it if these then need at most such a share
 
 
 def can_be_tiled(model: Model) -> bool:
@@ -35,9 +38,9 @@ def can_be_tiled(model: Model) -> bool:
 
 
 def can_have_tiled_layers(model: Model) -> bool:
-    """Return whether a model's norms and MLPs can be computed in tiles."""
+    """Return whether a model's norms and MLPs may be computed in tiles; if it was captured, another capture says it."""
     if isinstance(model, CapturedModel):
-        return False
+        return model.can_be_recaptured
     return model.is_gated and model.norm == "rmsnorm" and not model.is_expert_model
 
 
@@ -70,13 +73,19 @@ def layer_tile_of(model: Model, batch: Batch, units: tuple[Unit, ...], device: D
     """
     if batch.tensor_parallel > 1 or not can_have_tiled_layers(model):
         return None
-    if _layer_bytes(units) < _WORTH_OF_LAYERS * device.memory_bytes.value:
+    if (whole_bytes := _layer_bytes(units)) < _WORTH_OF_LAYERS * device.memory_bytes.value:
         return None
 
     def bytes_with(tokens: int) -> int:
         return _layer_bytes(units_of(build_graph(model, dataclasses.replace(batch, layer_tile_tokens=tokens))))
 
     tokens = _LEAST_LAYER_TOKENS[device.kind]
+    if isinstance(model, CapturedModel):  # each size takes seconds to capture: one only
+        tokens = max(tokens, 2 ** (batch.num_tokens // _CAPTURED_TILES).bit_length())
+        try:
+            return tokens if tokens < batch.num_tokens and bytes_with(tokens) < _GAIN * whole_bytes else None
+        except ModelConfigError:  # none of its modules computes every token by itself
+            return None
     most_bytes = bytes_with(tokens) * (_TILE_SHARE + 1) // _TILE_SHARE
     while 2 * tokens < batch.num_tokens and bytes_with(2 * tokens) <= most_bytes:
         tokens *= 2
@@ -86,8 +95,12 @@ def layer_tile_of(model: Model, batch: Batch, units: tuple[Unit, ...], device: D
 def _layer_bytes(units: tuple[Unit, ...]) -> int:
     """Return the most bytes that backward of one layer needs if it is recomputed."""
     return max(
-        sum(unit.saved_bytes for unit in layer) + max(unit.workspace_bytes for unit in layer)
-        for layer in segments(units)[1:-1]
+        (
+            sum(unit.saved_bytes for unit in layer) + max(unit.workspace_bytes for unit in layer)
+            for layer in segments(units)
+            if layer[0].in_layer
+        ),
+        default=0,
     )
 
 

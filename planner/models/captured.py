@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import re
 from collections.abc import Callable, Iterable
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Final, Literal, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, PrivateAttr, Tag, ValidationError
 
@@ -83,6 +83,7 @@ class CapturedOperator(_Frozen):
         workspace_bytes: most bytes alive while it runs forward or backward, without gradients of parameters and
             activations saved up to its unit. The hidden state and its gradient count.
         copies_input: it is the first of its block, which keeps nothing of its input itself, but a copy in another type.
+        in_tiles: its module computes a tile of tokens at a time.
     """
 
     name: str
@@ -98,6 +99,7 @@ class CapturedOperator(_Frozen):
     num_skipped: Count = 0
     product_bytes: Count = 0
     copies_input: bool = False
+    in_tiles: bool = False
 
 
 class CapturedBlock(_Frozen):
@@ -119,12 +121,38 @@ class CapturedSegment(_Frozen):
     block: Count
 
 
-Again = Callable[[int, int, int | None], "CapturedModel"]
-"""Captures the same module again, for a micro-batch, tokens per sample, and tokens of a tile of the loss."""
+class Tiles(NamedTuple):
+    """The tokens of tiles; see :class:`planner.models.operators.Batch`."""
+
+    loss_tile_tokens: int | None = None
+    layer_tile_tokens: int | None = None
 
 
-Size = tuple[int, int | None]
-"""A micro-batch, and the tokens of a tile of the loss."""
+NO_TILES: Final = Tiles()
+
+
+class Size(NamedTuple):
+    """What a model is captured for.
+
+    Attributes:
+        micro_batch: samples of one forward.
+        seq_len: tokens per sample.
+        loss_tile_tokens, layer_tile_tokens: see :class:`planner.models.operators.Batch`.
+    """
+
+    micro_batch: int
+    seq_len: int
+    loss_tile_tokens: int | None = None
+    layer_tile_tokens: int | None = None
+
+    @property
+    def tiles(self) -> Tiles:
+        """The tokens of tiles."""
+        return Tiles(self.loss_tile_tokens, self.layer_tile_tokens)
+
+
+Again = Callable[[Size], "CapturedModel"]
+"""Captures the same module again, for another size."""
 
 
 class _Sizes:
@@ -139,7 +167,7 @@ class _Sizes:
     def __init__(self, again: Again | None = None, *, resizes: bool = True) -> None:
         self.again = again
         self.resizes = resizes
-        self.found: dict[tuple[int, int, int | None], CapturedModel] = {}
+        self.found: dict[Size, CapturedModel] = {}
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Sizes)
@@ -167,6 +195,7 @@ class CapturedModel(_Frozen):
         quantization: of these projections.
         num_logits: size of its vocabulary, if it has a head whose loss can be computed in tiles.
         loss_tile_tokens: tokens of such a tile, with which it was captured; ``None``: logits were whole.
+        layer_tile_tokens: tokens of a tile of norms and MLPs, likewise.
         others: the same at other sizes, for plans that were compared at several; they have no others.
     """
 
@@ -181,6 +210,7 @@ class CapturedModel(_Frozen):
     quantization: Quantization | None = None
     num_logits: int | None = None
     loss_tile_tokens: int | None = None
+    layer_tile_tokens: int | None = None
     others: tuple["CapturedModel", ...] = ()
     _sizes: _Sizes = PrivateAttr(default_factory=_Sizes)
 
@@ -209,6 +239,11 @@ class CapturedModel(_Frozen):
         return self.inputs[0].shape[0]
 
     @property
+    def can_be_recaptured(self) -> bool:
+        """Whether it can be captured again, at least with tiles."""
+        return self._sizes.again is not None or any(other.layer_tile_tokens for other in (*self.others, self))
+
+    @property
     def is_free(self) -> bool:
         """Whether it can be had at every size: it is captured again where it was not yet."""
         return self._sizes.again is not None and self._sizes.resizes
@@ -225,8 +260,8 @@ class CapturedModel(_Frozen):
         copy._sizes = _Sizes(self._sizes.again, resizes=False)
         return copy
 
-    def at(self, micro_batch: int, seq_len: int, loss_tile_tokens: int | None = None) -> "CapturedModel":
-        """Return the model for another micro-batch, number of tokens per sample, and tokens of a tile of the loss.
+    def at(self, size: Size) -> "CapturedModel":
+        """Return the model for another size.
 
         A size that is new is captured, at once and exactly: attention that slides, chunks of a scan, and shares of
         experts follow no formula of the sizes around it.
@@ -234,23 +269,19 @@ class CapturedModel(_Frozen):
         Raises:
             ModelConfigError: it was not captured for that size, and cannot be.
         """
-        size = (micro_batch, seq_len, loss_tile_tokens)
-        known = {
-            (other.micro_batch, other.seq_len, other.loss_tile_tokens): other for other in (*self.others, self)
-        } | self._sizes.found
+        known = {other.size: other for other in (*self.others, self)} | self._sizes.found
         if size in known:
             return known[size]
-        resized = (micro_batch, seq_len) != (self.micro_batch, self.seq_len)
-        allowed = self._sizes.resizes and (seq_len > 1) == (self.seq_len > 1)
+        resized = size[:2] != self.size[:2]
+        allowed = self._sizes.resizes and (size.seq_len > 1) == (self.seq_len > 1)
         if self._sizes.again is None or (resized and not allowed):
-            wanted = dataclasses.replace(
-                self.batch, micro_batch=micro_batch, seq_len=seq_len, loss_tile_tokens=loss_tile_tokens
-            )
+            wanted = dataclasses.replace(self.batch, **size._asdict())
             raise ModelConfigError(f"{self.name} was captured {_other_batch(self.batch, wanted)}")
         try:
-            found = self._sizes.again(*size)
+            found = self._sizes.again(size)
         except ValueError as error:
-            raise ModelConfigError(f"micro-batch {micro_batch}, {seq_len} tokens per sequence: {error}") from error
+            words = f"micro-batch {size.micro_batch}, {size.seq_len} tokens per sequence"
+            raise ModelConfigError(f"{words}: {error}") from error
         self._sizes.found[size] = found
         return found
 
@@ -258,19 +289,23 @@ class CapturedModel(_Frozen):
         """Return the model for one size, with what was captured for others; it needs no PyTorch any more.
 
         Args:
-            chosen: micro-batch, and tokens of a tile of the loss.
+            chosen: the size.
             others: likewise.
         """
-        sizes = sorted({*others} - {chosen}, key=lambda size: (size[0], size[1] or 0))
-        found = tuple(self.at(size, self.seq_len, tile).freed(None) for size, tile in sizes)
+        sizes = sorted({*others} - {chosen}, key=lambda size: [number or 0 for number in size])
+        found = tuple(self.at(size).freed(None) for size in sizes)
         alone = tuple(other.model_copy(update={"others": ()}) for other in found)
-        return self.at(chosen[0], self.seq_len, chosen[1]).freed(None).model_copy(update={"others": alone})
+        return self.at(chosen).freed(None).model_copy(update={"others": alone})
+
+    @property
+    def size(self) -> Size:
+        """What it was captured for."""
+        return Size(self.micro_batch, self.seq_len, self.loss_tile_tokens, self.layer_tile_tokens)
 
     @property
     def batch(self) -> Batch:
-        """What it was captured for."""
-        dtype_bytes: Literal[2, 4] = 2 if self.dtype == "bf16" else 4
-        return Batch(self.micro_batch, self.seq_len, dtype_bytes, loss_tile_tokens=self.loss_tile_tokens)
+        """What it was captured for, with the type of its weights."""
+        return Batch(dtype_bytes=2 if self.dtype == "bf16" else 4, **self.size._asdict())
 
     @functools.cached_property
     def num_params(self) -> int:
@@ -308,9 +343,13 @@ class CapturedModel(_Frozen):
             raise ModelConfigError(f"{self.name} was captured {_other_batch(self.batch, batch)}")
         graph = Graph()
         source: tuple[str, ...] = ()
-        for operator in self.at(batch.micro_batch, batch.seq_len, batch.loss_tile_tokens).operators():
+        for operator in self.at(_size(batch)).operators():
             source = (graph.add(operator, *source),)
         return graph
+
+
+def _size(batch: Batch) -> Size:
+    return Size(batch.micro_batch, batch.seq_len, batch.loss_tile_tokens, batch.layer_tile_tokens)
 
 
 def _other_batch(captured: Batch, wanted: Batch) -> str:
@@ -325,6 +364,7 @@ def _other_batch(captured: Batch, wanted: Batch) -> str:
         "dtype_bytes": ("bytes per value", f'capture it again with dtype="{dtype}", or ask for the precision it has'),
         "tensor_parallel": ("tensor-parallel ranks", "leave tensor_parallel out: it was captured whole"),
         "loss_tile_tokens": ("tokens of a tile of the loss", "ask for loss_tile_tokens={}"),
+        "layer_tile_tokens": ("tokens of a tile of layers", "ask for layer_tile_tokens={}"),
     }
     parts = [
         (f"{words} {had}, not {wants}", remedy.format(had))
@@ -379,6 +419,7 @@ def _operator(path: str, captured: CapturedOperator) -> Operator:
         captured.product_bytes,
         captured.copies_input,
         measured=True,
+        in_tiles=captured.in_tiles,
     )
 
 

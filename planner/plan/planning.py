@@ -11,12 +11,12 @@ from hwprofiles import __version__
 from hwprofiles.profile import Device, Dtype, HardwareProfile
 from planner.bounds.certificate import certify, infeasible, prove_misfits
 from planner.bounds.proof import Certificate, Proof
-from planner.choices.choice import MOST_MICRO_BATCHES, Constraints
+from planner.choices.choice import MOST_MICRO_BATCHES, Choice, Constraints
 from planner.choices.variants import Job, Variant, variants
 from planner.costs.model import CostModel
 from planner.decisions import BF16, FP32, Decisions, Precision, check_whole_matrices
 from planner.engines.setup import Setup
-from planner.models.captured import CapturedModel, Model
+from planner.models.captured import CapturedModel, Model, Size
 from planner.optimizers import OPTIMIZERS, Optimizer
 from planner.plan.competition import closest, compare, compete
 from planner.plan.document import EngineRow, Plan, describe, gigabytes, other_numerics
@@ -285,9 +285,11 @@ def _alone(model: Model, found: Found) -> Model:
     """Return a model as a plan holds it: a captured one at every size that was compared."""
     if not isinstance(model, CapturedModel):
         return model
-    decided = (found.decisions.micro_batch, found.decisions.loss_tile_tokens)
-    compared = ((rival.choice.micro_batch, rival.choice.loss_tile_tokens) for rival in found.rivals)
-    return model.covering(decided, compared)
+
+    def size(decided: Choice | Decisions) -> Size:
+        return Size(decided.micro_batch, model.seq_len, **decided.tiles)
+
+    return model.covering(size(found.decisions), (size(rival.choice) for rival in found.rivals))
 
 
 def prepare(request: Request) -> tuple[Setup, Workload, CostModel]:

@@ -12,11 +12,13 @@ import torch
 import transformers
 from training import ReferenceOptimizer, weights
 
+from executor.module.tiled_layers import tile_modules
 from executor.options import SessionOptions
 from executor.prepare import prepare_session
 from planner.decisions import Decisions, Place, Precision, UnitDecision
 from planner.graph import Batch, Unit, build_graph, units
 from planner.models.captured import CapturedInput
+from planner.models.config import ModelConfigError
 from planner.schedule.tasks import Op
 from ullage.capture import capture_module
 from ullage.capture.recording import find_loss
@@ -104,7 +106,9 @@ def batch(inputs: tuple[str, ...], dtype: torch.dtype, seed: int) -> dict[str, t
     }
 
 
-def decided(found: tuple[Unit, ...], dtype: str, activations: str = "recompute") -> Decisions:
+def decided(
+    found: tuple[Unit, ...], dtype: str, activations: str = "recompute", layer_tile: int | None = None
+) -> Decisions:
     places = itertools.cycle([Place.CPU, Place.STREAM, Place.GPU])
     chosen = {}
     for unit in found:
@@ -116,14 +120,21 @@ def decided(found: tuple[Unit, ...], dtype: str, activations: str = "recompute")
         )
     precision = Precision(weights=dtype)
     return Decisions(
-        policy="test", precision=precision, micro_batch=2, subgroup_params=SUBGROUP_PARAMS, clip=True, units=chosen
+        policy="test",
+        precision=precision,
+        micro_batch=2,
+        subgroup_params=SUBGROUP_PARAMS,
+        clip=True,
+        layer_tile_tokens=layer_tile,
+        units=chosen,
     )
 
 
-def units_of(name: str) -> tuple[Unit, ...]:
+def units_of(name: str, layer_tile: int | None = None) -> tuple[Unit, ...]:
     make, inputs, dtype = FAMILIES[name]
     captured = capture_module(lambda: make().to(DTYPES[dtype]), inputs, dtype, as_on_gpu=False)
-    return units(build_graph(captured, Batch(2, captured.seq_len, DTYPES[dtype].itemsize)))
+    batch = Batch(2, captured.seq_len, DTYPES[dtype].itemsize, layer_tile_tokens=layer_tile)
+    return units(build_graph(captured, batch))
 
 
 def begun(name: str) -> tuple[torch.nn.Module, torch.optim.AdamW]:
@@ -177,3 +188,32 @@ def test_a_family_offloads_what_was_counted(name: str) -> None:
         offloaded.offload = watched
         train(name, model, optimizer, num_steps=1)
         assert moved == {task.unit: task.num_bytes for task in session.schedule.tasks if task.op is Op.OFFLOAD}
+
+
+TILE = 6  # of 32 tokens: the last one is smaller
+# Norms of torch.nn are one kernel, and these have no modules for their MLPs, or add a residual inside them.
+NOT_TILED = {"phi-moe in a loop", "bloom", "whisper"}
+
+
+@pytest.mark.part(3)
+@pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
+@pytest.mark.parametrize("name", sorted(FAMILIES.keys() - NOT_TILED))
+def test_layers_in_tiles_train_as_in_memory(name: str, activations: str) -> None:
+    found, dtype = units_of(name, TILE), FAMILIES[name][2]
+    names = [operator.name for unit in found for operator in unit.operators if operator.in_tiles]
+    assert names
+    model, optimizer = begun(name)
+    tile_modules([model.get_submodule(path) for path in names], TILE)
+    expected, expected_weights = train(name, model, ReferenceOptimizer(optimizer)), weights(model)
+    decisions = decided(found, dtype, activations, TILE)
+    model, optimizer = prepare_session(*begun(name), found, decisions, SessionOptions(num_threads=1))
+    with optimizer.session as session:
+        assert train(name, model, optimizer) == expected
+        final = session.full_parameters()
+        assert not [path for path in final if not torch.equal(final[path], expected_weights[path])]
+
+
+@pytest.mark.parametrize("name", sorted(NOT_TILED))
+def test_a_family_without_norms_and_mlps_of_its_own_has_no_tiles(name: str) -> None:
+    with pytest.raises(ModelConfigError, match="no norm or MLP of its layers computes every token by itself"):
+        units_of(name, TILE)

@@ -349,6 +349,7 @@ def _block(
                 workspace_bytes=draft.workspace_bytes,
                 num_skipped=len(skipped),
                 product_bytes=sum(recording.forward[index].product_bytes for index in draft.events[:cut]),
+                in_tiles=draft.path in recording.tiled and seen[name] == 1,
                 copies_input=not operators and bool(saves) and inputs.isdisjoint(save.storage for save in saves),
             )
         )

@@ -8,7 +8,7 @@ be seen.
 from collections.abc import Iterable, Iterator
 
 from executor.distributed.shards import BindingError
-from executor.module.binding import Marker, markers, unit_modules
+from executor.module.binding import Marker, markers, tiled_modules, unit_modules, without_inner
 from planner.graph import build_graph, units
 from planner.models.captured import CapturedModel
 from ullage.capture.records import CaptureError, Event, Recording
@@ -23,7 +23,8 @@ def check_executable(recording: Recording, captured: CapturedModel) -> None:
     found = units(build_graph(captured, captured.batch))
     names = {unit.name: {*unit.sizes, *(s.name for s in unit.frozen), *unit.shared_parameters} for unit in found}
     try:
-        found_markers = list(markers(unit_modules(recording.model, found), found))
+        unit_of = unit_modules(recording.model, found)
+        found_markers = list(markers(without_inner(unit_of, tiled_modules(recording.model, found)), found))
     except BindingError as error:
         raise CaptureError(
             f"{str(error).partition(', but')[0]}; put what runs apart into modules of its own"

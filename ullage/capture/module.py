@@ -26,7 +26,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from executor.module.quantized import bind_quantized
 from executor.module.tiled_logits import find_head
 from planner.models.adapters import Lora
-from planner.models.captured import CapturedInput, CapturedModel, resized, tokens_of
+from planner.models.captured import NO_TILES, CapturedInput, CapturedModel, Size, Tiles, resized, tokens_of
 from planner.models.quantization import Quantization
 from ullage.capture.adapters import check_adapters, make_adapted
 from ullage.capture.architectures import architecture
@@ -40,6 +40,7 @@ from ullage.capture.quantized import is_packed, pack
 from ullage.capture.recording import OUTPUTS_LOSS, record
 from ullage.capture.records import DTYPES, CaptureError, Recording
 from ullage.capture.repeats import Repeats, UnequalError
+from ullage.capture.token_wise import TokenWise
 
 # The first logs errors that are raised here; the second says which loss it takes.
 _QUIET = [logging.getLogger(name) for name in ("torch._subclasses.fake_tensor", "transformers.modeling_utils")]
@@ -85,7 +86,7 @@ class _Job:
     quantization: Quantization | None
     as_on_gpu: bool
 
-    def captured(self, inputs: tuple[CapturedInput, ...], loss_tile_tokens: int | None = None) -> CapturedModel:
+    def captured(self, inputs: tuple[CapturedInput, ...], tiles: Tiles = NO_TILES) -> CapturedModel:
         put_in: dict[str, object] = {}
         if self.lora is None:
             make = load_factory(self.factory)
@@ -93,19 +94,17 @@ class _Job:
             args = architecture(self.factory), self.lora, self.quantization, DTYPES[self.dtype]
             make = functools.partial(make_adapted, *args)
             put_in = {"lora": self.lora, "quantization": self.quantization}
-        captured = _capture(make, inputs, self.dtype, loss_tile_tokens, name=self.factory, as_on_gpu=self.as_on_gpu)
+        captured = _capture(make, inputs, self.dtype, tiles, name=self.factory, as_on_gpu=self.as_on_gpu)
         return captured.model_copy(update=put_in)
 
-    def captured_again(
-        self, inputs: tuple[CapturedInput, ...], micro_batch: int, seq_len: int, loss_tile_tokens: int | None
-    ) -> CapturedModel:
+    def captured_again(self, inputs: tuple[CapturedInput, ...], size: Size) -> CapturedModel:
         """Capture it at another size: inputs of a configuration follow from it, others are scaled."""
         if tokens_of(inputs) > 1 and (":" not in self.factory or Path(self.factory).exists()):
             masked = any(spec.name == "attention_mask" for spec in inputs)
-            inputs = architecture(self.factory).inputs(micro_batch, seq_len, masked=masked)
+            inputs = architecture(self.factory).inputs(size.micro_batch, size.seq_len, masked=masked)
         else:
-            inputs = resized(inputs, micro_batch, seq_len)
-        return self.captured(inputs, loss_tile_tokens)
+            inputs = resized(inputs, size.micro_batch, size.seq_len)
+        return self.captured(inputs, size.tiles)
 
 
 def capture_module(
@@ -122,18 +121,18 @@ def capture_module(
     """
     given = tuple(CapturedInput.read(spec) if isinstance(spec, str) else spec for spec in inputs)
 
-    def again(micro_batch: int, seq_len: int, loss_tile_tokens: int | None) -> CapturedModel:
-        inputs = resized(given, micro_batch, seq_len)
-        return _capture(make, inputs, dtype, loss_tile_tokens, name=name, as_on_gpu=as_on_gpu)
+    def again(size: Size) -> CapturedModel:
+        inputs = resized(given, size.micro_batch, size.seq_len)
+        return _capture(make, inputs, dtype, size.tiles, name=name, as_on_gpu=as_on_gpu)
 
-    return _capture(make, given, dtype, None, name=name, as_on_gpu=as_on_gpu).freed(again)
+    return _capture(make, given, dtype, NO_TILES, name=name, as_on_gpu=as_on_gpu).freed(again)
 
 
 def _capture(
     make: Callable[[], nn.Module] | nn.Module,
     given: tuple[CapturedInput, ...],
     dtype: Literal["bf16", "fp32"],
-    loss_tile_tokens: int | None,
+    tiles: Tiles,
     *,
     name: str,
     as_on_gpu: bool,
@@ -148,7 +147,7 @@ def _capture(
     _check_parameters(model, name)
     check_adapters(model)
     _check_statistics(model, name, DTYPES[dtype])
-    recorded = functools.partial(_recorded, model, given, dtype, loss_tile_tokens, name, as_on_gpu=as_on_gpu)
+    recorded = functools.partial(_recorded, model, given, dtype, tiles, name, as_on_gpu=as_on_gpu)
     try:
         return recorded(Repeats(model))
     except UnequalError:
@@ -159,7 +158,7 @@ def _recorded(
     model: nn.Module,
     inputs: tuple[CapturedInput, ...],
     dtype: Literal["bf16", "fp32"],
-    loss_tile_tokens: int | None,
+    tiles: Tiles,
     name: str,
     repeats: Repeats | None,
     *,
@@ -175,19 +174,33 @@ def _recorded(
         with _refusing(name, model), _positions_known():
             args = [_tensor(spec, DTYPES[dtype]) for spec in inputs if not spec.name]
             named = {spec.name: _tensor(spec, DTYPES[dtype]) for spec in inputs if spec.name}
-            recording = record(
-                model.train(), args, named, loss_tile_tokens, as_on_gpu=as_on_gpu, known=known, repeats=repeats
-            )
+            recorded = functools.partial(record, model.train(), args, named, as_on_gpu=as_on_gpu, known=known)
+            tiled = []
+            if tiles.layer_tile_tokens is not None:
+                token_wise = TokenWise(model)
+                first = recorded(repeats=repeats and Repeats(model), token_wise=token_wise)
+                tiled = [model.get_submodule(path) for path in _with_copies(token_wise.found(), first)]
+                model.zero_grad()
+            recording = recorded(tiles, tiled, repeats=repeats)
         captured = assemble(
             recording, partition(recording), factory=name, inputs=inputs, dtype=dtype, seq_len=tokens_of(inputs)
         )
         captured = repeated(captured, recording)
-        captured = captured.model_copy(
-            update={"num_logits": _num_logits(model, recording), "loss_tile_tokens": loss_tile_tokens}
-        )
+        captured = captured.model_copy(update={"num_logits": _num_logits(model, recording), **tiles._asdict()})
         with _refusing(name):
             check_executable(recording, captured)
         return captured
+
+
+def _with_copies(paths: list[str], recording: Recording) -> list[str]:
+    """Return paths of modules, with those like them in blocks that were not recorded."""
+    copies = [
+        f"{copy.path}.{path.removeprefix(f'{copy.of}.')}"
+        for copy in recording.copies
+        for path in paths
+        if path.startswith(f"{copy.of}.")
+    ]
+    return paths + copies
 
 
 def _num_logits(model: nn.Module, recording: Recording) -> int | None:

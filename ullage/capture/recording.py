@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Final
 from unittest import mock
 
@@ -19,8 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from executor.callbacks import hook_target
+from executor.memory.recompute_cache import is_running_again
+from executor.module.tiled_layers import tile_modules
 from executor.module.tiled_logits import find_head, tile_head
 from executor.packed import stored_parameters
+from planner.models.captured import NO_TILES, Tiles
 from planner.models.kernels import flop
 from ullage.capture.fakes import Fakes, lists_of_scalars
 from ullage.capture.kernels import kernels_of
@@ -28,6 +31,7 @@ from ullage.capture.operator_checks import OperatorChecks, RefusedOperatorError
 from ullage.capture.quantized import multiply_4bit
 from ullage.capture.records import CaptureError, Event, Recording, Save, Storage, Visit
 from ullage.capture.repeats import Repeats
+from ullage.capture.token_wise import TokenWise
 
 # Operators that look integers up: the argument that holds them, and the dimension of the first that is the table.
 _TABLES = {"embedding": (1, 0), "nll_loss_forward": (1, 1), "nll_loss2d_forward": (1, 1)}
@@ -39,11 +43,13 @@ def record(
     model: nn.Module,
     args: Sequence[Tensor],
     kwargs: Mapping[str, Tensor],
-    loss_tile_tokens: int | None = None,
+    tiles: Tiles = NO_TILES,
+    tiled: Collection[nn.Module] = (),
     *,
     as_on_gpu: bool,
     known: Mapping[int, Tensor] | None = None,
     repeats: Repeats | None = None,
+    token_wise: TokenWise | None = None,
 ) -> Recording:
     """Run forward and backward of a model whose parameters, like its inputs, are fake, and record it.
 
@@ -51,10 +57,12 @@ def record(
         model: in training mode.
         args: its arguments.
         kwargs: likewise, by name.
-        loss_tile_tokens: tokens of a tile of the loss; ``None``: logits are whole.
+        tiles: tokens for which the loss, and some modules, are computed at a time.
+        tiled: these modules.
         as_on_gpu: record GPU kernels where PyTorch has others for it than for a CPU.
         known: values of some inputs, by their number; real tensors.
         repeats: of the model, whose equal blocks are recorded once; left out, all are recorded.
+        token_wise: finds out which modules can be computed in tiles.
 
     Raises:
         CaptureError: there is nothing to begin backward from, it cannot run, or it reaches no parameter.
@@ -62,14 +70,19 @@ def record(
         UnsupportedOperatorError: an operator has no known cost.
     """
     inputs = [*args, *kwargs.values()]
-    recorder = _Recorder(model, inputs, OperatorChecks(as_on_gpu=as_on_gpu), known or {}, repeats)
+    recorder = _Recorder(model, inputs, OperatorChecks(as_on_gpu=as_on_gpu), known or {}, repeats, tiled, token_wise)
     with contextlib.ExitStack() as stack:
         if as_on_gpu:
             stack.enter_context(_as_on_gpu())
-        if loss_tile_tokens is not None:
-            stack.callback(tile_head(model, loss_tile_tokens, callbacks=_HeadCallbacks(recorder)))
+        if tiles.loss_tile_tokens is not None:
+            stack.callback(tile_head(model, tiles.loss_tile_tokens, callbacks=_HeadCallbacks(recorder)))
+        if tiles.layer_tile_tokens is not None:
+            for undo in tile_modules(tiled, tiles.layer_tile_tokens):
+                stack.callback(undo)
         stack.enter_context(lists_of_scalars())
         stack.enter_context(recorder.hooked())
+        if token_wise is not None:
+            stack.enter_context(token_wise.hooked())
         stack.enter_context(recorder)
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(recorder.pack, recorder.unpack))
         loss, words = find_loss(model(*args, **kwargs))
@@ -90,6 +103,7 @@ def record(
         recorder.arrivals,
         repeats.copies if repeats else [],
         repeats.begins if repeats else [],
+        frozenset(name for name, module in model.named_modules() if module in tiled),
     )
 
 
@@ -152,6 +166,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         checks: OperatorChecks,
         known: Mapping[int, Tensor],
         repeats: Repeats | None,
+        tiled: Collection[nn.Module],
+        token_wise: TokenWise | None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.visits: list[Visit] = []
@@ -163,6 +179,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._fakes = Fakes()
         self._checks = checks
         self._repeats = repeats
+        self._token_wise = token_wise
+        # A module in tiles is one visit: what is inside it runs for each tile.
+        self._inner = {inner for module in tiled for inner in module.modules() if inner is not module}
         self._copied: set[nn.Module] = set()  # those that are called now, and do not run
         self._stack: list[int] = [-1]
         self._begun: list[int] = []  # autograd's next number when each visit began
@@ -206,7 +225,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         results = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         written = tuple(self._storage(leaf) for leaf in results)
         num_bytes = results[0].numel() * results[0].element_size() if results else 0
-        products = results if flop(kernels) else []
+        products = results if flop(kernels) and not is_running_again() else []
         product_bytes = sum(t.numel() * t.element_size() for t in products if t.is_floating_point())
         names = tuple(dict.fromkeys(self._name[number] for number in read if number in self._name))
         if self._in_backward:
@@ -216,6 +235,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             event = Event(visit, self._source, kernels, written, num_bytes, product_bytes, names)
             self.backward.append(event)
         else:
+            if self._token_wise is not None:
+                self._token_wise.see(func, args, kwargs, output)
             self._follow_integers(func.overloadpacket.__name__, args, read, results, written)
             self._sequences.append(torch._C._autograd._get_sequence_nr())
             event = Event(self._stack[-1], len(self.forward), kernels, written, num_bytes, product_bytes, names)
@@ -265,6 +286,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Follow which module's forward runs."""
         handles = []
         for path, module in self.model.named_modules():
+            if module in self._inner:
+                continue
             handles.append(module.register_forward_pre_hook(self._enter(path), prepend=True, with_kwargs=True))
             handles.append(module.register_forward_hook(self._leave, always_call=True, with_kwargs=True))
         blocks = list(self._repeats.members) if self._repeats else []

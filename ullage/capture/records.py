@@ -98,6 +98,7 @@ class Recording:
         copies: blocks that were not recorded, as they are like others.
         begins: forward events before which blocks of lists with copies were called, in order.
         arrivals: of visits to whose results backward came, in order, how many backward events had been dispatched.
+        tiled: paths of modules that compute in tiles.
     """
 
     model: nn.Module
@@ -113,6 +114,7 @@ class Recording:
     arrivals: list[tuple[int, int]]
     copies: list[Copy] = dataclasses.field(default_factory=list)
     begins: list[int] = dataclasses.field(default_factory=list)
+    tiled: frozenset[str] = frozenset()
 
     @functools.cached_property
     def skipped(self) -> frozenset[int]:

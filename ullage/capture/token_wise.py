@@ -1,0 +1,155 @@
+"""Which modules of a model compute every token by itself, so that they can do so in tiles.
+
+[Note: Token-wise modules] A module is token-wise if, in a forward under fake tensors, it is given one tensor
+``[..., width]``, returns one of the same shape, and dispatches only operators that cannot mix tokens: functions
+of single values, products with a parameter, reductions over the last dimension, and views that leave the leading sizes
+as they are. Operators that draw random numbers are excluded: a tile that is computed again would draw others.
+"""
+
+import contextlib
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from ullage.capture.records import CaptureError
+
+_PRODUCTS: Final = {"mm", "addmm"}
+_LAST_DIM: Final = {"mean", "sum", "var", "amax"}
+_VIEWS: Final = {
+    "view",
+    "_unsafe_view",
+    "reshape",
+    "alias",
+    "detach",
+    "expand",
+    "unsqueeze",
+    "squeeze",
+    "slice",
+    "split",
+}
+_COPIES: Final = {"clone", "_to_copy", "copy_", "empty_like", "zeros_like", "ones_like", "native_layer_norm"}
+
+
+class TokenWise:
+    """Follows which modules run, and which of them dispatch an operator that may mix tokens.
+
+    A norm runs several operators, none of them a product. An MLP is wider inside, and is part of a block, and so of one
+    unit. A layer norm of ``torch.nn`` is one kernel, and gains nothing.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        blocks = {block for module in model.modules() if isinstance(module, nn.ModuleList) for block in module}
+        inside = {inner for block in blocks for inner in block.modules() if inner is not block}
+        self._named = {path: m for path, m in model.named_modules() if m in inside or next(m.children(), None) is None}
+        self._failed: set[str] = set()
+        self._widths: dict[str, int] = {}  # of the input of each module that has run
+        self._products: defaultdict[str, list[int]] = defaultdict(list)  # widths of what their products make
+        self._num_operators: Counter[str] = Counter()
+        self._running: dict[str, torch.Size] = {}  # leading sizes of the input of each module that runs
+        # By their storages: weights, and what is made of nothing else. They are held, so that no address is used again.
+        self._weights = {p.untyped_storage()._cdata: p for p in (*model.parameters(), *model.buffers())}
+
+    @contextlib.contextmanager
+    def hooked(self) -> Iterator[None]:
+        """Follow which modules run."""
+        handles = []
+        for path, module in self._named.items():
+            handles.append(module.register_forward_pre_hook(self._enter(path), with_kwargs=True))
+            handles.append(module.register_forward_hook(self._leave(path), with_kwargs=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def found(self) -> list[str]:
+        """Return the paths of norms and MLPs that are token-wise; see [Note: Token-wise modules].
+
+        Raises:
+            CaptureError: there are none.
+        """
+        paths: list[str] = []
+        covered: set[nn.Module] = set()
+        for path, module in self._named.items():  # outer ones first
+            if module not in covered and self._is_worth(path) and next(module.parameters(), None) is not None:
+                paths.append(path)
+                covered.update(module.modules())
+        if not paths:
+            raise CaptureError(
+                "no norm or MLP of its layers computes every token by itself, so that layers cannot be computed in "
+                "tiles; leave --layer-tile out"
+            )
+        return paths
+
+    def _is_worth(self, path: str) -> bool:
+        """Return whether a module has run, is token-wise, and is a norm or an MLP."""
+        if path in self._failed or path not in self._widths:
+            return False
+        products = self._products[path]
+        return max(products) > 1.5 * self._widths[path] if products else self._num_operators[path] > 1
+
+    def _enter(self, path: str) -> Any:
+        def enter(_module: nn.Module, args: Any, kwargs: Any) -> None:
+            is_one = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
+            if is_one and args[0].is_floating_point() and args[0].ndim <= 3:  # with four, heads count as tokens
+                self._running[path] = args[0].shape[:-1]
+                self._widths[path] = args[0].shape[-1]
+            else:
+                self._failed.add(path)
+
+        return enter
+
+    def _leave(self, path: str) -> Any:
+        def leave(_module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
+            leading = self._running.pop(path, None)
+            if not isinstance(output, Tensor) or output.shape != (*(leading or ()), self._widths.get(path)):
+                self._failed.add(path)
+
+        return leave
+
+    def see(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> None:
+        """Note what an operator does."""
+        name = func.overloadpacket.__name__
+        read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        made = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        if read and all(map(self._is_weight, read)):  # a weight that is transposed or converted, or added to
+            self._weights |= {tensor.untyped_storage()._cdata: tensor for tensor in made}
+            return
+        for path, leading in self._running.items():
+            if name in _PRODUCTS:
+                self._products[path].append(output.shape[-1])
+            self._num_operators[path] += name not in _VIEWS
+            if path not in self._failed and not self._keeps_tokens(func, args, read, made, leading):
+                self._failed.add(path)
+
+    def _keeps_tokens(
+        self, func: Any, args: Sequence[Any], read: list[Tensor], made: list[Tensor], leading: Any
+    ) -> bool:
+        name = func.overloadpacket.__name__
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            return False
+        if not all(_begins(tensor.shape, leading) for tensor in made if tensor.numel()):
+            return False
+        if torch.Tag.pointwise in func.tags or name in _VIEWS | _COPIES:
+            return all(_begins(tensor.shape, leading) or self._is_vector(tensor) for tensor in read)
+        if name in _PRODUCTS:
+            return self._is_weight(args[-1]) and _begins(args[-2].shape, leading)
+        if name in _LAST_DIM and len(args) > 1 and isinstance(args[1], list | tuple):
+            return [dim % args[0].ndim for dim in args[1]] == [args[0].ndim - 1]
+        return False
+
+    def _is_weight(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage()._cdata in self._weights
+
+    def _is_vector(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is the same for all tokens."""
+        return tensor.ndim == 0 or (tensor.ndim == 1 and self._is_weight(tensor))
+
+
+def _begins(shape: torch.Size, leading: torch.Size) -> bool:
+    """Return whether a shape is that of something for each token, with tokens in one dimension or in several."""
+    return shape[: len(leading)] == leading or (len(shape) > 0 and shape[0] == leading.numel())
