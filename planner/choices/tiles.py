@@ -28,7 +28,7 @@ _LEAST_TOKENS = {"gpu": 256, "host": 32}
 # Tokens of a tile of layers: each adds to the gradients of weights, which is a pass over them.
 _LEAST_LAYER_TOKENS = {"gpu": 2048, "host": 128}
 _TILE_SHARE = 8  # a tile of a layer may take such a part of what its layer takes besides
-_CAPTURED_TILES = 16  # of layers of captured models, about
+_CAPTURED_TILES = 8  # of layers of captured models, about
 _GAIN = 0.8  # tiles of captured layers are worth it if these then need at most such a share
 
 

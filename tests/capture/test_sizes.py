@@ -135,6 +135,22 @@ def test_a_captured_head_is_as_formulas_have_it() -> None:
     assert theirs.workspace_bytes == pytest.approx(ours.workspace_bytes, rel=0.03)
 
 
+def test_captured_layers_are_as_formulas_have_them() -> None:
+    """But for their workspace, which a capture measures for a whole unit."""
+    sizes = transformers.LlamaConfig(**LLAMA)
+    model = transformers.AutoModelForCausalLM.from_config(sizes)
+    captured = capture_module(model, ["input_ids=2x32:int64", "labels=2x32:int64"], as_on_gpu=False)
+    batch = Batch(2, 32, layer_tile_tokens=20)
+    ours, theirs = (units(build_graph(m, batch))[1:-1] for m in (from_hf_config(sizes.to_dict(), "x"), captured))
+    assert len(ours) == len(theirs)
+    for one, other in zip(ours, theirs, strict=True):
+        assert flop(other.forward) == flop(one.forward)
+        assert flop(other.backward) == flop(one.backward)
+        assert flop(other.recompute) == flop(one.recompute)
+        assert other.saved_bytes == pytest.approx(one.saved_bytes, rel=0.02)
+        assert other.swap_bytes == one.swap_bytes
+
+
 def test_a_model_without_logits_has_no_tiles() -> None:
     captured = capture_module(Net, ["2x8:int64", "2x8:int64"], "fp32", as_on_gpu=False)
     with pytest.raises(ModelConfigError, match="cannot be computed in tiles; leave --loss-tile out"):

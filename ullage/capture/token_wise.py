@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from executor.packed import stored_parameters
 from ullage.capture.records import CaptureError
 
 _PRODUCTS: Final = {"mm", "addmm"}
@@ -51,7 +52,8 @@ class TokenWise:
         self._num_operators: Counter[str] = Counter()
         self._running: dict[str, torch.Size] = {}  # leading sizes of the input of each module that runs
         # By their storages: weights, and what is made of nothing else. They are held, so that no address is used again.
-        self._weights = {p.untyped_storage()._cdata: p for p in (*model.parameters(), *model.buffers())}
+        stored = [t for each in stored_parameters(model).values() for t in (*each.tensors(), *each.tables())]
+        self._weights = {tensor.untyped_storage()._cdata: tensor for tensor in (*stored, *model.buffers())}
 
     @contextlib.contextmanager
     def hooked(self) -> Iterator[None]:
