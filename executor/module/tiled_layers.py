@@ -68,7 +68,7 @@ class TiledModule:
         result: Tensor | None = None
         start = 0
         with running_again():
-            for inputs in torch.split(hidden.flatten(0, -2), self.num_tokens):
+            for inputs in torch.split(hidden.detach().flatten(0, -2), self.num_tokens):
                 made = self.run(inputs)
                 if result is None:
                     result = made.new_empty((*hidden.shape[:-1], made.shape[-1]))

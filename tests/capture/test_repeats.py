@@ -13,7 +13,7 @@ from torch import nn
 
 from benchmarks.capture.tiny import TINY
 from planner.graph import Batch, build_graph, units
-from planner.models.captured import CapturedInput, CapturedModel
+from planner.models.captured import NO_TILES, CapturedInput, CapturedModel
 from ullage.capture.architectures import architecture
 from ullage.capture.module import _capture, _recorded
 from ullage.capture.repeats import Repeats
@@ -35,8 +35,8 @@ def both(make: Callable[[], nn.Module], inputs: tuple[CapturedInput, ...]) -> tu
         model, again = make(), make()
     num_copies = sum(not runs for runs in Repeats(again)._runs.values())
     return (
-        _capture(make, inputs, "fp32", None, name="x", as_on_gpu=False),
-        _recorded(model, inputs, "fp32", None, "x", None, as_on_gpu=False),
+        _capture(make, inputs, "fp32", NO_TILES, name="x", as_on_gpu=False),
+        _recorded(model, inputs, "fp32", NO_TILES, "x", None, as_on_gpu=False),
         num_copies,
     )
 
