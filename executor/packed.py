@@ -61,6 +61,11 @@ class StoredParameter(NamedTuple):
         """Return the tables of what its codes stand for."""
         return tuple(level.code for level in self._levels())
 
+    def own_tables(self) -> None:
+        """Give it tables that no other parameter has: safetensors writes no tensor twice."""
+        for level in self._levels():
+            level.code = level.code.clone()
+
     def read(self, into: torch.Tensor) -> None:
         """Copy its bytes, ``uint8 [num_bytes]``; what is between its tensors becomes zero."""
         into.zero_()

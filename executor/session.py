@@ -208,12 +208,18 @@ class Session:
 
         Raises:
             OutOfOrderError: in the middle of an iteration; or parked, and a prompt is computed from other weights.
-            ValueError: the model has no weights yet.
+            ValueError: the model has no weights yet, or some are quantized.
         """
         naming = self.naming()
         weights = self.reader(dtype)
         if not naming.adapters:
             kept = naming.saved_names()
+            for own in (self._names.get(id(naming.tensors[name])) for name in kept.values()):
+                if own is not None and self.runtime.state.shards()[own].stored.is_quantized:
+                    raise ValueError(
+                        f"{own} is quantized, and cannot be given or saved by itself; train adapters, which are, or "
+                        "call model.save_pretrained() after session.close()"
+                    )
             for conversion in naming.to_files(kept):
                 yield from conversion.apply(lambda plain: weights(naming.tensors[kept[plain]])).items()
             return
@@ -387,6 +393,7 @@ class Session:
                 shard.whole.data = without_values(shard.whole_shape, self.runtime.state.dtype)
             elif shard.stored.is_quantized:
                 shard.stored.live_in(self.access.stored_weights(name))
+                shard.stored.own_tables()
             else:
                 shard.whole.data = _with_own_storage(self.access.stored_weights(name))
 

@@ -281,6 +281,31 @@ def test_a_parked_session_keeps_frozen_weights_and_gives_adapters(tmp_path: Path
     assert all(torch.equal(saved[name], values) for name, values in masters.items())
 
 
+def test_quantized_weights_without_adapters_are_saved_by_the_model_itself(tmp_path: Path) -> None:
+    def make() -> Any:
+        torch.manual_seed(0)
+        model = quantize(AutoModelForCausalLM.from_config(CONFIG, dtype=torch.bfloat16), "nf4").train()
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("norm" in name)
+        return model
+
+    inputs = [f"{key}={SHAPE[0]}x{SHAPE[1]}:int64" for key in ("input_ids", "labels")]
+    found = units(build_graph(capture_module(make(), inputs, "bf16"), Batch(*SHAPE, 2)))
+    chosen = {
+        unit.name: UnitDecision(params="gpu", activations="keep", update=(Place.GPU,) * bool(unit.num_params))
+        for unit in found
+    }
+    decisions = Decisions(policy="test", micro_batch=SHAPE[0], clip=False, units=chosen)
+    model = make()
+    _, optimizer = prepare_session(model, optimizer_of(model), found, decisions, session_options())
+    with optimizer.session as session:
+        for use in (lambda: next(session.stream_weights()), lambda: save(optimizer, tmp_path / "saved")):
+            with pytest.raises(ValueError, match=r"is quantized, .*model\.save_pretrained\(\) after session\.close"):
+                use()
+    assert not (tmp_path / "saved").exists()
+    model.save_pretrained(tmp_path / "saved")
+
+
 def test_a_model_that_is_not_quantized_as_planned_is_refused() -> None:
     found = planned_units("nf4", torch.bfloat16)
     chosen = {
