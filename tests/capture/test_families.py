@@ -170,19 +170,30 @@ def test_a_family_is_captured_and_trains_as_in_memory(name: str) -> None:
         assert not [path for path in final if not torch.equal(final[path], expected_weights[path])]
 
 
-@pytest.mark.parametrize("name", ["mixtral in a loop", "gpt-oss", "qwen3-next"])
-def test_a_family_offloads_what_was_counted(name: str) -> None:
-    """Also where experts have other shares than equal ones, a bias is added in place, or a system is solved."""
-    found, dtype = units_of(name), FAMILIES[name][2]
-    decisions = decided(found, dtype, "offload")
+TILE = 6  # of 32 tokens: the last one is smaller
+
+
+@pytest.mark.parametrize(
+    ("name", "tile"), [("mixtral in a loop", None), ("gpt-oss", None), ("qwen3-next", None), ("gemma 3", TILE)]
+)
+def test_a_family_offloads_what_was_counted(name: str, tile: int | None) -> None:
+    """Also where experts have other shares than equal ones, a bias is added in place, or a system is solved.
+
+    What computes in tiles runs again, and so offloads nothing.
+    """
+    found, dtype = units_of(name, tile), FAMILIES[name][2]
+    assert not any(operator.product_bytes for unit in found for operator in unit.operators if operator.in_tiles)
+    decisions = decided(found, dtype, "offload", tile)
     model, optimizer = prepare_session(*begun(name), found, decisions, SessionOptions(num_threads=1))
-    moved = {}
+    moved, named = {}, {unit.name: unit for unit in found}
     with optimizer.session as session:
         offloaded = session.runtime.offloaded
         leave = offloaded.offload
 
         def watched(unit: str) -> None:
             leave(unit)
+            num_bytes = sum(operator.product_bytes for operator in named[unit].operators)
+            assert bool(offloaded._segments[unit].products_of[unit]) == bool(num_bytes)
             moved[unit] = sum(tensor.num_bytes for tensor in offloaded._segments[unit].offloaded(unit))
 
         offloaded.offload = watched
@@ -190,7 +201,6 @@ def test_a_family_offloads_what_was_counted(name: str) -> None:
         assert moved == {task.unit: task.num_bytes for task in session.schedule.tasks if task.op is Op.OFFLOAD}
 
 
-TILE = 6  # of 32 tokens: the last one is smaller
 # Norms of torch.nn are one kernel, and these have no modules for their MLPs, or add a residual inside them.
 NOT_TILED = {"phi-moe in a loop", "bloom", "whisper"}
 
