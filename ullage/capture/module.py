@@ -40,7 +40,7 @@ from ullage.capture.quantized import is_packed, pack
 from ullage.capture.recording import OUTPUTS_LOSS, record
 from ullage.capture.records import DTYPES, CaptureError, Recording
 from ullage.capture.repeats import Repeats, UnequalError
-from ullage.capture.token_wise import TokenWise
+from ullage.capture.tiles.token_wise import TokenWise
 
 # The first logs errors that are raised here; the second says which loss it takes.
 _QUIET = [logging.getLogger(name) for name in ("torch._subclasses.fake_tensor", "transformers.modeling_utils")]

@@ -29,9 +29,9 @@ from ullage.capture.fakes import Fakes, lists_of_scalars
 from ullage.capture.kernels import kernels_of
 from ullage.capture.operator_checks import OperatorChecks, RefusedOperatorError
 from ullage.capture.quantized import multiply_4bit
-from ullage.capture.records import CaptureError, Event, Recording, Save, Storage, Visit
+from ullage.capture.records import CaptureError, Event, Recording, Save, Storage, Visit, nodes
 from ullage.capture.repeats import Repeats
-from ullage.capture.token_wise import TokenWise
+from ullage.capture.tiles.token_wise import TokenWise
 
 # Operators that look integers up: the argument that holds them, and the dimension of the first that is the table.
 _TABLES = {"embedding": (1, 0), "nll_loss_forward": (1, 1), "nll_loss2d_forward": (1, 1)}
@@ -324,7 +324,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         starts: dict[int, int] = {}  # the first event that saw autograd's number past that of a node
         for index, sequence in enumerate(self._sequences):
             starts.setdefault(sequence, index)
-        for node in _nodes(loss.grad_fn):
+        for node in nodes(loss.grad_fn):
             if (number := node._sequence_nr()) < _NO_SEQUENCE:
                 source = next((starts[n] for n in range(number + 1, number + 64) if n in starts), None)
                 if source is not None:
@@ -438,15 +438,3 @@ class _HeadCallbacks:
         visits = enumerate(self._recorder.visits)
         found = next(index for index, visit in visits if visit.module is head)
         self._recorder.arrivals.append((found, len(self._recorder.backward)))
-
-
-def _nodes(root: Any) -> Iterator[Any]:
-    """Yield all autograd nodes behind ``root``."""
-    seen, left = {root}, [root]
-    while left:
-        node = left.pop()
-        yield node
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                left.append(following)

@@ -2,7 +2,8 @@
 
 import dataclasses
 import functools
-from typing import Final, Literal
+from collections.abc import Iterator
+from typing import Any, Final, Literal
 
 import torch
 from torch import nn
@@ -132,3 +133,15 @@ class Recording:
 
 class CaptureError(ValueError):
     """A model that cannot be captured, and what to do about it."""
+
+
+def nodes(root: Any) -> Iterator[Any]:
+    """Yield all autograd nodes behind ``root``."""
+    seen, left = {root}, [root]
+    while left:
+        node = left.pop()
+        yield node
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                left.append(following)

@@ -1,0 +1,1 @@
+"""Which parts of a captured model can be computed in tiles of tokens."""
