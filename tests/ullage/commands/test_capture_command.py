@@ -140,7 +140,7 @@ def test_a_plan_is_executed(package: str, capsys: pytest.CaptureFixture[str]) ->
     printed = json.loads(capsys.readouterr().out)
     assert printed["losses"][-1] < printed["losses"][0]
     assert printed["memory"]["gpu"]["error"] == pytest.approx(0, abs=0.15)
-    assert main([*run, "--text", "some.txt"]) == 2
+    assert main([*run, "--text", __file__]) == 2
     assert "trained on one random batch" in capsys.readouterr().err
 
 

@@ -183,7 +183,7 @@ def test_ctrl_c_ends_with_one_line_and_writes_nothing(plan: Path, tmp_path: Path
         (["--text", "no-such.txt"], "no-such.txt: No such file"),
         (["--device", "cuda"], "plan for that machine"),
         (["--tokens", "no-such.npy"], "no-such.npy: No such file"),
-        (["--tokens", "no-such.bin"], "give --token-dtype uint16 or uint32"),
+        (["--tokens", __file__], "give --token-dtype uint16 or uint32"),
         (["--tokens", "a.npy", "--text", "b.txt"], "give one of them"),
         (["--token-dtype", "uint16"], "give --tokens PATH"),
         (["--data-position", "-1"], "'-1' is not a whole number from 0 on"),
