@@ -205,7 +205,7 @@ def test_a_family_offloads_what_was_counted(name: str, tile: int | None) -> None
 NOT_TILED = {"phi-moe in a loop", "bloom", "whisper"}
 
 
-@pytest.mark.part(3)
+@pytest.mark.part(10)
 @pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
 @pytest.mark.parametrize("name", sorted(FAMILIES.keys() - NOT_TILED))
 def test_layers_in_tiles_train_as_in_memory(name: str, activations: str) -> None:

@@ -138,7 +138,13 @@ def no_engines(monkeypatch):
     monkeypatch.setattr("ullage.commands.plan.answer.engine_rows", lambda _request: iter(()))
 
 
-@pytest.mark.usefixtures("no_engines")
+@pytest.fixture
+def no_remedies(monkeypatch):
+    """Let nothing help, which takes long to find out: the planner's own tests do."""
+    monkeypatch.setattr("planner.plan.remedies.what_would_fit", lambda _request, _further: iter(()))
+
+
+@pytest.mark.usefixtures("no_engines", "no_remedies")
 def test_a_plan_that_cannot_fit_leaves_the_old_file(plan_args, tmp_path, capsys):
     path = tmp_path / "p.json"
     path.write_text("old")
@@ -210,7 +216,7 @@ def test_adapters_are_a_remedy_that_says_what_it_changes(host_bytes, options, ch
     assert main([*asked, *change.split()]) == 0
 
 
-@pytest.mark.usefixtures("no_engines")
+@pytest.mark.usefixtures("no_engines", "no_remedies")
 def test_nothing_that_helps_is_said_too(tmp_path, capsys):
     arguments = ["plan", "--model", "demo-llama", "--micro-batch", "1000000", "--device-memory", "1MB"]
     assert main([*arguments, "--output", str(tmp_path / "p.json")]) == 2
