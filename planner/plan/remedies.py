@@ -15,6 +15,7 @@ from planner.terms import Storage, default_micro_batch
 
 # The most plans to try for each kind of change, without those that are proven not to fit.
 _TRIALS = 2
+_ALL_TOKENS = 100_000_000
 # A short search is enough to see whether a plan fits.
 _SIMULATIONS = 1
 
@@ -74,9 +75,12 @@ def _changes(request: Request, further: Callable[[Request], Changes]) -> Iterato
 
 def _first(changes: Changes) -> Remedy | None:
     trials = 0
-    for words, changed in changes:
+    for words, request in changes:
+        changed = request
         if trials == _TRIALS:
             return None
+        if isinstance(changed.model, CapturedModel) and changed.layer_tile_tokens is None:
+            changed = dataclasses.replace(changed, layer_tile_tokens=_ALL_TOKENS)  # a capture with tiles takes long
         try:
             variants = changed.variants()
         except ModelConfigError:  # a captured model that does not take the change

@@ -36,7 +36,7 @@ def both(make: Callable[[], nn.Module], inputs: tuple[CapturedInput, ...]) -> tu
     num_copies = sum(not runs for runs in Repeats(again)._runs.values())
     return (
         _capture(make, inputs, "fp32", NO_TILES, name="x", as_on_gpu=False),
-        _recorded(model, inputs, "fp32", NO_TILES, "x", None, as_on_gpu=False),
+        _recorded(model, inputs, "fp32", NO_TILES, "x", None, as_on_gpu=False, token_wise=[]),
         num_copies,
     )
 

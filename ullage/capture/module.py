@@ -85,6 +85,7 @@ class _Job:
     lora: Lora | None
     quantization: Quantization | None
     as_on_gpu: bool
+    token_wise: list[str] = dataclasses.field(default_factory=list, compare=False)
 
     def captured(self, inputs: tuple[CapturedInput, ...], tiles: Tiles = NO_TILES) -> CapturedModel:
         put_in: dict[str, object] = {}
@@ -94,7 +95,8 @@ class _Job:
             args = architecture(self.factory), self.lora, self.quantization, DTYPES[self.dtype]
             make = functools.partial(make_adapted, *args)
             put_in = {"lora": self.lora, "quantization": self.quantization}
-        captured = _capture(make, inputs, self.dtype, tiles, name=self.factory, as_on_gpu=self.as_on_gpu)
+        given = {"name": self.factory, "as_on_gpu": self.as_on_gpu, "token_wise": self.token_wise}
+        captured = _capture(make, inputs, self.dtype, tiles, **given)
         return captured.model_copy(update=put_in)
 
     def captured_again(self, inputs: tuple[CapturedInput, ...], size: Size) -> CapturedModel:
@@ -121,9 +123,11 @@ def capture_module(
     """
     given = tuple(CapturedInput.read(spec) if isinstance(spec, str) else spec for spec in inputs)
 
+    token_wise: list[str] = []
+
     def again(size: Size) -> CapturedModel:
         inputs = resized(given, size.micro_batch, size.seq_len)
-        return _capture(make, inputs, dtype, size.tiles, name=name, as_on_gpu=as_on_gpu)
+        return _capture(make, inputs, dtype, size.tiles, name=name, as_on_gpu=as_on_gpu, token_wise=token_wise)
 
     return _capture(make, given, dtype, NO_TILES, name=name, as_on_gpu=as_on_gpu).freed(again)
 
@@ -136,7 +140,10 @@ def _capture(
     *,
     name: str,
     as_on_gpu: bool,
+    token_wise: list[str] | None = None,
 ) -> CapturedModel:
+    """Capture it; ``token_wise`` keeps the paths of modules for tiles, from one size to the next."""
+    token_wise = [] if token_wise is None else token_wise
     if isinstance(make, nn.Module):
         model, name = make, name or type(make).__name__
     else:
@@ -147,7 +154,9 @@ def _capture(
     _check_parameters(model, name)
     check_adapters(model)
     _check_statistics(model, name, DTYPES[dtype])
-    recorded = functools.partial(_recorded, model, given, dtype, tiles, name, as_on_gpu=as_on_gpu)
+    recorded = functools.partial(
+        _recorded, model, given, dtype, tiles, name, as_on_gpu=as_on_gpu, token_wise=token_wise
+    )
     try:
         return recorded(Repeats(model))
     except UnequalError:
@@ -163,6 +172,7 @@ def _recorded(
     repeats: Repeats | None,
     *,
     as_on_gpu: bool,
+    token_wise: list[str],
 ) -> CapturedModel:
     """Record a model, and return what was captured.
 
@@ -177,10 +187,12 @@ def _recorded(
             recorded = functools.partial(record, model.train(), args, named, as_on_gpu=as_on_gpu, known=known)
             tiled = []
             if tiles.layer_tile_tokens is not None:
-                token_wise = TokenWise(model)
-                first = recorded(repeats=repeats and Repeats(model), token_wise=token_wise)
-                tiled = [model.get_submodule(path) for path in _with_copies(token_wise.found(), first)]
-                model.zero_grad()
+                if not token_wise:
+                    seen = TokenWise(model)
+                    first = recorded(repeats=repeats and Repeats(model), token_wise=seen)
+                    token_wise += _with_copies(seen.found(), first)
+                    model.zero_grad()
+                tiled = [model.get_submodule(path) for path in token_wise]
             recording = recorded(tiles, tiled, repeats=repeats)
         captured = assemble(
             recording, partition(recording), factory=name, inputs=inputs, dtype=dtype, seq_len=tokens_of(inputs)

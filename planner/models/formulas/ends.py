@@ -135,7 +135,7 @@ def _in_tiles(batch: Batch, width: int, vocab: int, tile: int) -> tuple[Work, Wo
     product = functools.partial(work.linear, inputs=width, outputs=vocab, e=e, bias=False)
     forward = repeated(lambda size: product(size).forward)
     backward = repeated(lambda size: product(size).backward)
-    adding = each(vocab * width, *[e] * (tiled.num_tiles(rows, tile) - 1))
+    adding = tiled.added(vocab * width, e, tiled.num_tiles(rows, tile))
     value_bytes = tiled_logit_bytes(batch.tensor_parallel, e)
     # Its all-reduce is at the end of backward, once for all tiles.
     head = sum_input_gradient(batch, width) + Work(

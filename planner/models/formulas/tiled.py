@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Callable
 
 from planner.models.formulas import work
-from planner.models.kernels import Attention, Kernels, Work, each
+from planner.models.kernels import Attention, Elementwise, Kernels, Work, each
 
 
 def repeated(rows: int, tile: int, kernels: Callable[[int], Kernels]) -> Kernels:
@@ -26,6 +26,11 @@ def repeated(rows: int, tile: int, kernels: Callable[[int], Kernels]) -> Kernels
 def num_tiles(rows: int, tile: int) -> int:
     """Return the number of tiles."""
     return -(-rows // tile)
+
+
+def added(num_values: int, value_bytes: int, count: int) -> Kernels:
+    """Return the passes that add the gradient of every tile but the first to the sum; they move so much of a value."""
+    return (Elementwise(num_values * value_bytes, count - 1),) if count > 1 else ()
 
 
 def rms_norm(rows: int, hidden: int, e: int, tile: int) -> Work:
@@ -65,7 +70,7 @@ def swiglu_mlp(rows: int, hidden: int, ffn: int, e: int, tile: int, *, bias: boo
     num_params = 3 * hidden * ffn + (2 * ffn + hidden if bias else 0)
     count = num_tiles(rows, tile)
     join = each(rows * hidden, 2 * e)
-    adding = each(num_params, *[3 * e] * (count - 1))
+    adding = added(num_params, 3 * e, count)
     forward = repeated(rows, tile, lambda size: up(size).forward + activate(size).forward + down(size).forward)
     backward = repeated(
         rows,
@@ -78,11 +83,11 @@ def swiglu_mlp(rows: int, hidden: int, ffn: int, e: int, tile: int, *, bias: boo
             + up(size).backward
         ),
     )
-    inside, added = activate(tile), (hidden * ffn * e if count > 1 else 0)
+    inside, one_bytes = activate(tile), (hidden * ffn * e if count > 1 else 0)
     most_bytes = max(
-        inside.saved_bytes + inside.workspace_bytes + added,
-        3 * tile * ffn * e + 2 * added,
-        tile * ffn * e + 3 * added,
+        inside.saved_bytes + inside.workspace_bytes + one_bytes,
+        3 * tile * ffn * e + 2 * one_bytes,
+        tile * ffn * e + 3 * one_bytes,
     )
     num_bytes = rows * hidden * e
     return Work((*forward, *join), (*backward, *join, *adding), num_bytes, num_bytes + most_bytes)
