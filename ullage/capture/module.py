@@ -95,8 +95,15 @@ class _Job:
             args = architecture(self.factory), self.lora, self.quantization, DTYPES[self.dtype]
             make = functools.partial(make_adapted, *args)
             put_in = {"lora": self.lora, "quantization": self.quantization}
-        given = {"name": self.factory, "as_on_gpu": self.as_on_gpu, "token_wise": self.token_wise}
-        captured = _capture(make, inputs, self.dtype, tiles, **given)
+        captured = _capture(
+            make,
+            inputs,
+            self.dtype,
+            tiles,
+            name=self.factory,
+            as_on_gpu=self.as_on_gpu,
+            token_wise=self.token_wise,
+        )
         return captured.model_copy(update=put_in)
 
     def captured_again(self, inputs: tuple[CapturedInput, ...], size: Size) -> CapturedModel:
