@@ -30,7 +30,7 @@ def written(folder: Path, model_type: str, sizes: dict[str, Any], **more: object
 @pytest.mark.parametrize("name", TINY)
 def test_any_architecture_is_planned_from_its_configuration(name: str, tmp_path: Path) -> None:
     found = described(name, tmp_path)
-    tokens = {"seq_len": 16} if found.kind.has_tokens else {}
+    tokens = {"seq_len": 32} if found.kind.has_tokens else {}
     plan = ullage.plan(tmp_path, hardware="h100", micro_batch=2, **tokens)
     assert isinstance(plan.model, CapturedModel)
     assert plan.prediction.fits
