@@ -53,6 +53,7 @@ def on_gpu(folder: Path, code: str) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.part(0)
 def test_memory_is_bounded_when_the_model_has_left_the_device(tmp_path: Path) -> None:
     # 22 million parameters are 44 MB in bf16, and the bound is less: PyTorch would not let the model be made under it.
     found = on_gpu(
@@ -112,6 +113,7 @@ print(json.dumps([sorted(places), torch.cuda.max_memory_reserved() / num_params]
     assert 2 <= peaks[1] < 2.5  # bytes per parameter: bf16 alone
 
 
+@pytest.mark.part(0)
 def test_what_was_executed_is_kept(tmp_path: Path) -> None:
     model, results = tmp_path / "tiny", tmp_path / "results"
     model.mkdir()

@@ -109,7 +109,7 @@ def test_what_sees_images_is_captured_with_them(name: str, tmp_path: Path) -> No
     found = described(name, tmp_path)
     inputs = found.inputs(2, 24)
     assert {spec.name for spec in inputs} >= {"input_ids", "pixel_values", "labels"}
-    seen = capture(str(tmp_path), inputs, "fp32")
+    seen = capture(str(tmp_path), inputs, "bf16")
     assert seen.num_params == sum(parameter.numel() for parameter in found.make().parameters())
 
 

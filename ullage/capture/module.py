@@ -186,7 +186,12 @@ def _recorded(
     Raises:
         UnequalError: blocks that are alike were not recorded, and have to be.
     """
-    known = {number: begun(spec) for number, spec in enumerate(inputs) if spec.begins}
+    # Before there are fake tensors: what is converted then is fake too.
+    known = {
+        number: begun(spec).to(DTYPES[dtype]) if spec.dtype == "float" else begun(spec)
+        for number, spec in enumerate(inputs)
+        if spec.begins
+    }
     with FakeTensorMode(allow_non_fake_inputs=True), _faked(model, DTYPES[dtype]):
         with _refusing(name, model), _positions_known():
             args = [_tensor(spec, DTYPES[dtype]) for spec in inputs if not spec.name]

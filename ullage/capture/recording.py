@@ -206,7 +206,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for number, tensor in enumerate(inputs):
             self._index_of[self._known(tensor, "input")] = {number}
             if number in known:
-                self._fakes.know(tensor, known[number].to(tensor.dtype))
+                self._fakes.know(tensor, known[number])
 
     def __torch_dispatch__(
         self, func: Any, _types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None

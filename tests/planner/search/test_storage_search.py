@@ -174,7 +174,7 @@ def test_drives_that_are_not_there_are_not_asked_for() -> None:
         small(machine(nvme_bytes=0), "nvme")
 
 
-@pytest.mark.part(2)
+@pytest.mark.part(0)
 @pytest.mark.parametrize(
     ("model", "hardware", "micro_batch", "without", "storage"),
     [("opt-13b", "rtx-4090", 4, None, "nvme"), ("opt-6.7b", "gh200", 24, 3.264, "activations")],
