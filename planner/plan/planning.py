@@ -289,7 +289,10 @@ def _alone(model: Model, found: Found) -> Model:
     def size(decided: Choice | Decisions) -> Size:
         return Size(decided.micro_batch, model.seq_len, **decided.tiles)
 
-    return model.covering(size(found.decisions), (size(rival.choice) for rival in found.rivals))
+    compared = [size(rival.choice) for rival in found.rivals]
+    without = [each._replace(loss_tile_tokens=None) for each in compared]  # from which tiles were chosen
+    without += [each._replace(layer_tile_tokens=None) for each in without]
+    return model.covering(size(found.decisions), (*compared, *without))
 
 
 def prepare(request: Request) -> tuple[Setup, Workload, CostModel]:

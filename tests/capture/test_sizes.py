@@ -38,8 +38,8 @@ LLAMA = {
 }
 
 
-def config(folder: Path, name: str) -> str:
-    description = transformers.AutoConfig.for_model(name, **TINY[name])
+def config(folder: Path, name: str, **changes: int) -> str:
+    description = transformers.AutoConfig.for_model(name, **TINY[name] | changes)
     (folder / "config.json").write_text(json.dumps(description.to_dict()), encoding="utf-8")
     return str(folder)
 
@@ -133,6 +133,18 @@ def test_a_captured_head_is_as_formulas_have_it() -> None:
     assert flop(theirs.backward) == flop(ours.backward)
     assert theirs.saved_bytes == pytest.approx(ours.saved_bytes, rel=0.01)
     assert theirs.workspace_bytes == pytest.approx(ours.workspace_bytes, rel=0.03)
+
+
+@pytest.mark.part(2)
+@pytest.mark.parametrize("given", [{}, {"layer_tile_tokens": 100}, {"loss_tile_tokens": 64}], ids=str)
+def test_a_plan_that_compares_tiles_is_verified_without_another_capture(given: dict[str, int], tmp_path: Path) -> None:
+    path = config(tmp_path, "olmo2", intermediate_size=1024, max_position_embeddings=512)
+    captured = capture(path, architecture(path).inputs(1, 512), "fp32", as_on_gpu=False)
+    machine = load_profile(MACHINE).with_device_memory(30_000_000)
+    request = Request(captured, machine, seq_len=512, micro_batch=1, precision="fp32", **given)  # type: ignore[arg-type]
+    assert any(variant.choice.layer_tile_tokens for variant in request.variants())
+    (tmp_path / "plan.json").write_text(make_plan(request, 2).to_json())
+    verify(load_plan(tmp_path / "plan.json"))
 
 
 def test_captured_layers_are_as_formulas_have_them() -> None:
