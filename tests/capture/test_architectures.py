@@ -81,8 +81,10 @@ def test_the_class_that_is_trained_is_the_one_that_the_configuration_names(tmp_p
 def test_sequences_are_as_long_as_the_model_takes_them(tmp_path):
     found = architecture(written(tmp_path, "gemma2", TINY["gemma2"] | {"max_position_embeddings": 32}))
     assert (found.seq_len(None, 2048), found.seq_len(None, 16), found.seq_len(24, 2048)) == (32, 16, 24)
-    with pytest.raises(CaptureError, match="gemma2 takes at most 32 tokens a sequence, not 33; ask for fewer"):
-        found.seq_len(33, 2048)
+    assert found.seq_len(33, 2048) == 33, "its positions are angles"
+    learned = architecture(written(tmp_path, "opt", {"max_position_embeddings": 32}))
+    with pytest.raises(CaptureError, match="opt has learned 32 positions, not 33; ask for fewer tokens a sequence"):
+        learned.seq_len(33, 2048)
     images = architecture(written(tmp_path, "vit", TINY["vit"]))
     assert images.inputs(2, images.seq_len(None, 2048))[0].shape == (2, 3, 16, 16)
     seeing = architecture(written(tmp_path, "llava", TINY["llava"]))

@@ -1,5 +1,7 @@
 import io
+import json
 import re
+from pathlib import Path
 
 import pytest
 from made_figures import figures
@@ -111,6 +113,30 @@ def test_the_longest_sequence_fits_and_a_little_longer_one_does_not(tiny, tmp_pa
             plan_point(Space(StudyRequest(set={"model": tiny, **more})).case({}, "fit").request, "fit").status != "fits"
         )
     assert found.points[1].settings["seq_len"] >= found.points[0].settings["seq_len"]
+
+
+def test_the_largest_model_fits_and_the_next_does_not(tiny, tmp_path):
+    models = []
+    for width in (64, 128, 256, 512, 1024, 2048, 4096):
+        sizes = {"hidden_size": width, "intermediate_size": 4 * width}
+        models.append(tmp_path / f"{width}.json")
+        models[-1].write_text(json.dumps(json.loads(Path(tiny).read_text()) | sizes))
+    machine = {"hardware": "a100-80", "device.memory_bytes": "2e9", "host.memory_bytes": "1e9", "storage": "never"}
+    sweep = {"model": (",".join(map(str, models)),)}
+    with Store(tmp_path / "s.jsonl") as store:
+        space = Space(StudyRequest(set=machine, sweep=sweep, question="largest"))
+        found = answer(space, None, Evaluator(store, in_this_process))
+    fits = [plan_point(space.case({"model": str(m), "micro_batch": 1}, "fit").request, "fit").status for m in models]
+    number = fits.count("fits")
+    assert fits == ["fits"] * number + ["lacks-memory"] * (len(models) - number)
+    assert 1 < number < len(models)
+    (point,) = found.points
+    assert (point.settings["model"], point.result.status) == (str(models[number - 1]), "fits")
+    assert f"largest of 7 models that train on 1 x a100-80 with --storage never (found; {models[number]}" in str(
+        found.answer.words
+    )
+    with pytest.raises(StudyError, match="leave out --model"):
+        asked(tiny, "largest", tmp_path)
 
 
 def test_questions_choose_their_own_points(tiny, tmp_path):

@@ -17,6 +17,8 @@ from ullage.capture.records import CaptureError
 
 # Names of the most tokens of a sequence; the first that a configuration has counts.
 _POSITIONS: Final = ("max_target_positions", "max_position_embeddings", "n_positions", "max_seq_len", "n_ctx")
+# Whose positions are angles: there are any number of them, however many tokens the model has seen in training.
+_ROTATIONS: Final = ("rope_parameters", "rope_theta")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,17 +41,18 @@ class Architecture:
         return module
 
     def seq_len(self, given: int | None, usual: int) -> int:
-        """Return the tokens of a sequence: those that were asked for, or ``usual``, or as many as the model takes.
+        """Return the tokens of a sequence: those that are given, or ``usual``, or as many as the model was made for.
 
         Raises:
-            CaptureError: it does not take so many, or none at all.
+            CaptureError: it has not learned so many positions, or takes no tokens at all.
         """
         text, name = self.config.get_text_config(), self.config.model_type
         if given and not self.kind.has_tokens:
             raise CaptureError(f"{name} takes no tokens, but {given} a sequence are asked for; leave the length out")
         most = next((most for limit in _POSITIONS if (most := getattr(text, limit, None))), None)
-        if given and most and given > most:
-            raise CaptureError(f"{name} takes at most {most} tokens a sequence, not {given}; ask for fewer")
+        is_rotary = any(hasattr(text, rotation) for rotation in _ROTATIONS)
+        if given and most and given > most and not is_rotary:
+            raise CaptureError(f"{name} has learned {most} positions, not {given}; ask for fewer tokens a sequence")
         taken = image_tokens(self.config) if self.kind.has_images else 0
         if given and given <= taken:
             raise CaptureError(

@@ -31,6 +31,7 @@ def add_parser(subparsers: Subparsers) -> None:
         ullage whatif --model opt-13b --gpus 8 --question upgrade --prices my_prices.json
         ullage whatif --model llama-3-70b --hardware a100-cluster --gpus 64 --question scale
         ullage whatif --model llama-3-8b --hardware h100 --question longest
+        ullage whatif --hardware rtx4090 --question largest --lora rank=16 --quantize nf4
         ullage whatif study.json --workers 2
         ullage whatif --fields pcie
         """,
@@ -60,7 +61,9 @@ def add_parser(subparsers: Subparsers) -> None:
         "--question",
         choices=get_args(Question),
         help="fits: the smallest machine of each kind that trains it; cheapest: machines and numbers of GPUs by cost; "
-        "upgrade: which resource to double; scale: speed and efficiency on more and more GPUs",
+        "upgrade: which resource to double; scale: speed and efficiency on more and more GPUs; longest: the longest "
+        "sequence that fits; largest: the largest of the packaged models that fits, or of --sweep model=A,B,C from "
+        "the smallest to the largest",
     )
     asked.add_argument(
         "--sensitivities",

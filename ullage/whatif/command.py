@@ -5,6 +5,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from hwprofiles.files import check_output, write_whole
+from planner.models.registry import list_models, models_with_formulas
 from ullage.cli.default_hardware import print_default_hardware
 from ullage.cli.request_options import given_options
 from ullage.output.console import console, table, write_json
@@ -73,6 +74,9 @@ def study_request(args: argparse.Namespace) -> StudyRequest:
         sweeps[name] = (text,)
     if twice := sorted(options.keys() & (sets.keys() | sweeps.keys())):
         raise StudyError(f"--{twice[0].replace('_', '-')} and {twice[0]}=... are both given; leave out one of them")
+    if args.question == "largest" and "model" not in options.keys() | sets.keys() | sweeps.keys():
+        counts = list_models()
+        sweeps["model"] = (",".join(sorted(models_with_formulas(), key=counts.__getitem__)),)
     return StudyRequest(
         set=options | sets,
         sweep=sweeps,

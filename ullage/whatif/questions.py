@@ -40,8 +40,8 @@ def answer(space: Space, prices: Prices | None, evaluator: Evaluator) -> Study:
     """
     question = space.request.question
     assert question is not None
-    if space.request.sweep:
-        name = next(iter(space.request.sweep))
+    if swept := space.request.sweep.keys() - ({"model"} if question == "largest" else set()):
+        name = min(swept)
         raise StudyError(f"--question {question} chooses its own points; leave out --sweep {name}, or --question")
     return _QUESTIONS[question](space, prices, evaluator)
 
@@ -269,33 +269,76 @@ def _scale(space: Space, prices: Prices | None, evaluator: Evaluator) -> Study:
 
 
 def _longest(space: Space, prices: Prices | None, evaluator: Evaluator) -> Study:
+    lengths, study = _greatest(space, prices, evaluator, "seq_len", _next_length)
+    model, machine = study.points[0].model, _devices(space)
+    words = [
+        f"{model} trains on sequences of {fits:,} tokens on {machine} with --storage {kind} "
+        f"(found; {misfits:,} were not)"
+        for kind, (fits, misfits) in lengths.items()
+        if fits
+    ]
+    return _answered(study, "longest", words or [f"no plan was found for sequences of {_FIRST_LENGTH} tokens"], [])
+
+
+def _largest(space: Space, prices: Prices | None, evaluator: Evaluator) -> Study:
+    if space.request.set.keys() & {"model"}:
+        raise StudyError(
+            "--question largest compares models; leave out --model for the packaged ones, or give some from the "
+            "smallest to the largest with --sweep model=qwen3-8b,qwen3-14b,qwen3-32b"
+        )
+    names = [str(name) for name in space.axes[0].values]
+
+    def following(fits: int, misfits: int | None) -> int | None:
+        """Return the place of the next model to try, counted from 1."""
+        end = len(names) + 1 if misfits is None else misfits
+        return (fits + end) // 2 if end - fits > 1 else None
+
+    places, study = _greatest(space, prices, evaluator, "model", following, names)
+    machine = _devices(space)
+    words = [
+        f"{names[fits - 1]} is the largest of {len(names)} models that train on {machine} with --storage {kind}"
+        + (f" (found; {names[misfits - 1]} was not)" if misfits else "")
+        for kind, (fits, misfits) in places.items()
+        if fits
+    ]
+    return _answered(study, "largest", words or [f"no plan was found for {names[0]} on {machine}"], [])
+
+
+def _greatest(
+    space: Space,
+    prices: Prices | None,
+    evaluator: Evaluator,
+    field: str,
+    following: Callable[[int, int | None], int | None],
+    names: Sequence[str] | None = None,
+) -> tuple[dict[str, tuple[int, int | None]], Study]:
+    """Find the greatest value of a field that fits, for every kind of storage.
+
+    ``following`` returns the next number to try, from the greatest that fits (0: none) and the least that does not.
+    ``names`` are what numbers from 1 on stand for, if the field has names. Return for each kind the greatest number
+    that fits and the least that does not, and the study of what fits.
+    """
     hardware = load_profile(space.hardware)
     given = space.request.set.get("storage")
     kinds = [given] if given else [kind for kind in get_args(Storage) if kind != "nvme" or hardware.nvme]
-    lengths: dict[str, tuple[int, int | None]] = dict.fromkeys(kinds, (0, None))  # fits, and does not
+    known: dict[str, tuple[int, int | None]] = dict.fromkeys(kinds, (0, None))
     tried: dict[tuple[str, int], Case] = {}
-    while open_ := {kind: n for kind, known in lengths.items() if (n := _next_length(*known)) is not None}:
-        cases = {kind: _of_length(space, kind, length) for kind, length in open_.items()}
-        results = evaluator.results(cases.values(), "fit", "how long a sequence")
-        for (kind, length), result in zip(open_.items(), results, strict=True):
-            fits, misfits = lengths[kind]
-            lengths[kind] = (length, misfits) if result.status == "fits" else (fits, length)
-            tried[kind, length] = cases[kind]
-    found = {kind: fits for kind, (fits, _) in lengths.items() if fits}
+    while open_ := {kind: n for kind, limits in known.items() if (n := following(*limits)) is not None}:
+        cases = {kind: _of_one(space, kind, field, names[n - 1] if names else n) for kind, n in open_.items()}
+        results = evaluator.results(cases.values(), "fit", f"what fits, of {field}")
+        for (kind, number), result in zip(open_.items(), results, strict=True):
+            fits, misfits = known[kind]
+            known[kind] = (number, misfits) if result.status == "fits" else (fits, number)
+            tried[kind, number] = cases[kind]
     order = sorted(tried, key=lambda item: (kinds.index(item[0]), item[1]))
+    values = tuple(dict.fromkeys(tried[item].settings[field] for item in sorted(order, key=lambda item: item[1])))
     axes = (
         Axis(name="storage", words="what may be used beside device and host", values=tuple(kinds)),
-        Axis(name="seq_len", words="tokens per sequence", values=tuple(dict.fromkeys(n for _, n in order))),
+        Axis(name=field, words=space.fields[field].words.partition(" (")[0], values=values),
     )
-    shown = [item for item in order if item[1] == found.get(item[0])] or order[:1]
+    shown = [item for item in order if item[1] == known[item[0]][0]] or order[:1]
     study = _study(space, prices, evaluator, [tried[item] for item in shown], axes)
-    model, devices = study.points[0].model, space.request.set.get("gpus", 1)
-    words = [
-        f"{model} trains on sequences of {length:,} tokens on {devices} x {hardware.name} with --storage {kind} "
-        f"(found; {lengths[kind][1]:,} were not)"
-        for kind, length in found.items()
-    ]
-    return _answered(study, "longest", words or [f"no plan was found for sequences of {_FIRST_LENGTH} tokens"], [])
+    return known, study
 
 
 def _next_length(fits: int, misfits: int | None) -> int | None:
@@ -306,10 +349,15 @@ def _next_length(fits: int, misfits: int | None) -> int | None:
     return middle if fits < middle < misfits and misfits > _NEAR * fits else None
 
 
-def _of_length(space: Space, kind: str, length: int) -> Case:
-    settings: dict[str, str | int] = {"storage": kind, "seq_len": length}
+def _of_one(space: Space, kind: str, field: str, value: str | int) -> Case:
+    """Return one sequence at a time, if nothing else is asked for."""
+    settings: dict[str, str | int] = {"storage": kind, field: value}
     sized = {"global_batch", "micro_batch"} & space.request.set.keys()
     return _with_settings(space.case(settings if sized else settings | {"micro_batch": 1}), settings)
+
+
+def _devices(space: Space) -> str:
+    return f"{space.request.set.get('gpus', 1)} x {load_profile(space.hardware).name}"
 
 
 _QUESTIONS: Final[Mapping[Question, Callable[[Space, Prices | None, Evaluator], Study]]] = {
@@ -318,6 +366,7 @@ _QUESTIONS: Final[Mapping[Question, Callable[[Space, Prices | None, Evaluator], 
     "upgrade": _upgrade,
     "scale": _scale,
     "longest": _longest,
+    "largest": _largest,
 }
 
 

@@ -24,7 +24,7 @@ SCHEMA_VERSION: Final = 2
 Value = bool | int | float | str
 Design = Literal["cartesian", "zip", "random"]
 Status = Literal["fits", "lacks-memory", "refused", "failed"]
-Question = Literal["fits", "cheapest", "upgrade", "scale", "longest"]
+Question = Literal["fits", "cheapest", "upgrade", "scale", "longest", "largest"]
 
 
 class StudyError(ValueError):
