@@ -8,18 +8,15 @@ iterations.
 """
 
 import argparse
-import contextlib
-import io
 import json
 import statistics
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
+from benchmarks.demo import output_of
 from benchmarks.origin import origin, write_result
 from planner.plan.document import describe, load_plan
-from ullage.main import main as ullage
 
 OPTIMIZERS = ("adamw", "adamw-bf16")
 MODEL = {
@@ -35,17 +32,6 @@ MODEL = {
 SETTING = ["--hardware", "epyc-turin-2c", "--precision", "bf16", "--seq-len", "128", "--micro-batch", "8"]
 LAST = 100
 """Iterations at the end whose mean loss is compared."""
-
-
-def output_of(*arguments: str) -> dict[str, Any]:
-    """Run one command of the program with ``--json`` and return what it prints."""
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out):
-        code = ullage([*arguments, "--json"])
-    if code != 0:
-        sys.exit(f"ullage {' '.join(arguments)} failed with {code}")
-    result: dict[str, Any] = json.loads(out.getvalue())
-    return result
 
 
 def trained(

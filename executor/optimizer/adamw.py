@@ -1,4 +1,4 @@
-"""AdamW, and Adam, on a CPU in one pass over memory.
+"""AdamW, and Adam, on a CPU in one pass over memory; and what AdamW with narrower moments has in common with it.
 
 A step that casts the gradient, updates, and casts the weight back passes over memory three times: about 54 bytes a
 parameter. This step needs 28: it reads the gradient (2), the master weight, m and v (12), and writes the last three and
@@ -40,42 +40,63 @@ class AdamWParams:
         check_params(self, not_negative=("lr", "eps", "weight_decay"), fractions=("beta1", "beta2"))
 
 
-def _kernel_args(params: AdamWParams, step: int, grad_scale: float) -> tuple[object, ...]:
-    bias1, bias2 = 1 - params.beta1**step, 1 - params.beta2**step
-    factors = float32s(
-        grad_scale,
+def adamw_factors(params: AdamWParams, step: int) -> tuple[np.float32, ...]:
+    """Return the factors of :func:`advanced`."""
+    return float32s(
         params.beta1,
         1 - params.beta1,
         params.beta2,
         1 - params.beta2,
         1 - params.lr * params.weight_decay if params.decoupled_weight_decay else 1.0,
-        params.lr / bias1,
-        1 / math.sqrt(bias2),
+        params.lr / (1 - params.beta1**step),
+        1 / math.sqrt(1 - params.beta2**step),
         params.eps,
     )
+
+
+def _kernel_args(params: AdamWParams, step: int, grad_scale: float) -> tuple[object, ...]:
     # Weight decay in the gradient; for ``None`` numba compiles a kernel without it.
     in_gradient = params.weight_decay and not params.decoupled_weight_decay
-    return np.float32(params.weight_decay) if in_gradient else None, factors
+    l2 = np.float32(params.weight_decay) if in_gradient else None
+    return l2, np.float32(grad_scale), adamw_factors(params, step)
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def advanced(p: Any, m: Any, v: Any, g: Any, factors: Any) -> Any:
+    """Return weight and moments after a step, all float32. Kernels of AdamW call it, whatever type they keep."""
+    beta1, rest1, beta2, rest2, decay, step_size, root_bias2_inverse, eps = factors
+    m = beta1 * m + rest1 * g
+    v = beta2 * v + rest2 * g * g
+    return p * decay - step_size * m / (math.sqrt(v) * root_bias2_inverse + eps), m, v
 
 
 # error_model: Python's model raises on a division by zero, and that branch would prevent vectorisation.
 @njit(nogil=True, cache=True, error_model="numpy")
-def _update(master: Any, exp_avg: Any, exp_avg_sq: Any, grad: Any, weight_out: Any, l2: Any, factors: Any) -> None:
-    grad_scale, beta1, rest1, beta2, rest2, decay, step_size, root_bias2_inverse, eps = factors
+def _update(
+    master: Any,
+    exp_avg: Any,
+    exp_avg_sq: Any,
+    grad: Any,
+    weight_out: Any,
+    l2: Any,
+    grad_scale: Any,
+    factors: Any,
+) -> None:
     for i in range(master.size):
         g = as_float32(grad[i]) * grad_scale
         if l2 is not None:
             g = g + l2 * master[i]
-        m = beta1 * exp_avg[i] + rest1 * g
-        v = beta2 * exp_avg_sq[i] + rest2 * g * g
-        p = master[i] * decay - step_size * m / (math.sqrt(v) * root_bias2_inverse + eps)
+        p, m, v = advanced(master[i], exp_avg[i], exp_avg_sq[i], g, factors)
         exp_avg[i] = m
         exp_avg_sq[i] = v
         master[i] = p
         store_weight(weight_out, grad, i, p)
 
 
-adamw_step: Final = HostStep(_update, ("exp_avg", "exp_avg_sq"), _kernel_args)
+MOMENTS: Final = ("exp_avg", "exp_avg_sq")
+"""Keys of both moments in a parameter's state."""
+
+adamw_step: Final = HostStep(_update, MOMENTS, _kernel_args)
 """As ``torch.optim.AdamW`` without amsgrad (Loshchilov and Hutter, arXiv:1711.05101); g = ``grad_scale`` * ``grad``::
 
     m = beta1 * m + (1 - beta1) * g

@@ -9,7 +9,6 @@ the same order, each rounded once. The step of the weights uses moments before t
 """
 
 import functools
-import math
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -17,8 +16,9 @@ import numpy as np
 import torch
 from numba import njit
 
+from executor.optimizer.adamw import MOMENTS, AdamWParams, adamw_factors, advanced
 from executor.optimizer.bf16 import bf16_to_float32, float32_to_bf16_by
-from executor.optimizer.passes import HostStep, as_float32, check_params, float32s, store_weight
+from executor.optimizer.passes import HostStep, as_float32, store_weight
 
 BYTES_PER_PARAM: Final = 20
 """Bytes that an update moves with a bf16 gradient and weight."""
@@ -31,8 +31,8 @@ _SHIFT13, _SHIFT16, _LOW = np.uint32(13), np.uint32(16), np.uint32(0xFFFF)
 
 
 @dataclass(frozen=True, slots=True)
-class AdamWBf16Params:
-    """Hyper-parameters, as ``torch.optim.AdamW`` names and bounds them, and what random bits depend on.
+class AdamWBf16Params(AdamWParams):
+    """Hyper-parameters of AdamW, and what random bits depend on.
 
     Attributes:
         seed: of the rounding.
@@ -40,20 +40,12 @@ class AdamWBf16Params:
         start: position in the parameter of the first value.
 
     Raises:
-        ValueError: a negative ``lr``, ``eps`` or ``weight_decay``, or a beta outside [0, 1).
+        ValueError: as those of AdamW.
     """
 
-    lr: float = 1e-3
-    beta1: float = 0.9
-    beta2: float = 0.999
-    eps: float = 1e-8
-    weight_decay: float = 1e-2
     seed: int = 0
     parameter: int = 0
     start: int = 0
-
-    def __post_init__(self) -> None:
-        check_params(self, not_negative=("lr", "eps", "weight_decay"), fractions=("beta1", "beta2"))
 
 
 def _mixed(word: int) -> int:
@@ -70,22 +62,9 @@ def _key(seed: int, parameter: int, step: int) -> int:
     return functools.reduce(lambda key, word: _mixed((key * _SPREAD + word + 1) & _MASK), words, 0)
 
 
-def _factors(params: AdamWBf16Params, step: int) -> tuple[np.float32, ...]:
-    return float32s(
-        params.beta1,
-        1 - params.beta1,
-        params.beta2,
-        1 - params.beta2,
-        1 - params.lr * params.weight_decay,
-        params.lr / (1 - params.beta1**step),
-        1 / math.sqrt(1 - params.beta2**step),
-        params.eps,
-    )
-
-
 def _kernel_args(params: AdamWBf16Params, step: int, grad_scale: float) -> tuple[object, ...]:
     key = np.uint32(_key(params.seed, params.parameter, step))
-    return (key, np.uint32(params.start & _MASK)), (np.float32(grad_scale), *_factors(params, step))
+    return (key, np.uint32(params.start & _MASK)), np.float32(grad_scale), adamw_factors(params, step)
 
 
 @njit(nogil=True, cache=True)
@@ -105,17 +84,16 @@ def _update(
     grad: Any,
     weight_out: Any,
     seeds: Any,
+    grad_scale: Any,
     factors: Any,
     begin: Any,
 ) -> None:
-    grad_scale, beta1, rest1, beta2, rest2, decay, step_size, root_bias2_inverse, eps = factors
     key, start = seeds
     first = np.uint32(start + np.uint32(begin))
     for i in range(master.size):
         g = as_float32(grad[i]) * grad_scale
-        m = beta1 * bf16_to_float32(exp_avg[i]) + rest1 * g
-        v = beta2 * bf16_to_float32(exp_avg_sq[i]) + rest2 * g * g
-        p = master[i] * decay - step_size * m / (math.sqrt(v) * root_bias2_inverse + eps)
+        m, v = bf16_to_float32(exp_avg[i]), bf16_to_float32(exp_avg_sq[i])
+        p, m, v = advanced(master[i], m, v, g, factors)
         noise = noise_at(np.uint32(first + np.uint32(i)), key)
         exp_avg[i] = float32_to_bf16_by(m, np.uint32(noise & _LOW))
         exp_avg_sq[i] = float32_to_bf16_by(v, np.uint32(noise >> _SHIFT16))
@@ -123,9 +101,7 @@ def _update(
         store_weight(weight_out, grad, i, p)
 
 
-adamw_bf16_step: Final = HostStep(
-    _update, ("exp_avg", "exp_avg_sq"), _kernel_args, buffer_dtype="uint16", by_position=True
-)
+adamw_bf16_step: Final = HostStep(_update, MOMENTS, _kernel_args, buffer_dtype="uint16", by_position=True)
 """As :data:`executor.optimizer.adamw.adamw_step` with decoupled weight decay; moments are bf16 bits (uint16), see
 [Note: Stochastic rounding]."""
 
@@ -138,7 +114,7 @@ def adamw_bf16_(
     The gradient is overwritten. See [Note: Operators] in :mod:`planner.optimizers`.
     """
     exp_avg, exp_avg_sq = buffers
-    beta1, rest1, beta2, rest2, decay, step_size, root_bias2_inverse, eps = map(float, _factors(params, step))
+    beta1, rest1, beta2, rest2, decay, step_size, root_bias2_inverse, eps = map(float, adamw_factors(params, step))
     scratch = gradient * rest2
     v = exp_avg_sq.float().mul_(beta2).add_(scratch.mul_(gradient))
     m = exp_avg.float().mul_(beta1).add_(gradient.mul_(rest1))

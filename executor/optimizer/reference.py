@@ -1,22 +1,47 @@
 """Optimizers that torch does not have, as plain ``torch.optim`` classes: for use without a plan, and as references."""
 
-import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Final, final
+from typing import Any, TypeVar, final
 
 import torch
 
+from executor.optimizer.adamw import MOMENTS
 from executor.optimizer.adamw_bf16 import AdamWBf16Params, adamw_bf16_
 from executor.optimizer.lion import LionParams
 from executor.optimizer.muon import MuonParams
 from planner.optimizers import is_hidden_matrix
 
-_MOMENTS: Final = ("exp_avg", "exp_avg_sq")
+_Params = TypeVar("_Params")
+
+
+class _ByParameter(torch.optim.Optimizer):
+    """An optimizer that updates one parameter after another, by :meth:`_update`."""
+
+    def _update(self, parameter: torch.Tensor, group: dict[str, Any], number: int) -> None:
+        """Update a parameter that has a gradient.
+
+        Args:
+            parameter: one of the group's.
+            group: its hyper-parameters.
+            number: of the parameter in the optimizer.
+        """
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Take one step; return the result of ``closure``, which computes gradients again."""
+        loss = _loss_of(closure)
+        numbers = itertools.count()
+        for group in self.param_groups:
+            for parameter, number in zip(group["params"], numbers, strict=False):
+                if parameter.grad is not None:
+                    self._update(parameter, group, number)
+        return loss
 
 
 @final
-class AdamWBf16(torch.optim.Optimizer):
+class AdamWBf16(_ByParameter):
     """``torch.optim.AdamW`` with moments in bf16, rounded stochastically: 8 bytes of state a parameter instead of 12.
 
     The same seed gives the same bits, see [Note: Stochastic rounding] in :mod:`executor.optimizer.adamw_bf16`.
@@ -40,40 +65,18 @@ class AdamWBf16(torch.optim.Optimizer):
         seed: int = 0,
     ) -> None:
         AdamWBf16Params(lr, *betas, eps, weight_decay)
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "seed": seed}
-        super().__init__(params, defaults)
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "seed": seed})
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Take one step; return the result of ``closure``, which computes gradients again."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        numbers = itertools.count()
-        for group in self.param_groups:
-            beta1, beta2 = group["betas"]
-            given = AdamWBf16Params(group["lr"], beta1, beta2, group["eps"], group["weight_decay"], group["seed"])
-            for parameter, number in zip(group["params"], numbers, strict=False):
-                if parameter.grad is None:
-                    continue
-                state = self.state[parameter]
-                if not state:
-                    state["step"] = torch.tensor(0.0)
-                    state |= {key: torch.zeros_like(parameter, dtype=torch.bfloat16) for key in _MOMENTS}
-                state["step"] += 1
-                moments = tuple(state[key].to(torch.bfloat16).reshape(-1) for key in _MOMENTS)
-                weight = parameter.float().reshape(-1)
-                gradient = parameter.grad.to(torch.float32, copy=True).reshape(-1)
-                adamw_bf16_(weight, moments, gradient, dataclasses.replace(given, parameter=number), int(state["step"]))
-                parameter.copy_(weight.view(parameter.shape))
-                for key, values in zip(_MOMENTS, moments, strict=True):  # torch's load_state_dict() makes them float32
-                    state[key] = values.view(parameter.shape)
-        return loss
+    def _update(self, parameter: torch.Tensor, group: dict[str, Any], number: int) -> None:
+        given = AdamWBf16Params(*adam_numbers(group), seed=group["seed"], parameter=number)
+        state = self.state[parameter]
+        if not state:
+            state |= {key: torch.zeros_like(parameter, dtype=torch.bfloat16) for key in MOMENTS}
+        _advance(parameter, state, given, adamw_bf16_, dict.fromkeys(MOMENTS, torch.bfloat16))
 
 
 @final
-class Lion(torch.optim.Optimizer):
+class Lion(_ByParameter):
     """Evolved sign momentum (Chen et al., *Symbolic discovery of optimization algorithms*, arXiv:2302.06675).
 
     Every weight moves by ``lr``, in the direction of the sign of an average of gradients, so ``lr`` is about a tenth of
@@ -99,23 +102,13 @@ class Lion(torch.optim.Optimizer):
         LionParams(lr, *betas, weight_decay)
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Take one step; return the result of ``closure``, which computes gradients again."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            beta1, beta2 = group["betas"]
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state = self.state[parameter]
-                if not state:
-                    state["exp_avg"] = torch.zeros_like(parameter)
-                lion(parameter, state["exp_avg"], parameter.grad, group["lr"], beta1, beta2, group["weight_decay"])
-        return loss
+    def _update(self, parameter: torch.Tensor, group: dict[str, Any], number: int) -> None:  # noqa: ARG002 - as above
+        state = self.state[parameter]
+        if not state:
+            state["exp_avg"] = torch.zeros_like(parameter)
+        beta1, beta2 = group["betas"]
+        assert parameter.grad is not None
+        lion(parameter, state["exp_avg"], parameter.grad, group["lr"], beta1, beta2, group["weight_decay"])
 
 
 @final
@@ -162,15 +155,53 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Take one step; return the result of ``closure``, which computes gradients again."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = _loss_of(closure)
         for is_muon, part in self._parts.items():
             part.state = self.state
             part.param_groups = [group for group in self.param_groups if bool(group["use_muon"]) is is_muon]
             part.step()
         return loss
+
+
+def _loss_of(closure: Callable[[], float] | None) -> float | None:
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
+def _advance(
+    parameter: torch.Tensor,
+    state: dict[str, Any],
+    given: _Params,
+    update: Callable[[torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor, _Params, int], None],
+    kept: Mapping[str, torch.dtype],
+) -> None:
+    """Take one step of a parameter, whose fp32 values ``update`` takes.
+
+    Args:
+        parameter: it has a gradient.
+        state: what the optimizer holds of it.
+        given: hyper-parameters.
+        update: the step on a device.
+        kept: types of buffers, by their keys in the state.
+    """
+    state["step"] = state.get("step", torch.tensor(0.0)) + 1
+    shapes = {key: state[key].shape for key in kept}
+    # torch's load_state_dict() gives buffers the parameter's type.
+    buffers = {key: state[key].to(dtype).reshape(-1) for key, dtype in kept.items()}
+    weight = parameter.float().reshape(-1)
+    assert parameter.grad is not None
+    gradient = parameter.grad.to(torch.float32, copy=True).reshape(-1)
+    update(weight, tuple(buffers.values()), gradient, given, int(state["step"]))
+    parameter.copy_(weight.view(parameter.shape))
+    state |= {key: values.view(shapes[key]) for key, values in buffers.items()}
+
+
+def adam_numbers(group: Mapping[str, Any]) -> tuple[float, float, float, float, float]:
+    """Return the hyper-parameters of a group of Adam's or AdamW's: rate, both betas, eps and weight decay."""
+    beta1, beta2 = map(float, group["betas"])
+    return float(group["lr"]), beta1, beta2, float(group["eps"]), float(group["weight_decay"])
 
 
 def read_muon(group: Mapping[str, Any]) -> MuonParams:

@@ -25,9 +25,10 @@ from executor.optimizer import (
     lion_step,
     sgd_step,
 )
+from executor.optimizer.adamw import MOMENTS
 from executor.optimizer.adamw_bf16 import AdamWBf16Params, adamw_bf16_, adamw_bf16_step
 from executor.optimizer.muon import MuonParams, muon_step
-from executor.optimizer.reference import AdamWBf16, Lion, Muon, read_muon
+from executor.optimizer.reference import AdamWBf16, Lion, Muon, adam_numbers, read_muon
 from planner.optimizers import OPTIMIZERS, UPDATED_AT_ONCE, Optimizer
 
 Params = AdamWParams | AdamWBf16Params | SgdParams | AdagradParams | LionParams | MuonParams
@@ -132,22 +133,18 @@ class Rule:
 
     def chunk_params(self, most: int) -> int:
         """Return how many parameters are updated together: at most so many, but no less than a matrix."""
-        if isinstance(self.params, AdamWBf16Params):
+        if OPTIMIZERS[self.entry.planned_as].gpu_update_bytes is not None:
             return min(most, UPDATED_AT_ONCE)
         shape = self.params.shape if isinstance(self.params, MuonParams) else None
         return most if shape is None else math.prod(shape)
 
 
 def _read_adam(group: Group, *, decoupled: bool) -> AdamWParams:
-    beta1, beta2 = (float(beta) for beta in group["betas"])
-    decoupled = bool(group.get("decoupled_weight_decay", decoupled))
-    return AdamWParams(float(group["lr"]), beta1, beta2, float(group["eps"]), float(group["weight_decay"]), decoupled)
+    return AdamWParams(*adam_numbers(group), bool(group.get("decoupled_weight_decay", decoupled)))
 
 
 def _read_adamw_bf16(group: Group) -> AdamWBf16Params:
-    beta1, beta2 = (float(beta) for beta in group["betas"])
-    eps, weight_decay = float(group["eps"]), float(group["weight_decay"])
-    return AdamWBf16Params(float(group["lr"]), beta1, beta2, eps, weight_decay, int(group["seed"]))
+    return AdamWBf16Params(*adam_numbers(group), seed=int(group["seed"]))
 
 
 def _read_sgd(group: Group) -> SgdParams:
@@ -171,7 +168,7 @@ def _adam(torch_class: type[torch.optim.Optimizer], *, decoupled: bool) -> Optim
     return OptimizerEntry(
         torch_class=torch_class,
         planned_as="adamw",
-        buffers=("exp_avg", "exp_avg_sq"),
+        buffers=MOMENTS,
         read=lambda group: _read_adam(group, decoupled=decoupled),
         host=adamw_step,
         device=device.adamw,
@@ -188,7 +185,7 @@ ENTRIES: Final[tuple[OptimizerEntry, ...]] = (
     OptimizerEntry(
         torch_class=AdamWBf16,
         planned_as="adamw-bf16",
-        buffers=("exp_avg", "exp_avg_sq"),
+        buffers=MOMENTS,
         read=_read_adamw_bf16,
         host=adamw_bf16_step,
         device=adamw_bf16_,
