@@ -70,6 +70,20 @@ def list_models() -> dict[str, int]:
     return counted | {alias: entry["num_params"] for alias, entry in _captured().items()}
 
 
+def source_of(text: str) -> str:
+    """Return where the sizes of a model are from: a file, the ``config.json`` of a hub's model, or a paper.
+
+    Raises:
+        UnknownModelError: there is no such model.
+    """
+    if (path := _file(text)) is not None:
+        return str(path)
+    if (alias := _names().get(text.lower())) is not None:
+        entry = (_table() | _captured())[alias]
+        return str(entry.get("source") or f"config.json of {entry['hub_ids'][0]}")
+    return str(_cached(text) or resolve_model(text))  # which says that there is none
+
+
 def models_with_formulas() -> tuple[str, ...]:
     """Return the aliases of packaged models that are planned from their sizes alone; the others are captured."""
     return tuple(_table())

@@ -6,7 +6,7 @@ from typing import Any
 from planner.models.captured import CapturedModel
 from planner.models.config import ModelConfig, NoFormulasError
 from planner.models.parameters import num_parameters
-from planner.models.registry import captured_preset, configuration, list_models, resolve_model
+from planner.models.registry import captured_preset, configuration, list_models, resolve_model, source_of
 from ullage.cli.arguments import lora
 from ullage.cli.request import Adapters, model_named
 from ullage.cli.request_options import QUANTIZATIONS, check_adapters
@@ -55,17 +55,18 @@ def run(args: argparse.Namespace) -> int:
     if args.lora is not None:
         return _show_adapted(_captured(args.model, Adapters(args.lora, args.quantize)), as_json=args.json)
     if (preset := captured_preset(args.model)) is not None:
-        return _show_captured(*preset, as_json=args.json)
+        return _show_captured(*preset, source_of(args.model), as_json=args.json)
     try:
         model = resolve_model(args.model)
     except NoFormulasError:
         num_params = _captured(args.model, Adapters()).num_params
-        return _show_captured(num_params, configuration(args.model), as_json=args.json)
+        return _show_captured(num_params, configuration(args.model), source_of(args.model), as_json=args.json)
+    source = source_of(args.model)
     if args.json:
-        write_json({**model.model_dump(mode="json"), "num_params": num_parameters(model)})
+        write_json({**model.model_dump(mode="json"), "num_params": num_parameters(model), "source": source})
     else:
         sizes = {name: str(value) for name, value in _sizes(model).items()}
-        console().print(facts({"parameters": f"{num_parameters(model):,}", **sizes}))
+        console().print(facts({"parameters": f"{num_parameters(model):,}", **sizes, "source": source}))
     return 0
 
 
@@ -88,23 +89,24 @@ def _show_adapted(model: CapturedModel, *, as_json: bool) -> int:
     return 0
 
 
-def _show_captured(num_params: int, config: dict[str, Any], *, as_json: bool) -> int:
+def _show_captured(num_params: int, config: dict[str, Any], source: str, *, as_json: bool) -> int:
     if as_json:
-        write_json({**config, "num_params": num_params})
+        write_json({**config, "num_params": num_params, "source": source})
         return 0
     sizes = {name: str(value) for name, value in config.items()}
-    console().print(facts({"parameters": f"{num_params:,}", **sizes, "planned": "from its code, which is captured"}))
+    planned = "from its code, which is captured"
+    console().print(facts({"parameters": f"{num_params:,}", **sizes, "planned": planned, "source": source}))
     return 0
 
 
 def _list(*, as_json: bool) -> int:
     models = list_models()
     if as_json:
-        write_json(models)
+        write_json({name: {"num_params": count, "source": source_of(name)} for name, count in models.items()})
         return 0
-    rows = table("models", "name", "parameters")
+    rows = table("models", "name", "parameters", "source of its sizes", text={2})
     for name, count in sorted(models.items(), key=lambda item: item[1]):
-        rows.add_row(name, f"{count:,}")
+        rows.add_row(name, f"{count:,}", source_of(name))
     console().print(rows)
     return 0
 

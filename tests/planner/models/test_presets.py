@@ -1,6 +1,7 @@
 """Packaged models that are captured, and models in the hub's cache."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -53,7 +54,16 @@ def test_a_packaged_model_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["models", "gpt-oss-20b", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["num_local_experts"] == 32
     assert main(["models"]) == 0
-    assert "deepseek-v3" in capsys.readouterr().out
+    row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("deepseek-v3 "))
+    assert row.split()[2:] == ["config.json", "of", "deepseek-ai/DeepSeek-V3"]
+
+
+def test_every_packaged_model_has_a_source(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["models", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {name: entry["num_params"] for name, entry in found.items()} == list_models()
+    sources = {name: entry["source"] for name, entry in found.items() if name != "demo-llama"}
+    assert all(re.fullmatch(r"config\.json of \S+/\S+|.*arXiv:\d{4}\.\d{5}.*", text) for text in sources.values())
 
 
 def test_a_configuration_without_formulas_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -62,6 +72,7 @@ def test_a_configuration_without_formulas_is_shown(tmp_path: Path, capsys: pytes
     assert main(["models", str(tmp_path / "config.json"), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["model_type"] == "gpt_neox"
+    assert found["source"] == str(tmp_path / "config.json")
     assert found["num_params"] == 2 * 8 * 8 + 8 * 24 + 24 + 8 * 8 + 8 + 2 * (8 * 8 + 8) + 6 * 8
 
 
