@@ -1,21 +1,25 @@
 """The bytes of a frozen parameter: one tensor, or the several tensors of a quantized one.
 
 [Note: Packed parameters] ``bitsandbytes`` keeps a quantized matrix as a parameter of packed values, with scales in
-attributes beside it, and its modules dequantize it at each use. So it is enough to keep and move bytes: those of all
-these tensors, one after another, each from a whole grain on. Wherever a unit's bytes are, the tensors are views of
-them. The tables of what a code stands for stay: they are equal for all parameters, which share one.
+attributes beside it; ``torchao`` as a parameter of a class of its own, which has all of them as attributes. The modules
+of both dequantize it at each use. So it is enough to keep and move bytes: those of all these tensors, one after
+another, each from a whole grain on. Wherever a unit's bytes are, the tensors are views of them. Tables of
+``bitsandbytes`` of what a code stands for stay: they are equal for all parameters, which share one.
 """
 
 import contextlib
 import functools
 import itertools
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from planner.models.quantization import in_grains
+
+_WRAPPERS: Final = frozenset({"Int8Tensor", "NF4Tensor"})  # classes of torchao
 
 
 class _Place(NamedTuple):
@@ -38,7 +42,12 @@ class StoredParameter(NamedTuple):
     @property
     def is_quantized(self) -> bool:
         """Whether its values are packed."""
-        return _state(self.parameter) is not None or hasattr(self.parameter, "SCB")
+        return _state(self.parameter) is not None or hasattr(self.parameter, "SCB") or self.is_wrapper
+
+    @property
+    def is_wrapper(self) -> bool:
+        """Whether it is of a class of its own around its tensors, as those of ``torchao`` are."""
+        return is_traceable_wrapper_subclass(self.parameter)
 
     @property
     def shape(self) -> torch.Size:
@@ -53,7 +62,7 @@ class StoredParameter(NamedTuple):
         return in_grains(sizes)
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """Return the tensors that it consists of, its own first."""
+        """Return the tensors that it consists of."""
         with torch._C.DisableTorchFunctionSubclass():  # parameters may be guarded
             return tuple(places[0].get() for places in self._places())
 
@@ -106,6 +115,8 @@ class StoredParameter(NamedTuple):
 
     def _places(self) -> list[list[_Place]]:
         """Return the attributes that hold each tensor."""
+        if is_traceable_wrapper_subclass(self.parameter):
+            return [[_Place(self.parameter, name)] for name in self.parameter.__tensor_flatten__()[0]]
         own = _Place(self.parameter, "data")
         if (state := _state(self.parameter)) is not None:
             nested = [[_Place(state.state2, "absmax")], [_Place(state, "offset")]] if state.nested else []
@@ -114,6 +125,28 @@ class StoredParameter(NamedTuple):
             holder = self.parameter if self.parameter.SCB is not None else self.module.state  # type: ignore[attr-defined]
             return [[own, _Place(holder, "CB")], [_Place(holder, "SCB")]]
         return [[own]]
+
+
+def format_refusal(name: str, stored: StoredParameter) -> str | None:
+    """Return why a parameter is of a class that cannot be kept packed, and what can be; ``None`` if it can be."""
+    parameter: Any = stored.parameter
+    if not stored.is_wrapper:
+        return None
+    kind = type(parameter).__name__
+    remedy = "quantize frozen projections as bitsandbytes does, or with torchao's Int8WeightOnlyConfig or to_nf4"
+    if kind not in _WRAPPERS or not type(parameter).__module__.startswith("torchao."):
+        return f"parameter {name} is of class {type(parameter).__module__}.{kind}, which plans do not know; {remedy}"
+    if parameter.requires_grad:
+        return f"parameter {name}, quantized to {kind}, is trained, but what is quantized is frozen; {remedy}"
+    if not isinstance(stored.module, nn.Linear):
+        owner = type(stored.module).__name__
+        return f"parameter {name}, quantized to {kind}, is of module {owner}, which is no nn.Linear; {remedy}"
+    if getattr(parameter, "act_quant_kwargs", None) is not None:
+        return (
+            f"parameter {name}, quantized to {kind}, quantizes activations too, which have no gradient then; use "
+            "torchao's Int8WeightOnlyConfig"
+        )
+    return None
 
 
 def stored_parameters(model: nn.Module) -> dict[str, StoredParameter]:

@@ -18,7 +18,7 @@ from torch import nn
 from executor.distributed.adapters import difference
 from executor.distributed.mesh import Mesh
 from executor.distributed.ranks import Ranks
-from executor.packed import StoredParameter
+from executor.packed import StoredParameter, format_refusal
 from planner.graph import Pattern, Unit
 from planner.models.parameters import ParameterSpec
 
@@ -296,8 +296,10 @@ def _check_stored(name: str, stored: StoredParameter, spec: ParameterSpec) -> No
     """Check that a parameter takes the bytes that were planned.
 
     Raises:
-        BindingError: it does not.
+        BindingError: it does not, or it cannot be kept as it is.
     """
+    if (refusal := format_refusal(name, stored)) is not None:
+        raise BindingError(refusal)
     if isinstance(spec.frozen, int) and spec.frozen != stored.num_bytes:
         raise BindingError(
             f"parameter {name} {'is quantized to' if stored.is_quantized else 'is not quantized, and takes'} "

@@ -155,7 +155,8 @@ class ModelState:
         for parameter in frozen.parameters:
             shard = parameter.shard
             if lost or self._ranks is not None or shard.name in self.absent or not shard.is_whole:
-                shard.whole.data = without_values(shard.whole.shape, shard.whole.dtype)
+                if not shard.stored.is_wrapper:  # whose class keeps it from being given others
+                    shard.whole.data = without_values(shard.whole.shape, shard.whole.dtype)
             else:
                 parameter.live_in(kept[parameter.start : parameter.stop])
 

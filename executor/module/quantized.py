@@ -1,4 +1,4 @@
-"""What modules of ``bitsandbytes`` do differently under a plan."""
+"""What modules of ``bitsandbytes`` and ``torchao`` do differently under a plan."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,26 +7,32 @@ import torch
 from torch import nn
 
 from executor.callbacks import replace_attribute
+from executor.packed import StoredParameter
 
 
-class _Frozen8bit(torch.autograd.Function):
-    """A frozen int8 projection, which keeps nothing for backward.
+class _FrozenProjection(torch.autograd.Function):
+    """A frozen quantized projection, which keeps nothing for backward.
 
-    ``bitsandbytes`` keeps the input, although only the gradient of a weight that is trained needs it; and past what
-    autograd saves, so that recomputation would not free it. The arithmetic is that of ``bitsandbytes``.
+    Where the weight is in int8, ``bitsandbytes`` keeps the input, although only the gradient of a weight that is
+    trained needs it; and past what autograd saves, so that recomputation would not free it. ``torchao`` lets autograd
+    keep what it has dequantized. The arithmetic is theirs.
     """
 
     @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, module: Any, forward: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-        ctx.module, ctx.dtype, ctx.shape = module, values.dtype, values.shape
+    def forward(
+        ctx: Any,
+        values: torch.Tensor,
+        module: nn.Module,
+        forward: Callable[[torch.Tensor], torch.Tensor],
+        backward: Callable[[Any, torch.Tensor], torch.Tensor],
+    ) -> Any:
+        ctx.module, ctx.backward_of, ctx.dtype, ctx.shape = module, backward, values.dtype, values.shape
         return forward(values)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        state = ctx.module.state
-        weight = state.CB.to(ctx.dtype, copy=True).mul_(state.SCB.unsqueeze(1).mul(1.0 / 127.0))
-        gradient = gradient.reshape(-1, gradient.shape[-1])
-        return torch.matmul(gradient.to(ctx.dtype), weight).view(ctx.shape), None, None
+        gradient = gradient.reshape(-1, gradient.shape[-1]).to(ctx.dtype)
+        return ctx.backward_of(ctx.module, gradient).view(ctx.shape), None, None, None
 
 
 def bind_quantized(model: nn.Module) -> list[Callable[[], None]]:
@@ -35,23 +41,51 @@ def bind_quantized(model: nn.Module) -> list[Callable[[], None]]:
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):  # evaluating would pack the weights anew, elsewhere
             undo.append(replace_attribute(module, "support_avx512bf16_for_cpu", False))
-        if _is_frozen_8bit(module):
-            undo.append(replace_attribute(module, "forward", _without_saving(module, module.forward)))
+        if (backward := _backward_of(module)) is not None:
+            undo.append(replace_attribute(module, "forward", _without_saving(module, module.forward, backward)))
     return undo
 
 
-def _is_frozen_8bit(module: Any) -> bool:
-    if not hasattr(module, "init_8bit_state") or module.weight.dtype is not torch.int8:
-        return False
-    return module.bias is None or not module.bias.requires_grad
+def _backward_of(module: Any) -> Callable[[Any, torch.Tensor], torch.Tensor] | None:
+    """Return what makes the gradient of a frozen projection's input, of its output's; ``None`` for other modules."""
+    if getattr(module, "bias", None) is not None and module.bias.requires_grad:
+        return None
+    if hasattr(module, "init_8bit_state"):
+        return _backward_int8_of_bitsandbytes if module.weight.dtype is torch.int8 else None
+    if not isinstance(module, nn.Linear):
+        return None
+    weight: Any = module.weight
+    if not StoredParameter(weight, module).is_wrapper:
+        return None
+    return _backward_int8_of_torchao if hasattr(weight, "qdata") else _backward_nf4_of_torchao
+
+
+def _backward_int8_of_bitsandbytes(module: Any, gradient: torch.Tensor) -> torch.Tensor:
+    state = module.state
+    weight = state.CB.to(gradient.dtype, copy=True).mul_(state.SCB.unsqueeze(1).mul(1.0 / 127.0))
+    return torch.matmul(gradient, weight)
+
+
+def _backward_int8_of_torchao(module: Any, gradient: torch.Tensor) -> torch.Tensor:
+    weight = module.weight
+    if weight.block_size[-1] < weight.qdata.shape[-1]:  # scales of groups within a row
+        return torch.mm(gradient, weight.dequantize().to(gradient.dtype))
+    return torch.mm(gradient * weight.scale.to(gradient.dtype).flatten(), weight.qdata.to(gradient.dtype))
+
+
+def _backward_nf4_of_torchao(module: Any, gradient: torch.Tensor) -> torch.Tensor:
+    weight: torch.Tensor = module.weight.to(gradient.dtype)
+    return gradient @ weight
 
 
 def _without_saving(
-    module: nn.Module, forward: Callable[[torch.Tensor], torch.Tensor]
+    module: nn.Module,
+    forward: Callable[[torch.Tensor], torch.Tensor],
+    backward: Callable[[Any, torch.Tensor], torch.Tensor],
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     def run(values: torch.Tensor) -> torch.Tensor:
         if torch.is_grad_enabled() and values.requires_grad:
-            result: torch.Tensor = _Frozen8bit.apply(values, module, forward)  # type: ignore[no-untyped-call]
+            result: torch.Tensor = _FrozenProjection.apply(values, module, forward, backward)  # type: ignore[no-untyped-call]
             return result
         return forward(values)
 

@@ -17,7 +17,8 @@ class WeightVisibility:
     would silently compute with these. So while its unit does not compute, a parameter keeps its shape, but is NaN. The
     memory of its weights does not change, so running kernels and autograd's saved tensors are not affected. Writes are
     refused meanwhile, also for resident units: see [Note: Guarded parameters] in
-    :mod:`executor.module.guarded_parameters`.
+    :mod:`executor.module.guarded_parameters`. Quantized parameters of ``torchao`` stay as they are, as their class is
+    needed to read them.
 
     Args:
         shared: units whose weights a unit uses besides its own, by its name.
@@ -27,7 +28,8 @@ class WeightVisibility:
         self, state: ModelState, shared: Mapping[str, tuple[str, ...]], shards: Iterable[ParameterShard]
     ) -> None:
         self._leaves = {
-            unit.name: [(shard.leaf, shard.name) for shard in unit.shards()] for unit in state.units.values()
+            unit.name: [(shard.leaf, shard.name) for shard in unit.shards() if not shard.stored.is_wrapper]
+            for unit in state.units.values()
         }
         self._views = {
             unit.name: [
@@ -45,7 +47,7 @@ class WeightVisibility:
         self._shown_for: str | None = None
         self._all = {id(leaf): (leaf, name) for leaves in self._leaves.values() for leaf, name in leaves}
         for shard in shards:  # a parameter whose rows are leaves has no values at all
-            if id(shard.whole) not in self._all:
+            if id(shard.whole) not in self._all and not shard.stored.is_wrapper:
                 self._all[id(shard.whole)] = shard.whole, shard.name
                 guard(shard.whole, shard.name)
         self._versions = self._versions_now()

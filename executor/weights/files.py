@@ -163,7 +163,7 @@ class WeightFiles:
             if (dtype := DTYPES.get(record["dtype"])) is None:
                 raise WeightsError(
                     f"{path}: {name} has type {record['dtype']}, but weights are {', '.join(sorted(DTYPES))}; convert "
-                    "the model to bf16 first"
+                    "the model to bf16 first, or if it is quantized load it with from_pretrained before prepare()"
                 )
             if name in self.shapes:
                 raise WeightsError(f"{path}: {name} is in {self._places[name].file} too; leave one of the files")

@@ -133,7 +133,14 @@ def _read(
     Raises:
         WeightsError: the folder does not have them.
     """
-    if not hasattr(architecture.config, "quantization_config"):
+    quantized = getattr(architecture.config, "quantization_config", None)
+    if quantized is not None and (method := quantized.get("quant_method")) != "bitsandbytes":
+        raise WeightsError(
+            f"{weights} has weights that {method} has quantized, but those of the plan are quantized as bitsandbytes "
+            "does it; give weights that are not quantized, or give ullage.prepare(model, optimizer, batch) the model "
+            "that from_pretrained makes of these"
+        )
+    if quantized is None:
         with torch.device("meta"):
             check_weights(weights, architecture.make(dtype))
     given = {} if quantization is None else {"quantization_config": quantization_config(quantization, dtype)}

@@ -16,11 +16,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
-    FakeTensorMode,
-    UnsupportedFakeTensorException,
-    UnsupportedOperatorException,
-)
+from torch._subclasses.fake_tensor import FakeTensorMode, UnsupportedFakeTensorException, UnsupportedOperatorException
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from executor.module.quantized import bind_quantized
@@ -36,7 +32,7 @@ from ullage.capture.fakes import VALUES
 from ullage.capture.kernels import UnsupportedOperatorError
 from ullage.capture.operator_checks import RefusedOperatorError
 from ullage.capture.partitioning import partition
-from ullage.capture.quantized import is_packed, pack
+from ullage.capture.quantized import check_formats, is_packed, pack
 from ullage.capture.recording import OUTPUTS_LOSS, record
 from ullage.capture.records import DTYPES, CaptureError, Recording
 from ullage.capture.repeats import Repeats, UnequalError
@@ -159,6 +155,7 @@ def _capture(
         model = _made(make, name)
     _check_inputs(given)
     _check_parameters(model, name)
+    check_formats(model, name)
     check_adapters(model)
     _check_statistics(model, name, DTYPES[dtype])
     recorded = functools.partial(

@@ -1,4 +1,4 @@
-"""Quantized modules of ``bitsandbytes`` in a capture: their packed weights as fake tensors, and what their kernel runs.
+"""Quantized modules in a capture: their packed weights as fake tensors, and what a kernel of ``bitsandbytes`` runs.
 
 A factory may return them quantized or, as they are made, with weights that are to be quantized: a model without memory
 has no values to quantize.
@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
-from executor.packed import StoredParameter
+from executor.packed import StoredParameter, format_refusal, stored_parameters
 from planner.models.quantization import Quantization
+from ullage.capture.records import CaptureError
 
 
 def quantize(model: Any, quantization: Quantization) -> nn.Module:
@@ -67,13 +68,31 @@ def _take_over(module: Any, given: Any) -> None:
     module.bias = None if given.bias is None else nn.Parameter(given.bias.data, requires_grad=False)
 
 
+def check_formats(model: nn.Module, name: str) -> None:
+    """Check that packed parameters of a model can be kept as they are.
+
+    Raises:
+        CaptureError: some cannot; says what can be instead.
+    """
+    for path, stored in stored_parameters(model).items():
+        if (refusal := format_refusal(path, stored)) is not None:
+            raise CaptureError(f"{name}: {refusal}")
+
+
 def is_packed(parameter: nn.Parameter) -> bool:
-    """Return whether a parameter is one of ``bitsandbytes`` that its module keeps quantized."""
+    """Return whether a parameter is one that its module keeps quantized."""
+    if is_traceable_wrapper_subclass(parameter):
+        return True
     return hasattr(parameter, "quant_storage") or not getattr(parameter, "has_fp16_weights", True)
 
 
 def pack(parameter: Any, module: Any, dtype: torch.dtype) -> nn.Parameter:
-    """Return a parameter of fake tensors, quantized from weights of this type as ``bitsandbytes`` does it."""
+    """Return a parameter of fake tensors: quantized from weights of this type, or as it is if it is of ``torchao``."""
+    if is_traceable_wrapper_subclass(parameter):
+        names, settings = parameter.__tensor_flatten__()
+        inner = {name: torch.empty_like(getattr(parameter, name), device="cpu") for name in names}
+        made = type(parameter).__tensor_unflatten__(inner, settings, parameter.size(), parameter.stride())
+        return nn.Parameter(made, requires_grad=False)
     from bitsandbytes import functional  # noqa: PLC0415 - slow, and there if a model has such parameters
 
     weights = torch.empty(StoredParameter(parameter, module).shape, dtype=dtype)

@@ -10,6 +10,7 @@ from typing import Any
 import bitsandbytes
 import pytest
 import torch
+from amount import ALL
 from bitsandbytes import functional
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -191,7 +192,7 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], lr=1e-3)
 
 
-def losses(model: nn.Module, optimizer: torch.optim.Optimizer, iterations: int = 20) -> list[float]:
+def losses(model: nn.Module, optimizer: torch.optim.Optimizer, iterations: int = 20 if ALL else 6) -> list[float]:
     generator, seen = torch.Generator().manual_seed(1), []
     for _ in range(iterations):
         tokens = torch.randint(VOCABULARY, SHAPE, generator=generator)
