@@ -89,8 +89,8 @@ class Parking:
         runtime.actions.synchronize()
         for unit in units:
             self._read_from_host(unit, place, hides=not keep_weights)
-        kept = [tensor for unit in units if keep_weights for tensor in _resident(unit)]
-        device_bytes = runtime.gpu.release({tensor.untyped_storage()._cdata for tensor in kept})
+        staying = [tensor for unit in units if keep_weights for tensor in _resident(unit)]
+        device_bytes = runtime.gpu.release({tensor.untyped_storage()._cdata for tensor in staying})
         for buffer in buffers:
             self._undo.append(functools.partial(runtime.backend.restore, buffer, runtime.backend.release(buffer)))
         runtime.parked = True

@@ -365,8 +365,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             own = self.entry.of(parameter.kind)
             if parameter.step or own.starts_at:
                 step = {"step": torch.tensor(float(parameter.step))} if own.counts_steps else {}
-                kept = dict(zip(("master", *own.buffers), state_dtypes(parameter.kind), strict=True))
-                states[parameter.shard.name] = step | {k: v.to(kept[k], copy=True) for k, v in state.items()}
+                dtypes = dict(zip(("master", *own.buffers), state_dtypes(parameter.kind), strict=True))
+                states[parameter.shard.name] = step | {k: v.to(dtypes[k], copy=True) for k, v in state.items()}
         return states
 
     def write_states(self, entries: Mapping[str, _Entry]) -> None:

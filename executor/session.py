@@ -213,15 +213,15 @@ class Session:
         naming = self.naming()
         weights = self.reader(dtype)
         if not naming.adapters:
-            kept = naming.saved_names()
-            for own in (self._names.get(id(naming.tensors[name])) for name in kept.values()):
+            saved_names = naming.saved_names()
+            for own in (self._names.get(id(naming.tensors[name])) for name in saved_names.values()):
                 if own is not None and self.runtime.state.shards()[own].stored.is_quantized:
                     raise ValueError(
                         f"{own} is quantized, and cannot be given or saved by itself; train adapters, which are, or "
                         "call model.save_pretrained() after session.close()"
                     )
-            for conversion in naming.to_files(kept):
-                yield from conversion.apply(lambda plain: weights(naming.tensors[kept[plain]])).items()
+            for conversion in naming.to_files(saved_names):
+                yield from conversion.apply(lambda plain: weights(naming.tensors[saved_names[plain]])).items()
             return
         encoded = [adapter for adapter in naming.adapters if naming.is_encoded(adapter)]
         if encoded and self.runtime.parked:

@@ -202,11 +202,11 @@ class StateAccess:
             self._fill_slot(unit)
             return frozen.device[own].to("cpu", copy=True)
         frozen.read()
-        kept = frozen.host if len(frozen.host) else frozen.own
+        stored = frozen.host if len(frozen.host) else frozen.own
         if not frozen.is_sharded:
-            return kept[own] if frozen.file is None else kept[own].clone()
+            return stored[own] if frozen.file is None else stored[own].clone()
         if self._gathered[0] != unit.name:
-            self._gathered = unit.name, unit.unsharded(kept)
+            self._gathered = unit.name, unit.unsharded(stored)
         return self._gathered[1][own]
 
     def _fill_slot(self, unit: UnitState) -> None:

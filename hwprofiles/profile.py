@@ -329,8 +329,8 @@ class HardwareProfile(Frozen):
                 f"device memory of {num_bytes} B was asked for, but each device of {self.name} has "
                 f"{capacity.value:.0f} B; ask for at most that"
             )
-        asked = Provenance(origin="assumed", source=f"asked for, of {capacity.value:.0f} B")
-        quantity = capacity.model_copy(update={"value": float(num_bytes), "provenance": asked})
+        provenance = Provenance(origin="assumed", source=f"asked for, of {capacity.value:.0f} B")
+        quantity = capacity.model_copy(update={"value": float(num_bytes), "provenance": provenance})
         return self.model_copy(update={"device": self.device.model_copy(update={"memory_bytes": quantity})})
 
 

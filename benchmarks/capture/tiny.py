@@ -25,8 +25,8 @@ _GPT = _SPECIAL | {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 40, "
 _STATES = _SPECIAL | {"hidden_size": 32, "num_hidden_layers": 3, "state_size": 8, "n_groups": 1}
 _IMAGES = _LAYERS | {"image_size": 16, "patch_size": 4, "num_labels": 8}
 _TURNING = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}}
-_MARKS = {"image_token_id": 9, "video_token_id": 10, "vision_start_token_id": 11, "vision_end_token_id": 12}
-_EYES = {"hidden_size": 32, "depth": 3, "num_heads": 4, "intermediate_size": 64, "patch_size": 4}
+_SPECIAL_TOKENS = {"image_token_id": 9, "video_token_id": 10, "vision_start_token_id": 11, "vision_end_token_id": 12}
+_VISION = {"hidden_size": 32, "depth": 3, "num_heads": 4, "intermediate_size": 64, "patch_size": 4}
 
 
 def _seeing(text: dict[str, Any], vision: str, **more: object) -> dict[str, Any]:
@@ -161,25 +161,25 @@ TINY: Final[dict[str, dict[str, Any]]] = {
     "paligemma": _seeing(_named(_DECODER, "gemma"), "siglip_vision_model", projection_dim=32),
     "qwen2_vl": {
         "text_config": _named(_DECODER, "qwen2_vl_text") | _TURNING,
-        "vision_config": _EYES | {"embed_dim": 32, "mlp_ratio": 2, "model_type": "qwen2_vl_vision"},
-        **_MARKS,
+        "vision_config": _VISION | {"embed_dim": 32, "mlp_ratio": 2, "model_type": "qwen2_vl_vision"},
+        **_SPECIAL_TOKENS,
     },
     "qwen2_5_vl": {
         "text_config": _named(_DECODER, "qwen2_5_vl_text") | _TURNING,
-        "vision_config": _EYES
+        "vision_config": _VISION
         | {"out_hidden_size": 32, "window_size": 16, "fullatt_block_indexes": [1], "model_type": "qwen2_5_vl_vision"},
-        **_MARKS,
+        **_SPECIAL_TOKENS,
     },
     "qwen3_vl": {
         "text_config": _named(_DECODER, "qwen3_vl_text") | _TURNING,
-        "vision_config": _EYES
+        "vision_config": _VISION
         | {
             "out_hidden_size": 32,
             "deepstack_visual_indexes": [0],
             "num_position_embeddings": 64,
             "model_type": "qwen3_vl_vision",
         },
-        **_MARKS,
+        **_SPECIAL_TOKENS,
     },
     "idefics3": _seeing(_named(_DECODER, "llama"), "idefics3_vision", image_token_id=9, scale_factor=2),
     "smolvlm": _seeing(_named(_DECODER, "llama"), "smolvlm_vision", image_token_id=9, scale_factor=2),

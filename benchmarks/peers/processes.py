@@ -54,9 +54,9 @@ class Runner:
         limit_s = min(limit_s or self.limit_s, self.clock.left_s)
         self._unlock()
         with tempfile.TemporaryDirectory() as folder:
-            asked, found = Path(folder) / "job.json", Path(folder) / "outcome.json"
-            dataclasses.replace(job, started_s=time.time()).save(asked)
-            command = [sys.executable, "-m", "benchmarks.peers.worker", str(asked), str(found)]
+            job_file, outcome_file = Path(folder) / "job.json", Path(folder) / "outcome.json"
+            dataclasses.replace(job, started_s=time.time()).save(job_file)
+            command = [sys.executable, "-m", "benchmarks.peers.worker", str(job_file), str(outcome_file)]
             with (Path(folder) / "log.txt").open("w+") as log:
                 # A session of its own, so that what it started goes with it.
                 process = subprocess.Popen(
@@ -72,10 +72,10 @@ class Runner:
                 text = log.read()
             if self.verbose:
                 sys.stderr.write(text)
-            if not found.exists():
+            if not outcome_file.exists():
                 last = next((line for line in reversed(text.splitlines()) if line.strip()), "")
                 return Outcome(error=f"the process ended with {code}: {last}"[:500])
-            return Outcome.load(found)
+            return Outcome.load(outcome_file)
 
     @property
     def _extensions(self) -> Path:

@@ -134,11 +134,11 @@ def predict(
     precision = Precision(weights=dtype)
     model_units = units(build_graph(config, Batch(*batch, precision.weight_bytes)))
     setup = Setup(model_units, micro_batch=batch[0], num_micro_batches=num_micro_batches, precision=precision)
-    kept = {unit.name: "keep" for unit in model_units}
+    keep_all = {unit.name: "keep" for unit in model_units}
     decisions = next(
         d
         for d in gpu_only(setup)
-        if ({n: u.activations for n, u in d.units.items()} == kept) == (activations == "keep")
+        if ({n: u.activations for n, u in d.units.items()} == keep_all) == (activations == "keep")
     )
     cost = CostModel.of(load_profile(MACHINE), model_units, decisions)
     simulation = run_until_steady(lower(model_units, decisions, asynchronous=cost.asynchronous), cost)

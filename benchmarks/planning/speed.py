@@ -66,11 +66,11 @@ def main() -> None:
             for request in track(REQUESTS, description="requests")
         ]
         for count in track(LAYERS, description="layers"):
-            asked: tuple[str, ...] = ("--model", deeper(count, folder), "--gpus", "8")
-            layers.append({"num_layers": count, **timed(asked, folder)})
+            request: tuple[str, ...] = ("--model", deeper(count, folder), "--gpus", "8")
+            layers.append({"num_layers": count, **timed(request, folder)})
         for count in track(DEVICES, description="devices"):
-            asked = ("--model", "opt-13b", "--gpus", str(count), "--hardware", "h100")
-            devices.append({"num_devices": count, **timed(asked, folder)})
+            request = ("--model", "opt-13b", "--gpus", str(count), "--hardware", "h100")
+            devices.append({"num_devices": count, **timed(request, folder)})
     result = {
         **began,
         "rows": rows,

@@ -50,7 +50,7 @@ def cell(model: str, machine: str, micro_batch: int, storage: Storage) -> dict[s
 def main() -> None:
     """Plan all, and write."""
     todo = [(*case, storage) for case in CASES for storage in get_args(Storage)]
-    cells = [cell(*asked) for asked in track(todo, description="planning")]
+    cells = [cell(*arguments) for arguments in track(todo, description="planning")]
     whole = {"command": "python benchmarks/planning/storage.py", "cells": cells}
     write_whole(OUTPUT, json.dumps(whole, indent=1) + "\n")
 

@@ -91,12 +91,12 @@ def main() -> None:
         folder = Path(name)
         arguments, store = command(folder / "study.json", num_points), folder / "study.points.jsonl"
         task = progress.add_task("points", total=num_points)
-        elapsed_s, kept = [], []
+        elapsed_s, nums_before = [], []
         for enough in (num_points // 3, 2 * num_points // 3, num_points + 1):
             before = keys(store)
             elapsed_s.append(run_until(arguments, store, enough, progress, task))
             assert keys(store)[: len(before)] == before, "what was done stays done"
-            kept.append(len(before))
+            nums_before.append(len(before))
         done = keys(store)
         assert len(done) == len(set(done)), "a point was computed twice"
         study = load_study(folder / "study.json")
@@ -117,7 +117,7 @@ def main() -> None:
         "num_points": len(study.points),
         "num_planned": len(done),
         "num_by_status": {status: statuses.count(status) for status in sorted(set(statuses))},
-        "num_kept_at_each_start": kept,
+        "num_kept_at_each_start": nums_before,
         "elapsed_s": [round(seconds, 1) for seconds in elapsed_s],
         "total_s": round(sum(elapsed_s), 1),
         "core_s_per_point": round(NUM_WORKERS * sum(elapsed_s) / len(done), 3),

@@ -220,11 +220,11 @@ class SegmentOffload:
             segment.inputs.append(SavedTensor.of(tensor))
             return segment.inputs[-1]
 
-        def unpack(kept: SavedTensor | torch.Tensor) -> torch.Tensor:
+        def unpack(saved: SavedTensor | torch.Tensor) -> torch.Tensor:
             self._begin_recompute()
-            if isinstance(kept, torch.Tensor):
-                return kept
-            return kept.restore(backend)
+            if isinstance(saved, torch.Tensor):
+                return saved
+            return saved.restore(backend)
 
         def modes() -> tuple[TorchDispatchMode, TorchDispatchMode]:
             return SaveProducts(segment, self._unit), ReuseProducts(segment, backend, self._begin_recompute)

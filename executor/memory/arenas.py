@@ -122,10 +122,10 @@ class Arena:
         self._blocks[name] = (dict(num_bytes_of), block)
         return block
 
-    def release(self, kept: Collection[int]) -> int:
-        """Give memory back for a while, except of storages in ``kept``; return its bytes. All views stay."""
+    def release(self, staying: Collection[int]) -> int:
+        """Give memory back for a while, except that of ``staying`` storages; return its bytes. All views stay."""
         for name, (_, block) in self._blocks.items():
-            if block.nbytes and block.untyped_storage()._cdata not in kept:
+            if block.nbytes and block.untyped_storage()._cdata not in staying:
                 self._released[name] = self._backend.release(block)
         return sum(self._released.values())
 

@@ -100,14 +100,14 @@ class FrozenWeights:
         """
         if self.file is not None and self.file.is_written(self.record):
             self.read()
-        kept = self.host if len(self.host) else self.own
+        stored = self.host if len(self.host) else self.own
         for parameter in self.parameters:
             start = parameter.start - self.start
             for values in values_of(parameter):
                 part = parameter.as_bytes(values)
-                first, last = max(start, 0), min(start + len(part), len(kept))
+                first, last = max(start, 0), min(start + len(part), len(stored))
                 if first < last:
-                    kept[first:last].copy_(part[first - start : last - start])
+                    stored[first:last].copy_(part[first - start : last - start])
                 start += len(part)
                 del values, part  # or they would be held until there are others
         if self.file is not None:
@@ -179,17 +179,17 @@ class FrozenState:
             where, padded_bytes = decisions.units[name].params, decisions.frozen_padded_bytes(unit)
             group = ranks.replicas(unit) if ranks and padded_bytes > shard_bytes else None
             start = group.rank * shard_bytes if group else 0
-            kept = (
+            resident = (
                 gpu.take(f"{name} frozen", MemoryClass.PARAMETERS, shard_bytes, torch.uint8) if where == "gpu" else None
             )
-            device = of_slot[slot][:padded_bytes] if slot >= 0 else kept
+            device = of_slot[slot][:padded_bytes] if slot >= 0 else resident
             assert device is not None
             source = torch.empty(0, dtype=torch.uint8)
             if where == "nvme":
                 source = landing[slot][:shard_bytes]
             elif where == "host":
                 source = host.take(f"{name} frozen", MemoryClass.PARAMETERS, shard_bytes, torch.uint8)
-            own = device[start : start + shard_bytes] if kept is None else kept
+            own = device[start : start + shard_bytes] if resident is None else resident
             record = on_nvme.index(name) if where == "nvme" else -1
             stored = file if where == "nvme" else None
             found[name] = FrozenWeights(_ranges(unit, decisions, shards), start, device, own, source, stored, record)

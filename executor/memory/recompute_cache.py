@@ -193,8 +193,8 @@ class SaveProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
         output = func(*args, **(kwargs or {}))
         if _is_product(func) and not is_running_again():
             leaves, structure = tree_flatten(output)
-            kept = [SavedTensor.of(leaf) if _is_floating(leaf) else leaf for leaf in leaves]
-            product = Product(func, kept, structure, _random_state(func, leaves[0].device))
+            saved = [SavedTensor.of(leaf) if _is_floating(leaf) else leaf for leaf in leaves]
+            product = Product(func, saved, structure, _random_state(func, leaves[0].device))
             self._segments.products.append(product)
             self._segments.products_of[self._unit()].append(product)
         return output

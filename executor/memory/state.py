@@ -148,17 +148,17 @@ class ModelState:
 
     def _give_frozen_back(self, frozen: FrozenWeights, *, lost: bool) -> None:
         """Let frozen parameters live where they are kept; those on NVMe in new memory."""
-        kept = frozen.host if len(frozen.host) else frozen.own
+        stored = frozen.host if len(frozen.host) else frozen.own
         if frozen.file is not None and not lost:
             frozen.read()
-            kept = kept.clone()
+            stored = stored.clone()
         for parameter in frozen.parameters:
             shard = parameter.shard
             if lost or self._ranks is not None or shard.name in self.absent or not shard.is_whole:
                 if not shard.stored.is_wrapper:  # whose class keeps it from being given others
                     shard.whole.data = without_values(shard.whole.shape, shard.whole.dtype)
             else:
-                parameter.live_in(kept[parameter.start : parameter.stop])
+                parameter.live_in(stored[parameter.start : parameter.stop])
 
     def _weights(self, unit: UnitState, parameter: ParameterState, *, from_masters: bool) -> torch.Tensor:
         if not from_masters and not unit.on_nvme:

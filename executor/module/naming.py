@@ -223,7 +223,7 @@ class Naming:
     def saved_names(self) -> dict[str, str]:
         """Return what is saved of the base model: one name in the model of each tensor, by its name in the base."""
         ignored = [re.compile(pattern) for pattern in getattr(self.base, "_keys_to_ignore_on_save", None) or ()]
-        kept: dict[str, str] = {}
+        saved: dict[str, str] = {}
         seen: set[int] = set()
         for name, plain in self.in_base.items():
             if id(self.tensors[name]) in seen or ".modules_to_save." in name:
@@ -231,8 +231,8 @@ class Naming:
             if any(pattern.search(plain) for pattern in ignored):
                 continue
             seen.add(id(self.tensors[name]))
-            kept[plain] = name
-        return kept
+            saved[plain] = name
+        return saved
 
 
 def adapter_names(model: nn.Module) -> list[str]:
@@ -268,12 +268,14 @@ def _adapter_names(model: nn.Module, adapter: str, tensors: Mapping[str, torch.T
             f"adapter {adapter} is {what}, whose files Ullage does not know; use the methods of the model after "
             "session.close(), or train prompt, prefix or p-tuning, or an adapter of peft.get_peft_model"
         )
-    marks = {name: torch.empty(2, 2, device="meta") for name in tensors}
-    names = {id(tensor): name for name, tensor in tensors.items()} | {id(mark): name for name, mark in marks.items()}
+    placeholders = {name: torch.empty(2, 2, device="meta") for name in tensors}
+    names = {id(tensor): name for name, tensor in tensors.items()} | {
+        id(placeholder): name for name, placeholder in placeholders.items()
+    }
     prompt = torch.empty(2, 2, device="meta")
     names[id(prompt)] = f"prompt_encoder.{adapter}.embedding.weight"
     with prompt_given(model, {adapter: prompt}), keys_alone():
-        found = get_peft_model_state_dict(model, marks, adapter, save_embedding_layers=False)
+        found = get_peft_model_state_dict(model, placeholders, adapter, save_embedding_layers=False)
     yield from ((name, names[id(found_as)]) for name, found_as in found.items())
 
 

@@ -91,7 +91,7 @@ def load(optimizer: OffloadedOptimizer, weights: str | Path, *, strict: bool = T
             RuntimeWarning,
             stacklevel=2,
         )
-    return Loaded(files.folder, files.num_bytes, origins.kept, origins.unused, time.perf_counter() - begin_s)
+    return Loaded(files.folder, files.num_bytes, origins.missing, origins.unused, time.perf_counter() - begin_s)
 
 
 def check_weights(folder: Path, model: torch.nn.Module) -> None:
@@ -109,7 +109,7 @@ class _Origins:
 
     Attributes:
         there: names of the parameters and buffers that get values.
-        kept: names of those that do not.
+        missing: names of those that do not.
         unused: names of tensors of the files that nothing needs.
 
     Raises:
@@ -141,13 +141,13 @@ class _Origins:
         self.there = {name for name, tensor in self._tensors.items() if id(tensor) in self._by_identity}
         ignored = [re.compile(i) for i in getattr(naming.base, "_keys_to_ignore_on_load_missing", None) or ()]
         wanted = {name: plain for plain, names in aliases.items() for name in names}
-        self.kept = tuple(
+        self.missing = tuple(
             name for name in wanted if name not in self.there and not any(i.search(wanted[name]) for i in ignored)
         )
-        without = [name for name in self.kept if name in set(absent)]
-        if without or (self.kept and strict):
-            name = (without or self.kept)[0]
-            more = f" and {len(self.kept) - 1} more" if len(self.kept) > 1 else ""
+        without = [name for name in self.missing if name in set(absent)]
+        if without or (self.missing and strict):
+            name = (without or self.missing)[0]
+            more = f" and {len(self.missing) - 1} more" if len(self.missing) > 1 else ""
             if without:
                 remedy = ", or make the model on the CPU, so that it has values to begin with"
             raise WeightsError(

@@ -363,15 +363,17 @@ def _divide_memory(options: CalibrationOptions, *, on_gpu: bool) -> tuple[Quanti
     """Return the memory that training may use on the device and on the host."""
     usable = int(available_memory_bytes() * USABLE_SHARE)
     share = f"{USABLE_SHARE:.0%} of the available memory"
-    asked = options.device_memory_bytes
+    requested = options.device_memory_bytes
     capacity = torch.cuda.mem_get_info()[0] - FOR_LIBRARIES_BYTES if on_gpu else usable - 1
-    if asked is not None and asked > capacity:
-        raise CalibrationError(f"device_memory_bytes is {asked}, but at most {capacity} are free for it; give fewer")
+    if requested is not None and requested > capacity:
+        raise CalibrationError(
+            f"device_memory_bytes is {requested}, but at most {capacity} are free for it; give fewer"
+        )
     if on_gpu:
-        source = "as asked for" if asked else "free memory of the GPU, less 1 GiB for libraries"
-        return quantity(asked or capacity, "bytes", source, 1), quantity(usable, "bytes", share, 1)
-    device = asked or usable // 4
-    source = "arena in host memory, " + ("as asked for" if asked else f"a quarter of {share}")
+        source = "as asked for" if requested else "free memory of the GPU, less 1 GiB for libraries"
+        return quantity(requested or capacity, "bytes", source, 1), quantity(usable, "bytes", share, 1)
+    device = requested or usable // 4
+    source = "arena in host memory, " + ("as asked for" if requested else f"a quarter of {share}")
     return (
         quantity(device, "bytes", source, 1),
         quantity(usable - device, "bytes", f"{share}, less the device's arena", 1),

@@ -222,9 +222,9 @@ def concurrently(calls: Sequence[Call], window_s: float) -> list[Share]:
                 call()
                 waited_s = queued_s() - before_s
                 ends.append((time.perf_counter() - start_s, waited_s))
-        kept = ends[:-1] or ends
-        elapsed_s, waited_s = kept[-1]
-        return Share(max(elapsed_s - waited_s, 1e-9) / len(kept), waited_s / elapsed_s)
+        complete = ends[:-1] or ends
+        elapsed_s, waited_s = complete[-1]
+        return Share(max(elapsed_s - waited_s, 1e-9) / len(complete), waited_s / elapsed_s)
 
     with ThreadPoolExecutor(len(calls)) as pool:
         futures = [pool.submit(repeat, call, math.inf) for call in calls[1:]]
@@ -266,6 +266,6 @@ def sample_groups(groups: Sequence[Sequence[Call]], budget_s: float) -> list[Gro
         shares = np.array(found)  # window, call, (time, waited)
         waited = shares[:, :, 1].max(axis=1)
         allowed = max(_UNDISTURBED, float(np.quantile(waited, FASTEST)))
-        kept = shares[waited <= allowed, :, 0]
-        results.append(GroupTimes(np.exp(np.median(np.log(kept), axis=0)), kept))
+        undisturbed = shares[waited <= allowed, :, 0]
+        results.append(GroupTimes(np.exp(np.median(np.log(undisturbed), axis=0)), undisturbed))
     return results

@@ -108,7 +108,7 @@ class Memory:
         always = program.variable("always held", 0.0, program.highest(held_always))
         program.at_least("always held", Sum((always, 1.0)), held_always, equal=True)
         before = [Sum().plus(self._saved_activations(segment), scale) for segment in self.on.segments]
-        kept = self.on.chain("activations", before)
+        saved = self.on.chain("activations", before)
         resident = self.on.chain("resident gradients", (self._resident_gradient(unit, scale) for unit in self.on.units))
         state = (Sum().plus(self.on.state_out(unit), scale) if unit.num_params else Sum() for unit in self.on.units)
         self.on.chain("streamed", state)
@@ -117,7 +117,7 @@ class Memory:
             inside = 0.0
             for unit in segment:
                 inside += unit.saved_bytes
-                held = Sum((always, 1.0)).plus({kept[number - 1]: 1.0} if number else {})
+                held = Sum((always, 1.0)).plus({saved[number - 1]: 1.0} if number else {})
                 workspace_bytes = least_workspace_bytes(unit, self.on.weight_bytes)
                 held[""] += (inside + workspace_bytes + self.on.weight_bytes * unit.num_params) * scale
                 if f"{segment[0].segment}:recompute" in program.boxes and segment[0].operators[0].copies_input:
@@ -147,17 +147,17 @@ class Memory:
             ring = self.on.program.variable(f"{RING}{size_name}", 0.0, size * len(units))
             held[ring] = 1.0
             self.rings[ring] = (size, units)
-            kept = {
+            held_between = {
                 gap: self.on.chain(f"{ring} kept {gap}", (Sum((f"{unit.name}:kept {gap}", size)) for unit in units))
                 for gap, _ in self.on.gaps()
             }
             for i, unit in enumerate(units):
                 needed = Sum(("", size)) if self.on.given.gathers(unit) else Sum().plus(self.on.away(unit), size)
-                at_last = Sum().plus(needed).plus({kept["at last"][i - 1]: 1.0} if i else {})
+                at_last = Sum().plus(needed).plus({held_between["at last"][i - 1]: 1.0} if i else {})
                 self.on.program.at_least(f"{ring} at the backward of {unit.name}", Sum((ring, 1.0)), at_last)
                 if self.on.repeats > 1:
-                    earlier = needed.plus({kept["before"][i - 1]: 1.0} if i else {})
-                    earlier.plus(Sum((kept["between"][-1], 1.0), (kept["between"][i], -1.0)))
+                    earlier = needed.plus({held_between["before"][i - 1]: 1.0} if i else {})
+                    earlier.plus(Sum((held_between["between"][-1], 1.0), (held_between["between"][i], -1.0)))
                     self.on.program.at_least(f"{ring} at an earlier backward of {unit.name}", Sum((ring, 1.0)), earlier)
         return held
 

@@ -100,20 +100,20 @@ class Placement:
         if not need or not unit.forward:  # an expert that no token visits
             return
         uses = (2.0 if unit.backward or unit.num_params else 1.0) * self.repeats
-        kept = Sum()
+        reused = Sum()
         for gap, count in self.gaps():
-            kept[program.variable(f"{name}:kept {gap}")] = count
+            reused[program.variable(f"{name}:kept {gap}")] = count
             program.at_least(f"{name}: kept {gap}", need, Sum((f"{name}:kept {gap}", 1.0)))
         fills = Sum((program.variable(f"{name}:fills", 0.0, uses), 1.0))
-        program.at_least(f"{name}: comes for every use", fills, Sum().plus(need, uses).plus(kept, -1.0))
+        program.at_least(f"{name}: comes for every use", fills, Sum().plus(need, uses).plus(reused, -1.0))
         program.at_least(f"{name}: comes once at least", fills, need)
         if (there := f"{name}:onnvme") in away:
             reads = Sum((program.variable(f"{name}:reads", 0.0, uses), 1.0))
-            program.at_least(f"{name}: read for every use", reads, Sum((there, uses)).plus(kept, -1.0))
+            program.at_least(f"{name}: read for every use", reads, Sum((there, uses)).plus(reused, -1.0))
             program.at_least(f"{name}: read once at least", reads, Sum((there, 1.0)))
         if self.given.gathers(unit) and away:
             fetches = Sum((program.variable(f"{name}:fetches", 0.0, uses), 1.0))
-            program.at_least(f"{name}: fetched for every use", fetches, Sum().plus(away, uses).plus(kept, -1.0))
+            program.at_least(f"{name}: fetched for every use", fetches, Sum().plus(away, uses).plus(reused, -1.0))
             program.at_least(f"{name}: fetched once at least", fetches, away)
 
     def gaps(self) -> list[tuple[str, float]]:

@@ -235,14 +235,14 @@ class Windows:
                 sums.append(amount.plus(weights) if there and not read else amount)
         found: dict[Key, dict[int, Sum]] = defaultdict(lambda: {i: Sum() for i in ends})
         for direction, sums in amounts.items():
-            kept = 1.0 + (weights_share if direction is Resource.NVME_WRITE else 0.0)
+            buffer_share = 1.0 + (weights_share if direction is Resource.NVME_WRITE else 0.0)
             each: Load = defaultdict(Sum)
             self.on.loads.storage(each, direction, device_bytes, Sum(("", 1.0)))
             so_far = self._known_chain(f"through NVMe by {label(direction)}", sums)
             for key in (direction, Resource.NVME):
                 needs_s = each[key][""] / self.on.loads.capacity[key]
                 for i in ends:
-                    found[key][i].plus(Sum((so_far[i], needs_s), (STATE_BUFFERS, -needs_s * kept)))
+                    found[key][i].plus(Sum((so_far[i], needs_s), (STATE_BUFFERS, -needs_s * buffer_share)))
         return found
 
     def _known_chain(self, what: str, sums: Sequence[Sum]) -> list[str]:

@@ -337,8 +337,8 @@ def _requirements(case: TrainingCase) -> Iterator[tuple[str, object, tuple[objec
 
 def _pick(candidates: Iterator[Decisions], case: TrainingCase, *, zero_stage: int | None = None) -> Decisions:
     for decisions in candidates:
-        kept = all(unit.activations == "keep" for unit in decisions.units.values())
-        if kept == (case.activations == "keep") and zero_stage in {None, decisions.zero_stage}:
+        keeps_activations = all(unit.activations == "keep" for unit in decisions.units.values())
+        if keeps_activations == (case.activations == "keep") and zero_stage in {None, decisions.zero_stage}:
             return decisions
     raise AssertionError(f"{case.id}: the policy offers no such decisions")
 

@@ -96,8 +96,8 @@ def expected_waste(levels: Sequence[Protection], work_s: Sequence[Values]) -> Va
             rate = level.failures_per_s
             latency_s = level.latency_s - np.expm1(-others_per_s * level.latency_s) * period_s
             if rate:
-                kept = np.exp(-rate * (latency_s + level.restart_s)) / np.expm1(rate * period_s)
-                progress = np.maximum(rate * between_s * kept, _NEXT_TO_NOTHING)
+                saved_share = np.exp(-rate * (latency_s + level.restart_s)) / np.expm1(rate * period_s)
+                progress = np.maximum(rate * between_s * saved_share, _NEXT_TO_NOTHING)
             else:
                 progress = between_s / period_s
             others_per_s += rate

@@ -167,5 +167,5 @@ def _cumulated(multiples: Sequence[Counts]) -> tuple[Counts, ...]:
     return tuple(np.multiply.accumulate([counts.ravel() for counts in multiples]))
 
 
-def _least(values: Values, kept: npt.NDArray[np.bool_]) -> float | None:
-    return float(np.broadcast_to(values, kept.shape)[kept].min()) if kept.any() else None
+def _least(values: Values, mask: npt.NDArray[np.bool_]) -> float | None:
+    return float(np.broadcast_to(values, mask.shape)[mask].min()) if mask.any() else None

@@ -148,9 +148,9 @@ class CachingAllocator:
     def empty_cache(self) -> None:
         """Return all empty segments to the driver."""
         for pool in self._free.values():
-            kept = [block for block in pool if block.before is not None or block.behind is not None]
-            self.reserved_bytes -= sum(block.num_bytes for block in pool) - sum(block.num_bytes for block in kept)
-            pool[:] = kept
+            in_use = [block for block in pool if block.before is not None or block.behind is not None]
+            self.reserved_bytes -= sum(block.num_bytes for block in pool) - sum(block.num_bytes for block in in_use)
+            pool[:] = in_use
 
     def _segment(self, size: int, *, small: bool) -> _Block:
         num_bytes = segment_bytes(size)

@@ -58,8 +58,8 @@ class Precision(Frozen):
 
     def state_bytes_per_param(self, optimizer: Optimizer) -> int:
         """Return the bytes of optimizer state per parameter, the master copy included."""
-        kept = OPTIMIZERS[optimizer]
-        return self.master_bytes + (2 if self.state else kept.buffer_bytes) * kept.num_buffers
+        row = OPTIMIZERS[optimizer]
+        return self.master_bytes + (2 if self.state else row.buffer_bytes) * row.num_buffers
 
     def update_bytes_per_param(self, optimizer: Optimizer) -> int:
         """Return the bytes that an update moves: gradient and state in; state and weight (unless it is the master) out.

@@ -20,7 +20,7 @@ from planner.simulate.prediction import Workload
 _DEVICE_GB = (16, 24, 32, 40, 48, 80, 96, 141, 192, 288)
 _HOST_GIB = tuple(2**i for i in range(4, 15))
 _MOST_DEVICES = 64
-_ASKED = Provenance(origin="assumed", source="a size that is sold")
+_PROPOSED = Provenance(origin="assumed", source="a size that is sold")
 
 # The machine that is proposed where no change of the asked one helps: common, and with a network.
 ELSEWHERE = "h100"
@@ -51,7 +51,7 @@ def _larger(hardware: HardwareProfile, path: str, sizes: dict[str, float]) -> It
     has = number(quantities(hardware)[path])
     for words, size in sizes.items():
         if size > has:
-            yield words, replace(hardware, {path: size}, _ASKED)
+            yield words, replace(hardware, {path: size}, _PROPOSED)
 
 
 def nearest_fit(job: Job, plan: Variant, name: str, lacking: Candidate) -> tuple[str, float] | None:

@@ -105,9 +105,9 @@ class Timeline:
                 cut_s = self.begin_s(iteration + 1) - self.begin_s(iteration)
                 start_s[iteration + 1 :] -= cut_s
                 end_s[iteration + 1 :] -= cut_s
-        kept = [i for i in range(self.num_iterations) if i not in iterations]
-        zero_s = np.nanmin(start_s[kept], initial=np.inf)
-        return dataclasses.replace(self, start_s=start_s[kept] - zero_s, end_s=end_s[kept] - zero_s)
+        remaining = [i for i in range(self.num_iterations) if i not in iterations]
+        zero_s = np.nanmin(start_s[remaining], initial=np.inf)
+        return dataclasses.replace(self, start_s=start_s[remaining] - zero_s, end_s=end_s[remaining] - zero_s)
 
     @property
     def num_iterations(self) -> int:
@@ -275,17 +275,17 @@ def _changes(timeline: Timeline, iteration: int, period_s: float) -> tuple[Ints,
     starts_s = timeline.start_s[iteration, first] - begin_s
     ends_s = timeline.end_s[iteration, last] - begin_s + np.where(last < first, period_s, 0.0)
     ends_s = np.where(starts_s > ends_s, starts_s, ends_s)
-    kept = np.zeros(len(held), np.int64)
+    num_held = np.zeros(len(held), np.int64)
     if period_s > 0:
         # Times inside the iteration stay exact: a buffer that ends when another begins must still do so.
         begun, starts_s = np.divmod(starts_s, period_s)
         ended, ends_s = np.divmod(ends_s, period_s)
-        kept = np.maximum(ended - begun, 0).astype(np.int64)  # held when an iteration begins
+        num_held = np.maximum(ended - begun, 0).astype(np.int64)  # held when an iteration begins
     num_bytes = arrays.num_bytes
     return (
         np.concatenate([always, held, held, held]),
         np.concatenate([np.zeros(len(always)), starts_s, ends_s, np.zeros(len(held))]),
-        np.concatenate([num_bytes[always], num_bytes[held], -num_bytes[held], kept * num_bytes[held]]),
+        np.concatenate([num_bytes[always], num_bytes[held], -num_bytes[held], num_held * num_bytes[held]]),
     )
 
 

@@ -64,11 +64,11 @@ def neighbours(setup: Setup, decisions: Decisions) -> Iterator[Decisions]:
                 yield decisions.model_copy(update={"units": decisions.units | {unit.name: new}})
         if unit.recompute and segments[unit.segment][0] is unit:
             for way in (way for way in activations if way != old.activations):
-                together = {
+                whole_segment = {
                     other.name: decisions.units[other.name].model_copy(update={"activations": way})
                     for other in segments[unit.segment]
                 }
-                yield decisions.model_copy(update={"units": decisions.units | together})
+                yield decisions.model_copy(update={"units": decisions.units | whole_segment})
     yield from _exchanges(setup, decisions)
 
 

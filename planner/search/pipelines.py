@@ -38,8 +38,8 @@ def _halved(setup: Setup, scorer: Scorer, zero_stage: int) -> Iterator[Candidate
         low, high = (low, middle) if candidate.missing_bytes else (middle, high)
 
 
-def staged(setup: Setup, kept: int, zero_stage: int) -> Decisions:
-    """Return decisions in which each stage keeps as many activations as ``kept`` layers have in one micro-batch.
+def staged(setup: Setup, num_layers: int, zero_stage: int) -> Decisions:
+    """Return decisions in which each stage keeps as many activations as ``num_layers`` layers have in one micro-batch.
 
     A stage with several micro-batches in flight keeps those of fewer layers: its last ones.
     """
@@ -47,7 +47,7 @@ def staged(setup: Setup, kept: int, zero_stage: int) -> Decisions:
     keep: set[str] = set()
     for number, stage in enumerate(deal(setup.units, num_stages)):
         layers = [segment[0].segment for segment in stage if segment[0].recompute]
-        count = min(kept // min(num_stages - number, setup.num_micro_batches), len(layers))
+        count = min(num_layers // min(num_stages - number, setup.num_micro_batches), len(layers))
         keep |= set(layers[len(layers) - count :])
     given = Decisions(**setup.given, policy="ullage", zero_stage=zero_stage, reduce_start="step", units={})
     units = {

@@ -334,7 +334,7 @@ def _block(
         name = _below(path, draft.path) if draft.path and _is_below(path, draft.path) else unit
         seen[name] = seen.get(name, 0) + 1
         cut = bisect.bisect_left(draft.events, rerun_until) if path else len(draft.events)
-        kept, skipped = (_kernels(recording, part) for part in (draft.events[:cut], draft.events[cut:]))
+        rerun, not_rerun = (_kernels(recording, part) for part in (draft.events[:cut], draft.events[cut:]))
         operators.append(
             CapturedOperator(
                 name=name if seen[name] == 1 else f"{name}#{seen[name]}",
@@ -342,12 +342,12 @@ def _block(
                 unit=unit,
                 parameters=tuple(specs[name] for name in draft.parameters),
                 shared_parameters=tuple(draft.shared),
-                forward=kept + skipped,
+                forward=rerun + not_rerun,
                 backward=_merged(draft.backward),
                 saved_bytes=draft.saved_bytes,
                 output_bytes=draft.output_bytes,
                 workspace_bytes=draft.workspace_bytes,
-                num_skipped=len(skipped),
+                num_skipped=len(not_rerun),
                 product_bytes=sum(recording.forward[index].product_bytes for index in draft.events[:cut]),
                 in_tiles=draft.path in recording.tiled and seen[name] == 1,
                 copies_input=not operators and bool(saves) and inputs.isdisjoint(save.storage for save in saves),

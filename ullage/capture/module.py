@@ -317,8 +317,8 @@ def _faked(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     parameters of a model that mixes types. What forward leaves in a module (a cache, say) goes too.
     """
     modules = list(model.modules())
-    kept = [dict(vars(module)) for module in modules]
-    inside = [{name: dict(held) for name, held in own.items() if isinstance(held, dict)} for own in kept]
+    contents_before = [dict(vars(module)) for module in modules]
+    inside = [{name: dict(held) for name, held in own.items() if isinstance(held, dict)} for own in contents_before]
     mixed = len({p.dtype for p in model.parameters() if not is_packed(p)}) > 1
     try:
         made: dict[int, nn.Parameter] = {}
@@ -336,7 +336,7 @@ def _faked(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
         bind_quantized(model)
         yield
     finally:
-        for module, own, contents in zip(modules, kept, inside, strict=True):
+        for module, own, contents in zip(modules, contents_before, inside, strict=True):
             vars(module).clear()
             vars(module).update(own)
             for name, content in contents.items():  # the same dictionaries: handles of hooks know them

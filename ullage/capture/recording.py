@@ -307,9 +307,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.saves.append(Save(self._storage(tensor), len(self.forward), self._stack[-1]))
         return tensor, tensor._version
 
-    def unpack(self, kept: tuple[Tensor, int]) -> Tensor:
+    def unpack(self, saved: tuple[Tensor, int]) -> Tensor:
         """Check, as autograd does without hooks, that saved tensors were not overwritten."""
-        tensor, version = kept
+        tensor, version = saved
         if tensor._version != version:
             raise CaptureError(
                 f"backward of {self._at()}: a tensor of shape {list(tensor.shape)} that it needs was changed in place "

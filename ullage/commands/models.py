@@ -84,8 +84,8 @@ def _show_adapted(model: CapturedModel, *, as_json: bool) -> int:
     if as_json:
         write_json({"num_trained": model.num_trained, "num_frozen": num_frozen, "frozen_bytes": frozen_bytes})
         return 0
-    kept = f"{num_frozen:,} in {si(frozen_bytes, 'B')}"
-    console().print(facts({"model": model.name, "trained": f"{model.num_trained:,}", "frozen": kept}))
+    frozen_text = f"{num_frozen:,} in {si(frozen_bytes, 'B')}"
+    console().print(facts({"model": model.name, "trained": f"{model.num_trained:,}", "frozen": frozen_text}))
     return 0
 
 

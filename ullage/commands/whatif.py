@@ -39,25 +39,25 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "study", nargs="?", type=Path, metavar="STUDY", help="a study file, in place of the options below"
     )
-    asked = parser.add_argument_group("what varies")
-    asked.add_argument(
+    design = parser.add_argument_group("what varies")
+    design.add_argument(
         "--set", action="append", metavar="FIELD=VALUE", help="value of a field at all points; may be repeated"
     )
-    asked.add_argument(
+    design.add_argument(
         "--sweep",
         action="append",
         metavar="FIELD=VALUES",
         help="values of a field, which become one axis; may be repeated",
     )
-    asked.add_argument(
+    design.add_argument(
         "--design",
         choices=get_args(Design),
         help="cartesian: all combinations (the default); zip: the first values of all axes, the second, ...; random: "
         "--points of them, drawn with --seed, also inside ranges such as 0.5x..4x",
     )
-    asked.add_argument("--points", type=positive_int, metavar="N", help="how many points a random design draws")
-    asked.add_argument("--seed", type=non_negative_int, metavar="N", help="seed of a random design (0)")
-    asked.add_argument(
+    design.add_argument("--points", type=positive_int, metavar="N", help="how many points a random design draws")
+    design.add_argument("--seed", type=non_negative_int, metavar="N", help="seed of a random design (0)")
+    design.add_argument(
         "--question",
         choices=get_args(Question),
         help="fits: the smallest machine of each kind that trains it; cheapest: machines and numbers of GPUs by cost; "
@@ -65,12 +65,12 @@ def add_parser(subparsers: Subparsers) -> None:
         "sequence that fits; largest: the largest of the packaged models that fits, or of --sweep model=A,B,C from "
         "the smallest to the largest",
     )
-    asked.add_argument(
+    design.add_argument(
         "--sensitivities",
         action="store_true",
         help="what one GB/s, core or GB more is worth, and where the bottleneck moves",
     )
-    asked.add_argument(
+    design.add_argument(
         "--certify",
         action="store_true",
         default=None,

@@ -167,11 +167,11 @@ class Encoder:
 
     def _templated(self, messages: Sequence[Mapping[str, Any]], tools: object, num_prompts: int) -> Encoded:
         if self._has_generation_blocks:
-            tokens, marks = self._marked(messages, tools)
+            tokens, is_answer = self._marked(messages, tools)
             num_others = sum(self._marked(messages[:num_prompts], tools)[1]) if num_prompts else 0
-            counts = itertools.accumulate(marks)
+            counts = itertools.accumulate(is_answer)
             return Encoded(
-                tokens, [bool(mark) and count > num_others for mark, count in zip(marks, counts, strict=True)]
+                tokens, [bool(answers) and count > num_others for answers, count in zip(is_answer, counts, strict=True)]
             )
 
         def shown(part: Sequence[Mapping[str, Any]], *, asks: bool) -> str:

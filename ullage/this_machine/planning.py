@@ -207,8 +207,9 @@ def machine_now(plan_options: PlanOptions, free: Free) -> HardwareProfile:
     Raises:
         ValueError: more memory is asked for than there is, or the profile is of another kind of device.
     """
-    asked = plan_options.get("hardware")
-    profile = profile_here() if asked is None else asked if isinstance(asked, HardwareProfile) else load_profile(asked)
+    profile = plan_options.get("hardware")
+    if not isinstance(profile, HardwareProfile):
+        profile = profile_here() if profile is None else load_profile(profile)
     kind = "host" if free.device_bytes is None else "gpu"
     if profile.device.kind != kind:
         raise PlanError(

@@ -24,9 +24,9 @@ def profile_here() -> HardwareProfile:
     path = local_profile_path()
     why = "this machine has no profile"
     if path.is_file():
-        kept = load_profile(LOCAL)
-        if not (others := differences(kept)):
-            return kept
+        local = load_profile(LOCAL)
+        if not (others := differences(local)):
+            return local
         why = f"{path} was measured on another machine ({'; '.join(others)})"
     _say(f"{why}: measuring this one, once, for half a minute")
     options = CalibrationOptions(quick=True)

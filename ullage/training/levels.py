@@ -57,8 +57,8 @@ def levels_of(plan: Plan, places: Sequence[str], every: Sequence[int], keep: Seq
         ValueError: there are more or fewer numbers than places, or more or fewer places than the plan has levels.
     """
     intervals_ = _each("--checkpoint-every", every, len(places)) if every else intervals(plan, places)
-    kept = _each("--keep", keep, len(places))
-    return tuple(map(Level, places, intervals_, kept))
+    num_kept = _each("--keep", keep, len(places))
+    return tuple(map(Level, places, intervals_, num_kept))
 
 
 def intervals(plan: Plan, places: Sequence[str]) -> tuple[int, ...]:

@@ -139,11 +139,11 @@ def _report(
     predicted, machine = plan.prediction.memory[tier], plan.hardware
     share = ranks_per_node(plan) if tier is not Tier.GPU else 1
     capacity_bytes = {Tier.GPU: machine.device.memory_bytes.value, Tier.HOST: machine.host.memory_bytes.value}
-    together = _COMES_AND_GOES  # is measured as one
+    merged = _COMES_AND_GOES  # is measured as one
     if dynamic_bytes is not None:
-        together |= predicted.by_class.keys() - static_bytes.keys()
-    name = ", ".join(sorted(together & (predicted.by_class.keys() | static_bytes.keys())))
-    planned_bytes, actual_bytes = (_joined(side, together, name) for side in (predicted.by_class, static_bytes))
+        merged |= predicted.by_class.keys() - static_bytes.keys()
+    name = ", ".join(sorted(merged & (predicted.by_class.keys() | static_bytes.keys())))
+    planned_bytes, actual_bytes = (_joined(side, merged, name) for side in (predicted.by_class, static_bytes))
     if dynamic_bytes is not None:
         actual_bytes[name] = actual_bytes.get(name, 0) + dynamic_bytes
     return MemoryReport(
@@ -155,10 +155,10 @@ def _report(
     )
 
 
-def _joined(bytes_by_class: Mapping[MemoryClass, int], together: AbstractSet[MemoryClass], name: str) -> dict[str, int]:
+def _joined(bytes_by_class: Mapping[MemoryClass, int], merged: AbstractSet[MemoryClass], name: str) -> dict[str, int]:
     """Return bytes by class in words, some classes under one name."""
     totals: dict[str, int] = {}
     for memory_class, count in bytes_by_class.items():
-        words = name if memory_class in together else memory_class.value
+        words = name if memory_class in merged else memory_class.value
         totals[words] = totals.get(words, 0) + count
     return totals

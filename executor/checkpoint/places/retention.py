@@ -189,16 +189,16 @@ class AbstractStore(abc.ABC):
         removed: list[Folder] = []
         wanted = max(keep, MIN_CHECKPOINTS)
         with self._lock:
-            kept = [folder for folder in there if folder.name in self._whole][:wanted]
-            is_enough = len(kept) == wanted
-            last = there.index(kept[-1]) if is_enough else 0
-            stay = {folder.name for folder in (*kept, *there[:1])}
+            newest_whole = [folder for folder in there if folder.name in self._whole][:wanted]
+            is_enough = len(newest_whole) == wanted
+            last = there.index(newest_whole[-1]) if is_enough else 0
+            stay = {folder.name for folder in (*newest_whole, *there[:1])}
             for number, folder in enumerate(there if is_enough else ()):
                 damaged = number < last and folder.name in self._damaged
                 if folder.name not in stay and not damaged and not self._reading[folder.name]:
                     self._remove(folder)
                     removed.append(folder)
-        self._remove_dead_drafts(step_of(kept[-1]) if is_enough else -1)
+        self._remove_dead_drafts(step_of(newest_whole[-1]) if is_enough else -1)
         return removed
 
 

@@ -122,9 +122,9 @@ def _check_checkpoints(options: ExecuteOptions) -> None:
 
 
 def _check_length(options: ExecuteOptions, length: int) -> None:
-    asked = f"--epochs {options.epochs} is {length} iterations, which" if options.epochs else f"{length} iterations"
+    words = f"--epochs {options.epochs} is {length} iterations, which" if options.epochs else f"{length} iterations"
     if length < MIN_ITERATIONS:
-        raise ValueError(f"{asked} are too few to measure; run at least {MIN_ITERATIONS}")
+        raise ValueError(f"{words} are too few to measure; run at least {MIN_ITERATIONS}")
     if options.replan and length < REPLAN_AFTER + MIN_ITERATIONS:
         raise ValueError(
             f"--replan looks after {REPLAN_AFTER} iterations and measures at least {MIN_ITERATIONS} more, but there "

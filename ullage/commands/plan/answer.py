@@ -59,10 +59,10 @@ def plan_command(args: argparse.Namespace) -> int:
     return 0
 
 
-def _protected(plan: Plan, asked: CheckpointRequest) -> Plan:
+def _protected(plan: Plan, request: CheckpointRequest) -> Plan:
     from planner.checkpoints.choosing import protected  # noqa: PLC0415 - few ask for checkpoints
 
-    return protected(plan, asked)
+    return protected(plan, request)
 
 
 def _refuse(args: argparse.Namespace, request: Request, error: InfeasibleError) -> int:
@@ -114,9 +114,9 @@ def _with_adapters(args: argparse.Namespace, request: Request) -> Iterator[tuple
     on_gpu = request.hardware.device.kind == "gpu"
     for words, options in ways:
         changed |= options
-        asked = argparse.Namespace(**vars(args) | changed)
+        changed_args = argparse.Namespace(**vars(args) | changed)
         with contextlib.suppress(ValueError):  # a library is missing, or the model has no projections
-            model, seq_len, _ = trained(asked, request.job.precision, lambda model: model, as_on_gpu=on_gpu)
+            model, seq_len, _ = trained(changed_args, request.job.precision, lambda model: model, as_on_gpu=on_gpu)
             yield words, dataclasses.replace(request, model=model, seq_len=seq_len)
 
 
