@@ -6,9 +6,9 @@ import amount
 import pytest
 
 
-def items(test: str, cases: int, *marks: pytest.MarkDecorator) -> list[SimpleNamespace]:
+def items(test: str, cases: int, *markers: pytest.MarkDecorator) -> list[SimpleNamespace]:
     return [
-        SimpleNamespace(nodeid=f"{test}[{case}]", iter_markers=lambda name: (m.mark for m in marks if m.name == name))
+        SimpleNamespace(nodeid=f"{test}[{case}]", iter_markers=lambda name: (m.mark for m in markers if m.name == name))
         for case in range(cases)
     ]
 

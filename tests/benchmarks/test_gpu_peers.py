@@ -128,8 +128,8 @@ def test_what_was_executed_is_kept(tmp_path: Path) -> None:
     command = ["bash", str(ROOT / "benchmarks" / "gpu" / "run.sh")]
     subprocess.run(command, env=os.environ | environment, check=True, capture_output=True, timeout=300)
     assert json.loads((results / "stages" / "execute-tiny.json").read_text())["code"] == 0
-    kept = {path.name for path in (results / "tiny").iterdir()}
-    assert kept == {"plan.json", "run.json", "trace.json.gz", "summary.json"}
+    saved = {path.name for path in (results / "tiny").iterdir()}
+    assert saved == {"plan.json", "run.json", "trace.json.gz", "summary.json"}
     with gzip.open(results / "tiny" / "trace.json.gz", "rt") as file:
         events = json.load(file)["traceEvents"]
     processes = {event["args"]["name"] for event in events if event["name"] == "process_name"}

@@ -171,15 +171,15 @@ class Written(torch.nn.Module):
         self.last = torch.nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        marks = torch.zeros(16, dtype=torch.bool)
-        before = marks | False
-        marks[2:6] |= ~marks[0]
-        marks[3].fill_(False)
+        markers = torch.zeros(16, dtype=torch.bool)
+        before = markers | False
+        markers[2:6] |= ~markers[0]
+        markers[3].fill_(False)
         places = torch.arange(16)
         places[8:].add_(places[:8])
-        assert (int(marks.sum()), int(before.sum()), int(places.sum())) == (3, 0, 120 + 28)
-        assert x[marks].shape == (3, 8)
-        return self.last(x[marks]).sum()
+        assert (int(markers.sum()), int(before.sum()), int(places.sum())) == (3, 0, 120 + 28)
+        assert x[markers].shape == (3, 8)
+        return self.last(x[markers]).sum()
 
 
 def test_values_that_are_written_are_known() -> None:

@@ -81,20 +81,20 @@ def test_a_share_that_keeps_the_first_rate_is_seen(place, optimizer):
     task = Task("gpt2", optimizer=optimizer, iterations=3)
     model, ours = prepare(task, decide(task, mixed))
     with ours.session as session:
-        actions, first, kept = session.runtime.actions.updates, {}, []
+        actions, first, saved = session.runtime.actions.updates, {}, []
         runs = actions._parameter_runs
 
         def stale(unit, piece, iteration):
             for parameter, run in runs(unit, piece, iteration):
                 if piece.place is place:
-                    kept.append(first.setdefault((parameter.name, run.start), run.update))
-                    yield parameter, run._replace(update=kept[-1])
+                    saved.append(first.setdefault((parameter.name, run.start), run.update))
+                    yield parameter, run._replace(update=saved[-1])
                 else:
                     yield parameter, run
 
         actions._parameter_runs = stale
         seen = train(task, model, ours), {n: w.clone() for n, w in session.full_parameters().items()}
-    assert kept, "there is such a share"
+    assert saved, "there is such a share"
     with pytest.raises(AssertionError):
         assert_same(seen, reference(task))
     assert_same(planned(task, decide(task, mixed)), reference(task))

@@ -89,9 +89,9 @@ def test_parts_are_measured_again_and_the_rest_stays(calibrated: Calibrated, tmp
     assert found.nvme.endurance_bytes_per_day.provenance.origin == "published"
     assert not list(tmp_path.iterdir())
     again = CalibrationOptions(quick=True, budget_s=1, device="host", only=parse_only(f"disk:{tmp_path}"), base=found)
-    kept = calibrate(again, KERNELS, silent)[0].nvme
-    assert kept is not None
-    assert kept.endurance_bytes_per_day == found.nvme.endurance_bytes_per_day
+    saved = calibrate(again, KERNELS, silent)[0].nvme
+    assert saved is not None
+    assert saved.endurance_bytes_per_day == found.nvme.endurance_bytes_per_day
 
 
 @pytest.mark.parametrize(

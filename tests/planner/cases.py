@@ -149,16 +149,16 @@ def cases(draw: st.DrawFn) -> Case:
 def masks(draw: st.DrawFn, model_units: tuple[Unit, ...]) -> frozenset[str]:
     """Return the names of frozen parameters: none, those of adapters' bases, whole units, or any."""
     names = [spec.name for unit in model_units for spec in unit.parameters]
-    kept = draw(st.sampled_from(names))
+    resident = draw(st.sampled_from(names))
     kind = draw(st.sampled_from(["none", "none", "all but some", "units", "any"]))
     if kind == "none":
         return frozenset()
     if kind == "units":
         whole = [unit for unit in model_units if unit.parameters and draw(st.booleans())]
-        return frozenset(spec.name for unit in whole for spec in unit.parameters) - {kept}
+        return frozenset(spec.name for unit in whole for spec in unit.parameters) - {resident}
     if kind == "all but some":
-        return frozenset(names) - {kept} - draw(st.sets(st.sampled_from(names), max_size=3))
-    return frozenset(draw(st.sets(st.sampled_from(names)))) - {kept}
+        return frozenset(names) - {resident} - draw(st.sets(st.sampled_from(names), max_size=3))
+    return frozenset(draw(st.sets(st.sampled_from(names)))) - {resident}
 
 
 @st.composite

@@ -177,9 +177,9 @@ def test_tensor_parallel_ranks_have_no_whole_matrices():
         Request(config, machine(), num_devices=2, tensor_parallel=2, optimizer="muon")
     with pytest.raises(ValueError, match="tensor_parallel is 2, but Muon"):
         Decisions(policy="test", units={}, tensor_parallel=2, optimizer="muon")
-    asked = Request(config, machine(devices_per_node=2), num_devices=2, seq_len=128, global_batch=4)
+    requested = Request(config, machine(devices_per_node=2), num_devices=2, seq_len=128, global_batch=4)
     choices = {
-        name: {variant.choice.tensor_parallel for variant in dataclasses.replace(asked, optimizer=name).variants()}
+        name: {variant.choice.tensor_parallel for variant in dataclasses.replace(requested, optimizer=name).variants()}
         for name in ("lion", "muon")
     }
     assert choices == {"lion": {1, 2}, "muon": {1}}

@@ -41,16 +41,16 @@ def test_defaults_are_the_published_engines():
 
 
 def test_settings_change_what_they_are_about():
-    kept, _ = configured(SETUP, DeepSpeed(3, "cpu", 0.5, "cpu", reduce_bucket_params=10, prefetch_params=20))
-    assert (kept.device_buffer_bytes, kept.max_prefetch_params) == (2 * 10 * 2, None)
+    offloaded, _ = configured(SETUP, DeepSpeed(3, "cpu", 0.5, "cpu", reduce_bucket_params=10, prefetch_params=20))
+    assert (offloaded.device_buffer_bytes, offloaded.max_prefetch_params) == (2 * 10 * 2, None)
     alone, _ = configured(SETUP, DeepSpeed(3, "cpu", prefetch_params=0))
     assert alone.max_prefetch_params == 0, "nothing is gathered ahead"
     for unit in SETUP.units:
-        decided = kept.units[unit.name]
+        decided = offloaded.units[unit.name]
         may_leave = Place.GPU not in decided.update and unit.name not in {"embed", "head"}  # tied
         assert (decided.params == "host") == (may_leave and unit.num_params > 100_000), unit.name
-    assert {d.params for d in kept.units.values()} == {"gpu", "host"}
-    least = min(unit.num_params for unit in SETUP.units if kept.units[unit.name].params == "host")
+    assert {d.params for d in offloaded.units.values()} == {"gpu", "host"}
+    least = min(unit.num_params for unit in SETUP.units if offloaded.units[unit.name].params == "host")
     for persistent_params, leaves in ((least - 1, True), (least, False)):
         changed, _ = configured(SETUP, DeepSpeed(3, "cpu", 0.5, "cpu", persistent_params=persistent_params))
         left = {unit.num_params for unit in SETUP.units if changed.units[unit.name].params == "host"}
@@ -119,13 +119,13 @@ def test_types_clipping_optimizer_and_auto(tmp_path):
 def test_what_is_not_known_or_not_simulated_is_named(tmp_path):
     zero = {"stage": 3, "overlap_com": True, "zero_quantized_weights": True, "zero_hpz_partition_size": 1}
     found = read(tmp_path, {"fp16": {"enabled": True}, "nonsense": 1, "steps_per_print": 5, "zero_optimization": zero})
-    told = "\n".join(found.assumed)
-    assert "zero_optimization.overlap_com is no key of DeepSpeed (is overlap_comm meant?); ignored" in told
-    assert "nonsense is no key of DeepSpeed; ignored" in told
-    assert "zero_quantized_weights: gathers are simulated as not quantised" in told
-    assert "fp16 is simulated as bf16" in told
-    assert "steps_per_print" not in told
-    assert "hpz" not in told
+    printed_notes = "\n".join(found.assumed)
+    assert "zero_optimization.overlap_com is no key of DeepSpeed (is overlap_comm meant?); ignored" in printed_notes
+    assert "nonsense is no key of DeepSpeed; ignored" in printed_notes
+    assert "zero_quantized_weights: gathers are simulated as not quantised" in printed_notes
+    assert "fp16 is simulated as bf16" in printed_notes
+    assert "steps_per_print" not in printed_notes
+    assert "hpz" not in printed_notes
 
 
 @pytest.mark.parametrize(
@@ -160,10 +160,10 @@ def test_bad_configurations_are_one_line(tmp_path, capsys, data, message):
 def test_muon_is_not_simulated_of_deepspeed(tmp_path, capsys):
     path, plan = tmp_path / "ds_config.json", tmp_path / "plan.json"
     path.write_text(json.dumps({"train_batch_size": 4}))
-    asked = ["--hardware", "a100x8-nvlink", "--optimizer", "muon"]
-    assert main(["import-deepspeed", str(path), *MODEL, *asked]) == 2
+    machine = ["--hardware", "a100x8-nvlink", "--optimizer", "muon"]
+    assert main(["import-deepspeed", str(path), *MODEL, *machine]) == 2
     assert "--optimizer is muon, which is not simulated of DeepSpeed; choose one of adamw" in capsys.readouterr().err
-    assert main(["plan", "--model", "demo-llama", *asked, "--seq-len", "64", "--output", str(plan)]) == 0
+    assert main(["plan", "--model", "demo-llama", *machine, "--seq-len", "64", "--output", str(plan)]) == 0
     assert "not compared: zero-offload-blocking, zero-offload, twin-flow" in capsys.readouterr().out
     assert main(["export-deepspeed", str(plan)]) == 2
     assert "the plan is for muon, which is not exported to DeepSpeed; plan with" in capsys.readouterr().err
@@ -209,8 +209,8 @@ def test_a_plan_becomes_twin_flow_and_comes_back(offloading, tmp_path):
     assert found.config["train_batch_size"] == 2 * 2
     assert any("updates overlap with the next forward" in line for line in found.lost)
     again = read(tmp_path, found.config)
-    request, asked = again.request, offloading.decisions
-    assert (request.num_devices, request.micro_batch, request.clip) == (2, asked.micro_batch, asked.clip)
+    request, decisions = again.request, offloading.decisions
+    assert (request.num_devices, request.micro_batch, request.clip) == (2, decisions.micro_batch, decisions.clip)
     assert again.settings.cpu_ratio == zero["offload_optimizer"]["ratio"]
     assert set(zero) <= set(known_keys()["zero_optimization"])
     assert set(found.config) <= set(known_keys()["config"])
@@ -220,10 +220,10 @@ def test_export_prints_or_writes_and_names_what_is_lost(offloading, tmp_path, ca
     path, out = tmp_path / "plan.json", tmp_path / "ds_config.json"
     path.write_text(offloading.to_json())
     assert main(["export-deepspeed", str(path)]) == 0
-    printed, told = capsys.readouterr()
+    printed, printed_notes = capsys.readouterr()
     assert main(["export-deepspeed", str(path), "--output", str(out)]) == 0
     assert json.loads(out.read_text()) == json.loads(printed)
-    assert "not in the configuration: updates overlap with the next forward" in told
+    assert "not in the configuration: updates overlap with the next forward" in printed_notes
 
 
 def test_deepspeeds_own_parser_takes_what_is_exported(offloading, monkeypatch):

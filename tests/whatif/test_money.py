@@ -31,8 +31,8 @@ def test_costs_are_those_of_a_bill():
         extras={"host.memory_bytes": Extra(amount=1e9, price=7.3, per="month")},
     )
     more = Varied(before=100e9, after=150e9)
-    asked = StudyRequest(set={}, tokens=36e9, deadline_s=9e3)
-    (found,), notes = charged([point(1e6 * 3.6, varied={"host.memory_bytes": more, "pcie": more})], prices, asked)
+    example = StudyRequest(set={}, tokens=36e9, deadline_s=9e3)
+    (found,), notes = charged([point(1e6 * 3.6, varied={"host.memory_bytes": more, "pcie": more})], prices, example)
     per_hour = 8 * 2.0 + 3.0 + 50 * 7.3 / 730
     assert found.cost.per_hour == pytest.approx(per_hour)
     assert found.cost.run_s == pytest.approx(1e4)

@@ -6,10 +6,10 @@ pytest.importorskip("ray")
 
 
 def test_two_ray_workers_find_the_same(tiny, tmp_path, capsys):
-    asked = ["whatif", "--model", tiny, "--hardware", "a100-80", "--sweep", "pcie=1x..4x..1x", "--json"]
-    assert main([*asked, "--workers", "1", "--output", str(tmp_path / "one.json")]) == 0
+    command = ["whatif", "--model", tiny, "--hardware", "a100-80", "--sweep", "pcie=1x..4x..1x", "--json"]
+    assert main([*command, "--workers", "1", "--output", str(tmp_path / "one.json")]) == 0
     here = capsys.readouterr().out
-    assert main([*asked, "--workers", "2", "--ray", "--output", str(tmp_path / "ray.json")]) == 0
+    assert main([*command, "--workers", "2", "--ray", "--output", str(tmp_path / "ray.json")]) == 0
     assert capsys.readouterr().out.endswith(here)
     assert (tmp_path / "ray.json").read_bytes() == (tmp_path / "one.json").read_bytes()
 

@@ -45,8 +45,8 @@ def test_a_point_is_what_plan_finds(tiny):
 
 
 def test_checkpoints_of_a_point_are_those_that_plan_chooses(tiny):
-    asked = {"gpus": "2", "mtbf": "memory=10m,nvme=1h", "max_lost_work": "5m"}
-    case = space(tiny, set=asked).case({})
+    requested = {"gpus": "2", "mtbf": "memory=10m,nvme=1h", "max_lost_work": "5m"}
+    case = space(tiny, set=requested).case({})
     chosen = choose_checkpoints(make_plan(case.request), case.checkpoints)
     assert case.checkpoints.mtbf_s == {"memory": 600.0, "nvme": 3600.0}
     assert case.checkpoints.max_lost_s == 300.0
@@ -83,8 +83,10 @@ def test_points_that_differ_only_in_rates_follow_one_another(tiny, tmp_path):
 
     found = study(wanted, tmp_path / "s.jsonl", runner)
     assert [len(list(group)) for _, group in itertools.groupby(seen)] == [3] * 4
-    asked = [case.settings for case in wanted.cases()]
-    assert [point.settings for point in found.points] == asked, "what is told of them keeps the order of the question"
+    requested = [case.settings for case in wanted.cases()]
+    assert [point.settings for point in found.points] == requested, (
+        "what is told of them keeps the order of the question"
+    )
 
 
 def test_an_interruption_counts_what_is_in_the_file(tiny, tmp_path, monkeypatch):
@@ -179,8 +181,8 @@ def test_random_designs_are_seeded_and_draw_nothing_twice(tiny):
 
 
 def test_machines_and_models_are_axes(tiny, tmp_path):
-    asked = StudyRequest(set={"model": tiny, "pcie": "2x"}, sweep={"hardware": ("h100,v100",)})
-    found = study(Space(asked), tmp_path / "s.jsonl")
+    requested = StudyRequest(set={"model": tiny, "pcie": "2x"}, sweep={"hardware": ("h100,v100",)})
+    found = study(Space(requested), tmp_path / "s.jsonl")
     assert [p.hardware for p in found.points] == ["h100", "v100"]
     for each in found.points:
         change = each.varied["host-link"]

@@ -24,14 +24,14 @@ from ullage.whatif.study import Result, StudyError, StudyRequest
 from ullage.whatif.values import Number
 
 
-def asked(tiny, question, tmp_path, prices=None, set_=None, **options):
+def answered(tiny, question, tmp_path, prices=None, set_=None, **options):
     space = Space(StudyRequest(set={"model": tiny, **(set_ or {})}, question=question, **options))
     with Store(tmp_path / "s.jsonl") as store:
         return space, answer(space, prices, Evaluator(store, in_this_process))
 
 
 def test_fits_finds_the_least_that_fits(tiny, tmp_path):
-    space, found = asked(tiny, "fits", tmp_path, set_={"hardware": "a100x4-40g"})
+    space, found = answered(tiny, "fits", tmp_path, set_={"hardware": "a100x4-40g"})
     statuses = [(point.settings["gpus"], point.result.status) for point in found.points]
     (least,) = found.answer.least
     assert statuses[-1] == (least.num_devices, "fits")
@@ -54,14 +54,14 @@ def test_fits_finds_the_least_that_fits(tiny, tmp_path):
 
 def test_cheapest_is_the_cheapest_in_time(tiny, tmp_path):
     prices, machine = load_example_prices(), {"hardware": "a100-80", "gpus": "8"}
-    _, found = asked(tiny, "cheapest", tmp_path, prices, tokens=2.88e8, deadline_s=2e3, set_=machine)
+    _, found = answered(tiny, "cheapest", tmp_path, prices, tokens=2.88e8, deadline_s=2e3, set_=machine)
     in_time = [point for point in found.points if point.cost and point.cost.in_time]
     assert 0 < len(in_time) < len([point for point in found.points if point.cost])
     best = found.points[found.answer.points[0]]
     assert best.cost.run == min(point.cost.run for point in in_time)
     assert found.answer.words[0].startswith(f"Cheapest within 33.3 min: {best.settings['gpus']} x {best.hardware}")
     (tmp_path / "more").mkdir()
-    _, late = asked(
+    _, late = answered(
         tiny,
         "cheapest",
         tmp_path / "more",
@@ -73,11 +73,11 @@ def test_cheapest_is_the_cheapest_in_time(tiny, tmp_path):
     assert late.answer.words[0].startswith("None of 1 machines")
     for missing in ({"prices": None, "tokens": 1e9}, {"prices": prices}):
         with pytest.raises(StudyError, match="needs --"):
-            asked(tiny, "cheapest", tmp_path, **missing)
+            answered(tiny, "cheapest", tmp_path, **missing)
 
 
 def test_upgrade_orders_by_what_it_buys(tiny, tmp_path):
-    _, found = asked(tiny, "upgrade", tmp_path, load_example_prices(), set_={"hardware": "a100-80"})
+    _, found = answered(tiny, "upgrade", tmp_path, load_example_prices(), set_={"hardware": "a100-80"})
     present, *changes = found.answer.points
     assert found.points[present].settings["change"] == "as it is", "what the others are held against"
     speeds = [found.points[at].figures.tokens_per_s for at in changes]
@@ -91,7 +91,7 @@ def test_upgrade_orders_by_what_it_buys(tiny, tmp_path):
 
 
 def test_scale_tells_efficiency(tiny, tmp_path):
-    _, found = asked(tiny, "scale", tmp_path, set_={"hardware": "a100-80", "gpus": "8"})
+    _, found = answered(tiny, "scale", tmp_path, set_={"hardware": "a100-80", "gpus": "8"})
     assert [point.settings["gpus"] for point in found.points] == [1, 2, 4, 8]
     first = found.points[0].figures
     for point, share in zip(found.points, found.answer.efficiency, strict=True):
@@ -100,7 +100,7 @@ def test_scale_tells_efficiency(tiny, tmp_path):
 
 def test_the_longest_sequence_fits_and_a_little_longer_one_does_not(tiny, tmp_path):
     machine = {"hardware": "a100-80", "device.memory_bytes": "2e9", "gpus": "1"}
-    _, found = asked(tiny, "longest", tmp_path, set_=machine)
+    _, found = answered(tiny, "longest", tmp_path, set_=machine)
     assert [point.settings["storage"] for point in found.points] == ["never", "activations", "nvme"]
     for point, words in zip(found.points, found.answer.words, strict=True):
         longest = point.settings["seq_len"]
@@ -141,7 +141,7 @@ def test_the_largest_model_fits_and_the_next_does_not(tiny, tmp_path):
 
 def test_questions_choose_their_own_points(tiny, tmp_path):
     with pytest.raises(StudyError, match="leave out --sweep pcie"):
-        asked(tiny, "scale", tmp_path, sweep={"pcie": ("1x,2x",)})
+        answered(tiny, "scale", tmp_path, sweep={"pcie": ("1x,2x",)})
 
 
 def limited_by_gemm_or_launch(tasks, effort):

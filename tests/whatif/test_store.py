@@ -148,5 +148,5 @@ def test_a_full_disk_costs_one_line(tiny, start, tmp_path):
     assert (process.returncode, out, error.count("\n")) == (2, "", 1)
     assert "study.points.jsonl: File too large" in error
     store = tmp_path / "study.points.jsonl"
-    with Store(store) as kept:
-        assert 0 < len(kept) == len(lines(store))
+    with Store(store) as stored:
+        assert 0 < len(stored) == len(lines(store))

@@ -78,9 +78,9 @@ def test_a_file_of_another_step_is_found(store, name):
 
 def test_swapped_files_are_found(store):
     model, optimizer = (newest(store) / name for name in FILES[:2])
-    kept = model.read_bytes()
+    intact = model.read_bytes()
     shutil.copy(optimizer, model)
-    optimizer.write_bytes(kept)
+    optimizer.write_bytes(intact)
     assert step_of(store) == 1
 
 

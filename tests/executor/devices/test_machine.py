@@ -298,12 +298,12 @@ def test_an_interrupt_while_waiting_leaves_no_thread():
         _thread.interrupt_main()
         time.sleep(0.2)
 
-    told = []
-    machine = LaneMachine(schedule, interrupt, HostBackend(), on_stop=told.append)
+    errors = []
+    machine = LaneMachine(schedule, interrupt, HostBackend(), on_stop=errors.append)
     with pytest.raises(KeyboardInterrupt) as interrupted:
         walk(machine, schedule, 1)
     assert not lane_threads()
-    assert told == [interrupted.value], "other ranks are told at once, and not left to its silence"
+    assert errors == [interrupted.value], "other ranks are told at once, and not left to its silence"
 
 
 def test_a_program_that_forgets_to_close_ends_all_the_same():

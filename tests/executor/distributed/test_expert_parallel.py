@@ -59,7 +59,7 @@ EXPERTS = {
 @pytest.mark.parametrize(("degrees", "zero_stage", "choose"), EXPERTS.values(), ids=EXPERTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_one_step_has_the_gradients_of_all_tokens(processes, degrees, zero_stage, choose, dtype):
-    tensor, data, expert, apart = degrees
+    tensor, data, expert, num_expert_units = degrees
     task = one_step(FAMILIES[zero_stage == 2], dtype)
     decisions = decide(
         task,
@@ -67,7 +67,7 @@ def test_one_step_has_the_gradients_of_all_tokens(processes, degrees, zero_stage
         tensor_parallel=tensor,
         data_parallel=data,
         expert_parallel=expert,
-        expert_units=apart,
+        expert_units=num_expert_units,
         zero_stage=zero_stage,
     )
     results = processes.call(tensor * data, trained, task, decisions)
@@ -97,9 +97,12 @@ def test_any_plan_of_one_degree_gives_the_same_bits(processes, plan, seed):
 
 
 def test_memory_and_times_are_those_of_the_schedule(processes):
-    for ranks, expert, apart, zero_stage, dtype in ((2, 2, 2, 0, torch.float32), (4, 2, 1, 3, torch.bfloat16)):
+    for ranks, expert, num_expert_units, zero_stage, dtype in (
+        (2, 2, 2, 0, torch.float32),
+        (4, 2, 1, 3, torch.bfloat16),
+    ):
         task = Task("mixtral-shared", dtype, iterations=2)
-        degrees = {"data_parallel": ranks, "expert_parallel": expert, "expert_units": apart}
+        degrees = {"data_parallel": ranks, "expert_parallel": expert, "expert_units": num_expert_units}
         decisions = decide(task, mixed, zero_stage=zero_stage, **degrees)
         assert processes.call(ranks, seen_from_outside, task, decisions) == [[]] * ranks
 
@@ -107,8 +110,8 @@ def test_memory_and_times_are_those_of_the_schedule(processes):
 def test_evaluation_states_and_a_closed_model_are_whole(processes):
     task = Task("mixtral-shared", torch.float32, iterations=2, schedule=False)
     decisions, more = (
-        decide(task, mixed, data_parallel=4, expert_parallel=2, expert_units=apart, zero_stage=stage)
-        for apart, stage in ((2, 3), (1, 0))
+        decide(task, mixed, data_parallel=4, expert_parallel=2, expert_units=num_expert_units, zero_stage=stage)
+        for num_expert_units, stage in ((2, 3), (1, 0))
     )
     assert processes.call(4, around_training, task, decisions, more) == [[]] * 4
 
@@ -147,11 +150,11 @@ def test_experts_train_once_they_are_thawed():
     task = Task("mixtral-shared", torch.float32, iterations=2, schedule=False)
     model = freeze(make_model(task), ("model.layers.1.mlp.experts",))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    units_apart = model_units(task.family, expert_units=2)
+    separate_units = model_units(task.family, expert_units=2)
     decisions = decide(task, uniform("gpu", "gpu"), expert_units=2).model_copy(
         update={"optimizer": "sgd", "subgroup_params": 3000}
     )
-    model, ours = prepare_session(model, optimizer, units_apart, decisions, session_options())
+    model, ours = prepare_session(model, optimizer, separate_units, decisions, session_options())
     name = "model.layers.1.mlp.experts.down_proj"
     with ours.session as session:
         before = session.access.weights(name).clone()

@@ -90,8 +90,12 @@ def test_another_plan_in_the_middle_gives_the_same_bits(processes, tmp_path, dty
 def test_another_plan_where_ranks_share_layers_or_experts(processes, tmp_path, degrees):
     task = Task("mixtral-shared", torch.float32, iterations=4)
     ways = [
-        decide(task, choose, **degrees, expert_units=apart)
-        for choose, apart in ((mixed, 2), (uniform("gpu", "gpu"), 1), (uniform("host", "cpu", "offload"), 4 // 2))
+        decide(task, choose, **degrees, expert_units=expert_units)
+        for choose, expert_units in (
+            (mixed, 2),
+            (uniform("gpu", "gpu"), 1),
+            (uniform("host", "cpu", "offload"), 4 // 2),
+        )
     ]
     expected = processes.call(2, trained, task, ways[1])
     for (seen, final, _), (losses, weights) in zip(
@@ -316,8 +320,8 @@ def test_any_number_of_ranks_goes_on_from_what_any_number_has_saved(processes, s
         assert [(seen, last) for _, seen, last in halfway] == [(seen[2:], last) for _, seen, last in results]
 
 
-TOGETHER = "make all ranks iterate, clip, evaluate, save and close together, with equally many batches"
-APART = {
+REMEDY = "make all ranks iterate, clip, evaluate, save and close together, with equally many batches"
+POSITIONS = {
     "state": ("state_dict()", "iteration 3"),
     "evaluation": ("an evaluation", "iteration 3"),
     "one evaluation more": ("an evaluation", "iteration 3"),
@@ -331,7 +335,7 @@ APART = {
 # Under stage 1 weights are whole on each rank once all have made them so: one may evaluate more often than others.
 @pytest.mark.parametrize(
     ("deed", "zero_stage"),
-    [(deed, stage) for deed in APART for stage in (1, 3) if stage == 3 or "evaluation" not in deed],
+    [(deed, stage) for deed in POSITIONS for stage in (1, 3) if stage == 3 or "evaluation" not in deed],
 )
 def test_ranks_that_go_apart_are_told_where_they_are(processes, deed, zero_stage):
     """And not left to wait for each other, nor ended by gloo where sizes differ."""
@@ -341,9 +345,9 @@ def test_ranks_that_go_apart_are_told_where_they_are(processes, deed, zero_stage
     processes.begin(2, diverged, task, decisions, deed)
     for error in processes.results(2):
         assert isinstance(error, RankError), error
-        own, other = APART[deed]
+        own, other = POSITIONS[deed]
         assert f"rank 0 is in {own}, and rank 1 in {other}" in str(error)
-        assert TOGETHER in str(error)
+        assert REMEDY in str(error)
 
 
 @pytest.mark.parametrize("zero_stage", [0, 3])

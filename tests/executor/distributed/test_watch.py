@@ -35,60 +35,60 @@ def pair():
         thread.start()
     for thread in threads:
         thread.join()
-    told = []
-    watches[0].start(told.append)
-    yield watches[0], watches[1], told, lost
+    reported = []
+    watches[0].start(reported.append)
+    yield watches[0], watches[1], reported, lost
     for watch in watches.values():
         watch.stop(on_all_ranks=False)
 
 
-def wait_for(told):
+def wait_for(reported):
     end_s = time.monotonic() + 10
-    while not told:
+    while not reported:
         assert time.monotonic() < end_s, "nothing was noticed"
         time.sleep(0.02)
-    return str(told[0])
+    return str(reported[0])
 
 
 def test_what_a_rank_says_reaches_the_others(pair):
-    first, second, told, _ = pair
+    first, second, reported, _ = pair
     first.check()
     second.report_failure(ZeroDivisionError("by nothing"))
     second.report_failure(ValueError("the first word counts"))
-    assert wait_for(told) == "rank 1 failed: ZeroDivisionError: by nothing"
+    assert wait_for(reported) == "rank 1 failed: ZeroDivisionError: by nothing"
     with pytest.raises(RankError, match="by nothing"):
         first.check()
-    assert first.explain(RuntimeError("connection closed")) is told[0]
+    assert first.explain(RuntimeError("connection closed")) is reported[0]
 
 
 def test_silence_is_noticed(pair):
-    _, _, told, _ = pair
-    assert wait_for(told) == "rank 1 has sent no heartbeat for 0.6 s"
+    _, _, reported, _ = pair
+    assert wait_for(reported) == "rank 1 has sent no heartbeat for 0.6 s"
 
 
 def test_who_gives_signs_or_has_left_is_not_missed(pair):
-    _, second, told, _ = pair
+    _, second, reported, _ = pair
     heard = []
     second.start(heard.append)
     time.sleep(1.5)
     second.stop(on_all_ranks=True)
     time.sleep(1.5)
-    assert (told, heard) == ([], [])
+    assert (reported, heard) == ([], [])
 
 
 def test_a_lost_store_is_a_lost_rank(pair):
-    _, second, told, lost = pair
+    _, second, reported, lost = pair
     second.start(lambda _error: None)
     lost.is_lost = True
-    assert "rank 0, or the process that served the ranks' store, has ended" in wait_for(told)
+    assert "rank 0, or the process that served the ranks' store, has ended" in wait_for(reported)
 
 
 def test_a_failure_of_others_is_not_told_as_ones_own(pair):
-    first, second, told, _ = pair
+    first, second, reported, _ = pair
     second.start(lambda _error: None)
     second.report_failure(RankError("rank 0 failed: on its own"))
     time.sleep(0.5)
-    assert not told
+    assert not reported
     first.check()
 
 

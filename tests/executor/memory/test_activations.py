@@ -22,7 +22,7 @@ from training import (
 )
 
 from executor.devices.backend import HostBackend
-from executor.memory import recompute_cache as kept
+from executor.memory import recompute_cache
 from executor.memory.activations import OffloadedActivations, SegmentOffload
 from executor.memory.arenas import Arena
 from executor.memory.recompute_cache import ActivationError
@@ -200,7 +200,7 @@ def some_input():
 
 def test_random_numbers_of_a_product_are_drawn_once(monkeypatch):
     """A product that draws, as attention does on a GPU, does not run again; what is drawn behind it is the same."""
-    monkeypatch.setattr(kept, "_PRODUCTS", kept._PRODUCTS | {torch.ops.aten.native_dropout})
+    monkeypatch.setattr(recompute_cache, "_PRODUCTS", recompute_cache._PRODUCTS | {torch.ops.aten.native_dropout})
 
     def compute(x):
         drawn = torch.native_dropout(x @ WEIGHT, 0.5, True)[0]  # a product
@@ -323,5 +323,5 @@ def test_a_guarded_parameter_that_a_layer_is_given_can_leave():
     """DeBERTa gives every layer its relative positions."""
     parameter = torch.nn.Parameter(torch.ones(2, 3))
     guard(parameter, "places")
-    saved = kept.SavedTensor.of(parameter)
+    saved = recompute_cache.SavedTensor.of(parameter)
     assert (saved.num_bytes, len(saved.flat())) == (24, 24)

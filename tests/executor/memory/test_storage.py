@@ -280,7 +280,7 @@ def test_a_drive_that_fails_while_training_ends_it(op, monkeypatch, tmp_path):
     real, perform, here = getattr(os, call), optimizer.session.runtime.machine._perform, threading.local()
     rest = "training cannot" if op in {Op.SPILL, Op.EVICT, Op.RECALL} else "the optimizer state of the last iteration"
 
-    def told(task, iteration):
+    def recorded(task, iteration):
         here.failing = iteration == 1 and task.op is op
         perform(task, iteration)
 
@@ -289,7 +289,7 @@ def test_a_drive_that_fails_while_training_ends_it(op, monkeypatch, tmp_path):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return real(fd, buffers, offset)
 
-    optimizer.session.runtime.machine._perform = told
+    optimizer.session.runtime.machine._perform = recorded
 
     monkeypatch.setattr(f"executor.memory.nvme_files.os.{call}", failing)
     with optimizer.session, pytest.raises(LaneError, match=rf"in {op}.* No space left on device; {rest}"):

@@ -72,9 +72,9 @@ def test_a_short_group_trains_wherever_updates_are_and_begin(params, place, star
 
 def test_a_loop_that_accumulates_less_than_planned_is_told_once():
     task = Task("small", num_micro_batches=4, iterations=5, group_sizes=(2, 2, 2, 4, 2))
-    with pytest.warns(RuntimeWarning, match=r"fewer .*plan's 4.*--accumulate 2") as told:
+    with pytest.warns(RuntimeWarning, match=r"fewer .*plan's 4.*--accumulate 2") as warned:
         planned(task, decide(task, uniform("gpu", "cpu")))
-    assert len(told) == 1
+    assert len(warned) == 1
     task = dataclasses.replace(task, group_sizes=(4, 2, 2, 4, 2))
     with warnings.catch_warnings():
         warnings.simplefilter("error")

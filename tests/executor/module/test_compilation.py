@@ -99,16 +99,16 @@ def test_compiled_modules_save_no_more_and_what_is_taken_once_is_the_ledgers():
         with optimizer.session as session:
             static = {t: dict(memory.static_bytes) for t, memory in session.memory().items()}
             own = {p.untyped_storage().data_ptr() for p in model.parameters()}
-            kept = {}
+            saved_sizes = {}
 
-            def pack(tensor, own=own, kept=kept):
+            def pack(tensor, own=own, saved_sizes=saved_sizes):
                 if (storage := tensor.untyped_storage()).data_ptr() not in own:
-                    kept[storage.data_ptr()] = storage.nbytes()
+                    saved_sizes[storage.data_ptr()] = storage.nbytes()
                 return tensor
 
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
                 train(task, model, optimizer)
-            saved[backend] = static, sum(kept.values())
+            saved[backend] = static, sum(saved_sizes.values())
     assert saved[DECOMPOSED][0] == saved[None][0]
     assert saved[DECOMPOSED][0][Tier.GPU]
     assert 0.3 * saved[None][1] < saved[DECOMPOSED][1] <= saved[None][1]

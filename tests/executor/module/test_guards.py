@@ -118,7 +118,7 @@ def test_models_are_not_kept_for_having_been_prepared():
 
 @pytest.mark.parametrize("part", ["", "model.layers.0"])
 @pytest.mark.parametrize(
-    ("change", "asked"),
+    ("change", "requested"),
     [
         (nn.Module.half, "torch.float16 on cpu"),
         (nn.Module.bfloat16, "torch.bfloat16 on cpu"),
@@ -129,10 +129,10 @@ def test_models_are_not_kept_for_having_been_prepared():
     ],
     ids=["half", "bfloat16", "double", "to", "to_empty", "share_memory"],
 )
-def test_weights_of_a_prepared_model_stay_as_planned(started, change, asked, part):
+def test_weights_of_a_prepared_model_stay_as_planned(started, change, requested, part):
     model, optimizer = started
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
-    with pytest.raises(ValueError, match=f"stay torch.float32 on cpu.*cannot become {asked}; change") as caught:
+    with pytest.raises(ValueError, match=f"stay torch.float32 on cpu.*cannot become {requested}; change") as caught:
         change(model.get_submodule(part))
     assert "\n" not in str(caught.value)
     assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
@@ -253,7 +253,7 @@ def divide_by_operator(parameters, number):
         parameter.grad /= number
 
 
-def divide_together(parameters, number):
+def divide_both(parameters, number):
     torch._foreach_div_([parameter.grad for parameter in parameters], number)
 
 
@@ -261,7 +261,7 @@ def divide_by_tensor(parameters, number):
     divide_each(parameters, torch.tensor(float(number)))
 
 
-@pytest.mark.parametrize("divide", [divide_each, divide_by_operator, divide_together, divide_by_tensor])
+@pytest.mark.parametrize("divide", [divide_each, divide_by_operator, divide_both, divide_by_tensor])
 @pytest.mark.parametrize(("number", "exact"), [(1024, True), (3, False)])
 def test_a_gradient_is_divided_by_a_number(divide, number, exact):
     """Scaling of the loss by hand, in place of a step on the loss itself."""

@@ -108,11 +108,11 @@ def test_a_parameter_lives_where_its_bytes_are(quantization: Quantization, has_r
     if has_run:  # the first forward moves tensors from the parameter to the module
         module(values)
     stored = StoredParameter(module.weight, module)
-    kept, slot = torch.empty(2, stored.num_bytes, dtype=torch.uint8).unbind()
-    stored.read(kept)
+    stored_bytes, slot = torch.empty(2, stored.num_bytes, dtype=torch.uint8).unbind()
+    stored.read(stored_bytes)
     stored.live_in(slot.zero_())
     assert not torch.equal(module(values), expected)
-    slot.copy_(kept)
+    slot.copy_(stored_bytes)
     assert torch.equal(module(values), expected)
     slot.zero_()
     assert not torch.equal(module(values), expected)
@@ -134,11 +134,11 @@ def test_plain_parameters_have_the_same_face() -> None:
     weight = stored["0.weight"]
     assert (weight.is_quantized, weight.shape, weight.num_bytes) == (False, (5, 3), 64)
     assert stored["1.weight"].num_bytes == 16
-    kept, before = torch.empty(64, dtype=torch.uint8), model[0].weight.detach().clone()
-    weight.read(kept)
-    weight.live_in(kept)
+    stored_bytes, before = torch.empty(64, dtype=torch.uint8), model[0].weight.detach().clone()
+    weight.read(stored_bytes)
+    weight.live_in(stored_bytes)
     assert torch.equal(model[0].weight, before)
-    assert model[0].weight.data_ptr() == kept.data_ptr()
+    assert model[0].weight.data_ptr() == stored_bytes.data_ptr()
 
 
 @pytest.mark.parametrize("shape", [(6, 33), (2, 3, 33)])
@@ -150,9 +150,9 @@ def test_a_frozen_int8_projection_computes_like_bitsandbytes_and_keeps_nothing(s
     for one in (module, other):
         given_values = values.clone().requires_grad_()
         result = one(given_values)
-        kept = getattr(result.grad_fn, "A", None)
+        saved = getattr(result.grad_fn, "A", None)
         result.float().square().sum().backward()
-        results.append((result.detach(), given_values.grad, kept is not None))
+        results.append((result.detach(), given_values.grad, saved is not None))
     (mine, my_gradient, i_keep), (theirs, their_gradient, they_keep) = results
     assert torch.equal(mine, theirs)
     assert torch.equal(my_gradient, their_gradient)

@@ -169,11 +169,11 @@ def count_bytes(session) -> Counter:
         copy(destination, source)
         moved[getattr(op_in, "value", None)] += source.nbytes  # None: the caller, outside training
 
-    def told(task, iteration):
+    def recorded(task, iteration):
         op_in.value = task.op
         perform(task, iteration)
 
-    session.runtime.backend.copy, session.runtime.machine._perform = counted, told
+    session.runtime.backend.copy, session.runtime.machine._perform = counted, recorded
     if session.runtime.state.stored is not None:
         file = session.runtime.state.stored.file
         transfer = file._transfer

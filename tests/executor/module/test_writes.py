@@ -97,7 +97,7 @@ def step(model, optimizer, number=0):
     return loss.item()
 
 
-def kept(optimizer):
+def saved(optimizer):
     return {name: weight.clone() for name, weight in optimizer.session.full_parameters().items()}
 
 
@@ -147,8 +147,8 @@ def outcome(write, weight) -> str:
         with torch.no_grad():
             write(weight)
     except Exception as error:  # noqa: BLE001 - what comes through is to be listed
-        told = re.search(f"{REFUSED}|read-only", str(error)) and isinstance(error, ValueError)
-        return "refused" if told else repr(error)
+        refused = re.search(f"{REFUSED}|read-only", str(error)) and isinstance(error, ValueError)
+        return "refused" if refused else repr(error)
     return "accepted"
 
 
@@ -157,10 +157,10 @@ def outcome(write, weight) -> str:
 @pytest.mark.parametrize("moment", ["at first", "behind backward", "behind a step", "behind an evaluation"])
 def test_every_way_to_write_is_refused_and_nothing_is_lost(started, moment):
     model, optimizer = started
-    before = kept(optimizer)
+    before = saved(optimizer)
     come_to(moment, model, optimizer)
     if moment == "behind a step":
-        before = kept(optimizer)
+        before = saved(optimizer)
     parameters = dict(model.named_parameters())
     for name in (f"{WHOLE}.weight", "model.embed_tokens.weight", "model.norm.weight"):
         weight = parameters[name]
@@ -171,7 +171,7 @@ def test_every_way_to_write_is_refused_and_nothing_is_lost(started, moment):
     if moment == "behind backward":
         optimizer.zero_grad()
         optimizer.step()
-    assert all(torch.equal(weight, before[name]) for name, weight in kept(optimizer).items())
+    assert all(torch.equal(weight, before[name]) for name, weight in saved(optimizer).items())
     assert np.isfinite(step(model, optimizer, 1))
 
 
@@ -311,7 +311,7 @@ def part_assigned(model):
 )  # fmt: skip
 def test_another_module_or_parameter_is_refused(started, change):
     model, optimizer = started
-    before = kept(optimizer)
+    before = saved(optimizer)
     names = list(dict(model.named_parameters(remove_duplicate=False)))
     with pytest.raises(ValueError, match=r"prepared.*(session\.close\(\)|before prepare\(\))") as caught:
         change(model)
@@ -319,7 +319,7 @@ def test_another_module_or_parameter_is_refused(started, change):
     if change is normed:  # torch takes the weight away before it asks
         return
     assert list(dict(model.named_parameters(remove_duplicate=False))) == names
-    assert all(torch.equal(weight, before[name]) for name, weight in kept(optimizer).items())
+    assert all(torch.equal(weight, before[name]) for name, weight in saved(optimizer).items())
     assert np.isfinite(step(model, optimizer))
 
 

@@ -118,8 +118,8 @@ def test_rounding_is_unbiased_and_its_bits_depend_on_seed_step_parameter_and_pos
             unit = float(moment.max() - moment.min())
             assert unit > 0
             assert abs(float((moment.double() - exact.double()).mean())) < 5 * 0.5 * unit / num_params**0.5
-        together = np.corrcoef(*(moment.double().numpy() for moment in moments))[0, 1]
-        assert abs(together) < 5 / num_params**0.5, "both moments of a value are rounded independently"
+        correlation = np.corrcoef(*(moment.double().numpy() for moment in moments))[0, 1]
+        assert abs(correlation) < 5 / num_params**0.5, "both moments of a value are rounded independently"
     ups = [moments[0].double().numpy() for moments in seen.values()]
     for i, one in enumerate(ups):
         for other in ups[:i]:

@@ -413,10 +413,10 @@ def test_lion_takes_a_closure_and_leaves_out_what_has_no_gradient():
 def test_weights_over_gradients_have_the_same_bits_as_apart(name, seed, num_params):
     kernel, num_buffers, params = KERNELS[name]
     state = random_state(num_params, seed, num_buffers)
-    apart = stepped(kernel, state, params, 1)
+    separate = stepped(kernel, state, params, 1)
     held = [array.copy() for array in state]
     kernel(held[:-1], held[-1], held[-1], params, 1)
-    for expected, array in zip(apart, held, strict=True):
+    for expected, array in zip(separate, held, strict=True):
         assert bits_equal(expected, array)
 
 

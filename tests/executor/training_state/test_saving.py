@@ -128,21 +128,21 @@ def test_moments_are_converted_to_the_type_that_the_plan_keeps(before, after, pl
         with optimizer.session, Checkpoint(tmp_path / "step-00000001") as checkpoint:
             restore(optimizer, checkpoint)
             states.append(optimizer.state_dict()["state"])
-    kept = torch.bfloat16 if after == "adamw-bf16" else torch.float32
+    saved_dtype = torch.bfloat16 if after == "adamw-bf16" else torch.float32
     for number, entry in states[0].items():
         for key, values in entry.items():
             found = states[1][number][key]
             moment = key in {"exp_avg", "exp_avg_sq"}
-            assert found.dtype is (kept if moment else torch.float32)
+            assert found.dtype is (saved_dtype if moment else torch.float32)
             assert torch.equal(found, values.to(found.dtype))
             assert values.any()
 
 
 def test_experts_apart_go_on_in_one_unit_and_back(tmp_path):
     task = Task("mixtral-shared")
-    apart, whole = decide(task, mixed, expert_units=2), decide(task, mixed)
-    expected, final, _ = run(task, apart, tmp_path / "all", every=2)
-    for name, there, then in (("apart", apart, whole), ("whole", whole, apart)):
+    separate, whole = decide(task, mixed, expert_units=2), decide(task, mixed)
+    expected, final, _ = run(task, separate, tmp_path / "all", every=2)
+    for name, there, then in (("apart", separate, whole), ("whole", whole, separate)):
         run(task, there, tmp_path / name, stop=2)
         again, last, _ = run(task, then, tmp_path / name, start=2)
         assert again == {i: expected[i] for i in (2, 3)}

@@ -39,7 +39,7 @@ class _Access(NamedTuple):
 class _Block:
     stop: int
     stream: object = None  # on which it was taken; None: the host's
-    kept_for: set = dataclasses.field(default_factory=set)
+    streams: set = dataclasses.field(default_factory=set)
     accesses: list = dataclasses.field(default_factory=list)
 
 
@@ -97,7 +97,7 @@ class Races:
             for access in block.accesses:
                 # Whoever launched it had the tensor until then, or until it had waited for it.
                 known = max(clock.get(access.agent, 0), self._clocks[access.thread].get(access.agent, 0))
-                if access.agent not in block.kept_for and access.time > known:
+                if access.agent not in block.streams and access.time > known:
                     where = f"{self._name(block.stream)}'s, by {self._words(this_thread())}"
                     self._report(
                         f"memory of {where}, was freed while {access.what} on {self._name(access.agent)} may run"
@@ -106,7 +106,7 @@ class Races:
     def kept_for(self, start, stream):
         with self._lock:
             if start in self._blocks:
-                self._blocks[start].kept_for.add(stream)
+                self._blocks[start].streams.add(stream)
 
     def recorded(self, event, stream):
         with self._lock:
@@ -183,7 +183,7 @@ class Races:
                 self._judge(block, _Access(start, start + num_bytes, writes, agent, thread, time, what), clock)
 
     def _judge(self, block, new, clock):
-        kept = []
+        remaining = []
         for old in block.accesses:
             if old.start < new.stop and new.start < old.stop:
                 ordered = old.time <= clock.get(old.agent, 0)
@@ -195,8 +195,8 @@ class Races:
                 covers = new.start <= old.start and old.stop <= new.stop
                 if covers and ordered and (new.writes or (old.agent == new.agent and not old.writes)):
                     continue  # whatever conflicts with it conflicts with the new one too
-            kept.append(old)
-        block.accesses = [*kept, new]
+            remaining.append(old)
+        block.accesses = [*remaining, new]
 
     def _name(self, agent):
         return agent if isinstance(agent, str) else f"the stream of {self._lanes.get(agent, agent)}"

@@ -155,10 +155,10 @@ def all_decisions(setup: Setup) -> list[Decisions]:
     found = []
     for chosen in itertools.product(*choices):
         for keep in itertools.product((True, False), repeat=len(setup.swappable)):
-            kept = dict(zip(setup.swappable, keep, strict=True))
+            held = dict(zip(setup.swappable, keep, strict=True))
             units = {
                 unit.name: UnitDecision(
-                    params=params, activations="keep" if kept.get(unit.segment, True) else "recompute", update=update
+                    params=params, activations="keep" if held.get(unit.segment, True) else "recompute", update=update
                 )
                 for unit, (params, update) in zip(setup.units, chosen, strict=True)
             }

@@ -129,9 +129,9 @@ def test_nothing_that_could_be_chosen_wastes_less():
 
 
 def test_the_same_plan_has_the_same_checkpoints_and_they_are_verified():
-    asked = CheckpointRequest(mtbf_s={"nvme": DAY}, buffer_bytes=LEAST_BUFFER_BYTES)
-    plan = protected(planned("rtx-4090", "gpt2", 1), asked)
-    assert plan.to_json() == protected(planned("rtx-4090", "gpt2", 1), asked).to_json()
+    wanted = CheckpointRequest(mtbf_s={"nvme": DAY}, buffer_bytes=LEAST_BUFFER_BYTES)
+    plan = protected(planned("rtx-4090", "gpt2", 1), wanted)
+    assert plan.to_json() == protected(planned("rtx-4090", "gpt2", 1), wanted).to_json()
     assert Plan.model_validate(json.loads(plan.to_json())) == plan
     assert "checkpoints" not in json.loads(planned("rtx-4090", "gpt2", 1).to_json())
     verify(plan)
@@ -154,7 +154,7 @@ def test_the_same_plan_has_the_same_checkpoints_and_they_are_verified():
     st.sampled_from([None, 0.5, 5.0]),
 )
 def test_limits_hold_whatever_is_asked(mtbf_h, max_overhead, max_lost_s, drive_writes_per_day):
-    asked = CheckpointRequest(
+    wanted = CheckpointRequest(
         mtbf_s={level: hours * HOUR for level, hours in mtbf_h.items()},
         max_overhead=max_overhead,
         max_lost_s=max_lost_s,
@@ -162,7 +162,7 @@ def test_limits_hold_whatever_is_asked(mtbf_h, max_overhead, max_lost_s, drive_w
     )
     plan = far_from_pfs()
     try:
-        made = choose_checkpoints(plan, asked, trial())
+        made = choose_checkpoints(plan, wanted, trial())
     except CheckpointsError as error:
         assert max_overhead is not None or max_lost_s is not None
         assert "allow " in str(error)  # the remedy
@@ -170,8 +170,8 @@ def test_limits_hold_whatever_is_asked(mtbf_h, max_overhead, max_lost_s, drive_w
     assert max_overhead is None or made.overhead <= max_overhead * (1 + 1e-9)
     assert max_lost_s is None or made.most_lost_s <= max_lost_s * (1 + 1e-9)
     survivors = {LEVELS.index(each.level) for each in made.levels}
-    assert max(survivors) >= max(LEVELS.index(level) for level in asked.mtbf_s)
-    assert sum(1 / each.mtbf_s for each in made.levels if each.mtbf_s) == pytest.approx(asked.failures_per_s)
+    assert max(survivors) >= max(LEVELS.index(level) for level in wanted.mtbf_s)
+    assert sum(1 / each.mtbf_s for each in made.levels if each.mtbf_s) == pytest.approx(wanted.failures_per_s)
     for each in made.levels:
         if each.level == "nvme" and drive_writes_per_day is not None:
             capacity_bytes = plan.hardware.nvme.capacity_bytes.value
@@ -182,22 +182,22 @@ def test_limits_hold_whatever_is_asked(mtbf_h, max_overhead, max_lost_s, drive_w
 def test_what_binds_is_named():
     plan = far_from_pfs()
 
-    def asked(mtbf_s: float = HOUR, **limits: float) -> CheckpointPlan:
+    def wanted(mtbf_s: float = HOUR, **limits: float) -> CheckpointPlan:
         question = CheckpointRequest(mtbf_s={"nvme": mtbf_s}, buffer_bytes=LEAST_BUFFER_BYTES, **limits)
         return choose_checkpoints(plan, question, trial())
 
-    free = asked()
+    free = wanted()
     last = free.levels[-1]
     assert last.level == "nvme"
     assert {each.bound for each in free.levels} <= {"waste", "drain", "iteration"}
     interval_s = last.every * plan.prediction.iteration_s
     per_day = trial().shard_bytes * 4 * DAY / (3 * interval_s) / plan.hardware.nvme.capacity_bytes.value
-    worn = asked(drive_writes_per_day=per_day)
+    worn = wanted(drive_writes_per_day=per_day)
     assert (worn.levels[-1].level, worn.levels[-1].bound) == ("nvme", "endurance")
     assert 3 * last.every <= worn.levels[-1].every <= 4 * last.every
-    assert "overhead" in {each.bound for each in asked(max_overhead=free.overhead / 4).levels}
-    rare = asked(100 * DAY)
-    assert "lost work" in {each.bound for each in asked(100 * DAY, max_lost_s=rare.most_lost_s / 2).levels}
+    assert "overhead" in {each.bound for each in wanted(max_overhead=free.overhead / 4).levels}
+    rare = wanted(100 * DAY)
+    assert "lost work" in {each.bound for each in wanted(100 * DAY, max_lost_s=rare.most_lost_s / 2).levels}
     assert worn.waste > free.waste
     endurance = plan.hardware.nvme.capacity_bytes.model_copy(
         update={"value": per_day * plan.hardware.nvme.capacity_bytes.value}
@@ -211,24 +211,24 @@ def test_what_binds_is_named():
 
 
 def test_levels_without_room_are_left_out_and_that_is_said():
-    plan, asked = far_from_pfs(), CheckpointRequest(mtbf_s={"nvme": 6 * HOUR}, buffer_bytes=LEAST_BUFFER_BYTES)
-    made = choose_checkpoints(plan.model_copy(update={"hardware": varied(plan.hardware, nvme=1e9)}), asked)
+    plan, wanted = far_from_pfs(), CheckpointRequest(mtbf_s={"nvme": 6 * HOUR}, buffer_bytes=LEAST_BUFFER_BYTES)
+    made = choose_checkpoints(plan.model_copy(update={"hardware": varied(plan.hardware, nvme=1e9)}), wanted)
     assert made.levels[-1].level == "pfs"
     assert made.left_out["nvme"] == "4 checkpoints of 4.91 GB have no room in the 1 GB that are free"
     nowhere = plan.model_copy(update={"hardware": varied(plan.hardware, nvme=1e9, pfs=1e9)})
     message = r"no storage is left that survives what nvme=21600s .*nvme: 4 checkpoints.*; pfs: 4 checkpoints"
     with pytest.raises(CheckpointsError, match=message):
-        choose_checkpoints(nowhere, asked)
+        choose_checkpoints(nowhere, wanted)
     quantity = plan.hardware.host.memory_bytes.model_copy(update={"value": 1e9})
     host = plan.hardware.host.model_copy(update={"memory_bytes": quantity})
     hardware = plan.hardware.model_copy(update={"host": host})
     prediction = plan.prediction.model_copy(update={"memory": {}})  # all on the device
     small = plan.model_copy(update={"hardware": hardware, "prediction": prediction})
-    made = choose_checkpoints(small, asked)
+    made = choose_checkpoints(small, wanted)
     assert [each.level for each in made.levels] == ["nvme"]
     assert made.left_out["memory"].endswith("no room in the 0.732 GB that are free")  # 1 GB less four rings
     with pytest.raises(CheckpointsError, match=r"checkpoints need 8 GB of each host.*leaves 1 GB.*--checkpoint-buffer"):
-        choose_checkpoints(small, asked.model_copy(update={"buffer_bytes": 2 * 10**9}))
+        choose_checkpoints(small, wanted.model_copy(update={"buffer_bytes": 2 * 10**9}))
 
 
 def test_a_profile_without_storage_says_what_to_do():
@@ -238,14 +238,14 @@ def test_a_profile_without_storage_says_what_to_do():
 
 
 def test_limits_that_contradict_each_other_are_one_line_with_the_remedy():
-    asked = CheckpointRequest(
+    wanted = CheckpointRequest(
         mtbf_s={"pfs": DAY}, max_overhead=1e-8, max_lost_s=3600.0, buffer_bytes=LEAST_BUFFER_BYTES
     )
     message = (
         r"no checkpoints keep --max-checkpoint-overhead 1e-06% and --max-lost-work 3600s; allow .* % of overhead, or"
     )
     with pytest.raises(CheckpointsError, match=message):
-        choose_checkpoints(far_from_pfs(), asked, trial())
+        choose_checkpoints(far_from_pfs(), wanted, trial())
 
 
 def test_drives_that_training_wears_out_take_no_checkpoints():

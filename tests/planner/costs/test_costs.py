@@ -338,8 +338,8 @@ def test_a_grouped_kernel_is_between_one_product_and_many(rows: int, tiles: int,
     """Groups of whole tiles are one product; no grouping is slower than a kernel for every group."""
     cost = CostModel(load_profile(name), small_units("demo-llama"), BF16, 1)
     n, k = 128 * tiles, 4096
-    grouped, apart = (cost.compute_s((Gemm(rows, n, k, count, grouped=one),)) for one in (True, False))
-    assert grouped <= apart * (1 + 1e-9)
+    grouped, separate = (cost.compute_s((Gemm(rows, n, k, count, grouped=one),)) for one in (True, False))
+    assert grouped <= separate * (1 + 1e-9)
     padded = Gemm(-(-rows // 128) * 128 * count, n, k)
     floor_s = 2 * count * (rows * k + k * n + rows * n) / cost.profile.device.memory_bytes_per_s.value
     assert cost.compute_s((Gemm(rows * count, n, k),)) <= grouped * (1 + 1e-9)

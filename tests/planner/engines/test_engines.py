@@ -143,9 +143,9 @@ def test_super_offload_updates_beside_backward_only_if_nothing_is_clipped(clip: 
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_fsdp2_moves_master_copies_and_adds_up_on_the_host(ranks: int, clip: bool) -> None:
     """As ``torch.distributed.fsdp`` does: 4 bytes in for every use, 4 out for every micro-batch, nothing overlaps."""
-    kept, recomputed = POLICIES["fsdp2-offload"](setup(data_parallel=ranks, num_micro_batches=3, clip=clip))
-    assert not kept.executable
-    for decisions in (kept, recomputed):
+    keeping, recomputed = POLICIES["fsdp2-offload"](setup(data_parallel=ranks, num_micro_batches=3, clip=clip))
+    assert not keeping.executable
+    for decisions in (keeping, recomputed):
         schedule = lower(UNITS, decisions, asynchronous=True)
         shard = sum(-(-unit.num_params // ranks) for unit in UNITS)
         tasks = {op: [task for task in schedule.tasks if task.op is op] for op in Op}
@@ -321,8 +321,10 @@ def test_a_mix_fills_the_device_from_the_front_and_spreads_what_is_streamed() ->
     assert Place.STREAM not in placed[:3]  # not all at the front, but evenly among the rest
     assert placed[-1] is Place.STREAM
     decisions = mixed(setup(), mix)
-    kept = {unit.segment for unit in UNITS if unit.recompute and decisions.units[unit.name].activations == "keep"}
-    assert kept == {"layers.1"}  # the last: it is needed again soonest
+    saved_segments = {
+        unit.segment for unit in UNITS if unit.recompute and decisions.units[unit.name].activations == "keep"
+    }
+    assert saved_segments == {"layers.1"}  # the last: it is needed again soonest
 
 
 def test_a_mix_serves_late_units_from_the_host_unless_they_are_tied() -> None:
@@ -362,12 +364,9 @@ def test_prepare_makes_units_for_the_batch_and_the_precision() -> None:
     chosen, workload, cost = prepare(request)
     assert chosen.units is workload.units
     assert Scorer(workload, cost).score(next(gpu_only(chosen))).missing_bytes == {}
-    kept = chosen.units[1].saved_bytes
-    assert (
-        kept
-        == 2
-        * prepare(Request(resolve_model("demo-llama"), machine(), seq_len=64, micro_batch=1))[0].units[1].saved_bytes
-    )
+    saved_bytes = chosen.units[1].saved_bytes
+    one = Request(resolve_model("demo-llama"), machine(), seq_len=64, micro_batch=1)
+    assert saved_bytes == 2 * prepare(one)[0].units[1].saved_bytes
 
 
 def test_too_little_nvme_is_named() -> None:
@@ -390,8 +389,8 @@ def test_too_little_nvme_is_named() -> None:
 def test_zero_offload_keeps_parameters_on_the_host_where_the_device_is_too_small_for_them() -> None:
     """DeepSpeed's ``offload_param``: every unit is fetched for each use, and the host updates what it serves."""
     for gpu_bytes, where in ((2e10, "gpu"), (5e9, "host")):
-        asked = Request(resolve_model("opt-2.7b"), machine(gpu_bytes=gpu_bytes), seq_len=64, micro_batch=1)
-        some, workload, cost = prepare(asked)
+        requested = Request(resolve_model("opt-2.7b"), machine(gpu_bytes=gpu_bytes), seq_len=64, micro_batch=1)
+        some, workload, cost = prepare(requested)
         rows = engine_policies(some, Scorer(workload, cost))
         for name in ("zero-offload-blocking", "zero-offload"):
             found = rows[name]

@@ -50,14 +50,14 @@ SCALED = Provenance(origin="assumed", source="scaled for a test")
 @functools.cache
 def bench(name: str) -> Bench:
     """Return a plan to explain: on one device, without clipping, on two ranks, and with much to stream."""
-    asked = {
+    request = {
         "one": {"hardware": machine(gpu_bytes=1.3e8, cpu_params_per_s=1e9)},
         "unclipped": {"hardware": machine(gpu_bytes=1.3e8, cpu_params_per_s=1e9), "clip": False},
         "two": {"hardware": machine(gpu_bytes=1.1e8, devices_per_node=2, cpu_params_per_s=5e8), "num_devices": 2},
         "slow": {"hardware": machine(gpu_bytes=1.4e8, cpu_params_per_s=3e8, issue_s=0), "micro_batch": 2},
     }[name]
-    asked = {"seq_len": 256, "micro_batch": 1, "subgroup_params": 300_000, **asked}
-    return Bench(make_plan(Request(resolve_model("demo-llama"), **asked), 60))  # type: ignore[arg-type]
+    request = {"seq_len": 256, "micro_batch": 1, "subgroup_params": 300_000, **request}
+    return Bench(make_plan(Request(resolve_model("demo-llama"), **request), 60))  # type: ignore[arg-type]
 
 
 NAMES = ("one", "unclipped", "two", "slow")
@@ -403,7 +403,7 @@ def test_layers_that_are_treated_alike_are_one_group() -> None:
             for name, unit in explained.decisions.units.items()
         },
     )
-    apart = with_decisions(
+    separate = with_decisions(
         alike,
         units={
             **alike.decisions.units,
@@ -412,7 +412,7 @@ def test_layers_that_are_treated_alike_are_one_group() -> None:
             ),
         },
     )
-    assert {"layers.0.mlp", "layers.1.mlp", "layers.2.mlp"} <= {group.name for group in groups(apart)}
+    assert {"layers.0.mlp", "layers.1.mlp", "layers.2.mlp"} <= {group.name for group in groups(separate)}
     last = explained.plan.model.num_layers - 1
     assert [group.name for group in groups(alike)] == [
         "embed",

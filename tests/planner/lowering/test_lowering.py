@@ -226,8 +226,8 @@ def test_the_clip_computes_the_norm_of_gradients_that_stay_on_the_device(case: C
 
 
 # Bytes of state per parameter, master copy included.
-KEPT = {"adamw": 12, "adamw-bf16": 8, "sgd": 8, "adagrad": 8, "lion": 8, "muon": 8}
-KEPT_IN_BF16 = {"adamw": 6, "adamw-bf16": 6, "sgd": 4, "adagrad": 4, "lion": 4, "muon": 4}
+SAVED = {"adamw": 12, "adamw-bf16": 8, "sgd": 8, "adagrad": 8, "lion": 8, "muon": 8}
+SAVED_IN_BF16 = {"adamw": 6, "adamw-bf16": 6, "sgd": 4, "adagrad": 4, "lion": 4, "muon": 4}
 
 
 @settings(SLOW, max_examples=examples(100))
@@ -239,14 +239,14 @@ def test_bytes_are_those_that_decisions_imply(case: Case) -> None:
         updated[task.lane] += task.num_params
     weight, batches = decisions.precision.weight_bytes, decisions.num_micro_batches
     params, state = dict.fromkeys(Place, 0), dict.fromkeys(Place, 0)
-    kept = KEPT_IN_BF16 if decisions.precision.state else KEPT
+    saved = SAVED_IN_BF16 if decisions.precision.state else SAVED
     uploaded = stored_weights = read = leaving = host_gradients = 0
     for unit in case.units:
         decided = decisions.units[unit.name]
         for subgroup, place in zip(decisions.subgroups(unit), decided.update, strict=True):
             n = subgroup.num_params
             params[place] += n
-            state[place] += n * kept[subgroup.kind]
+            state[place] += n * saved[subgroup.kind]
             uploaded += n * (place in {Place.CPU, Place.NVME} and decided.params == "gpu")
             read += n * (decided.params == "nvme")
             stored_weights += n * (place is Place.STREAM and decided.params == "host")
@@ -508,10 +508,10 @@ def test_gradients_pile_up_whole_until_ranks_agree() -> None:
 
 def test_activations_are_held_from_forward_or_recompute_to_backward() -> None:
     unit = DENSE[1]
-    kept = lower(DENSE, decide(DENSE), asynchronous=False)
+    saved = lower(DENSE, decide(DENSE), asynchronous=False)
     again = lower(DENSE, decide(DENSE, recompute=True), asynchronous=False)
     kind = MemoryClass.ACTIVATIONS
-    assert _ends(kept, unit.name, kind) == [(f"forward {unit.name}", f"backward {unit.name}", unit.saved_bytes)]
+    assert _ends(saved, unit.name, kind) == [(f"forward {unit.name}", f"backward {unit.name}", unit.saved_bytes)]
     assert _ends(again, unit.name, kind) == [(f"recompute {unit.name}", f"backward {unit.name}", unit.saved_bytes)]
     names = (f"forward {unit.name}", f"backward {unit.name}")
     assert _ends(again, f"{unit.segment} input", kind) == [(*names, unit.activation_output_bytes)]

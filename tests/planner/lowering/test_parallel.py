@@ -186,11 +186,11 @@ def test_an_engine_with_buckets_reduces_the_same_bytes_in_few_collectives() -> N
         assert all(last in task.after for task in found)
         return found
 
-    apart, joint, once = (reductions(size) for size in (0, most, 10**12))
-    assert len(apart) == sum(unit.num_params > 0 for unit in model_units)
-    assert len(apart) > len(joint) > len(once) == 1
+    separate, joint, once = (reductions(size) for size in (0, most, 10**12))
+    assert len(separate) == sum(unit.num_params > 0 for unit in model_units)
+    assert len(separate) > len(joint) > len(once) == 1
     assert max(task.num_bytes for task in joint) <= 2 * 2 * most
-    assert len({sum(task.num_bytes for task in found) for found in (apart, joint, once)}) == 1
+    assert len({sum(task.num_bytes for task in found) for found in (separate, joint, once)}) == 1
 
 
 def test_uneven_layers_and_refusals() -> None:

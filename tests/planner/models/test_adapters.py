@@ -18,8 +18,8 @@ NAMES = st.lists(st.from_regex(r"[A-Za-z0-9_.-]+", fullmatch=True), min_size=1, 
     st.sampled_from([0.0, 0.05, 0.1]),
 )
 def test_it_reads_what_it_writes(rank: int, targets: list[str], alpha: float | None, dropout: float) -> None:
-    asked = Lora(rank=rank, targets=tuple(targets), alpha=alpha, dropout=dropout)
-    assert Lora.read(str(asked)) == asked
+    lora = Lora(rank=rank, targets=tuple(targets), alpha=alpha, dropout=dropout)
+    assert Lora.read(str(lora)) == lora
 
 
 def test_left_out_are_all_projections_and_a_scale_of_one() -> None:

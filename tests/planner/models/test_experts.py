@@ -45,18 +45,18 @@ def totals(found: tuple[Unit, ...]) -> tuple[int, ...]:
 
 @pytest.mark.parametrize("expert_units", [2, 3, 8, 100])
 def test_units_of_experts_add_up_to_the_bank(expert_units: int) -> None:
-    whole, apart = share(), share(expert_units=expert_units)
-    assert totals(apart) == totals(whole)
-    layer = [unit.name for unit in apart if unit.segment == "layers.1"]
+    whole, separate = share(), share(expert_units=expert_units)
+    assert totals(separate) == totals(whole)
+    layer = [unit.name for unit in separate if unit.segment == "layers.1"]
     # As few units as hold equal numbers of experts: 8 of them in 3 units are 3 + 3 + 2.
     assert len(layer) == 1 + min(expert_units, 8)
-    names = [spec.name for unit in apart for spec in unit.parameters]
+    names = [spec.name for unit in separate for spec in unit.parameters]
     assert len(names) == len(set(names))
     if expert_units == 2:
         assert layer == ["layers.1.attn", "layers.1.experts.0-3", "layers.1.experts.4-7"]
         assert "model.layers.1.mlp.experts.gate_up_proj[4:8]" in names
     # What is around experts belongs to their neighbours: no unit is without parameters.
-    assert all(unit.num_params for unit in apart)
+    assert all(unit.num_params for unit in separate)
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])

@@ -99,8 +99,8 @@ def test_ranks_share_the_work_of_layers_equally(name: str, tensor: int, context:
         assert own_bytes * tensor == pytest.approx(all_bytes)
     if config.is_expert_model:
         sizes = [sum(u.num_params for u in found if ".experts" in u.name) for found in (whole, part)]
-        apart = graph_units(config, expert_parallel=tensor * context)
-        assert sizes[1] == sum(u.num_params for u in apart if ".experts" in u.name)
+        separate = graph_units(config, expert_parallel=tensor * context)
+        assert sizes[1] == sum(u.num_params for u in separate if ".experts" in u.name)
 
 
 def test_expert_parallel_ranks_that_share_layers_are_on_one_node() -> None:

@@ -47,10 +47,10 @@ def test_the_default_precision_is_bf16_unless_fp32_is_multiplied_more_than_twice
 
 
 def test_a_plan_says_what_was_asked_and_predicted() -> None:
-    asked = request(num_devices=2, hardware=machine(devices_per_node=2), num_micro_batches=2, clip=False)
-    plan = make_plan(asked)
+    planned_request = request(num_devices=2, hardware=machine(devices_per_node=2), num_micro_batches=2, clip=False)
+    plan = make_plan(planned_request)
     decisions, prediction = plan.decisions, plan.prediction
-    assert (plan.model, plan.seq_len, plan.hardware) == (DEMO, 256, asked.hardware)
+    assert (plan.model, plan.seq_len, plan.hardware) == (DEMO, 256, planned_request.hardware)
     assert (decisions.data_parallel, decisions.micro_batch, decisions.num_micro_batches) == (2, 1, 2)
     assert not decisions.clip
     assert prediction.fits
@@ -64,16 +64,16 @@ def test_a_plan_says_what_was_asked_and_predicted() -> None:
 
 def test_proofs_made_during_the_search_are_those_of_the_certificate() -> None:
     """Some ZeRO stages do not fit: their proofs need no plan, and are the same whenever they are made."""
-    asked = request(num_devices=4, hardware=machine(devices_per_node=4, gpu_bytes=5e7))
-    (variant,) = asked.variants()
+    planned_request = request(num_devices=4, hardware=machine(devices_per_node=4, gpu_bytes=5e7))
+    (variant,) = planned_request.variants()
     misfits = prove_misfits(variant)
     assert 0 < len(misfits) < 4
-    found = find(asked, 60)
+    found = find(planned_request, 60)
     proofs = {proof.zero_stage: proof for proof in found.certificate().proofs}
     assert {stage: proofs[stage] for stage in misfits} == misfits
     assert all((proof.overrun is None) == (stage not in misfits) for stage, proof in proofs.items())
     with ThreadPoolExecutor(1) as pool:
-        assert find(asked, 60, pool=pool).certificate() == found.certificate()
+        assert find(planned_request, 60, pool=pool).certificate() == found.certificate()
 
 
 def test_the_same_request_gives_the_same_bytes_in_another_process() -> None:
@@ -112,11 +112,11 @@ def test_a_refusal_names_tier_amount_and_remedy() -> None:
 
 def test_a_refusal_of_a_real_model_says_how_much() -> None:
     # 18 B/param need 540 GB, and both tiers together have less than 100.
-    asked = Request(resolve_model("opt-30b"), load_profile("rtx-3090"), seq_len=512, micro_batch=1)
+    planned_request = Request(resolve_model("opt-30b"), load_profile("rtx-3090"), seq_len=512, micro_batch=1)
     with pytest.raises(
         InfeasibleError, match=r"the host \(1 device\(s\) per node\) lacks (\d+)\.\d GB beyond"
     ) as caught:
-        make_plan(asked, max_simulations=1)
+        make_plan(planned_request, max_simulations=1)
     assert "use more --gpus (or nodes), or a host with more memory" in str(caught.value)
 
 
@@ -149,11 +149,11 @@ def test_a_refusal_names_every_memory_that_is_too_small() -> None:
 
 @pytest.mark.parametrize(("overrun", "words"), [(1e-9, "that no schedule fits;"), (0.2999, "at least 29.9 % of some")])
 def test_no_more_is_said_than_is_proven(overrun: float, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = request(hardware=machine(gpu_bytes=1e7))
-    proof = Proof(choice=asked.variants()[0].choice, zero_stage=0, overrun=overrun, multipliers={})
+    planned_request = request(hardware=machine(gpu_bytes=1e7))
+    proof = Proof(choice=planned_request.variants()[0].choice, zero_stage=0, overrun=overrun, multipliers={})
     monkeypatch.setattr("planner.plan.planning.infeasible", lambda _rivals: (proof,))
     with pytest.raises(InfeasibleError, match=words):
-        make_plan(asked)
+        make_plan(planned_request)
 
 
 @pytest.mark.parametrize("name", ["num_devices", "seq_len", "micro_batch", "num_micro_batches", "subgroup_params"])

@@ -25,17 +25,17 @@ def request(micro_batch: int = 8, **sizes: object) -> Request:
 
 
 def test_a_smaller_micro_batch_with_accumulation_is_the_smallest_change_that_fits():
-    asked = request(gpu_bytes=8e7)
+    too_large = request(gpu_bytes=8e7)
     with pytest.raises(InfeasibleError):
-        make_plan(asked)
-    found = {remedy.words: remedy for remedy in what_would_fit(asked)}
+        make_plan(too_large)
+    found = {remedy.words: remedy for remedy in what_would_fit(too_large)}
     words = next(words for words in found if words.startswith("--micro-batch"))
     size, repeats = (int(n) for n in re.findall(r"\d+", words))
     assert size * repeats == 8
-    fits = dataclasses.replace(asked, micro_batch=size, num_micro_batches=repeats)
+    fits = dataclasses.replace(too_large, micro_batch=size, num_micro_batches=repeats)
     assert make_plan(fits, max_simulations=40).prediction.iteration_s <= found[words].iteration_s
     with pytest.raises(InfeasibleError):
-        make_plan(dataclasses.replace(asked, micro_batch=2 * size, num_micro_batches=repeats // 2))
+        make_plan(dataclasses.replace(too_large, micro_batch=2 * size, num_micro_batches=repeats // 2))
     assert "devices with 16 GB" in found
 
 
@@ -46,12 +46,12 @@ def test_host_memory_is_asked_for_where_that_is_what_lacks():
 
 
 def test_where_there_is_one_memory_it_is_the_device_that_lacks_it():
-    asked = request(micro_batch=1, gpu_bytes=1.2e8, host_bytes=1e8)
-    asked = dataclasses.replace(asked, hardware=asked.hardware.model_copy(update={"one_memory": True}))
+    too_large = request(micro_batch=1, gpu_bytes=1.2e8, host_bytes=1e8)
+    too_large = dataclasses.replace(too_large, hardware=too_large.hardware.model_copy(update={"one_memory": True}))
     with pytest.raises(InfeasibleError, match=r"a device with more memory$") as caught:
-        make_plan(asked)
+        make_plan(too_large)
     assert "host" not in str(caught.value)
-    words = [remedy.words for remedy in what_would_fit(asked)]
+    words = [remedy.words for remedy in what_would_fit(too_large)]
     assert "devices with 16 GB" in words
     assert not [word for word in words if word.startswith("hosts")]
 
@@ -65,8 +65,8 @@ def test_nothing_is_said_to_help_that_does_not():
 CHANGES: dict[str, Callable[[Request, int], tuple[dict[str, Any], dict[str, Any]]]] = {
     "--micro-batch": lambda _, n: tuple({"micro_batch": m, "num_micro_batches": 8 // m} for m in (n, 2 * n)),
     "--gpus": lambda _, n: ({"num_devices": n}, {"num_devices": n // 2}),
-    "devices": lambda asked, n: ({"hardware": larger(asked, gpu_bytes=n * 1e9)}, {}),
-    "hosts": lambda asked, n: ({"hardware": larger(asked, host_bytes=n * 2**30)}, {}),
+    "devices": lambda too_large, n: ({"hardware": larger(too_large, gpu_bytes=n * 1e9)}, {}),
+    "hosts": lambda too_large, n: ({"hardware": larger(too_large, host_bytes=n * 2**30)}, {}),
 }
 
 
@@ -81,46 +81,46 @@ CHANGES: dict[str, Callable[[Request, int], tuple[dict[str, Any], dict[str, Any]
     ],
 )
 def test_an_engine_that_does_not_fit_names_its_nearest_set_up_that_does(kind: str, sizes: dict[str, Any]):
-    asked = request(**sizes)
-    rows = [row for row in make_plan(asked, max_simulations=1).engines if not row.fits]
+    too_large = request(**sizes)
+    rows = [row for row in make_plan(too_large, max_simulations=1).engines if not row.fits]
     assert any(row.nearest and row.nearest.startswith(kind) for row in rows)
     for row in rows:
         assert row.nearest
         if not row.nearest.startswith(kind):
             continue
         size, *more = (int(n) for n in re.findall(r"\d+", row.nearest))
-        changed, smaller = CHANGES[kind](asked, size)
+        changed, smaller = CHANGES[kind](too_large, size)
         assert more == {"--micro-batch": [8 // size], "--gpus": [size]}.get(kind, [])
-        fits, lacks = (engine(dataclasses.replace(asked, **change), row.name) for change in (changed, smaller))
+        fits, lacks = (engine(dataclasses.replace(too_large, **change), row.name) for change in (changed, smaller))
         assert not fits.missing_bytes
         assert fits.iteration_s == row.nearest_iteration_s
         assert lacks.missing_bytes
 
 
-def larger(asked: Request, **sizes: float) -> HardwareProfile:
+def larger(too_large: Request, **sizes: float) -> HardwareProfile:
     names = {"gpu_bytes": "device.memory_bytes", "host_bytes": "host.memory_bytes"}
-    return replace(asked.hardware, {names[name]: size for name, size in sizes.items()}, ASSUMED)
+    return replace(too_large.hardware, {names[name]: size for name, size in sizes.items()}, ASSUMED)
 
 
-def engine(asked: Request, name: str) -> Candidate:
-    setup, workload, cost = prepare(asked)
+def engine(too_large: Request, name: str) -> Candidate:
+    setup, workload, cost = prepare(too_large)
     return engine_policies(setup, Scorer(workload, cost))[name]
 
 
 def test_an_engine_that_no_single_change_helps_names_a_larger_device_and_host_or_another_machine():
-    asked = Request(resolve_model("opt-30b"), load_profile("rtx4090-12ssd"), micro_batch=1)
-    rows = {row.name: row for row in make_plan(asked, max_simulations=1).engines if not row.fits}
+    too_large = Request(resolve_model("opt-30b"), load_profile("rtx4090-12ssd"), micro_batch=1)
+    rows = {row.name: row for row in make_plan(too_large, max_simulations=1).engines if not row.fits}
     both = re.fullmatch(r"devices with (\d+) GB and hosts with (\d+) GiB", rows["zenflow"].nearest or "")
     assert both
     gpu_bytes, host_bytes = int(both[1]) * 1e9, int(both[2]) * 2**30
 
     def on(hardware: HardwareProfile, name: str, num_devices: int = 1) -> Candidate:
-        return engine(dataclasses.replace(asked, hardware=hardware, num_devices=num_devices), name)
+        return engine(dataclasses.replace(too_large, hardware=hardware, num_devices=num_devices), name)
 
-    found = on(larger(asked, gpu_bytes=gpu_bytes, host_bytes=host_bytes), "zenflow")
+    found = on(larger(too_large, gpu_bytes=gpu_bytes, host_bytes=host_bytes), "zenflow")
     assert (found.missing_bytes, found.iteration_s) == ({}, rows["zenflow"].nearest_iteration_s)
-    assert on(larger(asked, gpu_bytes=gpu_bytes, host_bytes=host_bytes / 2), "zenflow").missing_bytes
-    assert on(larger(asked, gpu_bytes=80e9, host_bytes=host_bytes), "zenflow").missing_bytes
+    assert on(larger(too_large, gpu_bytes=gpu_bytes, host_bytes=host_bytes / 2), "zenflow").missing_bytes
+    assert on(larger(too_large, gpu_bytes=80e9, host_bytes=host_bytes), "zenflow").missing_bytes
     elsewhere = re.fullmatch(r"--hardware h100 --gpus (\d+) and (\d+) x the batch", rows["gpu-only"].nearest or "")
     assert elsewhere
     count = int(elsewhere[1])

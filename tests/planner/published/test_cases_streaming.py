@@ -45,9 +45,9 @@ def setup(num_rounds: int = 2, **options: Any) -> Setup:
     return Setup(model_units, **{**given, **options})
 
 
-def scorer(asked: Setup, gpu_bytes: float = 1e12) -> Scorer:
-    cost = CostModel(machine(gpu_bytes=gpu_bytes), asked.units, asked.precision, 1, optimizer=asked.optimizer)
-    return Scorer(Workload(asked.units, 64), cost)
+def scorer(given: Setup, gpu_bytes: float = 1e12) -> Scorer:
+    cost = CostModel(machine(gpu_bytes=gpu_bytes), given.units, given.precision, 1, optimizer=given.optimizer)
+    return Scorer(Workload(given.units, 64), cost)
 
 
 def test_a_layer_saves_what_the_engine_documents() -> None:
@@ -88,8 +88,8 @@ def test_the_device_adds_up_and_the_last_sum_stays() -> None:
 
 
 def test_the_last_sum_is_held_until_its_update() -> None:
-    asked = setup(2)
-    schedule = lower(asked.units, streaming(asked, 0, 0, 0), asynchronous=True)
+    given = setup(2)
+    schedule = lower(given.units, streaming(given, 0, 0, 0), asynchronous=True)
     tasks = schedule.tasks
     for name in ("layers.1.attn", "layers.2.mlp"):
         held = [b for b in schedule.buffers if b.label == name and b.memory_class == "gradients" and b.tier == "gpu"]
@@ -98,12 +98,12 @@ def test_the_last_sum_is_held_until_its_update() -> None:
 
 
 def test_only_inputs_leave_where_layers_are_recomputed() -> None:
-    asked = setup()
-    schedule = lower(asked.units, streaming(asked, 1, 1, 0), asynchronous=True)
+    given = setup()
+    schedule = lower(given.units, streaming(given, 1, 1, 0), asynchronous=True)
     moved = {t.unit: t.num_bytes for t in schedule.tasks if t.op is Op.OFFLOAD}
-    by_name = {unit.name: unit for unit in asked.units}
+    by_name = {unit.name: unit for unit in given.units}
     assert set(moved) == {f"layers.{i}.{part}" for i in range(3) for part in ("attn", "mlp")}
-    ways = {name: decided.activations for name, decided in streaming(asked, 1, 1, 0).units.items()}
+    ways = {name: decided.activations for name, decided in streaming(given, 1, 1, 0).units.items()}
     assert {ways[name] for name in moved} == {"offload", "offload-input"}
     for name, num_bytes in moved.items():
         unit = by_name[name]
@@ -115,17 +115,17 @@ def test_only_inputs_leave_where_layers_are_recomputed() -> None:
 @settings(max_examples=examples(12, 3), deadline=None)
 @given(st.floats(1.0, 3.0), st.integers(1, 3), st.sampled_from(["adamw", "muon"]))
 def test_the_search_is_near_the_best_of_all(room: float, num_rounds: int, optimizer: str) -> None:
-    asked = setup(num_rounds, optimizer=optimizer)
-    least = scorer(asked).score(streaming(asked, 0, 0, 0)).filled[Tier.GPU] * 1e12
-    scores = scorer(asked, room * least)
+    given = setup(num_rounds, optimizer=optimizer)
+    least = scorer(given).score(streaming(given, 0, 0, 0)).filled[Tier.GPU] * 1e12
+    scores = scorer(given, room * least)
     every = [
-        scores.score(streaming(asked, keep, offload, resident))
+        scores.score(streaming(given, keep, offload, resident))
         for keep, offload in itertools.product(range(5), repeat=2)
         if keep + offload <= 4
-        for resident in range(0, len(asked.units) + 1, 2)
+        for resident in range(0, len(given.units) + 1, 2)
     ]
     best = min(every, key=lambda candidate: candidate.order)
-    found = best_streaming(asked, scores)
+    found = best_streaming(given, scores)
     assert not found.missing_bytes
     assert found.iteration_s <= 1.05 * best.iteration_s
 

@@ -50,11 +50,11 @@ def test_choices_are_what_was_asked_for(model, num_devices, per_node, batch, ten
         with pytest.raises(ValueError, match="must divide the"):
             Constraints(num_devices=num_devices, tensor_parallel=tensor).choices(model, per_node)
         return
-    asked = Constraints(
+    constraints = Constraints(
         num_devices=num_devices, global_batch=batch, tensor_parallel=tensor, micro_batch=micro_batch, expert_units=8
     )
     try:
-        choices = asked.choices(model, per_node)
+        choices = constraints.choices(model, per_node)
     except ValueError as error:
         assert batch is not None and "cannot be cut" in str(error)
         return
@@ -108,14 +108,14 @@ def competed() -> Plan:
 
 def test_the_best_of_all_choices_wins(competed: Plan) -> None:
     """Every choice planned by itself is no better, as far as the search can tell, and none beats the bound."""
-    asked = request(num_devices=4, global_batch=16)
-    variants = asked.variants()
+    constraints = request(num_devices=4, global_batch=16)
+    variants = constraints.variants()
     assert len(variants) > 10
     least_s = math.inf
     for variant in variants:
         fixed = variant.choice.model_dump()
         del fixed["data_parallel"]
-        alone = make_plan(dataclasses.replace(asked, global_batch=None, **fixed), 40)
+        alone = make_plan(dataclasses.replace(constraints, global_batch=None, **fixed), 40)
         least_s = min(least_s, alone.prediction.iteration_s)
         assert competed.certificate.bound_s <= alone.prediction.iteration_s
         assert computing_s(variant) <= alone.prediction.iteration_s
@@ -153,14 +153,14 @@ def test_plans_over_slow_networks_keep_their_parameters_still() -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 1])
-@pytest.mark.parametrize("kept", [0, 3, 100])
+@pytest.mark.parametrize("num_layers", [0, 3, 100])
 @pytest.mark.parametrize("num_stages", [2, 3])
-def test_pipelines_satisfy_their_conditions(num_stages: int, kept: int, stage: int) -> None:
+def test_pipelines_satisfy_their_conditions(num_stages: int, num_layers: int, stage: int) -> None:
     units = small_units("demo-llama", 6)
     setup = Setup(units, data_parallel=2, pipeline_parallel=num_stages, num_micro_batches=4)
     profile = machine(devices_per_node=4)
     free = Scorer(Workload(units, 64), CostModel(profile, units, BF16, 2, 1, num_stages))
-    decisions = staged(setup, kept, stage)
+    decisions = staged(setup, num_layers, stage)
     prediction = free.predict(decisions)
     exact = machine(devices_per_node=4, gpu_bytes=max(use.peak_bytes for use in prediction.memory.values()))
     choice = Choice(data_parallel=2, pipeline_parallel=num_stages, num_micro_batches=4)
@@ -178,10 +178,10 @@ def test_a_pipeline_keeps_as_many_activations_as_fit() -> None:
     units = small_units("demo-llama", 6)
     setup = Setup(units, pipeline_parallel=2, num_micro_batches=8)
     peaks = {}
-    for kept in (0, 3, 6):
+    for num_layers in (0, 3, 6):
         cost = CostModel(machine(devices_per_node=2, issue_s=1e-9), units, BF16, 1, 1, 2)
-        peaks[kept] = Scorer(Workload(units, 64), cost).score(staged(setup, kept, 0))
-    times = [peaks[kept].iteration_s for kept in (0, 3, 6)]
+        peaks[num_layers] = Scorer(Workload(units, 64), cost).score(staged(setup, num_layers, 0))
+    times = [peaks[num_layers].iteration_s for num_layers in (0, 3, 6)]
     assert times[0] > times[1] > times[2]
     room = peaks[3].filled["gpu"] * 1e12 * 1.001  # type: ignore[index]
     tight = CostModel(machine(devices_per_node=2, issue_s=1e-9, gpu_bytes=room), units, BF16, 1, 1, 2)

@@ -106,10 +106,10 @@ def test_more_simulations_are_never_worse_and_the_budget_is_kept() -> None:
 
 def test_progress_only_improves() -> None:
     setup, workload, cost = prepare(REQUESTS["tight"])
-    told: list[Candidate] = []
-    outcome = search(setup, Scorer(workload, cost), 80, lambda candidate, _: told.append(candidate))
-    assert told[-1] == outcome.best
-    assert told[0].order >= told[-1].order
+    calls: list[Candidate] = []
+    outcome = search(setup, Scorer(workload, cost), 80, lambda candidate, _: calls.append(candidate))
+    assert calls[-1] == outcome.best
+    assert calls[0].order >= calls[-1].order
 
 
 def test_garbage_collection_is_only_suspended() -> None:
@@ -154,24 +154,24 @@ def test_as_many_schedules_are_remembered_as_there_is_room_for() -> None:
     units = small_units()
     made = [lower(units, decide(units, place), asynchronous=False) for place in (Place.CPU, Place.STREAM, Place.GPU)]
     remembered = scoring._Lowered(sum(schedule.arrays.nbytes for schedule in made[:2]))
-    asked: list[int] = []
+    lowered: list[int] = []
 
     def get(number: int) -> Schedule:
         def make() -> Schedule:
-            asked.append(number)
+            lowered.append(number)
             return made[number]
 
         return remembered.get(number, units, make)
 
     assert [get(number).arrays for number in (0, 1, 0)] == [made[number].arrays for number in (0, 1, 0)]
-    assert asked == [0, 1]
+    assert lowered == [0, 1]
     assert get(0).tasks == made[0].tasks
     assert get(0).buffers == made[0].buffers
-    assert asked[2:] == [0, 0], "tasks are made only where they are looked at"
+    assert lowered[2:] == [0, 0], "tasks are made only where they are looked at"
     get(2)
     get(0)
     get(1)
-    assert asked[4:] == [2, 1], "what was asked for longest ago is forgotten first"
+    assert lowered[4:] == [2, 1], "what was asked for longest ago is forgotten first"
 
 
 def test_what_cannot_fit_is_not_simulated() -> None:
@@ -209,12 +209,12 @@ def test_a_search_of_its_own_length_ends_when_it_has_gained_nothing_for_long(mon
     setup, workload, cost = prepare(dataclasses.replace(REQUESTS["tight"], num_micro_batches=2))
     monkeypatch.setattr("planner.search._TASKS", 75_000)
     found = search(setup, Scorer(workload, cost))
-    asked_for = search(setup, Scorer(workload, cost), 2 * found.num_simulations)
+    requested = search(setup, Scorer(workload, cost), 2 * found.num_simulations)
     monkeypatch.setattr("planner.search._PATIENCE", 1.0)
     whole = search(setup, Scorer(workload, cost))
     assert found.num_simulations < 0.8 * whole.num_simulations
-    assert found.num_simulations < asked_for.num_simulations, "what is asked for is not cut short"
-    assert found.best.iteration_s <= min(whole.best.iteration_s, asked_for.best.iteration_s) * 1.01
+    assert found.num_simulations < requested.num_simulations, "what is asked for is not cut short"
+    assert found.best.iteration_s <= min(whole.best.iteration_s, requested.best.iteration_s) * 1.01
 
 
 def test_a_budget_is_used_up_when_what_was_found_is_fast_enough() -> None:

@@ -62,10 +62,10 @@ def test_agreement_fails_when_a_rule_is_forgotten() -> None:
     makespan_s = run(schedule, prices, FREE, 2).makespan_s()
     free = Schedule(tuple(dataclasses.replace(t, after=(), after_previous=()) for t in schedule.tasks))
     assert run(free, prices, FREE, 2).makespan_s() < 0.95 * makespan_s
-    apart = Schedule(
+    separate = Schedule(
         tuple(dataclasses.replace(t, lane=tuple(Lane)[t.index % len(Lane)], after=t.after) for t in schedule.tasks)
     )
-    assert abs(run(apart, prices, FREE, 2).makespan_s() / makespan_s - 1) > 0.05
+    assert abs(run(separate, prices, FREE, 2).makespan_s() / makespan_s - 1) > 0.05
 
 
 def test_sharing_and_latency_by_hand() -> None:

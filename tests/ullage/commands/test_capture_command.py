@@ -238,13 +238,13 @@ def test_a_captured_block_that_is_missing_is_noticed(captured: bool, package: st
 
 def test_capturing_in_another_precision_is_told_with_its_remedy() -> None:
     captured = capture_module(lambda: torch.nn.Linear(4, 4), ["8x4"])  # in bf16
-    asked = Request(captured, load_profile("epyc-turin-2c"), seq_len=1, micro_batch=8, precision=FP32)
+    wanted = Request(captured, load_profile("epyc-turin-2c"), seq_len=1, micro_batch=8, precision=FP32)
     with pytest.raises(
         ValueError, match='bytes per value 2, not 4; capture it again with dtype="fp32", or ask'
     ) as caught:
-        make_plan(asked)
+        make_plan(wanted)
     assert "micro_batch" not in str(caught.value)
     with pytest.raises(
         ValueError, match="tokens per sequence 1, not 7 and bytes per value 2, not 4; ask for seq_len=1"
     ):
-        make_plan(dataclasses.replace(asked, seq_len=7))
+        make_plan(dataclasses.replace(wanted, seq_len=7))

@@ -286,12 +286,12 @@ def test_the_command_lists_verifies_exports_and_prunes(
     assert masters
     assert all(torch.equal(exported[name], tensor) for name, tensor in masters.items())
     damaged = whole / f"step-{steps[1]:08d}" / "optimizer" / "exp_avg-00000.safetensors"
-    kept = damaged.read_bytes()
-    damaged.write_bytes(kept[:-1] + bytes([kept[-1] ^ 1]))
+    intact = damaged.read_bytes()
+    damaged.write_bytes(intact[:-1] + bytes([intact[-1] ^ 1]))
     code, text = run("verify", str(copies))
     assert code == 1
     assert "is damaged between" in text
-    damaged.write_bytes(kept)
+    damaged.write_bytes(intact)
 
 
 @pytest.mark.parametrize(

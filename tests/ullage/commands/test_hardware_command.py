@@ -112,15 +112,15 @@ def elsewhere(local: HardwareProfile) -> HardwareProfile:
 @pytest.mark.usefixtures("elsewhere")
 def test_another_machines_profile_is_refused_unless_asked_for(tiny_model, tmp_path, capsys):
     plan = tmp_path / "plan.json"
-    asked = ["plan", "--model", str(tiny_model), "--hardware", "local", "--seq-len", "64"]
-    asked += ["--output", str(plan), "--json"]
-    for command in (asked, ["calibrate", "--only", "cpu"], ["hardware", "check"]):
+    options = ["plan", "--model", str(tiny_model), "--hardware", "local", "--seq-len", "64"]
+    options += ["--output", str(plan), "--json"]
+    for command in (options, ["calibrate", "--only", "cpu"], ["hardware", "check"]):
         assert main(command) == 2
         shown = capsys.readouterr().err
         assert "was measured on another machine: its CPU is 'Z80', this one" in shown
         assert shown.count("\n") == 1
     assert not plan.exists()
-    assert main([*asked, "--allow-other-machine"]) == 0
+    assert main([*options, "--allow-other-machine"]) == 0
     capsys.readouterr()
     run = ["execute", str(plan), "--iterations", "6", "--output-dir", str(tmp_path / "out"), "--json"]
     assert main(run) == 2

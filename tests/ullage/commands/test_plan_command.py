@@ -205,15 +205,15 @@ def test_adapters_are_a_remedy_that_says_what_it_changes(host_bytes, options, ch
     machine = replace(load_profile("rtx-4090"), {"host.memory_bytes": host_bytes}, ASSUMED)
     path = tmp_path / "small.json"
     path.write_text(machine.model_dump_json())
-    asked = ["plan", "--model", "demo-llama", "--hardware", str(path), "--seq-len", "64", "--device-memory"]
-    asked += [*options, "--output", str(tmp_path / "p.json")]
-    assert main([*asked, "--json"]) == 2
+    command = ["plan", "--model", "demo-llama", "--hardware", str(path), "--seq-len", "64", "--device-memory"]
+    command += [*options, "--output", str(tmp_path / "p.json")]
+    assert main([*command, "--json"]) == 2
     text, shown = capsys.readouterr()
     found = {remedy["change"]: remedy["effect"] for remedy in json.loads(text)["fits_with"]}
     assert found[change] == effect
     assert f"{change} (" in shown
     assert f"any search): {effect}\n" in shown
-    assert main([*asked, *change.split()]) == 0
+    assert main([*command, *change.split()]) == 0
 
 
 @pytest.mark.usefixtures("no_engines", "no_remedies")

@@ -115,9 +115,9 @@ def test_the_scripts_own_time_is_shown_where_it_is_a_task(plan, capsys):
     decisions = subject.decisions.model_copy(update={"loop": True})
     cost = CostModel.of(machine, subject.workload.units, decisions)
     seen = Iteration.of(looping := dataclasses.replace(subject, decisions=decisions, cost=cost), looping.simulate())
-    told = seen.to_json()["phases_s"]
-    assert told["loop"] == pytest.approx(machine.device.loop_s.value)
-    assert sum(told.values()) == pytest.approx(2 * told["iteration"])
+    output = seen.to_json()["phases_s"]
+    assert output["loop"] == pytest.approx(machine.device.loop_s.value)
+    assert sum(output.values()) == pytest.approx(2 * output["iteration"])
     prediction = predict(subject.workload, decisions, cost, seen.simulation)
     parts_s = (prediction.forward_s, prediction.backward_s, prediction.update_s, prediction.loop_s)
     assert sum(parts_s) == pytest.approx(prediction.iteration_s)
@@ -243,9 +243,11 @@ def test_a_figure_without_matplotlib_names_the_remedy(plan_path, tmp_path):
 
 
 def test_chart_shows_the_most_that_is_held():
-    kept = MemoryClass.PARAMETERS
-    use = MemoryUse(times_s=(0.0, 0.5, 0.51), num_bytes={kept: (1, 9, 2)}, peak_bytes=9, peak_by_class={kept: 9})
-    chart = most_held(use, use.num_bytes[kept], 1.0, 72).tolist()
+    memory_class = MemoryClass.PARAMETERS
+    use = MemoryUse(
+        times_s=(0.0, 0.5, 0.51), num_bytes={memory_class: (1, 9, 2)}, peak_bytes=9, peak_by_class={memory_class: 9}
+    )
+    chart = most_held(use, use.num_bytes[memory_class], 1.0, 72).tolist()
     assert chart[0] == chart[35] == 1
     assert chart[36] == 9
     assert chart[37:] == [2] * (len(chart) - 37)

@@ -98,8 +98,8 @@ def test_what_the_host_lacks_is_planned_and_executed_on_nvme(
     hardware = load_profile("epyc-turin-2c").with_device_memory(22_000_000).model_dump()
     hardware["host"]["memory_bytes"]["value"] = 18_000_000
     machine = HardwareProfile.model_validate(hardware)
-    asked = Request(model, machine, seq_len=128, micro_batch=4, storage="nvme", precision=FP32)
-    made = make_plan(asked, max_simulations=40)
+    request = Request(model, machine, seq_len=128, micro_batch=4, storage="nvme", precision=FP32)
+    made = make_plan(request, max_simulations=40)
     assert any(Place.NVME in unit.update for unit in made.decisions.units.values())
     assert any(unit.params == "nvme" for unit in made.decisions.units.values())
     assert made.decisions.executable
@@ -122,8 +122,8 @@ def test_activations_that_leave_are_planned_and_executed(tmp_path: Path, capsys:
     model = narrow_llama(3)
     roomy = load_profile("epyc-turin-2c").with_device_memory(29_000_000)  # lanes may be slower than planned
     machine = roomy.with_device_memory(26_000_000)
-    asked = Request(model, machine, seq_len=128, micro_batch=4, storage="activations", precision=FP32)
-    made = make_plan(asked, max_simulations=40)
+    request = Request(model, machine, seq_len=128, micro_batch=4, storage="activations", precision=FP32)
+    made = make_plan(request, max_simulations=40)
     assert any(unit.offloads for unit in made.decisions.units.values())
     made = made.model_copy(update={"hardware": roomy})
     path = tmp_path / "plan.json"

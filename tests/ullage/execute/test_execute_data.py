@@ -58,8 +58,8 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rng = np.random.default_rng(0)
     sums = [(f"{a}+{b}", str(a + b) + " because" * int(rng.integers(0, 3))) for a in range(10) for b in range(3, 8)]
     chats = [
-        {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]}
-        for asked, said in sums
+        {"messages": [{"role": "user", "content": problem}, {"role": "assistant", "content": answer}]}
+        for problem, answer in sums
     ]
     lines(folder / "chat.jsonl", chats)
     return folder

@@ -297,11 +297,11 @@ def test_the_command_says_where_and_what(plan, plan_path, tmp_path, capsys):
     save_run(slower_run(plan), tmp_path / "run.json")
     output = tmp_path / "both.html"
     assert main(["report", str(plan_path), str(tmp_path / "run.json"), "--output", str(output), "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["output"] == str(output)
-    assert told["num_bytes"] == output.stat().st_size
-    assert [part["kind"] for part in told["parts"]] == ["plan", "run"]
-    assert told["parts"][0]["sections"]["memory"] == ["memory-gpu", "memory-host"]
+    output_json = json.loads(capsys.readouterr().out)
+    assert output_json["output"] == str(output)
+    assert output_json["num_bytes"] == output.stat().st_size
+    assert [part["kind"] for part in output_json["parts"]] == ["plan", "run"]
+    assert output_json["parts"][0]["sections"]["memory"] == ["memory-gpu", "memory-host"]
     assert main(["report", str(plan_path), "--output", str(output)]) == 0
     assert capsys.readouterr().out == f"report written to {output}\n"
 
@@ -349,13 +349,13 @@ def test_without_the_extra_the_remedy_is_named(plan_path, tmp_path):
 
 
 def test_a_study_has_curves_what_binds_and_the_front():
-    asked = study()
-    part = part_of(asked)
+    example_study = study()
+    part = part_of(example_study)
     shown = pictures(part)
     assert [s.key for s in part.sections] == [
         "answer", "maps", "along-gpus", "along-host-link", "bottlenecks", "sensitivities", "money"
     ]  # fmt: skip
-    fits = [point for point in asked.points if point.figures]
+    fits = [point for point in example_study.points if point.figures]
     for key, read in {
         "along-gpus-speed": lambda p: (p.settings["gpus"], p.figures.tokens_per_s),
         "along-host-link-iteration": lambda p: (p.varied["host-link"].after, p.figures.iteration_s),
@@ -367,7 +367,7 @@ def test_a_study_has_curves_what_binds_and_the_front():
     front = shown["pareto"].traces[-1]
     assert list(front.x) == sorted(p.figures.tokens_per_s for p in fits if p.on_front)
     table = table_of(part, "Points, predicted")
-    assert len(table.rows) == len(asked.points)
+    assert len(table.rows) == len(example_study.points)
     assert table.rows[-1] == ("1", "0.5x", "-", "-", "-", "-", "lacks 5 GB", "-", "-")
     assert part.summary.facts[0].value == "11 of 12"
     assert "nothing fits" in str(shown["sensitivities"].traces[1].texts)
@@ -377,18 +377,18 @@ def test_a_study_has_curves_what_binds_and_the_front():
 
 
 def test_two_fields_make_a_map_of_speed_and_one_of_cost():
-    asked = study()
-    shown = pictures(part_of(asked))
+    example_study = study()
+    shown = pictures(part_of(example_study))
     for key, read in {"speed": lambda p: p.figures.tokens_per_s, "cost": lambda p: p.cost.per_million_tokens}.items():
         drawn = shown[f"map-gpus-host-link-{key}"]
         assert (drawn.columns, drawn.rows) == (("1", "2", "3", "4"), ("0.5x", "1x", "2x"))
         found = {
             (gpus, factor): value
-            for factor, row in zip(asked.axes[1].values, drawn.values, strict=True)
-            for gpus, value in zip(asked.axes[0].values, row, strict=True)
+            for factor, row in zip(example_study.axes[1].values, drawn.values, strict=True)
+            for gpus, value in zip(example_study.axes[0].values, row, strict=True)
         }
         assert found == {
-            (p.settings["gpus"], p.settings["host-link"]): read(p) if p.figures else None for p in asked.points
+            (p.settings["gpus"], p.settings["host-link"]): read(p) if p.figures else None for p in example_study.points
         }
         assert drawn.table.rows[0][:2] == ("0.5x", "-")
         assert "lacks 5 GB" in drawn.texts[0][0]
@@ -397,8 +397,8 @@ def test_two_fields_make_a_map_of_speed_and_one_of_cost():
 
 
 def test_a_map_of_three_fields_has_the_best_of_the_third():
-    asked = study()
-    third = asked.axes[0].model_copy(update={"name": "micro_batch", "values": (1, 2)})
+    example_study = study()
+    third = example_study.axes[0].model_copy(update={"name": "micro_batch", "values": (1, 2)})
     slower = [
         point.model_copy(
             update={
@@ -408,11 +408,11 @@ def test_a_map_of_three_fields_has_the_best_of_the_third():
                 ),
             }
         )
-        for point in asked.points
+        for point in example_study.points
         if point.figures
         for size in (1, 2)
     ]
-    three = asked.model_copy(update={"axes": (*asked.axes, third), "points": tuple(slower)})
+    three = example_study.model_copy(update={"axes": (*example_study.axes, third), "points": tuple(slower)})
     shown = pictures(part_of(three))
     assert {value for row in shown["map-gpus-host-link-speed"].values for value in row} == {None, 200.0}
     assert shown["map-gpus-host-link-speed"].texts[0][0] == "not asked for"
@@ -420,11 +420,11 @@ def test_a_map_of_three_fields_has_the_best_of_the_third():
 
 
 def test_fields_that_go_side_by_side_make_no_map():
-    asked = study(num_values=3)
-    beside = [p for p in asked.points if p.settings["host-link"] == (0.5, 1.0, 2.0)[p.settings["gpus"] - 1]]
-    part = part_of(asked.model_copy(update={"points": tuple(beside[1:])}))
+    example_study = study(num_values=3)
+    beside = [p for p in example_study.points if p.settings["host-link"] == (0.5, 1.0, 2.0)[p.settings["gpus"] - 1]]
+    part = part_of(example_study.model_copy(update={"points": tuple(beside[1:])}))
     assert "maps" in [section.key for section in part.sections], "two of four pairs are half"
-    assert "maps" not in [s.key for s in part_of(asked.model_copy(update={"points": tuple(beside)})).sections]
+    assert "maps" not in [s.key for s in part_of(example_study.model_copy(update={"points": tuple(beside)})).sections]
 
 
 def test_of_many_combinations_the_best_is_drawn():

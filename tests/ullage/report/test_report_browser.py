@@ -40,11 +40,11 @@ class Shown:
         self.context = browser.new_context(**context)
         self.context.set_default_timeout(600_000)  # a loaded machine is no failure
         self.page = self.context.new_page()
-        self.told: list[str] = []
-        self.asked: list[str] = []
-        self.page.on("console", lambda message: self.told.append(message.text))
-        self.page.on("pageerror", lambda error: self.told.append(str(error)))
-        self.page.on("request", lambda request: self.asked.append(request.url))
+        self.messages: list[str] = []
+        self.urls: list[str] = []
+        self.page.on("console", lambda message: self.messages.append(message.text))
+        self.page.on("pageerror", lambda error: self.messages.append(str(error)))
+        self.page.on("request", lambda request: self.urls.append(request.url))
         self.page.goto(path.as_uri())
         self.drawn()
 
@@ -70,8 +70,8 @@ class Shown:
         )
 
     def check(self) -> None:
-        assert self.told == []
-        assert len(set(self.asked)) == 1, self.asked
+        assert self.messages == []
+        assert len(set(self.urls)) == 1, self.urls
 
     def close(self) -> None:
         self.check()

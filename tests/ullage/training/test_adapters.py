@@ -34,7 +34,7 @@ SIZES = {
     "num_attention_heads": 4,
     "eos_token_id": 0,
 }
-ASKED = "rank=4,targets=q_proj+down_proj"
+LORA = "rank=4,targets=q_proj+down_proj"
 MACHINE = ["--hardware", "epyc-turin-2c", "--precision", "fp32", "--device-memory", "1MB"]
 BATCH = ["--seq-len", "32", "--micro-batch", "2"]
 EITHER: tuple[Quantization | None, ...] = (None, "nf4", "int8")
@@ -67,7 +67,7 @@ def adapted(
     return model.train()
 
 
-def planned(base: Path, quantization: Quantization | None = None, asked: str | None = ASKED) -> Plan:
+def planned(base: Path, quantization: Quantization | None = None, lora_option: str | None = LORA) -> Plan:
     machine = ullage.load_profile("epyc-turin-2c").with_device_memory(1_000_000)
     return ullage.plan(
         base / "config.json",
@@ -76,7 +76,7 @@ def planned(base: Path, quantization: Quantization | None = None, asked: str | N
         seq_len=32,
         micro_batch=2,
         clip=False,
-        lora=asked,
+        lora=lora_option,
         quantize=quantization,
     )
 
@@ -130,8 +130,8 @@ def test_a_plan_is_executed_on_text_and_its_adapter_saved(
     base: Path, quantization: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    asked = ["--lora", ASKED, "--quantize", quantization or "none"]
-    assert main(["plan", "--model", f"{base}/config.json", *asked, *BATCH, *MACHINE]) == 0
+    lora_option = ["--lora", LORA, "--quantize", quantization or "none"]
+    assert main(["plan", "--model", f"{base}/config.json", *lora_option, *BATCH, *MACHINE]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     num_trained = 3 * 4 * (64 + 64 + 128 + 64)
     assert f"{num_trained:,} of them trained" in shown
@@ -153,7 +153,7 @@ def test_a_run_goes_on_in_the_middle_to_the_same_adapter(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["plan", "--model", f"{base}/config.json", "--lora", f"{ASKED},dropout=0.1", *BATCH, *MACHINE]) == 0
+    assert main(["plan", "--model", f"{base}/config.json", "--lora", f"{LORA},dropout=0.1", *BATCH, *MACHINE]) == 0
     run = ["execute", "plan.json", "--iterations", "8", "--lr", "1e-2", "--seed", "3", "--weights", str(base)]
     saves = [*run, "--checkpoint-dir", "saved", "--checkpoint-every", "6"]
     assert main([*saves, "--save", "whole"]) == 0
@@ -174,28 +174,28 @@ def test_the_base_of_an_executed_plan_has_its_weights(base: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "quantization", "options", "message"),
+    ("lora_option", "quantization", "options", "message"),
     [
-        (ASKED, None, {"rank": 8}, "adapters have rank 8, but 4 in the plan; make the model with LoraConfig(r=4), or"),
-        (ASKED, None, {"rank": 8}, "plan with --lora rank=8,targets=down_proj+q_proj"),
-        (ASKED, None, {"targets": ["q_proj"]}, "the plan has LoRA adapters on down_proj, but the model has none there"),
+        (LORA, None, {"rank": 8}, "adapters have rank 8, but 4 in the plan; make the model with LoraConfig(r=4), or"),
+        (LORA, None, {"rank": 8}, "plan with --lora rank=8,targets=down_proj+q_proj"),
+        (LORA, None, {"targets": ["q_proj"]}, "the plan has LoRA adapters on down_proj, but the model has none there"),
         (
-            ASKED,
+            LORA,
             None,
             {"targets": ["q_proj", "down_proj", "v_proj"]},
             "with the plan's LoraConfig(target_modules=['down_proj', 'q_proj']), or plan with --lora rank=4,",
         ),
-        (ASKED, None, {"adapter": "mine"}, "the model's adapter is called mine, but default in the plan; leave"),
-        (ASKED, None, {"use_dora": True}, "use_dora=True), but the plan with use_dora=False"),
-        (ASKED, None, {"modules_to_save": ["lm_head"]}, "modules_to_save=['lm_head']), but the plan with []"),
-        (ASKED, None, {"quantization": "nf4"}, "is quantized, but not in the plan; plan with --quantize"),
+        (LORA, None, {"adapter": "mine"}, "the model's adapter is called mine, but default in the plan; leave"),
+        (LORA, None, {"use_dora": True}, "use_dora=True), but the plan with use_dora=False"),
+        (LORA, None, {"modules_to_save": ["lm_head"]}, "modules_to_save=['lm_head']), but the plan with []"),
+        (LORA, None, {"quantization": "nf4"}, "is quantized, but not in the plan; plan with --quantize"),
         (
-            ASKED,
+            LORA,
             "nf4",
             {},
             "is not quantized, and takes 16,384 bytes, but to 2,144 in the plan; quantize it as planned",
         ),
-        (ASKED, "nf4", {"quantization": "int8"}, "is quantized to 4,352 bytes, but to 2,144 in the plan"),
+        (LORA, "nf4", {"quantization": "int8"}, "is quantized to 4,352 bytes, but to 2,144 in the plan"),
         (
             None,
             None,
@@ -205,11 +205,11 @@ def test_the_base_of_an_executed_plan_has_its_weights(base: Path) -> None:
     ],
 )
 def test_a_model_that_does_not_match_is_told_which_option_differs(
-    base: Path, asked: str | None, quantization: Quantization | None, options: dict[str, Any], message: str
+    base: Path, lora_option: str | None, quantization: Quantization | None, options: dict[str, Any], message: str
 ) -> None:
     model = adapted(base, **options)
     with pytest.raises(ullage.BindingError) as refused:
-        ullage.prepare(model, adam(model), planned(base, quantization, asked))
+        ullage.prepare(model, adam(model), planned(base, quantization, lora_option))
     assert message in str(refused.value)
 
 
@@ -283,7 +283,7 @@ def test_weights_of_a_quantized_base_are_checked_before_they_are_read(
 
 
 def test_models_says_what_is_trained_and_what_is_frozen(base: Path, capsys: Any) -> None:
-    words = ["models", f"{base}/config.json", "--lora", ASKED]
+    words = ["models", f"{base}/config.json", "--lora", LORA]
     assert main([*words, "--json"]) == 0
     plain = AutoModelForCausalLM.from_pretrained(base)
     num_frozen = sum(p.numel() for p in plain.parameters())
@@ -297,7 +297,7 @@ def test_models_says_what_is_trained_and_what_is_frozen(base: Path, capsys: Any)
     assert main(words) == 0
     assert f"{num_trained:,}" in capsys.readouterr().out
     for wrong, message in (
-        (["models", "--lora", ASKED], "--lora and --quantize are for one model; give its name too"),
+        (["models", "--lora", LORA], "--lora and --quantize are for one model; give its name too"),
         (["models", "gpt2", "--quantize", "nf4"], "--quantize nf4 is for frozen weights, but without --lora"),
     ):
         assert main(wrong) == 2

@@ -24,7 +24,7 @@ from ullage.data.order import Order, shares
 from ullage.data.packing import packed
 
 TOKENIZER = make_tokenizer()
-ASKED = "Below is an instruction that describes a task"
+QUESTION = "Below is an instruction that describes a task"
 
 
 def records(lengths: Iterable[int]) -> list[dict[str, Any]]:
@@ -73,13 +73,11 @@ def test_ranks_share_every_micro_batch(num_rows: int, micro_batch: int, num_rank
     rows = np.arange(num_rows) + 100
     of_ranks = [list(shares(rows, micro_batch, rank, num_ranks)) for rank in range(num_ranks)]
     assert len({len(of_rank) for of_rank in of_ranks}) == 1, "all call the model equally often"
-    counted = [
-        row for together in zip(*of_ranks, strict=True) for share in together if share.counts for row in share.rows
-    ]
+    counted = [row for joined in zip(*of_ranks, strict=True) for share in joined if share.counts for row in share.rows]
     assert counted == rows.tolist()
     assert all(1 <= len(share.rows) <= micro_batch for of_rank in of_ranks for share in of_rank)
-    for together in zip(*of_ranks, strict=True):
-        sizes = [len(share.rows) * share.counts for share in together]
+    for joined in zip(*of_ranks, strict=True):
+        sizes = [len(share.rows) * share.counts for share in joined]
         assert max(sizes) - min(sizes) <= 1
 
 
@@ -133,7 +131,7 @@ def test_every_target_comes_once_an_epoch_and_any_position_gives_the_rest(
     ]
     for rank, data in enumerate(ranks):
         data.share(rank, num_ranks)
-    steps = [list(together) for together in zip(*(data.steps(2) for data in ranks), strict=True)]
+    steps = [list(joined) for joined in zip(*(data.steps(2) for data in ranks), strict=True)]
     for step in steps:
         assert sum(batch.weight for of_rank in step for batch in of_rank) == pytest.approx(num_ranks)
         targets = sum(batch.num_targets for of_rank in step for batch in of_rank)
@@ -230,9 +228,9 @@ def test_alpaca_has_its_prompt(tmp_path: Path) -> None:
     ]
     (first, learned_of_first), (second, learned_of_second) = shown(data_of(tmp_path, rows, 400, 1))
     assert (learned_of_first, learned_of_second) == ("3<eos>", "hi<eos>")
-    assert first.startswith(f"{ASKED}, paired with an input")
+    assert first.startswith(f"{QUESTION}, paired with an input")
     assert first.endswith("### Instruction:~add~### Input:~1, 2~### Response:~3<eos>")
-    assert second.startswith(f"{ASKED}. Write")
+    assert second.startswith(f"{QUESTION}. Write")
     assert second.endswith("### Instruction:~greet~### Response:~hi<eos>")
 
 
@@ -409,9 +407,9 @@ def test_a_model_that_does_not_keep_documents_apart_is_told_of_once(
     for _ in range(2):
         batch.loss(model).backward()
     assert model.training
-    (told,) = [warning for warning in recwarn if warning.category is RuntimeWarning]
-    assert "does not keep the documents of a packed sequence apart, so tokens see" in str(told.message)
-    assert told.filename == __file__
+    (warned,) = [warning for warning in recwarn if warning.category is RuntimeWarning]
+    assert "does not keep the documents of a packed sequence apart, so tokens see" in str(warned.message)
+    assert warned.filename == __file__
 
 
 @pytest.mark.parametrize("pack", [False, True], ids=["padded", "packed"])

@@ -87,10 +87,10 @@ class Recording:
     def __init__(self, timeline: Timeline) -> None:
         self._timeline = timeline
         self.record = True
-        self.asked: list[tuple[int, int]] = []
+        self.requests: list[tuple[int, int]] = []
 
     def timeline(self, first: int, last: int) -> Timeline:
-        self.asked.append((first, last))
+        self.requests.append((first, last))
         return Timeline(self._timeline.schedule, self._timeline.start_s[:5], self._timeline.end_s[:5])
 
 
@@ -101,8 +101,8 @@ def test_what_is_read_was_recorded_and_recording_is_bounded(predicted: Timeline)
         if session.record:
             recorded.add(iteration)
         watch.after(session, iteration)  # type: ignore[arg-type]
-    assert len(session.asked) == 10
-    assert all(recorded >= set(range(first, last + 1)) for first, last in session.asked)
+    assert len(session.requests) == 10
+    assert all(recorded >= set(range(first, last + 1)) for first, last in session.requests)
     assert set(range(NUM_RECORDED)) <= recorded
     assert len(recorded) == NUM_RECORDED + 8 * 5
     assert Session.record.fset is not None  # what is stood in for can be switched

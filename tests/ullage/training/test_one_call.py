@@ -297,12 +297,12 @@ def test_a_machine_without_a_profile_is_measured_once_and_it_is_the_default_from
     found = measuring.profile_here()
     assert found == here
     assert torch.equal(drawn, torch.get_rng_state())
-    told = capsys.readouterr().err.splitlines()
-    assert [line.partition(":")[2][:30] for line in told] == [
+    warned = capsys.readouterr().err.splitlines()
+    assert [line.partition(":")[2][:30] for line in warned] == [
         f" {local_profile_path()}"[:30],
         " profile written to " + str(home)[:10],
     ]
-    assert "was measured on another machine (its CPU is 'another'" in told[0]
+    assert "was measured on another machine (its CPU is 'another'" in warned[0]
     assert sorted(path.suffix for path in home.iterdir()) == [".json", ".old"]  # the other one is not lost
     assert measuring.profile_here() == found == load_profile("local")
     assert capsys.readouterr().err == ""

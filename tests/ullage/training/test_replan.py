@@ -58,18 +58,18 @@ def test_a_better_plan_takes_over_and_training_is_the_same(
         printed.append(json.loads(capsys.readouterr().out))
     stayed, changed = printed
     assert changed["losses"] == stayed["losses"], "in all bits"
-    told = changed["replan"]
-    assert told["switched"]
-    assert told["before"]["predicted_s"] == bad.prediction.iteration_s
-    assert told["after"]["predicted_s"] < (1 - MARGIN) * told["before"]["predicted_again_s"]
-    assert told["before"]["measured_s"] == pytest.approx(
-        told["comparison_before"]["phases"]["iteration"]["measured"], rel=0.5
+    replanned = changed["replan"]
+    assert replanned["switched"]
+    assert replanned["before"]["predicted_s"] == bad.prediction.iteration_s
+    assert replanned["after"]["predicted_s"] < (1 - MARGIN) * replanned["before"]["predicted_again_s"]
+    assert replanned["before"]["measured_s"] == pytest.approx(
+        replanned["comparison_before"]["phases"]["iteration"]["measured"], rel=0.5
     )
-    assert told["before"]["decided"] != told["after"]["decided"]
-    assert told["comparison_before"]["memory"]["host"]["error"] == 0
-    assert told["comparison_before"]["memory"]["gpu"]["error"] == pytest.approx(0, abs=0.15)
+    assert replanned["before"]["decided"] != replanned["after"]["decided"]
+    assert replanned["comparison_before"]["memory"]["host"]["error"] == 0
+    assert replanned["comparison_before"]["memory"]["gpu"]["error"] == pytest.approx(0, abs=0.15)
     assert changed["memory"]["gpu"]["error"] == pytest.approx(0, abs=0.15)
-    assert "changed to it: the state passed through a file of " in told["words"]
+    assert "changed to it: the state passed through a file of " in replanned["words"]
     run = load_run(out / "run.json")
     assert run.before is not None
     assert run.before.plan == bad
