@@ -136,7 +136,7 @@ def test_the_largest_model_fits_and_the_next_does_not(tiny, tmp_path):
         found.answer.words
     )
     with pytest.raises(StudyError, match="leave out --model"):
-        asked(tiny, "largest", tmp_path)
+        answered(tiny, "largest", tmp_path)
 
 
 def test_questions_choose_their_own_points(tiny, tmp_path):
