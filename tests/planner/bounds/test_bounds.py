@@ -6,7 +6,7 @@ from fractions import Fraction
 from typing import get_args
 
 import pytest
-from amount import examples
+from amount import ALL, examples
 from cases import Case, cases, decide, small_units
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
@@ -165,7 +165,7 @@ def check(units: tuple[Unit, ...], decisions: Decisions, profile: HardwareProfil
     return own.value / period_s
 
 
-@settings(SLOW, max_examples=examples(150))
+@settings(SLOW, max_examples=150 if ALL else 15)
 @given(cases(), machines())
 def test_no_schedule_is_faster_than_the_bound_where_it_just_fits(case: Case, profile: HardwareProfile) -> None:
     event(f"{check(case.units, case.decisions, profile):.1f} of the period")
@@ -194,7 +194,7 @@ def test_bounds_of_plain_schedules_hold_and_are_near(speed, ranks, place):
         assert check(units, decisions, profile) > (0.35 if place is Place.STREAM else 0.5)
 
 
-@pytest.mark.part(3)
+@pytest.mark.part(7)  # two that differ in all
 @pytest.mark.parametrize("read_bytes_per_s", [1e9, 8e9], ids=["reads bind", "writes bind"])
 @pytest.mark.parametrize("params", ["host", "nvme"])
 @pytest.mark.parametrize("spill", [False, True])

@@ -78,11 +78,11 @@ def far_from_pfs() -> Plan:
 @functools.cache
 def on_drives() -> Plan:
     """Return a plan with state that neither device nor host can hold."""
-    hardware = load_profile("rtx-4090").with_device_memory(8 * 10**9)
-    memory = hardware.host.memory_bytes.model_copy(update={"value": 9e9})
+    hardware = load_profile("rtx-4090").with_device_memory(2 * 10**9)
+    memory = hardware.host.memory_bytes.model_copy(update={"value": 3.2e9})
     host = hardware.host.model_copy(update={"memory_bytes": memory})
     hardware = hardware.model_copy(update={"host": host})
-    request = Request(resolve_model("opt-1.3b"), hardware, 1, seq_len=1024, micro_batch=4, storage="nvme")
+    request = Request(shallow("opt-1.3b"), hardware, 1, seq_len=1024, micro_batch=1, storage="nvme")
     return make_plan(request, max_simulations=4)
 
 
@@ -269,7 +269,7 @@ def test_state_on_drives_competes_with_its_checkpoints():
     assert made.levels[-1].level == "nvme"
     why_not = {row.name: row.why_not for row in made.engines}
     assert why_not["datastates"] == "its code refuses state that is not on the device"
-    assert why_not["checkfreq-async"].startswith("needs 15.8 GB more of the host")
+    assert why_not["checkfreq-async"].startswith("needs 4.91 GB more of the host")
 
 
 def test_filling_a_slower_level_competes_with_training_for_drives():
@@ -316,7 +316,8 @@ def test_ours_wastes_less_than_other_engines_at_their_best():
     assert "serialise_bytes_per_s" in why_not["deepspeed"]
 
 
-@pytest.mark.parametrize("num_devices", [2, 4])
+@pytest.mark.part(2)
+@pytest.mark.parametrize("num_devices", [4, 2])
 def test_pipelines_save_what_their_stages_have(num_devices: int):
     """With as many data-parallel ranks each saves its part of the state, and the node with the largest stage most."""
     plan = planned("polaris-a100-40g", "gpt2", num_devices, pipeline_parallel=2, micro_batch=None, global_batch=8)

@@ -24,6 +24,7 @@ from planner.plan.planning import Request, make_plan
 from planner.schedule.tasks import Lane, MemoryClass, Op
 from planner.verification import verify
 
+pytestmark = pytest.mark.usefixtures("short_plans")
 TINY = resolve_model(str(Path(__file__).parents[2] / "data" / "tiny-moe.json"))
 UNVISITED = ((0.5, 0.25, 0.25, 0, 0, 0, 0, 0),)
 

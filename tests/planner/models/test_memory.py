@@ -47,6 +47,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3-narrow": GATED | {"model_type": "qwen3", "intermediate_size": 64, "head_dim": 128},
     "opt-narrow": SMALL | {"model_type": "opt", "ffn_dim": 64},
 }
+BENCHMARK.CONFIGS["executed"] = GATED | {"model_type": "llama", "num_hidden_layers": 6, "vocab_size": 2048}
 
 
 @pytest.fixture(autouse=True)
@@ -87,13 +88,14 @@ def check(name: str, dtype: str, activations: str, vocab: int, count: int, batch
 )
 def test_the_ledger_is_what_pytorch_allocates(name: str, dtype: str, activations: str, vocab: int, count: int) -> None:
     """Parameters and state to the byte; what comes and goes within 1.5 %, or 3 % where there are experts."""
-    check(name, dtype, activations, vocab, count, (2, 256))
+    seq_len = 256 if name == "gpt2" else 128  # in bf16, buffers inside the CPU's kernels are no smaller for less
+    check(name, dtype, activations, vocab, count, (2, seq_len))
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2-tied"])
 def test_gradients_that_are_added_to_others_take_room_of_their_own(name: str) -> None:
     """With few tokens and many words they decide: that of the head, or both of a tied weight and their sum."""
-    check(name, "fp32", "keep", 32768, 2, (1, 32))
+    check(name, "fp32", "keep", 16384, 2, (1, 32))
 
 
 @pytest.mark.part(2)
@@ -148,7 +150,7 @@ def test_a_norm_saves_what_autograd_saves(dtype: torch.dtype) -> None:
 def test_an_executed_plan_holds_what_it_says() -> None:
     """In fp32: bf16 takes minutes where no instruction multiplies it."""
     with short_searches():
-        result = BENCHMARK.executed("demo-llama", 2, 128, "fp32", 2, "220MB")
+        result = BENCHMARK.executed("executed", 2, 128, "fp32", 2, "40MB")
     assert result["num_updates_by_place"].get("cpu", 0) + result["num_updates_by_place"].get("stream", 0) > 0
     assert set(result["memory"]) == {"gpu", "host"}
     for tier, row in result["memory"].items():

@@ -17,6 +17,7 @@ from planner.plan.planning import InfeasibleError, Request, make_plan, prepare
 from planner.plan.remedies import what_would_fit
 from planner.search import Candidate, Scorer, engine_policies
 
+pytestmark = pytest.mark.usefixtures("short_plans")
 ASSUMED = Provenance(origin="assumed", source="a test")
 
 

@@ -1,11 +1,13 @@
 """Degrees and batch sizes: what is fixed stays fixed, what is open is chosen, and all of it is in the certificate."""
 
 import dataclasses
+import itertools
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
-from amount import examples
+from amount import ALL, examples
 from cases import small_units
 from hazards import ordered_by_rules, violations
 from hypothesis import given, settings
@@ -107,12 +109,12 @@ def competed() -> Plan:
 
 
 def test_the_best_of_all_choices_wins(competed: Plan) -> None:
-    """Every choice planned by itself is no better, as far as the search can tell, and none beats the bound."""
+    """A choice planned by itself is no better, as far as the search can tell, and none beats the bound."""
     constraints = request(num_devices=4, global_batch=16)
     variants = constraints.variants()
     assert len(variants) > 10
     least_s = math.inf
-    for variant in variants:
+    for variant in variants if ALL else variants[::4]:
         fixed = variant.choice.model_dump()
         del fixed["data_parallel"]
         alone = make_plan(dataclasses.replace(constraints, global_batch=None, **fixed), 40)
@@ -250,10 +252,14 @@ def test_patterns_that_differ_cannot_move_as_one() -> None:
         dataclasses.replace(unit, operators=mixed).parts(Degrees(data_parallel=2))
 
 
-def test_a_budget_in_seconds_ends_the_search() -> None:
+def test_a_budget_in_seconds_ends_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = itertools.count()
+    clock = SimpleNamespace(monotonic=lambda: 1e-3 * next(ticks))  # however fast this machine is
+    monkeypatch.setattr("planner.plan.planning.time", clock)
+    monkeypatch.setattr("planner.search.scoring.time", clock)
     tight = machine(gpu_bytes=1e8, cpu_params_per_s=1e8)
     plan = make_plan(request(hardware=tight), budget_s=0.01)
-    longer = make_plan(request(hardware=tight), budget_s=2.0)
+    longer = make_plan(request(hardware=tight), budget_s=0.2)
     assert plan.num_simulations < longer.num_simulations
     assert longer.prediction.iteration_s <= plan.prediction.iteration_s
     verify(plan)
