@@ -1,7 +1,6 @@
 """Models of ``transformers`` with LoRA adapters of ``peft``, over a base that may be quantized."""
 
 import importlib.util
-import logging
 import warnings
 from pathlib import Path
 from typing import Any, Final
@@ -19,7 +18,6 @@ from ullage.capture.architectures import Architecture
 from ullage.capture.quantized import quantization_config, quantize
 from ullage.capture.records import CaptureError
 
-_BITSANDBYTES_LOG: Final = logging.getLogger("bitsandbytes.backends.cpu.ops")
 _PROJECTIONS: Final = (nn.Linear, transformers.pytorch_utils.Conv1D)
 _ADAPTED: Final = (*_PROJECTIONS, nn.Embedding, nn.modules.conv._ConvNd, nn.MultiheadAttention)  # by LoRA
 # What `peft` calls the task of a class of `transformers`; others have none.
@@ -83,7 +81,6 @@ def make_adapted(
     """
     if importlib.util.find_spec("peft") is None:
         raise ValueError("--lora needs peft; install it: pip install 'ullage[finetune]'")
-    _BITSANDBYTES_LOG.setLevel(logging.ERROR)  # it misses a kernel for CPUs that it can do without
     from peft import LoraConfig, get_peft_model  # noqa: PLC0415 - takes seconds
 
     base: Any
