@@ -46,8 +46,8 @@ def check_units(decisions: Decisions, units: tuple[Unit, ...]) -> None:
         elsewhere = unit.num_weights and (decisions.units[unit.name].fetched or decisions.gathers(unit))
         if elsewhere and not unit.forward:
             raise ValueError(
-                f"{unit.name} was planned as if no token came to its experts, so it has no way to the device; plan "
-                "without --expert-load, or with one that visits all"
+                f"{unit.name} was planned for experts that no token reaches, so the plan never moves it to the "
+                "device; plan without --expert-load, or with a load that reaches all experts"
             )
 
 

@@ -133,8 +133,8 @@ class IterationDriver:
             shown = self.visibility.shown_for
             if made_in != self._loop.iteration or (self._runtime.inside_iteration and shown != unit):
                 raise OutOfOrderError(
-                    "the plan computes logits in tiles, when they are read, and the weights for that are gone once "
-                    "backward or a step has begun; read them before, or plan with --loss-tile as large as the "
+                    "the plan computes logits in tiles when they are read, but the weights for that are gone once "
+                    "backward or a step has begun; read the logits before, or plan with --loss-tile as large as the "
                     "micro-batch"
                 )
             if shown != unit:  # after an evaluation
@@ -191,8 +191,8 @@ class IterationDriver:
         expected = self._loop.expected()
         if expected is not None and expected.op is not Op.CLIP and expected.micro_batch > 0:
             raise GradientError(
-                f"zero_grad() came when the plan expects {expected.name}, and cannot take back what micro-batches "
-                "before it have added up; call it after optimizer.step()"
+                f"zero_grad() was called when the plan expects {expected.name}, but gradients of earlier "
+                "micro-batches are summed already; call it after optimizer.step()"
             )
 
     def step(self) -> None:
@@ -210,7 +210,7 @@ class IterationDriver:
         expected = self._loop.expected()
         if expected is not None and expected.op is not Op.CLIP:
             raise OutOfOrderError(
-                f"optimizer.step() came when the plan expects {expected.name}; the plan has "
+                f"optimizer.step() was called when the plan expects {expected.name}; the plan has "
                 f"{self._decisions.num_micro_batches} forward and backward for every step. {LEFT_HALF_WAY}"
             )
         self._reach_clip()
@@ -280,9 +280,9 @@ class IterationDriver:
         self._runtime.machine.exclude(iteration)
         if iteration == 1 and self._last_short == 0:
             warnings.warn(
-                f"the first two steps came after fewer micro-batches than the plan's "
-                f"{self._decisions.num_micro_batches}, the second after {num_complete}; training goes on as the loop "
-                f"has it, but is slower than planned: plan with --accumulate {num_complete}",
+                f"the first two steps had fewer micro-batches than the plan's {self._decisions.num_micro_batches}, "
+                f"the second had {num_complete}; training continues, but is slower than planned: plan with "
+                f"--accumulate {num_complete}",
                 RuntimeWarning,
                 stacklevel=2,
             )

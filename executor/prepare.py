@@ -165,7 +165,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """
         self._check_open("step()")
         if closure is not None:
-            raise ValueError("step(closure) computes again inside the step, which no plan has; call step()")
+            raise ValueError(
+                "step(closure) would run forward and backward inside the step, which no plan does; call step()"
+            )
         self.session.driver.step()
         self._given._opt_called = True  # type: ignore[attr-defined]  # schedulers built on it look whether it has stepped
 
@@ -277,8 +279,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def _check_open(self, call: str) -> None:
         if self.session.closed:
             raise OutOfOrderError(
-                f"optimizer.{call} came after optimizer.session.close(), with which the plan and its state ended; take "
-                "state_dict() before closing, and prepare() the model with another optimizer to train on"
+                f"optimizer.{call} was called after optimizer.session.close(), which ended the plan and its state; "
+                "take state_dict() before closing, and prepare() the model with another optimizer to train on"
             )
 
     def _write_transfer_file(self, folder: Path) -> TransferFile:

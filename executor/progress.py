@@ -160,10 +160,10 @@ class Progress:
             return f"{found} {expected.name}. {rule}. {LEFT_HALF_WAY}"
         more = "if the loop accumulates more micro-batches than that, plan for them (num_micro_batches, --accumulate)"
         if self._skips:
-            skip = "to leave this update out (a norm that is no number, say), optimizer.zero_grad(); optimizer.step()"
+            skip = "to skip this update (if the norm is NaN, say), call optimizer.zero_grad(), then optimizer.step()"
         else:
             skip = "updates began during backward, and only a plan with update_start 'step' can leave them out"
-        why = "all backward of the iteration has been there"
+        why = "all backward passes of the iteration are done"
         if self._ended_after:
             why = f"reading or scaling gradients ended the iteration after micro-batch {self._ended_after}"
         return f"{found} optimizer.step(), since {why}; {more}; {skip}. {rule}"

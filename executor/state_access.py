@@ -52,8 +52,8 @@ class StateAccess:
         """
         if self._runtime.inside_iteration:
             raise OutOfOrderError(
-                "weights are on their way in the middle of an iteration; evaluate and save after optimizer.step() and "
-                "before the next forward"
+                "weights move in the middle of an iteration; evaluate and save after optimizer.step() and before the "
+                "next forward"
             )
 
     def parameter_states(self) -> dict[str, tuple[UnitState, ParameterState]]:

@@ -65,7 +65,7 @@ def check_output(option: str, path: Path | None, *, only_regular: bool = False) 
     if path is None:
         return
     if str(path) == "-":
-        raise ValueError(f"{option} -: that is no file; give the name of one (for a file of that name its whole path)")
+        raise ValueError(f"{option} - is no file; give the name of a file (for a file called -, its whole path)")
     try:
         if (standard := _STANDARD.get(_descriptor(path))) is not None:
             raise ValueError(f"{option} {path} is {standard}; give the name of a file, or a pipe")

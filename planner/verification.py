@@ -62,7 +62,7 @@ def verify(plan: Plan) -> Verified:
     rivals = variants(job_of(plan), plan.constraints)
     own = next((rival for rival in rivals if _chosen(rival, decisions)), None)
     if own is None:
-        raise CertificateError("the plan's degrees and batch sizes are not what was asked for; plan again")
+        raise CertificateError("the plan's degrees and batch sizes do not match its request; plan again")
     check(plan.certificate, rivals, own, decisions, stated_s)
     proofs = plan.certificate.proofs
     count = sum(len(proof.multipliers) for proof in proofs) + len(plan.certificate.placement)

@@ -113,7 +113,10 @@ class SavedTensor:
     def restore(self, backend: Backend) -> torch.Tensor:
         """Return it to the recomputation, and keep no reference: the memory is freed after its last use."""
         if self.tensor is None:
-            raise ActivationError("backward went through one forward twice, whose activations are gone")
+            raise ActivationError(
+                "backward ran twice through one forward, whose activations are freed by then; run forward before each "
+                "backward"
+            )
         if not self.is_unmodified:
             raise modified_in_place("the input of a segment")
         tensor, self.tensor = self.tensor, None
@@ -222,7 +225,7 @@ class ReuseProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
         segment, position = self._segments, self._segments.position
         if position >= len(segment.products) or segment.products[position].function is not func:
             raise ActivationError(
-                f"product {position} of the segment that is made again is {func}, and was not so in forward; make its "
+                f"product {position} of the recomputed segment is {func}, but was another in forward; make its "
                 "forward the same every time, or plan with its activations 'keep'"
             )
         product = segment.products[position]

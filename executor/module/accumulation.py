@@ -49,9 +49,9 @@ class Accumulation:
             self._was_inside, self._ended_at = False, 0
         if self._ended_at:
             raise OutOfOrderError(
-                f"backward left no_sync() with micro-batch {self._ended_at}, and another forward came before "
+                f"micro-batch {self._ended_at} ran backward outside no_sync(), and another forward came before "
                 f"optimizer.step(), but the plan has {self._count} for every step; put the first {self._count - 1} "
-                f"inside, or plan with --accumulate {self._ended_at}"
+                f"inside no_sync(), or plan with --accumulate {self._ended_at}"
             )
         if self._inside:
             self._check_inside(micro_batch)
@@ -78,13 +78,14 @@ class Accumulation:
         if self._inside or self._last_was_inside:
             where = "inside no_sync()" if self._inside else "right after a micro-batch inside no_sync()"
             raise OutOfOrderError(
-                f"optimizer.step() (or clipping) came {where}, which is for micro-batches that others follow before "
-                "the step; leave it for the last micro-batch, and step after that"
+                f"optimizer.step() (or clipping) came {where}, but no_sync() is for all micro-batches of a step "
+                "except the last; leave it for the last micro-batch, and step after that"
             )
 
     def _check_inside(self, micro_batch: int) -> None:
         if micro_batch == self._count - 1:
             raise OutOfOrderError(
-                f"no_sync() holds micro-batch {micro_batch + 1}, but the plan has {self._count} for every step, and "
-                f"the last belongs outside; leave no_sync() for it, or plan with --accumulate {micro_batch + 2} or more"
+                f"micro-batch {micro_batch + 1} is inside no_sync(), but it is the last of the {self._count} that the "
+                f"plan has for every step; leave no_sync() before it, or plan with --accumulate {micro_batch + 2} or "
+                "more"
             )

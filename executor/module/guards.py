@@ -42,8 +42,8 @@ def check_unprepared(model: nn.Module) -> None:
     """
     if any(module in _prepared for module in model.modules()):
         raise ValueError(
-            "the model is prepared already, and one session only can have it; close the first one (session.close() of "
-            "the optimizer that prepare() returned), or make the model again"
+            "the model is prepared already, and a model can have only one session; close the first one "
+            "(session.close() of the optimizer that prepare() returned), or make the model again"
         )
 
 
@@ -55,7 +55,7 @@ def check_plain(model: nn.Module) -> None:
     """
     if any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules()):
         raise ValueError(
-            "the model's own gradient checkpointing is on, but what is computed again is for the plan to decide "
+            "the model's own gradient checkpointing is on, but the plan decides what is recomputed "
             '(activations="recompute"); call model.gradient_checkpointing_disable() first'
         )
 
@@ -70,8 +70,9 @@ def check_kinds(model: object, optimizer: object) -> None:
         raise TypeError(f"the model is {type(model).__name__}; give a torch.nn.Module")
     if (name := next((name for name, module in model.named_modules() if _is_compiled(module)), None)) is not None:
         raise TypeError(
-            f"{f'module {name}' if name else 'the model'} is compiled by torch.compile, which hides what it computes "
-            "from the plan; give it before it is compiled, and compile_blocks=True to compile its blocks under the plan"
+            f"{f'module {name}' if name else 'the model'} is compiled by torch.compile, which hides its operators "
+            "from the plan; prepare it before it is compiled, and set compile_blocks=True to compile its blocks "
+            "under the plan"
         )
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"the optimizer is {type(optimizer).__name__}; give one of torch.optim over model.parameters()")
@@ -118,8 +119,8 @@ def _refuse_other(modules: weakref.WeakSet[nn.Module], kind: str) -> Callable[[n
 
 def _refuse_copy(_memo: object) -> None:
     raise TypeError(
-        "a prepared model cannot be copied: its weights are in the memory of its session, which the copy would share "
-        f"and has no part in; {_ANOTHER}"
+        "a prepared model cannot be copied: its weights are in the memory of its session, which a copy would share "
+        f"without knowing of it; {_ANOTHER}"
     )
 
 

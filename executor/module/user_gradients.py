@@ -149,7 +149,7 @@ class UserGradients:
     def _check_clips(self) -> None:
         if not self._num_added:
             raise GradientError(
-                "gradients were looked at or scaled while none are there; clip after the last backward, before "
+                "gradients were read or scaled, but there are none now; clip after the last backward, before "
                 "optimizer.step()"
             )
         if not self._clips:

@@ -143,8 +143,8 @@ class ScheduleCollectives:
             divided = parameter.shard.dim is not None
             if not divided and not np.array_equal(of_ranks, [of_ranks[0]] * size, equal_nan=True):
                 raise GradientError(
-                    f"tensor-parallel ranks have different gradients of {parameter.shard.name}, of which each has all; "
-                    "give these ranks the same batches, and the same random numbers (torch.manual_seed)"
+                    f"tensor-parallel ranks have different gradients of {parameter.shard.name}, which each rank holds "
+                    "whole; give these ranks the same batches, and the same random numbers (torch.manual_seed)"
                 )
             totals.append(sum(of_ranks) if divided else of_ranks[0])
         return totals

@@ -141,8 +141,8 @@ class Constraints(Frozen):
                 raise reasons[0]
             raise ValueError(
                 f"a global batch of {self.global_batch} sequences cannot be cut into equal micro-batches for "
-                f"{self.num_devices} devices in the way asked for; choose a multiple of the data-parallel ranks, "
-                f"in at most {MOST_MICRO_BATCHES} micro-batches each"
+                f"{self.num_devices} devices with the given degrees and sizes; choose a multiple of the data-parallel "
+                f"ranks, in at most {MOST_MICRO_BATCHES} micro-batches each"
             )
         return tuple(found)
 
@@ -151,8 +151,8 @@ class Constraints(Frozen):
         for kind in ("tensor", "pipeline", "expert"):
             if (getattr(self, f"{kind}_parallel") or 1) > 1:
                 raise ValueError(
-                    f"{kind}_parallel {getattr(self, f'{kind}_parallel')}: {model.name} was captured whole, and "
-                    "cannot be shared so; leave it out"
+                    f"{kind}_parallel {getattr(self, f'{kind}_parallel')}: {model.name} was captured whole, so ranks "
+                    "cannot share its layers; leave it out"
                 )
 
     def _ways(self, model: Model, devices_per_node: int) -> tuple[list[int], list[int]]:

@@ -118,8 +118,8 @@ def _check_tiles(model: Model, choice: Choice, loss: int | None, layers: int | N
         return
     if not can_have_tiled_layers(model):
         raise ModelConfigError(
-            f"layers of {model.name} cannot be computed in tiles, but those with RMS norms and gated MLPs, without "
-            "experts (llama, mistral, qwen2, qwen3), and captured ones; leave --layer-tile out"
+            f"layers of {model.name} cannot be computed in tiles; captured models can, and models with RMS norms, "
+            "gated MLPs and no experts (llama, mistral, qwen2, qwen3); leave --layer-tile out"
         )
     if choice.tensor_parallel > 1:
         raise ModelConfigError(

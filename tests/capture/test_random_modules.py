@@ -64,7 +64,7 @@ def test_weights_that_backward_reaches_unseen_are_refused() -> None:
     """They would be read in backward before they are brought."""
     capture_module(lambda: Penalised(before=True), [INPUT], "fp32")
     with pytest.raises(
-        CaptureError, match=r"the weight attached\.weight reaches the loss past what its module returns"
+        CaptureError, match=r"the weight attached\.weight reaches the loss by another way than the output of its module"
     ):
         capture_module(lambda: Penalised(before=False), [INPUT], "fp32")
 

@@ -74,7 +74,7 @@ BAD = {
     "tokens": (["--tokens", "many"], ["300B"]),
     "sensitivities of a sweep": (["--sensitivities", "--sweep", "gpus=1,2"], ["--set"]),
     "too many": (["--sweep", "pcie=1x..9000x..1x", "--sweep", "seq_len=1..2000"], ["--design random"]),
-    "a file and more": (["study.json", "--set", "pcie=2x"], ["says what is asked", "leave out --set"]),
+    "a file and more": (["study.json", "--set", "pcie=2x"], ["is a whole study", "leave out --set"]),
 }
 
 

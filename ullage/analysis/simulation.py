@@ -151,7 +151,7 @@ def _best(engine: str, setting: str | None, setup: Setup, scorer: Scorer) -> Can
         raise ValueError(f"engine {engine} is not simulated with {state.words}; choose {' or '.join((OURS, *known))}")
     if not can_run(engine, setup, len(scorer.cost.layout.nodes())):
         raise ValueError(
-            f"--engine {engine} cannot do what is asked: megatrain and streaming need one device, roundpipe one node "
+            f"--engine {engine} cannot run this request: megatrain and streaming need one device, roundpipe one node "
             "without other parallelism, and zenflow, megatrain and streaming adamw; choose another engine"
         )
     if engine == "streaming" and setting is None:

@@ -38,14 +38,15 @@ def check_executable(recording: Recording, captured: CapturedModel) -> None:
     _check_order([unit.name for unit in found if unit.segment not in copied], [unit for _, unit in forward])
     if (name := _unseen(recording.forward, forward, names)) is not None:
         raise CaptureError(
-            f"the weight {name} is read where no module that owns it runs, so that it cannot be brought in time; read "
-            "it in the forward of the module that owns it"
+            f"the weight {name} is read outside the modules that own it, so it cannot be fetched in time; read it in "
+            "the forward of the module that owns it"
         )
     backward = [(position, ends[visit]) for visit, position in recording.arrivals if visit in ends]
     if (name := _unseen(recording.backward, backward, names)) is not None:
         raise CaptureError(
-            f"the weight {name} reaches the loss past what its module returns, so that backward comes to it unseen (by "
-            "way of an attribute, or of an object that is no tuple, list, dict or dataclass); return it from forward"
+            f"the weight {name} reaches the loss by another way than the output of its module (an attribute, or an "
+            "object that is no tuple, list, dict or dataclass), so its backward is not noticed; return it from "
+            "forward"
         )
 
 

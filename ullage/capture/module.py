@@ -416,7 +416,7 @@ def _refusing(name: str, model: nn.Module | None = None) -> Iterator[None]:
         raise CaptureError(f"{name}{_at(inside)}: {error}") from error
     except VALUES as error:
         raise CaptureError(
-            f"{name}{_at(inside)}: {error.func} needs the values of a tensor, which a capture has none of (control "
+            f"{name}{_at(inside)}: {error.func} needs the values of a tensor, but a capture has no values (control "
             "flow or shapes that depend on data, .item(), boolean masks); compute the same for all values, as "
             "torch.where does"
         ) from error

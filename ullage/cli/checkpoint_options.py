@@ -41,8 +41,8 @@ def add_checkpoint_options(parser: argparse.ArgumentParser) -> None:
         type=mtbf,
         metavar="TIME|LEVEL=TIME,...",
         help="mean time between failures of the whole job, as in 6h; the planner then chooses levels and intervals of "
-        "checkpoints. Or one time per fastest level that survives: memory=2h (a process fails), nvme=1d (power fails), "
-        "pfs=30d (a node fails)",
+        "checkpoints. Or one time per kind of failure, named by the fastest level that survives it: "
+        "memory=2h (a process fails), nvme=1d (power fails), pfs=30d (a node fails)",
     )
     group.add_argument(
         "--max-checkpoint-overhead",

@@ -30,7 +30,7 @@ def checkpoints_of(args: argparse.Namespace) -> CheckpointRequest | None:
     found = {name: value for name, value in given.items() if value is not None}
     if args.mtbf is None:
         if found or args.pfs_bandwidth is not None:
-            raise ValueError("options of checkpoints choose nothing without --mtbf; give it, as in --mtbf 6h")
+            raise ValueError("options of checkpoints have no effect without --mtbf; give it, as in --mtbf 6h")
         return None
     if found.get("keep", MIN_CHECKPOINTS) < MIN_CHECKPOINTS:
         raise ValueError(

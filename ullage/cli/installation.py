@@ -25,6 +25,7 @@ def check_packages() -> None:
         if found is None or found.parent.parent != home:
             where = found or ", ".join(spec.submodule_search_locations or ()) or "elsewhere"
             raise InstallationError(
-                f"package {name!r} is a stranger: it resolves to {where}, not to {home / name}; pip uninstall {name} "
-                "if another distribution brought it, do not run beside a file of that name, or use a fresh environment"
+                f"package {name!r} does not belong to this installation: it resolves to {where}, not to "
+                f"{home / name}; pip uninstall {name} if another distribution brought it, do not run beside a file of "
+                "that name, or use a fresh environment"
             )

@@ -28,8 +28,8 @@ def add_request_options(parser: argparse.ArgumentParser, *, model_required: bool
         "-m",
         required=model_required,
         help="name (see `ullage models`), hub id, path of a config.json, or package.module:function that returns any "
-        "nn.Module. Ullage captures such a module, and architectures of transformers that it has no formulas for, "
-        "without their memory. Frozen parameters of such a module are planned so, in the bytes that they take",
+        "nn.Module. Such a module is captured without taking memory. So are architectures of transformers without "
+        "formulas. Frozen parameters of a module stay frozen in the plan, in the bytes that they take",
     )
     group.add_argument(
         "--input-shape",
@@ -37,8 +37,8 @@ def add_request_options(parser: argparse.ArgumentParser, *, model_required: bool
         nargs="+",
         metavar="[NAME=]SHAPE[:TYPE]",
         help="inputs of a captured model, as in 4x2048:int64 or input_ids=4x2048:int64 labels=4x2048:int64. TYPE is "
-        "float (the type of the weights; the default), int64, int32 or bool. The first dimension is the micro-batch, "
-        "which --micro-batch changes, as --seq-len does the tokens of whole numbers. "
+        "float (the type of the weights; the default), int64, int32 or bool. --micro-batch replaces the first "
+        "dimension, and --seq-len the tokens of integer inputs. "
         "The loss is the output if that is a scalar; else its .loss; else its only scalar; else the mean of its first "
         "floating tensor",
     )
@@ -72,14 +72,14 @@ def add_request_options(parser: argparse.ArgumentParser, *, model_required: bool
     group.add_argument(
         "--batches",
         choices=BATCHES,
-        help="whole: of sequences of the same length (the default). masked: of texts of any length, padded or packed "
-        "as --data are, with an attention mask, whose memory is planned",
+        help="whole: sequences of the same length (the default). masked: texts of any length, padded or packed as with "
+        "--data; the plan has the memory of their attention mask",
     )
     group.add_argument(
         "--micro-batch",
         type=positive_int,
         metavar="N",
-        help=f"sequences per forward ({DEFAULT_MICRO_BATCH}, fewer of over 8192 tokens)",
+        help=f"sequences per forward ({DEFAULT_MICRO_BATCH}; fewer if a sequence has over 8192 tokens)",
     )
     group.add_argument("--accumulate", type=positive_int, metavar="N", help="micro-batches per iteration (1)")
     group.add_argument(
@@ -110,15 +110,15 @@ def add_request_options(parser: argparse.ArgumentParser, *, model_required: bool
         "--loss-tile",
         type=positive_int,
         metavar="TOKENS",
-        help="compute the loss for so many tokens at a time, so that logits never exist whole; as many as a "
-        "micro-batch has: all at once (chosen where logits take much memory)",
+        help="compute the loss for this many tokens at a time, so that logits never exist whole. As many tokens as a "
+        "micro-batch has: no tiles (default: tiles if logits take much memory)",
     )
     group.add_argument(
         "--layer-tile",
         type=positive_int,
         metavar="TOKENS",
-        help="compute norms and MLPs for so many tokens at a time, so that little inside them exists at once; as many "
-        "as a micro-batch has: all at once (chosen where layers take much memory)",
+        help="compute norms and MLPs for this many tokens at a time, so that their results never exist whole. As many "
+        "tokens as a micro-batch has: no tiles (default: tiles if layers take much memory)",
     )
     group.add_argument(
         "--expert-load",
@@ -142,8 +142,8 @@ def add_request_options(parser: argparse.ArgumentParser, *, model_required: bool
         choices=tuple(OPTIMIZERS),
         help="optimizer, and its state per parameter: "
         + ", ".join(f"{name} {state.state_bytes_per_param} B/param" for name, state in OPTIMIZERS.items())
-        + " (default: adamw, also for Adam; sgd has momentum; muon has AdamW's 12 beside it for all but matrices of "
-        "layers)",
+        + ". adamw is for Adam too. sgd has momentum. muon trains only matrices of layers, and all else with AdamW at "
+        "12 B/param (default: adamw)",
     )
     group.add_argument(
         "--no-clip", action="store_true", default=None, help="do not clip gradients by their global norm"

@@ -79,7 +79,7 @@ def add_parser(subparsers: Subparsers) -> None:
     money = parser.add_argument_group("money")
     money.add_argument("--prices", metavar="FILE|example", help="what machines cost; example: packaged, to be replaced")
     money.add_argument("--tokens", type=tokens, metavar="N", help="what a whole run trains on, as in 300B")
-    money.add_argument("--days", type=positive_float, metavar="D", help="within which the run has to end")
+    money.add_argument("--days", type=positive_float, metavar="D", help="days within which the run has to end")
     add_request_options(parser, model_required=False)
     running = parser.add_argument_group("how it is run")
     running.add_argument("--workers", type=positive_int, metavar="N", help="processes (one per core)")

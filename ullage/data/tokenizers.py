@@ -196,8 +196,8 @@ class Encoder:
             before, after = shown_before(number), shown(messages[: number + 1], asks=False)
             if not (whole.startswith(after) and after.startswith(before)):
                 raise ValueError(
-                    "the chat template shows an answer otherwise if more follows, so that its tokens cannot be found; "
-                    "put {% generation %} and {% endgeneration %} around answers in the template"
+                    "the chat template renders an answer differently if more messages follow, so its tokens cannot "
+                    "be found; put {% generation %} and {% endgeneration %} around answers in the template"
                 )
             answers.append(range(len(before), len(after)))
         made = self._tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)

@@ -115,10 +115,10 @@ def _way(row: EngineRow, plan: Plan) -> str:
     """Return by what an engine is faster than a plan, and what lets plans do the same, if anything does."""
     if LAYERS_IN_TURN in row.setting:
         moves = "by moving layers from device to device instead of gathering them"
-        return f"{moves}, which no option lets plans do; the bound above is not about it"
+        return f"{moves}, but no option makes plans do so; the bound above does not cover it"
     if "offloaded" in row.setting and plan.constraints.storage == "never":
-        return "by offloading activations, which --storage activations lets plans do"
-    return "by a way to move data that no plan has; the bound above is not about it"
+        return "by offloading activations, which plans do with --storage activations"
+    return "by a way to move data that no plan has; the bound above does not cover it"
 
 
 def gap_parts_words(certificate: Certificate, iteration_s: float) -> str:

@@ -123,8 +123,8 @@ class CheckpointSaver:
         saved = found.extra.get("stateful", {})
         if "data" in saved and "data" not in self._stateful:
             raise CheckpointError(
-                f"{found.path} has a place in files with a tokenizer, which is none in other data; go on with the same "
-                "--data, or begin anew with --weights"
+                f"{found.path} has a position in --data, which means nothing in other data; continue with the same "
+                "--data, or start anew with --weights"
             )
         for name, held in self._stateful.items():
             if name not in saved:

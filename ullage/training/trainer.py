@@ -198,7 +198,7 @@ class Trainer:
             CheckpointError: it is of another model or optimizer.
         """
         if self.saver is None or not self.saver.is_open:
-            raise ValueError("there is no place of checkpoints to go on from; give the trainer checkpoints=")
+            raise ValueError("there are no checkpoints to resume from; give the trainer checkpoints=")
         found = self.saver.resume(self._batches)
         self._iteration = found.step
         return found

@@ -148,7 +148,7 @@ def _assignment(option: str, text: str) -> tuple[str, str]:
 def _refuse_beside_a_file(args: argparse.Namespace) -> None:
     given = [f"--{name}" for name in _ASKING if getattr(args, name) is not None] + given_options(args)
     if given:
-        raise StudyError(f"{args.study} says what is asked; leave out {given[0]}, or write it into the file")
+        raise StudyError(f"{args.study} is a whole study; leave out {given[0]}, or write it into the file")
 
 
 def load_example_prices() -> Prices:

@@ -216,5 +216,7 @@ def test_experts_that_were_planned_without_visits_must_be_on_the_device():
     unvisited = units(build_graph(config, Batch(2, 8, expert_units=4, expert_load=((0.5, 0.5, 0.0, 0.0),))))
     decisions = decide(task, uniform("host", "cpu"), expert_units=4)
     model = make_model(task)
-    with pytest.raises(ValueError, match=r"layers.0.experts.2 was planned as if no token .* without --expert-load"):
+    with pytest.raises(
+        ValueError, match=r"layers.0.experts.2 was planned for experts that no token .* without --expert-load"
+    ):
         prepare_session(model, make_optimizer(task, model), unvisited, decisions, session_options())

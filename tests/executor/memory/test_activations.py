@@ -275,7 +275,7 @@ def test_changes_that_would_be_lost_are_told():
     y = twice.forward(lambda x: (x @ WEIGHT).sin(), some_input()).sum()
     twice.away_and_back()
     y.backward(retain_graph=True)
-    with pytest.raises(ActivationError, match="backward went through one forward twice"):
+    with pytest.raises(ActivationError, match="backward ran twice through one forward"):
         y.backward()
 
     fickle, runs = Alone(), []
@@ -286,7 +286,7 @@ def test_changes_that_would_be_lost_are_told():
 
     y = fickle.forward(compute, some_input()).sum()
     fickle.away_and_back()
-    with pytest.raises(ActivationError, match=r"product 0 of the segment that is made again is aten\.addmm"):
+    with pytest.raises(ActivationError, match=r"product 0 of the recomputed segment is aten\.addmm"):
         y.backward()
 
 

@@ -166,14 +166,17 @@ def clip_in_between(loop):
     [
         (
             too_few,
-            r"left no_sync\(\) with micro-batch 2, and another .*plan has 3 .*inside, or plan with --accumulate 2",
+            r"micro-batch 2 ran backward outside .*plan has 3 .*inside no_sync\(\), or plan with --accumulate 2",
         ),
-        (too_many, r"holds micro-batch 3, but the plan has 3 .*leave no_sync\(\) for it, or plan with --accumulate 4"),
-        (too_many_backward_alone, r"holds micro-batch 3, but the plan has 3"),
+        (
+            too_many,
+            r"micro-batch 3 is inside .* last of the 3 .*leave no_sync\(\) before it, or plan with --accumulate 4",
+        ),
+        (too_many_backward_alone, r"micro-batch 3 is inside no_sync\(\), but it is the last of the 3"),
         (step_inside, r"optimizer.step\(\) .*came inside no_sync\(\)"),
         (step_behind_inside, r"optimizer.step\(\) .*came right after a micro-batch inside no_sync\(\)"),
-        (step_at_once, r"optimizer.step\(\) came when the plan expects .* the plan has 3 forward and backward"),
-        (step_in_the_middle, r"optimizer.step\(\) came when the plan expects backward"),
+        (step_at_once, r"optimizer.step\(\) was called when the plan expects .* the plan has 3 forward and backward"),
+        (step_in_the_middle, r"optimizer.step\(\) was called when the plan expects backward"),
         (clip_in_between, r"expects optimizer.step\(\), since .* ended the iteration after micro-batch 1"),
     ],
 )
@@ -193,7 +196,9 @@ def test_zero_grad_between_micro_batches_is_refused_and_elsewhere_as_in_torch():
         loss = loop.forward()
         loop.optimizer.zero_grad()  # before anything has come
         loss.backward()
-        with pytest.raises(GradientError, match=r"what micro-batches before it have added up; call it after"):
+        with pytest.raises(
+            GradientError, match=r"gradients of earlier micro-batches are summed already; call it after"
+        ):
             loop.optimizer.zero_grad()
         loop.backward()
         loop.optimizer.zero_grad()  # drops all, so that nothing is updated
@@ -237,6 +242,9 @@ def test_what_is_done_to_gradients_between_micro_batches_is_refused_or_seen(misu
 
 def test_a_closed_model_has_no_context_and_one_micro_batch_is_the_last():
     loop = Loop(1)
-    with loop.optimizer.session, pytest.raises(OutOfOrderError, match="holds micro-batch 1, but the plan has 1"):
+    with (
+        loop.optimizer.session,
+        pytest.raises(OutOfOrderError, match=r"micro-batch 1 is inside no_sync\(\), but it is the last of the 1"),
+    ):
         loop.inside()
     assert not hasattr(loop.model, "no_sync")

@@ -296,7 +296,7 @@ def test_intruder_is_named(intruder, cli, tmp_path):
     (tmp_path / intruder / "__init__.py").write_text("")
     result = cli("models")  # runs in that folder, so that it comes first
     assert (result.returncode, result.stderr.count("\n")) == (2, 1)
-    assert f"package '{intruder}' is a stranger" in result.stderr
+    assert f"package '{intruder}' does not belong to this installation" in result.stderr
     assert str(tmp_path / intruder) in result.stderr
     assert f"pip uninstall {intruder}" in result.stderr
 

@@ -343,17 +343,17 @@ def test_engines_that_are_faster_are_explained(plan):
     offloads = "activations of 3 units offloaded"
     row = EngineRow(name="other", setting=offloads, fits=True, iteration_s=half_s, missing_bytes={})
     for change, words in (
-        ({}, "other: by offloading activations, which --storage activations lets plans do"),
+        ({}, "other: by offloading activations, which plans do with --storage activations"),
         (
             {"setting": f"{offloads}, layers in turn"},  # offloading alone would not do it
             (
-                "other: by moving layers from device to device instead of gathering them, which no option lets plans "
-                "do; the bound above is not about it"
+                "other: by moving layers from device to device instead of gathering them, but no option makes plans do "
+                "so; the bound above does not cover it"
             ),
         ),
         (
             {"setting": "updated elsewhere"},
-            "other: by a way to move data that no plan has; the bound above is not about it",
+            "other: by a way to move data that no plan has; the bound above does not cover it",
         ),
         ({"numerics": "weights are one update old"}, ""),
         ({"fits": False}, ""),

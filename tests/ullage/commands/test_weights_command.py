@@ -67,7 +67,7 @@ def test_what_cannot_be_loaded_or_saved_is_one_line(
         ("--weights", str(other)): f"the model in {other} is not the planned one: ",
         ("--save", str(other)): f"{other} is there already; give a new folder",
         ("--save", str(other / "config.json" / "x")): "--save ",
-        ("--save-dtype", "float16"): "--save-dtype float16 is of what is saved; give --save DIR",
+        ("--save-dtype", "float16"): "--save-dtype float16 is the type of the saved weights; give --save DIR",
     }.items():
         assert main([*run, *given]) == 2
         error = capsys.readouterr().err

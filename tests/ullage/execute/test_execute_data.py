@@ -274,9 +274,7 @@ def test_what_was_interrupted_goes_on_with_the_same_losses(
     np.save(tmp_path / "tokens.npy", np.arange(9000, dtype=np.uint16) % 128)
     tokens = ["--tokens", str(tmp_path / "tokens.npy"), "--iterations", "500"]
     assert main(["execute", str(plan), *tokens, *places, *out, "--resume"]) == 2
-    assert "has a place in files with a tokenizer, which is none in other data" in " ".join(
-        capsys.readouterr().err.split()
-    )
+    assert "has a position in --data, which means nothing in other data" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize("model_type", ["phi3"])

@@ -236,7 +236,10 @@ def test_a_model_without_adapters_is_told_so(base: Path) -> None:
         ),
         (["--lora", "rank=4,targets=qproj"], "its projections are down_proj, gate_proj, k_proj, lm_head, o_proj"),
         (["--lora", "rank=4,targets=q_proj+vproj"], "it has no vproj; its projections are down_proj"),
-        (["--lora", "rank=4", "--gpus", "2", "--tensor-parallel", "2"], "was captured whole, and cannot be shared so"),
+        (
+            ["--lora", "rank=4", "--gpus", "2", "--tensor-parallel", "2"],
+            "was captured whole, so ranks cannot share its layers",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(

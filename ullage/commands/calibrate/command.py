@@ -107,7 +107,9 @@ def run(args: argparse.Namespace) -> int:
 
     only = parse_only(args.only) if args.only is not None else None
     if args.device_cores and only is not None:
-        raise ValueError("--device-cores is of a whole profile, and --only keeps what it has; leave one of them out")
+        raise ValueError(
+            "--device-cores is for a whole profile, but --only keeps the profile's cores; leave one of them out"
+        )
     if args.into and only is None:
         raise ValueError("--into renews parts of a profile, but no parts are given; add --only PART,...")
     if ranks()[0] > 1:

@@ -121,7 +121,7 @@ def add_parser(subparsers: Subparsers) -> None:
         "--compile",
         dest="compile_blocks",
         action="store_true",
-        help="compile the repeated blocks with torch.compile; the prediction does not know of it",
+        help="compile the repeated blocks with torch.compile; the prediction ignores that",
     )
     parser.add_argument(
         "--replan",
@@ -189,8 +189,8 @@ def _add_data_options(parser: argparse.ArgumentParser) -> None:
         "--data",
         type=Path,
         metavar="PATH",
-        help="train on text (.txt), chat or instructions (.jsonl, .parquet) in a file or folder; of those, answers "
-        "alone are learned",
+        help="train on text (.txt), chat or instructions (.jsonl, .parquet) in a file or folder. In chat and "
+        "instructions, only answers are learned",
     )
     parser.add_argument(
         "--tokenizer",

@@ -30,7 +30,7 @@ def check_data(options: ExecuteOptions) -> None:
     if len(given) > 1:
         raise ValueError(f"{' and '.join(given)}: give one of them to train on")
     if options.token_dtype is not None and options.tokens is None:
-        raise ValueError(f"--token-dtype {options.token_dtype} is of a file of tokens; give --tokens PATH")
+        raise ValueError(f"--token-dtype {options.token_dtype} is for a file of tokens; give --tokens PATH")
     of_data: dict[str, Any] = {
         "--tokenizer": options.tokenizer,
         "--pack": options.pack,
@@ -75,7 +75,7 @@ def check_places(options: ExecuteOptions) -> None:
         make_folder("--save", options.save.absolute().parent)
         check_new(options.save)
     elif options.save_dtype is not None:
-        raise ValueError(f"--save-dtype {options.save_dtype} is of what is saved; give --save DIR")
+        raise ValueError(f"--save-dtype {options.save_dtype} is the type of the saved weights; give --save DIR")
 
 
 def training_data(plan: Plan, options: ExecuteOptions, process: Process) -> Tokens | Data | None:

@@ -39,7 +39,7 @@ def add_parser(subparsers: Subparsers) -> None:
         "--budget",
         type=positive_float,
         metavar="SECONDS",
-        help="search for so long at most (default: a few seconds)",
+        help="search for at most this long (default: a few seconds)",
     )
     parser.add_argument(
         "--output", "-o", type=Path, default=Path("plan.json"), metavar="PATH", help="where the plan goes (plan.json)"
