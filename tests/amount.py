@@ -2,7 +2,7 @@
 
 ``examples`` says it of a property, the marker ``part`` of a table: of a test with ``@pytest.mark.part(3)`` one case in
 three is run by ``make test``, and of one with ``@pytest.mark.part(0)`` none. ``short_searches`` says it of plans that
-tests of other things need.
+tests of other things need, ``small_measurements`` of calibrations.
 """
 
 import contextlib
@@ -36,6 +36,24 @@ def short_searches() -> Iterator[None]:
             patched.setattr(search, "_SIMULATIONS", 40)
             patched.setattr(search, "_TASKS", 0)
             patched.setenv("PYTHONPATH", str(Path(__file__).with_name("short_searches")), prepend=os.pathsep)
+        yield
+
+
+@contextlib.contextmanager
+def small_measurements() -> Iterator[None]:
+    """Let calibrations measure with little memory in ``make test``, for tests of what comes of what was measured."""
+    with pytest.MonkeyPatch.context() as patched:
+        if not ALL:
+            for name, size in {
+                "backend._QUICK_COPY_BYTES": 2**24,
+                "disk._QUICK_FILE_BYTES": 2**26,
+                "saving._NUM_BYTES": 2**24,
+                "traffic._POOL_PARAMS": 2**21,
+                "traffic._PAIR_PARAMS": 2**19,
+                "traffic._THREADS_PARAMS": 2**20,
+                "sampling.NUM_WINDOWS": 4,
+            }.items():
+                patched.setattr(f"hwprofiles.calibrate.{name}", size)
         yield
 
 

@@ -15,6 +15,8 @@ from hwprofiles.calibrate.options import CpuAdamW, Kernels
 from hwprofiles.calibrate.sampling import Call, Case, clock_of
 from hwprofiles.machine import cpu_name
 
+_QUICK_COPY_BYTES = 2**27
+
 Direction = Literal["down", "up"]
 
 
@@ -88,7 +90,7 @@ class HostBackend:
             (64, 256, 1024, *(() if quick else (2048, 4096))),
             (256, 512, 1024, 2048),
         )
-        self.copy_pool_bytes = max(min((128 if quick else 256) * 2**20, memory_bytes // 2), 2**16)
+        self.copy_pool_bytes = max(min(_QUICK_COPY_BYTES * (1 if quick else 2), memory_bytes // 2), 2**16)
 
     def time_s(self, call: Call, num_calls: int) -> float:
         """Return seconds per call by the wall clock: computing is synchronous."""

@@ -17,6 +17,7 @@ from hwprofiles.calibrate.sampling import Case, build_curve, quantity, sample, s
 from hwprofiles.profile import Storage
 
 _MARGIN = 1.2  # leave some space to other programs
+_QUICK_FILE_BYTES = 2**28
 _DIRECT = getattr(os, "O_DIRECT", 0)
 
 
@@ -30,7 +31,7 @@ def open_disk(directory: Path, *, quick: bool) -> Iterator["Disk"]:
     Raises:
         CalibrationError: no such directory, no permission, or too little space.
     """
-    file_bytes = (256 if quick else 2048) * 2**20
+    file_bytes = _QUICK_FILE_BYTES if quick else 2**31
     sizes = tuple(2**i for i in range(20, 27 if quick else 29, 2))
     with contextlib.ExitStack() as stack:
         with _explained(directory, file_bytes):

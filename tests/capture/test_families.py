@@ -173,6 +173,7 @@ def test_a_family_is_captured_and_trains_as_in_memory(name: str) -> None:
 TILE = 6  # of 32 tokens: the last one is smaller
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize(
     ("name", "tile"), [("mixtral in a loop", None), ("gpt-oss", None), ("qwen3-next", None), ("gemma 3", TILE)]
 )
@@ -205,7 +206,7 @@ def test_a_family_offloads_what_was_counted(name: str, tile: int | None) -> None
 NOT_TILED = {"phi-moe in a loop", "bloom", "whisper"}
 
 
-@pytest.mark.part(10)
+@pytest.mark.part(17)
 @pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
 @pytest.mark.parametrize("name", sorted(FAMILIES.keys() - NOT_TILED))
 def test_layers_in_tiles_train_as_in_memory(name: str, activations: str) -> None:

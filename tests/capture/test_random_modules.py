@@ -106,7 +106,7 @@ SEQUENCES = {
 }
 
 
-@pytest.mark.part(2)
+@pytest.mark.part(3)
 @pytest.mark.parametrize(("name", "storage"), [*((name, "never") for name in SEQUENCES), ("lone-linears", "nvme")])
 def test_what_is_planned_into_little_memory_is_executed(name: str, storage: Storage) -> None:
     """Down to where nothing fits, with all that is computed again then."""

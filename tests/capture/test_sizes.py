@@ -135,7 +135,7 @@ def test_a_captured_head_is_as_formulas_have_it() -> None:
     assert theirs.workspace_bytes == pytest.approx(ours.workspace_bytes, rel=0.03)
 
 
-@pytest.mark.part(2)
+@pytest.mark.part(3)
 @pytest.mark.parametrize("given", [{}, {"layer_tile_tokens": 100}, {"loss_tile_tokens": 64}], ids=str)
 def test_a_plan_that_compares_tiles_is_verified_without_another_capture(given: dict[str, int], tmp_path: Path) -> None:
     path = config(tmp_path, "olmo2", intermediate_size=1024, max_position_embeddings=512)

@@ -52,7 +52,7 @@ def test_two_ranks(processes, optimizer, data):
     assert_same_bits(processes.call(2, trained, task, decisions), reference_of_ranks(task, 2, decisions))
 
 
-@pytest.mark.part(3)
+@pytest.mark.part(5)
 @pytest.mark.parametrize("all_long", [False, pytest.param(True, marks=pytest.mark.torture)], ids=["some", "all"])
 @pytest.mark.parametrize("optimizer", OF_THE_TABLE)
 @settings(max_examples=1, deadline=None, phases=[Phase.generate])

@@ -59,6 +59,7 @@ def test_weights_go_to_wherever_a_plan_keeps_them_and_come_back(case):
             assert_same({n: trained[n] for n in session.full_parameters()}, session.full_parameters())
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_training_from_files_is_training_from_the_same_weights(dtype, tmp_path):
     task = Task("llama-tied", dtype)
@@ -243,6 +244,7 @@ def test_adapters_are_saved_as_peft_loads_them(kind, tmp_path):
         assert_same(session.full_parameters(), wanted)
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("kind", ["prompt", "prefix", "encoded", "a head"])
 def test_prompts_and_heads_are_saved_as_peft_loads_them(kind, num_ranks, processes, tmp_path):

@@ -62,8 +62,8 @@ def shuffled(items, seed):
 
 
 def test_nothing_acknowledged_is_lost_wherever_the_writer_is_killed(tmp_path):
-    chosen = shuffled(points(tmp_path), 0)[:60]
-    assert sum(check(tmp_path / f"{i}", number, phase, 0)[1] for i, (number, phase) in enumerate(chosen)) > 50
+    chosen = shuffled(points(tmp_path), 0)[:25]
+    assert sum(check(tmp_path / f"{i}", number, phase, 0)[1] for i, (number, phase) in enumerate(chosen)) > 20
 
 
 @pytest.mark.torture

@@ -236,7 +236,7 @@ DEGREES = {
 }
 
 
-@pytest.mark.part(5)
+@pytest.mark.part(7)
 @pytest.mark.parametrize("update_start", ["step", "backward"])
 @pytest.mark.parametrize(("family", "degrees"), DEGREES.values(), ids=DEGREES)
 def test_ranks_do_not_depend_on_when_streams_run(processes, family, degrees, update_start):

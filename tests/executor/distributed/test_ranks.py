@@ -86,6 +86,7 @@ def test_another_plan_in_the_middle_gives_the_same_bits(processes, tmp_path, dty
     assert list((tmp_path / "handed over").iterdir()) == []
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("degrees", [{"tensor_parallel": 2}, {"data_parallel": 2, "expert_parallel": 2}], ids=str)
 def test_another_plan_where_ranks_share_layers_or_experts(processes, tmp_path, degrees):
     task = Task("mixtral-shared", torch.float32, iterations=4)
@@ -165,6 +166,7 @@ def test_any_plan_for_more_agrees_within_rounding(processes, plan, seed):
     assert float(torch.cat(off).max()) < 2 * 5e-3 * task.iterations
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_ddp_gives_the_same_bits(processes, dtype):
     task = Task("gpt2", dtype)
@@ -194,7 +196,7 @@ def test_evaluation_states_and_a_closed_model_are_whole_on_all_ranks(processes, 
         assert found == []
 
 
-@pytest.mark.part(3)
+@pytest.mark.part(5)
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize(("zero_stage", "choose"), STAGES.values(), ids=STAGES)
 def test_memory_and_times_are_those_of_the_schedule(processes, zero_stage, choose, size):
@@ -203,6 +205,7 @@ def test_memory_and_times_are_those_of_the_schedule(processes, zero_stage, choos
     assert processes.call(size, seen_from_outside, task, decisions) == [[]] * size
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize(("zero_stage", "choose"), [STAGES[k] for k in ("0, everything", "2, cpu", "3, everything")])
 def test_frozen_parameters_stay_as_they_are(processes, zero_stage, choose):
     """So much that backward does not reach the first units."""
@@ -295,7 +298,7 @@ def test_a_killed_rank_ends_all(processes):
         assert re.search(r"rank 1 \(process \d+\) has ended without reporting why", str(error)), error
 
 
-@pytest.mark.part(2)
+@pytest.mark.part(3)
 @pytest.mark.parametrize(("size", "zero_stage"), [(2, 0), (2, 3), (3, 1), (4, 2)])
 def test_any_number_of_ranks_goes_on_from_what_any_number_has_saved(processes, size, zero_stage, tmp_path):
     task = Task("llama", iterations=2)

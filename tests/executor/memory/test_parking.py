@@ -71,6 +71,7 @@ def test_on_a_gpu(gpu, monkeypatch, dtype):  # noqa: ARG001 - a GPU
 FROZEN = frozenset({"transformer.wte.weight", "transformer.h.0.mlp.c_fc.weight", "transformer.h.2.attn.c_attn.weight"})
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize(
     ("zero_stage", "choose", "frozen"),
     [

@@ -55,7 +55,7 @@ SHARED = {
 """Every family, with ranks that share layers and ranks that share the data."""
 
 
-@pytest.mark.part(5)
+@pytest.mark.part(7)
 @pytest.mark.parametrize(("family", "ranks"), SHARED.items(), ids=SHARED)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_one_step_has_the_gradients_of_the_whole_model(processes, family, ranks, dtype):
@@ -100,6 +100,7 @@ METERED = {
 }
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("dtype_bytes", [2, 4], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("name", METERED)
 def test_each_rank_holds_what_the_plan_says(processes, name, dtype_bytes):
@@ -136,6 +137,7 @@ def test_norms_and_updates_where_data_is_shared_too(processes):
             assert all(other[rank][1][name].tobytes() == final[name].tobytes() for name in final)
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_memory_and_times_are_those_of_the_schedule(processes, dtype):
     task = Task("llama-tied-shared", dtype, iterations=2)
@@ -144,6 +146,7 @@ def test_memory_and_times_are_those_of_the_schedule(processes, dtype):
         assert processes.call(ranks, seen_from_outside, task, decisions) == [[]] * ranks
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("family", ["gpt2-shared", "llama-shared", "qwen3-shared"])
 def test_what_leaves_is_what_the_plan_counts_and_no_sum_is_made_again(processes, family):
     """Also where a bias comes behind the sum."""

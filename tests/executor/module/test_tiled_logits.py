@@ -253,6 +253,7 @@ def test_another_kind_of_head_is_refused():
         tile_head(model, TILE)
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("family", ["llama-shared", "gpt2-shared"])
 def test_ranks_that_share_the_vocabulary_have_the_gradients_of_the_whole(processes, family, dtype):

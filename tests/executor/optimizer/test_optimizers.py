@@ -36,7 +36,7 @@ OTHERS = [name for name in OPTIMIZERS if name != "adamw"]
 ATOL = {"adamw-bf16": 10 * 5e-3 * 2**-6, "lion": 5e-3, "muon": 10 * 0.02 * 3**0.5 * 2**-8}  # of weights after 10 steps
 
 
-@pytest.mark.part(3)
+@pytest.mark.part(5)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(("params", "place"), PLACEMENTS)
 @pytest.mark.parametrize("optimizer", OTHERS)
@@ -84,6 +84,7 @@ def test_schedules_of_every_rate_reach_every_share_of_the_update(optimizer):
                 assert_same((seen, ours.session.full_parameters()), constant)
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("optimizer", OTHERS)
 def test_stock_optimizers_and_clipping_agree_within_rounding(optimizer):
     """Each side rounds by a few units of 2**-24 a step; a step moves a weight by about the rate, up to 0.2 x 0.5.

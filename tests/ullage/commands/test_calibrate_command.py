@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from amount import small_measurements
 
 import hwprofiles.calibrate
 from executor.optimizer import AdamWParams, adamw_step
@@ -18,6 +19,8 @@ def hurried(monkeypatch, tmp_path):
     options = partial(hwprofiles.calibrate.CalibrationOptions, budget_s=1.0)
     monkeypatch.setattr(hwprofiles.calibrate, "CalibrationOptions", options)
     monkeypatch.setenv("ULLAGE_HOME", str(tmp_path))
+    with small_measurements():
+        yield
 
 
 @pytest.mark.usefixtures("hurried")

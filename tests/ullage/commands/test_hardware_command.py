@@ -2,10 +2,12 @@
 
 import json
 import math
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 import pytest
+from amount import small_measurements
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,15 +24,16 @@ HERE = Provenance(origin="measured", source="a test")
 
 
 @pytest.fixture
-def local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HardwareProfile:
-    """Return a profile of a machine with two cores as if it had been measured here; measurements take a second."""
+def local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HardwareProfile]:
+    """A profile of a machine with two cores as if it had been measured here; measurements take a second."""
     monkeypatch.setenv("ULLAGE_HOME", str(tmp_path))
     monkeypatch.setattr(
         hwprofiles.calibrate, "CalibrationOptions", partial(hwprofiles.calibrate.CalibrationOptions, budget_s=1.0)
     )
     profile = load_profile("epyc-turin-2c").model_copy(update={"measured_on": this_machine()})
     save_profile(profile, local_profile_path())
-    return profile
+    with small_measurements():
+        yield profile
 
 
 def test_profiles_are_listed_with_where_their_values_are_from(local, capsys):

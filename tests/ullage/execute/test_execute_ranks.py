@@ -7,7 +7,7 @@ import re
 import shutil
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import forked
@@ -140,18 +140,40 @@ def memory(plan: Path) -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
+Started = tuple[list[Forked], Callable[[], None]]
+
+
+def by_torchrun(*words: str) -> Started:
+    """Start both processes with torchrun; return it, and what ends all as a shell does."""
+    start = ("torch.distributed.run", "--nproc-per-node", "2", "-m", "ullage")
+    process = Forked(forked.launcher, *start, *words)
+    return [process], lambda: os.killpg(process.pid, signal.SIGTERM)  # torchrun sends it once more to its processes
+
+
+def as_by_torchrun(*words: str) -> Started:
+    """Start both processes as torchrun does; return them, and what sends a signal to each of them, twice."""
+    both = [Forked(forked.ullage, *words, env=each) for each in environments(2)]
+
+    def end() -> None:
+        for process in both * 2:
+            process.send_signal(signal.SIGTERM)
+
+    return both, end
+
+
+@pytest.mark.part(2)
+@pytest.mark.parametrize("start", [as_by_torchrun, by_torchrun])
 def test_sigterm_ends_all_with_one_checkpoint_on_all_levels_which_they_go_on_from(
-    plan: Path, tmp_path: Path, memory: Path
+    plan: Path, tmp_path: Path, memory: Path, start: Callable[..., Started]
 ) -> None:
     folder = tmp_path / "checkpoints"
     places = ("--checkpoint-dir", "memory", "--checkpoint-dir", str(folder), "--checkpoint-every", "2,4")
-    command = ("-m", "ullage", "execute", str(plan), *places, "--output-dir", str(tmp_path), "--iterations", "100000")
-    process = Forked(forked.launcher, "torch.distributed.run", "--nproc-per-node", "2", *command)
+    processes, end = start("execute", str(plan), *places, "--output-dir", str(tmp_path), "--iterations", "100000")
     while not list(folder.glob("step-*")):
-        assert process.poll() is None, process.communicate()
+        assert all(process.poll() is None for process in processes), processes[0].communicate()
         time.sleep(0.05)
-    os.killpg(process.pid, signal.SIGTERM)  # and torchrun sends it once more to its processes
-    _, err = process.communicate(timeout=END_S)
+    end()
+    err = "".join(process.communicate(timeout=END_S)[1] for process in processes)
     last = max(int(path.name[5:]) for path in folder.glob("step-*"))
     step = f"step-{last:08d}"
     said = f"checkpoint of step {last} in {memory}/{step} and {folder}/{step}; go on with --resume"

@@ -173,6 +173,7 @@ def test_the_base_of_an_executed_plan_has_its_weights(base: Path) -> None:
     assert step.loss == pytest.approx(model(input_ids=tokens, labels=tokens).loss.item(), rel=1e-6)
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize(
     ("lora_option", "quantization", "options", "message"),
     [

@@ -8,6 +8,7 @@ import forked
 import numpy as np
 import pytest
 from forked import completed
+from narrow import narrow_llama
 
 from executor.devices.lanes import NUM_RECORDED
 from executor.session import Session
@@ -16,7 +17,6 @@ from hwprofiles.profile import HardwareProfile
 from hwprofiles.quantity import Provenance
 from hwprofiles.registry import load_profile
 from planner.decisions import FP32
-from planner.models import resolve_model
 from planner.plan.document import Plan
 from planner.plan.planning import Request, make_plan
 from planner.schedule.tasks import Lane
@@ -116,8 +116,8 @@ def wrong(machine: HardwareProfile) -> HardwareProfile:
 
 
 def test_a_run_names_the_lane_that_was_mispredicted(tmp_path: Path) -> None:
-    model = resolve_model("demo-llama").model_copy(update={"num_layers": 2})
-    machine = load_profile("epyc-turin-2c").with_device_memory(56_000_000)
+    model = narrow_llama(2)
+    machine = load_profile("epyc-turin-2c").with_device_memory(22_000_000)
     plan = make_plan(Request(model, machine, seq_len=32, micro_batch=1, precision=FP32), max_simulations=50)
     path = tmp_path / "plan.json"
     path.write_text(plan.model_copy(update={"hardware": wrong(machine)}).sealed().to_json(), encoding="utf-8")

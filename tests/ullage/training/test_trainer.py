@@ -163,9 +163,10 @@ def test_memory_of_times_is_bounded(plan: Plan, tokens: Tokens, monkeypatch: pyt
     before = num_tickets()  # what other tests have left
     with ullage.Trainer(plan, data=tokens) as trainer:
         num_tasks = len(trainer.session.schedule.tasks)
-        for _ in trainer.run(10):
+        for iteration, _ in enumerate(trainer.run(10)):
             trainer.session.synchronize()  # a thread that makes a tuple minds that others see it
-            assert num_tickets() - before <= (6 + 2) * num_tasks
+            if iteration in {7, 9}:  # to look through all objects takes long
+                assert num_tickets() - before <= (6 + 2) * num_tasks
         assert trainer.session.timeline().num_iterations == 6
         assert trainer.replan().refit.measured_s > 0
 
