@@ -24,7 +24,7 @@ def test_a_checkpoint_is_compared_with_what_was_given(engine, tmp_path):
         check(made, tmp_path, 1)
 
 
-def test_runs_are_predicted_and_told():
+def test_runs_are_predicted_and_reported():
     """A blocking engine stops training at every checkpoint for as long as it writes, and ours for nothing."""
     profile = load_profile("epyc-turin-2c").with_device_memory(50_000_000)
     rates = {key: quantity(1e9, "bytes_per_s", "made up", 1) for key in ("fresh_bytes_per_s", "serialise_bytes_per_s")}

@@ -121,7 +121,7 @@ def test_images_that_cannot_be_divided_are_left_out(tmp_path: Path) -> None:
     assert [spec.name for spec in found.inputs(2, 24)] == ["input_ids", "labels"]
 
 
-def test_classifiers_are_told_what_they_are_trained_for(tmp_path):
+def test_classifiers_get_what_they_are_trained_for(tmp_path):
     for more, expected in (
         ({"num_labels": 3}, "labels=2:int64"),
         ({"num_labels": 1}, "labels=2:float"),

@@ -80,7 +80,7 @@ def test_what_a_dead_writer_left_is_swept_and_a_living_writer_is_left_alone(tmp_
     assert not list(store.root.iterdir())
 
 
-def test_a_folder_that_cannot_be_made_is_told(tmp_path):
+def test_a_folder_that_cannot_be_made_is_reported(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match=r"file/store: .*choose another folder"):
         Store(tmp_path / "file" / "store")

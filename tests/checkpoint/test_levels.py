@@ -154,7 +154,7 @@ def test_a_level_that_fails_costs_its_checkpoint_and_the_next_gets_it_from_above
     run.levels.close()
 
 
-def test_what_was_removed_before_its_turn_is_told(tmp_path):
+def test_what_was_removed_before_its_turn_is_reported(tmp_path):
     gate = Gate(tmp_path / "b")
     run = Run(Level(tmp_path / "a", 1), Level(tmp_path / "b", 2), files=gate)
     run.make(2)
@@ -182,7 +182,7 @@ def test_the_end_is_waited_for_no_longer_than_was_said(tmp_path, monkeypatch, in
     assert why in run.failures()[0][2]
 
 
-def test_a_place_that_does_not_answer_is_told_and_not_waited_for(tmp_path, monkeypatch):
+def test_a_place_that_does_not_answer_is_reported_and_not_waited_for(tmp_path, monkeypatch):
     monkeypatch.setattr(executor.checkpoint.promotion, "_END_S", 0.2)
     gate = Gate(tmp_path / "b")
     run = Run(Level(tmp_path / "a", 1), Level(tmp_path / "b", 1), files=gate)
@@ -258,7 +258,7 @@ def test_places_of_one_node_are_refused_on_several(tmp_path, url, monkeypatch):
     (SHARED / tmp_path.name).rmdir()
 
 
-def test_what_cannot_be_reached_is_told_in_one_line(monkeypatch):
+def test_what_cannot_be_reached_is_reported_in_one_line(monkeypatch):
     with pytest.raises(CheckpointError, match=r"nonsense://x: Protocol not known: nonsense; give a folder, or a URL"):
         store_at("nonsense://x")
     absent = {"class": "absent.System", "err": "Install absent to access it"}

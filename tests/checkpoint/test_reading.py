@@ -175,7 +175,7 @@ def test_a_file_system_that_refuses_to_leave_out_the_page_cache_is_read_through_
 
 
 @pytest.mark.parametrize("error", [errno.EIO, errno.ESTALE])
-def test_what_cannot_be_read_is_damaged_and_the_first_is_told(folders, error, monkeypatch):
+def test_what_cannot_be_read_is_damaged_and_the_first_is_reported(folders, error, monkeypatch):
     def preadv(fd, buffers, offset, *, plain=os.preadv):
         if offset >= 8 * BLOCK_BYTES:
             time.sleep(0.05 * (offset == 8 * BLOCK_BYTES))  # others fail before

@@ -24,7 +24,7 @@ time.sleep(600)
 """
 
 
-def test_a_second_run_is_told_who_writes_and_what_to_do_and_a_killed_one_holds_nothing(tmp_path: Path) -> None:
+def test_a_second_run_is_refused_with_who_writes_and_a_killed_one_holds_nothing(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()

@@ -162,7 +162,7 @@ def test_standard_output_is_refused_and_other_descriptors_are_written_into(tmp_p
     assert sum("is standard output" in line for line in lines) == 3
 
 
-def test_a_folder_that_cannot_be_written_is_told_before(foreign: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_reported_before(foreign: Path) -> None:
     path = foreign / "file"
     with pytest.raises(ValueError, match=r"--output .* \(Permission denied\); give a file in another one"):
         check_output("--output", path)

@@ -191,6 +191,6 @@ def test_saving_is_refused_before_anything_is_written(source, optimizer, tmp_pat
 
 
 @pytest.mark.parametrize("act", [save, load, restore, Checkpoints])
-def test_what_is_no_prepared_optimizer_is_told_so(act, tmp_path):
+def test_another_optimizer_than_the_prepared_one_is_refused(act, tmp_path):
     with pytest.raises(TypeError, match=r"the optimizer is Linear; give the one that ullage\.prepare returned"):
         act(torch.nn.Linear(1, 1), tmp_path)

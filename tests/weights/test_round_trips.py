@@ -144,7 +144,7 @@ def test_ranks_read_their_parts_and_rank_0_writes_the_whole(processes, family, c
     assert not list(tmp_path.glob(".*"))
 
 
-def test_a_failure_of_rank_0_is_told_on_all(processes, tmp_path):
+def test_a_failure_of_rank_0_is_reported_on_all(processes, tmp_path):
     task = Task("gpt2", torch.float32, max_norm=None)
     made(task.family, torch.float32, tmp_path)
     (tmp_path / "saved").mkdir()

@@ -94,7 +94,7 @@ def test_sizes_of_the_model_change_together():
         changed_model(MODEL, {"model.hidden_size": Number(2049)})
 
 
-def test_names_are_found_by_alias_and_near_ones_are_told():
+def test_names_are_found_by_alias_and_near_ones_are_suggested():
     fields = Fields(load_profile("a100-80"), MODEL)
     assert fields["link.pcie.h2d_bytes_per_s"].name == "host_link.down"
     assert fields["--seq-len"].name == fields["seq-len"].name == "seq_len"

@@ -122,7 +122,7 @@ def test_a_flipped_bit_in_what_another_rank_hands_in_is_found(tmp_path):
     draft.abandon()
 
 
-def test_nothing_whole_is_told_with_the_reasons(store):
+def test_nothing_whole_is_reported_with_the_reasons(store):
     for folder in store.folders():
         (folder / "manifest.json").unlink()
     found = store.newest()

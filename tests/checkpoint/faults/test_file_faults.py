@@ -76,7 +76,7 @@ def test_a_failing_operation_costs_one_checkpoint_at_most(tmp_path, capsys, coun
         )
 
 
-def test_a_full_drive_is_told_before_anything_is_written(tmp_path):
+def test_a_full_drive_is_reported_before_anything_is_written(tmp_path):
     class Full(Files):
         def allocate(self, _fd, _num_bytes):
             raise OSError(errno.ENOSPC, "No space left on device")

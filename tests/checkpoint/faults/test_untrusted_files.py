@@ -254,7 +254,7 @@ print("read")
     assert done.stdout == "read\n"
 
 
-def test_what_was_tried_is_told(capsys):
+def test_what_was_tried_is_reported(capsys):
     with capsys.disabled():
         sys.stdout.write(
             f"\n{NUM_TRIED['manifests']} changed manifests: {NUM_TRIED['read']} read, the others refused\n"

@@ -226,7 +226,7 @@ def test_a_gradient_that_some_ranks_lack_counts_as_zero(processes):
         assert seen[1] > 0
 
 
-def test_a_gradient_that_some_ranks_lack_is_told_where_its_update_has_begun(processes):
+def test_a_gradient_that_some_ranks_lack_is_reported_where_its_update_has_begun(processes):
     task = Task("gpt2", max_norm=None, iterations=1)
     decisions = decide(task, uniform("gpu", "cpu"), data_parallel=2, zero_stage=2, update_start="backward")
     processes.begin(2, without_a_gradient, task, decisions)
@@ -340,7 +340,7 @@ POSITIONS = {
     ("deed", "zero_stage"),
     [(deed, stage) for deed in POSITIONS for stage in (1, 3) if stage == 3 or "evaluation" not in deed],
 )
-def test_ranks_that_go_apart_are_told_where_they_are(processes, deed, zero_stage):
+def test_ranks_that_diverge_are_named_with_where_they_are(processes, deed, zero_stage):
     """And not left to wait for each other, nor ended by gloo where sizes differ."""
     task = Task("gpt2", iterations=4, num_micro_batches=2 if deed == "short group" else 1)
     choose = uniform("host", "cpu") if zero_stage == 3 else uniform("gpu", "gpu")
@@ -355,7 +355,7 @@ def test_ranks_that_go_apart_are_told_where_they_are(processes, deed, zero_stage
 
 @pytest.mark.parametrize("zero_stage", [0, 3])
 @pytest.mark.parametrize("deed", ["rate", "skip"])
-def test_what_one_rank_decides_alone_is_told(processes, deed, zero_stage):
+def test_what_one_rank_decides_alone_is_reported(processes, deed, zero_stage):
     """Each would train another model otherwise, or parts of two."""
     task = Task("gpt2", iterations=4)
     decisions = decide(task, uniform("gpu", "cpu"), data_parallel=2, zero_stage=zero_stage, clip=True)

@@ -83,7 +83,7 @@ def test_a_lost_store_is_a_lost_rank(pair):
     assert "rank 0, or the process that served the ranks' store, has ended" in wait_for(reported)
 
 
-def test_a_failure_of_others_is_not_told_as_ones_own(pair):
+def test_a_failure_of_others_is_not_reported_as_ones_own(pair):
     first, second, reported, _ = pair
     second.start(lambda _error: None)
     second.report_failure(RankError("rank 0 failed: on its own"))

@@ -263,7 +263,7 @@ def test_tensors_come_back_with_their_strides():
     assert not y.is_contiguous()
 
 
-def test_changes_that_would_be_lost_are_told():
+def test_changes_that_would_be_lost_are_reported():
     alone, x = Alone(), some_input() * 1
     alone.forward(lambda x: (x @ WEIGHT).sin(), x)
     with torch.no_grad():

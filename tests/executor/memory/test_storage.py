@@ -161,7 +161,7 @@ except OSError as error:
 """
 
 
-def test_no_room_is_told_at_the_start_and_leaves_nothing(tmp_path):
+def test_no_room_is_reported_at_the_start_and_leaves_nothing(tmp_path):
     done = subprocess.run([sys.executable, "-c", FULL, tmp_path], capture_output=True, text=True, check=True)
     assert f"{tmp_path}/state needs 2,097,152 B" in done.stdout
     assert "B are free there (File too large); make room, choose another --storage-dir" in done.stdout

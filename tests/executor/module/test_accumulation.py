@@ -70,7 +70,7 @@ def test_a_short_group_trains_wherever_updates_are_and_begin(params, place, star
     assert_same(planned(task, decisions), reference(task))
 
 
-def test_a_loop_that_accumulates_less_than_planned_is_told_once():
+def test_a_loop_that_accumulates_less_than_planned_is_reported_once():
     task = Task("small", num_micro_batches=4, iterations=5, group_sizes=(2, 2, 2, 4, 2))
     with pytest.warns(RuntimeWarning, match=r"fewer .*plan's 4.*--accumulate 2") as warned:
         planned(task, decide(task, uniform("gpu", "cpu")))
@@ -180,7 +180,7 @@ def clip_in_between(loop):
         (clip_in_between, r"expects optimizer.step\(\), since .* ended the iteration after micro-batch 1"),
     ],
 )
-def test_misuse_is_told(misuse, message):
+def test_misuse_is_reported(misuse, message):
     loop = Loop(3)
     with loop.optimizer.session, pytest.raises(OutOfOrderError) as caught:
         misuse(loop)

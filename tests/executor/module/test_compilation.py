@@ -114,7 +114,7 @@ def test_compiled_modules_save_no_more_and_what_is_taken_once_is_the_ledgers():
     assert 0.3 * saved[None][1] < saved[DECOMPOSED][1] <= saved[None][1]
 
 
-def test_what_cannot_be_compiled_is_told_and_nothing_is_left_behind():
+def test_what_cannot_be_compiled_is_reported_and_nothing_is_left_behind():
     def broken(*_):
         raise NotImplementedError("no such kernel")
 

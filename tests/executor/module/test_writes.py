@@ -207,7 +207,7 @@ def test_reading_is_as_ever(started):
         parameter.register_hook(lambda gradient: gradient).remove()
 
 
-def test_a_write_inside_forward_is_told_afterwards(started):
+def test_a_write_inside_forward_is_reported_afterwards(started):
     model, optimizer = started
     module = model.get_submodule(WHOLE)
 

@@ -336,7 +336,7 @@ def test_buffers_are_in_the_ledger(tmp_path):
         assert optimizer.session.memory()[Tier.HOST].static_bytes[MemoryClass.CHECKPOINT] == 10 * 4096
 
 
-def test_a_drive_without_room_for_what_is_kept_is_told_before_training(tmp_path, monkeypatch):
+def test_a_drive_without_room_for_what_is_kept_is_reported_before_training(tmp_path, monkeypatch):
     task = Task("gpt2")
     run(task, decide(task, mixed), tmp_path / "saved", stop=2)
     (num_bytes,) = {Checkpoint(path).num_bytes for path in (tmp_path / "saved").iterdir()}
@@ -350,7 +350,7 @@ def test_a_drive_without_room_for_what_is_kept_is_told_before_training(tmp_path,
                 Checkpoints(optimizer, *levels).close()
 
 
-def test_a_session_without_room_is_told(tmp_path):
+def test_a_session_without_room_is_reported(tmp_path):
     task = Task("gpt2")
     _, optimizer = prepare(task, decide(task, mixed))
     with optimizer.session, pytest.raises(ValueError, match="no buffers for checkpoints"):

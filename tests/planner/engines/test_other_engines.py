@@ -147,7 +147,7 @@ def test_roundpipe_moves_weights_twice_and_gradients_once(ranks: int, num_micro_
     assert firsts == list(dict.fromkeys(unit.segment for unit in UNITS))  # one segment after the other
 
 
-def test_roundpipe_waits_for_the_optimizer_only_if_told_to() -> None:
+def test_roundpipe_waits_for_the_optimizer_only_if_set_to() -> None:
     some = setup(data_parallel=4)
     scorer = scorer_of(some, cpu_params_per_s=1e8)
     (late,), (sync,) = round_pipe(some), round_pipe_sync(some)

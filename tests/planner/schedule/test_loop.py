@@ -62,7 +62,7 @@ def test_the_caller_may_walk_the_whole_iteration() -> None:
 
 
 @pytest.mark.parametrize(("op", "unit"), [(Op.BACKWARD, "embed"), (Op.FORWARD, "head"), (Op.CLIP, "")])
-def test_a_caller_who_is_somewhere_else_is_told_where(op: Op, unit: str) -> None:
+def test_a_caller_at_another_place_is_shown_where(op: Op, unit: str) -> None:
     recorder = Recorder()
     loop = Loop(small_schedule(), recorder)
     with pytest.raises(OutOfOrderError, match=f"reached {op} {unit or 'model'}, but the plan expects forward embed;"):

@@ -91,7 +91,7 @@ def test_the_profile_of_a_host_of_another_name_is_named(
     assert f"host 'after' has no profile, but {path} is of another host; a100-80 is used" in err
 
 
-def test_a_gpu_without_a_profile_is_told_of_calibration(
+def test_a_gpu_without_a_profile_is_advised_to_calibrate(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("ullage.cli.default_hardware.gpu_names", lambda: ("NVIDIA H200",))

@@ -21,7 +21,7 @@ def tool(folder: Path, code: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(folder), prepend=":")
 
 
-def test_a_machine_without_a_gpu_is_told_as_what_it_is(
+def test_a_machine_without_a_gpu_is_named_as_such(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tool(tmp_path, "exit 9", monkeypatch)

@@ -83,7 +83,7 @@ def test_sparkline_grows_with_its_values(values):
             assert not (x < y and a > b)
 
 
-def test_binding_is_told_in_words_largest_first():
+def test_what_binds_is_stated_in_words_largest_first():
     assert set(LANE_WORDS) == set(Lane)
     message = binds({"h2d": 0.1, "compute": 0.895, "d2h": 0.005}, 1.0)
     assert message == "computing 89.5 %, copies of parameters to the device 10.0 %"

@@ -103,7 +103,7 @@ def one_line(capsys: pytest.CaptureFixture[str], name: str, *words: str) -> None
 
 
 @pytest.mark.parametrize("name", OUTPUTS)
-def test_what_cannot_be_written_is_told_before_any_work(
+def test_what_cannot_be_written_is_reported_before_any_work(
     name: str, run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Nothing is imported for the work, nothing is read or written, and what is there stays."""
@@ -160,7 +160,7 @@ def test_devices_and_pipes_are_written_into(
 
 
 @pytest.mark.parametrize("name", FOLDERS)
-def test_a_folder_that_cannot_be_made_is_told_before_any_work(
+def test_a_folder_that_cannot_be_made_is_reported_before_any_work(
     name: str, run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     os.mkfifo(tmp_path / "pipe")

@@ -236,7 +236,7 @@ def test_a_captured_block_that_is_missing_is_noticed(captured: bool, package: st
             plan.model_copy(update={"decisions": changed}).units()
 
 
-def test_capturing_in_another_precision_is_told_with_its_remedy() -> None:
+def test_capturing_in_another_precision_is_reported_with_its_remedy() -> None:
     captured = capture_module(lambda: torch.nn.Linear(4, 4), ["8x4"])  # in bf16
     wanted = Request(captured, load_profile("epyc-turin-2c"), seq_len=1, micro_batch=8, precision=FP32)
     with pytest.raises(

@@ -212,7 +212,7 @@ def test_a_second_signal_gives_up_what_is_on_its_way(plan_path: Path, tmp_path: 
     assert not list((tmp_path / "slow-5").rglob("manifest.json"))
 
 
-def test_a_second_run_in_a_folder_is_told_before_it_trains(plan_path: Path, tmp_path: Path) -> None:
+def test_a_second_run_in_a_folder_is_refused_before_it_trains(plan_path: Path, tmp_path: Path) -> None:
     """On any level; the first goes on, and when it is killed nothing is left to be removed."""
     folder = tmp_path / "checkpoints"
     first = execute(plan_path, folder, "--iterations", "100000")
@@ -318,7 +318,7 @@ def test_the_command_lists_verifies_exports_and_prunes(
         (["execute", "PLAN", "--checkpoint-dir", "memory://x"], "memory://x is no folder, but training writes into"),
     ],
 )
-def test_bad_input_is_told_in_one_line(
+def test_bad_input_is_reported_in_one_line(
     args: list[str],
     message: str,
     plan_path: Path,

@@ -325,7 +325,7 @@ def test_bad_input_is_one_line(
     assert not (tmp_path / "out").exists()
 
 
-def test_data_that_are_not_there_are_told_before_anything_is_planned(
+def test_data_that_are_not_there_are_reported_before_anything_is_planned(
     base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["--data", str(tmp_path / "no.jsonl"), "--tokenizer", str(base), "--output-dir", str(tmp_path / "out")]

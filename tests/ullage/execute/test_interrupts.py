@@ -94,7 +94,7 @@ def test_what_fails_because_of_ctrl_c_counts_as_that() -> None:
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
-def test_a_signal_during_a_write_is_told_after_it() -> None:
+def test_a_signal_during_a_write_is_reported_after_it() -> None:
     """Training and the signal print to the same stream, and no handler may write to it meanwhile."""
     readable, writable = os.pipe()
     text = "x" * 200_000  # more than a pipe holds

@@ -73,7 +73,7 @@ def test_training_goes_on_where_nothing_can_be_written(tmp_path: Path, monkeypat
         (["--tensorboard", __file__], "there is a file of that name, not a folder"),
     ],
 )
-def test_bad_places_are_told_before_training(host_plan, tmp_path, capsys, monkeypatch, options, message) -> None:
+def test_bad_places_are_reported_before_training(host_plan, tmp_path, capsys, monkeypatch, options, message) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["execute", str(host_plan), "--iterations", "7", *options]) == 2
     err = capsys.readouterr().err

@@ -205,7 +205,7 @@ def test_the_base_of_an_executed_plan_has_its_weights(base: Path) -> None:
         ),
     ],
 )
-def test_a_model_that_does_not_match_is_told_which_option_differs(
+def test_a_model_that_does_not_match_is_refused_with_the_option_that_differs(
     base: Path, lora_option: str | None, quantization: Quantization | None, options: dict[str, Any], message: str
 ) -> None:
     model = adapted(base, **options)
@@ -214,7 +214,7 @@ def test_a_model_that_does_not_match_is_told_which_option_differs(
     assert message in str(refused.value)
 
 
-def test_a_model_without_adapters_is_told_so(base: Path) -> None:
+def test_a_model_without_adapters_is_refused(base: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(base)
     with pytest.raises(
         ullage.BindingError, match=r"the plan has LoRA adapters of rank 4 on down_proj, q_proj, but the"

@@ -399,7 +399,7 @@ def mamba() -> torch.nn.Module:
 
 
 @pytest.mark.parametrize("make", [mamba, lambda: model_of("opt")], ids=["no positions", "positions alone"])
-def test_a_model_that_does_not_keep_documents_apart_is_told_of_once(
+def test_a_model_that_mixes_documents_is_warned_of_once(
     tmp_path: Path, make: Callable[[], torch.nn.Module], recwarn: pytest.WarningsRecorder
 ) -> None:
     model = make()

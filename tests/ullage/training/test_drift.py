@@ -42,7 +42,7 @@ def test_a_prediction_does_not_drift_from_itself(predicted: Timeline) -> None:
     assert list(DriftWatch(predicted, 4).drifts(predicted, [4])) == []
 
 
-def test_a_lane_is_told_once_and_only_beyond_the_threshold(predicted: Timeline) -> None:
+def test_a_lane_is_reported_once_and_only_beyond_the_threshold(predicted: Timeline) -> None:
     share = {lane: busy_s / predicted.period_s(4) for lane, busy_s in predicted.busy_s(4).items()}
     lane = max(share, key=lambda lane: share[lane])
     assert share[lane] * THRESHOLD > MIN_SHARE
@@ -57,7 +57,7 @@ def test_a_lane_is_told_once_and_only_beyond_the_threshold(predicted: Timeline) 
         assert f"(lane {lane})" in str(drift)
 
 
-def test_a_lane_that_hardly_matters_is_not_told(predicted: Timeline) -> None:
+def test_a_lane_that_hardly_matters_is_not_reported(predicted: Timeline) -> None:
     busy_s = predicted.busy_s(4)
     lane = min(busy_s, key=lambda lane: busy_s[lane])
     enough = 1 + MIN_SHARE * predicted.period_s(4) / busy_s[lane]

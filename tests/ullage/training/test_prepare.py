@@ -48,7 +48,7 @@ def step(model, optimizer, size):
     optimizer.step()
 
 
-def test_a_batch_that_is_larger_than_planned_is_told_once(plan: Plan) -> None:
+def test_a_batch_that_is_larger_than_planned_is_reported_once(plan: Plan) -> None:
     model, optimizer = ullage.prepare(net := Net(), torch.optim.AdamW(net.parameters()), plan)
     with optimizer.session:
         with warnings.catch_warnings():

@@ -131,7 +131,7 @@ def test_a_rate_that_is_too_large_is_named_as_it_was_given(plan: Plan, tokens: T
                 scheduler.step()
 
 
-def test_memory_that_runs_out_on_the_way_is_told_with_its_ledger(
+def test_memory_that_runs_out_on_the_way_is_reported_with_its_ledger(
     plan: Plan, tokens: Tokens, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As the allocators say it: of the device, and of the host."""

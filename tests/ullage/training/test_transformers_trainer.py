@@ -176,7 +176,7 @@ def test_a_stream_of_data_is_planned_for_its_first_batch(tiny_model: Path, tmp_p
     assert "grad_norm" not in ours.state.log_history[0]
 
 
-def test_rows_that_make_no_batch_are_told_so(tiny_model: Path, tmp_path: Path) -> None:
+def test_rows_that_make_no_batch_are_refused(tiny_model: Path, tmp_path: Path) -> None:
     ours = trainer(ullage.offloaded(Trainer), tiny_model, tmp_path)
     ours.data_collator = transformers.default_data_collator
     ours.train_dataset = [{"input_ids": torch.ones(length, dtype=torch.long)} for length in range(3, 9)]
