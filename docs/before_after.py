@@ -1,4 +1,4 @@
-"""Write `architecture/before_after.md`: what the code is like now, beside what it was before it was put in order.
+"""Write the table of `architecture/before_after.md`: what the code is like now, beside what it was before it was put in order.
 
 Run `python docs/before_after.py [REVISION]` in a clone with its whole history.
 """
@@ -138,42 +138,18 @@ def rows(code: Code) -> dict[str, str]:
     return found
 
 
-_TEXT = f"""# Before and after
-
-This repository grew in a few flat folders at first. Then it was put in order: folders by subject, plain words, a short
-README, these pages. The table compares both states. The later one also has more features, so it has more lines.
-
-| quantity | before ({BEFORE}) | after ({{revision}}) |
-|---|---|---|
-{{table}}
-
-House words are names that a reader has to guess: {HOUSE_WORDS}. An identifier counts each time that it occurs, as a
-whole or as a part between underscores. Names of tests count too, although they are sentences. Imports inside functions,
-and for types alone, make no circle. Command, in a clone with its whole history: `python docs/before_after.py`.
-
-## Five questions, three clicks
-
-A newcomer should find each answer from the README in at most three clicks. The first is the link *where do I change
-something?* at its end, and the second the question. The third opens the file in this table.
-
-| question | third click |
-|---|---|
-| [Where is the order of all-gathers decided?](index.md#where-is-the-order-of-all-gathers-decided) | `planner/lowering/parameters.py::parameters` |
-| [What would I change to add an optimizer?](index.md#what-would-i-change-to-add-an-optimizer) | `planner/optimizers.py::OPTIMIZERS`, `executor/optimizer/table.py::ENTRIES` |
-| [A new engine to compare with?](index.md#a-new-engine-to-compare-with) | `planner/engines/catalogue.py::POLICIES` |
-| [A new model family?](index.md#a-new-model-family) | `planner/models/config.py::Family`, `planner/models/huggingface.py` |
-| [Where does a checkpoint's commit become durable?](index.md#where-does-a-checkpoints-commit-become-durable) | `executor/checkpoint/places/store.py::Draft.commit` |
-"""
-
-
 def main() -> None:
-    """Measure both revisions, and write the page."""
+    """Measure both revisions, and write the table."""
     given = sys.argv[1] if len(sys.argv) > 1 else "HEAD"
     after = subprocess.run(["git", "rev-parse", "--short=7", given], check=True, capture_output=True, text=True)
     revision = after.stdout.strip()
     before_rows, after_rows = rows(read(BEFORE)), rows(read(revision))
     table = "\n".join(f"| {name} | {before_rows[name]} | {after_rows[name]} |" for name in after_rows)
-    PAGE.write_text(_TEXT.format(revision=revision, table=table))
+    before_table, _, rest = PAGE.read_text().partition("| quantity |")
+    after_table = rest.partition("\n\n")[2]
+    PAGE.write_text(
+        f"{before_table}| quantity | before ({BEFORE}) | after ({revision}) |\n|---|---|---|\n{table}\n\n{after_table}"
+    )
 
 
 if __name__ == "__main__":
