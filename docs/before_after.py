@@ -1,4 +1,4 @@
-"""Write the table of `architecture/before_after.md`: what the code is like now, beside what it was before it was put in order.
+"""Write the table of `architecture/before_after.md`: the code now, beside the code before it was put in order.
 
 Run `python docs/before_after.py [REVISION]` in a clone with its whole history.
 """
