@@ -12,7 +12,7 @@ class HeadCallbacks(Protocol):
     """What a head calls whose logits are in tiles; see [Note: Tiled logits] in :mod:`executor.module.tiled_logits`."""
 
     def on_logits(self, unit: str) -> Callable[[], contextlib.AbstractContextManager[None]]:
-        """Return what makes a context in which the head's weights are those of now, to compute logits with.
+        """Return a function that makes a context with the head's present weights, to compute logits.
 
         It raises OutOfOrderError if they are gone by then.
         """
@@ -64,7 +64,7 @@ def hook_target(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def replace_attribute(module: nn.Module, name: str, value: Any) -> Callable[[], None]:
-    """Give a module its own value of an attribute, in place of its class's or an earlier one; return what undoes it."""
+    """Replace an attribute of a module by a value of its own; return a function that undoes it."""
     own = vars(module)
     was_there, before = name in own, own.get(name)
     own[name] = value

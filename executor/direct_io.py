@@ -1,4 +1,4 @@
-"""Transfers past the page cache: what they have to be multiples of, and whether a file takes them."""
+"""Transfers past the page cache: their alignment, and whether a file supports them."""
 
 import contextlib
 import ctypes
@@ -50,11 +50,11 @@ def forget_pages(address: int, num_bytes: int) -> None:
 
 
 def enable_direct_io(fd: int, *, probes: bool = True) -> bool:
-    """Leave the page cache out from now on, if that is possible (not on tmpfs and some network file systems).
+    """Bypass the page cache from now on, if possible (not on tmpfs and some network file systems).
 
     Args:
         fd: of a file.
-        probes: find out by transfers at its beginning, which some file systems refuse that did not refuse the flag.
+        probes: try transfers at its beginning: some file systems accept the flag, but refuse transfers.
     """
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     try:
@@ -70,10 +70,10 @@ def enable_direct_io(fd: int, *, probes: bool = True) -> bool:
 
 
 def alignment_bytes(fd: int, *, writes: bool) -> int:
-    """Leave the page cache out if that is possible, and return what addresses of memory are to be multiples of.
+    """Bypass the page cache if possible, and return the alignment that memory needs.
 
-    A drive may take any address of whole words, or need that of a sector, and the file system may ask for more; 1 where
-    transfers go through the page cache.
+    A drive may need addresses of whole words or of whole sectors, and a file system may need more. It is 1 if transfers
+    go through the page cache.
 
     Args:
         fd: of a file.

@@ -1,4 +1,4 @@
-"""What ``parameter.grad`` is while the gradient itself is somewhere else."""
+"""``parameter.grad`` while the gradient itself has left the device."""
 
 import math
 import weakref
@@ -13,11 +13,11 @@ _DIVIDES = frozenset({"aten::div_", "aten::_foreach_div_"})
 
 
 class GradientError(RuntimeError):
-    """Something was done to a gradient that an executor which has taken it away cannot do."""
+    """A gradient was used in a way that is impossible after it has left the device."""
 
 
 class GradientOwner(Protocol):
-    """Whoever has the gradients."""
+    """The object that holds the gradients."""
 
     def gradient_norm(self, name: str) -> torch.Tensor:
         """Return the 2-norm of a parameter's gradient, a float32 scalar on the parameter's device."""

@@ -28,7 +28,7 @@ class SessionOptions:
         record: whether to keep times from the start on, for :meth:`Session.timeline`: those of the latest
             :data:`executor.devices.lanes.NUM_RECORDED` iterations.
         link_bytes_per_s: rates of copies away from the device and to it, for predictions; ``None``: unknown.
-        batch: what the model is planned to be called with; empty: batches of other shapes are not noticed.
+        batch: planned inputs of the model; empty: batches of other shapes are not noticed.
     """
 
     device: Literal["cpu", "cuda"] = "cpu"
@@ -45,7 +45,7 @@ class SessionOptions:
 
 
 def backend_of(options: SessionOptions) -> Backend:
-    """Return the device that is asked for.
+    """Return the backend of a device.
 
     Raises:
         ValueError: it is not there.

@@ -3,8 +3,8 @@
 [Note: Packed parameters] ``bitsandbytes`` keeps a quantized matrix as a parameter of packed values, with scales in
 attributes beside it; ``torchao`` as a parameter of a class of its own, which has all of them as attributes. The modules
 of both dequantize it at each use. So it is enough to keep and move bytes: those of all these tensors, one after
-another, each from a whole grain on. Wherever a unit's bytes are, the tensors are views of them. Tables of
-``bitsandbytes`` of what a code stands for stay: they are equal for all parameters, which share one.
+another, each from a whole grain on. Wherever a unit's bytes are, the tensors are views of them. The tables by which
+``bitsandbytes`` decodes values do not move: all parameters share one.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ class StoredParameter(NamedTuple):
 
     @property
     def is_wrapper(self) -> bool:
-        """Whether it is of a class of its own around its tensors, as those of ``torchao`` are."""
+        """Whether its class wraps its tensors, as those of ``torchao`` do."""
         return is_traceable_wrapper_subclass(self.parameter)
 
     @property
@@ -67,7 +67,7 @@ class StoredParameter(NamedTuple):
             return tuple(places[0].get() for places in self._places())
 
     def tables(self) -> tuple[torch.Tensor, ...]:
-        """Return the tables of what its codes stand for."""
+        """Return the tables that decode its values."""
         return tuple(level.code for level in self._levels())
 
     def own_tables(self) -> None:
@@ -76,7 +76,7 @@ class StoredParameter(NamedTuple):
             level.code = level.code.clone()
 
     def read(self, into: torch.Tensor) -> None:
-        """Copy its bytes, ``uint8 [num_bytes]``; what is between its tensors becomes zero."""
+        """Copy its bytes, ``uint8 [num_bytes]``; gaps between its tensors become zero."""
         into.zero_()
         for tensor, view in zip(self.tensors(), self._views(into), strict=True):
             view.copy_(tensor)

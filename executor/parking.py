@@ -1,9 +1,9 @@
 """Gives device memory back between steps, so that others (an inference engine) can use it, and takes it again.
 
-[Note: Parked] What only the device has goes to pinned host memory: optimizer state, and weights that are updated there.
-What the host has too is dropped: weights that it updates or streams, and slots, which are filled at each use. The
-session's tensors stay as they are, and only their memory goes and comes back. Meanwhile state is read from its place on
-the host. The host memory is taken when a session is parked first, and kept for the next time.
+[Note: Parked] Data that only the device has moves to pinned host memory: optimizer state, and weights that are updated
+there. Data that the host has too is dropped: weights that it updates or streams, and slots, which are filled at each
+use. The session's tensors stay; only their memory goes and comes back. While parked, state is read from its place on
+the host. That host memory is allocated when a session is parked first, and kept for the next time.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from planner.schedule.tasks import MemoryClass
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Moved:
-    """What parking, or its end, has done.
+    """The result of parking or unparking.
 
     Attributes:
         num_bytes: that went over the link.

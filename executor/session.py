@@ -181,7 +181,7 @@ class Session:
         """Return all weights as they are after the last step, wherever the plan keeps them; all ranks do so together.
 
         Tensors are views of the session's memory, on the host or the device: clone what must outlast the next step.
-        Weights of which ranks hold shards or shards, or that are on NVMe, are brought to new host memory.
+        Weights that are sharded over ranks, or on NVMe, are copied to new host memory.
 
         Raises:
             OutOfOrderError: in the middle of an iteration.
@@ -198,13 +198,14 @@ class Session:
     def stream_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield all weights, one at a time, under the names and in the form that ``transformers`` writes to files.
 
-        Of a model with adapters of ``peft`` these are the adapters' weights, as ``peft`` writes them: the base stays
-        as it is. Take weights between two iterations, also while parked, and use each before the next is asked for: it
-        may be a view of memory that then has other values. Nothing is copied that is whole in memory. All ranks
-        iterate together, to the end.
+        If the model has adapters of ``peft``, only the adapters' weights are yielded, as ``peft`` writes them. Call it
+        between two iterations; it works while parked too. Use each tensor before you take the next one, because its
+        memory may be used again. Weights that are whole in memory are not copied. All ranks iterate together, to the
+        end.
 
         Args:
-            dtype: of weights; left out, that of the plan. In another one they are made of the float32 master copies.
+            dtype: of weights; left out, that of the plan. In another type they are rounded from the float32 master
+                copies.
 
         Raises:
             OutOfOrderError: in the middle of an iteration; or parked, and a prompt is computed from other weights.
@@ -301,9 +302,9 @@ class Session:
     def metered(self) -> Iterator[None]:
         """Measure, inside it, the device memory that comes and goes. On the host it slows computing down.
 
-        Updates are waited for first: until they have ended, gradients are there that will have gone. Activations that
-        may be back when a task begins are waited for, as the threads that bring them may be slowed down too: what is
-        measured is the most that the schedule holds.
+        It waits for updates first, because they hold gradients until they end. Inside it, a task that begins waits for
+        activations that may be back by then, because the threads that copy them may be slowed down too. So it measures
+        the most that the schedule holds.
         """
         self.synchronize()
         machine = self.runtime.machine
@@ -322,7 +323,7 @@ class Session:
                 machine.on_caller = lambda _task: None
 
     def memory(self) -> dict[Tier, MeasuredMemory]:
-        """Return what each tier has held: by class what is taken once, and the peak of the rest if it was metered.
+        """Return each tier's memory: bytes taken once, by class, and the peak of all others if it was metered.
 
         On NVMe these are both versions of all state, see [Note: Two versions] in :mod:`executor.memory.nvme_files`.
         """
@@ -339,7 +340,7 @@ class Session:
 
     @property
     def storage(self) -> str:
-        """Where what is on NVMe is, and how it is read and written, in words; empty if nothing is."""
+        """Where the plan's files on NVMe are, and how they are read and written; empty without any."""
         stored = self.runtime.state.stored
         file = stored.file if stored else self.runtime.offloaded.file
         return "" if file is None else file.description
@@ -347,13 +348,13 @@ class Session:
     def close(self, *, give_back: bool = True) -> None:
         """Wait for all updates and give the model back with its weights, as an ordinary one. Closing twice is allowed.
 
-        Weights that the plan keeps on the host are then there. All ranks close together, and each then has all weights.
-        If an iteration is under way (an exception may have ended it), the model gets the weights of the last step. It
-        gets none, and its parameters are NaN, in three cases: after a failure of the session itself, where updates
-        begin during backward, and on one of several ranks. Go on from a checkpoint then.
+        Weights that the plan keeps on the host stay there. All ranks close together, and each then has all weights. If
+        an iteration is under way (an exception may have ended it), the model gets the weights of the last step. It gets
+        none, and its parameters are NaN, in three cases: after a failure of the session itself, where updates begin
+        during backward, and on one of several ranks. Go on from a checkpoint then.
 
         Args:
-            give_back: whether the model is wanted; if not, its parameters have no values afterwards.
+            give_back: whether to give the model its weights; if not, its parameters have no values afterwards.
         """
         if self.closed:
             return
@@ -419,10 +420,10 @@ def _move_buffers(model: nn.Module, device: torch.device, ranks: Ranks | None) -
 
 
 def _with_own_storage(values: torch.Tensor) -> torch.Tensor:
-    """Return the same values in the same memory, with a storage that has nothing else.
+    """Return a tensor in the same memory, whose storage has nothing else.
 
-    What goes by storages then takes them for a tensor of their own: ``torch.save`` writes no more than them, and
-    ``safetensors`` sees no shared memory. The block that they are part of is kept as long as any of its parts is.
+    So ``torch.save`` writes only these values, and ``safetensors`` sees no shared memory. The block that they are part
+    of lives as long as any of its parts.
     """
     values = values.detach()
     if values.untyped_storage().nbytes() <= values.nbytes:

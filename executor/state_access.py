@@ -118,7 +118,7 @@ class StateAccess:
     def stored_weights(self, name: str) -> torch.Tensor:
         """Return a parameter's weights once they are current: a view of where they are kept.
 
-        If they are kept in shards or shares, or on NVMe, it is new host memory. Of a quantized parameter it is bytes.
+        If they are sharded or on NVMe, it is new host memory. Of a quantized parameter it is the bytes.
         """
         parts = [(p.shard, self._share(unit, p)) for unit, p in self._state.by_parameter.get(name, ())]
         parts += [(p.shard, p.of(self._bytes(unit, p))) for unit, p in self._state.frozen_by_parameter.get(name, ())]
@@ -132,7 +132,7 @@ class StateAccess:
         return own
 
     def make_current(self, doing: str, *, uses: bool = False) -> None:
-        """Wait for all updates, and bring to the device what the next iteration would.
+        """Wait for all updates, and bring weights to the device as the next iteration would.
 
         Args:
             doing: what it is for, in words.
@@ -158,7 +158,7 @@ class StateAccess:
                 runtime.actions.all_gather(unit)
 
     def forget_current(self) -> None:
-        """Bring weights to the device again before their next use: it has lost them."""
+        """Note that the device has lost weights: their next use brings them again."""
         self._current_in = _NEVER
         self._gathered = "", torch.empty(0)
 

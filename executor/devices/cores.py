@@ -150,7 +150,7 @@ def take_cores(
 
 
 def _bind(cores: Sequence[int]) -> Callable[[], None]:
-    """Bind all threads of the process that have no binding of their own, and new ones; return what undoes it."""
+    """Bind all threads without a binding of their own, and new ones; return a function that undoes it."""
     before = open_cores()
     masks = {thread: mask for thread in _threads() if (mask := _mask(thread)) is not None}
     _set({thread: frozenset(cores) for thread, mask in masks.items() if mask == before})

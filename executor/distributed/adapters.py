@@ -31,7 +31,7 @@ class _Adapters:
 
     @classmethod
     def among(cls, shapes: Mapping[str, tuple[int, ...]]) -> Self:
-        """Return what parameters of these names and shapes are."""
+        """Return the adapters among parameters of these names and shapes."""
         parts = {name: part for name in shapes if (part := _PART.fullmatch(name))}
         return cls(
             {p["target"]: shapes[name][0] for name, p in parts.items() if p["kind"] in {"lora_A", "lora_embedding_A"}},

@@ -50,7 +50,7 @@ def split_experts(
     group: Group | None,
     callbacks: ModuleCallbacks,
 ) -> list[Undo]:
-    """Make experts compute unit by unit, each on its rank; return what undoes it.
+    """Make experts compute unit by unit, each on its rank; return a function that undoes it.
 
     Shards are named as in the units. Without expert parallelism ``group`` is ``None``.
 

@@ -36,7 +36,7 @@ NoCompile = Callable[[Callable[..., Any]], Callable[..., Any]]
 def bind_tensor_parallel(
     model: nn.Module, units: tuple[Unit, ...], shards: Mapping[str, ParameterShard], group: Group, no_compile: NoCompile
 ) -> list[Undo]:
-    """Make modules compute this rank's shard of every layer, with the collectives for that; return what undoes it.
+    """Make modules compute this rank's shard of each layer, with collectives; return a function that undoes it.
 
     Shards are named as in the units. ``no_compile`` keeps functions with collectives out of compiled graphs.
 

@@ -25,7 +25,7 @@ _MASKED_LOGIT: Final = -1e30  # of padding; finite, because a rank may have noth
 
 
 def row_losses(logits: torch.Tensor, targets: torch.Tensor, losses: RowLosses) -> torch.Tensor:
-    """Return ``losses(logits, targets)``; logits that are computed in tiles are so here too."""
+    """Return ``losses(logits, targets)``; logits in tiles stay in tiles."""
     if has_torch_function_unary(logits):
         return handle_torch_function(row_losses, (logits,), logits, targets, losses)
     return losses(logits, targets)
@@ -90,7 +90,7 @@ class Head:
         self._logits_stay_sharded = False
 
     def bind(self, model: Any, head: nn.Module) -> list[Callable[[], None]]:
-        """Replace the loss, and all-gather logits where the whole is needed; return what undoes it."""
+        """Replace the loss, and all-gather logits where the whole is needed; return a function that undoes it."""
         handles = [
             model.register_forward_pre_hook(self._before, with_kwargs=True),
             head.register_forward_hook(self._after),

@@ -2,8 +2,8 @@
 
 [Note: Frozen weights] A unit's frozen weights are one row of bytes beside those that are trained: the parameters one
 after another, those in a form of their own first, so that each begins at a whole grain. They are kept on the device, on
-the host, or on NVMe in one version, as they are never written again. What is not resident comes to the unit's slot with
-the trained weights. In ZeRO-3 each rank keeps a shard of the bytes.
+the host, or on NVMe in one version, as they are never written again. Weights that are not resident come to the unit's
+slot with the trained ones. In ZeRO-3 each rank keeps a shard of the bytes.
 """
 
 import dataclasses
@@ -62,14 +62,14 @@ class FrozenParameter(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FrozenWeights:
-    """Those of one unit; see [Note: Frozen weights].
+    """The frozen weights of one unit; see [Note: Frozen weights].
 
     Attributes:
         parameters: in the order of their bytes.
         start: where the rank's shard begins in the unit's bytes.
         device: ``uint8 [padded]``, the resident block or the slot.
         own: ``uint8 [shard]``, the rank's shard on the device.
-        host: ``uint8 [shard]``, what is fetched; empty if the weights are resident.
+        host: ``uint8 [shard]``, the bytes that are fetched; empty if the weights are resident.
         file, record: where that is read from first; ``None`` if it is not on NVMe.
     """
 

@@ -35,7 +35,7 @@ class Accumulation:
             self._inside = outer
 
     def bind(self, model: nn.Module) -> Callable[[], None]:
-        """Add ``no_sync`` to a model; return what undoes it."""
+        """Add ``no_sync`` to a model; return a function that undoes it."""
         return replace_attribute(model, "no_sync", self.no_sync)
 
     def begin_forward(self, micro_batch: int) -> None:

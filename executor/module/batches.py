@@ -1,10 +1,10 @@
 """Notices batches of other shapes than planned. They train as well: tasks that compute are shorter, or longer.
 
-[Note: Other shapes] Only forward, backward and activations depend on the shape of a batch. All of it is as in memory:
-saved activations are offloaded as far as they fit into the memory that the plan has for them, and the rest is
-recomputed ([Note: Room] in :mod:`executor.memory.activations`). So a smaller batch takes less of everything, and a
-larger one more memory of the device. Times of such an iteration are those of another iteration than the planned one, so
-they are left out of what is compared with the prediction.
+[Note: Other shapes] Only forward, backward and activations depend on the shape of a batch. Results are those of
+training in memory: saved activations are offloaded as far as they fit into the memory that the plan has for them, and
+the rest is recomputed ([Note: Room] in :mod:`executor.memory.activations`). So a smaller batch takes less of
+everything, and a larger one more memory of the device. The prediction is for the planned shape, so the times of such an
+iteration are left out of the comparison.
 """
 
 import math
@@ -22,7 +22,7 @@ BatchShapes = tuple[tuple[str, tuple[int, ...]], ...]
 def bind_batches(
     model: nn.Module, planned: BatchShapes, trains: Callable[[], bool], on_other: Callable[[], None]
 ) -> Callable[[], None]:
-    """Tell of batches of other shapes, and warn once of one that is larger; return what undoes it.
+    """Report batches of other shapes, and warn once of a larger one; return a function that undoes it.
 
     Args:
         model: the bound model.

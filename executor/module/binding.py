@@ -161,7 +161,7 @@ def no_compile(compile_backend: str | None) -> Callable[[Callable[..., Any]], Ca
 def bind_state_dict(
     model: nn.Module, names: Mapping[int, str], weight: Callable[[str], torch.Tensor]
 ) -> list[Callable[[], None]]:
-    """Make ``state_dict`` return current weights, which views of slots do not show; return what undoes it.
+    """Make ``state_dict`` return current weights, which views of slots do not show; return a function that undoes it.
 
     Args:
         model: the bound model.
@@ -260,7 +260,7 @@ def _segment_module(model: nn.Module, segment: list[Unit]) -> nn.Module:
 def _recompute(
     module: nn.Module, last_unit: str, callbacks: ModuleCallbacks, offload: SegmentOffload | None
 ) -> Callable[[], None]:
-    """Apply activation checkpointing to a module, and offload some of its activations; return what undoes it."""
+    """Checkpoint a module's activations, and offload some of them; return a function that undoes it."""
     original = module.forward
     signature = inspect.signature(original)
     numbers = (vars(inner).get("layer_idx") for inner in module.modules())

@@ -74,7 +74,7 @@ def compile_module(module: nn.Module, name: str, backend: str) -> Callable[..., 
 
 
 def allow_variants(num_modules: int) -> Callable[[], None]:
-    """Raise torch's limit of compilations per function, for modules with the same code; return what undoes it."""
+    """Raise torch's limit of compilations of one function (of equal modules); return a function that undoes it."""
     before = config.recompile_limit
     config.recompile_limit = max(before, num_modules + _SPARE_VARIANTS)
 

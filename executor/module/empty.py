@@ -15,7 +15,7 @@ _LORA: Final = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
 
 
 class Absent(NamedTuple):
-    """What has a shape but no values.
+    """Parameters and buffers that have a shape but no values.
 
     Attributes:
         parameters: by identity.
@@ -27,7 +27,7 @@ class Absent(NamedTuple):
 
 
 def take_off_meta(model: nn.Module, failing: contextlib.ExitStack) -> Absent:
-    """Give parameters on the meta device a shape on the host, without memory; return what has no values.
+    """Give parameters on the meta device a shape on the host, without memory; return all that have no values.
 
     Buffers that ``transformers`` computes from a configuration, such as rotary frequencies, are computed. Adapters that
     ``peft`` draws without looking at the weights (LoRA by default) are drawn.
@@ -37,7 +37,7 @@ def take_off_meta(model: nn.Module, failing: contextlib.ExitStack) -> Absent:
         failing: gets callbacks that put parameters back.
 
     Raises:
-        ValueError: a buffer is there that neither files nor ``transformers`` have values of.
+        ValueError: neither files nor ``transformers`` have values of a buffer.
     """
     persistent = _make_buffers(model)
     _draw_adapters(model)

@@ -35,10 +35,10 @@ _prepared: Final = weakref.WeakSet[nn.Module]()
 
 
 def check_unprepared(model: nn.Module) -> None:
-    """Check that no other session has a model, or a part of it.
+    """Check that neither a model nor a part of it belongs to a session.
 
     Raises:
-        ValueError: one has, whose hooks would answer to both.
+        ValueError: one does; its hooks would serve both sessions.
     """
     if any(module in _prepared for module in model.modules()):
         raise ValueError(
@@ -48,10 +48,10 @@ def check_unprepared(model: nn.Module) -> None:
 
 
 def check_plain(model: nn.Module) -> None:
-    """Check that a model keeps all activations by itself.
+    """Check that a model does no gradient checkpointing of its own.
 
     Raises:
-        ValueError: its own gradient checkpointing is on, as models of ``transformers`` report.
+        ValueError: it does, as models of ``transformers`` report.
     """
     if any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules()):
         raise ValueError(
@@ -61,10 +61,10 @@ def check_plain(model: nn.Module) -> None:
 
 
 def check_kinds(model: object, optimizer: object) -> None:
-    """Check that a model and an optimizer are what their names say.
+    """Check the types of a model and an optimizer.
 
     Raises:
-        TypeError: one is not, or ``torch.compile`` has wrapped the model, which hides its modules.
+        TypeError: one is wrong, or ``torch.compile`` has wrapped the model, which hides its modules.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"the model is {type(model).__name__}; give a torch.nn.Module")
@@ -84,10 +84,9 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def bind_guards(model: nn.Module, dtype: torch.dtype, device: torch.device) -> list[Callable[[], None]]:
-    """Make a model, and all modules of it, refuse what a session cannot follow; return what undoes it.
+    """Make a model and all its modules refuse what a session cannot follow; return a function that undoes it.
 
-    That is to be copied, to be prepared again, to get other modules or parameters, and to change the type or the place
-    of weights.
+    They refuse copying, preparing again, replacing modules or parameters, and changing the type or place of weights.
     """
     undo = []
     for module in model.modules():
@@ -131,7 +130,7 @@ def _refuse_pickle(_protocol: object) -> None:
 
 
 def _refusing_conversion(module: nn.Module, dtype: torch.dtype, device: torch.device) -> Callable[..., nn.Module]:
-    """Return a module's ``_apply``, which ``to()``, ``half()``, ``cuda()`` and their like call, for no change only."""
+    """Return an ``_apply`` (which ``to()``, ``half()`` and ``cuda()`` call) that refuses every change."""
     original: Callable[..., nn.Module] = module._apply
 
     def apply(fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:

@@ -221,7 +221,7 @@ class Naming:
         yield from conversions.values()
 
     def saved_names(self) -> dict[str, str]:
-        """Return what is saved of the base model: one name in the model of each tensor, by its name in the base."""
+        """Return, for each saved tensor of the base model, one of its names in the model, by its name in the base."""
         ignored = [re.compile(pattern) for pattern in getattr(self.base, "_keys_to_ignore_on_save", None) or ()]
         saved: dict[str, str] = {}
         seen: set[int] = set()
@@ -245,7 +245,7 @@ def _is_of_transformers(model: nn.Module) -> bool:
 
 
 def _saved_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield what ``state_dict()`` has, tied tensors under each name, without asking a session for values."""
+    """Yield the tensors of ``state_dict()``, tied ones under each name, without values of a session."""
     for path, module in model.named_modules(remove_duplicate=False):
         prefix = f"{path}." if path else ""
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -281,7 +281,7 @@ def _adapter_names(model: nn.Module, adapter: str, tensors: Mapping[str, torch.T
 
 @contextlib.contextmanager
 def keys_alone() -> Iterator[None]:
-    """Say that of any ``state_dict()`` in it only keys are looked at: no session is asked for values."""
+    """Inside it, callers read only the keys of any ``state_dict()``, so no session makes values."""
     before = KEYS_ALONE.set(True)
     try:
         yield
@@ -300,7 +300,7 @@ def prompt_given(model: nn.Module, prompts: Mapping[str, torch.Tensor]) -> Itera
 
 
 def prompts_of(model: nn.Module, adapters: Iterable[str]) -> dict[str, torch.Tensor]:
-    """Return what the encoders of prompts make now, by adapter, on the host; none of other adapters.
+    """Return the present outputs of prompt encoders, by adapter, on the host; other adapters are left out.
 
     The model is prepared, and all ranks call this together: it evaluates the encoders.
     """

@@ -13,9 +13,9 @@ from executor.packed import StoredParameter
 class _FrozenProjection(torch.autograd.Function):
     """A frozen quantized projection, which keeps nothing for backward.
 
-    Where the weight is in int8, ``bitsandbytes`` keeps the input, although only the gradient of a weight that is
-    trained needs it; and past what autograd saves, so that recomputation would not free it. ``torchao`` lets autograd
-    keep what it has dequantized. The arithmetic is theirs.
+    If the weight is int8, ``bitsandbytes`` keeps the input, which only the gradient of a trained weight needs. Autograd
+    does not know of it, so recomputation would not free it. ``torchao`` lets autograd keep the dequantized weight. This
+    class has their arithmetic, and keeps neither.
     """
 
     @staticmethod
@@ -36,7 +36,7 @@ class _FrozenProjection(torch.autograd.Function):
 
 
 def bind_quantized(model: nn.Module) -> list[Callable[[], None]]:
-    """Let quantized modules keep no more, and change nothing of their own; return what undoes it."""
+    """Let quantized modules keep nothing for backward; return a function that undoes it."""
     undo: list[Callable[[], None]] = []
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):  # evaluating would pack the weights anew, elsewhere
@@ -47,7 +47,7 @@ def bind_quantized(model: nn.Module) -> list[Callable[[], None]]:
 
 
 def _backward_of(module: Any) -> Callable[[Any, torch.Tensor], torch.Tensor] | None:
-    """Return what makes the gradient of a frozen projection's input, of its output's; ``None`` for other modules."""
+    """Return a function from the gradient of a frozen projection's output to its input's; ``None`` for others."""
     if getattr(module, "bias", None) is not None and module.bias.requires_grad:
         return None
     if hasattr(module, "init_8bit_state"):

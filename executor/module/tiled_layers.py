@@ -25,7 +25,7 @@ from executor.memory.recompute_cache import running_again
 
 
 def tile_modules(modules: Iterable[nn.Module], num_tokens: int) -> list[Callable[[], None]]:
-    """Make modules compute a tile at a time; return what undoes it.
+    """Make modules compute a tile at a time; return a function that undoes it.
 
     Args:
         modules: each maps ``[..., width]`` to a tensor of the same leading sizes, every vector by itself, and draws no

@@ -2,7 +2,7 @@
 
 [Note: Tiled logits] For each token, logits take as many values as the vocabulary has entries, and the loss takes
 several times that. A :class:`TiledHead` returns :class:`TiledLogits`: a tensor that knows how to compute itself. Models
-use it as any other. It notes what they do to logits before the loss (conversion, scaling, soft capping, dropping the
+use it as any other. It records what they do to logits before the loss (conversion, scaling, soft capping, dropping the
 last position). ``torch.nn.functional.cross_entropy`` then computes a tile of logits at a time. Backward computes each
 tile again, which is one more product. So gradients have the bits that they have with whole logits, all but the gradient
 of the weight, which is a sum over tiles. Anything else that is done to such logits computes them whole first.
@@ -36,13 +36,13 @@ def tile_head(
     unit_of: Mapping[nn.Module, str] | None = None,
     callbacks: HeadCallbacks | None = None,
 ) -> Callable[[], None]:
-    """Make a model compute its loss in tiles; return what undoes it.
+    """Make a model compute its loss in tiles; return a function that undoes it.
 
     Args:
         model: it has a head that :func:`find_head` finds.
         num_tokens: tokens of one tile.
         unit_of: the units of its modules, if it is bound to a plan.
-        callbacks: what is told where the head is; ``None`` without a plan.
+        callbacks: called when forward and backward reach the head; ``None`` without a plan.
 
     Raises:
         BindingError: the model has no such head.
@@ -72,20 +72,20 @@ class TiledHead:
         return TiledLogits(_Recipe(self, hidden, (), reading, torch.is_grad_enabled()))
 
     def reporting(self, result: Tensor) -> Tensor:
-        """Return a result, of which backward reports when it has come there."""
+        """Return a result whose hook reports when backward has reached it."""
         if (callbacks := self._callbacks) is not None and result.requires_grad:
             result.register_hook(lambda _gradient: callbacks.on_backward(self.unit))  # type: ignore[no-untyped-call]
         return result
 
 
 class _Recipe(NamedTuple):
-    """From what logits are to be computed.
+    """All that is needed to compute logits.
 
     Attributes:
         head: the head.
         hidden: its input, ``[..., width]``.
         steps: what comes after it.
-        reading: makes a context in which the head has the weights that it had.
+        reading: makes a context in which the head has the weights of its forward.
         trains: whether gradients are wanted.
     """
 
@@ -277,7 +277,7 @@ _ASKING: Final = frozenset(
 
 
 def _elementwise(logits: TiledLogits, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Any:
-    """Note a function of single values."""
+    """Record an elementwise function."""
     others = args[1:]  # the step must not keep the logits themselves, and with them the head's input
     if any(
         isinstance(other, Tensor) and (other.numel() != 1 or other.requires_grad)

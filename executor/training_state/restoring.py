@@ -82,7 +82,7 @@ def restore(optimizer: OffloadedOptimizer, checkpoint: Checkpoint) -> dict[str, 
 
 
 def _keys(optimizer: OffloadedOptimizer, kind: Optimizer) -> tuple[str, ...]:
-    """Return the names of the tensors that a parameter has which is planned as ``kind``."""
+    """Return the names of the tensors of a parameter that is planned as ``kind``."""
     return (MASTER, *optimizer.entry.of(kind).buffers)
 
 

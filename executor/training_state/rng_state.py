@@ -1,4 +1,4 @@
-"""The state of all random numbers, as plain JSON."""
+"""RNG state, as plain JSON."""
 
 import base64
 import contextlib
@@ -11,7 +11,7 @@ import torch
 
 
 def rng_state() -> dict[str, Any]:
-    """Return the state of all random numbers that training may use, as plain JSON."""
+    """Return the RNG state of all generators that training may use, as plain JSON."""
     kind, keys, position, has_gauss, cached = np.random.get_state()  # noqa: NPY002 - what users' code may use
     version, internal, gauss = random.getstate()
     state = {

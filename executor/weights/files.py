@@ -112,7 +112,7 @@ class WeightFiles:
         return torch.frombuffer(self._map(file), dtype=dtype, count=count, offset=start).view(shape)
 
     def forget(self, name: str) -> None:
-        """Give the memory back that has what was read of a tensor; it is read again where it is used again."""
+        """Free the pages that a tensor was read into; it is read again when it is used again."""
         (file, start), (shape, dtype) = self._places[name], self.shapes[name]
         first = start // mmap.PAGESIZE * mmap.PAGESIZE
         num_bytes = start - first + math.prod(shape) * dtype.itemsize

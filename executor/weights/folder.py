@@ -26,13 +26,13 @@ _NAMES: Final[Mapping[torch.dtype, Dtype]] = {dtype: name for name, dtype in DTY
 
 @final
 class WeightsFolder:
-    """A new folder, under a name of its own until it is complete; ``with`` it, and at the end :meth:`commit`.
+    """A new folder, with a temporary name until it is complete. Use it in ``with``, and :meth:`commit` at the end.
 
     If the process is killed, or the drive is full, nothing has the folder's name. What is left of a killed process is
     removed by the next one that writes there.
 
     Args:
-        folder: that is not there.
+        folder: a path where nothing is yet.
         files: system calls.
 
     Attributes:
@@ -111,7 +111,7 @@ class WeightsFolder:
 
     @contextlib.contextmanager
     def naming(self) -> Iterator[None]:
-        """Name the folder in errors: that of a full drive names no file, and others mean nothing to anybody."""
+        """Name the folder in errors: the system's own name a temporary file, or none."""
         try:
             yield
         except OSError as error:
@@ -143,7 +143,7 @@ class WeightsFolder:
 
 
 def check_new(folder: Path) -> None:
-    """Check that a folder is not there, nor anything else of that name.
+    """Check that nothing has a folder's path yet.
 
     Raises:
         ValueError: it is.

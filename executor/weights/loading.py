@@ -27,7 +27,7 @@ _SHOWN = 3
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Loaded:
-    """What came of loading weights.
+    """The result of loading weights.
 
     Attributes:
         folder: where they are.
@@ -196,7 +196,7 @@ class _Origins:
             )
 
     def _check_ties(self) -> None:
-        """Check that tensors that are one in the model are equal where the files have each of them."""
+        """Check that tied tensors are equal if the files have each of them."""
         of_tensor: dict[int, list[str]] = {}
         for name in self._conversion:
             of_tensor.setdefault(id(self._tensors[name]), []).append(name)

@@ -44,7 +44,7 @@ def save(
 
     Args:
         optimizer: that ``prepare`` returned.
-        folder: that is not there; on rank 0's machine.
+        folder: a path where nothing is yet, on rank 0's machine.
         dtype: of floating tensors. By default the plan's; ``"float32"`` gives the master copies.
         tokenizer: of ``transformers``, to save beside the weights.
         max_shard_bytes: most bytes of one file, unless one tensor has more.

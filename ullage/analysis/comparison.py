@@ -68,7 +68,7 @@ class Comparison:
         lanes: seconds that each lane is busy in one iteration.
         memory: peak bytes of each tier.
         num_iterations: iterations that were measured.
-        num_read: those in the middle of them, by length, that means are taken over.
+        num_read: those of middle length, of which means are taken.
     """
 
     phases: tuple[Row, ...]
@@ -187,11 +187,11 @@ class Explained:
         comparison: by phase, lane and tier.
         attribution: what of the difference each assumption explains.
         work: of each kind of task.
-        critical: seconds of the iteration that each lane is responsible for.
+        critical: seconds of the iteration's critical path on each lane.
         p10_s, p90_s: of all measured iterations.
         refitted: the profile fitted to the tasks of the run, and its prediction.
         changes: what differs in it.
-        before: of what was executed before the plan was changed on the way, if it was.
+        before: the same for the plan that was executed first, if the run changed its plan.
     """
 
     comparison: Comparison
@@ -218,7 +218,7 @@ class Explained:
 
     @property
     def answer(self) -> str:
-        """What came of it, in one line."""
+        """The result, in one line."""
         found = self.attribution
         times = f"predicted {si(found.predicted_s, 's')}, measured {si(found.measured_s, 's')}"
         cause = self.main

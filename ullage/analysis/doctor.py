@@ -1,4 +1,4 @@
-"""What a machine has to train with, and the first thing that is wrong with it."""
+"""What a machine can train with, and its first problem."""
 
 import importlib
 import os
@@ -30,7 +30,7 @@ _NODES, _PAGES = Path("/sys/devices/system/node"), Path("/sys/kernel/mm")
 
 
 def examine() -> dict[str, Any]:
-    """Return what this machine has; ``failure`` is the first thing that is wrong, with its remedy, or ``None``."""
+    """Return what this machine has; ``failure`` is its first problem, with the remedy, or ``None``."""
     missing = _missing()
     gpus = gpus_of()
     found: dict[str, Any] = {
@@ -52,7 +52,7 @@ def examine() -> dict[str, Any]:
 
 
 def failure_of(found: Mapping[str, Any]) -> dict[str, str] | None:
-    """Return the first thing that is wrong with what :func:`examine` found, and its remedy; ``None``: nothing is."""
+    """Return the first problem in what :func:`examine` found, and its remedy; ``None`` without any."""
     if found["missing"]:
         errors = "; ".join(f"{name} ({error})" for name, error in found["missing"].items())
         return {"what": f"packages cannot be imported: {errors}", "remedy": "pip install 'ullage[execute]'"}
@@ -91,7 +91,7 @@ def _gpu(line: str) -> dict[str, Any]:
 
 
 def _missing() -> dict[str, str]:
-    """Return what keeps each package that cannot be imported from it: a missing library counts too."""
+    """Return why packages cannot be imported, by name; a missing library counts too."""
     missing = {}
     for name in _PACKAGES:
         try:

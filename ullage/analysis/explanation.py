@@ -220,7 +220,7 @@ def lacks_short(trial: Trial) -> str:
 
 
 def move_words(bench: Bench, unit: str, decision: UnitDecision) -> str:
-    """Return what a decision does otherwise than the plan's, in words."""
+    """Return how a decision differs from the plan's, in words."""
     own = bench.decisions.units[unit]
     changes = []
     if decision.update != own.update or decision.streamed_gradients != own.streamed_gradients:

@@ -35,13 +35,13 @@ class RunRecord(Frozen):
         steady_iterations: recorded iterations to be measured: not the first ones, and complete; none if no more had all
             micro-batches in the planned shape, because only those are recorded.
         memory: measured peak bytes by tier; of the host only what the program allocated itself.
-        data_position: sequences passed in the data's order by all ranks together, with those that were skipped: what
-            ``--data-position`` takes to go on in the same data with the same seed and length of sequences.
-        before: what was executed until the plan was changed on the way, if it was: the rest is of the plan after that,
-            but for the losses, which are those of all iterations.
+        data_position: sequences that all ranks have passed in the data's order, skipped ones included. Give it to
+            ``--data-position`` to continue in the same data, with the same seed and sequence length.
+        before: the record of the first plan, if the run changed its plan. All other fields are then of the second plan,
+            except the losses, which are of all iterations.
         static_bytes: of ``memory``, what was taken once, by class.
-        device_bytes: most bytes of device memory that came and went beside that while each compute task was under way,
-            by the task's index, in one metered iteration; empty where that was not recorded.
+        device_bytes: peak bytes of all other device memory during each compute task, by the task's index, in one
+            metered iteration; empty if that was not recorded.
         checkpoint_bytes: host memory for checkpoints; if there is any, tasks that take state for them are recorded too.
     """
 

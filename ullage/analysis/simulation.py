@@ -1,4 +1,4 @@
-"""Simulating what a plan says, or what an engine policy would do: in a plan's place, or without any plan."""
+"""Simulates a plan, or an engine policy for a plan's request or for any other."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -64,7 +64,7 @@ class Subject:
         return Simulation(timeline, max(num_iterations - 2, 0), converged=False)
 
     def iteration_with_half_the_work_s(self, schedule: Schedule, lane: Lane) -> float:
-        """Return what an iteration would take if every task of one lane had half the work: what relief is worth there.
+        """Return the iteration time if every task of one lane had half the work: what relief is worth there.
 
         On a critical path a lane's share is the most that relief can save; other paths then become critical.
         """
@@ -93,7 +93,7 @@ def simulate(plan: Plan, num_iterations: int | None = None, decisions: Decisions
 
 
 def planned(plan: Plan, engine: str = OURS, setting: str | None = None) -> Subject:
-    """Return what a plan says, or what an engine would do in its place; see :func:`engine_decisions`."""
+    """Return a plan's own subject, or an engine's for the same request; see :func:`engine_decisions`."""
     return _subject_of(plan, _name(engine, setting), engine_decisions(plan, engine, setting))
 
 

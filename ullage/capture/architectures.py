@@ -1,4 +1,4 @@
-"""Architectures of ``transformers``: from a ``config.json`` to the module, and what it is called with."""
+"""Architectures of ``transformers``: from a ``config.json`` to the module and its inputs."""
 
 import dataclasses
 import logging
@@ -33,7 +33,7 @@ class Architecture:
     Attributes:
         config: of ``transformers``.
         auto: the class of ``transformers`` that makes the module.
-        kind: what it is called with.
+        kind: which inputs it takes.
     """
 
     config: Any
@@ -67,7 +67,7 @@ class Architecture:
         return given or min(max(usual, 2 * taken), most or usual)
 
     def inputs(self, micro_batch: int, seq_len: int, *, masked: bool = False) -> tuple[CapturedInput, ...]:
-        """Return what the module is called with; if ``masked``, with an attention mask for its tokens.
+        """Return the module's inputs; if ``masked``, with an attention mask for its tokens.
 
         Raises:
             CaptureError: it takes no tokens, or they cannot be masked alone.

@@ -260,7 +260,7 @@ def _keeps_statistics(recording: Recording, segment: str) -> bool:
 
 
 def _work(recording: Recording, drafts: list[_Draft], operator_of: dict[int, int], num_units: int) -> None:
-    """Note the most bytes that are alive beyond what units up to an operator's own have saved."""
+    """Set each operator's workspace: peak bytes beyond those that units up to its own have saved."""
     events = (*recording.forward, *recording.backward)
     change = [0] * (len(events) + 1)
     elsewhere = _tied_gradients(recording, drafts)
@@ -293,7 +293,7 @@ def _tied_gradients(recording: Recording, drafts: list[_Draft]) -> set[int]:
 
 
 def _hand_on(recording: Recording, places: list[UnitVisits], drafts: list[_Draft]) -> None:
-    """Note what operators hand on; of the first unit of a block, and the one before it, what the block is given.
+    """Set the bytes that operators pass on; for a block's first unit, and the one before it, the block's inputs.
 
     That is ``Unit.activation_output_bytes``: what recomputation of the block must keep.
     """

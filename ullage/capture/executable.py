@@ -1,4 +1,4 @@
-"""Whether the executor can follow a module: that all weights are there when they are read.
+"""Checks that the executor can follow a module: that each weight is on the device when it is read.
 
 The executor brings the weights of a unit when forward or backward comes to it, which it sees from outside of modules
 (see [Note: Module boundaries] in ``executor.module.binding``). A module may read weights where nothing of the kind can
@@ -51,7 +51,7 @@ def check_executable(recording: Recording, captured: CapturedModel) -> None:
 
 
 def _visits(recording: Recording, found_markers: Iterable[Marker]) -> dict[int, str]:
-    """Return the visits of modules that say where the model is, in order, with their units."""
+    """Return the visits of modules whose hooks report progress, in order, with their units."""
     unit_of = {marker.module: marker.unit for marker in found_markers}
     return {index: unit_of[visit.module] for index, visit in enumerate(recording.visits) if visit.module in unit_of}
 

@@ -1,4 +1,4 @@
-"""What a capture adds to fake tensors: what runs inside some operators, and values that no input decides.
+"""What a capture adds to fake tensors: the operators inside some operators, and values that no input decides.
 
 A fake tensor has no values, but some are known all the same: those of ``torch.arange`` and ``torch.zeros``, those of
 inputs that say where images are, and of what is computed from known values alone. Random numbers between 0 and 1 are
@@ -107,14 +107,14 @@ class Fakes:
         self._drawn: Any = WeakIdKeyDictionary()  # storages of random numbers between 0 and 1
 
     def know(self, tensor: Tensor, values: Tensor) -> None:
-        """Take the values of an input as known: of images among text, shapes depend on where they are."""
+        """Take the values of an input as known: shapes depend on the positions of images in text."""
         self._recipes[tensor.untyped_storage()] = _Recipe(values.clone, ((), {}), 0, _Layout.of(tensor))
 
     def run(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Return what an operator returns.
 
         Raises:
-            DataDependentOutputException, DynamicOutputShapeException: that takes values, and they are not known.
+            DataDependentOutputException, DynamicOutputShapeException: it needs values that are not known.
         """
         try:
             output = _FAKES.get(function, function)(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""What architectures of ``transformers`` are called with, made from their configurations."""
+"""Inputs of architectures of ``transformers``, made from their configurations."""
 
 import dataclasses
 import math
@@ -50,7 +50,7 @@ def _classes(config: Any, micro_batch: int, seq_len: int) -> Inputs:
 
 
 def _label(config: Any, micro_batch: int) -> CapturedInput:
-    """Return what a classifier is told: a class, a value of each class, or, of a single one, its value."""
+    """Return a classifier's labels: a class, a value for each class, or one value if there is a single class."""
     if config.problem_type == "multi_label_classification":
         return _values("labels", micro_batch, config.num_labels)
     if config.num_labels == 1 or config.problem_type == "regression":

@@ -74,7 +74,7 @@ def capture(
 
 @dataclasses.dataclass(frozen=True)
 class _Job:
-    """What is captured, whatever its inputs; see :func:`capture`."""
+    """What to capture, at any size of its inputs; see :func:`capture`."""
 
     factory: str
     dtype: Literal["bf16", "fp32"]
@@ -214,7 +214,7 @@ def _recorded(
 
 
 def _with_copies(paths: list[str], recording: Recording) -> list[str]:
-    """Return paths of modules, with those like them in blocks that were not recorded."""
+    """Return paths of modules, and the paths of their copies in blocks that were not recorded."""
     copies = [
         f"{copy.path}.{path.removeprefix(f'{copy.of}.')}"
         for copy in recording.copies
@@ -311,7 +311,7 @@ def _check_statistics(model: nn.Module, name: str, dtype: torch.dtype) -> None:
 
 @contextlib.contextmanager
 def _faked(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Give a model fake tensors, which take part in autograd like real ones, and everything back afterwards.
+    """Give a model fake tensors, which work with autograd like real ones, and restore everything afterwards.
 
     Parameters are of the planned type, tied ones still one; all other tensors are of theirs, and so are frozen
     parameters of a model that mixes types. What forward leaves in a module (a cache, say) goes too.
@@ -373,7 +373,7 @@ def _tensor(spec: CapturedInput, dtype: torch.dtype) -> Tensor:
 
 @contextlib.contextmanager
 def _positions_known() -> Iterator[None]:
-    """Keep ``transformers`` from asking positions for their values: unless given, they are those of whole sequences.
+    """Keep ``transformers`` from reading values of positions: unless given, they are those of whole sequences.
 
     It looks whether a batch is packed from several sequences, and under fake tensors assumes that it is.
     """
@@ -395,7 +395,7 @@ def _quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _refusing(name: str, model: nn.Module | None = None) -> Iterator[None]:
-    """Say in one line what cannot be captured, and where."""
+    """Turn errors into a :class:`CaptureError` of one line: what cannot be captured, and where."""
     inside: list[str] = []  # the modules whose forward runs
 
     def entered(path: str) -> Callable[..., None]:

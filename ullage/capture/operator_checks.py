@@ -1,4 +1,4 @@
-"""Whether real kernels take what fake ones took: each operator is tried on real tensors, in milliseconds.
+"""Checks that real kernels accept what fake ones accepted: each operator runs on real tensors, in milliseconds.
 
 Fake kernels know shapes, and are lax about types: to them a product of integers and bf16 numbers is a product. So each
 operator is called once with real tensors like the fake ones. What is refused then would have ended training.
@@ -30,12 +30,12 @@ _NARROW = frozenset({torch.bfloat16, torch.float16})
 
 
 class RefusedOperatorError(ValueError):
-    """A real kernel does not take what the fake one took."""
+    """A real kernel refuses what the fake one accepted."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Like:
-    """What a tensor is made like."""
+    """Shape, strides, type and device of a tensor to make."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -71,7 +71,7 @@ class OperatorChecks:
         self._tried: set[Any] = set()
 
     def check(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any], output: Any) -> None:
-        """Check that an operator runs which fake tensors ran; the mode that is active makes fake tensors.
+        """Check that an operator runs on real tensors too; the mode that is active makes fake tensors.
 
         Raises:
             RefusedOperatorError: it does not.
@@ -149,7 +149,7 @@ class _Call:
             yield dataclasses.replace(self, leaves=leaves)
 
     def is_possible(self) -> bool:
-        """Return whether fake kernels take it."""
+        """Return whether fake kernels accept it."""
         try:
             self._run(0)
         except Exception:  # noqa: BLE001 - whatever an operator raises
@@ -157,7 +157,7 @@ class _Call:
         return True
 
     def refusal(self) -> _Refusal | None:
-        """Return why real kernels do not take it. Some values suit no kernel, so that two are tried."""
+        """Return why real kernels refuse it. Some values suit no kernel, so two are tried."""
         with _disable_current_modes(), torch.random.fork_rng(devices=[]), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:

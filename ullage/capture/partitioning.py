@@ -90,7 +90,7 @@ def _blocks(recording: Recording, visit_of: dict[str, int], module: nn.Module, p
 
 
 def _is_stage(recording: Recording, visit_of: dict[str, int], path: str, inner: list[str]) -> bool:
-    """Return whether a block is little but a list of blocks that it calls itself (experts are called by their MLP)."""
+    """Return whether a block is little more than a list of blocks that it calls (an MLP calls its experts)."""
     visits = recording.visits
     for block in inner:
         parent = visits[visit_of[block]].parent
@@ -237,8 +237,8 @@ def _whole(places: list[UnitVisits], first: int, last: int) -> tuple[int, int]:
 def _assign(recording: Recording, places: list[UnitVisits], inside: dict[int, list[int]]) -> None:
     """Give each forward event to the unit of its visit, or of a visit around it.
 
-    What runs around several units, or around one that is but a part, is one's that computes then: of a block or another
-    visit that begins with it, its first unit; else the unit before it.
+    An event of a visit around several units goes to the unit that computes then. If it begins a block or another visit,
+    that is the first unit there; otherwise the unit before it.
     """
     visits = recording.visits
     unit_of = {index: number for number, unit in enumerate(places) for index in unit.visits}
@@ -282,7 +282,7 @@ def _computing(recording: Recording, places: list[UnitVisits]) -> list[UnitVisit
 
 
 def _named(places: list[UnitVisits]) -> list[UnitVisits]:
-    """Give units that are called alike different names."""
+    """Give units with the same name different ones."""
     seen: Counter[str] = Counter()
     for unit in places:
         unit.name = unit.name or "model"

@@ -61,12 +61,12 @@ def record(
         tiled: these modules.
         as_on_gpu: record GPU kernels where PyTorch has others for it than for a CPU.
         known: values of some inputs, by their number; real tensors.
-        repeats: of the model, whose equal blocks are recorded once; left out, all are recorded.
+        repeats: equal blocks of the model, each recorded once; left out, all are recorded.
         token_wise: finds out which modules can be computed in tiles.
 
     Raises:
-        CaptureError: there is nothing to begin backward from, it cannot run, or it reaches no parameter.
-        RefusedError: real kernels do not take what an operator is given.
+        CaptureError: there is no loss, backward cannot run, or it reaches no parameter.
+        RefusedError: real kernels refuse an operator's arguments.
         UnsupportedOperatorError: an operator has no known cost.
     """
     inputs = [*args, *kwargs.values()]
@@ -135,7 +135,7 @@ def find_loss(output: Any) -> tuple[Tensor, str]:
 
 @contextlib.contextmanager
 def _as_on_gpu() -> Iterator[None]:
-    """Let attention's dropout be inside its fused kernel, and dropout one kernel with a mask of bytes, as on a GPU."""
+    """Run dropout as on a GPU: attention's inside its fused kernel, others as one kernel with a mask of bytes."""
     attention, dropout = functional.scaled_dot_product_attention, functional.dropout
 
     def fused_attention(
@@ -259,7 +259,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return f"module {path}" if path else "the model"
 
     def _follow_products(self, event: Event, *, changes: bool) -> None:
-        """Forget what products made that is then changed in place: offloading cannot take it, and makes it again."""
+        """Leave out outputs of products that are changed in place: they are recomputed, not offloaded."""
         for number in event.storages:
             if changes and (made := self._product_of.pop(number, None)) is not None:
                 self.forward[made] = dataclasses.replace(self.forward[made], product_bytes=0)
@@ -269,7 +269,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _follow_integers(
         self, name: str, args: Sequence[Any], read: list[int], results: list[Tensor], written: tuple[int, ...]
     ) -> None:
-        """Note which inputs are looked up in a table, and how long that is."""
+        """Record which inputs are looked up in a table, and how long it is."""
         table = _TABLES.get(name)
         if table is not None:
             index, size = args[table[0]], args[0].shape[table[1]]
@@ -302,7 +302,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 del block.forward
 
     def pack(self, tensor: Tensor) -> tuple[Tensor, int]:
-        """Note what autograd keeps."""
+        """Record a tensor that autograd saves."""
         if not self._in_backward:
             self.saves.append(Save(self._storage(tensor), len(self.forward), self._stack[-1]))
         return tensor, tensor._version
@@ -331,7 +331,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     node.register_prehook(self._running(source))
 
     def end(self) -> None:
-        """Tell gradients of parameters from what backward needs for itself.
+        """Separate gradients of parameters from backward's temporaries.
 
         Raises:
             CaptureError: there are none.
@@ -406,7 +406,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return number
 
     def _storage(self, tensor: Tensor) -> int:
-        """Return the number of a tensor's storage, a new one where it is new."""
+        """Return the number of a tensor's storage; a new storage gets a new number."""
         storage = tensor.untyped_storage()
         address = storage._cdata
         if (number := self._number.get(address)) is not None:
@@ -425,7 +425,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _HeadCallbacks:
-    """Notes when backward comes to a head whose logits are in tiles; see :class:`executor.callbacks.HeadCallbacks`."""
+    """Records when backward reaches a head whose logits are in tiles; see :class:`executor.callbacks.HeadCallbacks`."""
 
     def __init__(self, recorder: _Recorder) -> None:
         self._recorder = recorder

@@ -27,7 +27,7 @@ _SIMPLE: Final = (int, float, str, bool, type(None), torch.dtype)
 
 
 class UnequalError(Exception):
-    """Blocks that were taken as equal are not, or cannot be told apart: all of them have to be recorded."""
+    """Blocks that looked equal are not, or cannot be distinguished: all of them have to be recorded."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Copy:
     """A block that was not recorded.
 
     Attributes:
-        path: of it.
+        path: the block's own.
         of: path of the block that it is like.
         after: path of the block that was called before it.
         first: forward event before which it was called.
@@ -87,7 +87,7 @@ class Repeats:
         self._before = ""
 
     def _join(self, members: list[tuple[nn.Module, Any]]) -> None:
-        """Note which members of a list are copied: of each kind all but two, and but the last of the list."""
+        """Record which members of a list are copied: of each kind all but two, and never the list's last."""
         count = Counter(kind for _, kind in members)
         seen: Counter[Any] = Counter()
         first, last = members[0][0], members[-1][0]
@@ -103,7 +103,7 @@ class Repeats:
         return iter(self._runs)
 
     def begin(self, module: nn.Module, args: Any, kwargs: Any, position: int) -> bool:
-        """Note that a module is called, before which forward event; return whether it is copied."""
+        """Record that a module is called, before which forward event; return whether it is copied."""
         if module not in self._runs:
             return False
         self.begins.append(position)
@@ -118,7 +118,7 @@ class Repeats:
         return True
 
     def end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """Note what a block returned that ran."""
+        """Record what a block returned, if it ran."""
         kind = self._kinds.get(module)
         if kind is None or not self._runs[module]:
             return
@@ -134,7 +134,7 @@ class Repeats:
         self._made[kind] = _Made(_call(args, kwargs), tuple(map(described, leaves)), structure)
 
     def copy(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Return what a copied block hands on."""
+        """Return the outputs of a copied block."""
         made = self._made[self._kinds[module]]
         given = tree_flatten((args, kwargs))[0]
         likes = [leaf for leaf in made.leaves if isinstance(leaf, _Like)]
@@ -151,7 +151,7 @@ class Repeats:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Like:
-    """What a tensor is made like."""
+    """Shape, strides and type of a tensor to make."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -176,14 +176,14 @@ class _Copied(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        """Return gradients that lie in memory as those that came, where the shape is the same."""
+        """Return gradients with the strides of those that arrived, if the shape is the same."""
         strides = {tuple(gradient.shape): gradient.stride() for gradient in gradients if gradient is not None}
         likes = (dataclasses.replace(like, strides=strides.get(like.shape, like.strides)) for like in ctx.sources)
         return None, *(like.make() for like in likes)
 
 
 def _call(args: Any, kwargs: Any) -> Any:
-    """Return what a call is like: tensors by type and shape, which of them are the same, and plain values."""
+    """Return a key of a call: tensors by type and shape, which of them are the same, and plain values."""
     leaves, structure = tree_flatten((args, kwargs))
     first: dict[int, int] = {}
     found: list[Any] = []
@@ -211,7 +211,7 @@ def _lists(model: nn.Module) -> Iterator[list[nn.Module]]:
 def _kind(block: nn.Module, number: int, num_blocks: int, owners: Counter[int]) -> Any:
     """Return what equal blocks have in common; ``None`` if a block is like no other.
 
-    A number of its own, and entries of lists with one for each block, are taken by their value there.
+    The block's own number is replaced by what it selects in lists with one entry for each block.
     """
     found: list[Any] = []
     for path, module in block.named_modules():

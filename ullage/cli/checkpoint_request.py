@@ -1,4 +1,4 @@
-"""What the options of :mod:`ullage.cli.checkpoint_options` ask of checkpoints."""
+"""From the options of :mod:`ullage.cli.checkpoint_options` to a request for checkpoints."""
 
 import argparse
 from typing import Any
@@ -13,10 +13,10 @@ _REQUEST_BYTES = 1e9
 
 
 def checkpoints_of(args: argparse.Namespace) -> CheckpointRequest | None:
-    """Return what the options ask; ``None`` without ``--mtbf``.
+    """Return the request of the options; ``None`` without ``--mtbf``.
 
     Raises:
-        ValueError: others of them without it, or fewer than two checkpoints are to stay.
+        ValueError: other options are given without it, or ``--keep`` is less than two.
     """
     given: dict[str, Any] = {
         "max_overhead": args.max_checkpoint_overhead,

@@ -45,7 +45,7 @@ def default_hardware() -> DefaultHardware:
 
 
 def print_default_hardware(args: argparse.Namespace) -> None:
-    """Say in one line on stderr which machine is meant, if ``--hardware`` was left out and that is worth a word."""
+    """If ``--hardware`` was left out, print a line on stderr that names the machine, unless it is obvious."""
     if args.hardware is None and (note := default_hardware().note):
         sys.stderr.write(f"ullage {args.command}: {note}\n")
 

@@ -16,7 +16,7 @@ class InterruptedTrainingError(Exception):
     """Training ended early as requested, and its state is in a checkpoint.
 
     Attributes:
-        signal: what asked.
+        signal: its number.
     """
 
     def __init__(self, message: str, number: int) -> None:
@@ -28,7 +28,7 @@ class ForcedExitError(KeyboardInterrupt):
     """A signal asked to end at once.
 
     Attributes:
-        signal: what asked.
+        signal: its number.
     """
 
     def __init__(self, number: int) -> None:
@@ -40,8 +40,8 @@ class ForcedExitError(KeyboardInterrupt):
 def consistent_interrupt() -> Iterator[None]:
     """Make Ctrl-C, SIGTERM and any error after one of them a :class:`ForcedExitError`.
 
-    What a signal interrupts may fail in another way: an extension in Rust or C that imports a module calls it a broken
-    import. Whoever has handlers of their own, or ignores a signal, keeps that.
+    Interrupted code may fail in another way: an extension in Rust or C reports a broken import. Existing handlers, and
+    ignored signals, stay.
     """
     noticed: int | None = None
 
@@ -69,11 +69,11 @@ def consistent_interrupt() -> Iterator[None]:
 
 @final
 class Interruption:
-    """Takes the first Ctrl-C or SIGTERM as a wish to end after this iteration; the second ends at once.
+    """Takes the first Ctrl-C or SIGTERM as a request to end after this iteration; the second ends at once.
 
     Args:
-        tell: is called at the first one, in a thread of its own, with a line for the user. The signal may have come in
-            the middle of a write to the same stream, which no handler may write to.
+        tell: called at the first one, in a thread of its own, with a line for the user. The signal may have come in the
+            middle of a write to the same stream, which no handler may write to.
     """
 
     def __init__(self, tell: Callable[[str], None]) -> None:

@@ -1,4 +1,4 @@
-"""What the options of :mod:`ullage.cli.request_options` ask for."""
+"""From the options of :mod:`ullage.cli.request_options` to a request."""
 
 import argparse
 import contextlib
@@ -26,7 +26,7 @@ def request_of(
     change_machine: Callable[[HardwareProfile], HardwareProfile] = lambda hardware: hardware,
     change_model: Callable[[Model], Model] = lambda model: model,
 ) -> Request:
-    """Return what the options ask for.
+    """Return the request of the options.
 
     Args:
         args: parsed options.
@@ -67,7 +67,7 @@ def request_of(
 
 
 def _spread(hardware: HardwareProfile, num_devices: int, num_nodes: int) -> HardwareProfile:
-    """Return a machine whose nodes have so many devices that ``num_nodes`` have all of them."""
+    """Return a machine whose nodes have as many devices as ``num_nodes`` need for all of them."""
     per_node, rest = divmod(num_devices, num_nodes)
     if rest or not 0 < per_node <= hardware.devices_per_node:
         raise ValueError(
@@ -123,7 +123,7 @@ def first_micro_batch(micro_batch: int | None, global_batch: int | None) -> int 
 
 
 class Adapters(NamedTuple):
-    """What is put beside the frozen weights of a model, and how its projections are quantized."""
+    """Adapters beside the frozen weights of a model, and the quantization of its projections."""
 
     lora: Lora | None = None
     quantization: Quantization | None = None

@@ -112,6 +112,6 @@ def _list(*, as_json: bool) -> int:
 
 
 def _sizes(model: ModelConfig) -> dict[str, object]:
-    """Return all fields, less those of experts where there are none."""
+    """Return all fields; without experts, those of experts are left out."""
     left_out = set() if model.is_expert_model else {name for name in type(model).model_fields if "expert" in name}
     return model.model_dump(exclude=left_out | {"dense_layers", "normalize_router"})

@@ -114,7 +114,7 @@ class TokenWise:
         return leave
 
     def see(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> None:
-        """Note what an operator does."""
+        """Record what an operator does."""
         name = func.overloadpacket.__name__
         read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         made = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]

@@ -146,7 +146,7 @@ def _base(args: argparse.Namespace) -> HardwareProfile:
 
 
 def _collectives(args: argparse.Namespace, base: HardwareProfile | None, path: Path) -> int:
-    """Measure between the ranks that torchrun has started; the first of them writes and prints."""
+    """Measure collectives between the ranks that torchrun has started; the first of them writes and prints."""
     import os  # noqa: PLC0415
 
     from hwprofiles.calibrate import calibrate_collectives  # noqa: PLC0415 - torch

@@ -1,4 +1,4 @@
-"""What ``ullage execute`` trains on, and how many iterations that is."""
+"""The data of ``ullage execute``, and the number of iterations."""
 
 from collections.abc import Callable
 from typing import Any, Final, final
@@ -22,7 +22,7 @@ def check_data(options: ExecuteOptions) -> None:
     """Check that options of data fit to each other and name files, before anything is measured, planned or read.
 
     Raises:
-        ValueError: one is missing, or one too many, or the files are no data.
+        ValueError: an option is missing or contradicts another, or the files are no data.
         OSError: there are none.
     """
     sources = {"--text": options.text, "--tokens": options.tokens, "--data": options.data}
@@ -60,10 +60,10 @@ def check_data(options: ExecuteOptions) -> None:
 
 
 def check_places(options: ExecuteOptions) -> None:
-    """Check that files and weights are where they are said to be, and nothing where the model is to be saved.
+    """Check that files and weights exist, and that nothing is where the model will be saved.
 
     Raises:
-        ValueError: there are none, there is something, or a type is given of nothing that is saved.
+        ValueError: one does not exist, something is there, or ``--save-dtype`` is given without ``--save``.
         OSError: there is no such file, or no folder can be made for what is saved.
     """
     for path in (options.text, options.tokens):
@@ -114,7 +114,7 @@ def training_data(plan: Plan, options: ExecuteOptions, process: Process) -> Toke
 
 
 def num_iterations(options: ExecuteOptions, data: Tokens | Data | None) -> int:
-    """Return how many iterations are asked for, in numbers or in epochs."""
+    """Return the number of iterations, which the options give directly or in epochs."""
     if options.epochs is None or not isinstance(data, Data):
         return options.num_iterations or _ITERATIONS
     data.position = options.data_position
@@ -123,7 +123,7 @@ def num_iterations(options: ExecuteOptions, data: Tokens | Data | None) -> int:
 
 @final
 class Evaluations:
-    """Evaluates the data that are held out, if there are any: as often as asked for, or at the end of each epoch.
+    """Evaluates the data that are held out, if there are any: every so many iterations, or at the end of each epoch.
 
     It begins with a line about the data.
 

@@ -1,4 +1,4 @@
-"""The plan of ``ullage execute --model ...``: for this machine, and what is free on it now."""
+"""The plan of ``ullage execute --model ...``: for this machine's free memory."""
 
 import argparse
 import os

@@ -1,4 +1,4 @@
-"""``ullage execute``: a plan trained for some iterations, watched on the way, and compared with its prediction."""
+"""``ullage execute``: train a plan for some iterations, and compare it with its prediction."""
 
 import contextlib
 import dataclasses
@@ -61,11 +61,11 @@ def execute(plan: Plan, options: ExecuteOptions) -> RunRecord | None:
 
     Raises:
         PlanError: the plan was made for another kind of machine, or for another number of processes.
-        ValueError: too few iterations, too few tokens or strange ones, or a captured model that is not there.
+        ValueError: too few iterations, too few or unknown tokens, or the function of a captured model does not exist.
         OSError: the data cannot be read or the results cannot be written.
         OutOfMemoryError: training takes more of a tier than it has.
         RankError: another rank has failed.
-        CheckpointError: checkpoints cannot be made in their folder, or that to go on from is of another model.
+        CheckpointError: checkpoints cannot be made in their folder, or the one to resume from is of another model.
         InterruptedTrainingError: a signal ended training, which is in a checkpoint.
     """
     _check_checkpoints(options)
@@ -255,7 +255,7 @@ def _warn_about_checkpoints(
 def _interruption(
     options: ExecuteOptions, warn: Callable[[str], None]
 ) -> contextlib.AbstractContextManager[Interruption | None]:
-    """Without checkpoints there is nothing to end in order for."""
+    """Return a handler that ends training in order; without checkpoints, one that does nothing."""
     return Interruption(warn) if options.checkpoint_places else contextlib.nullcontext()
 
 

@@ -66,7 +66,7 @@ def _protected(plan: Plan, request: CheckpointRequest) -> Plan:
 
 
 def _refuse(args: argparse.Namespace, request: Request, error: InfeasibleError) -> int:
-    """Say that nothing fits, and with which changes something does: each as soon as it is known.
+    """Print that nothing fits, and which changes would: each as soon as it is found.
 
     Then say the same of every other engine.
     """
@@ -103,7 +103,7 @@ def _refuse(args: argparse.Namespace, request: Request, error: InfeasibleError) 
 
 
 def _with_adapters(args: argparse.Namespace, request: Request) -> Iterator[tuple[str, Request]]:
-    """Train adapters instead of all weights, then quantize what is frozen, as far as that was not asked for."""
+    """Yield requests with adapters, then also with a quantized base, unless the request has them already."""
     shared = (args.tensor_parallel, args.pipeline_parallel, args.expert_parallel)
     if is_captured(args.model) or max(count or 1 for count in shared) > 1:  # models with adapters are captured whole
         return
@@ -121,7 +121,7 @@ def _with_adapters(args: argparse.Namespace, request: Request) -> Iterator[tuple
 
 
 def _effect(words: str) -> str:
-    """Return what else a change does, beside memory; empty if nothing."""
+    """Return what a change affects beside memory; empty if nothing."""
     if "--lora" in words:
         return "only adapters are trained; all other weights stay as they are" + (
             ", rounded to 4 bits" if "--quantize" in words else ""

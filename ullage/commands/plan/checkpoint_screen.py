@@ -1,4 +1,4 @@
-"""What `ullage plan --mtbf` prints of checkpoints."""
+"""What `ullage plan --mtbf` prints about checkpoints."""
 
 from collections.abc import Iterator
 

@@ -140,7 +140,7 @@ def _execution(plan: Plan) -> dict[str, str]:
 
 
 def _host_memory(plan: Plan) -> dict[str, str]:
-    """Say whether the cores or their memory bind, where updates on the CPU do; and where there is but one memory."""
+    """Say whether cores or DRAM bind updates on the CPU, if those bind; and whether host and device share a memory."""
     seen, hardware = plan.prediction, plan.hardware
     if hardware.one_memory:
         words = "one with the device's: moving state between host and device gains nothing"
