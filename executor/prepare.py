@@ -13,11 +13,14 @@ from torch import nn
 
 from executor.checks import check_decisions
 from executor.distributed.shards import ParameterShard
-from executor.memory.pieces import Part, state_dtypes
+from executor.memory.moments import by_value, converted
+from executor.memory.pieces import Part, state_buffers
 from executor.memory.state import write_weights
 from executor.memory.transfer_file import TransferFile
 from executor.memory.units import ParameterState, UnitState
 from executor.module.guards import check_kinds, check_plain, check_unprepared
+from executor.optimizer.blocks import spread
+from executor.optimizer.passes import cut
 from executor.optimizer.table import OptimizerEntry, entry_of
 from executor.options import SessionOptions
 from executor.session import Session
@@ -366,8 +369,13 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             own = self.entry.of(parameter.kind)
             if parameter.step or own.starts_at:
                 step = {"step": torch.tensor(float(parameter.step))} if own.counts_steps else {}
-                dtypes = dict(zip(("master", *own.buffers), state_dtypes(parameter.kind), strict=True))
-                states[parameter.shard.name] = step | {k: v.to(dtypes[k], copy=True) for k, v in state.items()}
+                buffers = dict(zip(("master", *own.buffers), state_buffers(parameter.kind), strict=True))
+                shape = parameter.shard.whole_shape
+                flat = converted({key: values.reshape(-1) for key, values in state.items()}, own.buffers)
+                states[parameter.shard.name] = step | {
+                    key: (values.view(shape) if buffers[key].params == 1 else values).to(buffers[key].dtype, copy=True)
+                    for key, values in flat.items()
+                }
         return states
 
     def write_states(self, entries: Mapping[str, _Entry]) -> None:
@@ -387,7 +395,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 self._write_unit(unit, entries)
 
     def _write_unit(self, unit: UnitState, entries: Mapping[str, _Entry]) -> None:
-        mine = {p.name: _of_share(p, entries[p.shard.name]) for p in unit.parameters if p.shard.name in entries}
+        mine = {
+            p.name: _of_share(p, entries[p.shard.name], self.entry.of(p.kind).buffers)
+            for p in unit.parameters
+            if p.shard.name in entries
+        }
         parts = [(p, part) for p in unit.parameters if p.name in mine for part in p.parts]
         for piece in {part.piece.index: part.piece for _, part in parts}.values():
             with self.session.runtime.state.state_of(unit, piece, writes=True) as state:
@@ -402,7 +414,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self, state: tuple[torch.Tensor, ...], parameter: ParameterState, part: Part, entry: _Entry
     ) -> None:
         """Set a parameter's part of a piece's state. The master copy is set here only on NVMe."""
-        master, *buffers = (tensor[part.within] for tensor in state)
+        master, *buffers = cut(state, part.within.start, part.within.stop)
         values_of, group = entry
         initial = None
         if self.entry.starts_at and not parameter.step:  # the saved state has the model's type
@@ -412,25 +424,26 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             if values is None or initial is not None:
                 target.fill_(initial or 0.0)
             else:
-                target.copy_(parameter.values_of(part, values))
+                target.copy_(parameter.state_of(part, values))
         if part.piece.place is Place.NVME and "master" in values_of:
             master.copy_(parameter.values_of(part, values_of["master"]))
 
 
 def _own(session: Session, unit: UnitState) -> tuple[torch.Tensor, ...]:
-    """Return the rank's state of a unit, float32 ``[shard]``, on the host: as many tensors as a piece has at most."""
+    """Return the rank's state of a unit by value, float32 ``[shard]``, on the host: as many as a piece has at most."""
     count = max((piece.num_tensors for piece in unit.pieces), default=1)
     whole = torch.empty(count, sum(piece.num_params for piece in unit.pieces))
     for piece in unit.pieces:
         held = slice(piece.start - unit.start, piece.stop - unit.start)
         with session.runtime.state.state_of(unit, piece) as state:
             for target, values in zip(whole, state, strict=False):
-                target[held].copy_(values)
+                target[held].copy_(spread(values, piece.num_params) if len(values) < piece.num_params else values)
     return whole.unbind()
 
 
-def _of_share(parameter: ParameterState, entry: _Entry) -> _Entry:
-    """Return this rank's shard of a parameter's saved state, flat."""
+def _of_share(parameter: ParameterState, entry: _Entry, keys: tuple[str, ...]) -> _Entry:
+    """Return this rank's shard of a parameter's saved state, flat, with these keys of buffers."""
     values_of, group = entry
     tensors = {key: values for key, values in values_of.items() if key != "step" and values is not None}
-    return {key: parameter.shard.part(values).reshape(-1) for key, values in tensors.items()}, group
+    shares = {key: parameter.shard.part(values).reshape(-1) for key, values in by_value(tensors).items()}
+    return converted(shares, keys), group

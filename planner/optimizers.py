@@ -7,19 +7,26 @@ The executor has their arithmetic, with an entry for each of these in :mod:`exec
 matrix if it has two dimensions and lies in a list of layers, so that its path has a number. The planner and
 ``ullage.Muon`` both decide so, from name and shape alone.
 
-[Note: Operators] On a GPU, ``adamw-bf16`` is a chain of torch's operators: each reads and writes memory, and some make
-temporaries. Together they move many times the bytes of the state, and profiles have only the time of the fused AdamW.
-So its row has what its operators move, which a test counts, and the ledger has its temporaries. They are for
-:data:`UPDATED_AT_ONCE` parameters at a time. A host as the device has the same one pass as other updates on the host.
+[Note: Operators] On a GPU, ``adamw-bf16`` and ``adamw-8bit`` are chains of torch's operators: each reads and writes
+memory, and some make temporaries. Together they move many times the bytes of the state, and profiles have only the
+time of the fused AdamW. So their rows have what the operators move, which a test counts, and the ledger has the
+temporaries. They are for :data:`UPDATED_AT_ONCE` parameters at a time. A host as the device has the same one pass as
+other updates on the host.
+
+[Note: Blocks] ``adamw-8bit`` keeps moments as ``bitsandbytes`` does: 8-bit codes of values between -1 and 1, and one
+fp32 scale for each block of 256. Blocks are of one parameter, from its first value on. So parameters, shards and
+subgroups begin at multiples of 256 in a unit's range, and no placement and no number of ranks changes a block. The
+padding is small: hidden sizes are mostly multiples of 256. All parameters are kept so. ``bitsandbytes`` keeps those
+with fewer than 4,096 values in fp32; norms and biases are too few for that to show in memory.
 """
 
 import dataclasses
 from collections.abc import Mapping
 from typing import Final, Literal
 
-Optimizer = Literal["adamw", "adamw-bf16", "sgd", "adagrad", "lion", "muon"]
-"""AdamW (or Adam, whose state is the same), the same with bf16 moments, SGD with momentum, Adagrad, Lion, and Muon
-beside AdamW."""
+Optimizer = Literal["adamw", "adamw-bf16", "adamw-8bit", "sgd", "adagrad", "lion", "muon"]
+"""AdamW (or Adam, whose state is the same), the same with bf16 moments and with 8-bit ones, SGD with momentum, Adagrad,
+Lion, and Muon beside AdamW."""
 
 UPDATED_AT_ONCE: Final = 1 << 22
 """Parameters that a chain of operators updates at once on a GPU: temporaries are bounded, launches are few."""
@@ -31,32 +38,50 @@ class OptimizerState:
 
     Attributes:
         words: a description for people.
-        num_buffers: values per parameter in addition to the master copy.
+        num_buffers: values per parameter in addition to the master copy, without scales.
         others: the optimizer of all parameters that are no hidden matrices [Note: Hidden matrices]; ``None`` if this
             one takes all.
         buffer_bytes: of one value beside the master copy, which is fp32.
+        block_params: parameters that share one fp32 scale for each of these values [Note: Blocks]; 0 without scales.
         wide: the optimizer that has the same buffers in fp32; ``None`` if this one does.
         gpu_update_bytes: what an update on a GPU moves per parameter, if it is made of torch's operators because no
             fused kernel does it [Note: Operators]; ``None`` for about as much as state, gradient and weight are.
         gpu_scratch_bytes: what such an update holds meanwhile, the scaled gradient included, per parameter that it
             updates at once.
         host_core_s: what one core needs for the arithmetic of one parameter on the host. It counts where that is more
-            than memory needs: ``benchmarks/cpu/adamw_bf16.py`` measures both.
+            than memory needs: ``benchmarks/cpu/adamw.py`` measures both.
     """
 
     words: str
     num_buffers: int
     others: Optimizer | None = None
     buffer_bytes: int = 4
+    block_params: int = 0
     wide: Optimizer | None = None
     gpu_update_bytes: int | None = None
     gpu_scratch_bytes: int = 0
     host_core_s: float = 0.0
 
     @property
-    def state_bytes_per_param(self) -> int:
+    def lays_out(self) -> bool:
+        """Whether the layout of a unit depends on the sizes of its parameters, and not on their sum alone."""
+        return self.others is not None or self.block_params > 0
+
+    @property
+    def buffers(self) -> tuple[tuple[int, int], ...]:
+        """What it keeps beside the master copy: the bytes of each value, and how many parameters share it."""
+        scales = ((4, self.block_params),) * self.num_buffers if self.block_params else ()
+        return (*((self.buffer_bytes, 1),) * self.num_buffers, *scales)
+
+    @property
+    def buffer_bytes_per_param(self) -> float:
+        """Bytes of buffers, scales included."""
+        return self.num_buffers * (self.buffer_bytes + (4 / self.block_params if self.block_params else 0))
+
+    @property
+    def state_bytes_per_param(self) -> float:
         """Bytes of an fp32 master copy, and of buffers."""
-        return 4 + self.buffer_bytes * self.num_buffers
+        return 4 + self.buffer_bytes_per_param
 
     def scratch_bytes(self, num_params: int) -> int:
         """Return what an update of so many parameters on a GPU holds beside state and gradient."""
@@ -77,6 +102,16 @@ OPTIMIZERS: Final[Mapping[Optimizer, OptimizerState]] = {
         gpu_update_bytes=380,
         gpu_scratch_bytes=24,
         host_core_s=1.25e-9,
+    ),
+    "adamw-8bit": OptimizerState(
+        "AdamW with 8-bit moments",
+        2,
+        buffer_bytes=1,
+        block_params=256,
+        wide="adamw",
+        gpu_update_bytes=272,
+        gpu_scratch_bytes=24,
+        host_core_s=1.7e-9,
     ),
     "sgd": OptimizerState("SGD with momentum", 1),
     "adagrad": OptimizerState("Adagrad", 1),

@@ -51,13 +51,13 @@ class UnitLayout:
         starts: where each of its parameters begins.
         shard_params: the length of a shard.
         subgroups: of each shard, in order.
-        keeps_whole: whether parameters lie whole in one shard. If so, padding may be between them.
+        has_gaps: whether there may be padding between parameters.
     """
 
     starts: tuple[int, ...]
     shard_params: int
     subgroups: tuple[Subgroup, ...]
-    keeps_whole: bool
+    has_gaps: bool
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -71,13 +71,19 @@ def unit_layout(extents: tuple[Extent, ...], optimizer: Optimizer, num_shards: i
 
     A matrix with more parameters is a subgroup of its own.
     """
-    others = OPTIMIZERS[optimizer].others
+    others, grain = OPTIMIZERS[optimizer].others, OPTIMIZERS[optimizer].block_params or 1
     sizes = [size for size, _ in extents]
     if others is None or all(matrix is None for _, matrix in extents):
-        shard = -(-sum(sizes) // num_shards)
-        cut = tuple(Subgroup(size, others or optimizer) for size in subgroups(shard, most))
-        starts = itertools.accumulate(sizes, initial=0)
-        return UnitLayout(tuple(starts)[: len(sizes)], shard, cut, keeps_whole=False)
+        # In grains: see [Note: Blocks] in planner.optimizers.
+        starts = tuple(itertools.accumulate((-(-size // grain) for size in sizes), initial=0))
+        shard = -(-starts[-1] // num_shards)
+        cut = subgroups(shard, max(most // grain, 1), max(SECTOR_PARAMS // grain, 1))
+        return UnitLayout(
+            tuple(grain * start for start in starts[:-1]),
+            grain * shard,
+            tuple(Subgroup(grain * size, others or optimizer) for size in cut),
+            has_gaps=any(size % grain for size in sizes),
+        )
     matrices = _shares([i for i, (_, matrix) in enumerate(extents) if matrix], sizes, num_shards)
     rest = _shares([i for i, (_, matrix) in enumerate(extents) if not matrix], sizes, num_shards)
     width, rest_width = (max(sum(sizes[i] for i in share) for share in shares) for shares in (matrices, rest))
@@ -93,7 +99,7 @@ def unit_layout(extents: tuple[Extent, ...], optimizer: Optimizer, num_shards: i
         for start, stop in itertools.pairwise(cuts)
     ]
     found += [Subgroup(size, others) for size in subgroups(rest_width, most)]
-    return UnitLayout(tuple(begins), width + rest_width, tuple(found), keeps_whole=True)
+    return UnitLayout(tuple(begins), width + rest_width, tuple(found), has_gaps=True)
 
 
 def _shares(indices: Sequence[int], sizes: Sequence[int], num_shards: int) -> list[list[int]]:
@@ -143,17 +149,17 @@ def _whole(num_params: int, optimizer: Optimizer, of_ranks: Sequence[tuple[tuple
 
 
 @functools.lru_cache(4096)  # equal layers have equal subgroups, in every schedule of a search
-def subgroups(num_params: int, subgroup_params: int) -> tuple[int, ...]:
+def subgroups(num_params: int, subgroup_params: int, grain: int = SECTOR_PARAMS) -> tuple[int, ...]:
     """Cut parameters into as few subgroups as possible, of sizes as equal as possible; return the sizes.
 
-    A short subgroup at the end would take a slot and a turn in its queue for almost nothing. All but the last are whole
-    sectors of a drive in float32, unless that makes one of them too long. Data behind such a subgroup in memory can
-    then be read and written without a copy.
+    A short subgroup at the end would take a slot and a turn in its queue for almost nothing. All but the last are
+    multiples of ``grain``, unless that makes one of them too long: by default, whole sectors of a drive in float32.
+    Data behind such a subgroup in memory can then be read and written without a copy.
     """
     count = -(-num_params // subgroup_params)
     if count <= 1:
         return (num_params,) * count
-    whole = -(-num_params // (count * SECTOR_PARAMS)) * SECTOR_PARAMS
+    whole = -(-num_params // (count * grain)) * grain
     if whole <= subgroup_params and (last := num_params - (count - 1) * whole) > 0:
         return (*(whole,) * (count - 1), last)
     size, longer = divmod(num_params, count)

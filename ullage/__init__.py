@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from executor.memory.nvme_files import StorageError as StorageError
     from executor.memory.recompute_cache import ActivationError as ActivationError
     from executor.module.compilation import CompileError as CompileError
+    from executor.optimizer.reference import AdamW8bit as AdamW8bit
     from executor.optimizer.reference import AdamWBf16 as AdamWBf16
     from executor.optimizer.reference import Lion as Lion
     from executor.optimizer.reference import Muon as Muon
@@ -80,7 +81,7 @@ _MODULES = {
     "executor.memory.nvme_files": ("StorageError",),
     "executor.memory.recompute_cache": ("ActivationError",),
     "executor.module.compilation": ("CompileError",),
-    "executor.optimizer.reference": ("AdamWBf16", "Lion", "Muon"),
+    "executor.optimizer.reference": ("AdamW8bit", "AdamWBf16", "Lion", "Muon"),
     "executor.prepare": ("OffloadedOptimizer",),
     "executor.training_state.restoring": ("restore",),
     "executor.training_state.saving": ("Checkpoints", "Resumed"),

@@ -42,10 +42,10 @@ from executor.checkpoint.source import (
     Key,
     RankInfo,
     Source,
-    _boxes_of,
     _path,
-    _runs,
+    boxes_of,
     files_of,
+    runs_of,
 )
 
 _END_S: Final = 10.0  # longest wait for threads to end
@@ -101,8 +101,12 @@ class CheckpointEngine:
         self._patience_s = patience_s
         self._on_outcome = on_outcome
         self._in_time = TimeLimited()
-        self._boxes = _boxes_of(source)
-        self._runs = {key: _runs(slices, self._boxes) for key, slices in source.slices.items()}
+        states = {state for key in source.slices for state in source.keys(key)}
+        self._runs: dict[tuple[Key, int], list[tuple[int, int, int]]] = {}  # by piece and grain
+        for grain in {source.grain(state) for state in states}:
+            held = boxes_of(source, grain)
+            for key, slices in source.slices.items():
+                self._runs[key, grain] = runs_of((whole.of_blocks(grain) for whole in slices), held)
         entries = files_of(source, self._rank_info.rank)
         self._layouts = {path: layout(tuple(of_file)) for path, of_file in entries.items()}
         self._captures: dict[int, _Capture] = {}  # those that the schedule is taking, by turn
@@ -269,7 +273,7 @@ class CheckpointEngine:
         self._leases[key] = capture, leases  # first, so that it has the leases from before a failure
         for state, values in zip(self._source.keys(key), self._source.tensors(key), strict=True):
             value_bytes = ITEM_BYTES[self._source.dtype(state)]
-            for index, start, stop in self._runs[key]:
+            for index, start, stop in self._runs[key, self._source.grain(state)]:
                 held = values[value_bytes * start : value_bytes * stop]
                 writer = capture.writers[_path(state, self._rank_info.rank, index)]
                 if isinstance(held, np.ndarray):

@@ -2,7 +2,8 @@
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 from executor.checkpoint.files.writer import CopyChunk
@@ -34,6 +35,13 @@ class Slice:
     stop: int
     offset: int
 
+    def of_blocks(self, grain: int) -> "Slice":
+        """Return the same slice of a tensor with one value for each ``grain`` values of the parameter."""
+        if grain == 1:
+            return self
+        blocks = -(-math.prod(self.shape) // grain)
+        return Slice(self.name, (blocks,), self.start // grain, -(-self.stop // grain), self.offset // grain)
+
 
 class Source(Protocol):
     """State to take checkpoints of."""
@@ -47,6 +55,9 @@ class Source(Protocol):
 
     def dtype(self, state: str) -> Dtype:
         """Return the type of a state's tensors, by its name."""
+
+    def grain(self, state: str) -> int:
+        """Return how many values of a parameter share one of a state's, by its name; pieces have whole grains."""
 
     def tensors(self, key: Key) -> Sequence[Any]:
         """Return a piece's tensors between updates: flat, as bytes.
@@ -84,28 +95,29 @@ def _path(state: str, rank: int, index: int) -> str:
 def files_of(source: Source, rank: int) -> dict[str, list[Entry]]:
     """Return the entries of each of a rank's files. The flusher needs a buffer for each file, and one more."""
     found: dict[str, list[Entry]] = {}
-    shapes = {piece.name: piece.shape for pieces in source.slices.values() for piece in pieces}
     keys = {piece.name: source.keys(key) for key, pieces in source.slices.items() for piece in pieces}
     for state in dict.fromkeys(itertools.chain.from_iterable(keys.values())):
-        for name, held in _boxes_of(source).items():
+        grain = source.grain(state)
+        shapes = {piece.name: piece.of_blocks(grain).shape for pieces in source.slices.values() for piece in pieces}
+        for name, held in boxes_of(source, grain).items():
             for index, box in enumerate(held if state in keys[name] else ()):
                 entry = Entry(name if state == MASTER else f"{state}.{name}", source.dtype(state), shapes[name], box)
                 found.setdefault(_path(state, rank, index), []).append(entry)
     return found
 
 
-def _boxes_of(source: Source) -> dict[str, tuple[Box, ...]]:
-    """Return the boxes of the rank's part of each parameter, in order."""
+def boxes_of(source: Source, grain: int) -> dict[str, tuple[Box, ...]]:
+    """Return the boxes of the rank's part of each parameter, in order, in a state with this grain."""
     ranges: dict[str, tuple[tuple[int, ...], int, int]] = {}
     for pieces in source.slices.values():
-        for piece in pieces:
+        for piece in (whole.of_blocks(grain) for whole in pieces):
             shape, start, stop = ranges.get(piece.name, (piece.shape, piece.start, piece.start))
             assert stop == piece.start, f"slices of {piece.name} come in order"
             ranges[piece.name] = shape, start, piece.stop
     return {name: tuple(boxes(*held)) for name, held in ranges.items()}
 
 
-def _runs(slices: Sequence[Slice], held: Mapping[str, Sequence[Box]]) -> list[tuple[int, int, int]]:
+def runs_of(slices: Iterable[Slice], held: Mapping[str, Sequence[Box]]) -> list[tuple[int, int, int]]:
     """Return the runs of a piece: index of the file, start and stop in values of the piece.
 
     Parameters that follow each other in both piece and file are one run, so that whole chunks of it can be leased.

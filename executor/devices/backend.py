@@ -14,7 +14,7 @@ from executor.devices.meter import MemoryMeter
 from executor.direct_io import forget_pages, pages
 from executor.optimizer import WorkerTeam
 from executor.optimizer.bf16 import bf16_to_float32, float32_to_bf16
-from executor.optimizer.passes import as_float32
+from executor.optimizer.passes import as_float32, cut
 from executor.optimizer.table import Rule
 from planner.schedule.tasks import Lane
 
@@ -177,8 +177,8 @@ class HostBackend:
         """See :class:`Backend`. The kernel is that of updates on the host, so the bits are the same."""
         count, begin = 1 + len(rule.entry.buffers), 0
         for gradient in gradients:
-            cut = [tensor[begin : begin + len(gradient)] for tensor in state]
-            update_on_host((*cut[:count], gradient, *cut[count:]), rule, step, scale, self._team)
+            part = cut(state, begin, begin + len(gradient))
+            update_on_host((*part[:count], gradient, *part[count:]), rule, step, scale, self._team)
             begin += len(gradient)
 
     @contextlib.contextmanager

@@ -16,6 +16,7 @@ import torch
 
 from executor.devices.backend import Event, as_array, sum_of_squares
 from executor.direct_io import pages
+from executor.optimizer.passes import cut
 from executor.optimizer.table import Rule
 from executor.optimizer.workers import WorkerTeam
 from planner.schedule.tasks import Lane
@@ -252,7 +253,7 @@ def update_on_device(
     factor = torch.full((1,), scale, dtype=torch.float32, device=master.device)
     num_params = rule.chunk_params(_CHUNK_PARAMS)
     for begin in range(0, len(master), num_params):
-        chunk = [tensor[begin : begin + num_params] for tensor in state]
+        chunk = cut(state, begin, min(begin + num_params, len(master)))
         scaled = torch.empty_like(chunk[0])
         _scale_into(scaled, gradients, begin, factor)
         rule.entry.device(chunk[0], tuple(chunk[1:count]), scaled, rule.at(begin).params, step)

@@ -18,10 +18,11 @@ import torch
 from executor.direct_io import BLOCK_BYTES, in_blocks
 from executor.memory.arenas import Arena
 from executor.memory.nvme_files import RecordFile, as_bytes, folder_of
-from executor.memory.pieces import state_dtypes, state_tensors
+from executor.memory.pieces import state_buffers, state_tensors
 from planner.decisions import Decisions, Place
 from planner.graph import Unit
 from planner.lowering.storage import SpillRooms
+from planner.optimizers import Optimizer
 from planner.schedule.tasks import MemoryClass
 from planner.subgroups import Subgroup
 
@@ -48,13 +49,13 @@ class _Layout:
     Attributes:
         num_params: of the piece.
         weight_bytes, state_bytes, gradient_bytes: of each part; 0 without it.
-        state_dtypes: types of the tensors of its state.
+        kind: what updates it.
     """
 
     num_params: int
     weight_bytes: int
     state_bytes: int
-    state_dtypes: tuple[torch.dtype, ...]
+    kind: Optimizer
     gradient_bytes: int
 
     @property
@@ -242,7 +243,7 @@ class StoredState:
                 piece.num_params,
                 decisions.stored_weight_bytes(key[0]) * piece.num_params,
                 decisions.state_bytes(piece),
-                state_dtypes(piece.kind),
+                piece.kind,
                 gradient_bytes * piece.num_params,
             )
             for key, piece in pieces.items()
@@ -354,7 +355,7 @@ class StoredState:
     def values(self, key: Key) -> list[StoredValues]:
         """Return the tensors of a piece's state as bytes in the file, master copy first."""
         layout = self._layouts[key]
-        sizes = [dtype.itemsize * layout.num_params for dtype in layout.state_dtypes]
+        sizes = [buffer.num_bytes(layout.num_params) for buffer in state_buffers(layout.kind)]
         ends = itertools.accumulate(sizes, initial=layout.state_start)
         return [StoredValues(self.file, self._record[key], *ends_of) for ends_of in itertools.pairwise(ends)]
 
@@ -366,7 +367,7 @@ class StoredState:
 
     def _tensors(self, key: Key, buffer: torch.Tensor) -> tuple[torch.Tensor, ...]:
         layout = self._layouts[key]
-        return state_tensors(buffer[layout.state_start :], layout.num_params, layout.state_dtypes)
+        return state_tensors(buffer[layout.state_start :], layout.num_params, layout.kind)
 
     def _read(self, key: Key, buffer: torch.Tensor, start: int) -> None:
         if self.file.is_written(self._record[key]):

@@ -13,6 +13,7 @@ reads it. It is zero at first, and may later be overwritten when its neighbours 
 """
 
 import dataclasses
+import functools
 import itertools
 
 import torch
@@ -21,8 +22,10 @@ from planner.decisions import Decisions, Place
 from planner.graph import Unit
 from planner.optimizers import OPTIMIZERS, Optimizer
 
-NUM_BUFFERS = max(state.num_buffers for state in OPTIMIZERS.values())
-"""The most buffers that any optimizer has beside the master copy."""
+NUM_BUFFERS = max(len(state.buffers) for state in OPTIMIZERS.values())
+"""The most buffers that any optimizer has beside the master copy, scales included."""
+
+_DTYPES = {1: torch.uint8, 2: torch.bfloat16, 4: torch.float32}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,7 +38,8 @@ class Piece:
         place: the tier of its state, and where it is updated.
         start, stop: range within the unit; the last piece of the last rank may go beyond, see [Note: Shards].
         offset: its beginning in the host's or the device's slab of master copies; -1 on NVMe.
-        buffer_offsets: its beginning in each slab of the optimizer's own buffers; pieces of other kinds may have more.
+        buffer_offsets: its beginning in each slab of the optimizer's own buffers, in its values; pieces of other kinds
+            may have more.
         served: its beginning in the host's slab of master copies, see [Note: Layout].
         staging: its beginning among the weights that the host updates and copies to the device.
         leaves: whether its gradient goes to the host.
@@ -69,18 +73,13 @@ class Piece:
         return 1 + len(self.buffer_offsets)
 
     @property
-    def state_dtypes(self) -> tuple[torch.dtype, ...]:
-        """Types of the tensors of its state."""
-        return state_dtypes(self.kind)
-
-    @property
     def state_bytes(self) -> int:
         """Bytes of its state."""
-        return sum(dtype.itemsize for dtype in self.state_dtypes) * self.num_params
+        return sum(buffer.num_bytes(self.num_params) for buffer in state_buffers(self.kind))
 
     def state_in(self, memory: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the tensors of its state in uint8 memory: one after another from the beginning."""
-        return state_tensors(memory, self.num_params, self.state_dtypes)
+        return state_tensors(memory, self.num_params, self.kind)
 
     @property
     def by_host(self) -> bool:
@@ -102,21 +101,47 @@ class Part:
         return slice(self.start - self.piece.start, self.stop - self.piece.start)
 
 
-def buffer_dtype(optimizer: Optimizer) -> torch.dtype:
-    """Return the type of an optimizer's buffers."""
-    return torch.bfloat16 if OPTIMIZERS[optimizer].buffer_bytes == 2 else torch.float32
+@dataclasses.dataclass(frozen=True, slots=True)
+class StateBuffer:
+    """A tensor of a piece's state.
+
+    Attributes:
+        dtype: its type.
+        params: how many parameters share a value.
+    """
+
+    dtype: torch.dtype
+    params: int = 1
+
+    def length(self, num_params: int) -> int:
+        """Return how many values it has for so many parameters."""
+        return -(-num_params // self.params)
+
+    def num_bytes(self, num_params: int) -> int:
+        """Return its bytes for so many parameters."""
+        return self.dtype.itemsize * self.length(num_params)
 
 
-def state_dtypes(optimizer: Optimizer) -> tuple[torch.dtype, ...]:
-    """Return the types of the master copy and of an optimizer's buffers."""
-    return (torch.float32, *(buffer_dtype(optimizer),) * OPTIMIZERS[optimizer].num_buffers)
+MASTER_COPY = StateBuffer(torch.float32)
 
 
-def state_tensors(memory: torch.Tensor, num_params: int, dtypes: tuple[torch.dtype, ...]) -> tuple[torch.Tensor, ...]:
-    """Return flat tensors of these types in uint8 memory, one after another from its beginning."""
-    ends = itertools.accumulate((dtype.itemsize * num_params for dtype in dtypes), initial=0)
-    ranges = itertools.pairwise(ends)
-    return tuple(memory[start:stop].view(dtype) for dtype, (start, stop) in zip(dtypes, ranges, strict=True))
+@functools.cache
+def state_buffers(optimizer: Optimizer) -> tuple[StateBuffer, ...]:
+    """Return the tensors of an optimizer's state: the master copy, then its buffers."""
+    return (
+        MASTER_COPY,
+        *(StateBuffer(_DTYPES[num_bytes], params) for num_bytes, params in OPTIMIZERS[optimizer].buffers),
+    )
+
+
+def state_tensors(memory: torch.Tensor, num_params: int, optimizer: Optimizer) -> tuple[torch.Tensor, ...]:
+    """Return the flat tensors of a piece's state in uint8 memory, one after another from its beginning."""
+    buffers = state_buffers(optimizer)
+    ends = itertools.accumulate((buffer.num_bytes(num_params) for buffer in buffers), initial=0)
+    return tuple(
+        memory[start:stop].view(buffer.dtype)
+        for buffer, (start, stop) in zip(buffers, itertools.pairwise(ends), strict=True)
+    )
 
 
 def pieces_of(unit: Unit, decisions: Decisions, start: int) -> tuple[Piece, ...]:
@@ -137,7 +162,7 @@ def pieces_of(unit: Unit, decisions: Decisions, start: int) -> tuple[Piece, ...]
         leaves = decisions.flushes(unit.name, place)
         in_place = decisions.arrives_in_place(unit.name, place)
         spilled = place is Place.NVME and decisions.spill_gradients
-        num_buffers = OPTIMIZERS[kind].num_buffers
+        lengths = [buffer.length(num_params) for buffer in state_buffers(kind)[1:]]
         pieces.append(
             Piece(
                 index=index,
@@ -146,7 +171,7 @@ def pieces_of(unit: Unit, decisions: Decisions, start: int) -> tuple[Piece, ...]
                 start=start,
                 stop=start + num_params,
                 offset=taken[tier] if tier else -1,
-                buffer_offsets=tuple(in_buffers[tier][:num_buffers]) if tier else (-1,) * num_buffers,
+                buffer_offsets=tuple(in_buffers[tier][: len(lengths)]) if tier else (-1,) * len(lengths),
                 served=taken["served"],
                 staging=taken["staging"],
                 leaves=leaves,
@@ -157,8 +182,8 @@ def pieces_of(unit: Unit, decisions: Decisions, start: int) -> tuple[Piece, ...]
         )
         if tier:
             taken[tier] += num_params
-            for i in range(num_buffers):
-                in_buffers[tier][i] += num_params
+            for i, length in enumerate(lengths):
+                in_buffers[tier][i] += length
         taken["served"] += num_params if serves else 0
         taken["staging"] += num_params if pieces[-1].by_host else 0
         taken["arrival"] += num_params if leaves and not (in_place or spilled) else 0

@@ -19,7 +19,7 @@ from executor.distributed.shards import ParameterShard, unshard
 from executor.memory.arenas import ALIGNMENT_BYTES, Arena
 from executor.memory.frozen import FrozenParameter, FrozenState, FrozenWeights
 from executor.memory.nvme import StoredState
-from executor.memory.pieces import NUM_BUFFERS, Part, Piece, buffer_dtype, pieces_of
+from executor.memory.pieces import MASTER_COPY, Part, Piece, StateBuffer, pieces_of, state_buffers
 from executor.memory.units import Moments, ParameterState, StateSlot, UnitState
 from planner.decisions import Decisions, Place
 from planner.graph import Unit
@@ -82,9 +82,10 @@ class ModelState:
         self._gpu = gpu
         self._host = host
         self._ranks = ranks
-        buffers = buffer_dtype(decisions.optimizer)
+        kinds = (decisions.optimizer, OPTIMIZERS[decisions.optimizer].others or decisions.optimizer)
+        self._buffers = max(map(state_buffers, kinds), key=len)[1:]
         written = tuple(written)
-        self._shifts = {dtype: _shifts(units, written, dtype.itemsize) for dtype in (torch.float32, buffers)}
+        self._shifts = {buffer: _shifts(units, written, buffer) for buffer in (MASTER_COPY, *self._buffers)}
         assigned = slots(units, decisions)
         self._slots = [
             gpu.take(f"slot {i}", MemoryClass.PARAMETERS, num_params, self.dtype)
@@ -314,26 +315,29 @@ class ModelState:
     ) -> Moments:
         """Take slabs for pieces; that of master copies has room for so many weights besides."""
 
-        def slab(name: str, num_bytes_of: Mapping[MemoryClass, int], dtype: torch.dtype) -> torch.Tensor:
-            shift_bytes = self._shifts[dtype][unit]
+        def slab(name: str, num_bytes_of: Mapping[MemoryClass, int], buffer: StateBuffer) -> torch.Tensor:
+            shift_bytes = self._shifts[buffer][unit]
             aligned = (ALIGNMENT_BYTES, 0) if arena.tier is Tier.GPU else (_SECTOR_BYTES, shift_bytes)
             taken = arena.take_blocks(f"{unit} {name}", num_bytes_of, aligned[0], shift_bytes=aligned[1])
-            return taken[: sum(num_bytes_of.values())].view(dtype)
+            return taken[: sum(num_bytes_of.values())].view(buffer.dtype)
 
-        lengths = (sum(p.num_params for p in pieces if p.num_tensors > i) for i in range(1 + NUM_BUFFERS))
-        num_masters, *in_buffers = (length for i, length in enumerate(lengths) if i == 0 or length)
-        dtype = buffer_dtype(self._decisions.optimizer)
+        num_masters = sum(p.num_params for p in pieces)
+        in_buffers = [
+            sum(buffer.num_bytes(p.num_params) for p in pieces if p.num_tensors > i)
+            for i, buffer in enumerate(self._buffers, 1)
+        ]
         buffers = tuple(
-            slab(f"buffer {i}", {MemoryClass.OPTIMIZER: dtype.itemsize * num_params}, dtype).zero_()
-            for i, num_params in enumerate(in_buffers)
+            slab(f"buffer {i}", {MemoryClass.OPTIMIZER: num_bytes}, buffer).zero_()
+            for i, (num_bytes, buffer) in enumerate(zip(in_buffers, self._buffers, strict=True))
+            if num_bytes
         )
         if num_masters and not keeps_master:
             return Moments(None, buffers)
         num_bytes_of = {MemoryClass.OPTIMIZER: 4 * num_masters, MemoryClass.PARAMETERS: 4 * num_weights}
-        return Moments(slab("master", num_bytes_of, torch.float32), buffers)
+        return Moments(slab("master", num_bytes_of, MASTER_COPY), buffers)
 
 
-def _shifts(units: Iterable[Unit], written: Iterable[str], value_bytes: int) -> Mapping[str, int]:
+def _shifts(units: Iterable[Unit], written: Iterable[str], buffer: StateBuffer) -> Mapping[str, int]:
     """Return how far behind a whole sector each unit's slabs of state on the host begin.
 
     [Note: Slabs as in files] A checkpoint file has one kind of state, unit after unit, from a whole block on. If a slab
@@ -347,7 +351,7 @@ def _shifts(units: Iterable[Unit], written: Iterable[str], value_bytes: int) -> 
     for name in dict.fromkeys(written):
         shift_bytes = end_bytes % _SECTOR_BYTES
         shifts[name] = 0 if shift_bytes % ALIGNMENT_BYTES else shift_bytes
-        end_bytes += value_bytes * num_params[name]
+        end_bytes += buffer.num_bytes(num_params[name])
     return shifts
 
 

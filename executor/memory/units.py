@@ -9,7 +9,8 @@ import torch
 from executor.distributed.groups import Group
 from executor.distributed.shards import ParameterShard
 from executor.memory.frozen import FrozenWeights
-from executor.memory.pieces import Part, Piece
+from executor.memory.pieces import Part, Piece, state_buffers
+from executor.optimizer.passes import BLOCK
 from planner.decisions import Place
 from planner.optimizers import Optimizer
 
@@ -54,6 +55,13 @@ class ParameterState:
         """Yield the parts that lie in a piece."""
         return (part for part in self.parts if part.piece.index == piece.index)
 
+    def state_of(self, part: Part, values: torch.Tensor) -> torch.Tensor:
+        """Return a part of a state of the shard, flat, by value or by block."""
+        start, stop = part.start - self.start, part.stop - self.start
+        return (
+            values[start:stop] if len(values) == self.stop - self.start else values[start // BLOCK : -(-stop // BLOCK)]
+        )
+
     def values_of(self, part: Part, values: torch.Tensor) -> torch.Tensor:
         """Return the values of a part, from the shard's flat ``values``."""
         return values[part.start - self.start : part.stop - self.start]
@@ -85,7 +93,7 @@ class GradientBucket:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Moments:
-    """Slabs of optimizer state on one tier, ``[num_params of that tier that have it]`` each.
+    """Slabs of optimizer state on one tier, ``[num_params of that tier that have it]`` each, or their blocks.
 
     Attributes:
         master: float32; ``None`` where the weight itself is the master.
@@ -182,9 +190,8 @@ class UnitState:
     def buffers(self, piece: Piece) -> tuple[torch.Tensor, ...]:
         """Return the optimizer's own buffers of a piece."""
         slabs = self.moments(piece).buffers
-        return tuple(
-            slab[offset : offset + piece.num_params] for slab, offset in zip(slabs, piece.buffer_offsets, strict=False)
-        )
+        kept = zip(slabs, piece.buffer_offsets, state_buffers(piece.kind)[1:], strict=False)
+        return tuple(slab[offset : offset + buffer.length(piece.num_params)] for slab, offset, buffer in kept)
 
     def is_trained(self, piece: Piece) -> bool:
         """Return whether any parameter in a piece is trained."""

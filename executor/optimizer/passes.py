@@ -23,11 +23,16 @@ from numba.extending import overload
 
 from executor.optimizer.bf16 import bf16_to_float32, float32_to_bf16
 from executor.optimizer.workers import WorkerTeam
+from planner.optimizers import OPTIMIZERS
 
 Float32Array = npt.NDArray[np.float32]
 Bf16Array = npt.NDArray[np.uint16]
 GradientArray = Bf16Array | Float32Array
+BufferArray = npt.NDArray[np.uint8] | Bf16Array | Float32Array
 _Params = TypeVar("_Params")
+
+BLOCK: Final = OPTIMIZERS["adamw-8bit"].block_params
+"""Parameters that share a scale, see [Note: Blocks] in :mod:`planner.optimizers`."""
 
 IN_PLACE: Final = ()
 """Passed to a kernel as ``weight_out`` if the weights overwrite the gradient [Note: Overwriting]."""
@@ -46,7 +51,8 @@ class HostStep(Generic[_Params]):
         buffers: names of the state beside the master copy.
         kernel_args: returns flags and factors for ``(params, step, grad_scale)``.
         has_buffers: whether an optimizer with these hyper-parameters has the buffers.
-        buffer_dtype: of the buffers: ``float32``, or ``uint16`` for bf16 bits.
+        buffer_dtype: of the buffers: ``float32``, ``uint16`` for bf16 bits, or ``uint8`` for codes.
+        scales: names of float32 state that comes last, with one value for each :data:`BLOCK` parameters.
         by_position: whether the kernel also takes, last, where its piece begins.
     """
 
@@ -58,18 +64,20 @@ class HostStep(Generic[_Params]):
         has_buffers: Callable[[_Params], bool] = lambda _: True,
         buffer_dtype: str = "float32",
         *,
+        scales: tuple[str, ...] = (),
         by_position: bool = False,
     ) -> None:
         self._kernel = kernel
-        self._names = ("master", *buffers)
+        self._names = ("master", *buffers, *scales)
         self._kernel_args = kernel_args
         self._has_buffers = has_buffers
-        self._buffer_dtype = buffer_dtype
+        self._dtypes = ("float32", *(buffer_dtype for _ in buffers), *("float32" for _ in scales))
+        self._scales = scales
         self._by_position = by_position
 
     def __call__(
         self,
-        state: Sequence[Float32Array | Bf16Array | None],
+        state: Sequence[BufferArray | None],
         grad: GradientArray,
         weight_out: Bf16Array | None,
         params: _Params,
@@ -81,6 +89,7 @@ class HostStep(Generic[_Params]):
 
         Args:
             state: weights, float32, and then buffers, each ``[num_params]``, updated; no other arrays may overlap.
+                Scales are ``[blocks]``.
             grad: gradient, float32 or bf16 bits (uint16), ``[num_params]``; only read, unless it is ``weight_out`` too.
             weight_out: where the new weights go as bf16 bits (uint16), ``[num_params]``; ``None`` in float32 training,
                 where the master copy is the weight.
@@ -101,27 +110,30 @@ class HostStep(Generic[_Params]):
         arrays = (*held, grad, IN_PLACE if in_place else weight_out)
         args = self._kernel_args(params, step, grad_scale)
 
+        grain = BLOCK if self._scales else 1
+
         def update(start: int, stop: int) -> None:
             position = (start,) if self._by_position else ()
-            self._kernel(*(None if array is None else array[start:stop] for array in arrays), *args, *position)
+            self._kernel(*cut(arrays, grain * start, min(grain * stop, len(grad))), *args, *position)
 
+        num_grains = -(-len(grad) // grain)
         if team is None:
-            update(0, len(grad))
+            update(0, num_grains)
         else:
-            team.run(update, len(grad))
+            team.run(update, num_grains)
 
     def _check(
         self,
-        held: Sequence[Float32Array | Bf16Array | None],
+        held: Sequence[BufferArray | None],
         grad: GradientArray,
         weight_out: Bf16Array | None,
         params: _Params,
     ) -> None:
         num_params = held[0].size if held[0] is not None else 0
-        for name, array in zip(self._names, held, strict=True):
+        for name, dtype, array in zip(self._names, self._dtypes, held, strict=True):
             if array is not None:
-                dtype = "float32" if name == self._names[0] else self._buffer_dtype
-                _check_array(name, array, (dtype,), num_params)
+                length = -(-num_params // BLOCK) if name in self._scales else num_params
+                _check_array(name, array, (dtype,), length)
             elif name == self._names[0] or self._has_buffers(params):
                 raise ValueError(f"the state has no {name}, but {params} needs one; pass it")
         _check_array("grad", grad, ("uint16", "float32"), num_params, written=False)
@@ -139,6 +151,18 @@ def _check_array(
         raise ValueError(f"{name} has shape {array.shape}, but must be flat and as long as master: ({num_params},)")
     if not (array.flags.c_contiguous and array.flags.aligned and (array.flags.writeable or not written)):
         raise ValueError(f"{name} must be contiguous, aligned{' and writeable' if written else ''}; pass a plain slice")
+
+
+def cut(arrays: Sequence[Any], start: int, stop: int) -> tuple[Any, ...]:
+    """Return ``[start, stop)`` of the first array and the same of all others, of which some may be ``None`` or empty.
+
+    Those that are shorter than the first have one value for each :data:`BLOCK` of its. Then ``start`` is a multiple.
+    """
+    blocks = slice(start // BLOCK, -(-stop // BLOCK))
+    return tuple(
+        each if each is None or not len(each) else each[start:stop] if len(each) == len(arrays[0]) else each[blocks]
+        for each in arrays
+    )
 
 
 def check_params(params: object, *, not_negative: tuple[str, ...], fractions: tuple[str, ...] = ()) -> None:

@@ -6,10 +6,13 @@ from typing import Any, TypeVar, final
 
 import torch
 
-from executor.optimizer.adamw import MOMENTS
+from executor.optimizer.adamw import MOMENTS, AdamWParams
+from executor.optimizer.adamw_8bit import adamw_8bit_
 from executor.optimizer.adamw_bf16 import AdamWBf16Params, adamw_bf16_
+from executor.optimizer.blocks import SCALES
 from executor.optimizer.lion import LionParams
 from executor.optimizer.muon import MuonParams
+from executor.optimizer.passes import BLOCK
 from planner.optimizers import is_hidden_matrix
 
 _Params = TypeVar("_Params")
@@ -73,6 +76,43 @@ class AdamWBf16(_ByParameter):
         if not state:
             state |= {key: torch.zeros_like(parameter, dtype=torch.bfloat16) for key in MOMENTS}
         _advance(parameter, state, given, adamw_bf16_, dict.fromkeys(MOMENTS, torch.bfloat16))
+
+
+@final
+class AdamW8bit(_ByParameter):
+    """``torch.optim.AdamW`` with moments in 8 bits: 6 bytes of state a parameter instead of 12.
+
+    Moments have the format of ``bitsandbytes.optim.AdamW8bit``, see :mod:`executor.optimizer.blocks`: in the state of a
+    parameter, ``exp_avg`` and ``exp_avg_sq`` are codes, and ``exp_avg_scale`` and ``exp_avg_sq_scale`` have a value for
+    each block of 256. All parameters are kept so, however small.
+
+    Args:
+        params: parameters, or groups of them.
+        lr, betas, eps, weight_decay: as those of ``torch.optim.AdamW``.
+
+    Raises:
+        ValueError: a negative ``lr``, ``eps`` or ``weight_decay``, or a beta outside [0, 1).
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+    ) -> None:
+        AdamWParams(lr, *betas, eps, weight_decay)
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    def _update(self, parameter: torch.Tensor, group: dict[str, Any], number: int) -> None:  # noqa: ARG002 - as above
+        state = self.state[parameter]
+        if not state:
+            blocks = -(-parameter.numel() // BLOCK)
+            state |= {key: torch.zeros_like(parameter, dtype=torch.uint8) for key in MOMENTS}
+            state |= {key: torch.zeros(blocks, device=parameter.device) for key in SCALES.values()}
+        kept = dict.fromkeys(MOMENTS, torch.uint8) | dict.fromkeys(SCALES.values(), torch.float32)
+        _advance(parameter, state, AdamWParams(*adam_numbers(group)), adamw_8bit_, kept)
 
 
 @final

@@ -26,13 +26,15 @@ from executor.optimizer import (
     sgd_step,
 )
 from executor.optimizer.adamw import MOMENTS
+from executor.optimizer.adamw_8bit import KEYS, adamw_8bit_, adamw_8bit_step
 from executor.optimizer.adamw_bf16 import AdamWBf16Params, adamw_bf16_, adamw_bf16_step
 from executor.optimizer.muon import MuonParams, muon_step
-from executor.optimizer.reference import AdamWBf16, Lion, Muon, adam_numbers, read_muon
+from executor.optimizer.reference import AdamW8bit, AdamWBf16, Lion, Muon, adam_numbers, read_muon
 from planner.optimizers import OPTIMIZERS, UPDATED_AT_ONCE, Optimizer
 
 Params = AdamWParams | AdamWBf16Params | SgdParams | AdagradParams | LionParams | MuonParams
 Group = Mapping[str, Any]
+_KERNEL_DTYPES: Final = {1: np.uint8, 2: np.uint16, 4: np.float32}  # of buffers, by the bytes of a value
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +103,7 @@ class OptimizerEntry:
         entry = self.of_group(group)
         if entry.others is not None:
             return  # torch's products are compiled already
-        buffer_bytes = OPTIMIZERS[entry.planned_as].buffer_bytes
-        buffers = np.zeros((len(entry.buffers), 1), np.uint16 if buffer_bytes == 2 else np.float32)
+        buffers = [np.zeros(1, _KERNEL_DTYPES[num_bytes]) for num_bytes, _ in OPTIMIZERS[entry.planned_as].buffers]
         state = [np.zeros(1, np.float32), *buffers]
         grad = np.zeros(1, grad_dtype)
         for weight_out in (np.zeros(1, np.uint16), grad) if writes_bf16 else (None,):
@@ -173,7 +174,7 @@ def _adam(torch_class: type[torch.optim.Optimizer], *, decoupled: bool) -> Optim
         host=adamw_step,
         device=device.adamw,
         refused=("amsgrad", "maximize", "differentiable", "capturable"),
-        converts=("AdamWBf16",) if decoupled else (),
+        converts=("AdamWBf16", "AdamW8bit") if decoupled else (),
     )
 
 
@@ -189,7 +190,16 @@ ENTRIES: Final[tuple[OptimizerEntry, ...]] = (
         read=_read_adamw_bf16,
         host=adamw_bf16_step,
         device=adamw_bf16_,
-        converts=("AdamW",),
+        converts=("AdamW", "AdamW8bit"),
+    ),
+    OptimizerEntry(
+        torch_class=AdamW8bit,
+        planned_as="adamw-8bit",
+        buffers=KEYS,
+        read=lambda group: _read_adam(group, decoupled=True),
+        host=adamw_8bit_step,
+        device=adamw_8bit_,
+        converts=("AdamW", "AdamWBf16"),
     ),
     OptimizerEntry(
         torch_class=torch.optim.SGD,
@@ -241,7 +251,7 @@ def entry_of(optimizer: torch.optim.Optimizer) -> OptimizerEntry:
         if type(optimizer) is entry.torch_class:
             return entry
     known = ", ".join(
-        f"{'ullage' if e.torch_class in {AdamWBf16, Lion, Muon} else 'torch.optim'}.{e.torch_class.__name__}"
+        f"{'ullage' if e.torch_class in {AdamW8bit, AdamWBf16, Lion, Muon} else 'torch.optim'}.{e.torch_class.__name__}"
         for e in ENTRIES
     )
     own = type(optimizer)
@@ -256,4 +266,4 @@ def torch_class_of(planned: Optimizer) -> Callable[..., torch.optim.Optimizer]:
     return next(entry.torch_class for entry in ENTRIES if entry.planned_as == planned)
 
 
-assert all(len(entry.buffers) == OPTIMIZERS[entry.planned_as].num_buffers for entry in ENTRIES)
+assert all(len(entry.buffers) == len(OPTIMIZERS[entry.planned_as].buffers) for entry in ENTRIES)

@@ -1,7 +1,7 @@
 """A session's state, as checkpoints take it."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 
@@ -12,13 +12,15 @@ from executor.checkpoint.source import MASTER, Key, Slice, files_of
 from executor.devices.backend import Backend
 from executor.memory.arenas import Arena
 from executor.memory.nvme import StoredValues
+from executor.memory.pieces import MASTER_COPY, StateBuffer, state_buffers
 from executor.memory.state import ModelState
 from executor.optimizer.table import OptimizerEntry
 from executor.options import SessionOptions
 from planner.decisions import Place
-from planner.optimizers import OPTIMIZERS
 from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import Lane, MemoryClass, Op
+
+_DTYPES: Final[Mapping[torch.dtype, Dtype]] = {torch.float32: "F32", torch.bfloat16: "BF16", torch.uint8: "U8"}
 
 
 @final
@@ -85,7 +87,11 @@ class Snapshots:
 
     def dtype(self, state: str) -> Dtype:
         """See :class:`executor.checkpoint.source.Source`."""
-        return "BF16" if state != MASTER and OPTIMIZERS[self._entry.planned_as].buffer_bytes == 2 else "F32"
+        return _DTYPES[self._buffer(state).dtype]
+
+    def grain(self, state: str) -> int:
+        """See :class:`executor.checkpoint.source.Source`."""
+        return self._buffer(state).params
 
     def tensors(self, key: Key) -> Sequence[torch.Tensor | Buffer | StoredValues]:
         """See :class:`executor.checkpoint.source.Source`."""
@@ -106,6 +112,12 @@ class Snapshots:
             return
         self._backend.copy(torch.from_numpy(buffer), values)
         self._wait()
+
+    def _buffer(self, state: str) -> StateBuffer:
+        if state == MASTER:
+            return MASTER_COPY
+        entry = next(e for e in (self._entry, self._entry.others) if e is not None and state in e.buffers)
+        return state_buffers(entry.planned_as)[1 + entry.buffers.index(state)]
 
     def _wait(self) -> None:
         """Wait until all work of the lane is done."""

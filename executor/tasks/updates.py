@@ -11,6 +11,7 @@ from executor.memory.pieces import Piece
 from executor.memory.state import ModelState
 from executor.memory.units import ParameterState, SlotPart, UnitState
 from executor.optimizer import WorkerTeam
+from executor.optimizer.passes import cut
 from executor.optimizer.table import Rule
 from planner.decisions import Decisions, Place
 from planner.schedule.tasks import Lane, Task
@@ -31,8 +32,9 @@ class _Run(NamedTuple):
     update: ParameterUpdate
     step: int
 
-    def within(self, piece: Piece) -> slice:
-        return slice(self.start - piece.start, self.stop - piece.start)
+    def of(self, piece: Piece, state: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Return the same range of a piece's tensors, master copy first."""
+        return cut(state, self.start - piece.start, self.stop - piece.start)
 
 
 @final
@@ -101,8 +103,9 @@ class UpdateTasks:
         num_updated = 0
         for run in self._runs(unit, piece, iteration):
             num_updated += run.stop - run.start
-            cut = tuple(tensor[run.within(piece)] for tensor in state)
-            update_on_host(cut, run.update.rule, run.step, run.update.scale, self._team, self._state.update_memory)
+            update_on_host(
+                run.of(piece, state), run.update.rule, run.step, run.update.scale, self._team, self._state.update_memory
+            )
             unit.changed.add(piece.index)
             if stored is not None:
                 stored.set_changed(key)
@@ -136,9 +139,9 @@ class UpdateTasks:
                 parameter, single = next(singles)
                 gradients.append(unit.device_gradients.pop((parameter.name, piece.index)))
                 stop = single.stop
-            cut = [tensor[run.within(piece)] for tensor in state]
+            cut = [*run.of(piece, state)]
             if weights is not None and weights.dtype is not torch.float32:
-                cut.append(weights[run.within(piece)])
+                cut.append(weights[run.start - piece.start : run.stop - piece.start])
             self._backend.update(cut, gradients, run.update.rule, run.step, run.update.scale)
             self._spend(unit, gradients)
         for parameter in unit.parameters:  # gradients that the user dropped
@@ -166,7 +169,7 @@ class UpdateTasks:
             return
         if piece.leaves:
             for run in self._runs(unit, piece, iteration):
-                *cut, weights = (tensor[run.within(piece)] for tensor in (*slot.state, slot.weights))
+                *cut, weights = run.of(piece, (*slot.state, slot.weights))
                 self._backend.update(cut, [weights], run.update.rule, run.step, run.update.scale)
         else:
             self._update_on_device(unit, piece, slot.state, iteration)

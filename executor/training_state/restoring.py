@@ -9,6 +9,7 @@ are read whole.
 """
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -18,8 +19,11 @@ from executor.checkpoint import Checkpoint, CheckpointError, ReadRequest
 from executor.checkpoint.files.flusher import Buffer
 from executor.checkpoint.source import MASTER
 from executor.distributed.shards import assemble, whole_name
+from executor.memory.moments import State, converted
 from executor.memory.pieces import Piece
 from executor.memory.units import ParameterState, UnitState
+from executor.optimizer.blocks import SCALES, spread
+from executor.optimizer.passes import BLOCK, cut
 from executor.prepare import OffloadedOptimizer, check_prepared
 from executor.training_state.rng_state import set_rng_state
 from planner.decisions import Place
@@ -29,6 +33,8 @@ STAGED_BYTES: Final = 256 << 20
 """Host memory for state on its way to a device, roughly."""
 
 _Held = tuple[UnitState, Piece]
+
+_DTYPES: Final[Mapping[str, torch.dtype]] = {"F32": torch.float32, "BF16": torch.bfloat16, "U8": torch.uint8}
 
 
 def restore(optimizer: OffloadedOptimizer, checkpoint: Checkpoint) -> dict[str, Any]:
@@ -90,10 +96,17 @@ def _tensor(name: str, key: str) -> str:
     return name if key == MASTER else f"{key}.{name}"
 
 
+def _saved_keys(checkpoint: Checkpoint, name: str, keys: Sequence[str]) -> tuple[str, ...]:
+    """Return the keys of the tensors in which a parameter's state was saved, if it was to have ``keys`` now."""
+    scales = [SCALES[key] for key in keys if _tensor(name, SCALES.get(key, "")) in checkpoint.manifest.tensors]
+    return (*(key for key in keys if key not in SCALES.values()), *scales)
+
+
 def _is_there(checkpoint: Checkpoint, parameter: ParameterState, keys: Sequence[str]) -> bool:
     """Return whether the checkpoint has exactly this shard of a parameter."""
     shard, tensors = parameter.shard, checkpoint.manifest.tensors
-    found = [tensors.get(_tensor(shard.shard_name, key)) for key in keys]
+    values = [key for key in keys if key not in SCALES.values()]
+    found = [tensors.get(_tensor(shard.shard_name, key)) for key in values]
     return all(record is not None and record.shape == tuple(shard.shape) for record in found)
 
 
@@ -106,13 +119,10 @@ def _read_shares(optimizer: OffloadedOptimizer, checkpoint: Checkpoint, units: S
         for piece in unit.pieces:
             if piece.place is Place.NVME:
                 by_itself.append((unit, piece))
-            elif any(
-                tensor.is_cuda or tensor.dtype is not _saved_dtype(checkpoint, unit, piece, key)
-                for key, tensor in zip(_keys(optimizer, piece.kind), unit.state(piece), strict=True)
-            ):
-                passing.append((unit, piece))
-            else:
+            elif all(part.is_direct for part in _parts(optimizer, checkpoint, unit, piece, unit.state(piece))):
                 at_once.append((unit, piece))
+            else:
+                passing.append((unit, piece))
     for pieces in (at_once, *_batches(passing), *([one] for one in by_itself)):
         _read_pieces(optimizer, checkpoint, pieces)
     for unit in units:
@@ -138,40 +148,83 @@ def _read_pieces(optimizer: OffloadedOptimizer, checkpoint: Checkpoint, pieces: 
             stack.enter_context(optimizer.session.runtime.state.state_of(*held, reads=False, writes=True))
             for held in pieces
         ]
-        on_host = []
+        parts = [
+            part
+            for held, state in zip(pieces, states, strict=True)
+            for part in _parts(optimizer, checkpoint, *held, state)
+        ]
+        checkpoint.read(wanted for part in parts for wanted in part.requests())
+        for part in parts:
+            part.end()
         for (unit, piece), state in zip(pieces, states, strict=True):
-            saved = [_saved_dtype(checkpoint, unit, piece, key) for key in _keys(optimizer, piece.kind)]
-            on_host.append(
-                [
-                    torch.zeros(t.shape, dtype=dtype) if t.is_cuda or t.dtype is not dtype else t
-                    for t, dtype in zip(state, saved, strict=True)
-                ]
-            )
-        checkpoint.read(
-            wanted
-            for (unit, piece), values_of in zip(pieces, on_host, strict=True)
-            for key, values in zip(_keys(optimizer, piece.kind), values_of, strict=True)
-            for wanted in _of_piece(unit, piece, key, values)
-        )
-        for (unit, piece), state, values_of in zip(pieces, states, on_host, strict=True):
-            for target, values in zip(state, values_of, strict=True):
-                if target is not values:
-                    target.copy_(values)
             _write_weights(unit, piece, state[0])
 
 
-def _of_piece(unit: UnitState, piece: Piece, key: str, values: torch.Tensor) -> Iterator[ReadRequest]:
+def _parts(
+    optimizer: OffloadedOptimizer,
+    checkpoint: Checkpoint,
+    unit: UnitState,
+    piece: Piece,
+    state: tuple[torch.Tensor, ...],
+) -> Iterator["_SavedPart"]:
+    """Yield the parts of parameters in a piece, with this state."""
+    keys = _keys(optimizer, piece.kind)
     for parameter in unit.parameters:
         for part in parameter.parts_in(piece):
-            out = _bytes_of(values[part.within])
-            yield ReadRequest(_tensor(parameter.shard.shard_name, key), part.start - parameter.start, out)
+            own = dict(zip(keys, cut(state, part.within.start, part.within.stop), strict=True))
+            name, start = parameter.shard.shard_name, part.start - parameter.start
+            yield _SavedPart(checkpoint, name, start, start + part.stop - part.start, own)
 
 
-def _saved_dtype(checkpoint: Checkpoint, unit: UnitState, piece: Piece, key: str) -> torch.dtype:
-    """Return the type in which a piece's tensor was saved: another one is converted."""
-    name = next((p.shard.shard_name for p in unit.parameters if any(p.parts_in(piece))), None)
-    saved = None if name is None else checkpoint.manifest.tensors.get(_tensor(name, key))
-    return torch.bfloat16 if saved is not None and saved.dtype == "BF16" else torch.float32
+class _SavedPart:
+    """A part of a parameter's state in a checkpoint, and where it goes.
+
+    Args:
+        checkpoint: has the parameter's values ``start`` to ``stop``.
+        name: of the parameter in it.
+        own: the tensors to set, by key.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, name: str, start: int, stop: int, own: State) -> None:
+        self._name, self._start, self._stop, self._own = name, start, stop, own
+        records = {
+            key: checkpoint.manifest.tensors.get(_tensor(name, key)) for key in _saved_keys(checkpoint, name, list(own))
+        }
+        self._dtypes = {
+            key: _DTYPES[record.dtype] if record is not None else torch.float32 for key, record in records.items()
+        }
+        self._read: dict[str, torch.Tensor] = {}
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether values are read to where they are kept: in host memory, as they were saved."""
+        return self._own.keys() == self._dtypes.keys() and all(
+            not tensor.is_cuda and tensor.dtype is self._dtypes[key] for key, tensor in self._own.items()
+        )
+
+    def requests(self) -> Iterator[ReadRequest]:
+        """Yield what is to be read."""
+        for key, dtype in self._dtypes.items():
+            grain = BLOCK if key in SCALES.values() else 1
+            start, stop = self._start // grain, -(-self._stop // grain)
+            self._read[key] = self._own[key] if self.is_direct else torch.zeros(stop - start, dtype=dtype)
+            yield ReadRequest(_tensor(self._name, key), start, _bytes_of(self._read[key]))
+
+    def end(self) -> None:
+        """Set what was not read to its place."""
+        if self.is_direct:
+            return
+        values = {key: self._of_part(key, read) for key, read in self._read.items()}
+        for key, read in converted(values, self._own).items():
+            self._own[key].copy_(read)
+        self._read.clear()
+
+    def _of_part(self, key: str, read: torch.Tensor) -> torch.Tensor:
+        """Return what was read, by value; the first block may begin before the part."""
+        if key not in SCALES.values():
+            return read
+        skipped = self._start % BLOCK
+        return spread(read, skipped + self._stop - self._start)[skipped:]
 
 
 def _write_weights(unit: UnitState, piece: Piece, master: torch.Tensor) -> None:
@@ -209,26 +262,36 @@ def _read_wholes(
         done.update(parameter.shard.name for parameter in parameters)  # other units may have rows of the same
         entries = {}
         for parameter in parameters:
-            shard, keys = parameter.shard, _keys(optimizer, parameter.kind)
-            values = {key: _whole(checkpoint, _tensor(shard.name, key), shard.whole_shape) for key in keys}
+            shard = parameter.shard
+            keys = _saved_keys(checkpoint, _any_shard(checkpoint, shard.name), _keys(optimizer, parameter.kind))
+            values = {key: _whole(checkpoint, shard.name, key, shard.whole_shape) for key in keys}
             step = torch.tensor(float(steps[shard.name]))
             entries[shard.name] = ({"step": step, **values}, groups.get(shard.name, {}))
         optimizer.write_states(entries)
 
 
-def _whole(checkpoint: Checkpoint, tensor: str, shape: torch.Size) -> torch.Tensor:
-    """Return a whole tensor, assembled from the shards that were saved."""
+def _any_shard(checkpoint: Checkpoint, name: str) -> str:
+    """Return the name of a parameter, or of a shard of it, in a checkpoint."""
+    return next((own for own in checkpoint.manifest.tensors if whole_name(own) == name), name)
+
+
+def _whole(checkpoint: Checkpoint, name: str, key: str, shape: torch.Size) -> torch.Tensor:
+    """Return a whole tensor by value, float32, assembled from the shards that were saved."""
+    tensor = _tensor(name, key)
     parts = {}
     for own, record in checkpoint.manifest.tensors.items():
         if whole_name(own) == tensor:
-            if own == tensor and record.shape != tuple(shape):
+            if own == tensor and key not in SCALES.values() and record.shape != tuple(shape):
                 raise CheckpointError(
                     f"{checkpoint.folder}: {tensor} has shape {record.shape}, but {tuple(shape)} in the model; the "
                     "checkpoint is of another model"
                 )
-            dtype = torch.bfloat16 if record.dtype == "BF16" else torch.float32
-            parts[own] = torch.empty(record.shape, dtype=dtype)
+            parts[own] = torch.empty(record.shape, dtype=_DTYPES[record.dtype])
     checkpoint.read(ReadRequest(own, 0, _bytes_of(values)) for own, values in parts.items())
+    if key in SCALES.values():
+        for own, scales in parts.items():
+            own_shape = checkpoint.manifest.tensors[own.removeprefix(f"{key}.")].shape
+            parts[own] = spread(scales, math.prod(own_shape)).view(own_shape)
     whole = torch.empty(shape)
     try:
         assemble(tensor, {own: values.float() for own, values in parts.items()}, whole)

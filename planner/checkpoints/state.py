@@ -1,6 +1,7 @@
 """The state that a checkpoint saves: the optimizer state of one rank, in the order of updates."""
 
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping
 
 from planner.checkpoints.policy import CheckpointPolicy
@@ -34,8 +35,8 @@ def state_of(
     schedule: Schedule,
     *,
     num_replicas: int | Mapping[str, int] = 1,
-    bytes_per_param: int = 12,
-    other_bytes_per_param: int | None = None,
+    bytes_per_param: float = 12,
+    other_bytes_per_param: float | None = None,
 ) -> tuple[Shard, ...]:
     """Return the optimizer state that an iteration's updates change, in their order: master and buffers.
 
@@ -56,7 +57,7 @@ def state_of(
             here = Tier.GPU if task.lane is Lane.GPU_UPDATE else Tier.HOST
             replicas = num_replicas if isinstance(num_replicas, int) else num_replicas[task.unit]
             each_bytes = bytes_per_param if task.matrices else other_bytes_per_param or bytes_per_param
-            num_bytes = -(-each_bytes * task.num_params // replicas)
+            num_bytes = math.ceil(each_bytes * task.num_params / replicas)
             shards.append(Shard(num_bytes, _CHANGES.get(change.op, here), change.index, task.unit, task.piece))
     return tuple(shards)
 

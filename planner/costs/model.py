@@ -206,7 +206,7 @@ class CostModel:
         others = OPTIMIZERS[self._optimizer].others
         return others if others and not task.matrices else self._optimizer
 
-    def _update_bytes(self, task: Work) -> int:
+    def _update_bytes(self, task: Work) -> float:
         """Return the bytes per parameter that an update moves."""
         return self._precision.update_bytes_per_param(self._kind(task))
 
@@ -214,7 +214,7 @@ class CostModel:
         """Return the least time of an update on so many cores; 0 without cores: on a GPU."""
         return task.num_params * OPTIMIZERS[self._kind(task)].host_core_s / num_cores if num_cores else 0.0
 
-    def _of_measured(self, update_bytes: int) -> float:
+    def _of_measured(self, update_bytes: float) -> float:
         """Return how much longer than AdamW an update takes without its products.
 
         Profiles have the time of AdamW. Memory binds every update, so its time is that, scaled by the bytes it moves.

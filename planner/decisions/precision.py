@@ -56,12 +56,12 @@ class Precision(Frozen):
         """Whether the optimizer's master copy is the weight itself, if both are in one place."""
         return self.weights == (self.state or self.master or "fp32")
 
-    def state_bytes_per_param(self, optimizer: Optimizer) -> int:
+    def state_bytes_per_param(self, optimizer: Optimizer) -> float:
         """Return the bytes of optimizer state per parameter, the master copy included."""
         row = OPTIMIZERS[optimizer]
-        return self.master_bytes + (2 if self.state else row.buffer_bytes) * row.num_buffers
+        return self.master_bytes + (2 * row.num_buffers if self.state else row.buffer_bytes_per_param)
 
-    def update_bytes_per_param(self, optimizer: Optimizer) -> int:
+    def update_bytes_per_param(self, optimizer: Optimizer) -> float:
         """Return the bytes that an update moves: gradient and state in; state and weight (unless it is the master) out.
 
         Where gradients have a type of their own, they have buffers, which are checked, clipped and cleared in passes

@@ -54,12 +54,12 @@ class Sharding(Frozen):
         return {"loss_tile_tokens": self.loss_tile_tokens, "layer_tile_tokens": self.layer_tile_tokens}
 
     @property
-    def state_bytes_per_param(self) -> int:
+    def state_bytes_per_param(self) -> float:
         """Bytes of optimizer state per parameter, the master copy included; for Muon, of its matrices."""
         return self.precision.state_bytes_per_param(self.optimizer)
 
     @property
-    def other_state_bytes_per_param(self) -> int:
+    def other_state_bytes_per_param(self) -> float:
         """The same of parameters that are no hidden matrices."""
         return self.precision.state_bytes_per_param(OPTIMIZERS[self.optimizer].others or self.optimizer)
 
@@ -88,7 +88,7 @@ class Sharding(Frozen):
 
     def shard_params(self, unit: Unit) -> int:
         """Return the number of a unit's trained parameters that one rank updates, padded to equal shards."""
-        if OPTIMIZERS[self.optimizer].others:
+        if OPTIMIZERS[self.optimizer].lays_out:
             return self.layout(unit).shard_params
         return -(-unit.num_params // self.replicas(unit)) if self.zero_stage >= 1 else unit.num_params
 
@@ -99,9 +99,10 @@ class Sharding(Frozen):
     def exchanged_params(self, unit: Unit) -> int:
         """Return the number of values in a collective over a unit's trained parameters.
 
-        Padding between whole matrices counts, see [Note: Whole matrices] in :mod:`planner.subgroups`.
+        Padding between parameters counts, see [Note: Whole matrices] in :mod:`planner.subgroups` and [Note: Blocks] in
+        :mod:`planner.optimizers`.
         """
-        return self.padded_params(unit) if self.layout(unit).keeps_whole else unit.num_params
+        return self.padded_params(unit) if self.layout(unit).has_gaps else unit.num_params
 
     def layout(self, unit: Unit) -> UnitLayout:
         """Return the layout of a unit's trained parameters."""
@@ -126,14 +127,14 @@ class Sharding(Frozen):
             return sum(subgroup.num_params for subgroup in self.placed_subgroups(unit))
         return self.shard_params(unit)
 
-    def placed_state_bytes_per_param(self, unit: Unit) -> int:
+    def placed_state_bytes_per_param(self, unit: Unit) -> float:
         """Return the bytes of state per parameter of :meth:`placed_subgroups`."""
         kinds = {subgroup.kind for subgroup in self.placed_subgroups(unit)} or {self.optimizer}
         return min(map(self.precision.state_bytes_per_param, kinds))
 
     def state_bytes(self, subgroup: Subgroup) -> int:
         """Return the bytes of a subgroup's optimizer state, the master copy included."""
-        return self.precision.state_bytes_per_param(subgroup.kind) * subgroup.num_params
+        return round(self.precision.state_bytes_per_param(subgroup.kind) * subgroup.num_params)
 
     def piece_params(self, unit: Unit) -> tuple[int, ...]:
         """Return the sizes of a unit's subgroups on one rank, in order."""

@@ -75,7 +75,7 @@ class AmountsOf:
 
     def __init__(self, decisions: Decisions) -> None:
         self._decisions, self._degrees = decisions, decisions.degrees
-        self._by_layout = OPTIMIZERS[decisions.optimizer].others is not None
+        self._by_layout = OPTIMIZERS[decisions.optimizer].lays_out
         self._known: dict[tuple[object, ...], Amounts] = {}
 
     def __call__(self, unit: Unit, decided: UnitDecision) -> Amounts:

@@ -237,4 +237,4 @@ def traffic_bytes(schedule: Schedule, decisions: Decisions) -> int:
     arrays = schedule.arrays
     update_bytes = decisions.precision.update_bytes_per_param(decisions.optimizer)
     moved_bytes, num_updated = arrays.moved
-    return moved_bytes + update_bytes * num_updated
+    return moved_bytes + round(update_bytes * num_updated)

@@ -14,8 +14,8 @@ import torch
 import transformers
 
 from executor.devices.backend import as_array, sum_of_squares_on_host
-from executor.memory.pieces import buffer_dtype
-from executor.optimizer.reference import AdamWBf16, Lion, Muon
+from executor.memory.pieces import state_buffers
+from executor.optimizer.reference import AdamW8bit, AdamWBf16, Lion, Muon
 from executor.optimizer.table import entry_of
 from executor.options import SessionOptions
 from executor.prepare import prepare_session
@@ -59,6 +59,7 @@ OPTIMIZERS = {
     "adamw": functools.partial(torch.optim.AdamW, lr=5e-3, betas=(0.9, 0.95)),
     "adam": functools.partial(torch.optim.Adam, lr=5e-3, betas=(0.9, 0.95)),
     "adamw-bf16": functools.partial(AdamWBf16, lr=5e-3, betas=(0.9, 0.95), seed=3),
+    "adamw-8bit": functools.partial(AdamW8bit, lr=5e-3, betas=(0.9, 0.95)),
     "sgd": functools.partial(torch.optim.SGD, lr=0.2, momentum=0.9, dampening=0.1),
     "nesterov": functools.partial(torch.optim.SGD, lr=0.2, momentum=0.9, nesterov=True),
     "sgd-plain": functools.partial(torch.optim.SGD, lr=0.5),
@@ -207,7 +208,7 @@ class ReferenceOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             rule = self.entry.rule(group)
             entry = rule.entry
-            dtype = buffer_dtype(entry.planned_as)
+            buffers = dict(zip(entry.buffers, state_buffers(entry.planned_as)[1:], strict=True))
             initial = group[entry.starts_at] if entry.starts_at else 0.0
             for p, number in zip(group["params"], numbers, strict=False):
                 if p.grad is None:
@@ -216,7 +217,8 @@ class ReferenceOptimizer(torch.optim.Optimizer):
                 if not state:
                     state["step"] = 0
                     state["master"] = p.detach().float().reshape(-1).clone()
-                    state |= {key: torch.full((p.numel(),), initial, dtype=dtype) for key in entry.buffers}
+                    sizes = {key: buffer.length(p.numel()) for key, buffer in buffers.items()}
+                    state |= {k: torch.full((sizes[k],), initial, dtype=b.dtype) for k, b in buffers.items()}
                 state["step"] += 1
                 arrays = [as_array(state[k]) for k in ("master", *entry.buffers)]
                 weight = None if p.dtype == torch.float32 else as_array(p.reshape(-1))

@@ -16,17 +16,19 @@ from planner.plan.document import Plan
 from planner.plan.planning import Request, make_plan
 from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import Lane, MemoryClass, Op, Tier
+from planner.subgroups import unit_layout
 from planner.verification import job_of, verify
 
 ONE_BUFFER = ("sgd", "adagrad", "lion")
-EIGHT_BYTES = (*ONE_BUFFER, "adamw-bf16")
+NARROW = (*ONE_BUFFER, "adamw-bf16", "adamw-8bit")
+HELD = {"adamw": 12, **dict.fromkeys(NARROW, 8), "adamw-8bit": 6 + 8 / 256}  # bytes of state per parameter
 
 
 def held_bytes(schedule: Schedule, tier: Tier) -> int:
     return sum(b.num_bytes for b in schedule.buffers if b.tier is tier and b.memory_class is MemoryClass.OPTIMIZER)
 
 
-@pytest.mark.parametrize("optimizer", ("adamw", *EIGHT_BYTES))
+@pytest.mark.parametrize("optimizer", ("adamw", *NARROW))
 @pytest.mark.parametrize("weights", ["bf16", "fp32"])
 @pytest.mark.parametrize("place", [Place.GPU, Place.CPU])
 def test_state_takes_what_the_optimizer_keeps(optimizer, weights, place):
@@ -35,18 +37,18 @@ def test_state_takes_what_the_optimizer_keeps(optimizer, weights, place):
     schedule = lower(units, decisions, asynchronous=True)
     total = sum(unit.num_params for unit in units)
     # On the device the fp32 weight is the master copy.
-    per_param = 8 + 4 * (optimizer == "adamw") - 4 * (weights == "fp32" and place is Place.GPU)
+    per_param = HELD[optimizer] - 4 * (weights == "fp32" and place is Place.GPU)
     tier, other = (Tier.GPU, Tier.HOST) if place is Place.GPU else (Tier.HOST, Tier.GPU)
     assert held_bytes(schedule, tier) == per_param * total
     assert held_bytes(schedule, other) == 0
 
 
-@pytest.mark.parametrize("optimizer", ("adamw", *EIGHT_BYTES))
+@pytest.mark.parametrize("optimizer", ("adamw", *NARROW))
 def test_slots_take_the_state_that_passes_through_them(optimizer):
     units = small_units()
     decisions = decide(units, Place.STREAM, optimizer=optimizer, num_state_slots=2)
     largest = max(unit.num_params for unit in units)
-    per_param = 10 + 4 * (optimizer == "adamw")  # with the bf16 gradient
+    per_param = HELD[optimizer] + 2  # with the bf16 gradient
     assert held_bytes(lower(units, decisions, asynchronous=True), Tier.GPU) == 2 * per_param * largest
 
 
@@ -81,7 +83,7 @@ def test_memory_feeds_an_update_of_fewer_bytes_faster():
 @pytest.mark.part(2)
 @pytest.mark.parametrize("place", [Place.STREAM, Place.CPU, Place.NVME])
 @pytest.mark.parametrize("params", ["gpu", "host"])
-@pytest.mark.parametrize("optimizer", EIGHT_BYTES)
+@pytest.mark.parametrize("optimizer", NARROW)
 def test_bounds_hold_where_what_moves_and_holds_state_binds(optimizer, place, params):
     """Drives, links and DRAM are what binds here, so that conditions which ask for AdamW's bytes would fail."""
     units = small_units("demo-llama", 6)
@@ -100,20 +102,32 @@ def plans() -> dict[str, Plan]:
     return {name: make_plan(dataclasses.replace(request, optimizer=name), 80) for name in ("adamw", "lion")}
 
 
-def test_moments_in_bf16_take_half_the_bytes_in_memory_and_in_updates():
-    for weights, held, moved in (("bf16", 8, 20), ("fp32", 8, 20)):
+@pytest.mark.parametrize(("optimizer", "moved"), [("adamw-bf16", 20), ("adamw-8bit", 16 + 16 / 256)])
+def test_narrow_moments_take_fewer_bytes_in_memory_and_in_updates(optimizer, moved):
+    for weights in ("bf16", "fp32"):
         precision = Precision(weights=weights)
-        assert precision.state_bytes_per_param("adamw-bf16") == held
-        assert precision.update_bytes_per_param("adamw-bf16") == moved
-    units = small_units()
-    schedule = lower(units, decide(units, Place.CPU, optimizer="adamw-bf16"), asynchronous=True)
-    assert held_bytes(schedule, Tier.HOST) == 8 * sum(unit.num_params for unit in units)
+        assert precision.state_bytes_per_param(optimizer) == HELD[optimizer]
+        assert precision.update_bytes_per_param(optimizer) == moved
 
 
-def test_on_a_gpu_moments_in_bf16_cost_the_time_and_memory_of_operators(monkeypatch):
+@pytest.mark.parametrize("num_shards", [1, 2, 3])
+@pytest.mark.parametrize("most", [1, 700, 5000])
+def test_parameters_shards_and_subgroups_begin_with_a_block(num_shards, most):
+    sizes = (1000, 256, 64, 10_000, 1)
+    layout = unit_layout(tuple((size, None) for size in sizes), "adamw-8bit", num_shards, most)
+    assert layout.starts == (0, 1024, 1280, 1536, 11_776)
+    assert all(size % 256 == 0 and size <= max(most, 256) for size in layout.sizes)
+    assert sum(layout.sizes) == layout.shard_params
+    assert 12_032 <= num_shards * layout.shard_params < 12_032 + 256 * num_shards
+    assert layout.has_gaps
+    assert not unit_layout(((512, None), (256, None)), "adamw-8bit", num_shards, most).has_gaps
+
+
+@pytest.mark.parametrize(("optimizer", "moved"), [("adamw-bf16", 20), ("adamw-8bit", 16 + 16 / 256)])
+def test_on_a_gpu_narrow_moments_cost_the_time_and_memory_of_operators(optimizer, moved, monkeypatch):
     monkeypatch.setattr("planner.optimizers.UPDATED_AT_ONCE", 1_000_000)
     units, gpu = small_units(), machine()
-    row = OPTIMIZERS["adamw-bf16"]
+    row = OPTIMIZERS[optimizer]
     host = gpu.model_copy(update={"device": gpu.device.model_copy(update={"kind": "host"})})
 
     def updates(name, profile):
@@ -123,25 +137,26 @@ def test_on_a_gpu_moments_in_bf16_cost_the_time_and_memory_of_operators(monkeypa
         held = {b.label: b.num_bytes for b in schedule.buffers if b.memory_class is MemoryClass.WORKSPACE}
         return [(cost.price(task).duration_s, task, held) for task in schedule.tasks if task.op is Op.UPDATE]
 
-    for profile, num_bytes in ((gpu, row.gpu_update_bytes), (host, 20)):  # a host of no cores: memory alone binds
-        for mine, adamw in zip(updates("adamw-bf16", profile), updates("adamw", profile), strict=True):
+    for profile, num_bytes in ((gpu, row.gpu_update_bytes), (host, moved)):  # a host of no cores: memory alone binds
+        for mine, adamw in zip(updates(optimizer, profile), updates("adamw", profile), strict=True):
             assert mine[0] == pytest.approx(adamw[0] * num_bytes / 28)
             name = f"{mine[1].unit} update"
             assert mine[2].get(name, 0) == 24 * min(mine[1].num_params, 1_000_000)
             assert adamw[2].get(name, 0) == 0
 
 
-def test_on_few_cores_arithmetic_binds_an_update_with_random_bits():
-    units, core_s = small_units(), OPTIMIZERS["adamw-bf16"].host_core_s
+@pytest.mark.parametrize(("optimizer", "moved"), [("adamw-bf16", 20), ("adamw-8bit", 16 + 16 / 256)])
+def test_on_few_cores_arithmetic_binds_an_update_of_narrow_moments(optimizer, moved):
+    units, core_s = small_units(), OPTIMIZERS[optimizer].host_core_s
     fast = machine(cpu_params_per_s=1e12)  # a copy of 20 bytes takes 0.2 ns
     for num_cores in (1, 4, 64):
         host = fast.host.model_copy(update={"num_cores": num_cores, "num_optimizer_cores": num_cores})
         profile = fast.model_copy(update={"host": host})
-        decisions = decide(units, Place.CPU, optimizer="adamw-bf16")
+        decisions = decide(units, Place.CPU, optimizer=optimizer)
         cost = CostModel.of(profile, units, decisions)
         for task in lower(units, decisions, asynchronous=True).tasks:
             if task.op is Op.UPDATE:
-                expected = task.num_params * max(core_s / num_cores, 20 / 1e11)
+                expected = task.num_params * max(core_s / num_cores, moved / 1e11)
                 assert cost.price(task).duration_s == pytest.approx(expected)
 
 

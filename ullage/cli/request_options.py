@@ -141,7 +141,7 @@ def add_request_options(parser: argparse.ArgumentParser, *, model_required: bool
         "--optimizer",
         choices=tuple(OPTIMIZERS),
         help="optimizer, and its state per parameter: "
-        + ", ".join(f"{name} {state.state_bytes_per_param} B/param" for name, state in OPTIMIZERS.items())
+        + ", ".join(f"{name} {state.state_bytes_per_param:.3g} B/param" for name, state in OPTIMIZERS.items())
         + ". adamw is for Adam too. sgd has momentum. muon trains only matrices of layers, and all else with AdamW at "
         "12 B/param (default: adamw)",
     )

@@ -59,9 +59,9 @@ def prepare(
         model: an unmodified module. It takes the planned type; under a bf16 plan the values of a float32 model become
             its master copy.
         optimizer: ``torch.optim.AdamW``, ``Adam``, ``SGD``, ``Adagrad``, :class:`ullage.AdamWBf16`,
-            :class:`ullage.Lion` or :class:`ullage.Muon` over its parameters or some of them, in any groups; LR
-            schedulers may be built on it or on the result. Parameters that are frozen or not in it stay as they are.
-            Those that are frozen when a model is captured have no state in its plan.
+            :class:`ullage.AdamW8bit`, :class:`ullage.Lion` or :class:`ullage.Muon` over its parameters or some of them,
+            in any groups; LR schedulers may be built on it or on the result. Parameters that are frozen or not in it
+            stay as they are. Those that are frozen when a model is captured have no state in its plan.
         plan: one batch of your loop, the largest: a dict (``model(**batch)``), a tuple (``model(*batch)``) or a tensor.
             The model is then captured without a copy of its weights, and planned for the memory that is free now on
             this machine, which is measured once, for half a minute. Or a plan for a model with these parameters, made

@@ -47,6 +47,7 @@ MAX_GRADIENT_NORM: Final = 1.0
 _HYPER_PARAMETERS: dict[Optimizer, dict[str, Any]] = {
     "adamw": {"betas": (0.9, 0.95), "weight_decay": 0.1},
     "adamw-bf16": {"betas": (0.9, 0.95), "weight_decay": 0.1},
+    "adamw-8bit": {"betas": (0.9, 0.95), "weight_decay": 0.1},
     "sgd": {"momentum": 0.9},
     "adagrad": {},
     "lion": {"betas": (0.95, 0.98), "weight_decay": 0.1},

@@ -33,7 +33,12 @@ from planner.optimizers import is_hidden_matrix
 from planner.schedule.tasks import MemoryClass, Tier
 
 OTHERS = [name for name in OPTIMIZERS if name != "adamw"]
-ATOL = {"adamw-bf16": 10 * 5e-3 * 2**-6, "lion": 5e-3, "muon": 10 * 0.02 * 3**0.5 * 2**-8}  # of weights after 10 steps
+ATOL = {
+    "adamw-bf16": 10 * 5e-3 * 2**-6,
+    "adamw-8bit": 10 * 5e-3 * 2**-4,
+    "lion": 5e-3,
+    "muon": 10 * 0.02 * 3**0.5 * 2**-8,
+}  # of weights after 10 steps
 
 
 @pytest.mark.part(5)
@@ -96,7 +101,7 @@ def test_stock_optimizers_and_clipping_agree_within_rounding(optimizer):
     task = Task("gpt2", torch.float32, iterations=10, optimizer=optimizer)
     losses, weights = stock(task)
     seen, final = planned(task, decide(task, mixed))
-    assert seen == pytest.approx(losses, rel=1e-3 if optimizer in {"muon", "adamw-bf16"} else 1e-5)
+    assert seen == pytest.approx(losses, rel=1e-3 if optimizer in ATOL else 1e-5)
     for name, weight in weights.items():
         torch.testing.assert_close(final[name], weight, rtol=0, atol=ATOL.get(optimizer, 2e-5))
 
@@ -151,7 +156,8 @@ def test_state_has_the_format_of_the_stock_optimizer(optimizer):
             mine = state["state"][number][key]
             assert mine.shape == value.shape
             assert mine.dtype == value.dtype
-            torch.testing.assert_close(mine, value, rtol=1e-4, atol=1e-6)
+            # The next code is a unit away.
+            torch.testing.assert_close(mine, value, rtol=1e-4, atol=1.0 if value.dtype is torch.uint8 else 1e-6)
     theirs.load_state_dict(state)
 
 
@@ -196,7 +202,9 @@ def test_only_the_state_that_the_optimizer_keeps_is_held(optimizer, place):
             num_others = sum(p.numel() for n, p in model.named_parameters() if not is_hidden_matrix(n, p.shape))
             assert held == 8 * num_params + 4 * num_others
         else:
-            assert held == decisions.state_bytes_per_param * num_params
+            grain = PLANNED[optimizer].block_params if optimizer == "adamw-8bit" else 1
+            blocks = sum(-(-p.numel() // grain) for p in model.parameters())
+            assert held == decisions.state_bytes_per_param * grain * blocks
         predicted = [b for b in session.schedule.buffers if b.memory_class is MemoryClass.OPTIMIZER and b.tier is tier]
         assert held == sum(b.num_bytes for b in predicted)
 
@@ -209,7 +217,7 @@ def test_every_planned_optimizer_has_an_entry_and_every_entry_is_planned():
     for name, planned_state in PLANNED.items():
         entry = next(e for e in ENTRIES if e.planned_as == name)
         assert torch_class_of(name) is entry.torch_class
-        assert len(entry.buffers) == planned_state.num_buffers
+        assert len(entry.buffers) == len(planned_state.buffers)
         assert (entry.others and entry.others.planned_as) == planned_state.others
 
 

@@ -19,6 +19,9 @@ from training import Task, assert_same, batches, decide, delay, grouped, prepare
 import executor.tasks.snapshots
 from executor.checkpoint import Checkpoint, CheckpointError, Files, Level, ReadRequest, ShardWriter, Store
 from executor.checkpoint.format import reader
+from executor.memory.moments import by_value, converted
+from executor.optimizer.adamw_8bit import KEYS
+from executor.optimizer.blocks import SCALES
 from executor.training_state.restoring import restore
 from executor.training_state.saving import Checkpoints
 from planner.decisions import Place
@@ -106,7 +109,7 @@ def test_a_checkpoint_at_every_iteration_leaves_no_trace_and_any_plan_goes_on_fr
     assert all(torch.equal(last[name], final[name]) for name in final)
 
 
-@pytest.mark.parametrize("optimizer", ["adam", "adamw-bf16", "sgd", "adagrad", "lion"])
+@pytest.mark.parametrize("optimizer", ["adam", "adamw-bf16", "adamw-8bit", "sgd", "adagrad", "lion"])
 def test_every_optimizer_goes_on_bit_for_bit(optimizer, tmp_path):
     task = Task("llama", optimizer=optimizer)
     seen, final, _ = run(task, decide(task, mixed), tmp_path / "saved", every=2)
@@ -115,11 +118,22 @@ def test_every_optimizer_goes_on_bit_for_bit(optimizer, tmp_path):
     assert all(torch.equal(last[name], final[name]) for name in final)
 
 
-@pytest.mark.parametrize(("before", "after"), [("adamw", "adamw-bf16"), ("adamw-bf16", "adamw")])
+def moments(entry):
+    """Return the moments of a parameter's state as float32 values."""
+    flat = {key: values.reshape(-1) for key, values in by_value(entry).items() if key in (*SCALES, *SCALES.values())}
+    return {key: values.float() for key, values in converted(flat, ()).items()}
+
+
+NARROW = ("adamw", "adamw-bf16", "adamw-8bit")
+
+
+@pytest.mark.part(3)
+@pytest.mark.parametrize(("before", "after"), itertools.permutations(NARROW, 2))
 @pytest.mark.parametrize(
     "places", [mixed, uniform("gpu", "gpu"), uniform("host", "nvme")], ids=["mixed", "gpu", "nvme"]
 )
-def test_moments_are_converted_to_the_type_that_the_plan_keeps(before, after, places, tmp_path):
+def test_moments_are_converted_to_the_form_that_the_plan_keeps(before, after, places, tmp_path):
+    """Exactly in fp32, to the nearest in bf16, and in 8 bits by the whole blocks of each parameter."""
     saves, loads = (Task("gpt2", iterations=1, optimizer=name) for name in (before, after))
     run(saves, decide(saves, mixed), tmp_path)
     states = []
@@ -128,14 +142,17 @@ def test_moments_are_converted_to_the_type_that_the_plan_keeps(before, after, pl
         with optimizer.session, Checkpoint(tmp_path / "step-00000001") as checkpoint:
             restore(optimizer, checkpoint)
             states.append(optimizer.state_dict()["state"])
-    saved_dtype = torch.bfloat16 if after == "adamw-bf16" else torch.float32
+    saved_dtype = {"adamw": torch.float32, "adamw-bf16": torch.bfloat16, "adamw-8bit": torch.uint8}[after]
     for number, entry in states[0].items():
-        for key, values in entry.items():
-            found = states[1][number][key]
-            moment = key in {"exp_avg", "exp_avg_sq"}
-            assert found.dtype is (saved_dtype if moment else torch.float32)
-            assert torch.equal(found, values.to(found.dtype))
-            assert values.any()
+        found = states[1][number]
+        assert torch.equal(found["master"], entry["master"])
+        values = moments(entry)
+        expected = (
+            converted(values, KEYS) if after == "adamw-8bit" else {k: v.to(saved_dtype) for k, v in values.items()}
+        )
+        assert all(each.any() for each in values.values())
+        assert found[next(iter(values))].dtype is saved_dtype
+        assert all(torch.equal(found[key].reshape(-1), each) for key, each in expected.items())
 
 
 def test_experts_apart_go_on_in_one_unit_and_back(tmp_path):

@@ -185,7 +185,7 @@ def test_every_trick_can_be_switched_off() -> None:
             for name, unit in bench("one").decisions.units.items()
         },
     )
-    narrow = with_decisions(bench("slow"), optimizer="adamw-bf16")
+    narrow = with_decisions(bench("slow"), optimizer="adamw-8bit")
     for other in (stage_1, slots, mixed, tiled, narrow):
         used |= {worth.trick.key for worth in worths(other) if worth.trial}
     assert used == {trick.key for trick in TRICKS}

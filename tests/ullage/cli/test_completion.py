@@ -37,7 +37,7 @@ printf '%s\\n' "${{COMPREPLY[@]}}"
         ("ullage |", set(SUMMARIES)),
         ("ullage exec", {"execute"}),
         ("ullage execute --check", {"--checkpoint-dir", "--checkpoint-every"}),
-        ("ullage plan --optimizer a", {"adamw", "adamw-bf16", "adagrad"}),
+        ("ullage plan --optimizer a", {"adamw", "adamw-bf16", "adamw-8bit", "adagrad"}),
         ("ullage plan --hardware h100x4", {"h100x4-80g", "h100x4-56core-nvme"}),
         ("ullage plan --model opt-13", {"opt-13b"}),
         ("ullage verify pl", {"plan.json"}),

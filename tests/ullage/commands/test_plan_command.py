@@ -80,13 +80,13 @@ def test_screen_says_everything(plan_args, plan, tmp_path, capsys):
 
 
 def test_a_narrow_state_says_what_it_saves(tiny_model, tmp_path, capsys):
-    arguments = ["plan", "--model", str(tiny_model), "--gpus", "2", "--optimizer", "adamw-bf16", "--seq-len", "64"]
+    arguments = ["plan", "--model", str(tiny_model), "--gpus", "2", "--optimizer", "adamw-8bit", "--seq-len", "64"]
     assert main([*arguments, "--hardware", "h100", "--output", str(tmp_path / "p.json")]) == 0
     plan = load_plan(tmp_path / "p.json")
     shard = sum(plan.decisions.shard_params(unit) for unit in plan.units())
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("state "))
-    saved = si(4 * shard, "B")
-    assert line.split()[1:] == f"8 bytes per parameter, 12 with adamw: {saved} less for each device".split()
+    saved = si((6 - 8 / 256) * shard, "B")
+    assert line.split()[1:] == f"6.03 bytes per parameter, 12 with adamw: {saved} less for each device".split()
 
 
 def test_default_hardware_is_named(tiny_model, tmp_path, capsys):

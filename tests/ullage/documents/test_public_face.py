@@ -30,6 +30,7 @@ FUNCTIONS = {
     "simulate",
 }
 CLASSES = {
+    "AdamW8bit",
     "AdamWBf16",
     "CapturedInput",
     "CapturedModel",

@@ -114,7 +114,7 @@ def _narrow_state(plan: Plan) -> dict[str, str]:
     wide_bytes, own_bytes = (decided.precision.state_bytes_per_param(name) for name in (wide, decided.optimizer))
     num_params = sum(decided.shard_params(unit) for unit in plan.units()) // decided.pipeline_parallel
     saved = si((wide_bytes - own_bytes) * num_params, "B")
-    words = f"{own_bytes} bytes per parameter, {wide_bytes} with {wide}: {saved} less for each device"
+    words = f"{own_bytes:.3g} bytes per parameter, {wide_bytes} with {wide}: {saved} less for each device"
     return {"state": words}
 
 

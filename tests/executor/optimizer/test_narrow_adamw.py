@@ -1,4 +1,4 @@
-"""AdamW with bf16 moments: float64 oracle, unbiased rounding, the same bits on host and device and in any cut."""
+"""AdamW with bf16 moments: a float64 oracle, unbiased rounding, the same bits everywhere; and with 8-bit ones too."""
 
 import dataclasses
 
@@ -15,13 +15,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from training import Task, decide, uniform
 
+from executor.devices.backend import as_array
 from executor.devices.cuda import update_on_device
 from executor.devices.meter import MemoryMeter
+from executor.memory.pieces import state_buffers
 from executor.optimizer import AdamWParams, WorkerTeam, adamw_step
 from executor.optimizer.adamw_bf16 import AdamWBf16Params, adamw_bf16_, adamw_bf16_step
 from executor.optimizer.table import entry_of
 from planner.optimizers import OPTIMIZERS
-from ullage import AdamWBf16
+from ullage import AdamW8bit, AdamWBf16
 
 UNIT = 2.0**-24
 
@@ -154,23 +156,30 @@ class Traffic(TorchDispatchMode):
         return result
 
 
-def test_the_planner_knows_what_operators_move_and_hold_and_chunks_have_the_bits_of_the_whole(monkeypatch):
+@pytest.mark.parametrize("make", [AdamWBf16, AdamW8bit])
+def test_the_planner_knows_what_operators_move_and_hold_and_chunks_have_the_bits_of_the_whole(make, monkeypatch):
     for module in ("planner.optimizers", "executor.optimizer.table"):
-        monkeypatch.setattr(f"{module}.UPDATED_AT_ONCE", 400)
-    num_params = 1000
-    master, *moments, gradient = random_state(num_params, 0)
-    row = OPTIMIZERS["adamw-bf16"]
-    optimizer = AdamWBf16([torch.nn.Parameter(torch.zeros(1))])
+        monkeypatch.setattr(f"{module}.UPDATED_AT_ONCE", 512)
+    num_params = 1280
+    optimizer = make([torch.nn.Parameter(torch.zeros(1))])
     rule = entry_of(optimizer).rule(optimizer.param_groups[0])
-    expected = stepped([master, *moments, gradient], rule.params, 1, 0.5)
-    with MemoryMeter() as meter:
-        update_on_device([master, *moments], [gradient], rule, 1, 0.5)
-    assert meter.peak_bytes == row.scratch_bytes(num_params) + 4  # the factor
-    assert all(torch.equal(mine, whole) for mine, whole in zip([master, *moments], expected, strict=True))
-    gradient = gradient.float()
+    row = OPTIMIZERS[rule.entry.planned_as]
+    generator = torch.Generator().manual_seed(0)
+    buffers = [torch.zeros(b.length(num_params), dtype=b.dtype) for b in state_buffers(rule.entry.planned_as)[1:]]
+    state = [torch.randn(num_params, generator=generator), *buffers]
+    expected = [values.clone() for values in state]
+    gradients = [torch.randn(num_params, generator=generator).bfloat16() for _ in range(2)]
+    for step, gradient in enumerate(gradients, 1):
+        bits = gradient.view(torch.uint16).numpy()
+        rule.entry.host([as_array(values) for values in expected], bits, None, rule.params, step, 0.5)
+        with MemoryMeter() as meter:
+            update_on_device(state, [gradient], rule, step, 0.5)
+        assert meter.peak_bytes == row.scratch_bytes(num_params) + 4  # the factor
+        assert all(torch.equal(mine, whole) for mine, whole in zip(state, expected, strict=True))
+    many = [values.repeat(100) for values in (*state, gradients[0].float())]  # beside them, tables of codes are nothing
     with Traffic() as traffic:
-        adamw_bf16_(master, tuple(moments), gradient, AdamWBf16Params(), 2)
-    assert traffic.num_bytes == row.gpu_update_bytes * num_params
+        rule.entry.device(many[0], tuple(many[1:-1]), many[-1], rule.params, 3)
+    assert traffic.num_bytes == pytest.approx(row.gpu_update_bytes * 100 * num_params, rel=2e-3)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
@@ -205,10 +214,25 @@ def test_bad_hyper_parameters_and_moments_of_another_type_are_refused():
         adamw_bf16_step(arrays, np.zeros(3, np.uint16), None, AdamWBf16Params(), 1)
 
 
-@pytest.mark.parametrize(("num_ranks", "zero_stage"), [(2, 1), (2, 3), pytest.param(4, 3, marks=pytest.mark.torture)])
-def test_ranks_share_the_state_without_a_trace(processes, num_ranks, zero_stage):
-    """Cut at other places on other ranks: one reference in memory has the same random bits."""
-    task = Task("gpt2", iterations=3, num_micro_batches=2, optimizer="adamw-bf16")
+@pytest.mark.parametrize(
+    ("optimizer", "num_ranks", "zero_stage"),
+    [
+        ("adamw-bf16", 2, 1),
+        ("adamw-8bit", 2, 3),
+        *(
+            pytest.param(optimizer, *ranks, marks=pytest.mark.torture)
+            for optimizer, *ranks in (
+                ("adamw-bf16", 2, 3),
+                ("adamw-8bit", 2, 1),
+                ("adamw-bf16", 4, 3),
+                ("adamw-8bit", 4, 3),
+            )
+        ),
+    ],
+)
+def test_ranks_share_the_state_without_a_trace(processes, optimizer, num_ranks, zero_stage):
+    """Cut at other places on other ranks: one reference in memory has the same random bits, and the same blocks."""
+    task = Task("gpt2", iterations=3, num_micro_batches=2, optimizer=optimizer)
     choose = uniform("gpu", "cpu") if zero_stage == 1 else mixed
     degrees = {"data_parallel": num_ranks, "zero_stage": zero_stage}
     decisions = decide(task, choose, subgroup_params=1000, **degrees)
