@@ -94,8 +94,9 @@ def _gradients_of(program: Program, unit: LoweredUnit, maker: LoweredUnit, tied:
     made: Draft | None = None  # the task since which whole gradients of this rank accumulate
     summed: Draft | None = None  # the task since which the sum for the device's update is there
     for micro_batch in range(decisions.num_micro_batches):
-        new = unit.num_params if ranks > 1 else host + (0 if summed else resident)
-        shares = dict.fromkeys(unit.unit.sizes, 0.0 if made else new / unit.num_params)
+        whole = max(unit.num_params, amounts.shard_params)  # with the padding between parameters
+        new = whole if ranks > 1 else host + (0 if summed else resident)
+        shares = dict.fromkeys(unit.unit.sizes, 0.0 if made else new / whole)
         if maker is not unit and ranks == 1:  # with several ranks, the first gradient allocates one block for all
             early = {name: shares.pop(name) for name in unit.unit.sizes if name in tied}
             fresh[micro_batch][maker.name] |= early

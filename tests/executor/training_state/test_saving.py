@@ -128,7 +128,7 @@ NARROW = ("adamw", "adamw-bf16", "adamw-8bit")
 
 
 @pytest.mark.part(3)
-@pytest.mark.parametrize(("before", "after"), itertools.permutations(NARROW, 2))
+@pytest.mark.parametrize(("before", "after"), list(itertools.permutations(NARROW, 2)))
 @pytest.mark.parametrize(
     "places", [mixed, uniform("gpu", "gpu"), uniform("host", "nvme")], ids=["mixed", "gpu", "nvme"]
 )
