@@ -1,4 +1,4 @@
-"""Machines that differ from a profile in something that more than one of its fields follows from."""
+"""Changes of a profile that several of its fields follow from, such as the number of cores."""
 
 import itertools
 import math
@@ -14,7 +14,7 @@ CHANGED: Final = Provenance(origin="assumed", source="changed, to see what would
 
 
 def with_cores(profile: HardwareProfile, num_cores: int) -> HardwareProfile:
-    """Return a machine whose host has so many cores, and gives as large a part of them to updates.
+    """Return a machine whose host has so many cores, of which the same share updates.
 
     Raises:
         ValueError: there would be none.
@@ -45,9 +45,9 @@ def _with_host_cores(profile: HardwareProfile, num_cores: int, updating: int) ->
 
 
 def _update_rate(host: Host, num_cores: int) -> float:
-    """Return the rate of updates by so many cores, relative to nothing in particular.
+    """Return a number that is proportional to the rate of updates by so many cores.
 
-    As measured by threads where that was, linear between; else, and beyond, in proportion.
+    It interpolates the rates measured by threads. Without them, and beyond them, rates are proportional to cores.
     """
     measured = sorted((host.optimizer_by_threads or {}).items())
     if not measured:

@@ -9,7 +9,7 @@ def complaint(error: ValidationError, whole: str) -> str:
 
     Args:
         error: of what was read.
-        whole: what to call it where no field of it is wrong, but all of it.
+        whole: its name, if no single field is wrong but all of it.
     """
     details = error.errors(include_url=False)
     first = details[0]

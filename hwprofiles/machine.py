@@ -57,7 +57,7 @@ def profile_name() -> str:
 
 
 def gpu_names() -> tuple[str, ...]:
-    """Return the names of the GPUs that NVIDIA's driver tells of, in the order of their addresses on the bus."""
+    """Return the names of the GPUs that NVIDIA's driver lists, in the order of their addresses on the bus."""
     files = sorted((_PROC / "driver/nvidia/gpus").glob("*/information"))
     found = (re.search(r"Model:\s*(.+)", _read(file)) for file in files)
     return tuple(match[1].strip() for match in found if match)
@@ -88,7 +88,7 @@ def _drives(place: Path) -> Iterator[Path]:
 
 
 def this_machine(folders: Sequence[Path] = ()) -> MachineIdentity:
-    """Return what tells this machine from others, with the drives of some folders."""
+    """Return what identifies this machine, with the drives of some folders."""
     names = {name for folder in folders for name in drive_names(folder)}
     return MachineIdentity(
         cpu=cpu_name(),
@@ -100,7 +100,7 @@ def this_machine(folders: Sequence[Path] = ()) -> MachineIdentity:
 
 
 def differences(profile: HardwareProfile) -> tuple[str, ...]:
-    """Return what this machine has otherwise than the one that a profile was measured on; ``()``: nothing is known to.
+    """Return how this machine differs from the one that a profile was measured on; ``()``: no known difference.
 
     Drives that were measured have to be here still; others may have come.
     """

@@ -1,4 +1,4 @@
-"""The command line: parses, calls one command, and turns what goes wrong into one line and an exit code."""
+"""The command line: parses, calls one command, and turns errors into one line and an exit code."""
 
 import contextlib
 import errno

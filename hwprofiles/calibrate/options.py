@@ -1,4 +1,4 @@
-"""What calibration is asked, and what it tells besides the profile."""
+"""Options of calibration, and its results besides the profile."""
 
 import dataclasses
 import re

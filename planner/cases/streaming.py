@@ -96,7 +96,7 @@ class StreamingCase(Case):
         return Outcome({Metric.ITERATION: simulation.period_s}, simulation.converged, warnings)
 
     def setup(self, num_rounds: int) -> Setup:
-        """Return what the engine is asked for, with so many rounds in an iteration."""
+        """Return the engine's setup, with so many rounds in an iteration."""
         sizes = self.model.model_dump(exclude_none=True, exclude={"flash_attention"})
         sizes.setdefault("max_positions", max(DEFAULT_POSITIONS, self.seq_len))
         batch = Batch(

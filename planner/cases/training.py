@@ -250,7 +250,7 @@ def simulated(case_id: str, profile: HardwareProfile, model_units: tuple[Unit, .
 
 
 def setup_of(case: TrainingCase) -> tuple[tuple[Unit, ...], Setup]:
-    """Return the units of a case's model at its batch, and what its engine is asked for."""
+    """Return the units of a case's model at its batch, and the setup of its engine."""
     config, batch = case.share()
     try:
         model_units = units(build_graph(config, batch))

@@ -176,7 +176,7 @@ def groups(
     Args:
         bench: the plan.
         every: try to move every unit, instead of the first, the middle and the last one of each group.
-        progress: told how many units were tried, and how many there are to try.
+        progress: called with the number of units tried, and of all to try.
     """
     runs = _runs(bench)
     tried = {name: list(units) if every else _sample(units) for name, units in runs.items()}
@@ -214,7 +214,7 @@ def _runs(bench: Bench) -> dict[str, tuple[str, ...]]:
 
 
 def _treated(unit: UnitDecision) -> object:
-    """Return what is equal for units that are treated alike; how the CPU and streaming share the rest is not told."""
+    """Return a key of a unit's treatment, without how the CPU and streaming share updates."""
     places = {Place.STREAM if place is Place.CPU else place for place in unit.update}
     return unit.params, unit.activations, frozenset(places)
 

@@ -1,4 +1,4 @@
-"""LoRA adapters (Hu et al., arXiv:2106.09685) and quantized bases: what is asked for, as plain data."""
+"""LoRA adapters (Hu et al., arXiv:2106.09685) and quantized bases: as requests state them, in plain data."""
 
 from typing import Annotated, Any, Final, Self
 

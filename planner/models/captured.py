@@ -132,7 +132,7 @@ NO_TILES: Final = Tiles()
 
 
 class Size(NamedTuple):
-    """What a model is captured for.
+    """The batch that a model is captured for.
 
     Attributes:
         micro_batch: samples of one forward.
@@ -156,7 +156,7 @@ Again = Callable[[Size], "CapturedModel"]
 
 
 class _Sizes:
-    """What is known of a model at other sizes: no part of its value, so all are equal.
+    """Captures of a model at other sizes: no part of its value, so all compare equal.
 
     Attributes:
         again: captures it; ``None`` where that is not possible.
@@ -245,17 +245,17 @@ class CapturedModel(_Frozen):
 
     @property
     def is_free(self) -> bool:
-        """Whether it can be had at every size: it is captured again where it was not yet."""
+        """Whether it can be captured again at every size."""
         return self._sizes.again is not None and self._sizes.resizes
 
     def freed(self, again: Again | None) -> Self:
-        """Return the same model, which ``again`` captures at other sizes; ``None``: which stays as it is."""
+        """Return the same model, for ``again`` to capture at other sizes; ``None``: it has no others."""
         copy = self.model_copy()
         copy._sizes = _Sizes(again)
         return copy
 
     def of_one_size(self) -> Self:
-        """Return the same model, which has only its micro-batch and tokens; the loss may still be in tiles."""
+        """Return the same model with its own micro-batch and tokens alone; the loss may still be in tiles."""
         copy = self.model_copy()
         copy._sizes = _Sizes(self._sizes.again, resizes=False)
         return copy
@@ -286,7 +286,7 @@ class CapturedModel(_Frozen):
         return found
 
     def covering(self, chosen: Size, others: Iterable[Size]) -> "CapturedModel":
-        """Return the model for one size, with what was captured for others; it needs no PyTorch any more.
+        """Return the model for one size, with its captures for others. It needs no PyTorch then.
 
         Args:
             chosen: the size.
@@ -353,7 +353,7 @@ def _size(batch: Batch) -> Size:
 
 
 def _other_batch(captured: Batch, wanted: Batch) -> str:
-    """Say in which fields a batch is not the one that was captured, and what to do about each."""
+    """Say in which fields a batch differs from the captured one, and what to do about each."""
     dtype = "fp32" if wanted.dtype_bytes == 4 else "bf16"
     fields = {
         "micro_batch": (

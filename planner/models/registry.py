@@ -45,7 +45,7 @@ def resolve_model(text: str) -> ModelConfig:
 
 
 def configuration(text: str) -> dict[str, Any]:
-    """Return what the ``config.json`` holds that ``text`` names; see :func:`resolve_model`.
+    """Return the content of the ``config.json`` that ``text`` names; see :func:`resolve_model`.
 
     Raises:
         ModelConfigError: there is none, or it is no configuration.

@@ -131,7 +131,7 @@ def compare(
 
 
 def closest(rival: Variant, scorer: Scorer) -> Candidate:
-    """Return the candidate with the least missing memory, of a choice of which nothing fits."""
+    """Return the candidate of a choice that lacks least memory, if nothing fits."""
     if rival.choice.pipeline_parallel > 1:
         return search_pipeline(rival.setup, scorer).best
     tried = list(smallest(rival.setup))

@@ -1,4 +1,4 @@
-"""The nearest set-up in which another engine fits, where that of the plan is too small for it."""
+"""The nearest set-up in which another engine fits, if the plan's is too small for it."""
 
 import bisect
 import dataclasses

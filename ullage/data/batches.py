@@ -24,8 +24,8 @@ class DataBatch:
         inputs: what a model of ``transformers`` is called with, beside ``use_cache=False``. ``input_ids`` and
             ``labels`` are int64[sequences, tokens], and labels are -100 where nothing is learned. Padded batches have
             an ``attention_mask`` beside them, packed ones ``position_ids`` that begin at 0 with each document.
-        weight: what the model's mean loss is multiplied with. The weights of a step add up to the number of ranks, as
-            gradients are averaged over ranks: the step's gradient is then that of the mean over all its target tokens.
+        weight: factor on the model's mean loss. The weights of a step add up to the number of ranks, as gradients are
+            averaged over ranks: the step's gradient is then that of the mean over all its target tokens.
         num_targets: target tokens that count in this batch.
         num_tokens: tokens in it, padding left out.
     """
@@ -38,7 +38,7 @@ class DataBatch:
     def loss(self, model: nn.Module) -> Tensor:
         """Return this batch's share in the loss of a step; call ``backward()`` on it.
 
-        A model's first packed batch is preceded by a trial of whether it keeps documents apart, with a warning if not.
+        Before a model's first packed batch, it tries whether the model keeps documents separate, and warns if not.
 
         Raises:
             ValueError: the model returns no loss.
@@ -94,7 +94,7 @@ def packed(rows: Sequence[Sequence[Piece]], seq_len: int, fill: int) -> dict[str
 
 
 def to_device(batch: Tensor, device: torch.device) -> Tensor:
-    """Return a batch on a device. Pinned, as from other memory the copy would wait for what the device has to do."""
+    """Return a batch on a device. It is pinned first: other copies would wait for the device's work."""
     return batch.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else batch.to(device)
 
 

@@ -1,4 +1,4 @@
-"""Whether a model keeps the documents of a packed sequence apart, found by trying it."""
+"""Tries whether a model keeps the documents of a packed sequence separate."""
 
 import inspect
 import warnings
@@ -18,14 +18,14 @@ def inner(model: Any) -> Any:
 
 
 def takes_positions(model: nn.Module) -> bool:
-    """Return whether a model can be told where documents begin."""
+    """Return whether a model takes the positions at which documents begin."""
     return "position_ids" in inspect.signature(type(inner(model)).forward).parameters
 
 
 def check_documents(model: nn.Module) -> None:
     """Warn, once for each model, if tokens of a packed sequence see those of documents before their own.
 
-    It evaluates two documents of two tokens, twice, with another first one. All ranks do so together.
+    It evaluates two documents of two tokens, and again with a different first one. All ranks do so together.
     """
     if model in _CHECKED:
         return
@@ -60,5 +60,5 @@ def _separates_sequences(model: nn.Module) -> bool:
 
 
 def without_cache(model: nn.Module) -> dict[str, bool]:
-    """Return what keeps a model from keeping keys: they take memory, and hide where documents begin."""
+    """Return arguments that switch a model's key-value cache off: it takes memory, and hides where documents begin."""
     return {"use_cache": False} if hasattr(getattr(inner(model), "config", None), "use_cache") else {}

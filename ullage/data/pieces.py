@@ -22,7 +22,7 @@ _BATCH: Final = 200  # lines that are tokenized before their tokens are written
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Counts:
-    """What came of the files.
+    """Numbers of documents, tokens and targets found in the files.
 
     Attributes:
         documents: records, or texts.
@@ -48,7 +48,7 @@ class Pieces:
         seq_len: most tokens of a piece. A longer text becomes several pieces; chat and instructions are cut off.
 
     Attributes:
-        counts: what came of the files.
+        counts: documents, tokens and targets found in the files.
         lengths: int64[pieces], tokens of each.
         targets: int64[pieces], target tokens of each.
 
@@ -87,7 +87,7 @@ class Pieces:
 
     @functools.cached_property
     def digest(self) -> str:
-        """What differs between files of other tokens or targets."""
+        """A digest of all tokens and targets."""
         found = hashlib.blake2b(digest_size=8)
         found.update(self.lengths.tobytes() + self.targets.tobytes())
         for part in self._table.data.column("tokens").chunks:
@@ -130,7 +130,7 @@ def _encoded(file: Path, encoder: Encoder, seq_len: int) -> Any:
 
 
 def _place(file: Path) -> str | None:
-    """Return how places in a file of records are called, or ``None`` for a text."""
+    """Return the word for places in a file of records (line, row), or ``None`` for a text."""
     if file.suffix in TEXTS:
         return None
     return f"{file}, {'record' if file.suffix in TABLES or is_list(file) else 'line'}"

@@ -144,8 +144,7 @@ class Data:
     def example(self) -> dict[str, torch.Tensor]:
         """Return inputs of the largest batch, for ``ullage.prepare(model, optimizer, data.example())``.
 
-        They have a mask, for packed data too: where documents begin is only seen from values, and becomes a mask as
-        large.
+        They have a mask, also for packed data. There the model makes an equally large one from the values of positions.
         """
         tokens = torch.zeros(self.micro_batch, self.seq_len, dtype=torch.int64)
         return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens.clone()}
@@ -205,14 +204,14 @@ class Data:
         return total, num_targets
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position, and what it is a position in; for checkpoints."""
+        """Return the position and the identity of the data, for checkpoints."""
         return {"position": self.position, "data": self._identity()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on at a position.
+        """Continue at a position.
 
         Raises:
-            ValueError: it is one in other data.
+            ValueError: it belongs to other data.
         """
         if not (isinstance(saved := state_dict.get("data"), dict) and isinstance(state_dict.get("position"), int)):
             raise ValueError(  # noqa: TRY004 - a file may be wrong, not a call
@@ -290,7 +289,7 @@ class Data:
         return padded([row[0] for row in rows], fill)
 
     def _identity(self) -> dict[str, Any]:
-        """Return what positions mean something in."""
+        """Return the identity of the data, in which positions have a meaning."""
         found = self.counts
         return {
             "number of documents": found.documents,

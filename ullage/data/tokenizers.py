@@ -28,7 +28,7 @@ class Encoded(NamedTuple):
 
     Attributes:
         tokens: of it.
-        targets: for each, whether it is learned to be predicted.
+        targets: for each, whether the model learns to predict it.
         divisible: whether a long one is cut into several pieces: a text, of which each part makes sense. Others are cut
             off.
     """
@@ -86,7 +86,7 @@ class Encoder:
         self._has_generation_blocks = bool(_GENERATION.search(self._template))
 
     def digest(self) -> str:
-        """Return what differs between tokenizers that make other tokens."""
+        """Return a digest that differs between tokenizers that make different tokens."""
         parts = (self._tokenizer.backend_tokenizer.to_str(), self._template, str(self._tokenizer.eos_token_id))
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
@@ -138,7 +138,7 @@ class Encoder:
         return self._answered(prompt, _text(output, "output"))
 
     def _answered(self, prompt: str, answer: str) -> Encoded:
-        """Return a prompt as the model is asked it, and its answer, which alone is learned, with its end."""
+        """Return a prompt, and its answer with the end token; only the answer is learned."""
         prompt_ids = self._tokens(prompt, special=True)
         if prompt_ids and prompt_ids[-1] == self._tokenizer.eos_token_id:  # some tokenizers end every text with it
             prompt_ids.pop()

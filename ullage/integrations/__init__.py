@@ -1,1 +1,1 @@
-"""What others have around training: their metrics, launchers, trainers, and configurations."""
+"""Metrics, launchers, trainers and configurations of other projects."""

@@ -18,7 +18,7 @@ _PERIOD_S: Final = 1.0  # between two writes of the text file; readers poll it l
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sample:
-    """What is known behind one iteration.
+    """Metrics after one iteration.
 
     Attributes:
         iteration: counted from 0.
@@ -28,7 +28,7 @@ class Sample:
         tokens_per_s: of all ranks together, measured; padding is not counted.
         held_bytes: by tier, what this rank has taken once.
         num_saved, num_failed: checkpoints of this process so far, on all levels.
-        eval_loss: of the data that are held out, if they were evaluated behind this iteration.
+        eval_loss: of the data that are held out, if they were evaluated after this iteration.
     """
 
     iteration: int
@@ -44,7 +44,7 @@ class Sample:
 
     @classmethod
     def of(cls, step: Step, trainer: Trainer, eval_loss: float | None = None) -> "Sample":
-        """Return what a trainer knows behind a step."""
+        """Return a trainer's metrics after a step."""
         failed = sum(outcome.error is not None for outcome in trainer.outcomes)
         return cls(
             iteration=step.iteration,
@@ -77,7 +77,7 @@ class TensorBoard:
     """Event files in a folder.
 
     Args:
-        folder: made if it does not exist. Of an earlier run there, iterations that come again are not shown any more.
+        folder: made if it does not exist. If an earlier run wrote there, its iterations that are repeated are hidden.
 
     Raises:
         ModuleNotFoundError: TensorBoard is missing.
@@ -211,7 +211,7 @@ class Metrics:
         self._warn = warn
 
     def after(self, step: Step, trainer: Trainer, eval_loss: float | None = None) -> None:
-        """Take a step that has ended, and the loss of an evaluation behind it."""
+        """Take a step that has ended, and the loss of an evaluation after it."""
         if self._sinks:
             sample = Sample.of(step, trainer, eval_loss)
             self._all(lambda sink: sink.write(sample))

@@ -36,7 +36,7 @@ _MOST_ROWS: Final = 20_000  # of the data whose lengths are looked at
 
 
 def offloaded(trainer_class: type[_Trainer], **options: Unpack[Options]) -> type[_Trainer]:
-    """Return a trainer's class whose training is planned for the memory that is free, and else as it was.
+    """Return a trainer's class that does the same, but trains under a plan for the free memory.
 
     ``ullage.offloaded(transformers.Trainer)(model=model, args=args, ...)``. The model stays where it is until training
     or evaluation begins. Then it is prepared, as by :func:`ullage.prepare`, with the optimizer that the trainer has
@@ -93,7 +93,7 @@ class _Offloaded(transformers.Trainer):
             vars(self._of_model).pop(_PREPARED, None)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Make the arguments mean what a plan can do, before anything is made of them.
+        """Check the arguments, and change those that the plan decides, before they are used.
 
         Raises:
             PlanError: one of them cannot.
@@ -214,7 +214,7 @@ def _length(row: Any) -> int:
 
 @contextlib.contextmanager
 def _preserved_rng_state() -> Iterator[None]:
-    """Let what is drawn inside not change what is drawn later."""
+    """Restore the RNG state afterwards."""
     python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - data collators use it
     with torch.random.fork_rng():
         try:

@@ -112,7 +112,7 @@ def faster_line(plan: Plan) -> str:
 
 
 def _way(row: EngineRow, plan: Plan) -> str:
-    """Return by what an engine is faster than a plan, and what lets plans do the same, if anything does."""
+    """Return why an engine is faster than a plan, and the option with which plans do the same, if there is one."""
     if LAYERS_IN_TURN in row.setting:
         moves = "by moving layers from device to device instead of gathering them"
         return f"{moves}, but no option makes plans do so; the bound above does not cover it"

@@ -1,4 +1,4 @@
-"""Predicted against measured, and which assumption was wrong: what `ullage compare` tells, as pictures."""
+"""Predicted against measured, and which assumption was wrong: `ullage compare` as pictures."""
 
 from collections.abc import Iterable
 

@@ -1,4 +1,4 @@
-"""What happens within one iteration: tasks, memory, traffic, and what phases ask of the machine."""
+"""One iteration over time: tasks, memory, traffic, and each phase's use of the machine."""
 
 from collections.abc import Mapping, Sequence
 

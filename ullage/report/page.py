@@ -1,4 +1,4 @@
-"""The page: everything in one HTML file, which reaches for nothing outside it.
+"""The page: one HTML file that loads nothing else.
 
 Words from files are text: Jinja escapes them in the page, ``tojson`` inside its data, and
 :mod:`ullage.report.interactive` for plotly.js. A content security policy lets the browser run the scripts of the page

@@ -1,4 +1,4 @@
-"""Checks of what ``prepare``, ``offloaded`` and ``Trainer`` are given, before anything is measured or planned."""
+"""Checks of arguments of ``prepare``, ``offloaded`` and ``Trainer``, before anything is measured or planned."""
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -89,9 +89,9 @@ def check_trainable(model: nn.Module) -> None:
 
 
 def check_tokens(model: nn.Module, batch: object) -> None:
-    """Check that a model knows the tokens of an example batch, which PyTorch would say without a name or a number.
+    """Check that a model knows the tokens of an example batch. PyTorch's own error has neither name nor number.
 
-    Models with images may have marks for them beyond their vocabulary, and are not checked.
+    Models with images may have special tokens beyond their vocabulary, and are not checked.
 
     Raises:
         ValueError: it does not.

@@ -1,4 +1,4 @@
-"""From a user's own model, optimizer and one batch to a plan for what is free on this machine now."""
+"""From a user's own model, optimizer and one batch to a plan for this machine's free memory."""
 
 import argparse
 import dataclasses
@@ -43,7 +43,7 @@ MOST_SIMULATIONS: Final = 150
 
 
 class PlanOptions(TypedDict, total=False):
-    """What is planned otherwise than by default.
+    """Settings that differ from the defaults of planning.
 
     Attributes:
         hardware: name or path of a profile, or a profile; left out, this machine's own.
@@ -182,7 +182,7 @@ class Free:
 
 
 def free_memory(model: nn.Module | None = None) -> Free:
-    """Return what is free for training; what a model has on a GPU will be, as its weights move.
+    """Return the memory that is free for training. A model's memory on a GPU counts as free, because its weights move.
 
     All ranks call it together; the device is the one that has least.
     """
@@ -272,7 +272,7 @@ def of_first_rank(make: Callable[[], Plan]) -> Plan:
 
     Raises:
         InfeasibleError, ValueError, OSError: what ``make`` raises, on rank 0.
-        PlanError: that it did, on the others.
+        PlanError: rank 0 raised an error; on the others.
     """
     if world_size() == 1:
         return make()

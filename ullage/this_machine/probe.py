@@ -1,4 +1,4 @@
-"""A tiny model through the whole executor: what calibration needs to know of the host's own time."""
+"""A tiny model through the whole executor, from which calibration gets the host's own time."""
 
 import time
 

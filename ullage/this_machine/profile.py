@@ -1,4 +1,4 @@
-"""This machine's own profile: the one that is kept, or else one that is measured now and kept."""
+"""This machine's own profile: the stored one, or else one that is measured now and stored."""
 
 import sys
 
@@ -18,7 +18,7 @@ def profile_here() -> HardwareProfile:
     A profile of another machine under this machine's name stays beside the new one, as ``.json.old``.
 
     Raises:
-        ProfileError: the kept profile cannot be read.
+        ProfileError: the stored profile cannot be read.
         CalibrationError: this machine cannot be measured.
     """
     path = local_profile_path()

@@ -1,4 +1,4 @@
-"""What a trainer trains on: files with a tokenizer, tokens, or one random batch for captured models.
+"""A trainer's data: files with a tokenizer, tokens, or one random batch for captured models.
 
 Models that are known by their sizes, or have adapters, take tokens.
 """
@@ -125,7 +125,7 @@ def check_takes_tokens(plan: Plan, *, given: bool) -> None:
 
 
 def check_knows_text(plan: Plan) -> None:
-    """Check that a plan's model knows what text is read as: one token per byte.
+    """Check that a plan's model knows the tokens of a text: one per byte.
 
     Raises:
         ValueError: its vocabulary is smaller.
@@ -138,7 +138,7 @@ def check_knows_text(plan: Plan) -> None:
 
 
 def batch_shapes(plan: Plan) -> BatchShapes:
-    """Return what a plan's model is called with, by name."""
+    """Return the shapes of a plan's model inputs, by name."""
     if isinstance(plan.model, CapturedModel):
         return tuple((spec.name, spec.shape) for spec in plan.model.inputs)
     return (("input_ids", (plan.decisions.micro_batch, plan.seq_len)),)

@@ -34,7 +34,7 @@ class CheckpointOptions:
 
 
 class Stateful(Protocol):
-    """Anything that goes into a checkpoint beside the model and the optimizer."""
+    """An object that goes into a checkpoint beside the model and the optimizer."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return its state: numbers, strings, lists and dictionaries."""
@@ -53,7 +53,7 @@ class CheckpointSaver:
         plan: the one that training begins with.
         options: which.
         stateful: what else goes into them, by name.
-        outcomes: where it is kept how each one ended on each level.
+        outcomes: gets the outcome of each one on each level.
         is_first: whether this is rank 0, which looks whether another run writes there.
 
     Attributes:
@@ -141,7 +141,7 @@ class CheckpointSaver:
 
         Args:
             waits: whether to wait until pending checkpoints are durable on the first level; otherwise they are dropped.
-            brings_down: and until the newest one has come to all levels, for as long as the options say.
+            brings_down: whether to wait until the newest one has reached all levels, for as long as the options say.
         """
         if self._checkpoints is None:
             return

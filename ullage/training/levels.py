@@ -1,4 +1,4 @@
-"""Levels of checkpoints, as they are given: by a command line, or in short."""
+"""Levels of checkpoints from the options of a command line."""
 
 import os
 from collections.abc import Sequence
@@ -62,7 +62,7 @@ def levels_of(plan: Plan, places: Sequence[str], every: Sequence[int], keep: Seq
 
 
 def intervals(plan: Plan, places: Sequence[str]) -> tuple[int, ...]:
-    """Return the iterations from one checkpoint to the next, for each place, where none are asked for: the plan's.
+    """Return the plan's iterations from one checkpoint to the next, for each place.
 
     Raises:
         ValueError: the places are not the levels that were planned (``ullage plan --mtbf``).
@@ -80,7 +80,7 @@ def intervals(plan: Plan, places: Sequence[str]) -> tuple[int, ...]:
 
 
 def buffer_bytes(plan: Plan) -> int:
-    """Return the host memory of each rank for what is taken and not written yet: the plan's, if it has checkpoints."""
+    """Return each rank's host memory for snapshots that are not written yet: the plan's, if it has checkpoints."""
     return LEAST_BUFFER_BYTES if plan.checkpoints is None else plan.checkpoints.buffer_bytes
 
 

@@ -22,7 +22,7 @@ _SHARE_TO_MAKE: Final = 0.8  # of free device memory: weights that are tied late
 
 
 def planned_model(plan: Plan, weights: Path | None = None) -> nn.Module:
-    """Return a plan's model with random weights; or without any, as the config.json beside weights has it.
+    """Return a plan's model with random weights; or without weights, made from the config.json beside ``weights``.
 
     A quantized base has its weights at once: they cannot be loaded under a plan.
 

@@ -27,7 +27,7 @@ class MemoryReport:
     Attributes:
         tier: whose memory it is.
         what: what happened.
-        predicted_bytes, actual_bytes: by what it is for; of ``actual_bytes`` what was not measured is not there.
+        predicted_bytes, actual_bytes: by purpose; ``actual_bytes`` lacks what was not measured.
         capacity_bytes: what the plan may use.
     """
 
@@ -86,7 +86,7 @@ def reporting_out_of_memory(
 
 
 def check_device(plan: Plan, use: MeasuredMemory) -> None:
-    """Keep to the device's capacity where nothing else does: the arena is part of ordinary memory.
+    """Check the device's peak if the device is a part of ordinary memory, where nothing else enforces it.
 
     Raises:
         OutOfMemoryError: the device held more.

@@ -1,4 +1,4 @@
-"""``ullage.prepare``: a model and its optimizer under a plan, or under one that is made for them now."""
+"""``ullage.prepare``: put a model and its optimizer under a plan, which may be made for them now."""
 
 import warnings
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The processes that ``torchrun`` starts for a plan of several ranks, and what each has of its node."""
+"""The processes that ``torchrun`` starts for a plan of several ranks, and each one's share of its node."""
 
 import dataclasses
 import os

@@ -25,7 +25,7 @@ _NOTHING: Final = "null"
 
 @dataclasses.dataclass(frozen=True)
 class Replanned:
-    """What came of planning again.
+    """The result of planning again.
 
     Attributes:
         before: the plan that was executed.
@@ -48,7 +48,7 @@ class Replanned:
 
     @property
     def host_bytes(self) -> int:
-        """Most host memory that any of the plans executed takes: nothing is added to it by changing them."""
+        """The largest host memory of the executed plans: changing plans adds nothing to it."""
         plans = [self.before, *([self.after] if self.switched and self.after else [])]
         uses = [use for plan in plans if (use := plan.prediction.memory.get(Tier.HOST))]
         return max((use.peak_bytes for use in uses), default=0)

@@ -1,4 +1,4 @@
-"""What is trained on: text, one token per byte, or mapped files of tokens, never read whole, in a resumable order."""
+"""Training data: text, one token per byte, or mapped files of tokens, never read whole, in a resumable order."""
 
 from pathlib import Path
 from typing import Any

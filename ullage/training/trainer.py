@@ -1,4 +1,4 @@
-"""Training as planned: ``prepare`` for a loop of your own, ``Trainer`` for one that is there."""
+"""``Trainer``: a training loop under a plan."""
 
 import contextlib
 import dataclasses
@@ -185,14 +185,14 @@ class Trainer:
 
     @property
     def iteration(self) -> int:
-        """Iterations that have been made, those before a checkpoint that training went on from included."""
+        """Number of iterations so far, including those of the checkpoint that training resumed from."""
         return self._iteration
 
     def resume(self) -> Resumed:
-        """Go on from the newest checkpoint that is whole, if there is one; before the first iteration.
+        """Continue from the newest checkpoint that is whole, if there is one; call it before the first iteration.
 
-        Weights, optimizer state, step counts, rates, what is :attr:`stateful`, random numbers and the place in the data
-        are what they were, whatever plan and number of ranks they were made under. All ranks do so together.
+        It restores weights, optimizer state, step counts, learning rates, :attr:`stateful` objects, RNG state and the
+        position in the data, whatever plan and number of ranks the checkpoint was made under. All ranks do so together.
 
         Raises:
             ValueError: the trainer makes no checkpoints.
@@ -232,14 +232,14 @@ class Trainer:
     def replan(self) -> Replanned:
         """Plan again with measured rates, and change to the new plan if it is faster; between two iterations.
 
-        Everything that training has goes on: weights, optimizer state, schedulers, chance, and the place in the data.
+        Training continues with the same weights, optimizer state, schedulers, RNG state, and position in the data.
         State passes through a file in ``storage_dir`` (or the system's folder for temporary files), one for each node,
-        so that never more than the memory of one plan is taken. Losses and weights are those of training that was never
-        changed; of more than two ranks to the order of sums over them, which the plan's ZeRO stage decides. All ranks
-        do so together, by the mean of their times.
+        so that never more than the memory of one plan is taken. Losses and weights equal those without a change. With
+        more than two ranks they may differ by the order of sums over ranks, which depends on the plan's ZeRO stage. All
+        ranks do so together, by the mean of their times.
 
         Returns:
-            What was found and done; in words, as a string.
+            The result; ``str()`` of it says it in words.
 
         Raises:
             ValueError: too few iterations were recorded as a whole.
@@ -264,8 +264,8 @@ class Trainer:
     def close(self, *, give_back: bool = True) -> None:
         """End training. See :meth:`executor.session.Session.close`.
 
-        If checkpoints are made, one of the last iteration is, and is waited for until it has come to all levels, for as
-        long as the options say, or until Ctrl-C; see :attr:`outcomes`.
+        If the trainer makes checkpoints, it makes one of the last iteration. It waits until this one has reached all
+        levels, for as long as the options say, or until Ctrl-C; see :attr:`outcomes`.
         """
         if self.saver is not None and self.saver.is_open:
             has_state = not self.session.failed
@@ -366,7 +366,7 @@ def check_machine(plan: Plan, process: Process, device: Literal["auto", "host", 
 
 @contextlib.contextmanager
 def _naming_weights(folder: Path | None) -> Iterator[None]:
-    """Say which model it is that does not match the plan, if it was made for weights in a folder."""
+    """Name the model that does not match the plan, if it was made for weights in a folder."""
     try:
         yield
     except BindingError as error:

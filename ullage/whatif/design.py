@@ -43,7 +43,7 @@ class Case:
         request: of the point; ``None`` if it is invalid, and ``refused`` says why.
         key: digest of everything that determines the result.
         refused: why the request is invalid, if it is.
-        checkpoints: the failures that they are chosen for, and their limits, if that is asked.
+        checkpoints: the failures and limits that checkpoints are chosen for, if any.
     """
 
     settings: dict[str, Value]

@@ -1,10 +1,10 @@
 """What every resource is worth to one point, and where the bottleneck moves, by planning anew.
 
-[Note: Elasticity] Of a resource there is once a fifth more and once a fifth less, everything is planned again, and
-the logarithm of what that does to the iteration time is divided by that of the change. Both sides are told, as the best
-plan has kinks: what is bound by a link on one side may be bound by cores on the other. A search ends within about a
-percent of the best, so that an elasticity below :data:`ullage.whatif.study.AS_GOOD_AS_NONE` is none. The step is large
-enough for that, and small enough to be about this machine.
+[Note: Elasticity] Of a resource there is once a fifth more and once a fifth less, everything is planned again, and the
+logarithm of what that does to the iteration time is divided by that of the change. Both sides are reported, because the
+best plan has kinks: a link may bind it on one side, and cores on the other. A search ends within about a percent of the
+best, so that an elasticity below :data:`ullage.whatif.study.AS_GOOD_AS_NONE` is none. The step is large enough for
+that, and small enough to be about this machine.
 
 [Note: Moves] Where the lane that bounds the plan changes is searched between a quarter of the resource and four times
 as much: if it is another one at an end, by bisection, to a tenth. What `ullage explain` calls a crossing keeps the

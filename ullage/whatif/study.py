@@ -67,7 +67,7 @@ class Axis(Frozen):
         words: what it is.
         unit: of its values, such as ``bytes`` or ``bytes_per_s``; empty for counts and words.
         relative: values are factors of the present value.
-        values: all that occur, in the order asked for.
+        values: all that occur, in the order of the request.
     """
 
     name: str

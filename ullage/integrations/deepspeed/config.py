@@ -1,4 +1,4 @@
-"""Reads a configuration of DeepSpeed: what a schedule depends on, and the names of all else."""
+"""Reads a configuration of DeepSpeed: settings that a schedule depends on, and the names of all others."""
 
 import difflib
 import functools
@@ -116,7 +116,7 @@ def known_keys() -> dict[str, list[str]]:
 
 
 def unknown_keys(config: Config) -> list[str]:
-    """Return the keys that DeepSpeed has not either, each with the one that may have been meant."""
+    """Return the keys that DeepSpeed does not have, each with the one that may be meant."""
     return [
         f"{path}{name} is no key of DeepSpeed" + (f" (is {near[0]} meant?)" if near else "")
         for path, part, known in _parts(config)
@@ -127,7 +127,7 @@ def unknown_keys(config: Config) -> list[str]:
 
 
 def left_out(config: Config) -> list[str]:
-    """Return what the configuration asks for that changes its time or memory, and is not simulated."""
+    """Return settings of the configuration that change its time or memory, but are not simulated."""
     return [
         f"{path}{name}: {_UNMODELLED[name]}"
         for path, part, _ in _parts(config)
@@ -137,7 +137,7 @@ def left_out(config: Config) -> list[str]:
 
 
 def _is_on(value: Any) -> bool:
-    """Return whether a value asks for something: degrees of 1, and parts that are not enabled, do not."""
+    """Return whether a setting has an effect: degrees of 1, and parts that are not enabled, have none."""
     if isinstance(value, dict):
         return bool(value) and value.get("enabled") is not False
     return value is True or (isinstance(value, int | float) and value > 1)

@@ -1,4 +1,4 @@
-"""The configuration of DeepSpeed that comes nearest to a plan, and what of the plan it cannot say."""
+"""The configuration of DeepSpeed that is nearest to a plan, and decisions that it cannot express."""
 
 import dataclasses
 from typing import Any, Final
@@ -13,7 +13,7 @@ _LR: Final = 1e-3  # of `ullage execute`
 
 @dataclasses.dataclass(frozen=True)
 class ExportedConfig:
-    """What came of it.
+    """The exported configuration.
 
     Attributes:
         config: for ``ds_config.json``.
@@ -27,8 +27,8 @@ class ExportedConfig:
 def export_config(plan: Plan, nvme_path: str = "/local_nvme") -> ExportedConfig:
     """Return the nearest configuration.
 
-    Twin-Flow's ``ratio`` is the fraction of the parameters that the plan does not keep the optimizer state of on the
-    device. What the plan streams through the device is updated by the CPU there.
+    Twin-Flow's ``ratio`` is the fraction of the parameters whose optimizer state the plan does not keep on the device.
+    DeepSpeed's CPU also updates what the plan streams through the device.
 
     Args:
         plan: any, but of Muon.
@@ -85,7 +85,7 @@ def _type_of(decided: Decisions) -> str:
 
 
 def _lost(plan: Plan, decided: Decisions, placed: dict[Place, int]) -> list[str]:
-    """Return what a configuration has no word for, most weighty first."""
+    """Return the decisions that a configuration cannot express, the most important first."""
     return [*_lost_of_ranks(decided), *_lost_of_updates(decided, placed), *_lost_of_units(plan)]
 
 

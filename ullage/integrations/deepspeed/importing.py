@@ -1,4 +1,4 @@
-"""The same training by DeepSpeed, as a configuration says, and by a plan of ours: what each takes, and why."""
+"""The same training by DeepSpeed, under a configuration, and by our plan: the time of each, and why."""
 
 import dataclasses
 from collections.abc import Callable
@@ -33,13 +33,13 @@ _OPTIMIZERS: Final[dict[str, Optimizer]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Imported:
-    """What a configuration asks for.
+    """The training that a configuration describes.
 
     Attributes:
         request: the training, for ``prepare`` and ``make_plan`` alike.
         settings: what DeepSpeed does with it.
         subgroup_params: of DeepSpeed's steps.
-        assumed: what the configuration leaves open, or is not simulated as it says, in words.
+        assumed: settings that the configuration leaves open, or that are simulated in another way, in words.
     """
 
     request: Request
@@ -67,14 +67,14 @@ class SideBySide:
 
     @property
     def ratio(self) -> float | None:
-        """How many times as long DeepSpeed takes; ``None`` where one of them does not fit."""
+        """DeepSpeed's time over ours; ``None`` if one of them does not fit."""
         if self.our_iteration is None or self.theirs.missing:
             return None
         return self.theirs.period_s / self.our_iteration.period_s
 
     @property
     def reasons(self) -> list[str]:
-        """What is left on the table, in words: where the time goes, and what lies idle."""
+        """Why DeepSpeed is slower, in words: where the time goes, and what is idle."""
         theirs, ours = self.theirs, self.our_iteration
         if ours is None or theirs.missing:  # what does not fit takes no time
             return []
@@ -117,7 +117,7 @@ class SideBySide:
 
 
 def imported(config: Config, request: Request, given: Callable[[str], bool]) -> Imported:
-    """Return what a configuration asks for.
+    """Return the training that a configuration describes.
 
     Args:
         config: the configuration.
@@ -234,7 +234,7 @@ def _batch(config: Config, request: Request, given: Callable[[str], bool], assum
 
 
 def _settings(config: Config, request: Request, assumed: list[str]) -> tuple[DeepSpeed, int]:
-    """Return what a schedule depends on, and the parameters of a subgroup."""
+    """Return the settings that a schedule depends on, and the parameters of a subgroup."""
     zero = config.zero_optimization
     optimizer = zero.offload_optimizer or Offload(device="cpu" if zero.cpu_offload else "none")
     params = zero.offload_param or Offload()

@@ -60,7 +60,7 @@ def plan_point(request: Request, effort: Effort, checkpoints: CheckpointRequest 
     Args:
         request: of the point.
         effort: how much is done for it.
-        checkpoints: choose when to make them, for these failures; not where only ``fit`` is asked.
+        checkpoints: choose when to make them, for these failures; not if ``effort`` is ``fit``.
     """
     try:
         if checkpoints is None or effort == "fit":

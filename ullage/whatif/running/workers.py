@@ -44,7 +44,7 @@ def in_this_process(tasks: Iterable[Task], effort: Effort) -> Iterator[tuple[str
 def in_processes(num_workers: int) -> Runner:
     """Return what plans points in so many processes.
 
-    An interruption, or no longer asking for results, ends the processes at once; points under way are lost.
+    If the caller is interrupted or stops reading results, the processes end at once; unfinished points are lost.
     """
 
     def run(tasks: Iterable[Task], effort: Effort) -> Iterator[tuple[str, Result]]:
