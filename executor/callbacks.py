@@ -1,4 +1,4 @@
-"""Hooks on a model's modules: callbacks on their boundaries, and attributes that replace their own."""
+"""Callbacks on the boundaries of a model's modules, and functions to hook tensors and replace attributes."""
 
 import contextlib
 from collections.abc import Callable
@@ -9,12 +9,12 @@ from torch import nn
 
 
 class HeadCallbacks(Protocol):
-    """What a head calls whose logits are in tiles; see [Note: Tiled logits] in :mod:`executor.module.tiled_logits`."""
+    """Callbacks of a head with tiled logits; see [Note: Tiled logits] in :mod:`executor.module.tiled_logits`."""
 
     def on_logits(self, unit: str) -> Callable[[], contextlib.AbstractContextManager[None]]:
-        """Return a function that makes a context with the head's present weights, to compute logits.
+        """Return a function that makes a context. Inside it, the head's weights are those of this forward.
 
-        It raises OutOfOrderError if they are gone by then.
+        Entering the context raises OutOfOrderError if these weights are gone by then.
         """
 
     def on_backward(self, unit: str) -> None:
@@ -22,13 +22,13 @@ class HeadCallbacks(Protocol):
 
 
 class ModuleCallbacks(HeadCallbacks, Protocol):
-    """What hooks on a model call; see [Note: Module boundaries] in :mod:`executor.module.binding`."""
+    """Callbacks of the hooks on a model; see [Note: Module boundaries] in :mod:`executor.module.binding`."""
 
     def on_forward(self, unit: str) -> None:
         """Forward, or recomputation, has reached a unit."""
 
     def on_recomputed(self, unit: str) -> None:
-        """Recomputation of the segment that ends with this unit has ended."""
+        """Recomputation has ended for the segment whose last unit this is."""
 
     def on_model_begin(self) -> None:
         """The model's own forward begins."""
@@ -37,7 +37,7 @@ class ModuleCallbacks(HeadCallbacks, Protocol):
         """The model's own forward has ended, or failed."""
 
     def on_loss(self) -> None:
-        """Backward has reached a loss that the model's own forward has returned."""
+        """Backward has reached a loss that the model's own forward returned."""
 
     @property
     def unit(self) -> str:
@@ -54,17 +54,18 @@ def in_backward() -> bool:
 
 
 def hook_target(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor whose gradient hook fires when backward reaches what made ``tensor``: itself, or its base.
+    """Return the tensor to hook (``tensor`` or its base), so that the hook fires when backward reaches its producer.
 
-    Autograd forgets the hooks of a view that is changed in place (by ``nn.ReLU(inplace=True)`` behind an ``nn.Linear``
-    of three dimensions, say), but not those of its base. Making a view reads no weights, so the base serves as well.
+    If a view is changed in place (as by ``nn.ReLU(inplace=True)`` after an ``nn.Linear`` on a 3-D input), autograd
+    drops the hooks of the view, but not those of its base. Making a view reads no weights, so a hook on the base serves
+    as well.
     """
     base = tensor._base
     return tensor if base is None or base.grad_fn is None else base
 
 
 def replace_attribute(module: nn.Module, name: str, value: Any) -> Callable[[], None]:
-    """Replace an attribute of a module by a value of its own; return a function that undoes it."""
+    """Set an attribute of a module, which may shadow one of its class. Return a function that restores the module."""
     own = vars(module)
     was_there, before = name in own, own.get(name)
     own[name] = value

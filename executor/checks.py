@@ -1,4 +1,4 @@
-"""Checks that a plan and an optimizer can be executed; everything else is refused by name."""
+"""Checks that a plan and an optimizer can be executed. Errors name the reason."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +13,7 @@ def check_decisions(decisions: Decisions, entry: OptimizerEntry) -> None:
     """Check that decisions can be executed with an optimizer.
 
     Raises:
-        ValueError: they cannot; names the reason and the remedy.
+        ValueError: they cannot; the error states the reason and the remedy.
     """
     if decisions.optimizer != entry.planned_as:
         raise ValueError(
@@ -40,7 +40,7 @@ def check_units(decisions: Decisions, units: tuple[Unit, ...]) -> None:
     """Check that units can be executed as they were planned.
 
     Raises:
-        ValueError: a unit that is not on the device was planned without tokens for its experts.
+        ValueError: a unit is not on the device, but was planned as if its experts got no tokens.
     """
     for unit in units:
         elsewhere = unit.num_weights and (decisions.units[unit.name].fetched or decisions.gathers(unit))
@@ -52,13 +52,13 @@ def check_units(decisions: Decisions, units: tuple[Unit, ...]) -> None:
 
 
 def check_groups(entry: OptimizerEntry, groups: list[dict[str, Any]], names: Mapping[int, str]) -> None:
-    """Check that an optimizer's groups can be updated by us; ``names`` are those of parameters, by identity.
+    """Check that our kernels can update an optimizer's groups; ``names`` maps ``id(parameter)`` to its name.
 
     Raises:
-        ValueError: a flag that our updates do not support, or a parameter of another model.
+        ValueError: our updates do not support a flag, or a parameter belongs to another model.
     """
     for group in groups:
-        entry.rule(group)  # refuses what kernels do not know
+        entry.rule(group)  # raises for flags that kernels do not support
         if any(id(parameter) not in names for parameter in group["params"]):
             raise ValueError(
                 "the optimizer has a parameter that is not one of the model; make it from model.parameters()"
@@ -68,12 +68,12 @@ def check_groups(entry: OptimizerEntry, groups: list[dict[str, Any]], names: Map
 
 
 def _check_kinds(group: dict[str, Any], names: Mapping[int, str]) -> None:
-    """Check that exactly the hidden matrices are in groups of Muon, as they were planned."""
+    """Check that groups of Muon hold exactly the hidden matrices, as planned."""
     for parameter in group["params"]:
         name, shape = names[id(parameter)], tuple(parameter.shape)
         if is_hidden_matrix(name, shape) is not bool(group["use_muon"]):
             planned, given = ("AdamW", "Muon") if group["use_muon"] else ("Muon", "AdamW")
             raise ValueError(
-                f"{name} with shape {shape} is in a group of {given}, but {planned} updates it in the plan; pass "
+                f"{name} with shape {shape} is in a group of {given}, but the plan updates it with {planned}; pass "
                 "model.named_parameters() to ullage.Muon, or move it to another group"
             )

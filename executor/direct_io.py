@@ -1,4 +1,4 @@
-"""Transfers past the page cache: their alignment, and whether a file supports them."""
+"""Direct I/O, past the page cache: its alignment, and whether a file supports it."""
 
 import contextlib
 import ctypes
@@ -12,12 +12,12 @@ import numpy as np
 import numpy.typing as npt
 
 BLOCK_BYTES: Final = 4096
-"""Offsets, lengths and addresses of direct transfers are multiples of this: a page, and no drive has larger sectors."""
+"""Direct transfers have offsets, lengths and addresses that are multiples of this. No drive has larger sectors."""
 
 _WORD_BYTES, _SECTOR_BYTES = 4, 512
 
 DISK_FULL_ERRNOS: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-"""Errors of a drive, or a share of it, that is full."""
+"""Errors of a full drive or an exhausted quota."""
 
 
 def in_blocks(num_bytes: int) -> int:
@@ -26,15 +26,16 @@ def in_blocks(num_bytes: int) -> int:
 
 
 def pages(num_bytes: int, *, inherited: bool = True) -> npt.NDArray[np.uint8]:
-    """Return memory of whole pages, all zero, uint8 ``[num_bytes]``; large pages where the system gives them.
+    """Return zeroed memory of whole pages, uint8 ``[num_bytes]``, in huge pages if the system has them.
 
-    A direct transfer looks up and holds each page of its memory: 1024 small ones or two large ones in 4 MiB.
+    A direct transfer looks up and pins each page of its memory. 4 MiB are 1024 small pages, but only two huge ones.
 
     Args:
         num_bytes: how much.
-        inherited: whether processes that are forked have it too. A fork copies all of it at once if a device holds it.
+        inherited: whether forked processes get the memory too. If the memory is pinned for a device, a fork copies all
+            of it at once.
     """
-    memory = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory seldom has large pages
+    memory = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory seldom has huge pages
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a system without them
             memory.madvise(mmap.MADV_HUGEPAGE)
@@ -44,17 +45,17 @@ def pages(num_bytes: int, *, inherited: bool = True) -> npt.NDArray[np.uint8]:
 
 
 def forget_pages(address: int, num_bytes: int) -> None:
-    """Give the system the memory of :func:`pages` back, which is zero when it is used again."""
-    if not address % mmap.PAGESIZE:  # else it is of another kind, and stays
+    """Return the memory of :func:`pages` to the system. It is zero when it is next used."""
+    if not address % mmap.PAGESIZE:  # other memory stays
         ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), mmap.MADV_DONTNEED)
 
 
 def enable_direct_io(fd: int, *, probes: bool = True) -> bool:
-    """Bypass the page cache from now on, if possible (not on tmpfs and some network file systems).
+    """Switch a file to direct I/O; return whether it supports that (tmpfs and some network file systems do not).
 
     Args:
         fd: of a file.
-        probes: try transfers at its beginning: some file systems accept the flag, but refuse transfers.
+        probes: write and read the first block too. Some file systems accept the flag, but refuse transfers.
     """
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     try:
@@ -70,14 +71,14 @@ def enable_direct_io(fd: int, *, probes: bool = True) -> bool:
 
 
 def alignment_bytes(fd: int, *, writes: bool) -> int:
-    """Bypass the page cache if possible, and return the alignment that memory needs.
+    """Switch a file to direct I/O if it supports that; return the alignment that memory addresses need.
 
-    A drive may need addresses of whole words or of whole sectors, and a file system may need more. It is 1 if transfers
-    go through the page cache.
+    Some drives take any word-aligned address, others need alignment to a sector, and a file system may need more. The
+    alignment is 1 if transfers go through the page cache.
 
     Args:
         fd: of a file.
-        writes: whether its first block is going to be written, which is tried; else the file is read.
+        writes: probe by writing the first block; else by reading it.
     """
     if not enable_direct_io(fd, probes=writes):
         return 1

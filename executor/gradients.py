@@ -1,4 +1,4 @@
-"""``parameter.grad`` while the gradient itself has left the device."""
+"""The tensor in ``parameter.grad`` while the gradient itself is not on the device."""
 
 import math
 import weakref
@@ -13,25 +13,25 @@ _DIVIDES = frozenset({"aten::div_", "aten::_foreach_div_"})
 
 
 class GradientError(RuntimeError):
-    """A gradient was used in a way that is impossible after it has left the device."""
+    """An operation on a gradient that is impossible, because the executor has offloaded the gradient."""
 
 
 class GradientOwner(Protocol):
-    """The object that holds the gradients."""
+    """Computes norms of offloaded gradients, and scales them."""
 
     def gradient_norm(self, name: str) -> torch.Tensor:
         """Return the 2-norm of a parameter's gradient, a float32 scalar on the parameter's device."""
 
     def scale_gradient(self, name: str, factor: float) -> None:
-        """Multiply a parameter's gradient by a factor, when its update reads it."""
+        """Record a factor for a parameter's gradient. Its update applies it."""
 
 
 class OffloadedGradient(torch.Tensor):
-    """A stand-in for a gradient: it knows its norm and can be scaled, which is what clipping by norm needs.
+    """A stand-in for an offloaded gradient. It has a norm and can be scaled, as clipping by norm needs.
 
-    ``torch.nn.utils.clip_grad_norm_`` works on it as it is, and lazily: the norm is that of the recorded sums of
-    squares, and the factor goes into the update. The norm is float32 also where the gradient is bf16. Division is by
-    way of the inverse, which has the same bits for powers of two; else the last one may differ.
+    ``torch.nn.utils.clip_grad_norm_`` works on it unchanged. The norm comes from recorded sums of squares, and the
+    update applies the factor. The norm is float32 even if the gradient is bf16. Division multiplies by the inverse:
+    this is exact for powers of two, and may differ in the last bit otherwise.
     """
 
     def __new__(cls, like: torch.Tensor, name: str, owner: GradientOwner) -> Self:  # noqa: ARG004
@@ -51,10 +51,10 @@ class OffloadedGradient(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Answer what clipping by norm asks.
+        """Perform the operations of clipping by norm.
 
         Raises:
-            GradientError: anything else.
+            GradientError: the operation is another one.
         """
         operation: str = func._schema.name
         if operation == "aten::detach":
@@ -77,8 +77,8 @@ class OffloadedGradient(torch.Tensor):
                 return None if several else own[0]
         if "_amp_" in operation:
             raise GradientError(
-                "GradScaler unscales gradients, which have left the device; leave it out: gradients in bf16 and fp32 "
-                "need no loss scaling"
+                "GradScaler cannot unscale gradients that have left the device; leave it out: gradients in bf16 and "
+                "fp32 need no loss scaling"
             )
         raise GradientError(
             f"{operation} on the gradient of {_first_name(args)}: it has left the device and awaits its update; only "
@@ -97,7 +97,7 @@ _last_factor: _LastFactor | None = None
 
 
 def _factor(given: Any) -> float:
-    """Return a factor as a number. One tensor scales all gradients in turn, and each look waits for the device."""
+    """Return a factor as a number. Reading a tensor waits for the device, so the last one read is cached."""
     global _last_factor  # noqa: PLW0603 - a cache of one
     if not isinstance(given, torch.Tensor):
         return float(given)
@@ -112,7 +112,7 @@ def _has_gradient(leaves: list[Any]) -> bool:
 
 
 def _is_plain_norm(others: list[Any]) -> bool:
-    """Return whether the arguments of a norm behind the tensor say: the 2-norm of all elements, in any type."""
+    """Return whether arguments of a norm, without the tensor, mean the 2-norm of all elements, in any type."""
     return not others or (
         float(others[0]) == 2 and all(o in {None, False} or isinstance(o, torch.dtype) for o in others[1:])
     )

@@ -31,14 +31,14 @@ from planner.schedule.tasks import Op
 
 @final
 class IterationDriver:
-    """Issues the tasks of an iteration as forward, backward and the step reach them.
+    """Issues the tasks of an iteration when forward, backward and the step reach them.
 
-    It implements :class:`executor.callbacks.ModuleCallbacks`. Parameter ``groups`` are read whenever the updates of an
-    iteration begin.
+    It implements :class:`executor.callbacks.ModuleCallbacks`. It reads the parameter ``groups`` whenever the updates of
+    an iteration begin.
 
     Attributes:
         accumulation: checks ``no_sync()`` against the plan.
-        gradients: what ``parameter.grad`` is between backward and step.
+        gradients: sets ``parameter.grad`` between backward and step.
         visibility: which parameters show weights.
         progress: where the model is in the schedule.
     """
@@ -61,7 +61,7 @@ class IterationDriver:
         self._entry = entry
         self._groups = groups
         self._names = {id(shard.whole): shard.name for shard in shards.values()}
-        self._last_short = -2  # the latest iteration that ended before all micro-batches had run
+        self._last_short = -2  # the latest iteration that ended before all its micro-batches had run
         self._last_other = -2  # the latest iteration with a batch of another shape than planned
         self._model_trains = False  # a training forward is under way
         self._loop, self._units = runtime.loop, runtime.state.units
@@ -106,7 +106,7 @@ class IterationDriver:
             if not self._runtime.inside_iteration:
                 self._begin()
             self.progress.forward(unit)
-            if unit in self._units:  # its updates have ended in the order of this stream: see [Note: Spent]
+            if unit in self._units:  # in this stream's order, its updates have ended: see [Note: Spent]
                 self._units[unit].spent.clear()
             self.visibility.show(unit)
 
@@ -114,7 +114,7 @@ class IterationDriver:
         """Backward has reached a unit. Raises as :meth:`on_forward`."""
         if not self._runtime.inside_iteration:
             raise OutOfOrderError(
-                "backward through a forward that was made for evaluation; call model.train() before the forward"
+                "backward came for a forward that was an evaluation; call model.train() before the forward"
             )
         if not self.progress.is_at(Op.BACKWARD, unit):
             self.progress.backward(unit)
@@ -158,7 +158,7 @@ class IterationDriver:
         return self._model_trains or (torch.is_grad_enabled() and self._model.training)
 
     def on_model_begin(self) -> None:
-        """The model's own forward begins. If it trains, parts of it may run without gradients and still train."""
+        """The model's own forward begins. If it trains, parts of it without gradients count as training too."""
         self._model_trains = not in_backward() and torch.is_grad_enabled() and self._model.training
 
     def on_model_end(self) -> None:
@@ -166,7 +166,7 @@ class IterationDriver:
         self._model_trains = False
 
     def on_loss(self) -> None:
-        """Backward has reached a loss that the model has returned: what made it belongs to the last unit's backward."""
+        """Backward has reached a loss that the model returned. The last unit's backward begins here."""
         expected, task = self._loop.expected(), self.progress.task
         if task is not None and task.op is Op.FORWARD and expected is not None and expected.op is Op.BACKWARD:
             self.on_backward(expected.unit)
@@ -186,7 +186,7 @@ class IterationDriver:
         """Check that gradients may be set to zero here.
 
         Raises:
-            GradientError: some micro-batches of the iteration have run, and others are to come.
+            GradientError: some micro-batches of the iteration have run, but not all.
         """
         expected = self._loop.expected()
         if expected is not None and expected.op is not Op.CLIP and expected.micro_batch > 0:
@@ -196,9 +196,9 @@ class IterationDriver:
             )
 
     def step(self) -> None:
-        """Issue the rest of the iteration, updates above all, and return while it runs.
+        """Issue the rest of the iteration (mainly updates), and return while it runs.
 
-        Micro-batches that have not run by then are left out, as at the end of a user's data.
+        Micro-batches that have not run by then are skipped, as at the end of a user's data.
 
         Raises:
             OutOfOrderError: no micro-batch has run, or one is under way.
@@ -223,11 +223,11 @@ class IterationDriver:
         self._runtime.inside_iteration = False
 
     def hook_parameters(self) -> Iterator[Callable[[], None]]:
-        """Have autograd give every gradient away as soon as it is there; yield what undoes it."""
+        """Collect each gradient as soon as it is accumulated; yield functions that undo this."""
         for unit, parameter in self._runtime.state.parameters():
             leaf = parameter.shard.leaf
             leaf.grad, trains = None, leaf.requires_grad
-            leaf.requires_grad_(True)  # what is frozen now may be thawed later, and takes no hook while it is frozen
+            leaf.requires_grad_(True)  # a frozen parameter may be unfrozen later, but takes no hook while frozen
             handle = leaf.register_post_accumulate_grad_hook(self._collector(unit, parameter))  # type: ignore[no-untyped-call]
             leaf.requires_grad_(trains)
             yield handle.remove
@@ -242,8 +242,8 @@ class IterationDriver:
         kind, dtype = self._runtime.backend.device.type, self._runtime.state.dtype
         if torch.is_autocast_enabled(kind) and (other := torch.get_autocast_dtype(kind)) != dtype:
             raise ValueError(
-                f"autocast to {other} is on, but the plan computes with {dtype} weights and counts their "
-                "memory; leave autocast, or plan with another --precision"
+                f"autocast to {other} is on, but the plan computes with {dtype} weights; leave autocast, or plan with "
+                "another --precision"
             )
         self._runtime.inside_iteration = True
         self.gradients.begin_iteration()
@@ -319,8 +319,8 @@ class IterationDriver:
             task = progress.task
             if task is None or not progress.awaits_gradient(unit.name):
                 raise OutOfOrderError(
-                    f"the gradient of {parameter.name} came after backward had left {unit.name}; run the model as it "
-                    "was planned, or plan again"
+                    f"the gradient of {parameter.name} arrived after backward had left {unit.name}; run the model as "
+                    "it was planned, or plan again"
                 )
             gradient, leaf.grad = leaf.grad, None
             assert gradient is not None

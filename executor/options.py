@@ -15,20 +15,22 @@ class SessionOptions:
 
     Attributes:
         device: ``cpu`` computes in the calling thread, with a part of ordinary memory standing in for the device.
-        num_threads: most threads that update on the host; left out, one for each of the rank's cores but those that
-            issue work or compute.
-        cores: that the ranks of this machine divide, see [Note: Shares of cores] in :mod:`executor.devices.cores`.
-        gpu_capacity_bytes: most that is taken of the device for what the plan keeps there all the time. Where the host
-            is the device, tasks also wait until there is room, see [Note: Room] in :mod:`executor.devices.room`.
-        host_capacity_bytes: likewise, of the host.
-        storage_dir: folder on a fast drive for what the plan keeps on NVMe; each rank has a file in it while it trains.
-        compile_backend: of ``torch.compile``, for the repeated blocks, see :mod:`executor.module.compilation`; left
-            out, they run as they are.
-        checkpoint_buffer_bytes: host memory for what is taken for checkpoints and not written yet; 0: none are made.
-        record: whether to keep times from the start on, for :meth:`Session.timeline`: those of the latest
-            :data:`executor.devices.lanes.NUM_RECORDED` iterations.
-        link_bytes_per_s: rates of copies away from the device and to it, for predictions; ``None``: unknown.
-        batch: planned inputs of the model; empty: batches of other shapes are not noticed.
+        num_threads: at most so many threads update on the host. By default, one per core of the rank, without the cores
+            that issue work or compute.
+        cores: the cores that the ranks of this machine divide, see [Note: Shares of cores] in
+            :mod:`executor.devices.cores`.
+        gpu_capacity_bytes: limit of device memory for everything that the plan keeps there all the time. If the host is
+            the device, tasks also wait until there is room, see [Note: Room] in :mod:`executor.devices.room`.
+        host_capacity_bytes: the same limit for host memory.
+        storage_dir: folder on a fast drive for state that the plan keeps on NVMe. During training, each rank has a file
+            in it.
+        compile_backend: backend of ``torch.compile`` for the repeated blocks, see :mod:`executor.module.compilation`.
+            ``None``: they are not compiled.
+        checkpoint_buffer_bytes: host memory for copies that a checkpoint has not written yet; 0: no checkpoints.
+        record: whether to record times for :meth:`Session.timeline` from the start. The latest
+            :data:`executor.devices.lanes.NUM_RECORDED` iterations are kept.
+        link_bytes_per_s: rates of copies from and to the device, for predictions; ``None``: unknown.
+        batch: planned inputs of the model. If empty, batches of other shapes are not detected.
     """
 
     device: Literal["cpu", "cuda"] = "cpu"
@@ -45,10 +47,10 @@ class SessionOptions:
 
 
 def backend_of(options: SessionOptions) -> Backend:
-    """Return the backend of a device.
+    """Return the backend for the device in the options.
 
     Raises:
-        ValueError: it is not there.
+        ValueError: this machine has no such device.
     """
     if options.device == "cpu":
         return HostBackend()

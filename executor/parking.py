@@ -1,9 +1,10 @@
-"""Gives device memory back between steps, so that others (an inference engine) can use it, and takes it again.
+"""Frees a session's device memory between steps, so that another program can use it, and takes it again.
 
-[Note: Parked] Data that only the device has moves to pinned host memory: optimizer state, and weights that are updated
-there. Data that the host has too is dropped: weights that it updates or streams, and slots, which are filled at each
-use. The session's tensors stay; only their memory goes and comes back. While parked, state is read from its place on
-the host. That host memory is allocated when a session is parked first, and kept for the next time.
+[Note: Parked] Some state exists only on the device: optimizer state, and weights that are updated there. It moves to
+pinned host memory. State that the host has too is dropped: weights that the host updates or streams, and slots, which
+are filled at each use. The session's tensor objects stay the same; only their memory is freed and taken again. While a
+session is parked, state is read from the host. The host memory is taken when a session is parked for the first time,
+and kept for the next time.
 """
 
 import dataclasses
@@ -26,13 +27,13 @@ from planner.schedule.tasks import MemoryClass
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Moved:
-    """The result of parking or unparking.
+    """Bytes and time of parking or unparking.
 
     Attributes:
-        num_bytes: that went over the link.
-        device_bytes: of the device, that were given back or taken.
-        predicted_s: what the link takes for these bytes; ``None`` without a profile.
-        seconds: that it took. The first time, host memory is taken too.
+        num_bytes: bytes copied over the link.
+        device_bytes: device memory that was freed or taken.
+        predicted_s: time that the profile predicts for copying these bytes; ``None`` without a profile.
+        seconds: time that it took. The first parking also takes host memory.
     """
 
     num_bytes: int
@@ -46,10 +47,10 @@ class Parking:
     """Parks a session; see [Note: Parked].
 
     Args:
-        model: whose buffers go with it.
-        runtime: of the session.
-        access: to its weights.
-        link_bytes_per_s: rates of copies away from the device and to it; ``None`` if they are unknown.
+        model: its buffers are parked too.
+        runtime: the session's runtime.
+        access: the session's weights and state.
+        link_bytes_per_s: rates of copies from and to the device; ``None`` if they are unknown.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class Parking:
         """See :meth:`executor.session.Session.unpark`."""
         runtime = self._runtime
         begin_s = time.perf_counter()
-        device_bytes = runtime.gpu.restore()  # if it is not there, the session stays parked
+        device_bytes = runtime.gpu.restore()  # if that raises, the session stays parked
         while self._undo:
             self._undo.pop()()
         for tensor, there in self._moved:
@@ -112,7 +113,7 @@ class Parking:
         runtime.actions.synchronize()
         runtime.parked = False
         self._access.forget_current()
-        self._access.make_current("unpark()")  # what the host updates
+        self._access.make_current("unpark()")  # uploads weights that the host updates
         runtime.actions.synchronize()
         result = self._result(1, device_bytes, begin_s)
         self._moved = []
@@ -149,7 +150,7 @@ class Parking:
         return found
 
     def _read_from_host(self, unit: UnitState, place: dict[int, torch.Tensor], *, hides: bool) -> None:
-        """Let a unit's state be read where it is now, and its parameters be NaN if the device has none of them."""
+        """Let a unit's state be read from the host. Make its parameters NaN if the device no longer holds them."""
         device, own = unit.device, unit.own_weights
         master = None if device.master is None else place[id(device.master)]
         unit.device = Moments(master, tuple(place[id(buffer)] for buffer in device.buffers))
@@ -185,7 +186,7 @@ def _updated_on_device(unit: UnitState) -> list[slice]:
 
 
 def _has_only_weights(unit: UnitState) -> bool:
-    """Return whether the device alone has some of a unit's weights."""
+    """Return whether some of a unit's weights exist only on the device."""
     return bool(_updated_on_device(unit))
 
 

@@ -1,4 +1,4 @@
-"""The entry: puts a user's model and optimizer under a plan; the returned optimizer has the same interface."""
+"""The entry point: puts a user's model and optimizer under a plan. The returned optimizer has the same interface."""
 
 import collections
 import contextlib
@@ -46,7 +46,7 @@ def prepare_session(
     """Put a model and its optimizer under a plan's decisions.
 
     The model is changed in place: its parameters move to where the plan keeps them. The training loop stays as it is,
-    with the returned optimizer instead of the given one (of which the state, if any, is taken over).
+    but uses the returned optimizer instead of the given one. If the given optimizer has state, it is taken over.
 
     A plan for several ranks needs as many processes (``torchrun``), all of which run the same loop, each with its own
     part of every batch. They begin with rank 0's weights and buffers; the given optimizer's state is each rank's own.
@@ -61,22 +61,22 @@ def prepare_session(
 
     Args:
         model: an unmodified module with the planned parameters.
-        optimizer: one that :data:`executor.optimizer.table.ENTRIES` has, over the model's parameters or some of them,
-            in any groups. Schedulers may be built on it or on the result.
+        optimizer: one listed in :data:`executor.optimizer.table.ENTRIES`, over all or some of the model's parameters,
+            in any groups. Learning-rate schedulers may be built on it or on the result.
         units: the model's units in forward order, for the decided micro-batch.
         decisions: what to execute.
-        options: how.
+        options: how to execute it.
 
     Returns:
-        The model, and the optimizer to use from now on. The model has ``no_sync()``, as one of
-        ``DistributedDataParallel`` has: see :mod:`executor.module.accumulation`.
+        The model, and the optimizer to use from now on. The model has ``no_sync()``, as ``DistributedDataParallel``
+        does: see :mod:`executor.module.accumulation`.
 
     Raises:
-        TypeError: the model is no module, or the optimizer none.
+        TypeError: the model is not a module, or the optimizer is not an optimizer.
         ValueError: the optimizer is unknown or does not match the plan, the decisions cannot be executed, or the model
             does not match the plan, is prepared already, has no values, or checkpoints activations itself.
         DeviceMemoryError: a tier is too small.
-        StorageError: the plan's state on NVMe cannot be kept there.
+        StorageError: NVMe cannot hold the state that the plan keeps there.
         RankError: another rank has failed.
     """
     check_kinds(model, optimizer)
@@ -87,7 +87,7 @@ def prepare_session(
 
 
 class ExecutionConfig(NamedTuple):
-    """What a session executes: units in forward order, for the decided micro-batch, decisions, and options."""
+    """What a session executes: units in forward order for the decided micro-batch, decisions, and options."""
 
     units: tuple[Unit, ...]
     decisions: Decisions
@@ -111,8 +111,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     Attributes:
         entry: the optimizer's kernels and state.
         session: executes the plan.
-        plan: what is executed, if that is a whole plan and not decisions alone.
-        weights_folder: where weights were loaded from last, if they were.
+        plan: the plan that is executed. Not set if decisions alone were given.
+        weights_folder: the folder from which weights were last loaded; ``None`` if none were.
     """
 
     plan: Plan
@@ -123,7 +123,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         session = Session(model, entry, optimizer.param_groups, *config)
         with contextlib.ExitStack() as failing:
             failing.push(session)  # nobody else could close it, and the model could not be prepared again
-            super().__init__(optimizer.param_groups, optimizer.defaults)  # keeps the very dicts that it is given
+            super().__init__(optimizer.param_groups, optimizer.defaults)  # shares these dicts; does not copy them
             self.entry = entry
             self.session = session
             self.weights_folder: Path | None = None
@@ -142,9 +142,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         optimizer.state.clear()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """See ``torch.optim.Optimizer``; not once the plan is under way."""
+        """See ``torch.optim.Optimizer``. Raises ValueError once the model is prepared."""
         if hasattr(self, "session"):
-            raise ValueError("parameters cannot be added under a plan; add them before prepare()")
+            raise ValueError("parameter groups cannot be added under a plan; add them before prepare()")
         super().add_param_group(param_group)
 
     def __reduce_ex__(self, _protocol: object) -> str:
@@ -155,11 +155,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """
         raise TypeError(
             "the optimizer of a prepared model cannot be pickled or copied: its state is in its session; save "
-            "optimizer.state_dict(), which load_state_dict() of another one takes"
+            "optimizer.state_dict(), and load it into another optimizer with load_state_dict()"
         )
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Begin the updates and return while they run; each ends before the next use of its parameter.
+        """Begin the updates and return while they run. Each update ends before its parameter is used next.
 
         Raises:
             ValueError: there is a closure.
@@ -171,10 +171,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 "step(closure) would run forward and backward inside the step, which no plan does; call step()"
             )
         self.session.driver.step()
-        self._given._opt_called = True  # type: ignore[attr-defined]  # schedulers built on it look whether it has stepped
+        self._given._opt_called = True  # type: ignore[attr-defined]  # schedulers built on it check whether it has stepped
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop gradients after backward, so that no update reads them; after a step there are none.
+        """Drop gradients after backward, so that no update reads them. After a step there are no gradients to drop.
 
         Raises:
             GradientError: some micro-batches of the iteration have run, and others are to come.
@@ -186,7 +186,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scale all gradients so that their common 2-norm is at most ``max_norm``; return the norm before that.
 
-        The same as ``torch.nn.utils.clip_grad_norm_`` on all parameters, which works too.
+        It is the same as ``torch.nn.utils.clip_grad_norm_`` on all parameters, which works too.
 
         Raises:
             GradientError: the plan has no clipping.
@@ -194,10 +194,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], max_norm)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state in the format of the given optimizer, in the types that it keeps, on the host.
+        """Return the state on the host, in the given optimizer's format and data types.
 
-        If weights are bf16, each parameter also has its float32 ``master``. Waits for updates. Every rank gets the
-        whole state, and all ranks call it together.
+        If weights are bf16, each parameter also has its float32 ``master``. The call waits for updates. All ranks call
+        it together, and each gets the whole state.
 
         Raises:
             OutOfOrderError: in the middle of an iteration, or the session is closed.
@@ -217,9 +217,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state that :meth:`state_dict`, or that of the given optimizer's class, returned.
+        """Load a state that was returned by :meth:`state_dict` of this class or of the given optimizer's class.
 
-        Without a ``master``, the model's present weights are the master copy. Every rank passes the whole state.
+        If a state has no ``master``, the model's current weights become the master copy. Every rank passes the whole
+        state.
 
         Raises:
             ValueError: the groups differ from this optimizer's in number or size.
@@ -230,7 +231,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if [len(g["params"]) for g in theirs] != [len(g["params"]) for g in self.param_groups]:
             raise ValueError(
                 f"the state has groups of {[len(g['params']) for g in theirs]} parameters, this optimizer has "
-                f"{[len(g['params']) for g in self.param_groups]}; make the optimizer as it was when it was saved"
+                f"{[len(g['params']) for g in self.param_groups]}; make the optimizer with the groups that it was "
+                "saved with"
             )
         self.write_states(
             {
@@ -243,18 +245,19 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             group.update({k: v for k, v in their.items() if k != "params"})
 
     def switch_plan(self, config: ExecutionConfig, folder: Path) -> int:
-        """Switch to another plan between two iterations, with the present state.
+        """Switch to another plan between two iterations, and keep weights and state.
 
         The state passes through a file in ``folder`` (see :mod:`executor.memory.transfer_file`). The old session frees
-        its memory before the new one takes its own. If the new one cannot begin, training goes on under the old plan.
-        All ranks switch together, and keep their number and degrees.
+        its memory before the new session takes its own. If the new session cannot begin, training continues under the
+        old plan. All ranks switch together. The number of ranks and the parallel degrees stay the same.
 
         Returns:
             The bytes of the file.
 
         Raises:
-            ValueError: the new decisions cannot be executed, or are for other ranks. All that :func:`prepare_session`
-                raises is raised too. If another rank cannot begin, it is a RankError.
+            ValueError: the new decisions cannot be executed, or have other parallel degrees. The errors of
+                :func:`prepare_session` are raised too.
+            RankError: another rank cannot begin.
             OutOfOrderError: in the middle of an iteration.
             StorageError: there is no room for the file.
         """
@@ -262,8 +265,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         now, then = (dataclasses.asdict(one.decisions.degrees) for one in (self._config, config))
         if different := next((name for name in now if now[name] != then[name]), None):
             raise ValueError(
-                f"the other plan has {different} {then[different]}, but training is under way with {now[different]}; "
-                "plan with that, or save a checkpoint and resume from it under the other plan"
+                f"the other plan has {different} {then[different]}, but training runs with {now[different]}; plan with "
+                f"{now[different]}, or save a checkpoint and resume from it under the other plan"
             )
         steps = {entry.shard.name: entry.step for _, entry in self.session.access.parameter_states().values()}
         self._wholes = {
@@ -312,13 +315,13 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """Begin a session with the transferred state; return the error if it cannot begin."""
         del self.session
         gc.collect()  # reference cycles hold the old session's memory
-        torch.cuda.empty_cache()  # cached blocks have other sizes; does nothing without a GPU
+        torch.cuda.empty_cache()  # cached blocks have the old sizes; does nothing without a GPU
         try:
             self.session = Session(self._model, self.entry, self.param_groups, *config)
         except (ValueError, MemoryError, OSError) as error:
             for name, parameter in self._wholes.items():
                 parameter.data = transfer[name]
-            self.session = None  # type: ignore[assignment]  # until the old one is back
+            self.session = None  # type: ignore[assignment]  # until the old plan's session is back
             return error.with_traceback(None)  # its frames would hold memory
         groups = {self.session.name_of(p): group for group in self.param_groups for p in group["params"]}
         held = {entry.shard.name: entry for _, entry in self.session.access.parameter_states().values()}
@@ -338,13 +341,13 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return self._config.decisions.precision.weights == "bf16"
 
     def _keys(self, kind: Optimizer) -> tuple[str, ...]:
-        """Return the names of what is saved of a parameter beside its weights, master copy first."""
+        """Return the names of a parameter's saved state: the master copy (if any), then the optimizer's buffers."""
         return (*(["master"] if self._keeps_master else []), *self.entry.of(kind).buffers)
 
     def _states(self) -> Iterator[tuple[ParameterState, dict[str, torch.Tensor]]]:
-        """Yield whole parameters, each as one of its states here, and their whole state; float32, on the host.
+        """Yield each parameter's whole state on the host, in float32, beside one of its :class:`ParameterState`.
 
-        Tensors may be views of memory that the next unit reuses. All ranks call this together.
+        Tensors may be views of memory that is reused for the next unit. All ranks call this together.
         """
         units = {unit.name: unit for unit, _ in self.session.access.parameter_states().values()}
         names = collections.Counter(p.shard.name for _, p in self.session.access.parameter_states().values())
@@ -358,7 +361,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                     mine = values[entry.start : entry.stop].view(shard.shape)
                     of_whole[key].append((shard, mine if shard.is_whole else mine.clone()))
                 names[shard.name] -= 1
-                if not names[shard.name]:  # others may have rows of the same
+                if not names[shard.name]:  # all units that hold rows of it have been read
                     parts = found.pop(shard.name)
                     wholes = {key: self.session.collectives.unshard(held) for key, held in parts.items()}
                     yield entry, wholes
@@ -379,14 +382,14 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return states
 
     def write_states(self, entries: Mapping[str, _Entry]) -> None:
-        """Set the state of parameters, by name. Each piece is read and written once."""
+        """Set the state of parameters, by name. Read and write each piece once."""
         if not entries:
             return
         found = [(u, p) for u, p in self.session.access.parameter_states().values() if p.shard.name in entries]
         if self.session.runtime.snapshots is not None:
             self.session.runtime.snapshots.take_remaining()  # checkpoints that have begun need the old state
         for _, parameter in found:
-            # An optimizer without step counts has taken a step if it has state.
+            # If an optimizer does not count steps, having state means that it has taken one.
             entry, _ = entries[parameter.shard.name]
             there = any(entry.get(key) is not None for key in self.entry.of(parameter.kind).buffers)
             parameter.step = int(entry.get("step", there))

@@ -1,4 +1,4 @@
-"""Where the model is in the schedule: a hook of a unit reaches the unit's compute task."""
+"""Tracks where the model is in the schedule. When a hook of a unit fires, its compute task is reached."""
 
 from collections.abc import Callable
 from typing import Final, final
@@ -19,10 +19,10 @@ _INSIDE_BACKWARD: Final = _RUN_AGAIN | {Op.BACKWARD}
 
 @final
 class Progress:
-    """Follows the caller through forward and backward.
+    """Tracks the caller through forward and backward.
 
     Args:
-        backward_begins: called when the backward of a micro-batch begins, before anything of it is issued.
+        backward_begins: called when the backward of a micro-batch begins, before its first task is issued.
         backward_ended: called with the micro-batch when its backward has ended.
 
     Attributes:
@@ -60,7 +60,7 @@ class Progress:
             for task in loop.schedule.tasks
             if task.op in _INSIDE_BACKWARD
         }
-        self._ended_after = 0  # micro-batches, if the iteration under way ended before all of them came
+        self._ended_after = 0  # micro-batches that ran, if this iteration ended early
         self._watching_end = False  # of the backward that runs now
         self._left: set[str] = set()  # units that this backward has left
 
@@ -71,7 +71,7 @@ class Progress:
 
     @property
     def num_complete(self) -> int:
-        """Micro-batches of this iteration that have run, if others are to come and none is under way; else 0."""
+        """Micro-batches of this iteration that have run; 0 if all have run or one is under way."""
         expected = self._loop.expected()
         begins = expected is not None and expected.op is Op.FORWARD and expected.unit == self._first
         return expected.micro_batch if expected is not None and begins else 0
@@ -84,7 +84,7 @@ class Progress:
         self._machine.end_open()
 
     def is_at(self, op: Op, unit: str) -> bool:
-        """Return whether the caller is there already: a unit may have many modules with hooks."""
+        """Return whether the caller is already at this task. A unit may have several modules with hooks."""
         return self.task is not None and self.task.unit == unit and self.task.op is op
 
     def awaits_gradient(self, unit: str) -> bool:
@@ -116,7 +116,7 @@ class Progress:
         self.recomputed(unit)
 
     def recomputed(self, unit: str) -> None:
-        """Recomputation of the segment that ends with this unit has ended. Raises as :meth:`forward`."""
+        """Recomputation has ended for the segment whose last unit this is. Raises as :meth:`forward`."""
         self._reach(Op.BACKWARD, unit)
 
     def _reach(self, op: Op, unit: str) -> None:
@@ -130,7 +130,7 @@ class Progress:
         except OutOfOrderError as error:
             if op in _RUN_AGAIN:
                 raise OutOfOrderError(
-                    f"forward came to {unit} again inside backward, where the plan does not compute it again; "
+                    f"forward reached {unit} inside backward, but the plan does not recompute it there; "
                     f"{OWN_CHECKPOINTING}"
                 ) from None
             raise OutOfOrderError(self._advice(error, op, unit)) from None
@@ -147,7 +147,7 @@ class Progress:
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
     def _advice(self, error: OutOfOrderError, op: Op, unit: str) -> str:
-        """Return an error text with a remedy, where another compute task was expected."""
+        """Return the error text, with a remedy, if the plan expected another compute task."""
         expected = self._loop.expected()
         found = f"the model reached {op} {unit}, but the plan expects"
         rule = (
@@ -158,7 +158,9 @@ class Progress:
             return f"{error}. {rule}"
         if expected is not None and expected.op is not Op.CLIP:
             return f"{found} {expected.name}. {rule}. {LEFT_HALF_WAY}"
-        more = "if the loop accumulates more micro-batches than that, plan for them (num_micro_batches, --accumulate)"
+        more = (
+            "if the loop accumulates more micro-batches than planned, plan for them (num_micro_batches, --accumulate)"
+        )
         if self._skips:
             skip = "to skip this update (if the norm is NaN, say), call optimizer.zero_grad(), then optimizer.step()"
         else:
@@ -169,7 +171,7 @@ class Progress:
         return f"{found} optimizer.step(), since {why}; {more}; {skip}. {rule}"
 
     def _skip_to(self, op: Op, unit: str) -> None:
-        """Skip units that backward never reaches, because nothing in or before them needs a gradient."""
+        """Skip units that backward never reaches, because neither they nor earlier units need a gradient."""
         while (expected := self._loop.expected()) is not None and (expected.op, expected.unit) != (op, unit):
             ahead = self._index.get((op, unit, expected.micro_batch), -1) > expected.index
             if expected.op not in _INSIDE_BACKWARD or not ahead:

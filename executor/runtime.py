@@ -1,4 +1,4 @@
-"""What executes a schedule: memory, threads, and the tasks that run on them."""
+"""The objects that execute a schedule: memory, threads, and tasks."""
 
 import contextlib
 from collections.abc import Mapping
@@ -29,23 +29,24 @@ from planner.schedule.tasks import Op, Tier
 class Runtime:
     """Memory, threads and tasks of one session.
 
-    Making it moves the model's parameters into its memory, and starts the threads.
+    The constructor moves the model's parameters into its memory, and starts the threads.
 
     Args:
-        ranks: all ranks; ``None`` with one.
-        failing: gets callbacks that undo this, in case the session cannot begin.
+        ranks: all ranks; ``None`` if there is only one.
+        failing: gets callbacks that undo the constructor if the session cannot begin.
 
     Attributes:
-        gpu, host: memory, with a ledger.
+        gpu, host: memory of each tier, counted by class.
         state: weights, optimizer state and gradients.
-        offloaded: activations that leave the device.
-        collectives: collectives of the schedule; ``None`` with one rank.
+        offloaded: activations that are offloaded.
+        collectives: collectives of the schedule; ``None`` if there is only one rank.
         snapshots: takes state for checkpoints; ``None`` without checkpoints.
-        actions: what tasks do.
-        machine, loop: run the tasks, and issue them in order.
+        actions: does the work of tasks.
+        machine: runs the tasks on lanes.
+        loop: issues the tasks in order.
         inside_iteration: whether an iteration is under way.
-        parked: whether device memory is given back, see :mod:`executor.parking`.
-        doing: the call that this rank is in, in words. Before a collective all ranks must be in the same one.
+        parked: whether device memory has been freed, see :mod:`executor.parking`.
+        doing: the call that this rank is in, in words. All ranks must be in the same call when a collective begins.
     """
 
     def __init__(
@@ -108,25 +109,25 @@ class Runtime:
         """Check that all weights have values.
 
         Raises:
-            ValueError: some have none.
+            ValueError: some weights have no values.
         """
         if absent := self.state.absent:
             more = f" and {len(absent) - 1} more have" if len(absent) > 1 else " has"
             raise ValueError(
-                f"{min(absent)}{more} no values, because the model was made on the meta device; load them first, as "
-                "with ullage.load(optimizer, FOLDER)"
+                f"{min(absent)}{more} no values, because the model was made on the meta device; load them first, for "
+                "example with ullage.load(optimizer, FOLDER)"
             )
 
     def check_unparked(self) -> None:
-        """Check that device memory is there.
+        """Check that the session is not parked.
 
         Raises:
             OutOfOrderError: the session is parked.
         """
         if self.parked:
             raise OutOfOrderError(
-                "the session is parked, and has no device memory; call session.unpark() first (weights are in "
-                "session.stream_weights() meanwhile)"
+                "the session is parked, and has no device memory; call session.unpark() first, or read weights with "
+                "session.stream_weights()"
             )
 
     def synchronize(self) -> None:
@@ -144,7 +145,7 @@ class Runtime:
         """Check, if ``needed``, that all ranks are in the same call.
 
         Raises:
-            RankError: they are not, or a rank has failed.
+            RankError: the calls differ, or a rank has failed.
         """
         if needed and self.ranks is not None:
             self.ranks.check_same_call(self.doing)

@@ -46,16 +46,16 @@ from planner.schedule.timeline import Timeline
 
 @final
 class Session:
-    """Executes decisions on a model. Made by :func:`executor.prepare_session`.
+    """Executes decisions on a model. :func:`executor.prepare.prepare_session` makes it.
 
     Args:
-        groups: its parameter groups, read whenever the updates of an iteration begin.
+        groups: the optimizer's parameter groups, read whenever the updates of an iteration begin.
 
     Attributes:
-        model: the user's own.
+        model: the user's model.
         decisions, schedule: what is executed.
-        cores: which the threads run on.
-        collectives: of the ranks on the host, while no iteration is under way.
+        cores: the cores that the threads run on.
+        collectives: collectives over host memory, between iterations.
         runtime: memory, threads and tasks.
         access: weights and optimizer state while no iteration is under way.
         driver: follows the model through an iteration.
@@ -92,7 +92,7 @@ class Session:
             shards = shards_of(model, units, mesh, absent.parameters)
             self._names = {id(shard.whole): shard.name for shard in shards.values()}
             check_groups(entry, groups, self._names)
-            # First, so that memory is near the cores that touch it.
+            # Bind threads first, so that memory is near the cores that touch it.
             self.cores, self._give_cores_back = take_cores(
                 options.cores, options.num_threads, ranks, on_device=options.device == "cuda"
             )
@@ -112,7 +112,7 @@ class Session:
             self.runtime.state.absent |= absent.buffers
             self.schedule = self.runtime.loop.schedule
             bf16 = decisions.precision.weights == "bf16"
-            for group in groups:  # or the first update would compile it
+            for group in groups:  # else the first update would compile the kernels
                 entry.warm_up(np.uint16 if bf16 else np.float32, group, writes_bf16=bf16)
             self.access = StateAccess(model, self.runtime, units)
             self._parking = Parking(model, self.runtime, self.access, options.link_bytes_per_s)
@@ -135,20 +135,20 @@ class Session:
                 self._undo.append(bind_batches(model, options.batch, lambda: driver.trains, driver.on_other_shape))
             _move_buffers(model, backend.device, ranks)
             driver.visibility.show("")
-            self.synchronize()  # what was copied in so far was on no lane
-            # At the end: who fails before has no session that could be closed.
+            self.synchronize()  # the copies so far were on no lane
+            # Guards come last: before them, a failure leaves no session that could be closed.
             self._undo += bind_guards(model, self.runtime.state.dtype, backend.device)
             self._undo.append(model.register_forward_hook(driver.after_forward).remove)
             failing.pop_all()
 
     @property
     def iteration(self) -> int:
-        """Number of iterations that are complete, updates under way included."""
+        """Number of complete iterations. Updates of the last one may still run."""
         return self.runtime.loop.iteration
 
     @property
     def record(self) -> bool:
-        """Whether times are kept for :meth:`timeline`. May be changed between iterations."""
+        """Whether times are recorded for :meth:`timeline`. May be changed between iterations."""
         return self.runtime.machine.record
 
     @record.setter
@@ -157,7 +157,7 @@ class Session:
 
     @property
     def failed(self) -> bool:
-        """Whether it has stopped, or is in the middle of an iteration: its state is not that of a step."""
+        """Whether its state is not that after a step: the session has stopped, or is in the middle of an iteration."""
         return self.runtime.machine.stopped or self.runtime.inside_iteration
 
     @property
@@ -166,7 +166,7 @@ class Session:
         return not self._undo
 
     def name_of(self, parameter: torch.Tensor) -> str:
-        """Return the name that the plan has for one of the model's parameters."""
+        """Return the plan's name of one of the model's parameters."""
         return self._names[id(parameter)]
 
     def synchronize(self) -> None:
@@ -178,10 +178,10 @@ class Session:
         self.runtime.synchronize()
 
     def full_parameters(self) -> dict[str, torch.Tensor]:
-        """Return all weights as they are after the last step, wherever the plan keeps them; all ranks do so together.
+        """Return all weights after the last step, wherever the plan keeps them. All ranks call this together.
 
-        Tensors are views of the session's memory, on the host or the device: clone what must outlast the next step.
-        Weights that are sharded over ranks, or on NVMe, are copied to new host memory.
+        Tensors are views of the session's memory, on the host or the device. Clone a tensor that must outlast the next
+        step. If ranks hold shards of a weight, or it is on NVMe, the result is a copy in new host memory.
 
         Raises:
             OutOfOrderError: in the middle of an iteration.
@@ -191,25 +191,25 @@ class Session:
         return {name: self.access.weights(name) for name in self.runtime.state.shards()}
 
     def naming(self) -> Naming:
-        """Return what the model's tensors are called in files of weights."""
+        """Return the names of the model's tensors in files of weights."""
         shards = self.runtime.state.shards().values()
         return Naming(self.model, {id(shard.whole): shard.whole_shape for shard in shards})
 
     def stream_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield all weights, one at a time, under the names and in the form that ``transformers`` writes to files.
+        """Yield all weights, one at a time, with the names and layout that ``transformers`` writes to files.
 
-        If the model has adapters of ``peft``, only the adapters' weights are yielded, as ``peft`` writes them. Call it
-        between two iterations; it works while parked too. Use each tensor before you take the next one, because its
-        memory may be used again. Weights that are whole in memory are not copied. All ranks iterate together, to the
-        end.
+        If the model has adapters of ``peft``, only their weights are yielded, as ``peft`` writes them. Call this
+        between two iterations; the session may be parked. Use each tensor before taking the next: it may be a view of
+        memory that is reused. A tensor that is whole in memory is not copied. All ranks iterate together, to the end.
 
         Args:
-            dtype: of weights; left out, that of the plan. In another type they are rounded from the float32 master
+            dtype: data type of the weights (default: the plan's). Any other type is made from the float32 master
                 copies.
 
         Raises:
-            OutOfOrderError: in the middle of an iteration; or parked, and a prompt is computed from other weights.
-            ValueError: the model has no weights yet, or some are quantized.
+            OutOfOrderError: in the middle of an iteration; or the session is parked, but a prompt must be computed from
+                other weights.
+            ValueError: the model has no weights yet, or has quantized weights but no adapters.
         """
         naming = self.naming()
         weights = self.reader(dtype)
@@ -218,8 +218,8 @@ class Session:
             for own in (self._names.get(id(naming.tensors[name])) for name in saved_names.values()):
                 if own is not None and self.runtime.state.shards()[own].stored.is_quantized:
                     raise ValueError(
-                        f"{own} is quantized, and cannot be given or saved by itself; train adapters, which are, or "
-                        "call model.save_pretrained() after session.close()"
+                        f"{own} is quantized, and cannot be saved or streamed by itself; train adapters, which can be "
+                        "saved, or call model.save_pretrained() after session.close()"
                     )
             for conversion in naming.to_files(saved_names):
                 yield from conversion.apply(lambda plain: weights(naming.tensors[saved_names[plain]])).items()
@@ -227,7 +227,7 @@ class Session:
         encoded = [adapter for adapter in naming.adapters if naming.is_encoded(adapter)]
         if encoded and self.runtime.parked:
             raise OutOfOrderError(
-                f"the prompt of adapter {encoded[0]} is computed from other weights, on the device; take it before "
+                f"the prompt of adapter {encoded[0]} is computed on the device from other weights; take it before "
                 "session.park() or after session.unpark()"
             )
         prompts = prompts_of(self.model, encoded)
@@ -236,7 +236,10 @@ class Session:
             yield theirs, prompts[adapter] if is_prompt else weights(naming.tensors[name])
 
     def reader(self, dtype: torch.dtype | None = None) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Return a function that returns the whole weights of one of the model's tensors, as :meth:`stream_weights`."""
+        """Return a function that returns the whole weights of one of the model's tensors.
+
+        See :meth:`stream_weights`.
+        """
         wanted = dtype or self.runtime.state.dtype
         from_masters = self.runtime.parked or wanted != self.runtime.state.dtype
         masters = self.access.masters()
@@ -249,46 +252,46 @@ class Session:
         return read
 
     def park(self, *, keep_weights: bool = False) -> Moved:
-        """Give all device memory of the session back, between two steps; all ranks do so together.
+        """Free all device memory of the session, between two steps. All ranks call this together.
 
-        Weights and state that only the device has move to pinned host memory, which is taken at the first time and
-        kept. Until :meth:`unpark`, training, evaluating and reading are refused, but for :meth:`stream_weights`.
+        Weights and state that exist only on the device move to pinned host memory, which is taken the first time and
+        kept. Until :meth:`unpark`, training, evaluation and reading raise an error; only :meth:`stream_weights` works.
 
         Args:
             keep_weights: leave resident weights on the device, where tensors of :meth:`full_parameters` view them.
 
         Raises:
-            OutOfOrderError: in the middle of an iteration, or it is parked already.
-            DeviceMemoryError: the host has no room; nothing has changed.
+            OutOfOrderError: in the middle of an iteration, or the session is parked already.
+            DeviceMemoryError: the host has too little memory; nothing has changed.
         """
         self.runtime.check_has_weights()
         return self._parking.park(keep_weights=keep_weights)
 
     def unpark(self) -> Moved:
-        """Take device memory again, with what was there before :meth:`park`; all ranks do so together.
+        """Take device memory again, and restore what was there before :meth:`park`. All ranks call this together.
 
         Raises:
-            OutOfOrderError: it is not parked.
-            DeviceMemoryError: others have the memory; the session stays parked.
+            OutOfOrderError: the session is not parked.
+            DeviceMemoryError: another program holds the memory; the session stays parked.
         """
         if not self.runtime.parked:
             raise OutOfOrderError("the session is not parked; call session.park() before session.unpark()")
         return self._parking.unpark()
 
     def sync_rng_state(self) -> None:
-        """Give ranks that share layers the same RNG state: what they drop out must be the same."""
+        """Give tensor-parallel ranks the same RNG state, so that dropout is the same on them."""
         if self._ranks is not None and self.decisions.tensor_parallel > 1:
             self._ranks.sync_rng_state()
 
     def timeline(self, first: int = 0, last: int | None = None) -> Timeline:
-        """Return what was recorded of iterations ``first`` to ``last`` (inclusive), after waiting for their ends."""
+        """Wait for all updates, and return the recorded times of iterations ``first`` to ``last`` (inclusive)."""
         self.synchronize()
         return self.runtime.machine.timeline(first, last)
 
     def mean_timeline(self) -> Timeline:
-        """Return :meth:`timeline`, with the mean over ranks of every time; all ranks do so together.
+        """Return :meth:`timeline` with every time averaged over ranks. All ranks call this together.
 
-        Iterations that one of them leaves out are left out: each rank has batches of its own.
+        If one rank leaves an iteration out, all do: ranks have different batches.
         """
         machine = self.runtime.machine
         shares = self.collectives.means(np.array([float(i in machine.left_out) for i in machine.recorded]))
@@ -300,11 +303,11 @@ class Session:
 
     @contextlib.contextmanager
     def metered(self) -> Iterator[None]:
-        """Measure, inside it, the device memory that comes and goes. On the host it slows computing down.
+        """Return a context that measures dynamic device memory. If the host is the device, it slows computing down.
 
-        It waits for updates first, because they hold gradients until they end. Inside it, a task that begins waits for
-        activations that may be back by then, because the threads that copy them may be slowed down too. So it measures
-        the most that the schedule holds.
+        It first waits for updates, so that no gradient of the last iteration is counted. When a task begins, it waits
+        for all activations that may have come back by then, because measuring may slow down the threads that copy them.
+        So it measures the most that the schedule can hold.
         """
         self.synchronize()
         machine = self.runtime.machine
@@ -323,9 +326,9 @@ class Session:
                 machine.on_caller = lambda _task: None
 
     def memory(self) -> dict[Tier, MeasuredMemory]:
-        """Return each tier's memory: bytes taken once, by class, and the peak of all others if it was metered.
+        """Return each tier's memory: static memory by class and, after :meth:`metered`, the peak of dynamic memory.
 
-        On NVMe these are both versions of all state, see [Note: Two versions] in :mod:`executor.memory.nvme_files`.
+        On NVMe, both versions of all state count, see [Note: Two versions] in :mod:`executor.memory.nvme_files`.
         """
         runtime, stored = self.runtime, self.runtime.state.stored
         metered = () if self._meter is None else (self._meter.peak_bytes, dict(self._meter.peak_bytes_of))
@@ -340,21 +343,21 @@ class Session:
 
     @property
     def storage(self) -> str:
-        """Where the plan's files on NVMe are, and how they are read and written; empty without any."""
+        """Where state on NVMe is stored, and how it is read and written, in words; empty if nothing is on NVMe."""
         stored = self.runtime.state.stored
         file = stored.file if stored else self.runtime.offloaded.file
         return "" if file is None else file.description
 
     def close(self, *, give_back: bool = True) -> None:
-        """Wait for all updates and give the model back with its weights, as an ordinary one. Closing twice is allowed.
+        """Wait for all updates and make the model an ordinary one again, with its weights. Closing twice is allowed.
 
-        Weights that the plan keeps on the host stay there. All ranks close together, and each then has all weights. If
-        an iteration is under way (an exception may have ended it), the model gets the weights of the last step. It gets
-        none, and its parameters are NaN, in three cases: after a failure of the session itself, where updates begin
-        during backward, and on one of several ranks. Go on from a checkpoint then.
+        Afterwards, weights that the plan keeps on the host are on the host. All ranks close together, and each gets all
+        weights. If an iteration is under way (an exception may have ended it), the model gets the weights of the last
+        step. In three cases it gets none, and its parameters are NaN: if the session itself failed, if updates begin
+        during backward, and if there are several ranks. Then continue from a checkpoint.
 
         Args:
-            give_back: whether to give the model its weights; if not, its parameters have no values afterwards.
+            give_back: whether the model gets its weights. If not, its parameters have no values afterwards.
         """
         if self.closed:
             return
@@ -406,13 +409,13 @@ class Session:
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
-        if error is not None and self._ranks is not None:  # the others are not here to close together
+        if error is not None and self._ranks is not None:  # the other ranks do not close now
             self.runtime.machine.fail(error)
         self.close()
 
 
 def _move_buffers(model: nn.Module, device: torch.device, ranks: Ranks | None) -> None:
-    """Bring buffers to the device, as rank 0 has them on all; what a model writes to them is a rank's own."""
+    """Move buffers to the device, with rank 0's values on all ranks. Later writes to them are not exchanged."""
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             values = buffer if ranks is None else ranks.all.broadcast(buffer)
@@ -420,13 +423,13 @@ def _move_buffers(model: nn.Module, device: torch.device, ranks: Ranks | None) -
 
 
 def _with_own_storage(values: torch.Tensor) -> torch.Tensor:
-    """Return a tensor in the same memory, whose storage has nothing else.
+    """Return the same values in the same memory, with a storage that holds nothing else.
 
-    So ``torch.save`` writes only these values, and ``safetensors`` sees no shared memory. The block that they are part
-    of lives as long as any of its parts.
+    Code that looks at storages then sees a separate tensor: ``torch.save`` writes only these values, and
+    ``safetensors`` sees no shared memory. The memory block stays alive as long as any tensor in it.
     """
     values = values.detach()
     if values.untyped_storage().nbytes() <= values.nbytes:
         return values
-    # By capsule, which has any host memory as the CPU's; torch.from_dlpack(values) would name pinned memory CUDA's.
+    # A capsule marks any host memory as CPU memory; torch.from_dlpack(values) would mark pinned memory as CUDA's.
     return from_dlpack(to_dlpack(values))

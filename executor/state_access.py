@@ -20,9 +20,9 @@ _NEVER = -1
 
 @final
 class StateAccess:
-    """Brings weights and state to where they can be read, used or changed while no iteration is under way.
+    """Makes weights and state available for reading, evaluation and changes between iterations.
 
-    It gathers shards, so all ranks must make the same calls at the same point.
+    It all-gathers shards, so all ranks must make the same calls at the same point.
 
     Attributes:
         is_evaluating: whether an evaluation has begun since the last iteration.
@@ -34,13 +34,13 @@ class StateAccess:
         self._state = state = runtime.state
         self._shared = {unit.name: unit.shared_units for unit in units}
         self._gather_resident = any(unit.slot < 0 and unit.is_sharded for unit in state.units.values())
-        # Whether each evaluation and each reading of weights needs collectives.
+        # Whether each evaluation and each read of weights needs collectives.
         self._gather_at_each_use = any(unit.slot >= 0 and unit.is_sharded for unit in state.units.values()) or (
             runtime.ranks is not None and runtime.ranks.size > runtime.ranks.mesh.degrees.data_parallel
         )
-        self._current_in = _NEVER  # the iteration before which resident weights were last made current
+        self._current_in = _NEVER  # the next iteration when resident weights were last made current
         self._in_slot: dict[int, str] = {}
-        self._gathered = "", torch.empty(0)  # frozen weights of a unit whose ranks hold shards, while parked
+        self._gathered = "", torch.empty(0)  # while parked: the unit and its all-gathered frozen weights
         self._is_changing = False
         self.is_evaluating = False
 
@@ -48,7 +48,7 @@ class StateAccess:
         """Check that no iteration is under way.
 
         Raises:
-            OutOfOrderError: one is.
+            OutOfOrderError: one is under way.
         """
         if self._runtime.inside_iteration:
             raise OutOfOrderError(
@@ -57,7 +57,7 @@ class StateAccess:
             )
 
     def parameter_states(self) -> dict[str, tuple[UnitState, ParameterState]]:
-        """Return every parameter's state and its unit's, once all updates have ended.
+        """Return each parameter's unit and state, after all updates have ended.
 
         Raises:
             OutOfOrderError: in the middle of an iteration.
@@ -69,9 +69,9 @@ class StateAccess:
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:
-        """Enter to change weights and state. Later evaluations and reads get the new values.
+        """Return a context in which to change weights and state. Later evaluations and reads get the new values.
 
-        Ranks enter together. May be nested. Raises as :meth:`parameter_states`.
+        Ranks enter it together. It may be nested. Raises as :meth:`parameter_states`.
         """
         if self._is_changing:
             yield
@@ -80,7 +80,7 @@ class StateAccess:
         self._is_changing = True
         try:
             yield
-        finally:  # even after an error some values may have changed
+        finally:  # after an error, too, some values may have changed
             self._is_changing = False
             self._current_in = _NEVER
             self.is_evaluating = False  # make_current() has waited for its tasks
@@ -92,9 +92,9 @@ class StateAccess:
         return self.stored_weights(name)
 
     def masters(self) -> Callable[[str], torch.Tensor]:
-        """Return a function that returns a parameter's master copy, float32, whole, on the host.
+        """Return a function that returns a parameter's whole master copy, float32, on the host.
 
-        It may be a view of memory that the next call reuses, as one unit's is held. All ranks make the same calls.
+        Its result may be a view of memory that the next call reuses. All ranks make the same calls in the same order.
         """
         held, flat = "", torch.empty(0)
 
@@ -103,7 +103,7 @@ class StateAccess:
             self._runtime.check_has_weights()
             if not self._runtime.parked:
                 self.make_current("state_dict()", uses=True)
-            if name in self._state.frozen_by_parameter:  # there is no other copy
+            if name in self._state.frozen_by_parameter:  # they have no master copy
                 return self.stored_weights(name)
             parts = []
             for unit, parameter in self._state.by_parameter[name]:
@@ -116,9 +116,10 @@ class StateAccess:
         return master
 
     def stored_weights(self, name: str) -> torch.Tensor:
-        """Return a parameter's weights once they are current: a view of where they are kept.
+        """Return a parameter's weights, which must be current, as a view of the memory that holds them.
 
-        If they are sharded or on NVMe, it is new host memory. Of a quantized parameter it is the bytes.
+        If several ranks or units hold parts of them, or if they are on NVMe, the result is new host memory. If the
+        parameter is quantized, the result is its bytes.
         """
         parts = [(p.shard, self._share(unit, p)) for unit, p in self._state.by_parameter.get(name, ())]
         parts += [(p.shard, p.of(self._bytes(unit, p))) for unit, p in self._state.frozen_by_parameter.get(name, ())]
@@ -132,11 +133,11 @@ class StateAccess:
         return own
 
     def make_current(self, doing: str, *, uses: bool = False) -> None:
-        """Wait for all updates, and bring weights to the device as the next iteration would.
+        """Wait for all updates, and copy to the device the weights that the next iteration would copy there.
 
         Args:
-            doing: what it is for, in words.
-            uses: whether all weights will be used, or read whole.
+            doing: the call that needs it, in words.
+            uses: whether the caller is going to use all weights, or read them whole.
         """
         self.check_idle()
         runtime = self._runtime
@@ -154,11 +155,11 @@ class StateAccess:
             for piece in unit.pieces:
                 if unit.on_device and piece.by_host:
                     runtime.actions.upload(unit, piece)
-            if unit.slot < 0 and unit.is_sharded:  # ranks have updated shards of what is resident (ZeRO-1 and 2)
+            if unit.slot < 0 and unit.is_sharded:  # ZeRO-1 and 2: ranks have updated shards of resident weights
                 runtime.actions.all_gather(unit)
 
     def forget_current(self) -> None:
-        """Note that the device has lost weights: their next use brings them again."""
+        """Note that the device has lost its weights, so that they are copied there before their next use."""
         self._current_in = _NEVER
         self._gathered = "", torch.empty(0)
 
@@ -175,7 +176,7 @@ class StateAccess:
             except OutOfOrderError as error:
                 if not self._model.training:
                     raise
-                raise OutOfOrderError(f"{error}; if this is no evaluation, {OWN_CHECKPOINTING}") from None
+                raise OutOfOrderError(f"{error}; if this is not an evaluation, {OWN_CHECKPOINTING}") from None
             self.is_evaluating = True
         for name in (unit, *self._shared[unit]):
             state = self._state.units.get(name)
@@ -183,7 +184,7 @@ class StateAccess:
                 self._fill_slot(state)
 
     def end_evaluation(self) -> None:
-        """Wait for what evaluations have issued, which may still read slots, before training goes on."""
+        """Wait for the work of evaluations, which may still read slots, before training continues."""
         if self.is_evaluating:
             self._runtime.actions.synchronize()
             self.is_evaluating = False
@@ -213,7 +214,7 @@ class StateAccess:
         if self._in_slot.get(unit.slot) != unit.name:
             actions = self._runtime.actions
             if unit.on_nvme:
-                actions.synchronize()  # the last unit may still be on its way from the same buffer
+                actions.synchronize()  # the last unit may still be copied from the same buffer
                 actions.read(unit)
             if not unit.on_device:
                 actions.fetch(unit)

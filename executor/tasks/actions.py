@@ -1,4 +1,4 @@
-"""What the tasks of a schedule do, except the compute that the caller does itself."""
+"""Performs the tasks of a schedule, except the compute tasks, which the caller runs itself."""
 
 from collections.abc import Callable
 from typing import Final, NamedTuple, final
@@ -17,7 +17,7 @@ from planner.decisions import Decisions
 from planner.schedule.tasks import Lane, Op, Task
 
 _SUM_UP: Final = frozenset({Op.FLUSH, Op.SPILL})
-"""Tasks of a micro-batch that handle the sum of all gradients, if it is the last one."""
+"""Tasks that, in the last micro-batch, handle the sum of all gradients."""
 
 
 class _Short(NamedTuple):
@@ -31,7 +31,7 @@ class _Short(NamedTuple):
 class Actions:
     """Performs tasks on a model's state. Each method runs in the thread of the task's lane.
 
-    With one rank, ``collectives`` is ``None``. Without checkpoints, ``snapshots`` is ``None``.
+    ``collectives`` is ``None`` if there is one rank, and ``snapshots`` if there are no checkpoints.
 
     Attributes:
         gradients: collects, flushes and spills gradients.
@@ -82,13 +82,13 @@ class Actions:
             self._by_op[task.op](task, iteration)
 
     def end_early(self, iteration: int, num_micro_batches: int, num_issued: int) -> None:
-        """End an iteration after fewer micro-batches than planned, before anything else of it is issued.
+        """End an iteration after fewer micro-batches than planned. Call it before the rest of the iteration is issued.
 
-        [Note: Short groups] A user's loop ends an iteration early where its data end. The rest of the schedule is
-        issued all the same, because later tasks rely on its order, but tasks of missing micro-batches do nothing. Only
-        tasks that handle the sum of all gradients still run: the all-reduce of what was added up so far, its norms, and
-        its way to NVMe. Where the caller is in the schedule decides which tasks are skipped, not the time, so all ranks
-        skip the same.
+        [Note: Short groups] If a user's data ends, the loop ends an iteration early. The rest of the schedule is issued
+        all the same, because later tasks rely on its order, but tasks of missing micro-batches do nothing. Only tasks
+        that handle the sum of all gradients still run: they all-reduce the sum so far, compute its norms, and write it
+        to NVMe. The caller's position in the schedule, not the time, decides which tasks are skipped, so all ranks skip
+        the same tasks.
 
         Args:
             iteration: the one under way.
@@ -144,7 +144,7 @@ class Actions:
             self.upload(unit, unit.pieces[task.piece])
 
     def _swap_in(self, task: Task, _iteration: int) -> None:
-        """Give a piece a host buffer, and read its state if any of it is trained. Gradients may arrive later."""
+        """Give a piece a host buffer. If any of its parameters train, read its state: gradients may arrive later."""
         unit = self._state.units[task.unit]
         reads = unit.is_trained(unit.pieces[task.piece])
         self._state.nvme.swap_in((unit.name, task.piece), task.slot, reads=reads)

@@ -1,10 +1,10 @@
 """Collectives of the schedule: all-gather of weights, all-reduce or reduce-scatter of gradients.
 
 [Note: Mean gradients] Gradients are reduced in the weights' type, as ``DistributedDataParallel`` does: each rank
-divides its own by the number of ranks, and these are summed. If the schedule reduces once for all micro-batches, each
-rank first accumulates its own gradients. If it reduces every micro-batch, the means are accumulated. A rank on which a
-parameter got no gradient contributes zeros. The parameter is updated if it got one on any rank, as with
-``find_unused_parameters``.
+divides its gradient by the number of ranks, and the quotients are summed. If the schedule reduces once for all
+micro-batches, each rank first accumulates its own gradients. If it reduces after every micro-batch, the means are
+accumulated. If a parameter got no gradient on a rank, this rank contributes zeros. The parameter is updated if it got a
+gradient on any rank, as with ``find_unused_parameters``.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ class ScheduleCollectives:
     """Performs the tasks of the collective lane. The schedule is the same on all ranks.
 
     Attributes:
-        mean_factor: multiplies gradients, so that their sum over data-parallel ranks is the mean.
+        mean_factor: factor of each rank's gradients, so that the sum over data-parallel ranks is the mean.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class ScheduleCollectives:
                 self._scattered.setdefault(task.unit, []).append(task.micro_batch)
 
     def all_gather(self, unit: UnitState) -> None:
-        """All-gather a unit's weights on the device, of which each rank has a shard."""
+        """All-gather a unit's weights on the device from the ranks' shards."""
         assert unit.group is not None
         for whole, own in unit.gathers():
             unit.group.all_gather(whole, own)
@@ -64,7 +64,7 @@ class ScheduleCollectives:
             bucket.present.add(parameter.name)
 
     def reduce_scatter(self, task: Task) -> None:
-        """Reduce a unit's gradient over the ranks, and keep the part that this rank updates."""
+        """Reduce-scatter or all-reduce a unit's gradient, and keep the part that this rank updates."""
         unit = self._state.units[task.unit]
         bucket = unit.buckets.pop(task.micro_batch, None) or _empty_bucket(unit)
         for parameter in unit.parameters:
@@ -88,20 +88,20 @@ class ScheduleCollectives:
         unit.flushing[task.micro_batch] = {p.name: gradient for p in unit.parameters if p.leaving}
 
     def first_summed(self, task: Task) -> int:
-        """Return the first micro-batch whose gradient a ``SCATTER`` task reduces; the task's own is the last."""
+        """Return the first micro-batch whose gradient a ``SCATTER`` task reduces. The last one is the task's own."""
         before = [m for m in self._scattered[task.unit] if m < task.micro_batch]
         return before[-1] + 1 if before else 0
 
     def sync_arrivals(self, parameters: Sequence[ParameterState], iteration: int, doing: str) -> None:
-        """Count a gradient as arrived if it has arrived on any rank.
+        """Mark a gradient as arrived on all ranks if it has arrived on any.
 
         Args:
-            parameters: this rank's part of all of them.
+            parameters: this rank's parts of all parameters.
             iteration: the one under way.
-            doing: what this rank does, in words; must be the same on all ranks.
+            doing: the call that this rank is in, in words. It must be the same on all ranks.
 
         Raises:
-            GradientError: a parameter has one on some ranks only, and its update may have begun without it.
+            GradientError: a parameter got a gradient on only some ranks, and its update may have begun without it.
         """
         arrived = self._ranks.check_same_call(
             doing, [float(parameter.arrived == iteration) for parameter in parameters]
@@ -119,10 +119,10 @@ class ScheduleCollectives:
     def sum_squares(
         self, parameters: Sequence[tuple[UnitState, ParameterState]], squares: Sequence[float]
     ) -> list[float]:
-        """All-reduce the sums of squares of this rank's parts of gradients; return those of whole gradients.
+        """All-reduce the sums of squares of this rank's parts of gradients; return the sums for whole gradients.
 
-        A part that several ranks hold counts once. If a parameter is not sharded over tensor-parallel ranks, all of
-        them must have the same bits, because their arithmetic is the same; all NaN count as equal.
+        A part that several ranks hold counts once. If a parameter is not sharded over tensor-parallel ranks, they must
+        all have the same bits, because their arithmetic is the same. All NaN count as equal.
 
         Raises:
             GradientError: the bits differ, so these ranks no longer train one model.

@@ -1,4 +1,4 @@
-"""Gradients of an iteration: from autograd to where the update reads them."""
+"""Moves gradients from autograd to where the update reads them."""
 
 import itertools
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from planner.schedule.tasks import Task
 
 @final
 class GradientTasks:
-    """Collects, flushes and spills gradients, and computes their norms. With one rank, ``collectives`` is ``None``."""
+    """Collects, flushes and spills gradients, and computes norms. ``collectives`` is ``None`` if there is one rank."""
 
     def __init__(
         self,
@@ -56,9 +56,10 @@ class GradientTasks:
             parameter.step += 1
 
     def norms(self, iteration: int) -> dict[str, torch.Tensor]:
-        """Return the 2-norms of an iteration's gradients, float32 scalars on the device, once all have been flushed.
+        """Return the 2-norms of an iteration's gradients, float32 scalars on the device.
 
-        Keys are names of whole parameters. Each norm is that of the whole parameter, whatever this rank has of it.
+        All gradients must have been flushed. Keys are names of whole parameters. Each norm is that of the whole
+        parameter, even if this rank holds only a part.
         """
         sums: dict[str, list[torch.Tensor]] = {}
         first: dict[str, tuple[UnitState, ParameterState]] = {}
@@ -72,7 +73,7 @@ class GradientTasks:
                 terms.append(self._backend.sum_of_squares(unit.device_gradients[parameter.name, part.piece.index]))
         if not sums:
             return {}
-        # To the host as one tensor and back as one: each copy waits for the device.
+        # Copy one tensor to the host and one back, because each copy waits for the device.
         all_terms = [term for of_parameter in sums.values() for term in of_parameter]
         squares = iter(torch.stack(all_terms).tolist() if all_terms else ())
         totals = [sum(itertools.islice(squares, len(terms))) for terms in sums.values()]
@@ -82,7 +83,7 @@ class GradientTasks:
         return dict(zip(sums, norms.unbind(), strict=True))
 
     def flush(self, task: Task, iteration: int) -> None:
-        """Copy gradients to the host, or add them in their own type to those of earlier micro-batches, as autograd."""
+        """Copy gradients to the host, or add them to those of earlier micro-batches in their own type, as autograd."""
         unit = self._state.units[task.unit]
         gradients = unit.flushing.pop(task.micro_batch, {})
         last = task.micro_batch == self._num_micro_batches - 1
@@ -115,7 +116,7 @@ class GradientTasks:
         self, unit: UnitState, parameter: ParameterState, gradient: FlatGradient | None
     ) -> Iterator[torch.Tensor]:
         for part in parameter.leaving:
-            if self._num_micro_batches == 1:  # the device is faster, and the host's copy may still be on its way
+            if self._num_micro_batches == 1:  # the device is faster, and the copy to the host may still run
                 assert gradient is not None
                 yield self._backend.sum_of_squares(gradient.of(part))
             else:

@@ -25,21 +25,21 @@ _DTYPES: Final[Mapping[torch.dtype, Dtype]] = {torch.float32: "F32", torch.bfloa
 
 @final
 class Snapshots:
-    """The state that the schedule's snapshots copy to checkpoints, and the buffers that it passes through.
+    """The state that snapshot tasks copy to checkpoints, and the buffers for these copies.
 
-    A tensor-parallel shard of a parameter, or its rows in one of several units, is saved under a name of its own.
+    A tensor-parallel shard of a parameter is saved under its own name, and so are its rows in one of several units.
 
     Args:
-        host: memory for the buffers.
+        host: host memory, from which the buffers are taken.
         options: the size of the buffers.
-        rank: of this process. If several ranks hold the same unit, one of them saves it; they take turns.
+        rank: this process's rank. If several ranks hold the same unit, one of them saves it; they take turns.
 
     Attributes:
         ring: the buffers, uint8 ``[num_buffers, chunk]``, pinned.
         engine: writes checkpoints; ``None`` if there is none.
 
     Raises:
-        DeviceMemoryError: the host has not enough for the buffers.
+        DeviceMemoryError: the host has too little memory for the buffers.
     """
 
     def __init__(
@@ -67,17 +67,17 @@ class Snapshots:
         self.ring: Buffer = rows[: count - (state.stored is not None)].numpy()
 
     def take(self, key: Key, iteration: int) -> None:
-        """Pass a piece to the engine, in the thread of the snapshot lane."""
+        """Pass a piece to the engine. Runs in the thread of the snapshot lane."""
         if self.engine is not None:
             self.engine.take(key, iteration)
 
     def release(self, key: Key) -> None:
-        """Wait until a piece may change, in the thread of the gate lane."""
+        """Wait, in the thread of the gate lane, until a checkpoint has taken a piece, so that it may change."""
         if self.engine is not None:
             self.engine.release(key)
 
     def take_remaining(self) -> None:
-        """Take the rest of all checkpoints that have begun, between iterations; state may change afterwards."""
+        """Between iterations, take the rest of all checkpoints that have begun, so that state may change afterwards."""
         if self.engine is not None:
             self.engine.take_remaining()
 
@@ -102,7 +102,7 @@ class Snapshots:
         tensors = [tensor.detach().view(torch.uint8) for tensor in unit.state(piece)]
         if piece.place is Place.GPU:
             return tensors
-        self._wait()  # for copies to host memory that are under way
+        self._wait()  # for copies to host memory that still run
         return [tensor.numpy() for tensor in tensors]
 
     def copy(self, buffer: Buffer, values: Any) -> None:
@@ -124,7 +124,7 @@ class Snapshots:
         self._backend.event_time_s(self._backend.record_event(Lane.SNAPSHOT))
 
     def _slices_of(self, key: Key, number: int) -> list[Slice]:
-        """Return what this rank saves of a piece. If several ranks hold it, they take turns by unit."""
+        """Return the slices of a piece that this rank saves. If several ranks hold it, they take turns by unit."""
         unit = self._state.units[key[0]]
         if unit.group is not None and not unit.is_sharded and number % unit.group.size != unit.group.rank:
             return []

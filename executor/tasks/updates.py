@@ -18,7 +18,7 @@ from planner.schedule.tasks import Lane, Task
 
 
 class ParameterUpdate(NamedTuple):
-    """How one parameter is updated in one iteration."""
+    """The rule of one parameter's update in one iteration, and the factor of its gradient."""
 
     rule: Rule
     scale: float  # of its gradient
@@ -50,7 +50,7 @@ class UpdateTasks:
         self._slot_of: dict[tuple[str, int], SlotPart] = {}
 
     def begin(self, iteration: int, updates: Mapping[str, ParameterUpdate]) -> None:
-        """Set how each parameter is updated in an iteration, before its first update is issued."""
+        """Set how each parameter is updated in an iteration. Call it before the iteration's first update is issued."""
         self._updates = {i: known for i, known in self._updates.items() if i == iteration - 1} | {iteration: updates}
 
     def update(self, task: Task, iteration: int) -> None:
@@ -96,7 +96,7 @@ class UpdateTasks:
             return  # its state has not been read
         held = unit.state(piece) if stored is None else stored.state(key)
         gradient = self._state.nvme.gradient(key) if piece.spilled else unit.gradient(piece)
-        # Where weights are written, if not to the master copy alone.
+        # Memory to write weights to, besides the master copy; None if there is none.
         weights = self._state.nvme.weights(key) if unit.on_nvme else unit.host_weight(piece)
         rounds = weights is not None and weights.dtype is not torch.float32
         state = [*held, gradient, *([weights] if weights is not None and rounds else [])]
@@ -112,7 +112,7 @@ class UpdateTasks:
         if weights is None:
             return
         if unit.on_nvme:
-            if 0 < num_updated < piece.num_params:  # they are written with those beside them
+            if 0 < num_updated < piece.num_params:  # the piece is written whole, with weights that got no update
                 weights.copy_(held[0])
         elif not rounds:
             np.copyto(as_array(weights), as_array(held[0]))
@@ -122,7 +122,7 @@ class UpdateTasks:
     def _restore_dropped(
         self, unit: UnitState, piece: Piece, weights: torch.Tensor, master: torch.Tensor, iteration: int
     ) -> None:
-        """Write weights from the master copy over gradients that the user dropped; they round to the same bits."""
+        """Overwrite gradients that the user dropped with weights from the master copy, which round to the same bits."""
         updated = {p.name for p, _ in self._parameter_runs(unit, piece, iteration)}
         for parameter in unit.parameters:
             if parameter.flushed == iteration and parameter.name not in updated:
@@ -130,7 +130,7 @@ class UpdateTasks:
                     weights[part.within].copy_(master[part.within])
 
     def _update_on_device(self, unit: UnitState, piece: Piece, state: tuple[torch.Tensor, ...], iteration: int) -> None:
-        """Update with a gradient that stayed on the device, and write the weights where they are resident."""
+        """Update with a gradient that stayed on the device, and write the resident weights, if there are any."""
         weights = unit.own(piece) if unit.on_device else None
         singles = self._parameter_runs(unit, piece, iteration)
         for run in self._runs(unit, piece, iteration):
@@ -151,11 +151,12 @@ class UpdateTasks:
         """Release gradients that an update has read.
 
         [Note: Spent] On a GPU the caller runs ahead of the updates. If a gradient were freed here, the allocator could
-        not reuse its memory before the update has ended. The next forward would then get other memory: up to all
-        gradients beside all activations, which no plan has room for. So, where updates end before the unit's next
-        forward, the unit keeps its gradients until that forward, whose stream may reuse their memory at once. Two kinds
-        of gradients cannot wait: those that another lane allocated, and those that are updated during backward. They
-        are recorded on the stream of the update, and are free when that is done.
+        not reuse its memory before the update has ended. So the next forward would allocate other memory: in the worst
+        case, all gradients and all activations would be held at once, which no plan has memory for. Therefore, if
+        updates end before the unit's next forward, the unit keeps its gradients until that forward. The stream of that
+        forward may reuse their memory at once. Two kinds of gradients cannot wait: gradients that another lane
+        allocated, and gradients that are updated during backward. They are recorded on the stream of the update, and
+        become free when the update is done.
         """
         if self._keeps_spent:
             unit.spent.extend(gradient for gradient in gradients if gradient.is_cuda)
@@ -173,14 +174,14 @@ class UpdateTasks:
                 self._backend.update(cut, [weights], run.update.rule, run.step, run.update.scale)
         else:
             self._update_on_device(unit, piece, slot.state, iteration)
-        # The whole piece, also parameters without an update: the same master copy rounds to the same weight.
+        # Write the whole piece: parameters without an update get the same bits again.
         if unit.on_device:
             unit.own(piece).copy_(slot.state[0])
         elif unit.host_weights is not None:
             slot.weights.copy_(slot.state[0])
 
     def _parameter_runs(self, unit: UnitState, piece: Piece, iteration: int) -> Iterator[tuple[ParameterState, _Run]]:
-        """Yield each parameter of a piece that is updated, with its range: those that got a gradient, as in torch."""
+        """Yield each parameter of a piece that got a gradient and is updated, with its range."""
         updates = self._updates[iteration]
         for parameter in unit.parameters:
             if parameter.arrived != iteration or parameter.shard.name not in updates:
@@ -191,7 +192,7 @@ class UpdateTasks:
                 yield parameter, _Run(part.start, part.stop, here, parameter.step)
 
     def _runs(self, unit: UnitState, piece: Piece, iteration: int) -> Iterator[_Run]:
-        """Yield the ranges of a piece that are updated; neighbours with the same update are one."""
+        """Yield the ranges of a piece that are updated. Adjacent ranges with the same update are merged."""
         open_run: _Run | None = None
         for _, run in self._parameter_runs(unit, piece, iteration):
             if open_run and (open_run.stop, open_run.update, open_run.step) == (run.start, run.update, run.step):

@@ -156,7 +156,7 @@ def test_a_parameter_that_files_lack_keeps_its_values_if_that_is_wanted(source):
 
 def test_what_has_no_weights_yet_does_not_train_evaluate_or_save(source, optimizer, tmp_path):
     model, tokens = optimizer.session.model, batches(TASK)[0, 0]
-    words = r"and \d+ more have no values, .*; load them first, as with ullage\.load"
+    words = r"and \d+ more have no values, .*; load them first, for example with ullage\.load"
     for act in (
         lambda: model(input_ids=tokens, labels=tokens),
         lambda: model.eval()(input_ids=tokens),

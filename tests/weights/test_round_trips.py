@@ -281,7 +281,7 @@ def test_prompts_and_heads_are_saved_as_peft_loads_them(kind, num_ranks, process
                 name: values.shape for name, values in in_file.items()
             }
             session.park()
-            with pytest.raises(OutOfOrderError, match="computed from other weights, on the device; take it before"):
+            with pytest.raises(OutOfOrderError, match="computed on the device from other weights; take it before"):
                 next(session.stream_weights())
             return
         load(optimizer, tmp_path / "adapter")

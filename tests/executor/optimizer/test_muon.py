@@ -203,13 +203,13 @@ def test_groups_are_those_of_the_plan():
     model = make_model(task)
     named = dict(model.named_parameters())
     matrix = "model.layers.0.self_attn.q_proj.weight"
-    for moved, where in ((matrix, "AdamW, but Muon"), ("lm_head.weight", "Muon, but AdamW")):
+    for moved, (its, planned) in ((matrix, ("AdamW", "Muon")), ("lm_head.weight", ("Muon", "AdamW"))):
         is_muon = {name: is_hidden_matrix(name, p.shape) is not (name == moved) for name, p in named.items()}
         groups = [
             {"params": [p for name, p in named.items() if is_muon[name] is mine], "use_muon": mine}
             for mine in (True, False)
         ]
-        with pytest.raises(ValueError, match=f"{moved} with shape .* is in a group of {where} updates it in the plan"):
+        with pytest.raises(ValueError, match=f"{moved} .* in a group of {its}, but the plan updates it with {planned}"):
             prepare_session(model, Muon(groups), model_units("llama"), decisions, session_options())
 
 
