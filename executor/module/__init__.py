@@ -1,1 +1,1 @@
-"""What touches the user's ``nn.Module``: units found in it, hooks, guards, weights shown and hidden, gradients."""
+"""Everything that touches the user's ``nn.Module``: binding units, hooks, guards, visibility of weights, gradients."""

@@ -1,7 +1,7 @@
-"""``model.no_sync()``: the context that loops of ``DistributedDataParallel`` put around micro-batches without a step.
+"""``model.no_sync()``: the context in which ``DistributedDataParallel`` loops run all micro-batches but the last.
 
-The plan knows how many micro-batches an iteration has, so a loop without the context trains the same. A loop with it
-shows which micro-batch is the last. If the plan disagrees, that is an error.
+The plan fixes the number of micro-batches of an iteration, so a loop trains the same without this context. If a loop
+uses it, the context shows which micro-batch is the last one. If the plan has another number, that is an error.
 """
 
 import contextlib
@@ -23,11 +23,14 @@ class Accumulation:
         self._inside = False
         self._was_inside = False  # in this iteration
         self._last_was_inside = False
-        self._ended_at = 0  # micro-batches, if a backward ran outside no_sync() before the plan's last one
+        self._ended_at = 0  # number of micro-batches if the loop left no_sync() before the plan's last one
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Enter for micro-batches that are not the last before the step; may be nested, or around several of them."""
+        """Return a context for all micro-batches but the last before a step.
+
+        It may be nested, and hold several of them.
+        """
         outer, self._inside = self._inside, True
         try:
             yield
@@ -35,15 +38,15 @@ class Accumulation:
             self._inside = outer
 
     def bind(self, model: nn.Module) -> Callable[[], None]:
-        """Add ``no_sync`` to a model; return a function that undoes it."""
+        """Add ``no_sync`` to a model; return a function that removes it."""
         return replace_attribute(model, "no_sync", self.no_sync)
 
     def begin_forward(self, micro_batch: int) -> None:
         """The forward of a micro-batch begins.
 
         Raises:
-            OutOfOrderError: it is the last one but inside no_sync(), or an earlier one was outside though others were
-                inside.
+            OutOfOrderError: the plan's last micro-batch is inside no_sync(), or the loop left no_sync() for an earlier
+                one.
         """
         if micro_batch == 0:
             self._was_inside, self._ended_at = False, 0
@@ -60,7 +63,7 @@ class Accumulation:
         """The backward of a micro-batch begins.
 
         Raises:
-            OutOfOrderError: it is the last one, but inside no_sync().
+            OutOfOrderError: the plan's last micro-batch is inside no_sync().
         """
         self._last_was_inside = self._inside
         if self._inside:
@@ -73,7 +76,7 @@ class Accumulation:
         """Check that ``optimizer.step()`` is allowed now.
 
         Raises:
-            OutOfOrderError: it is inside no_sync(), or the last micro-batch was.
+            OutOfOrderError: the step or the last micro-batch is inside no_sync().
         """
         if self._inside or self._last_was_inside:
             where = "inside no_sync()" if self._inside else "right after a micro-batch inside no_sync()"

@@ -1,10 +1,9 @@
-"""Notices batches of other shapes than planned. They train as well: tasks that compute are shorter, or longer.
+"""Detects batches of other shapes than planned. They train too, but their compute tasks take less or more time.
 
-[Note: Other shapes] Only forward, backward and activations depend on the shape of a batch. Results are those of
-training in memory: saved activations are offloaded as far as they fit into the memory that the plan has for them, and
-the rest is recomputed ([Note: Room] in :mod:`executor.memory.activations`). So a smaller batch takes less of
-everything, and a larger one more memory of the device. The prediction is for the planned shape, so the times of such an
-iteration are left out of the comparison.
+[Note: Other shapes] Only forward, backward and activations depend on the shape of a batch. The result is the same as
+without a plan. Saved activations are offloaded as far as they fit into the memory that the plan has for them; the rest
+is recomputed ([Note: Room] in :mod:`executor.memory.activations`). So a smaller batch takes less time and memory, and a
+larger one takes more device memory. The times of such an iteration are not compared with the prediction.
 """
 
 import math
@@ -22,7 +21,7 @@ BatchShapes = tuple[tuple[str, tuple[int, ...]], ...]
 def bind_batches(
     model: nn.Module, planned: BatchShapes, trains: Callable[[], bool], on_other: Callable[[], None]
 ) -> Callable[[], None]:
-    """Report batches of other shapes, and warn once of a larger one; return a function that undoes it.
+    """Report batches of other shapes, and warn once of a larger one; return a function that removes the hook.
 
     Args:
         model: the bound model.

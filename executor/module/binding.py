@@ -1,15 +1,15 @@
 """Finds a plan's units in a user's model, and places hooks that report where the model is.
 
-[Note: Module boundaries] A compute task lasts from the hook of its unit to the next unit's. Forward pre-hooks on the
-modules that own or read parameters report where forward is (and recomputation, which is forward inside backward). Hooks
-on the gradients of these modules' outputs report where backward is, and one on a loss that the model itself returns:
-the last unit's backward begins there. Autograd runs nodes in the reverse order of their
-making, and accumulates a gradient as soon as it is there. So when backward reaches another unit, the gradients of the
-last one are complete. A capture refuses a module that reads weights where no hook can see it
-(``ullage/capture/executable.py``).
+[Note: Module boundaries] A compute task lasts from the hook of its unit to the hook of the next unit. Forward pre-hooks
+on the modules that own or read parameters report where forward is. They report recomputation too, which is forward
+inside backward. Hooks on the gradients of these modules' outputs report where backward is. If the model itself returns
+a loss, a hook on that loss reports that the last unit's backward begins. Autograd runs nodes in the reverse order of
+their creation, and accumulates each gradient as soon as it is computed. So when backward reaches another unit, the
+gradients of the previous one are complete. If a module reads weights where no hook can see it, capturing the model
+raises an error (``ullage/capture/executable.py``).
 
-Recomputation starts when backward first needs something of the segment that was not saved. That may be after backward
-has reached the segment's last unit. The unit's backward task then begins when recomputation has ended.
+Recomputation starts when backward first needs a tensor of the segment that was not saved. By then, backward may already
+have reached the segment's last unit. In this case the unit's backward task begins when recomputation has ended.
 """
 
 import collections
@@ -38,18 +38,19 @@ from planner.decisions import Decisions
 from planner.graph import Unit, segments
 from planner.schedule.loop import OutOfOrderError
 
-# What layers of ``transformers`` call their cache of keys and values.
+# Names of the key-value cache among arguments of layers of ``transformers``.
 _CACHES = ("past_key_values", "past_key_value", "layer_past")
 
 
 def unit_modules(model: nn.Module, units: tuple[Unit, ...]) -> dict[nn.Module, str]:
-    """Return the modules that own or read parameters themselves, each with the unit that it belongs to.
+    """Return the modules that own or read parameters directly, each with its unit.
 
-    A module belongs to the unit that lists its parameters by their path in the module tree. One that owns only an
-    alias of another unit's parameter (a tied head) belongs to the unit that runs it, or shares that other unit. One
-    that reads parameters of modules inside it, without calling these, belongs to the unit that reads them (operators
-    of a captured unit are named by the module that runs them). Experts that fall into several units are left out: they
-    say themselves which one computes. The model itself begins with its first unit.
+    A module belongs to the unit that lists its parameters by their path in the module tree. If a module owns only an
+    alias of another unit's parameter (a tied head), it belongs to the unit that runs it, or else to one that shares the
+    other unit. If a module reads parameters of modules inside it without calling them, it belongs to the unit that
+    reads them (operators of a captured unit are named by the module that runs them). Experts that are divided over
+    several units are left out, because they report themselves which unit computes. The model itself belongs to its
+    first unit.
 
     Raises:
         BindingError: a module belongs to no unit, or to several.
@@ -87,7 +88,7 @@ def unit_modules(model: nn.Module, units: tuple[Unit, ...]) -> dict[nn.Module, s
 def _readers(
     modules: Mapping[str, nn.Module], owners: Mapping[nn.Module, str], units: tuple[Unit, ...]
 ) -> Iterator[tuple[nn.Module, str]]:
-    """Yield the modules that read parameters of modules inside them, which they do not call."""
+    """Yield the modules that read parameters of inner modules without calling these."""
     for path, module in modules.items():
         if module in owners and isinstance(module, nn.ParameterDict | nn.ParameterList):
             yield modules[path.rpartition(".")[0]], owners[module]
@@ -98,7 +99,7 @@ def _readers(
 
 
 class Marker(NamedTuple):
-    """A module that reports when forward reaches its unit, and when backward reaches gradients of its outputs."""
+    """A module whose hooks report that forward (``begins``) or backward (``ends``) has reached its unit."""
 
     module: nn.Module
     unit: str
@@ -110,7 +111,7 @@ def markers(unit_of: Mapping[nn.Module, str], units: tuple[Unit, ...]) -> Iterat
     """Yield the modules of ``unit_of`` whose hooks report progress; see [Note: Module boundaries]."""
     order = [unit.name for unit in units]
     for module, unit in unit_of.items():
-        # A module that has other units inside it begins with its own, if that is the first, and does not end with it.
+        # A module with other units inside reports forward only if its own unit comes first, and never reports backward.
         inside = {unit_of[inner] for inner in module.modules() if inner in unit_of}
         yield Marker(module, unit, begins=unit == min(inside, key=order.index), ends=len(inside) == 1)
 
@@ -124,10 +125,10 @@ def bind(
     undo: list[Callable[[], None]],
     compile_backend: str | None = None,
 ) -> None:
-    """Add the hooks that report progress, recompute and offload to a model; ``undo`` gets what undoes them.
+    """Add hooks to a model that report progress, recompute and offload. Functions that remove them go to ``undo``.
 
-    With a backend of ``torch.compile``, the modules that :func:`executor.module.compilation.compiled_modules` finds are
-    compiled. Units whose activations are offloaded are not: a compiled graph has no separate matrix products.
+    With a ``compile_backend``, the modules that :func:`executor.module.compilation.compiled_modules` finds are
+    compiled. Units with offloaded activations are not compiled: a compiled graph has no separate matrix products.
     """
     unit_of = unit_modules(model, units)
     undo.append(model.register_forward_pre_hook(lambda *_: callbacks.on_model_begin()).remove)
@@ -154,19 +155,19 @@ def bind(
 
 
 def no_compile(compile_backend: str | None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator that keeps a function out of compiled graphs; it does nothing without compilation."""
+    """Return a decorator that keeps a function out of compiled graphs. Without compilation it does nothing."""
     return (lambda function: function) if compile_backend is None else torch.compiler.disable
 
 
 def bind_state_dict(
     model: nn.Module, names: Mapping[int, str], weight: Callable[[str], torch.Tensor]
 ) -> list[Callable[[], None]]:
-    """Make ``state_dict`` return current weights, which views of slots do not show; return a function that undoes it.
+    """Make ``state_dict`` return current weights, which views of slots do not show; return functions that undo this.
 
     Args:
         model: the bound model.
-        names: of its parameters, by identity.
-        weight: returns the current weights of one, by the same name.
+        names: names of its parameters, by ``id(parameter)``.
+        weight: returns a parameter's current weights, by its name.
     """
 
     def after(module: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: object) -> None:
@@ -174,7 +175,7 @@ def bind_state_dict(
             return
         own = [(name, p) for name, p in module.named_parameters(recurse=False) if prefix + name in state_dict]
         for stored in (StoredParameter(parameter, module) for _, parameter in own):
-            if stored.is_quantized:  # its scales have entries of their own
+            if stored.is_quantized:  # its scales are entries of their own
                 with stored.living_in(weight(names[id(stored.parameter)])), unguarded():
                     module._save_to_state_dict(state_dict, prefix, keep_vars=False)
         for name, parameter in own:
@@ -193,7 +194,7 @@ def bind_state_dict(
 
 
 def _hooks(unit: str, callbacks: ModuleCallbacks) -> tuple[Callable[..., None], Callable[..., None]]:
-    """Return the hooks to run before and after a module's forward, which report its forward and its backward."""
+    """Return the hooks before and after a module's forward, which report that forward or backward has reached it."""
     begun = 0  # autograd's next number when the forward began
 
     def before(_module: nn.Module, _args: Any) -> None:
@@ -205,21 +206,22 @@ def _hooks(unit: str, callbacks: ModuleCallbacks) -> tuple[Callable[..., None], 
         callbacks.on_backward(unit)
 
     def after(_module: nn.Module, _args: Any, output: Any) -> None:
-        if (
-            not torch.is_grad_enabled() or in_backward()
-        ):  # recomputed outputs are not the ones that backward goes through
+        if not torch.is_grad_enabled() or in_backward():  # backward does not pass through recomputed outputs
             return
         for leaf in (output,) if isinstance(output, torch.Tensor) else tree_leaves(output):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                 made = hook_target(leaf)
                 if made.grad_fn is None or made.grad_fn._sequence_nr() >= begun:
-                    _hook_gradient(made, arrive)  # else it only passed through this module
+                    _hook_gradient(made, arrive)  # else the tensor only passed through this module
 
     return before, after
 
 
 def _watch_losses(callbacks: ModuleCallbacks) -> Callable[..., None]:
-    """Return a hook to run after the model's forward, which reports when backward begins from one of its losses."""
+    """Return a hook to run after the model's forward.
+
+    It reports when backward begins at a loss that the model returned.
+    """
 
     def after(_module: nn.Module, _args: Any, output: Any) -> None:
         if callbacks.trains:
@@ -231,7 +233,7 @@ def _watch_losses(callbacks: ModuleCallbacks) -> Callable[..., None]:
 
 
 def _hook_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
-    """Do the same as ``register_hook`` in half the time, without a handle: this hook is never removed."""
+    """Do the same as ``register_hook`` in half the time. It returns no handle, because this hook is never removed."""
     if type(tensor) is not torch.Tensor or tensor.grad_fn is None or tensor._backward_hooks is not None:
         tensor.register_hook(hook)  # type: ignore[no-untyped-call]
     else:
@@ -242,9 +244,8 @@ def _hook_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -
 def _segment_module(model: nn.Module, segment: list[Unit]) -> nn.Module:
     """Return the module of a segment.
 
-    A captured segment is named by the path of its block. A preset's (``layers.3``) has another path in each
-    ``transformers`` family, but is the deepest module that contains all its parameters, as a decoder layer has several
-    modules with parameters inside it.
+    A captured segment has the path of its block as its name. The path of a preset's segment (``layers.3``) depends on
+    the ``transformers`` family: it is the deepest module that contains all parameters of the segment.
     """
     with contextlib.suppress(AttributeError):
         return model.get_submodule(segment[0].segment)
@@ -260,7 +261,7 @@ def _segment_module(model: nn.Module, segment: list[Unit]) -> nn.Module:
 def _recompute(
     module: nn.Module, last_unit: str, callbacks: ModuleCallbacks, offload: SegmentOffload | None
 ) -> Callable[[], None]:
-    """Checkpoint a module's activations, and offload some of them; return a function that undoes it."""
+    """Apply activation checkpointing to a module, and offload some activations; return a function that undoes this."""
     original = module.forward
     signature = inspect.signature(original)
     numbers = (vars(inner).get("layer_idx") for inner in module.modules())
@@ -269,7 +270,7 @@ def _recompute(
     def run(*args: Any, **kwargs: Any) -> Any:
         try:
             return original(*args, **kwargs)
-        finally:  # recomputation stops with an exception as soon as it has all that is needed
+        finally:  # recomputation stops with an exception as soon as it has all needed tensors
             if in_backward():
                 if offload is not None:
                     offload.end_recompute()
@@ -285,8 +286,8 @@ def _recompute(
         if not torch.is_grad_enabled():
             if callbacks.trains:
                 raise OutOfOrderError(
-                    f"{last_unit} runs without gradients in a forward that trains, but its plan computes parts of it "
-                    f"again in backward; {OWN_CHECKPOINTING}"
+                    f"{last_unit} runs without gradients in a forward that trains, but the plan recomputes parts of it "
+                    f"in backward; {OWN_CHECKPOINTING}"
                 )
             return original(*args, **kwargs)
         bound = signature.bind(*args, **kwargs)
@@ -306,7 +307,7 @@ def _tile(
     num_tokens: int,
     undo: list[Callable[[], None]],
 ) -> dict[nn.Module, str]:
-    """Let modules compute in tiles; return the modules that report progress then, none of which is inside one."""
+    """Make modules compute in tiles; return the modules that report progress then, without those inside a tiled one."""
     tiled = tiled_modules(model, units)
     undo += tile_modules(tiled, num_tokens)
     return without_inner(unit_of, tiled)
@@ -318,7 +319,7 @@ def tiled_modules(model: nn.Module, units: tuple[Unit, ...]) -> dict[nn.Module, 
 
 
 def without_inner(unit_of: Mapping[nn.Module, str], whole: Mapping[nn.Module, str]) -> dict[nn.Module, str]:
-    """Return the units of modules, without modules inside those that report progress as a whole."""
+    """Return ``unit_of`` without the modules inside ``whole``, which report progress as a whole."""
     inside = {inner for module in whole for inner in module.modules()}
     return {module: unit for module, unit in unit_of.items() if module not in inside} | dict(whole)
 
@@ -330,7 +331,7 @@ def _compile(
     backend: str,
     undo: list[Callable[[], None]],
 ) -> dict[nn.Module, str]:
-    """Compile modules; return the modules that report progress then, none of which is inside a compiled one."""
+    """Compile modules; return the modules that report progress then, without those inside a compiled one."""
     from executor.module.compilation import allow_variants, compile_module, compiled_modules  # noqa: PLC0415 - takes a second
 
     names = {module: name for name, module in model.named_modules()}
@@ -343,9 +344,9 @@ def _compile(
 
 
 def _drop_caches(arguments: dict[str, Any], layer: int | None) -> bool:
-    """Leave out key-value caches, which recomputation would fill a second time; transformers does so too.
+    """Remove key-value caches, which recomputation would fill a second time. ``transformers`` does the same.
 
-    Return whether some stay, as they have keys and values of the layer already: those of prefix tuning.
+    Return whether a cache stays, because it already holds keys and values of the layer (prefix tuning).
     """
     stays = False
     for scope in _scopes(arguments):
@@ -361,7 +362,7 @@ def _drop_caches(arguments: dict[str, Any], layer: int | None) -> bool:
 
 
 def _copy_caches(arguments: dict[str, Any]) -> None:
-    """Let a layer add its keys and values to a copy of the cache, so that it can run again from the same."""
+    """Let a layer add its keys and values to a copy of the cache, so that recomputation starts from the same cache."""
     for scope in _scopes(arguments):
         for name in _CACHES:
             if scope.get(name) is not None:

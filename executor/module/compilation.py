@@ -1,16 +1,16 @@
 """``torch.compile`` for the repeated blocks of a model that runs under a plan.
 
-[Note: Compiled modules] Each module is compiled by itself: the largest whose parameters all belong to one unit, such
-as the attention of a layer, its MLP, or a norm that ``transformers`` wrote in Python. Hooks
-(:mod:`executor.module.binding`) stand before and after it, outside of the graph, so no graph breaks at them. Weights
-have arrived when it begins, and its gradients are complete when it has ended. Parameters are inputs of its graph. Their
-shapes and addresses never change (static slots), so identical layers share one graph, and nothing is compiled again
-during training. Recomputation wraps the whole layer, compiled modules included. Collectives inside a module are outside
-of its graphs. Experts that are units of their own are not compiled.
+[Note: Compiled modules] Each module is compiled separately: the largest modules whose parameters all belong to one
+unit, such as the attention of a layer, its MLP, or a norm that ``transformers`` wrote in Python. Hooks
+(:mod:`executor.module.binding`) run before and after the module, outside of its graph, so they cause no graph breaks.
+Weights have arrived when the module begins, and its gradients are complete when its backward ends. Parameters are
+inputs of its graph. Their shapes and addresses never change (static slots), so identical layers share one graph, and
+nothing is recompiled during training. Recomputation wraps the whole layer with its compiled modules. Collectives inside
+a module are outside of its graphs. Experts that are units of their own are not compiled.
 
-Layers whose activations are offloaded are not compiled. Offloading saves the outputs of products, which it sees as
-operators in PyTorch's dispatcher. A compiled graph has fused kernels instead. A product's output may never exist there:
-its bias and activation are added before it is written.
+Layers whose activations are offloaded are not compiled. Offloading saves the outputs of matrix products, which it sees
+as operators in PyTorch's dispatcher. A compiled graph has fused kernels instead. Such a kernel may never write a
+product's output: it applies the bias and the activation function first.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,7 +24,7 @@ from torch._dynamo.exc import TorchDynamoException
 from planner.graph import Unit
 
 _SPARE_VARIANTS: Final = 8
-"""Compilations of the same code beside one for each module: for training, for evaluating, for other shapes."""
+"""Extra compilations of the same code, beside one per module: for training, evaluation and other shapes."""
 
 
 class CompileError(ValueError):
@@ -34,9 +34,9 @@ class CompileError(ValueError):
 def compiled_modules(
     model: nn.Module, units: tuple[Unit, ...], unit_of: Mapping[nn.Module, str]
 ) -> dict[nn.Module, str]:
-    """Return the modules to compile, each with its unit, see [Note: Compiled modules].
+    """Return the modules to compile, each with its unit; see [Note: Compiled modules].
 
-    Modules of ``torch.nn`` alone are left as they are: each is one kernel already.
+    Modules of ``torch.nn`` are not compiled: each is one kernel already.
     """
     repeated = {unit.name for unit in units if unit.segment != unit.name}
     found: dict[nn.Module, str] = {}
@@ -54,9 +54,9 @@ def compiled_modules(
 
 
 def compile_module(module: nn.Module, name: str, backend: str) -> Callable[..., Any]:
-    """Return a module's forward, to be compiled by the given backend of ``torch.compile`` when it is first called.
+    """Return a module's forward, which the given backend of ``torch.compile`` compiles at its first call.
 
-    The forward raises :class:`CompileError` if it cannot be.
+    The forward raises :class:`CompileError` if it cannot be compiled.
     """
     compiled = torch.compile(module.forward, backend=backend)
 
@@ -67,14 +67,14 @@ def compile_module(module: nn.Module, name: str, backend: str) -> Callable[..., 
             what = " ".join(str(error).strip().split("\n\n")[0].split())  # advice for debugging follows
             raise CompileError(
                 f"module {name} ({type(module).__name__}) cannot be compiled: {what}; leave out compile_blocks "
-                "(--compile), or mend the module"
+                "(--compile), or fix the module"
             ) from error
 
     return forward
 
 
 def allow_variants(num_modules: int) -> Callable[[], None]:
-    """Raise torch's limit of compilations of one function (of equal modules); return a function that undoes it."""
+    """Raise torch's limit of recompilations, for modules that share code; return a function that restores it."""
     before = config.recompile_limit
     config.recompile_limit = max(before, num_modules + _SPARE_VARIANTS)
 

@@ -1,4 +1,4 @@
-"""Models that are made on the meta device, so that their weights are in memory only where a plan keeps them."""
+"""Models made on the meta device. Their weights take memory only where a plan keeps them."""
 
 import contextlib
 import functools
@@ -18,8 +18,8 @@ class Absent(NamedTuple):
     """Parameters and buffers that have a shape but no values.
 
     Attributes:
-        parameters: by identity.
-        buffers: names of those that files of weights have.
+        parameters: ``id`` of each parameter.
+        buffers: names of the buffers that files of weights hold.
     """
 
     parameters: frozenset[int]
@@ -27,17 +27,17 @@ class Absent(NamedTuple):
 
 
 def take_off_meta(model: nn.Module, failing: contextlib.ExitStack) -> Absent:
-    """Give parameters on the meta device a shape on the host, without memory; return all that have no values.
+    """Move parameters from the meta device to the host, without memory; return what has no values.
 
-    Buffers that ``transformers`` computes from a configuration, such as rotary frequencies, are computed. Adapters that
-    ``peft`` draws without looking at the weights (LoRA by default) are drawn.
+    Buffers that ``transformers`` computes from a configuration, such as rotary frequencies, get their values. So do
+    adapters that ``peft`` initialises without reading the weights (LoRA by default).
 
     Args:
         model: changed in place; its parameters stay the same objects.
-        failing: gets callbacks that put parameters back.
+        failing: gets callbacks that move parameters back to the meta device.
 
     Raises:
-        ValueError: neither files nor ``transformers`` have values of a buffer.
+        ValueError: neither files nor ``transformers`` have the values of a buffer.
     """
     persistent = _make_buffers(model)
     _draw_adapters(model)
@@ -50,11 +50,11 @@ def take_off_meta(model: nn.Module, failing: contextlib.ExitStack) -> Absent:
 
 @contextlib.contextmanager
 def empty_parameters() -> Iterator[None]:
-    """Inside it, modules are made with parameters on the meta device, and with buffers as they are."""
+    """Return a context in which new modules have parameters on the meta device, and ordinary buffers."""
     register = nn.Module.register_parameter
 
     def register_empty(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None and not param.is_meta:  # what is tied stays one object
+        if param is not None and not param.is_meta:  # a tied parameter stays one object
             param = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
         register(module, name, param)
 
@@ -63,17 +63,17 @@ def empty_parameters() -> Iterator[None]:
 
 
 def _become(parameter: nn.Parameter, values: torch.Tensor) -> None:
-    """Make a parameter one on another device, which an assignment to its ``data`` does not allow."""
+    """Move a parameter to another device, which assigning its ``data`` does not allow."""
     other = nn.Parameter(values, requires_grad=parameter.requires_grad)
     vars(other).update(vars(parameter))
     torch.utils.swap_tensors(parameter, other)  # type: ignore[no-untyped-call]
 
 
 def _draw_adapters(model: nn.Module) -> None:
-    """Give adapters on the meta device the values that ``peft`` begins with."""
+    """Give adapters on the meta device the initial values of ``peft``."""
     for adapter, config in getattr(model, "peft_config", {}).items():
         if (way := getattr(config, "init_lora_weights", None)) not in {True, "gaussian"}:
-            continue  # made of weights that are not there, or of another kind
+            continue  # initialised from weights, which have no values; or of another kind
         for module in model.modules():
             if not callable(reset := getattr(module, "reset_lora_parameters", None)):
                 continue
@@ -86,7 +86,7 @@ def _draw_adapters(model: nn.Module) -> None:
 
 
 def _make_buffers(model: nn.Module) -> list[str]:
-    """Bring buffers on the meta device to the host; return the names of those that files must give values."""
+    """Move buffers from the meta device to the host; return the names of those whose values must come from files."""
     persistent = []
     makers = {"": model}
     for path, module in model.named_modules():

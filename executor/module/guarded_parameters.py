@@ -1,10 +1,11 @@
-"""Parameters that refuse to be written to.
+"""Parameters that refuse writes.
 
-[Note: Guarded parameters] A plan keeps weights in memory of its own. A user's write to a parameter would be lost at the
-next upload or fetch, or when an update rounds the master copy. So while its unit does not compute, a parameter has the
-class :class:`Guarded`, whose ``__torch_function__`` refuses calls that write to it. Its views (``parameter.data``,
-``parameter[0]``) are guarded too. While the unit computes, it is an ordinary parameter, without any overhead. A write
-then changes the parameter's version, see :meth:`executor.module.visibility.WeightVisibility.check_unmodified`.
+[Note: Guarded parameters] A plan keeps weights in its own memory. If a user wrote to a parameter, the write would be
+lost at the next upload or fetch, or when an update rounds the master copy. So while its unit does not compute, a
+parameter has the class :class:`Guarded`, whose ``__torch_function__`` refuses calls that write to it. Its views
+(``parameter.data``, ``parameter[0]``) are guarded too. While its unit computes, it is an ordinary parameter, without
+any overhead. A write during that time changes the parameter's version, see
+:meth:`executor.module.visibility.WeightVisibility.check_unmodified`.
 """
 
 import re
@@ -20,7 +21,7 @@ INSTEAD: Final = (
     "close the session (optimizer.session.close()), which gives the model its weights back, change it, and prepare() "
     "it again"
 )
-"""How a prepared model is changed."""
+"""Remedy for changes to a prepared model."""
 
 _OPERATORS: Final = frozenset(
     f"__i{name}__"
@@ -34,22 +35,21 @@ _ATTRIBUTES: Final = frozenset({"data", "real", "imag"})
 _HARMLESS: Final = frozenset({"requires_grad_", "retain_grad_"})
 _NAME: Final = "name_in_model"
 _CLASS: Final = "class_in_model"
-# Reads only, and the gradient has memory of its own.
+# It only reads, and the gradient has its own memory.
 _READ_GRADIENT: Final = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 
 
 class Guarded(torch.Tensor):
-    """A parameter that cannot be written to, or a view of one. None is made: parameters become some in :func:`guard`.
+    """A parameter that cannot be written to, or a view of one. :func:`guard` gives existing parameters this class.
 
-    It is not a subclass of ``Parameter``. The attribute ``_is_param``, by which torch recognises parameters, tells
-    parameters from views of them.
+    It is not a subclass of ``Parameter``. torch recognises parameters by the attribute ``_is_param``, which views lack.
     """
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], _types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Call a function of torch, unless it writes to what is guarded.
+        """Call a function of torch, unless it writes to a guarded tensor.
 
         Raises:
             ValueError: it does.
@@ -66,7 +66,7 @@ class Guarded(torch.Tensor):
             return _guarded(result, [t for t in tree_leaves((args, dict(kwargs))) if isinstance(t, Guarded)])
 
     def set_(self, *_args: object, **_kwargs: object) -> NoReturn:
-        """Refuse to be given other memory. Only for this method torch does not call ``__torch_function__``.
+        """Refuse other memory. torch does not call ``__torch_function__`` for this method.
 
         Raises:
             ValueError: always.
@@ -84,17 +84,17 @@ class Guarded(torch.Tensor):
             TypeError: always.
         """
         raise TypeError(
-            f"{getattr(self, _NAME, 'this')} is a parameter of a prepared model, which cannot be copied or pickled, as "
-            "its weights are in the memory of its session; take them from model.state_dict()"
+            f"{getattr(self, _NAME, 'this')} is a parameter of a prepared model, which cannot be copied or pickled, "
+            "because its weights are in the session's memory; take them from model.state_dict()"
         )
 
 
 unguarded: Final = torch._C.DisableTorchFunctionSubclass
-"""Context that switches guards off, for code that touches only gradients or the memory of parameters."""
+"""Context without guards, for code that touches only gradients or the memory of parameters."""
 
 
 def guard(parameter: nn.Parameter, name: str) -> None:
-    """Refuse all writing to a parameter from now on."""
+    """Refuse all writes to a parameter from now on."""
     own = vars(parameter)
     if _CLASS not in own:
         own.update({_CLASS: type(parameter), _NAME: name, "_is_param": True})
@@ -102,7 +102,7 @@ def guard(parameter: nn.Parameter, name: str) -> None:
 
 
 def lift_guard(parameter: nn.Parameter) -> None:
-    """Allow writing to a guarded parameter, until it is guarded again."""
+    """Allow writes to a guarded parameter, until it is guarded again."""
     parameter.__class__ = vars(parameter).get(_CLASS, type(parameter))
 
 
@@ -115,15 +115,15 @@ def unguard(parameter: nn.Parameter) -> None:
 
 def refusal(name: str) -> str:
     """Return the error text for writing to a parameter, with a remedy."""
-    return f"{name} is a parameter of a prepared model, and what is written to it would be lost; {INSTEAD}"
+    return f"{name} is a parameter of a prepared model, so a write to it would be lost; {INSTEAD}"
 
 
 def _written(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterable[Any]:
-    """Yield what a call writes to: by torch's own naming, ``out=`` and the first argument of what ends in ``_``."""
+    """Yield the arguments that a call writes to: ``out=``, and the first one if the function's name ends in ``_``."""
     yield kwargs.get("out")
     name = getattr(func, "__name__", "")
     first = args[0] if args else next(iter(kwargs.values()), None)
-    if name == "__set__":  # of an attribute; module.to() sets what is there again if that is no change
+    if name == "__set__":  # of an attribute; module.to() sets an attribute to its own value if nothing changes
         if func.__self__.__name__ in _ATTRIBUTES and args[1] is not first:  # type: ignore[attr-defined]
             yield first
     elif name in _OPERATORS or kwargs.get("inplace") or (_IN_PLACE.fullmatch(name) and name not in _HARMLESS):
@@ -131,7 +131,7 @@ def _written(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[st
 
 
 def _guarded(result: Any, given: list[Guarded]) -> Any:
-    """Return a result in which all views of guarded tensors are guarded."""
+    """Return the result with all views of guarded tensors guarded."""
     if isinstance(result, np.ndarray):
         result.flags.writeable = False
         return result

@@ -1,4 +1,4 @@
-"""Checks and guards: what a prepared model refuses, because it would fail later or give wrong results silently."""
+"""Checks and guards: a prepared model refuses operations that would fail later or silently give wrong results."""
 
 import functools
 import weakref
@@ -18,27 +18,27 @@ from executor.module.guarded_parameters import INSTEAD
 _ANOTHER: Final = "for another model of the same weights, make one and load_state_dict(model.state_dict())"
 
 OWN_CHECKPOINTING: Final = (
-    "switch gradient checkpointing of the model's own off (model.gradient_checkpointing_disable(), no "
-    'torch.utils.checkpoint): plans have activations="recompute" of their own'
+    "switch the model's own gradient checkpointing off (model.gradient_checkpointing_disable(), no "
+    'torch.utils.checkpoint): the plan recomputes activations itself (activations="recompute")'
 )
-"""Remedy if forward runs inside backward, or without gradients in training, where the plan has no such forward."""
+"""Remedy if forward runs inside backward, or without gradients in training, but the plan has no such forward."""
 
 LEFT_HALF_WAY: Final = (
-    "If an exception left the iteration half way, it cannot be taken up again: close the session "
-    "(optimizer.session.close()), which gives the model the weights of the last step, or NaN where these are not to be "
-    "had, and prepare() again, or go on from a checkpoint"
+    "If an exception left the iteration half way, it cannot be resumed: close the session "
+    "(optimizer.session.close()), which gives the model the weights of the last step, or NaN if they are lost, and "
+    "prepare() again, or continue from a checkpoint"
 )
-"""Remedy for an iteration that was left half-way."""
+"""Remedy for an iteration that did not end."""
 
 _prepared: Final = weakref.WeakSet[nn.Module]()
 """All modules of all models whose sessions are open."""
 
 
 def check_unprepared(model: nn.Module) -> None:
-    """Check that neither a model nor a part of it belongs to a session.
+    """Check that no other session has this model or a part of it.
 
     Raises:
-        ValueError: one does; its hooks would serve both sessions.
+        ValueError: another session has it. Its hooks would report to both sessions.
     """
     if any(module in _prepared for module in model.modules()):
         raise ValueError(
@@ -48,10 +48,10 @@ def check_unprepared(model: nn.Module) -> None:
 
 
 def check_plain(model: nn.Module) -> None:
-    """Check that a model does no gradient checkpointing of its own.
+    """Check that a model does not checkpoint activations itself.
 
     Raises:
-        ValueError: it does, as models of ``transformers`` report.
+        ValueError: a module has ``gradient_checkpointing = True``, as in models of ``transformers``.
     """
     if any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules()):
         raise ValueError(
@@ -61,10 +61,10 @@ def check_plain(model: nn.Module) -> None:
 
 
 def check_kinds(model: object, optimizer: object) -> None:
-    """Check the types of a model and an optimizer.
+    """Check that the model is a module and the optimizer an optimizer.
 
     Raises:
-        TypeError: one is wrong, or ``torch.compile`` has wrapped the model, which hides its modules.
+        TypeError: one of them is not, or ``torch.compile`` has wrapped the model, which hides its modules.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"the model is {type(model).__name__}; give a torch.nn.Module")
@@ -79,14 +79,15 @@ def check_kinds(model: object, optimizer: object) -> None:
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    """Return whether ``module.compile()`` was called, or this is what ``torch.compile(module)`` returns."""
+    """Return whether ``module.compile()`` was called, or ``torch.compile(module)`` returned this module."""
     return module._compiled_call_impl is not None or "_orig_mod" in module._modules
 
 
 def bind_guards(model: nn.Module, dtype: torch.dtype, device: torch.device) -> list[Callable[[], None]]:
-    """Make a model and all its modules refuse what a session cannot follow; return a function that undoes it.
+    """Make a model and all its modules refuse operations that a session cannot follow; return functions that undo this.
 
-    They refuse copying, preparing again, replacing modules or parameters, and changing the type or place of weights.
+    These operations are: copying, preparing again, adding or replacing modules or parameters, and changing the type or
+    the device of weights.
     """
     undo = []
     for module in model.modules():
@@ -109,8 +110,8 @@ def _refuse_other(modules: weakref.WeakSet[nn.Module], kind: str) -> Callable[[n
     def hook(module: nn.Module, name: str, value: Any) -> None:
         if module in modules and value is not vars(module)[kind].get(name):
             raise ValueError(
-                f"{name} of a {type(module).__name__} is part of a prepared model, whose modules and parameters stay "
-                f"as they were planned; {INSTEAD}"
+                f"{name} of a {type(module).__name__} cannot be set: the modules and parameters of a prepared model "
+                f"stay as planned; {INSTEAD}"
             )
 
     return hook
@@ -130,7 +131,7 @@ def _refuse_pickle(_protocol: object) -> None:
 
 
 def _refusing_conversion(module: nn.Module, dtype: torch.dtype, device: torch.device) -> Callable[..., nn.Module]:
-    """Return an ``_apply`` (which ``to()``, ``half()`` and ``cuda()`` call) that refuses every change."""
+    """Return an ``_apply`` (which ``to()``, ``half()`` and ``cuda()`` call) that raises if weights would change."""
     original: Callable[..., nn.Module] = module._apply
 
     def apply(fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
@@ -139,7 +140,7 @@ def _refusing_conversion(module: nn.Module, dtype: torch.dtype, device: torch.de
         if (after := _where(moved := fn(probe))) != before:
             elsewhere = " elsewhere" if after[:2] == before[:2] else ""
             raise ValueError(
-                f"the weights of a prepared model stay {dtype} on {device}, where its plan has them, and cannot become "
+                f"the weights of a prepared model stay {dtype} on {device}, as planned, and cannot become "
                 f"{moved.dtype} on {moved.device}{elsewhere}; change the model before prepare(), or after "
                 "session.close()"
             )

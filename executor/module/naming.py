@@ -1,8 +1,9 @@
-"""Names and forms of a model's weights in the files of ``transformers`` and ``peft``.
+"""Names and layouts of a model's weights in the files of ``transformers`` and ``peft``.
 
-Files may have weights under other names, or in another form, than the module: one matrix per expert where the module
-has one bank of all, or query, key and value in one. ``transformers`` lists this for each class, and converts both ways
-(:mod:`transformers.core_model_loading`). Here its converters are applied to some tensors at a time, never to all.
+Files may have other names or another layout of weights than the module: one matrix per expert instead of one tensor of
+all experts, or query, key and value in one tensor. ``transformers`` lists the differences for each class, and converts
+both ways (:mod:`transformers.core_model_loading`). This module applies its converters to a few tensors at a time, never
+to all.
 """
 
 import contextlib
@@ -19,13 +20,13 @@ from torch import nn
 from executor.callbacks import replace_attribute
 
 _WRAPPED: Final = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.)")
-"""What ``peft`` puts into the path of a layer that it has wrapped."""
+"""Names that ``peft`` inserts into the path of a layer that it wraps."""
 PROMPT: Final = "prompt_embeddings"
-"""What ``peft`` calls the only tensor in the file of a prompt: what its encoder makes."""
+"""The name of the only tensor in ``peft``'s file of a prompt: the output of the prompt's encoder."""
 _PROMPTS: Final = frozenset({"PROMPT_TUNING", "PREFIX_TUNING", "P_TUNING"})
 KEYS_ALONE: Final = contextvars.ContextVar("keys_alone", default=False)
-"""Whether only keys of ``state_dict()`` are looked at, as ``peft`` does for modules that are saved whole."""
-_OF_PROMPT: Final = "get_prompt_embedding_to_save"  # the method of a ``PeftModel`` that makes it
+"""Whether only keys of ``state_dict()`` are needed, as when ``peft`` lists modules that are saved whole."""
+_OF_PROMPT: Final = "get_prompt_embedding_to_save"  # the method of a ``PeftModel`` that computes the prompt
 
 
 class Shape(NamedTuple):
@@ -45,14 +46,14 @@ Read = Callable[[str], torch.Tensor]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Conversion:
-    """Tensors that become others together.
+    """A conversion of some tensors together into one or more new tensors.
 
     Attributes:
-        key: the name of the first of these.
-        sources: names of the tensors, each with the pattern of the converter that it matches.
-        converter: of ``transformers``; ``None`` if there is one tensor, which only gets another name.
-        renamed: gives tensors their final names.
-        model: of ``transformers``.
+        key: name of the first new tensor.
+        sources: for each source tensor, the converter's pattern that it matches, and its name.
+        converter: converter of ``transformers``; ``None`` if one tensor is only renamed.
+        renamed: returns a new tensor's final name.
+        model: the model of ``transformers``.
     """
 
     key: str
@@ -72,7 +73,7 @@ class Conversion:
         return {self.renamed(name): value[0] if isinstance(value, list) else value for name, value in made.items()}
 
     def by_rows(self) -> "list[Conversion] | None":
-        """Return conversions of which each makes one row, if this one stacks tensors as rows; else ``None``."""
+        """Return one conversion per row if this one stacks tensors as rows; else ``None``."""
         operations = [] if self.converter is None else self.converter.operations
         if not operations or type(operations[0]).__name__ != "MergeModulelist":
             return None
@@ -85,7 +86,7 @@ class Conversion:
 
 
 def _keeps_rows(operation: Any) -> bool:
-    """Return whether an operation works on each row by itself."""
+    """Return whether an operation treats each row separately."""
     if type(operation).__name__ == "Transpose":
         return 0 not in {operation.dim0, operation.dim1}
     return type(operation).__name__ == "Concatenate" and operation.dim != 0
@@ -93,18 +94,18 @@ def _keeps_rows(operation: Any) -> bool:
 
 @final
 class Naming:
-    """What a model's tensors are called in files.
+    """The names of a model's tensors in files.
 
     Args:
         model: any module; with adapters of ``peft`` or without.
-        whole_shapes: of parameters of which this rank's have another shape, by identity.
+        whole_shapes: shapes of whole parameters, by ``id(parameter)``, if this rank's shards have other shapes.
 
     Attributes:
         base: the module without adapters.
-        tensors: parameters and buffers that are saved, by every name that they have in the model.
-        adapters: of each adapter, the names of its tensors in the model by those in its file. Of a prompt, this is the
-            embedding of its encoder, which is the prompt itself unless the encoder has further weights.
-        in_base: names without what ``peft`` adds, of all tensors that are not an adapter's alone.
+        tensors: parameters and buffers that are saved, by each of their names in the model.
+        adapters: for each adapter, a mapping from the names in its file to the names in the model. For a prompt, the
+            tensor is the embedding of its encoder, which is the prompt itself unless the encoder has further weights.
+        in_base: for each tensor of the base model, its name without the additions of ``peft``.
     """
 
     def __init__(self, model: nn.Module, whole_shapes: Mapping[int, torch.Size]) -> None:
@@ -124,25 +125,25 @@ class Naming:
         }
 
     def in_adapter_files(self) -> Iterator[tuple[str, str, str]]:
-        """Yield of each adapter's tensors the adapter, the tensor's name in files, and a name of it in the model.
+        """Yield for each adapter tensor: the adapter, the tensor's name in files, and a name of it in the model.
 
-        Of several adapters, names in files begin with the folder of the adapter's own file, as ``peft`` has it.
+        If there are several adapters, names in files begin with the adapter's folder, as in ``peft``.
         """
         for adapter, names in self.adapters.items():
             folder = f"{adapter}/" if len(self.adapters) > 1 and adapter != "default" else ""
             yield from ((adapter, folder + theirs, name) for theirs, name in names.items())
 
     def is_encoded(self, adapter: str) -> bool:
-        """Return whether an adapter is a prompt that is computed from further weights than its embedding."""
+        """Return whether an adapter is a prompt that is computed from more weights than its embedding."""
         own = [name for name in self.tensors if name.startswith(f"prompt_encoder.{adapter}.")]
         return PROMPT in self.adapters[adapter] and len(own) > 1
 
     def shapes(self) -> dict[str, Shape]:
-        """Return the shapes of the base model's tensors, by :attr:`in_base`."""
+        """Return the shapes of the base model's tensors, by their names in :attr:`in_base`."""
         return {plain: Shape(self.shape_of(name), self.tensors[name].dtype) for name, plain in self.in_base.items()}
 
     def shape_of(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a whole tensor, by a name of it in the model."""
+        """Return the shape of a whole tensor, given one of its names in the model."""
         tensor = self.tensors[name]
         return tuple(self._whole_shapes.get(id(tensor), tensor.shape))
 
@@ -150,7 +151,7 @@ class Naming:
         """Return the shapes of the tensors that are saved, by their names in files, in the order of :meth:`to_files`.
 
         Args:
-            dtype: of parameters; buffers keep theirs.
+            dtype: data type of parameters. Buffers keep their own.
         """
         shapes = {
             plain: Shape(
@@ -166,7 +167,7 @@ class Naming:
         }
 
     def of_files(self, found: Mapping[str, Shape]) -> tuple[list[Conversion], list[str]]:
-        """Return the conversions from tensors of files to those of the base model, and names that it has no use for."""
+        """Return the conversions from tensors of files to those of the base model, and unused names in files."""
         expected = self.shapes()
         if not _is_of_transformers(self.base):
             there = [Conversion(name, [("", name)]) for name in found if name in expected]
@@ -194,14 +195,14 @@ class Naming:
         return list(conversions.values()), [name for name in unused if not any(re.search(i, name) for i in ignored)]
 
     def to_files(self, names: Iterable[str]) -> Iterator[Conversion]:
-        """Yield the conversions from tensors of the base model (``names``, in its order) to those of files."""
+        """Yield the conversions from tensors of the base model (``names``, in their order) to those of files."""
         if not _is_of_transformers(self.base):
             yield from (Conversion(name, [("", name)]) for name in names)
             return
         from transformers import conversion_mapping, core_model_loading  # noqa: PLC0415 - takes seconds
 
         mapping = getattr(self.base, "_weight_conversions", None)
-        if mapping is None:  # a prefix that was never there must not be added
+        if mapping is None:  # do not add a prefix that files did not have
             mapping = conversion_mapping.get_model_conversion_mapping(self.base, add_legacy=False)
             mapping = [each for each in mapping if not isinstance(each, core_model_loading.PrefixChange)]
         renamings, converters = _divided([each.reverse_transform() for each in mapping[::-1]])
@@ -221,7 +222,7 @@ class Naming:
         yield from conversions.values()
 
     def saved_names(self) -> dict[str, str]:
-        """Return, for each saved tensor of the base model, one of its names in the model, by its name in the base."""
+        """Return the tensors of the base model that are saved: the name in the base, and one name in the model."""
         ignored = [re.compile(pattern) for pattern in getattr(self.base, "_keys_to_ignore_on_save", None) or ()]
         saved: dict[str, str] = {}
         seen: set[int] = set()
@@ -245,7 +246,7 @@ def _is_of_transformers(model: nn.Module) -> bool:
 
 
 def _saved_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of ``state_dict()``, tied ones under each name, without values of a session."""
+    """Yield the tensors of ``state_dict()`` (tied tensors under each name), without reading values from a session."""
     for path, module in model.named_modules(remove_duplicate=False):
         prefix = f"{path}." if path else ""
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -281,7 +282,7 @@ def _adapter_names(model: nn.Module, adapter: str, tensors: Mapping[str, torch.T
 
 @contextlib.contextmanager
 def keys_alone() -> Iterator[None]:
-    """Inside it, callers read only the keys of any ``state_dict()``, so no session makes values."""
+    """Return a context in which only keys of ``state_dict()`` are needed, so that no session reads values."""
     before = KEYS_ALONE.set(True)
     try:
         yield
@@ -291,7 +292,7 @@ def keys_alone() -> Iterator[None]:
 
 @contextlib.contextmanager
 def prompt_given(model: nn.Module, prompts: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Let ``peft`` save these prompts, by adapter, in place of what it would compute."""
+    """Make ``peft`` save these prompts, by adapter, instead of computing them."""
     undo = replace_attribute(model, _OF_PROMPT, prompts.__getitem__)
     try:
         yield
@@ -300,9 +301,9 @@ def prompt_given(model: nn.Module, prompts: Mapping[str, torch.Tensor]) -> Itera
 
 
 def prompts_of(model: nn.Module, adapters: Iterable[str]) -> dict[str, torch.Tensor]:
-    """Return the present outputs of prompt encoders, by adapter, on the host; other adapters are left out.
+    """Return the current prompts by adapter, on the host, for those adapters that have a prompt encoder.
 
-    The model is prepared, and all ranks call this together: it evaluates the encoders.
+    It evaluates the encoders of a prepared model, so all ranks call it together.
     """
     encoders = getattr(model, "prompt_encoder", {})
     was_training = model.training
@@ -315,7 +316,7 @@ def prompts_of(model: nn.Module, adapters: Iterable[str]) -> dict[str, torch.Ten
 
 
 def _divided(mapping: Iterable[Any]) -> tuple[list[Any], list[Any]]:
-    """Return the transforms that give other names, and those that convert."""
+    """Return the transforms that only rename, and those that convert."""
     found: tuple[list[Any], list[Any]] = ([], [])
     for transform in mapping:
         found[hasattr(transform, "operations")].append(transform)
@@ -323,7 +324,7 @@ def _divided(mapping: Iterable[Any]) -> tuple[list[Any], list[Any]]:
 
 
 def _ignored(model: Any) -> list[str]:
-    """Return patterns of names that files of some models have, and modules do not need."""
+    """Return patterns of names that some models' files have, but modules do not need."""
     own = sorted(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
     buffers = [name for name, _ in model.named_buffers()]
     own += [r"rotary_emb\.inv_freq"] * any(name.endswith("rotary_emb.inv_freq") for name in buffers)

@@ -1,14 +1,14 @@
 """Norms and MLPs that compute a tile of tokens at a time.
 
-[Note: Tiled layers] Norms and MLPs compute each token by itself. What they hold meanwhile is most of what a layer
-holds: the MLP of Llama-3-8B and the norm before it save 150 kB for each token in bf16, and backward needs more. A tiled
-module saves its input alone. Backward runs the module's forward again for one tile, and then backward, before it goes
-on to the next tile. So only one tile has inner tensors. The gradient of a weight is a sum over tiles, rounded at each;
-all other gradients are computed token by token, as without tiles.
+[Note: Tiled layers] Norms and MLPs compute each token independently. Their inner tensors are most of a layer's
+activations: the MLP of Llama-3-8B and the norm before it save 150 kB for each token in bf16, and backward needs more. A
+tiled module saves only its input. For each tile, backward first runs the module's forward again, and then backward. So
+inner tensors exist for only one tile at a time. The gradient of a weight is a sum over tiles, rounded after each tile.
+All other gradients are computed token by token, as without tiles.
 
-The input is saved by a node of its own, before the module computes. So where a layer is recomputed
+An autograd node of its own saves the input, before the module computes. So if a layer is recomputed
 (``torch.utils.checkpoint``), the recomputation ends before its MLP, which backward runs again anyway. Backward does not
-need the output of an MLP's last product, so that product does not run again.
+need the output of an MLP's last product, so that product is not recomputed.
 """
 
 import contextlib
@@ -25,12 +25,12 @@ from executor.memory.recompute_cache import running_again
 
 
 def tile_modules(modules: Iterable[nn.Module], num_tokens: int) -> list[Callable[[], None]]:
-    """Make modules compute a tile at a time; return a function that undoes it.
+    """Make modules compute a tile at a time; return functions that restore them.
 
     Args:
-        modules: each maps ``[..., width]`` to a tensor of the same leading sizes, every vector by itself, and draws no
-            random numbers.
-        num_tokens: vectors of one tile.
+        modules: each maps ``[..., width]`` to a tensor with the same leading sizes, treats every vector independently,
+            and draws no random numbers.
+        num_tokens: number of vectors in a tile.
     """
     return [replace_attribute(module, "forward", TiledModule(module, num_tokens).forward) for module in modules]
 
@@ -45,7 +45,7 @@ class TiledModule:
         self._module = module
         last = getattr(module, "down_proj", None)
         self._last = last if type(last) is nn.Linear else None
-        # Where each trained parameter is, by its identity: several modules may own it.
+        # The modules that own each trained parameter, by ``id(parameter)``, and its name there.
         self._owners: dict[int, list[tuple[dict[str, Any], str]]] = {}
         for owner in module.modules():
             for name, parameter in owner.named_parameters(recurse=False):
@@ -58,7 +58,7 @@ class TiledModule:
         parameters = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
         if not torch.is_grad_enabled() or not (hidden.requires_grad or parameters):
             return self.in_tiles(hidden)
-        anchor = hidden.new_empty(0).requires_grad_()  # the node that saves exists also for an input without gradient
+        anchor = hidden.new_empty(0).requires_grad_()  # makes a node that saves, even if the input needs no gradient
         saved: Tensor = _Saved.apply(hidden, anchor)  # type: ignore[no-untyped-call]
         result: Tensor = _Tiles.apply(saved, hidden.requires_grad, self, *parameters)  # type: ignore[no-untyped-call]
         return result
@@ -79,10 +79,10 @@ class TiledModule:
 
     @contextlib.contextmanager
     def for_gradients(self, parameters: Iterable[Tensor], *, converts: bool) -> Iterator[list[Tensor]]:
-        """Let the module compute what backward needs; yield aliases of its trained parameters, without their hooks.
+        """Return a context to compute for backward in; it yields aliases, without hooks, of the module's parameters.
 
         Args:
-            parameters: those.
+            parameters: the trained parameters.
             converts: whether products convert their inputs (autocast).
         """
         aliases = []
@@ -118,7 +118,7 @@ class _Saved(torch.autograd.Function):
 
 
 class _Tiles(torch.autograd.Function):
-    """A module's output; its parameters are given for their gradients."""
+    """A module's output. Its parameters are arguments, so that they get gradients."""
 
     @staticmethod
     def forward(ctx: Any, saved: Tensor, wants_hidden: bool, tiled: TiledModule, *parameters: Tensor) -> Tensor:
@@ -141,7 +141,7 @@ class _Tiles(torch.autograd.Function):
                 end = start + tiled.num_tokens
                 inputs = rows[start:end].detach().requires_grad_(ctx.wants_hidden)
                 with torch.enable_grad(), ctx.autocast():
-                    # Some hooks on modules (those of torch.utils.flop_counter) refuse leaves as inputs.
+                    # Some module hooks (those of torch.utils.flop_counter) refuse leaves as inputs.
                     made = tiled.run(inputs.view_as(inputs))
                 wanted = [inputs, *aliases] if ctx.wants_hidden else aliases
                 found = list(torch.autograd.grad(made, wanted, outer[start:end], allow_unused=True))
@@ -149,7 +149,7 @@ class _Tiles(torch.autograd.Function):
                 if of_hidden is not None:
                     of_hidden[start:end] = found.pop(0)
                 _add(found, sums)
-                del found, inputs  # or two tiles would exist at once
+                del found, inputs  # else two tiles would exist at once
         return None if of_hidden is None else of_hidden.view_as(hidden), None, None, *sums
 
 
@@ -162,7 +162,7 @@ def _add(values: Iterable[Tensor | None], sums: list[Tensor | None]) -> None:
 
 
 def _only_backward(module: nn.Linear, inputs: Tensor) -> Tensor:
-    """Return an output of a linear layer that has no values, but the gradients of the layer."""
+    """Return a linear layer's output without values. Its backward is that of the layer."""
     if not torch.is_grad_enabled():
         return functional.linear(inputs, module.weight, module.bias)
     result: Tensor = _OnlyBackward.apply(inputs, module.weight, module.bias)  # type: ignore[no-untyped-call]

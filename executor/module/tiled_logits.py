@@ -1,11 +1,11 @@
-"""A head whose logits never exist whole: the loss is computed in tiles of tokens, forward and backward.
+"""A head that never holds all logits: forward and backward compute the loss in tiles of tokens.
 
-[Note: Tiled logits] For each token, logits take as many values as the vocabulary has entries, and the loss takes
-several times that. A :class:`TiledHead` returns :class:`TiledLogits`: a tensor that knows how to compute itself. Models
-use it as any other. It records what they do to logits before the loss (conversion, scaling, soft capping, dropping the
-last position). ``torch.nn.functional.cross_entropy`` then computes a tile of logits at a time. Backward computes each
-tile again, which is one more product. So gradients have the bits that they have with whole logits, all but the gradient
-of the weight, which is a sum over tiles. Anything else that is done to such logits computes them whole first.
+[Note: Tiled logits] Each token has one logit per entry of the vocabulary, and the loss takes several times that memory.
+A :class:`TiledHead` returns :class:`TiledLogits`: a tensor subclass that is computed when it is used. It records the
+operations that models apply to logits before the loss (conversion, scaling, soft capping, dropping the last position).
+``torch.nn.functional.cross_entropy`` then computes a tile of logits at a time. Backward recomputes each tile, which is
+one more product. So gradients have the same bits as with whole logits, except the gradient of the head's weight, which
+is a sum over tiles. Any other operation computes all logits first.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from executor.distributed.vocabulary import RowLosses
 
 
 def find_head(model: nn.Module) -> nn.Linear | None:
-    """Return the linear layer that makes a model's logits; ``None`` if there is none, or another kind of layer."""
+    """Return the linear layer that computes a model's logits; ``None`` if another kind of layer does, or none."""
     getter = getattr(model, "get_output_embeddings", None)
     head = getter() if callable(getter) else getattr(model, "lm_head", None)
     return head if type(head) is nn.Linear else None
@@ -36,12 +36,12 @@ def tile_head(
     unit_of: Mapping[nn.Module, str] | None = None,
     callbacks: HeadCallbacks | None = None,
 ) -> Callable[[], None]:
-    """Make a model compute its loss in tiles; return a function that undoes it.
+    """Make a model compute its loss in tiles; return a function that restores the model.
 
     Args:
-        model: it has a head that :func:`find_head` finds.
-        num_tokens: tokens of one tile.
-        unit_of: the units of its modules, if it is bound to a plan.
+        model: a model whose head :func:`find_head` finds.
+        num_tokens: number of tokens in a tile.
+        unit_of: the unit of each module, if the model is bound to a plan.
         callbacks: called when forward and backward reach the head; ``None`` without a plan.
 
     Raises:
@@ -58,7 +58,7 @@ def tile_head(
 
 @final
 class TiledHead:
-    """Computes the logits of one module, a tile at a time."""
+    """Computes a head's logits, a tile at a time."""
 
     def __init__(self, module: nn.Linear, num_tokens: int, unit: str, callbacks: HeadCallbacks | None) -> None:
         self.module = module
@@ -67,26 +67,26 @@ class TiledHead:
         self._callbacks = callbacks
 
     def forward(self, hidden: Tensor) -> "TiledLogits":
-        """Return logits that are yet to be computed."""
+        """Return logits that are computed when they are used."""
         reading = self._callbacks.on_logits(self.unit) if self._callbacks else contextlib.nullcontext
         return TiledLogits(_Recipe(self, hidden, (), reading, torch.is_grad_enabled()))
 
     def reporting(self, result: Tensor) -> Tensor:
-        """Return a result whose hook reports when backward has reached it."""
+        """Hook a result, so that the callback runs when backward reaches it; return the result."""
         if (callbacks := self._callbacks) is not None and result.requires_grad:
             result.register_hook(lambda _gradient: callbacks.on_backward(self.unit))  # type: ignore[no-untyped-call]
         return result
 
 
 class _Recipe(NamedTuple):
-    """All that is needed to compute logits.
+    """How to compute logits.
 
     Attributes:
         head: the head.
         hidden: its input, ``[..., width]``.
-        steps: what comes after it.
-        reading: makes a context in which the head has the weights of its forward.
-        trains: whether gradients are wanted.
+        steps: functions that follow the head, in order.
+        reading: makes a context in which the head has the weights of this forward.
+        trains: whether gradients are needed.
     """
 
     head: TiledHead
@@ -124,7 +124,7 @@ class TiledLogits(Tensor):
 
     @staticmethod
     def __new__(cls, recipe: _Recipe) -> "TiledLogits":
-        """Make it; ``dtype`` is what the steps make of the head's type."""
+        """Make the tensor, with the data type that the steps produce."""
         dtype = recipe.after_head(recipe.hidden.new_empty((0, 1))).dtype
         shape = (*recipe.hidden.shape[:-1], recipe.num_logits)
         self: TiledLogits = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=recipe.hidden.device)
@@ -132,7 +132,7 @@ class TiledLogits(Tensor):
         return self
 
     def __init__(self, recipe: _Recipe) -> None:
-        """Do nothing: :meth:`__new__` has made it."""
+        """Do nothing: :meth:`__new__` has initialised it."""
 
     @classmethod
     def __torch_function__(
@@ -157,7 +157,7 @@ class TiledLogits(Tensor):
         return func(*_whole(args), **{key: _whole(value) for key, value in (kwargs or {}).items()})
 
     def whole(self) -> Tensor:
-        """Return all logits at once, from now on an ordinary tensor.
+        """Compute all logits at once, and keep them; return them as an ordinary tensor.
 
         Raises:
             OutOfOrderError: the head's weights are gone.
@@ -170,7 +170,7 @@ class TiledLogits(Tensor):
         return self._whole
 
     def row_losses(self, losses: RowLosses, targets: Tensor) -> Tensor:
-        """Return the loss of each row of logits ``[rows, vocabulary]``, a tile at a time.
+        """Return the loss of each row of logits ``[rows, vocabulary]``, computed a tile at a time.
 
         Raises:
             OutOfOrderError: the head's weights are gone.
@@ -185,7 +185,7 @@ class TiledLogits(Tensor):
 
 
 class _RowLosses(torch.autograd.Function):
-    """The loss of each row, ``[rows]``; ``weight`` and ``bias`` are those of the head, named for their gradients."""
+    """The loss of each row, ``[rows]``. The head's weight and bias are arguments, so that they get gradients."""
 
     @staticmethod
     def forward(
@@ -234,12 +234,12 @@ class _RowLosses(torch.autograd.Function):
                 of_weight = of_logits.t() @ inputs
             if wants_bias:
                 of_bias = of_logits.sum(0) + (0 if of_bias is None else of_bias)
-            del of_logits  # or two tiles would exist at once
+            del of_logits  # else two tiles would exist at once
         return of_hidden, of_weight, of_bias, None, None, None
 
 
 def _whole(value: Any) -> Any:
-    """Return a value in which all tiled logits are ordinary tensors."""
+    """Return a value with all tiled logits replaced by ordinary tensors."""
     if isinstance(value, TiledLogits):
         return value.whole()
     if isinstance(value, tuple | list):
@@ -273,12 +273,12 @@ _METHODS = (
 _ASKING: Final = frozenset(
     {getattr(Tensor, name) for name in (*_PROPERTIES, *_METHODS)} | {torch.is_floating_point, torch.numel}
 )
-"""What is known before logits are computed."""
+"""Attributes that are known before logits are computed."""
 
 
 def _elementwise(logits: TiledLogits, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Any:
     """Record an elementwise function."""
-    others = args[1:]  # the step must not keep the logits themselves, and with them the head's input
+    others = args[1:]  # the step must not hold the logits, and through them the head's input
     if any(
         isinstance(other, Tensor) and (other.numel() != 1 or other.requires_grad)
         for other in (*others, *kwargs.values())
@@ -323,7 +323,7 @@ def _split(logits: TiledLogits, _func: object, _self: object, size: Any, dim: in
 
 
 def _index(logits: TiledLogits, _func: object, _self: object, index: Any) -> Any:
-    """Take rows: the index must leave the last dimension as it is."""
+    """Select rows. The index must not change the last dimension."""
     items = index if isinstance(index, tuple) else (index,)
     if any(not (item is Ellipsis or isinstance(item, int | slice | Tensor)) for item in items):
         return NotImplemented
@@ -353,7 +353,7 @@ _CROSS_ENTROPY: Final = inspect.signature(functional.cross_entropy)
 
 
 def _cross_entropy(logits: TiledLogits, _func: object, *args: Any, **kwargs: Any) -> Any:
-    """Compute cross-entropy with targets that are classes, in tiles."""
+    """Compute cross-entropy with class indices as targets, in tiles."""
     bound = _CROSS_ENTROPY.bind(*args, **kwargs)
     bound.apply_defaults()
     given = bound.arguments
@@ -391,4 +391,4 @@ _HANDLERS: Final[dict[str, Callable[..., Any]]] = {
     "cross_entropy": _cross_entropy,
     "row_losses": _row_losses,
 }
-"""What is done to logits without computing them whole; a handler may return ``NotImplemented``."""
+"""Operations that do not compute all logits. If a handler returns ``NotImplemented``, all logits are computed."""

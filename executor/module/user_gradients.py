@@ -1,4 +1,4 @@
-"""Gradients between backward and step: what the user may do with them.
+"""Gradients between backward and step: reading norms, scaling and dropping.
 
 Loops over all parameters run unguarded ([Note: Guarded parameters]), because they touch only ``.grad``.
 """
@@ -16,11 +16,11 @@ from planner.decisions import Decisions
 
 @final
 class UserGradients:
-    """All gradients between backward and step, as the user sees them.
+    """The user's view of all gradients between backward and step.
 
     Args:
-        norms: waits for all gradients of the iteration, and returns their norms by names of whole parameters.
-        complete: ends the iteration's micro-batches, because gradients are read or scaled now.
+        norms: waits for all gradients of the iteration, and returns their norms by name of the whole parameter.
+        complete: ends the iteration's micro-batches. It is called when gradients are read or scaled.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class UserGradients:
         self._norms: dict[str, torch.Tensor] | None = None
         self._scales: dict[str, float] = {}
         self._dropped = False
-        self._num_added = 0  # micro-batches whose sum of gradients the stand-ins represent
+        self._num_added = 0  # number of micro-batches in the sum that the stand-ins represent
         self._stand_ins: dict[str, OffloadedGradient] = {}  # made once, because that is slow
 
     def begin_iteration(self) -> None:
@@ -51,7 +51,7 @@ class UserGradients:
         self._dropped = False
 
     def expose(self, iteration: int, micro_batch: int) -> None:
-        """Set ``grad`` of every parameter that got one to a stand-in, until the next micro-batch or the step."""
+        """Set ``grad`` of every parameter that got a gradient to a stand-in, until the next micro-batch or the step."""
         with unguarded():
             self._num_added = micro_batch + 1
             for name, parts in self._parts.items():
@@ -62,10 +62,10 @@ class UserGradients:
                     whole.grad = self._stand_ins[name]
 
     def gradient_norm(self, name: str) -> torch.Tensor:
-        """Return the 2-norm of a parameter's gradient, a float32 scalar; waits until all gradients are there.
+        """Wait for all gradients, and return the 2-norm of a parameter's gradient, a float32 scalar.
 
         Raises:
-            GradientError: the plan does not wait for the norm.
+            GradientError: the plan updates before all norms are known.
         """
         self._check_clips()
         if self._norms is None:
@@ -74,7 +74,7 @@ class UserGradients:
         return self._norms[name] if scale == 1 else self._norms[name] * scale
 
     def scale_gradient(self, name: str, factor: float) -> None:
-        """Multiply a parameter's gradient by a factor, when its update reads it. Raises as :meth:`gradient_norm`."""
+        """Record a factor for a parameter's gradient. Its update applies it. Raises as :meth:`gradient_norm`."""
         self._check_clips()
         self._scales[name] = self.scale(name) * factor
 
@@ -87,7 +87,7 @@ class UserGradients:
         return sorted(set(self._scales.values())), self._dropped
 
     def begin_micro_batch(self, iteration: int) -> None:
-        """Remove the stand-ins, as the next micro-batch begins, which adds to the gradients.
+        """Remove the stand-ins, because the next micro-batch begins and adds to the gradients.
 
         Raises:
             GradientError: a gradient was replaced or dropped.
@@ -116,7 +116,9 @@ class UserGradients:
                     whole.grad = None
 
     def begin_step(self, iteration: int) -> None:
-        """Remove the stand-ins, as the step begins. A parameter whose gradient was dropped is not updated, as in torch.
+        """Remove the stand-ins, because the step begins.
+
+        As in torch, parameters with dropped gradients are not updated.
 
         Raises:
             GradientError: a gradient was replaced, or dropped after its update had begun.
@@ -130,8 +132,8 @@ class UserGradients:
                         self._drop(part)
                 if gradient is not None and not isinstance(gradient, OffloadedGradient):
                     raise GradientError(
-                        f"the gradient of {name} was replaced after backward, which its update would not see; "
-                        "change it in a hook on the parameter (parameter.register_hook)"
+                        f"the gradient of {name} was replaced after backward, but its update would not use the new "
+                        "one; change it in a hook on the parameter (parameter.register_hook)"
                     )
                 whole.grad = None
             self._num_added = 0

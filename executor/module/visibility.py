@@ -1,4 +1,4 @@
-"""Which parameters show weights (those of resident units and of the unit that computes), and which refuse writes."""
+"""Shows weights in parameters of resident units and of the computing unit only, and refuses writes to the others."""
 
 from collections.abc import Iterable, Mapping
 from typing import final
@@ -10,15 +10,17 @@ from executor.module.guarded_parameters import guard, lift_guard, refusal, ungua
 
 @final
 class WeightVisibility:
-    """Shows a unit's weights while it computes; otherwise hides those that share a slot, and refuses writes to all.
+    """Shows a unit's weights while it computes.
+
+    At other times, it hides weights in shared slots, and refuses all writes.
 
     [Note: Out of sight] Fetched units share slots. So most of the time a parameter would show another unit's weights,
-    or those of the step before. Code that reads parameters directly (norms, moving averages, penalties in the loss)
-    would silently compute with these. So while its unit does not compute, a parameter keeps its shape, but is NaN. The
-    memory of its weights does not change, so running kernels and autograd's saved tensors are not affected. Writes are
-    refused meanwhile, also for resident units: see [Note: Guarded parameters] in
-    :mod:`executor.module.guarded_parameters`. Quantized parameters of ``torchao`` stay as they are, as their class is
-    needed to read them.
+    or weights of the previous step. Code that reads parameters directly (norms, moving averages, penalties in the loss)
+    would silently compute with wrong values. So while its unit does not compute, a parameter keeps its shape, but is
+    NaN. The memory of its weights does not change, so running kernels and autograd's saved tensors are not affected.
+    During that time writes are refused, for resident units too: see [Note: Guarded parameters] in
+    :mod:`executor.module.guarded_parameters`. Quantized parameters of ``torchao`` are left alone, because reading them
+    needs their class.
 
     Args:
         shared: units whose weights a unit uses besides its own, by its name.
@@ -39,14 +41,14 @@ class WeightVisibility:
             for unit in state.units.values()
             if unit.slot >= 0
         }
-        # Units whose weights each unit uses; most use only their own.
+        # The units whose weights each unit uses; most units use only their own.
         self._used_by = {
             unit: frozenset(name for name in (unit, *others) if name in self._leaves) for unit, others in shared.items()
         }
         self._shown: frozenset[str] = frozenset(self._leaves)
         self._shown_for: str | None = None
         self._all = {id(leaf): (leaf, name) for leaves in self._leaves.values() for leaf, name in leaves}
-        for shard in shards:  # a parameter whose rows are leaves has no values at all
+        for shard in shards:  # if a parameter's rows are leaves of their own, the parameter has no values
             if id(shard.whole) not in self._all and not shard.stored.is_wrapper:
                 self._all[id(shard.whole)] = shard.whole, shard.name
                 guard(shard.whole, shard.name)
@@ -54,11 +56,11 @@ class WeightVisibility:
 
     @property
     def shown_for(self) -> str:
-        """The unit whose weights are shown; empty if there is none."""
+        """The unit whose weights are shown; empty if none are."""
         return self._shown_for or ""
 
     def show(self, unit: str) -> None:
-        """Show the weights that a unit uses, and no others; an empty name shows none."""
+        """Show only the weights that a unit uses. An empty name hides all."""
         if unit == self._shown_for:
             return
         self._shown_for = unit
@@ -77,7 +79,7 @@ class WeightVisibility:
         self._shown = used
 
     def check_unmodified(self) -> None:
-        """Check that no parameter was written to while its unit computed, since it was checked last.
+        """Check that no parameter was written to while its unit computed, since the last check.
 
         Raises:
             ValueError: one was.
