@@ -1,1 +1,1 @@
-"""What runs tasks: one thread or CUDA stream per lane, on cores of its own."""
+"""Runs tasks: one thread or CUDA stream per lane, on the rank's own cores."""

@@ -1,4 +1,4 @@
-"""What differs between devices: memory, copies, streams, events and updates."""
+"""The interface to a device: memory, copies, streams, events and updates."""
 
 import contextlib
 import time
@@ -25,7 +25,7 @@ Event = object
 
 
 class Meter(Protocol):
-    """Measures device memory that comes and goes."""
+    """Measures dynamic device memory."""
 
     @property
     def peak_bytes(self) -> int:
@@ -45,40 +45,40 @@ class Backend(Protocol):
     device: torch.device
 
     def lane(self, lane: Lane) -> contextlib.AbstractContextManager[None]:
-        """Enter a lane: until the calling thread leaves, its work goes to the lane's stream, if there is one."""
+        """Return a context in which the calling thread's work goes to the lane's stream, if it has one."""
 
     def record_event(self, lane: Lane) -> Event:
-        """Record an event after all work that this thread has given to the lane so far."""
+        """Record an event after all work that this thread has submitted to the lane so far."""
 
     def wait_event(self, lane: Lane, event: Event) -> None:
-        """Make what this thread gives to the lane from now on wait for an event."""
+        """Make all work that this thread submits to the lane from now on wait for an event."""
 
     def event_time_s(self, event: Event) -> float:
-        """Wait for an event; return when it was, in seconds on the host's clock."""
+        """Wait for an event; return its time, in seconds on the host's clock."""
 
     def empty(self, num_bytes: int, *, on_device: bool) -> torch.Tensor:
         """Return uint8 ``[num_bytes]`` on the device, or in pinned host memory."""
 
     def release(self, block: torch.Tensor) -> int:
-        """Give the device memory of a tensor's storage back, of which all views stay; return its bytes."""
+        """Free the device memory of a tensor's storage, but keep the storage and its views; return the freed bytes."""
 
     def restore(self, block: torch.Tensor, num_bytes: int) -> None:
-        """Take device memory again for a storage that :meth:`release` has emptied; its values are lost."""
+        """Allocate device memory again for a storage that :meth:`release` has freed. The old values are lost."""
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         """Copy between contiguous tensors of one type and shape, on the thread's lane."""
 
     def accumulate(self, destination: torch.Tensor, source: torch.Tensor, *, first: bool) -> None:
-        """Add a tensor to one in host memory, in their type, or copy it if it is the ``first``; done on return."""
+        """Add a tensor to one in host memory, in their type, or copy it if it is the ``first``. Returns when done."""
 
     def scale(self, values: torch.Tensor, factor: float) -> None:
         """Multiply a flat tensor on the device, in its own type, on the thread's lane."""
 
     def scratch(self, num_items: int, dtype: torch.dtype) -> torch.Tensor:
-        """Allocate device memory on a lane, for a short time; meters count it as the caller's."""
+        """Allocate short-lived device memory on a lane. Meters count it."""
 
     def record_stream(self, tensor: torch.Tensor) -> None:
-        """Keep the allocator from reusing a tensor's memory before the lane has used it."""
+        """Keep the allocator from reusing a tensor's memory before the lane has finished with it."""
 
     def update(
         self, state: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], rule: Rule, step: int, scale: float
@@ -86,27 +86,27 @@ class Backend(Protocol):
         """Take one optimizer step on the device.
 
         Args:
-            state: master, the optimizer's buffers, and where the new weights go in bf16, if anywhere.
-            gradients: parts of the gradient, one after another.
+            state: master copy, the optimizer's buffers, and the target of new bf16 weights, if there is one.
+            gradients: consecutive parts of the gradient.
             rule: the optimizer and its hyper-parameters.
-            step: which step this is, from 1.
-            scale: multiplies the gradient.
+            step: number of this step, from 1.
+            scale: factor of the gradient.
         """
 
     def meter(self) -> contextlib.AbstractContextManager["Meter"]:
-        """Measure, inside it, all device memory except that of :meth:`empty`."""
+        """Return a context that measures all device memory except that of :meth:`empty`."""
 
     def sum_of_squares_on_host(self, tensor: torch.Tensor, team: WorkerTeam) -> torch.Tensor:
-        """Return :meth:`sum_of_squares` of a tensor in host memory, as a scalar on the device; done on return."""
+        """Return :meth:`sum_of_squares` of a tensor in host memory, as a scalar on the device. Returns when done."""
 
     def sum_of_squares(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the sum of squares of a flat tensor, on the host or the device, as a float64 scalar beside it."""
+        """Return the sum of squares of a flat tensor, a float64 scalar on the tensor's device."""
 
 
 class HostBackend:
-    """The host as the device: the calling thread computes, and nothing is asynchronous.
+    """The host in place of a device. The calling thread computes, and nothing is asynchronous.
 
-    Updates use as many threads as torch does when this is made.
+    Updates use as many threads as torch has when the backend is made.
     """
 
     def __init__(self) -> None:
@@ -136,18 +136,18 @@ class HostBackend:
         return torch.from_numpy(pages(num_bytes)) if num_bytes else torch.empty(0, dtype=torch.uint8)
 
     def release(self, block: torch.Tensor) -> int:
-        """See :class:`Backend`. The address stays; the system takes the pages."""
+        """See :class:`Backend`. The address stays the same; the system takes the pages back."""
         storage = block.untyped_storage()
         forget_pages(storage.data_ptr(), storage.nbytes())
         return storage.nbytes()
 
     def restore(self, block: torch.Tensor, num_bytes: int) -> None:
-        """See :class:`Backend`. Pages come back as they are used."""
+        """See :class:`Backend`. The system maps pages again when they are used."""
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         """See :class:`Backend`."""
         assert destination.dtype == source.dtype
-        # numpy copies in this thread alone; torch would start a team of threads in every lane.
+        # numpy copies in this thread alone; torch would start a thread pool in every lane.
         np.copyto(destination.view(torch.uint8).numpy(), source.view(torch.uint8).numpy())
 
     def accumulate(self, destination: torch.Tensor, source: torch.Tensor, *, first: bool) -> None:
@@ -174,7 +174,7 @@ class HostBackend:
     def update(
         self, state: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], rule: Rule, step: int, scale: float
     ) -> None:
-        """See :class:`Backend`. The kernel is that of updates on the host, so the bits are the same."""
+        """See :class:`Backend`. It uses the kernel of updates on the host, so the bits are the same."""
         count, begin = 1 + len(rule.entry.buffers), 0
         for gradient in gradients:
             part = cut(state, begin, begin + len(gradient))
@@ -192,7 +192,7 @@ class HostBackend:
                 self._meter = None
 
     def sum_of_squares_on_host(self, tensor: torch.Tensor, team: WorkerTeam) -> torch.Tensor:  # noqa: ARG002
-        """See :class:`Backend`. It takes one thread, because the cores compute meanwhile."""
+        """See :class:`Backend`. It uses one thread, because the other cores compute at that time."""
         return sum_of_squares_on_host(tensor)
 
     def sum_of_squares(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -211,12 +211,12 @@ def update_on_host(
     """Take one optimizer step in host memory.
 
     Args:
-        state: master, the optimizer's buffers, gradient, and where the new weights go in bf16, if anywhere.
+        state: master copy, the optimizer's buffers, gradient, and the target of new bf16 weights, if there is one.
         rule: the optimizer and its hyper-parameters.
-        step: which step this is, from 1.
-        scale: multiplies the gradient.
+        step: number of this step, from 1.
+        scale: factor of the gradient.
         team: threads to run on; ``None`` for the calling thread.
-        memory: uint8, for rules that need some beside the state; left out, they allocate it.
+        memory: uint8 workspace for rules that need one; ``None``: they allocate it.
     """
     arrays = [as_array(tensor) for tensor in state]
     count = 1 + len(rule.entry.buffers)
@@ -228,14 +228,14 @@ def update_on_host(
 def sum_of_squares_on_host(tensor: torch.Tensor) -> torch.Tensor:
     """Return the sum of squares of a flat tensor in host memory, added up in float64, as a float64 scalar.
 
-    In float64 the order of the sum shows in the sixteenth digit, so that a norm in float32 does not depend on how
+    In float64 the order of summation changes only the sixteenth digit. So a float32 norm does not depend on how
     parameters are cut into pieces.
     """
     return torch.tensor(sum_of_squares(as_array(tensor)), dtype=torch.float64)
 
 
 def as_array(tensor: torch.Tensor) -> Array:
-    """Return the numpy view of a tensor in host memory; bf16 as its bits, in uint16."""
+    """Return the numpy view of a tensor in host memory. The view of bf16 is uint16, its bits."""
     tensor = tensor.detach()
     array: Array = (tensor.view(torch.uint16) if tensor.dtype is torch.bfloat16 else tensor).numpy()
     return array
@@ -244,7 +244,7 @@ def as_array(tensor: torch.Tensor) -> Array:
 @nb.njit(nogil=True, cache=True, fastmath={"reassoc", "nsz"})
 def _sum_squares(values: Any) -> float:
     total = 0.0
-    for i in range(values.size):  # an iterator over values would not be vectorised, which is six times slower
+    for i in range(values.size):  # a loop over values is not vectorised, and six times slower
         wide = np.float64(as_float32(values[i]))
         total += wide * wide
     return total
@@ -263,10 +263,10 @@ def _scale_bf16(bits: Any, factor: Any) -> None:
 
 
 def _scale(values: Array, factor: np.float32) -> None:
-    """Multiply a flat array in place, in float32, as torch does; uint16 holds the bits of bf16."""
+    """Multiply a flat array in place, in float32, as torch does. A uint16 array holds bits of bf16."""
     (_scale_bf16 if values.dtype == np.uint16 else _scale_f32)(values, factor)
 
 
 def sum_of_squares(values: Array) -> float:
-    """Return the sum of squares of a flat array, added up in float64; uint16 holds the bits of bf16."""
+    """Return the sum of squares of a flat array, added up in float64. A uint16 array holds bits of bf16."""
     return float(_sum_squares(values))

@@ -1,11 +1,11 @@
 """Divides CPU cores among ranks, and among the threads of a rank.
 
-[Note: Shares of cores] Ranks of one machine that may use the same cores divide them evenly, in the order of packages
-and physical cores. So both threads of a core belong to one rank, and a rank is near its own memory. Ranks that were
-given different cores (by ``srun --cpu-bind``, ``numactl`` or a container each) keep them. The whole process is bound:
-threads that libraries have made before (OpenMP, BLAS, autograd) are moved too, and new threads inherit the binding.
-Updates leave some cores to the threads that issue work for a GPU, which they would otherwise keep from running. If the
-CPU is the device, they leave them to the threads that compute.
+[Note: Shares of cores] If ranks of one machine may use the same cores, they divide them evenly, in the order of
+packages and physical cores. So both hardware threads of a core belong to one rank, and a rank is near its own memory.
+If ranks were given different cores (by ``srun --cpu-bind``, ``numactl`` or containers), they keep them. The whole
+process is bound: existing threads of libraries (OpenMP, BLAS, autograd) move too, and new threads inherit the binding.
+Updates leave some cores free for the threads that issue work to a GPU; otherwise those threads could not run. If the
+CPU is the device, updates leave cores free for the threads that compute.
 """
 
 import contextlib
@@ -20,12 +20,15 @@ import torch
 from executor.distributed.ranks import Ranks, this_machine
 
 CoreChoice = tuple[int, ...] | Literal["auto", "free"]
-"""Cores that the ranks of this machine divide. ``auto``: all that the process may use; it is bound if there are several
-ranks. ``free``: the same, but nothing is bound."""
+"""Cores that the ranks of this machine divide.
+
+``auto``: all cores that the process may use; if there are several ranks, each process is bound to its share. ``free``:
+the same cores, but nothing is bound.
+"""
 
 _SYSTEM: Final = Path("/sys/devices/system/cpu")
 _THREADS: Final = Path("/proc/self/task")
-_MANY: Final = 8  # from so many cores on, two are left to threads that issue work; of fewer, one
+_MANY: Final = 8  # with at least so many cores, two are left to threads that issue work; with fewer, one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,9 +36,10 @@ class Cores:
     """A rank's cores.
 
     Attributes:
-        own: core numbers.
-        num_issuing: cores for threads that issue work to a GPU; if the CPU is the device, threads that compute.
-        num_updating: threads that update. With a GPU in a bound process, each is bound to one of the last cores.
+        own: numbers of the cores.
+        num_issuing: number of cores for threads that issue work to a GPU, or that compute if the CPU is the device.
+        num_updating: number of threads that update. If a GPU computes and the process is bound, each of them is bound
+            to one of the last cores.
         is_bound: whether the process is bound to these cores.
         on_device: whether a GPU computes.
     """
@@ -48,7 +52,7 @@ class Cores:
 
     @classmethod
     def of(cls, own: Sequence[int], most_threads: int | None, *, is_bound: bool, on_device: bool) -> Self:
-        """Divide a rank's cores among its threads; at most ``most_threads`` threads update."""
+        """Divide a rank's cores among its threads. At most ``most_threads`` threads update."""
         count = len(own)
         num_issuing = (
             (min(count // 2, 2 if count >= _MANY else 1)) if on_device else min(torch.get_num_threads(), count)
@@ -58,7 +62,7 @@ class Cores:
 
     @property
     def of_updates(self) -> tuple[int, ...] | None:
-        """For each thread that updates, the core that it is bound to; ``None`` without such a binding."""
+        """The core of each thread that updates; ``None`` if these threads are not bound."""
         return self.own[len(self.own) - self.num_updating :] if self.is_bound and self.on_device else None
 
     def __str__(self) -> str:
@@ -69,14 +73,17 @@ class Cores:
 
 
 def divide(cores: Sequence[int], position: int, count: int) -> tuple[int, ...]:
-    """Return part ``position`` of ``count`` parts of cores. If there are fewer cores than parts, parts share cores."""
+    """Divide cores into ``count`` parts, and return part ``position``.
+
+    With fewer cores than parts, parts share cores.
+    """
     if len(cores) < count:
         return (cores[position % len(cores)],)
     return tuple(cores[len(cores) * position // count : len(cores) * (position + 1) // count])
 
 
 def in_order(cores: Iterable[int], system: Path = _SYSTEM) -> list[int]:
-    """Return cores such that neighbours are near each other: by package, then by physical core."""
+    """Return cores sorted by package, then by physical core."""
 
     def place(core: int) -> tuple[int, int, int]:
         def number(name: str) -> int:
@@ -113,23 +120,23 @@ def take_cores(
     """Take a rank's share of the cores, see [Note: Shares of cores]; all ranks call this together.
 
     Args:
-        choice: which cores.
-        most_threads: most threads that update; ``None`` for as many as there are cores.
-        ranks: all of them; ``None`` with one.
+        choice: the cores to divide.
+        most_threads: at most so many threads update; ``None``: one per core.
+        ranks: all ranks; ``None`` if there is only one.
         on_device: whether a GPU computes.
 
     Returns:
-        The share, and a function that undoes the binding.
+        The share, and a function that removes the binding.
 
     Raises:
-        ValueError: the choice names cores that are not open to this process, or none.
+        ValueError: this process may not use some of the chosen cores, or the choice is empty.
     """
     allowed = open_cores()
     if isinstance(choice, tuple):
         if not choice or not allowed.issuperset(choice):
             raise ValueError(
-                f"cores {ranges(choice) or '(none)'} were asked for, but {ranges(allowed)} are open to this process; "
-                "choose from those, or leave cores out"
+                f"cores are {ranges(choice) or '(none)'}, but this process may use {ranges(allowed)}; choose from "
+                "those, or leave cores out"
             )
         allowed = frozenset(choice)
     sharing = [0] if ranks is None else ranks.all.ranks_with_same(f"{this_machine()} {ranges(allowed)}".encode())
@@ -150,7 +157,7 @@ def take_cores(
 
 
 def _bind(cores: Sequence[int]) -> Callable[[], None]:
-    """Bind all threads without a binding of their own, and new ones; return a function that undoes it."""
+    """Bind new threads, and all threads without a binding of their own; return a function that removes the binding."""
     before = open_cores()
     masks = {thread: mask for thread in _threads() if (mask := _mask(thread)) is not None}
     _set({thread: frozenset(cores) for thread, mask in masks.items() if mask == before})
@@ -166,7 +173,7 @@ def _threads() -> list[int]:
 
 
 def _mask(thread: int) -> frozenset[int] | None:
-    with contextlib.suppress(OSError):  # it has ended meanwhile
+    with contextlib.suppress(OSError):  # the thread has ended
         return frozenset(os.sched_getaffinity(thread))
     return None
 

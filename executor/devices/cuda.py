@@ -21,22 +21,22 @@ from executor.optimizer.table import Rule
 from executor.optimizer.workers import WorkerTeam
 from planner.schedule.tasks import Lane
 
-# Lanes whose threads work on the host; all others give their work to a stream.
+# Lanes whose threads work on the host; all others submit their work to a stream.
 _HOST_LANES: Final = frozenset(
     {Lane.CPU, Lane.LAUNCH, Lane.GATE, Lane.NVME_READ, Lane.NVME_WRITE, Lane.NVME_STATE_IN, Lane.NVME_STATE_OUT}
 )
-# Lanes with a stream that allocate memory, which counts when the thread allocates it. Their threads wait on the host
-# for dependencies; otherwise new memory would be allocated before the old memory is free.
+# Lanes with a stream that allocate memory. Memory counts when the thread allocates it. So these threads wait on the
+# host for dependencies; otherwise new memory would be allocated before the old memory is free.
 _PACED_LANES: Final = frozenset({Lane.ACTIVATION_IN})
-_NEAR_S: Final = 10.0  # up to here, float32 milliseconds are exact to a microsecond
+_NEAR_S: Final = 10.0  # up to this time, float32 milliseconds are exact to a microsecond
 _PASSING_BYTES: Final = 16 << 20
-# Bounds the float32 copy of a gradient during an update on the device, to 64 MiB; kernels for less than that may take
-# no longer on the device than their launches do here.
+# Limits the float32 copy of a gradient during an update on the device to 64 MiB. For smaller chunks, launching a kernel
+# may take longer than the kernel itself.
 _CHUNK_PARAMS: Final = 1 << 24
 
 
 class _Event:
-    """A CUDA event that goes back to its pool when nothing refers to it any more."""
+    """A CUDA event that returns to its pool when nothing refers to it any more."""
 
     def __init__(self, pool: "collections.deque[torch.cuda.Event]") -> None:
         self._pool = pool
@@ -51,20 +51,20 @@ class _Event:
         self._pool.append(self.event)
 
     def seconds_to(self, other: "_Event") -> float:
-        """Return the seconds from here to another event; both have ended."""
+        """Return the seconds from this event to another. Both have ended."""
         return float(self.event.elapsed_time(other.event)) / 1e3
 
 
 class Clock:
     """Converts events to times on the host's clock.
 
-    [Note: Anchors] CUDA gives the time between two events in float32 milliseconds. An hour apart, its resolution is a
-    quarter of a millisecond. So every event is measured from a near one with a known time, an anchor. An event far from
-    all anchors becomes one itself.
+    [Note: Anchors] CUDA returns the time between two events in float32 milliseconds. For events an hour apart, the
+    resolution is a quarter of a millisecond. So every event is measured from a near event with a known time, an anchor.
+    An event that is far from all anchors becomes an anchor itself.
 
     Args:
         zero: an event that has ended.
-        zero_s: when, on the host's clock.
+        zero_s: its time, on the host's clock.
     """
 
     def __init__(self, zero: _Event, zero_s: float) -> None:
@@ -72,7 +72,7 @@ class Clock:
         self._anchors = [(zero_s, zero)]  # by time
 
     def time_s(self, event: _Event) -> float:
-        """Return when an event was that has ended."""
+        """Return the time of an event that has ended, on the host's clock."""
         with self._lock:
             zero_s, zero = self._anchors[0]
             about_s = zero_s + zero.seconds_to(event)
@@ -105,7 +105,7 @@ class CudaBackend:
         if lane in _HOST_LANES:
             yield
             return
-        # Small kernels between copies must not wait behind matrix products. Updates fill the device, so they get no
+        # Small kernels between copies must not wait for matrix products. Updates fill the device, so they get no
         # priority.
         priority = 0 if lane is Lane.GPU_UPDATE else -1
         stream = torch.cuda.Stream(self.device, priority=priority)  # type: ignore[no-untyped-call]
@@ -117,7 +117,10 @@ class CudaBackend:
         return time.perf_counter() if lane in _HOST_LANES else _Event(self._pool)
 
     def wait_event(self, lane: Lane, event: Event) -> None:
-        """Make the current stream, or the calling thread, wait for an event; a time on the host has passed."""
+        """Make the current stream, or the calling thread, wait for a CUDA event.
+
+        A time on the host has already passed.
+        """
         if isinstance(event, _Event):
             if lane in _HOST_LANES | _PACED_LANES:
                 event.event.synchronize()
@@ -133,12 +136,12 @@ class CudaBackend:
         return event
 
     def empty(self, num_bytes: int, *, on_device: bool) -> torch.Tensor:
-        """Return device memory, or pinned host memory of exactly this size: torch's own rounds up to powers of two."""
+        """Return device memory, or pinned host memory of exactly this size. torch would round up to a power of two."""
         if on_device or not num_bytes:
             return torch.empty(num_bytes, dtype=torch.uint8, device=self.device if on_device else "cpu")
         memory = pages(num_bytes, inherited=False)
         block = torch.from_numpy(memory)
-        block.zero_()  # touches pages with all threads; the driver would do so with one
+        block.zero_()  # touches pages with all threads; the driver would use one
         cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         code = cudart.cudaHostRegister(block.data_ptr(), num_bytes, 0)
         if int(code) != 0:
@@ -147,7 +150,7 @@ class CudaBackend:
                 f"cudaHostRegister of {num_bytes:,} B failed with {code}; leave more host memory free, or raise the "
                 "limit of locked memory (ulimit -l)"
             )
-        # ``memory`` is kept alive until then: freed pages could not be unregistered.
+        # Keep ``memory`` alive until it is unregistered: freed pages could not be.
         weakref.finalize(
             block.untyped_storage(),
             lambda address, _memory: cudart.cudaHostUnregister(address),
@@ -157,12 +160,12 @@ class CudaBackend:
         return block
 
     def _forget_error(self) -> None:
-        """Clear CUDA's last error, or the next kernel launch would report it."""
+        """Clear CUDA's last error. Otherwise the next kernel launch would report it."""
         with contextlib.suppress(RuntimeError):
             torch.zeros(1, device=self.device)
 
     def release(self, block: torch.Tensor) -> int:
-        """Free the memory of a storage, in the allocator and for others."""
+        """Free the memory of a storage, and return it from the allocator to the device."""
         storage = block.untyped_storage()
         num_bytes = storage.nbytes()
         storage.resize_(0)
@@ -170,7 +173,7 @@ class CudaBackend:
         return num_bytes
 
     def restore(self, block: torch.Tensor, num_bytes: int) -> None:
-        """Allocate it again."""
+        """Allocate the memory of a storage again."""
         block.untyped_storage().resize_(num_bytes)
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
@@ -178,10 +181,11 @@ class CudaBackend:
         destination.copy_(source, non_blocking=True)
 
     def accumulate(self, destination: torch.Tensor, source: torch.Tensor, *, first: bool) -> None:
-        """Add on the host; waits for the copies.
+        """Add on the host, after waiting for the copies.
 
-        They pass through two pinned buffers, which the ledger does not count, like the driver's memory. One is added
-        while the next is being copied. Copies to pageable memory would take twice as long, and allocate each time.
+        Gradients are copied through two pinned buffers: one is added while the next is being copied. Copies to pageable
+        memory would take twice as long, and allocate each time. The ledger does not count these buffers, like the
+        driver's memory.
         """
         if first:
             destination.copy_(source)
@@ -211,11 +215,11 @@ class CudaBackend:
         values.mul_(factor)
 
     def scratch(self, num_items: int, dtype: torch.dtype) -> torch.Tensor:
-        """Allocate on the current stream; torch itself counts it."""
+        """Allocate on the current stream. torch's allocator counts it."""
         return torch.empty(num_items, dtype=dtype, device=self.device)
 
     def record_stream(self, tensor: torch.Tensor) -> None:
-        """Keep the allocator from reusing a tensor before the current stream is done with it."""
+        """Keep the allocator from reusing a tensor's memory before the current stream has finished with it."""
         tensor.record_stream(torch.cuda.current_stream(self.device))
 
     def update(
@@ -225,17 +229,17 @@ class CudaBackend:
         update_on_device(state, gradients, rule, step, scale)
 
     def meter(self) -> "contextlib.AbstractContextManager[_CudaMeter]":
-        """Read torch's own count."""
+        """Read the counts of torch's allocator."""
         return _CudaMeter()
 
     def sum_of_squares_on_host(self, tensor: torch.Tensor, team: WorkerTeam) -> torch.Tensor:
-        """Sum with the team's threads, which have no updates to run just before clipping."""
+        """Sum with the team's threads, which run no updates just before clipping."""
         values, sums = as_array(tensor), list[float]()
         team.run(lambda start, stop: sums.append(sum_of_squares(values[start:stop])), len(values))
         return torch.tensor(math.fsum(sums), dtype=torch.float64).to(self.device)
 
     def sum_of_squares(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the sum of squares, on the device; the norm itself is added up in float32."""
+        """Return the sum of squares, on the device. The norm is computed in float32."""
         norm: torch.Tensor = torch.linalg.vector_norm(tensor, dtype=torch.float32)
         return norm.double().square()
 
@@ -245,11 +249,12 @@ def update_on_device(
 ) -> None:
     """Take one optimizer step on the current stream. See :meth:`executor.devices.backend.Backend.update`.
 
-    All parameters of a chunk are updated together: a kernel for one small parameter takes less time than its launch.
+    All parameters of a chunk are updated together, because launching a kernel for one small parameter takes longer than
+    the kernel.
     """
     master = state[0]
     count = 1 + len(rule.entry.buffers)
-    # A tensor of one dimension, which makes the product float32: a number would leave it in the gradient's type.
+    # A 1-D tensor makes the product float32; a Python number would keep the gradient's type.
     factor = torch.full((1,), scale, dtype=torch.float32, device=master.device)
     num_params = rule.chunk_params(_CHUNK_PARAMS)
     for begin in range(0, len(master), num_params):
@@ -262,8 +267,8 @@ def update_on_device(
 
 
 def _scale_into(scaled: torch.Tensor, gradients: Sequence[torch.Tensor], begin: int, factor: torch.Tensor) -> None:
-    """Set ``scaled`` to values of the concatenated gradients, from value ``begin`` on, times a factor."""
-    at = -begin  # where a gradient begins in it
+    """Fill ``scaled`` with the concatenated gradients, from index ``begin`` on, times a factor."""
+    at = -begin  # index in ``scaled`` at which the gradient begins
     for gradient in gradients:
         target = scaled[max(at, 0) : max(at + len(gradient), 0)]
         if len(target):
@@ -272,9 +277,9 @@ def _scale_into(scaled: torch.Tensor, gradients: Sequence[torch.Tensor], begin: 
 
 
 class _CudaMeter:
-    """The peak of device memory above what was there when it was entered.
+    """The peak of device memory, above the memory in use when the context was entered.
 
-    It counts "active" bytes, in torch's words: also memory of freed tensors that another stream still uses, which torch
+    It counts torch's "active" bytes. They include memory of freed tensors that another stream still uses, which torch
     does not count as allocated.
     """
 
@@ -295,7 +300,10 @@ class _CudaMeter:
         return max(self._peak_bytes, self._now_bytes())
 
     def set_task(self, task: int | None) -> None:
-        """See :class:`executor.devices.backend.Meter`. Memory is taken when work is issued: no stream is waited for."""
+        """See :class:`executor.devices.backend.Meter`.
+
+        It waits for no stream, because memory is taken when work is issued.
+        """
         if self._task is not None:
             self.peak_bytes_of[self._task] = self._now_bytes()
         self._peak_bytes = self.peak_bytes

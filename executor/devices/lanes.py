@@ -1,8 +1,8 @@
 """Runs a schedule on real lanes: one thread per lane, and the caller's thread for forward and backward.
 
-[Note: Caller lanes] Forward, backward and the norm run in the thread that calls the model. Issuing such a task means
-that the caller has reached it. The caller waits for the task's dependencies, starts the task, and leaves it *open*. The
-task ends when the caller's next one is issued, or at :meth:`LaneMachine.end_open`.
+[Note: Caller lanes] Forward, backward and the norm run in the thread that calls the model. If such a task is issued,
+the caller has reached it. The caller waits for the task's dependencies, starts the task, and leaves it *open*. The task
+ends when the caller's next task is issued, or at :meth:`LaneMachine.end_open`.
 """
 
 import atexit
@@ -25,11 +25,11 @@ from planner.schedule.timeline import Span, Timeline
 
 CALLER_LANES: Final = frozenset({Lane.COMPUTE, Lane.LAUNCH})
 NUM_RECORDED: Final = 200
-"""Number of latest iterations whose times are kept, so that memory does not grow with the run."""
-_END_S: Final = 30.0  # longest wait for tasks that have begun when the machine stops
+"""At most so many of the latest iterations keep their times, so that memory does not grow with the run."""
+_END_S: Final = 30.0  # longest wait, when the machine stops, for tasks that have begun
 
 Perform = Callable[[Task, int], None]
-"""Does the work of one task of an iteration; called in the thread of the task's lane."""
+"""Does the work of one task of an iteration. Called in the thread of the task's lane."""
 
 
 class LaneError(RuntimeError):
@@ -38,15 +38,15 @@ class LaneError(RuntimeError):
 
 @dataclasses.dataclass(eq=False, slots=True)
 class _Ticket:
-    """One run of a task. ``end`` is set when the work has been done, or given to a stream."""
+    """One run of a task. ``end`` is set when the work has been done, or submitted to a stream."""
 
     task: Task
     iteration: int
-    after: Sequence["_Ticket"]  # cleared when it starts: a chain of tickets would keep every iteration in memory
+    after: Sequence["_Ticket"]  # cleared at the start: a chain of tickets would hold every iteration in memory
     is_recorded: bool
-    start: Event = None  # if it is recorded
+    start: Event = None  # set if it is recorded
     end: Event = None
-    awaited: tuple[threading.Condition, ...] = ()  # threads that wait for its end
+    awaited: tuple[threading.Condition, ...] = ()  # conditions of the threads that wait for its end
 
     @property
     def name(self) -> str:
@@ -55,16 +55,17 @@ class _Ticket:
 
 @final
 class LaneMachine:
-    """Runs a schedule that :class:`planner.schedule.loop.Loop` walks, on any backend.
+    """Runs a schedule on any backend. :class:`planner.schedule.loop.Loop` walks the schedule.
 
     Args:
         perform: does the work of every task that is not on one of the caller's lanes.
-        capacity_bytes: of the device, see [Note: Room] in :mod:`executor.devices.room`; left out, it has no limit.
-        record: whether to keep times for :meth:`timeline`. May be changed between iterations. The latest
-            :data:`NUM_RECORDED` iterations that were recorded are kept.
-        on_caller: called in the caller's thread when a task of its lanes begins, with the task's index. May be changed.
-        on_stop: called when it stops, in the thread that stops it, with the failure if there is one. It must end
-            whatever tasks wait for besides other tasks.
+        capacity_bytes: device memory, see [Note: Room] in :mod:`executor.devices.room`; ``None``: no limit.
+        record: whether to record times for :meth:`timeline`. May be changed between iterations. The latest
+            :data:`NUM_RECORDED` recorded iterations are kept.
+        on_caller: called with a task's index when a task of the caller's lanes begins, in the caller's thread. May be
+            changed.
+        on_stop: called with the failure, if any, when the machine stops, in the thread that stops it. If tasks wait for
+            anything but other tasks, it must end that waiting.
 
     Attributes:
         is_waiting: whether the caller waits for tasks now.
@@ -88,7 +89,7 @@ class LaneMachine:
         self._schedule = schedule
         self._perform = perform
         self._backend = backend
-        # Guards all below; notified when nothing is pending, and when a ticket ends for which the caller waits.
+        # Guards all fields below; notified when nothing is pending, and when a ticket ends that the caller waits for.
         self._changed = threading.Condition(lock := threading.RLock())
         self._stopped = False
         self._failure: BaseException | None = None
@@ -100,12 +101,12 @@ class LaneMachine:
         self._open: list[_Ticket] = []
         self._recorded: dict[int, list[_Ticket]] = {}
         self._left_out: set[int] = set()
-        self._last: dict[Lane, Event] = {}  # when the latest task of each lane ends
+        self._last: dict[Lane, Event] = {}  # end of the latest task of each lane
         lanes = {task.lane for task in schedule.tasks} - CALLER_LANES
         self._queues: dict[Lane, queue.SimpleQueue[_Ticket | None]] = {lane: queue.SimpleQueue() for lane in lanes}
-        # One per thread, so that a thread wakes only for its own dependencies: waking takes longer than issuing a task.
+        # One condition per thread, which wakes only for its own dependencies: waking takes longer than issuing.
         self._turns = {lane: threading.Condition(lock) for lane in lanes} | dict.fromkeys(CALLER_LANES, self._changed)
-        # Daemons, since the interpreter would wait for others before it calls what is registered at exit.
+        # Daemon threads: the interpreter waits for other threads before it calls functions registered with atexit.
         self._end_by_s = math.inf
         self._threads = [
             threading.Thread(target=self._run_lane, args=(lane,), name=f"{LANE_THREAD}{lane}", daemon=True)
@@ -121,7 +122,7 @@ class LaneMachine:
         return self._stopped
 
     def issue(self, task: Task, iteration: int) -> None:
-        """Append a task to its lane; on a caller's lane, see [Note: Caller lanes].
+        """Append a task to its lane. For the caller's lanes, see [Note: Caller lanes].
 
         Raises:
             LaneError: a task failed on some lane.
@@ -137,7 +138,7 @@ class LaneMachine:
                     self._room.issue(task)
             lane_queue.put(ticket)
             return
-        # On a GPU, the time to issue a compute task runs beside the task itself.
+        # On a GPU, issuing a compute task overlaps with the task itself.
         if ended := [t for t in self._open if not (t.task.op is Op.ISSUE and task.lane is Lane.COMPUTE)]:
             self._end(ended)
         self._wait_in_caller(self._begin, ticket)
@@ -147,12 +148,12 @@ class LaneMachine:
         self._open.append(ticket)
 
     def end_open(self) -> None:
-        """End open tasks of the caller's lanes, because the caller does something else now."""
+        """End open tasks of the caller's lanes, because the caller leaves them."""
         if self._open:
             self._end(list(self._open))
 
     def wait(self) -> None:
-        """End what is open and wait until everything issued so far has ended, on streams of the device too.
+        """End open tasks, and wait until all tasks issued so far have ended, on the device's streams too.
 
         Raises:
             LaneError: a task failed on some lane.
@@ -165,9 +166,9 @@ class LaneMachine:
             self._backend.event_time_s(event)
 
     def settle(self, lane: Lane) -> None:
-        """Wait for all tasks of a lane that have been issued and wait for nothing that the caller has yet to do."""
+        """Wait for all issued tasks of a lane, except those that wait for the caller."""
         held_up: set[int] = set()
-        lanes: set[Lane] = set()  # whose next task waits for the caller: others stand behind it
+        lanes: set[Lane] = set()  # lanes whose next task waits for the caller, so that all later tasks wait too
         waiting = [t for i in sorted(self._tickets) for t in self._tickets[i].values() if t.end is None]
         for ticket in waiting:
             by_caller = ticket.task.lane in CALLER_LANES or ticket.task.lane in lanes
@@ -178,10 +179,11 @@ class LaneMachine:
                 self._wait_in_caller(self._wait_for, ticket, self._changed)
 
     def timeline(self, first: int = 0, last: int | None = None) -> Timeline:
-        """Return what was recorded of iterations ``first`` to ``last`` (inclusive; the latest if left out).
+        """Return the recorded times of iterations ``first`` to ``last`` (inclusive; ``None``: the latest).
 
-        Iterations count from 0 in it, and time from its first start. What has not ended is left out; :meth:`wait`
-        first. Iterations of :meth:`exclude` are cut out, each with the time until the next one begins.
+        In the timeline, iterations count from 0, and time from the first start. Tasks that have not ended are left out,
+        so call :meth:`wait` first. Each iteration of :meth:`exclude` is cut out, with the time until the next one
+        begins.
         """
         tickets = [
             t
@@ -204,26 +206,28 @@ class LaneMachine:
 
     @property
     def recorded(self) -> list[int]:
-        """Iterations whose times are kept, those included that are left out of every timeline."""
+        """Iterations with recorded times, including those that every timeline leaves out."""
         return sorted(self._recorded)
 
     @property
     def left_out(self) -> frozenset[int]:
-        """Iterations that are left out of every timeline."""
+        """Iterations that every timeline leaves out."""
         return frozenset(self._left_out)
 
     def exclude(self, iteration: int) -> None:
-        """Leave an iteration that was not run as planned out of every timeline."""
+        """Leave an iteration out of every timeline, because it did not run as planned."""
         self._left_out = {i for i in self._left_out if i in self._recorded} | {iteration}
 
     def fail(self, error: BaseException) -> None:
-        """Stop because of a failure elsewhere; the next call that waits or issues raises it."""
+        """Stop because of a failure elsewhere. The next call that waits or issues raises it."""
         self._stop(error)
 
     def close(self) -> None:
-        """Drop what has not started and end the threads. Closing twice is allowed, and waits no longer than once.
+        """Drop tasks that have not started, and end the threads.
 
-        A thread whose task does not end is left behind with a warning.
+        Closing twice is allowed, and waits no longer than once.
+
+        If a task does not end, its thread is left running, with a warning.
         """
         self._stop()
         for lane_queue in self._queues.values():
@@ -238,7 +242,7 @@ class LaneMachine:
         atexit.unregister(self.close)
         if hung:
             warnings.warn(
-                f"{', '.join(hung)}: the task there has not ended within {_END_S:g} s, and its thread is left behind; "
+                f"{', '.join(hung)}: the task has not ended within {_END_S:g} s, so its thread is left running; "
                 "check whether the drive or device still answers",
                 RuntimeWarning,
                 stacklevel=2,
@@ -277,12 +281,14 @@ class LaneMachine:
             self._stop(error if isinstance(error, RankError) else _lane_error(ticket, lane, error))
 
     def _begin(self, ticket: _Ticket) -> bool:
-        """Wait for a ticket's dependencies and start it; return False if the machine has stopped."""
+        """Wait for a ticket's dependencies, and start it; return False if the machine has stopped."""
         after, lane = ticket.after, ticket.task.lane
-        if self._open and lane in CALLER_LANES:  # the caller cannot wait for itself: its tickets run in order anyway
+        if (
+            self._open and lane in CALLER_LANES
+        ):  # the caller cannot wait for itself, and its tickets run in order anyway
             after = [t for t in after if t not in self._open]
         for dependency in after:
-            if dependency.end is None:  # else take no lock
+            if dependency.end is None:  # otherwise take no lock
                 self._wait_for(dependency, self._turns[lane])
             if self._stopped:
                 return False
@@ -297,7 +303,7 @@ class LaneMachine:
         return True
 
     def _take_room(self, ticket: _Ticket, room: Room) -> None:
-        """Hold what a ticket makes; on a caller's lane, wait until there is room."""
+        """Count the buffers that a ticket makes. On a caller's lane, first wait until there is room."""
         with self._changed:
             if ticket.task.lane in CALLER_LANES:
                 self._wants_room = True
@@ -332,7 +338,7 @@ class LaneMachine:
 
     def _stop(self, failure: BaseException | None = None) -> None:
         with self._changed:
-            self._failure = self._failure or failure  # first: callers look at both without the lock
+            self._failure = self._failure or failure  # set first: callers read both without the lock
             stopped, self._stopped = self._stopped, True
             for turn in (self._changed, *self._turns.values()):
                 turn.notify_all()
@@ -340,23 +346,23 @@ class LaneMachine:
             self._on_stop(failure)
 
     def _check(self) -> None:
-        stopped = self._stopped  # first: a failure that comes meanwhile is raised by the next call
+        stopped = self._stopped  # read first: the next call raises a failure that comes in between
         if self._failure is not None:
             raise self._failure
         if stopped:
-            raise RuntimeError("the machine is closed, as its session is; prepare() the model again to train on")
+            raise RuntimeError("the session and its lanes are closed; prepare() the model again to continue training")
 
     def _wait_for_all(self) -> None:
         with self._changed:
             self._changed.wait_for(lambda: self._stopped or not self._num_pending)
 
     def _wait_in_caller(self, wait: Callable[..., object], *args: object) -> None:
-        """Let the caller wait for tasks, and close if it is interrupted."""
+        """Let the caller wait for tasks. If it is interrupted, close."""
         self.is_waiting = True
         try:
             wait(*args)
         except KeyboardInterrupt as error:
-            self.fail(error)  # other ranks are told at once
+            self.fail(error)  # reports to other ranks at once
             self.close()
             raise
         finally:

@@ -1,4 +1,4 @@
-"""Measures memory that comes and goes on the host."""
+"""Measures dynamic memory on the host."""
 
 import threading
 import weakref
@@ -14,20 +14,20 @@ from executor.gradients import OffloadedGradient
 
 @final
 class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Measures the most bytes that tensors made inside it hold at one time: activations, gradients and temporaries.
+    """Measures the peak memory of tensors that are made inside the context: activations, gradients and temporaries.
 
-    It is for the host as the device. It sees forward and backward of the thread that enters it. Memory that exists
-    before, such as arenas, does not count. Sizes are exact, without an allocator's rounding.
+    It is for the host as the device. It sees forward and backward of the thread that enters it. Memory that existed
+    before, such as arenas, does not count. Sizes are exact, without the rounding of an allocator.
 
-    [Note: Added in place] Autograd accumulates gradients in place, but into a new tensor while a dispatch mode is
-    active. So in backward a sum counts only when the next operation begins. By then the tensor is gone that it would
-    have been added to. A view is never written to, because it shares memory: the transposed gradient of a linear
-    layer's weight, for example, is added to a tied embedding's gradient in a third tensor.
+    [Note: Added in place] Autograd accumulates gradients in place. Only while a dispatch mode is active, it makes a new
+    tensor for the sum. So in backward a sum counts only when the next operation begins: by then, the old tensor is
+    freed. Autograd never accumulates into a view, because views share memory: for example, it adds the transposed
+    gradient of a linear layer's weight to a tied embedding's gradient in a third tensor. Such a sum counts at once.
 
     Attributes:
-        held_bytes: held now.
-        peak_bytes: most held so far.
-        peak_bytes_of: most held while each task was under way, by the task's index.
+        held_bytes: bytes held now.
+        peak_bytes: most bytes held so far.
+        peak_bytes_of: most bytes held during each task, by the task's index.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.peak_bytes_of: dict[int, int] = {}
         self._task: int | None = None
         self._known: set[int] = set()
-        self._late_bytes: dict[int, int] = {}  # of sums that do not count yet, by storage
+        self._late_bytes: dict[int, int] = {}  # bytes of sums that do not count yet, by storage
         self._lock = threading.RLock()  # lanes allocate and free memory too, and a free may interrupt an allocation
 
     def __torch_dispatch__(
