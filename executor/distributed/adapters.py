@@ -1,4 +1,4 @@
-"""Says which option of ``peft`` differs between a plan and a model whose parameters do not match."""
+"""Names the option of ``peft`` that differs, if the parameters of plan and model do not match."""
 
 import dataclasses
 import re
@@ -15,13 +15,13 @@ _COPIED: Final = re.compile(r"(?P<module>.*)\.modules_to_save\.[^.]+\..*")
 
 @dataclasses.dataclass(frozen=True)
 class _Adapters:
-    """What ``peft`` has put into a model.
+    """The adapters that ``peft`` has put into a model.
 
     Attributes:
-        ranks: of the adapters, by the path of the projection beside which they are.
-        names: of the adapters.
-        dora: whether they scale the projection's columns too.
-        copied: names of modules that are trained as a whole.
+        ranks: rank of each adapter, by the path of its projection.
+        names: names of the adapters.
+        dora: whether they also scale the projection's columns.
+        copied: names of modules that are trained whole.
     """
 
     ranks: Mapping[str, int]
@@ -31,7 +31,7 @@ class _Adapters:
 
     @classmethod
     def among(cls, shapes: Mapping[str, tuple[int, ...]]) -> Self:
-        """Return the adapters among parameters of these names and shapes."""
+        """Return the adapters among parameters with these names and shapes."""
         parts = {name: part for name in shapes if (part := _PART.fullmatch(name))}
         return cls(
             {p["target"]: shapes[name][0] for name, p in parts.items() if p["kind"] in {"lora_A", "lora_embedding_A"}},
@@ -41,26 +41,26 @@ class _Adapters:
         )
 
     def __str__(self) -> str:
-        """Return it in words."""
+        """Return the adapters in words."""
         return f"LoRA adapters of rank {_listed(set(self.ranks.values()))} on {_shown(self.ranks)}"
 
     @property
     def option(self) -> str:
-        """What plans such adapters."""
+        """The command-line option that plans such adapters."""
         return f"--lora rank={_listed(set(self.ranks.values()))},targets={'+'.join(_targets(self.ranks))}"
 
 
 def difference(planned: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> str | None:
-    """Return in words what option of ``peft`` differs, and what to do; ``None`` if it is something else.
+    """Return in words which option of ``peft`` differs, and what to do; ``None`` if none differs.
 
     Args:
         planned: shapes of the plan's parameters, by name.
-        found: those of the model's.
+        found: shapes of the model's parameters, by name.
     """
     plan, model = _Adapters.among(planned), _Adapters.among(found)
     if plan.ranks and not model.ranks:
         return (
-            f"the plan has {plan}, but the model has none; prepare what peft.get_peft_model makes of it, or plan "
+            f"the plan has {plan}, but the model has none; prepare the result of peft.get_peft_model, or plan "
             "without --lora"
         )
     if model.ranks and not plan.ranks:
@@ -69,10 +69,10 @@ def difference(planned: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple
 
 
 def _in_ranks(plan: _Adapters, model: _Adapters) -> str | None:
-    """Say where adapters differ in place or rank."""
+    """Return in words how adapters differ in name, place or rank."""
     if plan.names != model.names:
         return (
-            f"the model's adapter is called {_listed(model.names)}, but {_listed(plan.names)} in the plan; leave "
+            f"the model's adapter is named {_listed(model.names)}, but {_listed(plan.names)} in the plan; leave "
             "adapter_name out of peft.get_peft_model"
         )
     for ours, theirs, words in ((model.ranks, plan.ranks, "model"), (plan.ranks, model.ranks, "plan")):
@@ -92,16 +92,17 @@ def _in_ranks(plan: _Adapters, model: _Adapters) -> str | None:
 
 
 def _in_kind(plan: _Adapters, model: _Adapters) -> str | None:
-    """Say what else is trained on one side."""
+    """Return in words which other option differs: DoRA, or modules that are trained whole."""
     if plan.dora != model.dora:
         return (
             f"the model was made with LoraConfig(use_dora={model.dora}), but the plan with use_dora={plan.dora}; make "
-            "the model so, or prepare it with an example batch instead of the plan"
+            "the model with the plan's option, or prepare it with an example batch instead of the plan"
         )
     if plan.copied != model.copied:
         return (
             f"the model was made with LoraConfig(modules_to_save={sorted(model.copied)}), but the plan with "
-            f"{sorted(plan.copied)}; make the model so, or prepare it with an example batch instead of the plan"
+            f"{sorted(plan.copied)}; make the model with the plan's option, or prepare it with an example batch "
+            "instead of the plan"
         )
     return None
 

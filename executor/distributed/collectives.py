@@ -1,4 +1,4 @@
-"""Collectives that autograd can differentiate, for use inside a model's forward."""
+"""Differentiable collectives for use inside a model's forward."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,23 +9,23 @@ from executor.distributed.groups import Group
 
 
 def copy_to_group(values: torch.Tensor, group: Group) -> torch.Tensor:
-    """Return ``values``, which are the same on all ranks; backward all-reduces the gradient (Megatron-LM's ``f``).
+    """Return ``values``, the same on all ranks. Backward all-reduces the gradient (Megatron-LM's ``f``).
 
     Raises:
-        RankError: a rank has failed, here or in backward. So do all functions here.
+        RankError: a rank has failed, here or in backward. All functions of this module raise it.
     """
     result: torch.Tensor = _CopyToGroup.apply(values, group)  # type: ignore[no-untyped-call]
     return result
 
 
 def reduce_from_group(values: torch.Tensor, group: Group) -> torch.Tensor:
-    """All-reduce ``values`` in place and return them; backward passes the gradient on (Megatron-LM's ``g``)."""
+    """All-reduce ``values`` in place and return them. Backward returns the gradient as it is (Megatron-LM's ``g``)."""
     result: torch.Tensor = _ReduceFromGroup.apply(values, group)  # type: ignore[no-untyped-call]
     return result
 
 
 def gather_last_dim(values: torch.Tensor, group: Group, size: int) -> torch.Tensor:
-    """All-gather the last dimension, of which each rank has an equal part; return its first ``size`` values."""
+    """All-gather along the last dimension, of which each rank has an equal part; return the first ``size`` values."""
     result: torch.Tensor = _GatherLastDim.apply(values, group, size)  # type: ignore[no-untyped-call]
     return result
 
@@ -38,7 +38,7 @@ class _CopyToGroup(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        gradient = gradient.contiguous()  # a product has just made it, so it may be overwritten
+        gradient = gradient.contiguous()  # a product has just made it, so the all-reduce may overwrite it
         ctx.group.all_reduce(gradient)
         return gradient, None
 
@@ -74,7 +74,7 @@ class _GatherLastDim(torch.autograd.Function):
 def all_to_all(
     values: torch.Tensor, group: Group, num_sent: Sequence[int], num_received: Sequence[int]
 ) -> torch.Tensor:
-    """Send each rank its rows of ``values``; return the rows received from each, in the order of ranks."""
+    """Send each rank its rows of ``values``; return the received rows, in the order of ranks."""
     result: torch.Tensor = _AllToAll.apply(values, group, num_sent, num_received)  # type: ignore[no-untyped-call]
     return result
 

@@ -1,11 +1,11 @@
 """Experts that are divided over several units or ranks.
 
-[Note: Separate experts] ``transformers`` keeps all experts of a layer in two parameters, and computes them all in one
-module. If these experts are divided over units or ranks, this module's forward is replaced, with the same arithmetic
-(``grouped_mm``). Tokens are sorted by expert, and the units' experts compute one after another, each as a task of the
-schedule. Expert-parallel ranks first exchange the number of tokens for each other's experts, then the tokens, and
-finally the experts' outputs. An expert without tokens computes zero rows, so its gradient is zero, as if all experts
-were one parameter.
+[Note: Separate experts] ``transformers`` keeps all experts of a layer in two parameters, and computes them in one
+module. If these experts are divided over units or ranks, this module's forward is replaced by one with the same
+arithmetic (``grouped_mm``). Tokens are sorted by expert. The experts of each unit compute as one task of the schedule,
+unit after unit. Expert-parallel ranks first exchange the numbers of tokens for each other's experts, then the tokens,
+and finally the experts' outputs. An expert without tokens computes zero rows, so its gradient is zero, as if all
+experts were one parameter.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ class _Bank:
 
     Attributes:
         unit: name of the unit.
-        first, stop: range among this rank's experts.
+        first, stop: the unit's range among this rank's experts.
         gate_up: ``[stop - first, 2 * ffn, hidden]``.
         down: ``[stop - first, hidden, ffn]``.
     """
@@ -50,12 +50,12 @@ def split_experts(
     group: Group | None,
     callbacks: ModuleCallbacks,
 ) -> list[Undo]:
-    """Make experts compute unit by unit, each on its rank; return a function that undoes it.
+    """Make experts compute unit by unit, each on its rank; return functions that restore their modules.
 
-    Shards are named as in the units. Without expert parallelism ``group`` is ``None``.
+    Keys of ``shards`` are the units' names of parameters. ``group`` is ``None`` without expert parallelism.
 
     Raises:
-        BindingError: the experts are not like those of ``transformers``.
+        BindingError: the experts differ from those of ``transformers``.
     """
     banks: dict[str, list[_Bank]] = {}
     before: dict[str, str] = {}  # the unit that dispatches tokens to the experts of a layer
@@ -82,8 +82,8 @@ def _check(path: str, module: nn.Module, banks: Sequence[_Bank]) -> None:
     for shard in (shard for bank in banks for shard in (bank.gate_up, bank.down)):
         if shard.whole._backward_hooks:
             raise BindingError(
-                f"{shard.name} has a hook, which would never run, as its experts are units of their own; remove it, or "
-                "plan with --expert-units 1 --expert-parallel 1"
+                f"{shard.name} has a hook, which would never run, because its experts are units of their own; remove "
+                "it, or plan with --expert-units 1 --expert-parallel 1"
             )
     strange = [name for name in ("has_bias", "is_transposed", "has_post_expert_norm") if getattr(module, name, False)]
     if strange or not getattr(module, "has_gate", True) or not hasattr(module, "act_fn"):
@@ -111,7 +111,7 @@ class _Experts:
     def __call__(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """Return the sum of experts' outputs by routing weights for each token, ``[tokens, hidden]``."""
+        """Return each token's sum of experts' outputs, weighted by its routing weights, ``[tokens, hidden]``."""
         num_tokens, top = top_k_index.shape
         ids, order = torch.sort(top_k_index.reshape(-1))
         counts = torch.bincount(ids, minlength=self._num_ranks * self._num_own)
@@ -137,7 +137,10 @@ class _Experts:
         return all_to_all(made[_inverse(order)], self._group, num_received, num_sent)
 
     def _compute(self, visits: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-        """Return the outputs of this rank's experts for tokens that are sorted by expert, ``counts`` for each."""
+        """Return the outputs of this rank's experts.
+
+        Tokens are sorted by expert; ``counts`` has the number for each.
+        """
         self._mark_backward(self._before, visits)
         starts = [0, *itertools.accumulate(counts)]
         made = []

@@ -7,34 +7,35 @@ from typing import Any, Final, final
 import torch
 import torch.distributed as dist
 
-# torch renames these in 2.13 and deprecates the old names; they are there from 1.13 on.
+# torch 2.13 renames these functions and deprecates the old names, which exist since 1.13.
 _all_gather: Final[Callable[..., Any]] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Final[Callable[..., Any]] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 Wait = Callable[[dist.ProcessGroup, Callable[[], Any]], None]
-"""Begins a collective of a group and waits for it; [Note: Failed ranks] in :mod:`executor.distributed.watchdog`.
+"""Begins a collective of a group and waits for it; see [Note: Failed ranks] in :mod:`executor.distributed.watchdog`.
 
-It raises ``RankError`` if a rank has failed. So do all methods of :class:`Group`.
+If a rank has failed, it raises ``RankError``, and so do all methods of :class:`Group`.
 """
 
 
 @final
 class Group:
-    """A group of ranks, as one of them sees it. With one rank, collectives return at once.
+    """A group of ranks, seen from one of them. If it has one rank, collectives return at once.
 
-    One thread at a time may call the methods that take tensors on the device. Another may call the rest meanwhile.
+    One thread at a time may call the methods that take tensors on the device. At the same time, another thread may call
+    the other methods.
 
     Args:
-        ranks: the group's ranks, by their global numbers.
-        rank: this one's.
+        ranks: global numbers of the group's ranks.
+        rank: global number of this rank.
         device: process group for tensors on the device; ``None`` if the group has one rank.
-        hosts: process group for tensors in host memory; likewise.
+        hosts: process group for tensors in host memory; ``None`` if the group has one rank.
         on_device: whether the device is a GPU.
-        wait: for a collective.
+        wait: begins a collective and waits for it.
 
     Attributes:
-        rank, size: this rank's number within the group, and the number of its ranks.
+        rank, size: this rank's number within the group, and the group's number of ranks.
     """
 
     def __init__(
@@ -54,14 +55,14 @@ class Group:
         self._wait = wait
 
     def all_gather(self, whole: torch.Tensor, own: torch.Tensor) -> None:
-        """Fill ``whole``, ``[size * n]``, with every rank's ``own``, ``[n]``, which may be a view of ``whole``."""
+        """Fill ``whole``, ``[size * n]``, with every rank's ``own``, ``[n]``. ``own`` may be a view of ``whole``."""
         if (group := self._device) is None:
             whole.copy_(own)
         else:
             self._wait(group, lambda: _all_gather(whole, own, group=group, async_op=True))
 
     def all_reduce(self, values: torch.Tensor) -> None:
-        """Replace ``values`` by the sum over all ranks, in their own type; the bits are the same on all ranks."""
+        """Replace ``values`` by the sum over all ranks, in their own type, with the same bits on all ranks."""
         self._reduce(values, dist.ReduceOp.SUM)
 
     def all_reduce_max(self, values: torch.Tensor) -> None:
@@ -71,8 +72,8 @@ class Group:
     def reduce_scatter(self, own: torch.Tensor, values: torch.Tensor) -> None:
         """Set ``own``, ``[n]``, to this rank's part of the sum of all ranks' ``values``, ``[size * n]``, in their type.
 
-        ``values`` may be overwritten. On hosts the whole is added up: gloo's own reduce-scatter, where a version of
-        torch has it, takes longer than that (and did just that before).
+        It may overwrite ``values``. On hosts it all-reduces: gloo's own reduce-scatter, if this version of torch has
+        it, takes longer.
         """
         if (group := self._device) is not None and self._on_device:
             self._wait(group, lambda: _reduce_scatter(own, values, group=group, async_op=True))
@@ -83,7 +84,7 @@ class Group:
     def all_to_all(
         self, received: torch.Tensor, sent: torch.Tensor, num_received: Sequence[int], num_sent: Sequence[int]
     ) -> None:
-        """Send every rank its rows of ``sent``, and receive the rows that each has for this one, in the order of ranks.
+        """Send every rank its rows of ``sent``, and receive the rows for this rank, in the order of ranks.
 
         Args:
             received: ``[sum(num_received), ...]``, contiguous.
@@ -98,7 +99,7 @@ class Group:
         self._wait(group, lambda: dist.all_to_all_single(received, sent, *counts, group=group, async_op=True))
 
     def all_gather_on_host(self, own: torch.Tensor) -> torch.Tensor:
-        """Return every rank's ``own``, ``[n]``, one after the other, in host memory: ``[size * n]``."""
+        """All-gather every rank's ``own``, ``[n]``, and return them concatenated in host memory, ``[size * n]``."""
         own = own.to("cpu").contiguous()
         if (group := self._hosts) is None:
             return own
@@ -120,7 +121,7 @@ class Group:
             self._wait(group, lambda: dist.barrier(group=group, async_op=True))
 
     def forget(self, group: dist.ProcessGroup) -> None:
-        """Drop a process group that is being destroyed; its connections close with the last reference."""
+        """Drop a process group that is being destroyed. Its connections close with the last reference."""
         self._device = None if self._device is group else self._device
         self._hosts = None if self._hosts is group else self._hosts
 
@@ -128,7 +129,7 @@ class Group:
         """Check that all ranks have the same value.
 
         Raises:
-            ValueError: a rank has another one.
+            ValueError: a rank has another value.
         """
         digests = self._digests(value)
         different = [rank for rank, its in digests.items() if not torch.equal(its, digests[self._ranks[0]])]

@@ -13,7 +13,7 @@ from executor.distributed.shards import ParameterShard, unshard
 
 @final
 class HostCollectives:
-    """All ranks call each method at the same point. With one rank (``ranks=None``), each returns that rank's value."""
+    """All ranks call each method at the same point. If there is one rank (``ranks=None``), methods return its value."""
 
     def __init__(self, ranks: Ranks | None) -> None:
         self._ranks = ranks
@@ -24,7 +24,7 @@ class HostCollectives:
         return value if self._ranks is None else int(self._ranks.all.broadcast(torch.tensor(value)))
 
     def broadcast_text(self, make: Callable[[], str]) -> str:
-        """Return the text that rank 0 makes, which is not empty, while the others wait."""
+        """Return the text that rank 0 makes, while the others wait. The text must not be empty."""
         if self._ranks is None:
             return make()
         values = torch.frombuffer(bytearray(make().encode()), dtype=torch.uint8) if self.rank == 0 else torch.empty(0)
@@ -41,7 +41,7 @@ class HostCollectives:
         return self.mean(float(value)) > 0
 
     def means(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """Return the mean of all ranks' arrays, element by element; all have the same shape."""
+        """Return the elementwise mean of all ranks' arrays, which have the same shape."""
         if self._ranks is None:
             return values
         return np.array(self._ranks.all_reduce(values.ravel().tolist())).reshape(values.shape) / self.size

@@ -1,4 +1,4 @@
-"""A rank's position among all: its tensor-, expert- and data-parallel groups."""
+"""A rank's position among all ranks: its tensor-, expert- and data-parallel groups."""
 
 import dataclasses
 
@@ -8,12 +8,14 @@ import numpy.typing as npt
 from planner.graph import Degrees
 
 Groups = tuple[tuple[int, ...], ...]
-"""All groups of one kind; every rank is in one of them."""
+"""All groups of one kind. Every rank is in exactly one of them."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Mesh:
-    """The ranks of a plan without pipeline stages, numbered as [Note: Layout] in :mod:`planner.costs.layout` says.
+    """The ranks of a plan without pipeline stages.
+
+    For their numbers, see [Note: Layout] in :mod:`planner.costs.layout`.
 
     Attributes:
         degrees: degrees of parallelism.
@@ -30,7 +32,7 @@ class Mesh:
 
     @property
     def data(self) -> int:
-        """Data-parallel rank; the same for all ranks of a tensor-parallel group."""
+        """Data-parallel rank. It is the same for all ranks of a tensor-parallel group."""
         return self.rank // self.degrees.tensor_parallel
 
     @property
@@ -47,7 +49,7 @@ class Mesh:
         return _groups(self._ranks.transpose(0, 2, 1).reshape(-1, self.degrees.expert_parallel))
 
     def replicas(self, parts: int) -> Groups:
-        """Return the groups that hold the same part, if data-parallel ranks divide a unit into ``parts``."""
+        """Return the groups of ranks that hold the same part, if data-parallel ranks divide a unit into ``parts``."""
         tensor = self.degrees.tensor_parallel
         ranks = np.arange(self.degrees.num_devices).reshape(-1, parts, tensor)
         return _groups(ranks.transpose(1, 2, 0).reshape(parts * tensor, -1))

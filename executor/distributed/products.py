@@ -1,8 +1,9 @@
 """Matrix products that torch has no operator for, as custom operators.
 
 Offloading saves the output of each operator that is a matrix product ([Note: Saved products] in
-:mod:`executor.memory.recompute_cache`). As one custom operator, a row-parallel product saves only the all-reduced sum,
-so backward needs no second all-reduce. The products of all experts save one block.
+:mod:`executor.memory.recompute_cache`). A row-parallel product is one custom operator, so that only the all-reduced sum
+is saved and backward needs no second all-reduce. The products of all experts are one operator, so that their outputs
+are saved as one block.
 """
 
 import itertools
@@ -20,7 +21,7 @@ _IDS: Final = itertools.count()
 
 
 def group_id(group: Group) -> int:
-    """Return a number by which custom operators find a group, while the group exists."""
+    """Return a number by which custom operators find a group while it exists."""
     number = next((number for number, known in _GROUPS.items() if known is group), None)
     if number is None:
         number = next(_IDS)
@@ -32,14 +33,15 @@ def summed_product(values: torch.Tensor, matrix: torch.Tensor, bias: torch.Tenso
     """Return ``values @ matrix``, all-reduced over a group, plus the bias: ``[..., outputs]``.
 
     [Note: Factors first] Recomputation stops at the last tensor that backward needs. Autograd's own products save their
-    factors before they run, but an ``autograd.Function`` saves tensors when its forward has ended. So the last product
-    of a layer, and its all-reduce, would be recomputed for nothing. Therefore an earlier function saves the factors.
+    factors before they run, but an ``autograd.Function`` saves tensors after its forward. So the last product of a
+    layer, with its all-reduce, would be recomputed, although backward does not need its output. Therefore an earlier
+    function saves the factors.
 
     Args:
-        values: ``[..., inputs]``: this rank's shard.
+        values: this rank's shard, ``[..., inputs]``.
         matrix: ``[inputs, outputs]``, with any strides.
         bias: ``[outputs]``, the same on all ranks.
-        group: its :func:`group_id`.
+        group: the group's :func:`group_id`.
 
     Raises:
         RankError: a rank has failed.
@@ -93,7 +95,7 @@ class _SummedProduct(torch.autograd.Function):
             rows = values.reshape(-1, values.shape[-1])
         if ctx.needs_input_grad[0]:
             of_values = (given @ matrix.t()).view(values.shape)
-        if ctx.needs_input_grad[1]:  # with the weight's own strides, or autograd would copy it
+        if ctx.needs_input_grad[1]:  # with the weight's own strides; else autograd would copy it
             of_matrix = rows.t() @ given if matrix.is_contiguous() else (given.t() @ rows).t()
         if ctx.needs_input_grad[2]:
             of_bias = given.sum(0)
@@ -102,7 +104,7 @@ class _SummedProduct(torch.autograd.Function):
 
 @torch.library.custom_op("ullage::grouped_product", mutates_args=())
 def grouped_product(rows: torch.Tensor, matrices: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-    """Return rows times the transpose of the matrix of their group: ``[rows, n]``.
+    """Return each row times the transposed matrix of its group: ``[rows, n]``.
 
     Args:
         rows: ``[sum(sizes), k]``, group by group.

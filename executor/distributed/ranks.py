@@ -1,10 +1,10 @@
-"""All ranks of a plan: their process groups, and how all ranks stop if one fails.
+"""All ranks of a plan: their process groups, and how they stop if one rank fails.
 
 [Note: Groups] All ranks must call the collectives of one process group in the same order. Three kinds of groups ensure
-that. Collectives of the schedule have groups that only the thread of the collective lane uses. That lane is first-in
+that. Only the thread of the collective lane uses the groups for collectives of the schedule. That lane is first-in
 first-out, and all ranks have the same schedule. Collectives inside modules use the groups of tensor- or expert-parallel
-ranks, in the order of the model's program. All others (norms, initial values, saved states) use groups over the hosts,
-in the order of the caller's program. No collective waits for ever: see [Note: Failed ranks].
+ranks, in the order of the model's program. All other collectives (norms, initial values, saved states) use groups over
+host memory, in the order of the caller's program. No collective waits for ever: see [Note: Failed ranks].
 """
 
 import atexit
@@ -26,43 +26,43 @@ from executor.distributed.mesh import Groups, Mesh
 from executor.distributed.watchdog import LANE_THREAD, SILENCE_S, RankError, Watchdog, describe_mismatch
 from planner.graph import Degrees, Unit
 
-_POLL_S: Final = 0.1  # a thread that waits for a collective checks so often whether another rank has failed
-_GRACE_S: Final = 5.0  # longest wait, after a failure, for a collective that is under way
-# Limits waiting for ranks that are only slow (one writes a checkpoint, say); failures end waiting much earlier.
+_POLL_S: Final = 0.1  # how often a thread that waits for a collective checks whether another rank has failed
+_GRACE_S: Final = 5.0  # longest wait, after a failure, for a running collective
+# Longest wait for a rank that is only slow (it may write a checkpoint). Failures end waiting much earlier.
 _TIMEOUT: Final = dt.timedelta(minutes=30)
-_BOOT: Final = Path("/proc/sys/kernel/random/boot_id")  # the same for all processes on one machine, and for no others
+_BOOT: Final = Path("/proc/sys/kernel/random/boot_id")  # all processes on one machine share it, and no others
 _TEXT_BYTES: Final = 256
-_HASH_RANGE: Final = 1 << 20  # float64 sums squares of smaller numbers exactly, over thousands of ranks
+_HASH_RANGE: Final = 1 << 20  # float64 sums the squares of smaller numbers exactly, over thousands of ranks
 
 
 def this_machine() -> str:
-    """Return a name that is the same for all processes on this machine, and for no others."""
+    """Return a name that all processes on this machine share, and no others."""
     return _BOOT.read_text(encoding="ascii").strip() if _BOOT.exists() else os.uname().nodename
 
 
 @final
 class Ranks:
-    """All ranks of a plan, one process each, as one of them sees them. All ranks make it at the same time.
+    """All ranks of a plan, one process each, seen from one of them. All ranks construct it at the same time.
 
-    If the user has no default process group, it is made from the environment that ``torchrun`` sets. It stays until the
-    process ends, because a launcher's rendezvous serves once.
+    If there is no default process group, it is made from the environment that ``torchrun`` sets. It exists until the
+    process ends, because a launcher's rendezvous works only once.
 
     Args:
-        device: of the schedule's collectives: NCCL on CUDA, gloo elsewhere.
+        device: device of the schedule's collectives. They use NCCL on CUDA, gloo elsewhere.
         silence_s: see :data:`executor.distributed.watchdog.SILENCE_S`.
 
     Attributes:
-        rank, size: this rank, and how many there are.
-        mesh: where it is among them.
-        all: all ranks, over host memory, in the order of the caller's program.
+        rank, size: this rank's number, and the number of ranks.
+        mesh: this rank's position.
+        all: group of all ranks over host memory. The caller's thread calls its collectives.
         tensor, experts: this rank's tensor-parallel and expert-parallel groups.
-        num_values: how many numbers :meth:`check_same_call` sums; set once, to the same on all ranks.
-        decision_hash: of this rank's decisions that must be the same on all ranks; set before each update.
+        num_values: number of values that :meth:`check_same_call` sums. Set once, to the same number on all ranks.
+        decision_hash: hash of this rank's decisions that must be the same on all ranks. Set before each update.
         is_waiting: whether the caller's thread waits for a collective now.
         num_ended: number of collectives that have ended.
 
     Raises:
-        ValueError: another number of processes was started.
+        ValueError: the number of processes does not match the plan.
     """
 
     def __init__(self, degrees: Degrees, device: torch.device, *, silence_s: float = SILENCE_S) -> None:
@@ -76,17 +76,17 @@ class Ranks:
         self.num_values = self.decision_hash = self.num_ended = 0
         self.is_waiting = False
         self._stopped = threading.Event()
-        self._under_way: dict[dist.ProcessGroup, threading.Event] = {}  # set when what a group has begun has ended
+        self._under_way: dict[dist.ProcessGroup, threading.Event] = {}  # set when a group's collective has ended
         store = dist.distributed_c10d._get_default_store()
-        prefix = f"ullage {store.add(f'ullage sessions of rank {self.rank}', 1)}"  # all ranks count alike
+        prefix = f"ullage {store.add(f'ullage sessions of rank {self.rank}', 1)}"  # all ranks count the same
         self._watchdog = Watchdog(
             dist.distributed_c10d.PrefixStore(prefix, store), self.rank, size, silence_s=silence_s
         )
         everybody = dist.new_group(backend="gloo", timeout=_TIMEOUT)
         self.all = Group(range(size), self.rank, device=everybody, hosts=everybody, on_device=False, wait=self._wait)
         self._groups, self._parts = [everybody], [self.all]
-        self._on_devices: list[dist.ProcessGroup] = []  # those that work on devices that are not hosts
-        del everybody  # a group's connections close when nobody has it any more
+        self._on_devices: list[dist.ProcessGroup] = []  # process groups of GPUs
+        del everybody  # a group's connections close with its last reference
         self._to_abort, self._aborting = self._on_devices, threading.Lock()
         self.tensor, self.experts = self._group(self.mesh.tensor_groups()), self._group(self.mesh.expert_groups())
         self._replicas = {
@@ -97,14 +97,14 @@ class Ranks:
         atexit.register(self._at_exit)
 
     def watch(self, on_failure: Callable[[RankError], None], waits_for: Callable[[], tuple[str, int]]) -> None:
-        """Register a callback, called in another thread, for when another rank fails or does something else."""
+        """Register a callback, which another thread calls when another rank fails or is in another call."""
         self._on_failure = on_failure
         self._watchdog.waits_for = waits_for
-        self._watchdog.check()  # it may have been too early for that
+        self._watchdog.check()  # a rank may have failed before
 
     @contextlib.contextmanager
     def reporting_failures(self) -> Iterator[None]:
-        """Report what is raised inside to the other ranks, and leave them."""
+        """Return a context that reports errors to the other ranks, and leaves the process groups after one."""
         try:
             yield
         except BaseException as error:
@@ -113,7 +113,9 @@ class Ranks:
             raise
 
     def replicas(self, unit: Unit) -> Group:
-        """Return the ranks that hold the same part of a unit: they reduce its gradient, and shard it under ZeRO.
+        """Return the group of ranks that hold the same part of a unit.
+
+        They reduce its gradient, and shard it under ZeRO.
 
         Only the thread of the collective lane uses this group.
         """
@@ -122,10 +124,10 @@ class Ranks:
     # Collectives of the caller's thread, over host memory.
 
     def all_reduce(self, values: Sequence[float]) -> list[float]:
-        """Return the sums over ranks, element by element, in float64; the same bits on all ranks.
+        """Return the elementwise sums over ranks, in float64, with the same bits on all ranks.
 
         Raises:
-            RankError: a rank has failed. So do all methods below.
+            RankError: a rank has failed. All methods below raise it too.
         """
         total = torch.tensor(values, dtype=torch.float64)
         self.all.all_reduce(total)
@@ -133,21 +135,21 @@ class Ranks:
         return result
 
     def check_same_call(self, doing: str, values: Sequence[float] = ()) -> list[float]:
-        """Check that all ranks do the same and have decided the same; return the sums of ``values`` over ranks.
+        """Check that all ranks are in the same call with the same decisions; return the sums of ``values`` over ranks.
 
-        Call it before other collectives. Ranks that do different things would misread each other's numbers, or gloo
-        would end the process as sizes differ. [Note: Diverged ranks] in :mod:`executor.distributed.watchdog` covers
-        ranks that never come here.
+        Call it before other collectives. If ranks were in different calls, they would misread each other's numbers, or
+        gloo would end the process because sizes differ. If a rank never calls this, see [Note: Diverged ranks] in
+        :mod:`executor.distributed.watchdog`.
 
         Args:
-            doing: what this rank does, in words.
-            values: :attr:`num_values` numbers; zeros if left out.
+            doing: the call that this rank is in, in words.
+            values: :attr:`num_values` numbers; by default, zeros.
         """
         hashes = zlib.crc32(doing.encode()) % _HASH_RANGE, self.decision_hash % _HASH_RANGE
         head = [float(number) for value in hashes for number in (value, value * value)]
         total = self.all_reduce([*head, *(values or (0.0,) * self.num_values)])
         for sum_, squares, is_call in ((*total[0:2], True), (*total[2:4], False)):
-            if self.size * int(squares) == int(sum_) ** 2:  # then they are equal (Cauchy and Schwarz)
+            if self.size * int(squares) == int(sum_) ** 2:  # then all are equal (Cauchy-Schwarz)
                 continue
             texts = self.all_gather_text(f"{doing if is_call else self.decision_hash}"[:_TEXT_BYTES])
             if is_call:
@@ -155,7 +157,7 @@ class Ranks:
             different = next(rank for rank, text in enumerate(texts) if text != texts[0])
             raise RankError(
                 f"rank {different} has updated differently from rank 0 before {doing}: make all ranks skip steps, clip "
-                "and set learning rates in the same way, from values that all ranks have"
+                "and set learning rates in the same way, from values that are the same on all ranks"
             )
         return total[4:]
 
@@ -166,7 +168,7 @@ class Ranks:
             torch.cuda.set_rng_state(self.tensor.broadcast(torch.cuda.get_rng_state()))
 
     def all_gather_text(self, text: str) -> list[str]:
-        """Return every rank's text, in the order of ranks: short and ASCII."""
+        """Return every rank's text, in the order of ranks. Texts are short and ASCII."""
         values = torch.frombuffer(bytearray(text.encode("ascii").ljust(_TEXT_BYTES, b"\0")), dtype=torch.uint8)
         every = self.all.all_gather_on_host(values).view(self.size, _TEXT_BYTES)
         return [bytes(row.tolist()).rstrip(b"\0").decode("ascii") for row in every]
@@ -174,7 +176,7 @@ class Ranks:
     # Failing and closing.
 
     def report_failure(self, error: BaseException) -> None:
-        """Report that this rank has failed: the others raise :class:`RankError`."""
+        """Report that this rank has failed. The other ranks raise :class:`RankError`."""
         self._watchdog.report_failure(error)
 
     def stop(self) -> None:
@@ -184,8 +186,9 @@ class Ranks:
     def close(self, *, on_all_ranks: bool) -> None:
         """Leave the process groups. Closing twice is allowed.
 
-        gloo crashes if a group is destroyed while a collective is under way in it. After a failure there is always a
-        rank without one: it destroys the group first, its connections close, and that ends the others' collectives.
+        gloo crashes if a group is destroyed while one of its collectives is running. After a failure, there is always a
+        rank without a running collective. It destroys the group first: its connections close, which ends the other
+        ranks' collectives.
 
         Args:
             on_all_ranks: whether all ranks close now, after a barrier.
@@ -193,7 +196,7 @@ class Ranks:
         self._watchdog.stop(on_all_ranks=on_all_ranks)
         self._stopped.set()
         if not on_all_ranks:
-            self._abort_devices()  # or to destroy them would wait for kernels that wait for ranks that are gone
+            self._abort_devices()  # else destroying groups would wait for kernels that wait for dead ranks
         for group in sorted(self._groups, key=lambda group: group in self._under_way):
             done = self._under_way.get(group)
             if done is None or done.wait(_GRACE_S):
@@ -205,24 +208,24 @@ class Ranks:
             atexit.unregister(self._at_exit)
 
     def _at_exit(self) -> None:
-        """Close when the process ends without having closed: no collective may be under way at interpreter exit."""
+        """Close at the end of a process that has not closed: no collective may run at interpreter exit."""
         if (error := getattr(sys, "last_value", None)) is not None:  # an uncaught exception
             self.report_failure(error)
         self.close(on_all_ranks=False)
-        if self._groups:  # interpreter exit would crash; the traceback has been printed
+        if self._groups:  # interpreter exit would crash; the traceback is already printed
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)
 
     def _group(self, groups: Groups) -> Group:
-        """Make all groups of one kind, on all ranks; return the one that this rank is in."""
+        """Make all groups of one kind, on all ranks; return this rank's group."""
         for ranks in groups:
             device = hosts = None
             if len(ranks) > 1:
                 device = dist.new_group(ranks, backend="nccl" if self._on_device else "gloo", timeout=_TIMEOUT)
                 hosts = dist.new_group(ranks, backend="gloo", timeout=_TIMEOUT)
                 if self._on_device and self.rank in ranks:
-                    # Now, and not in the first iteration: it takes seconds, and memory that the plan leaves free.
+                    # Connect now, not in the first iteration: it takes seconds, and memory that the plan leaves free.
                     dist.all_reduce(torch.zeros(1, device="cuda"), group=device, async_op=True).wait()
                     torch.cuda.synchronize()
             if self.rank in ranks:
@@ -234,13 +237,13 @@ class Ranks:
         return mine
 
     def _wait(self, group: dist.ProcessGroup, begin: Callable[[], Any]) -> None:
-        """Begin a collective and wait for it; if it runs on a GPU, make the current stream wait instead."""
+        """Begin a collective and wait for it. If it runs on a GPU, make the current stream wait instead."""
         self._check()
         is_lane = threading.current_thread().name.startswith(LANE_THREAD)
         try:
             self.is_waiting = self.is_waiting or not is_lane
             work = begin()
-            if group not in self._on_devices:  # work.wait() could not be left if another rank fails
+            if group not in self._on_devices:  # work.wait() would not return if another rank fails
                 done = self._under_way[group] = threading.Event()
                 work.get_future().add_done_callback(lambda _future: done.set())
                 while not done.wait(_POLL_S):
@@ -259,15 +262,15 @@ class Ranks:
     def _check(self) -> None:
         self._watchdog.check()
         if self._stopped.is_set():
-            raise RankError("this rank was stopped while it waited for the others")
+            raise RankError("this rank was stopped while it waited for other ranks")
 
     def _failed(self, error: RankError) -> None:
-        """Report it, and abort collectives on the device, whose kernels would wait for a dead rank for ever."""
+        """Report the failure, and abort collectives on the device, whose kernels would wait for ever."""
         self._on_failure(error)
         self._abort_devices()
 
     def _abort_devices(self) -> None:
-        """Abort collectives on the device, once: all groups together, as one may wait for another."""
+        """Abort collectives on the device, once. All groups abort together, because one may wait for another."""
         with self._aborting:
             groups, self._to_abort = self._to_abort, []
             backends = [group._get_backend(torch.device("cuda")) for group in groups if group in self._groups]

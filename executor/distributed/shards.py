@@ -1,11 +1,11 @@
 """A rank's shards of a model's parameters under tensor and expert parallelism.
 
-[Note: Tensor-parallel shards] The plan's units list the parameter shapes of one rank. Where such a shape is smaller
-than the model's, that dimension is cut into one block per tensor-parallel rank. Fused parameters (query, key and value
-of GPT-2, gate and up of experts) are cut part by part. A vocabulary may be padded. The padding is zero, gets no
-gradient, and is never saved. Each expert-parallel rank has a block of the experts, and each unit may have some of that
-block. Then every unit's rows are an autograd leaf of their own, and the user's parameter has a shape but no values
-until the session is closed.
+[Note: Tensor-parallel shards] The plan's units list the parameter shapes of one rank. If a dimension is smaller than
+the model's, it is cut into one block per tensor-parallel rank. Fused parameters (query, key and value of GPT-2, gate
+and up of experts) are cut part by part. A vocabulary may be padded. The padding is zero, gets no gradient, and is never
+saved. Each expert-parallel rank has a block of the experts, and a unit may have only some experts of that block. In
+this case, each unit's rows are an autograd leaf of their own, and the user's parameter has a shape but no values until
+the session is closed.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from planner.graph import Pattern, Unit
 from planner.models.parameters import ParameterSpec
 
 _OWN_NAME = re.compile(r"(?P<name>.*?)(\[(?P<first>\d+):(?P<stop>\d+)\])?(@(?P<tensor>\d+)/(?P<ranks>\d+))?")
-_FUSED = {"attn.c_attn": 3, "mlp.experts.gate_up_proj": 2}  # by the end of a parameter's path: parts in one
+_FUSED = {"attn.c_attn": 3, "mlp.experts.gate_up_proj": 2}  # number of fused parts, by a part of the parameter's path
 
 
 class BindingError(ValueError):
@@ -35,17 +35,17 @@ class ParameterShard:
     """A rank's shard of one of the model's parameters; see [Note: Tensor-parallel shards].
 
     Attributes:
-        name: of the whole parameter, in the model.
-        whole: the user's own parameter.
-        whole_shape: its shape.
-        leaf: the autograd leaf that the model computes with: the user's own parameter, or one for some of its rows.
-        shape: of the shard.
-        rows: its range in the first dimension, if it is some of the experts; ``None`` for all.
-        dim: the dimension that is divided over tensor-parallel ranks; ``None`` if each rank has all of it.
-        num_fused: number of fused parts in that dimension, each of which is divided.
+        name: name of the whole parameter, in the model.
+        whole: the user's parameter.
+        whole_shape: shape of the whole parameter.
+        leaf: the autograd leaf that the model computes with: the user's parameter, or a leaf for some of its rows.
+        shape: shape of the shard.
+        rows: the shard's range of experts in the first dimension; ``None``: it has all rows.
+        dim: the dimension that is divided over tensor-parallel ranks; ``None`` if none is.
+        num_fused: number of fused parts in that dimension. Each part is divided.
         mesh: position of this rank.
-        is_absent: whether it has a shape but no values at first.
-        stored: the user's parameter with the tensors that it consists of.
+        is_absent: whether the parameter has a shape but no values at first.
+        stored: the user's parameter, with the tensors that it consists of.
     """
 
     name: str
@@ -79,37 +79,37 @@ class ParameterShard:
 
     @property
     def num_unpadded(self) -> int:
-        """Length of the divided dimension without padding; smaller on the last ranks."""
+        """Length of the divided dimension without padding. The last ranks may have less."""
         assert self.dim is not None
         first = self.mesh.tensor * self.shape[self.dim]
         return min(max(self.whole_shape[self.dim] - first, 0), self.shape[self.dim])
 
     def part(self, values: torch.Tensor) -> torch.Tensor:
-        """Return this shard of a whole parameter's values, ``[whole_shape]``; a view if possible."""
+        """Return this shard of a whole parameter's values, ``[whole_shape]``, as a view if possible."""
         whole = values.view(self.whole_shape)
         return self.divided(whole if self.rows is None else whole[slice(*self.own_rows)])
 
     @property
     def own_rows(self) -> tuple[int, int]:
-        """The experts whose rows this shard has, if it has those of some."""
+        """The range of experts whose rows this shard has, if ``rows`` is set."""
         return self._rows_of(self.mesh.expert)
 
     def on_all_ranks(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the rows that all ranks' shards have, ``[..., *whole_shape[1:]]``, of the whole parameter's values."""
+        """Return the rows of a whole parameter that the shards of all ranks hold, ``[..., *whole_shape[1:]]``."""
         if self.rows is None:
             return values
         rows = (values[slice(*self._rows_of(expert))] for expert in range(self.mesh.degrees.expert_parallel))
         return torch.cat(tuple(rows))
 
     def on_this_rank(self, on_all_ranks: torch.Tensor) -> torch.Tensor:
-        """Return this rank's shard, ``[shape]``, of what :meth:`on_all_ranks` returned."""
+        """Return this rank's shard, ``[shape]``, from the result of :meth:`on_all_ranks`."""
         values = on_all_ranks
         if self.rows is not None:
             values = _unflatten(on_all_ranks, 0, self.mesh.degrees.expert_parallel, -1)[self.mesh.expert]
         return self.divided(values)
 
     def divided(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the part of this tensor-parallel rank of the rows that its shard has; a view if possible."""
+        """Return this tensor-parallel rank's part of the shard's rows, as a view if possible."""
         if (dim := self.dim) is None:
             return values
         if self.num_fused > 1:
@@ -126,8 +126,8 @@ class ParameterShard:
         """Write the shards of all ranks to ``into``, ``[whole_shape]``.
 
         Args:
-            shards: ``[shape]`` of every expert-parallel rank, and within these of every tensor-parallel one.
-            into: whole values; those of other experts are left unchanged.
+            shards: each ``[shape]``, ordered by expert-parallel rank, then by tensor-parallel rank.
+            into: the whole values. Values of other experts stay unchanged.
         """
         degrees = self.mesh.degrees
         num_experts = degrees.expert_parallel if self.rows is not None else 1
@@ -140,7 +140,7 @@ class ParameterShard:
                 _join([shard.view(self.shape) for shard in divided], rows, self.dim, self.num_fused)
 
     def _rows_of(self, expert: int) -> tuple[int, int]:
-        """Return the range of experts that an expert-parallel rank has of this shard."""
+        """Return the range of experts that an expert-parallel rank holds in this shard."""
         assert self.rows is not None
         before = expert * (self.whole_shape[0] // self.mesh.degrees.expert_parallel)
         return before + self.rows[0], before + self.rows[1]
@@ -152,14 +152,14 @@ def shards_of(
     """Return this rank's shards of the model's parameters, by the names that the units use.
 
     Args:
-        model: with the parameters.
+        model: the whole model.
         units: in forward order.
         mesh: position of this rank.
-        absent: parameters without values, by identity.
+        absent: ``id`` of each parameter without values.
 
     Raises:
-        BindingError: the model's parameters differ from those of the units in name or shape. If they differ by an
-            option of ``peft``, it names that.
+        BindingError: the model's parameters differ from those of the units in name or shape. If an option of ``peft``
+            differs, the error names it.
     """
     try:
         return _shards_of(model, units, mesh, absent)
@@ -184,7 +184,7 @@ def _shards_of(
         name = cut["name"]
         if name not in named:
             raise BindingError(
-                f"the plan has a parameter {name}, but the model has none of that name; plan this model again"
+                f"the plan has a parameter {name}, but the model has none with that name; plan this model again"
             )
         rows = (int(cut["first"]), int(cut["stop"])) if cut["stop"] else None
         is_vocabulary = operator.kind in {"embedding", "head"} and operator.pattern is not Pattern.REPLICATE
@@ -199,13 +199,13 @@ def _shards_of(
             )
     if strange := [name for name, parameter in named.items() if id(parameter) not in owned]:
         raise BindingError(
-            f"the model has a parameter {strange[0]}, but the plan has none of that name; plan this model again"
+            f"the model has a parameter {strange[0]}, but the plan has none with that name; plan this model again"
         )
     return shards
 
 
 def assemble(name: str, parts: Mapping[str, torch.Tensor], whole: torch.Tensor) -> None:
-    """Assemble a parameter in ``whole`` from its shards, which are given by :attr:`ParameterShard.shard_name`.
+    """Assemble a parameter in ``whole`` from its shards. Keys of ``parts`` are :attr:`ParameterShard.shard_name`.
 
     Raises:
         ValueError: a shard is missing.
@@ -232,21 +232,21 @@ def assemble(name: str, parts: Mapping[str, torch.Tensor], whole: torch.Tensor) 
 
 
 def whole_name(shard_name: str) -> str:
-    """Return the parameter's name, from :attr:`ParameterShard.shard_name`."""
+    """Return the parameter's name in a :attr:`ParameterShard.shard_name`."""
     cut = _OWN_NAME.fullmatch(shard_name)
     assert cut is not None
     return cut["name"]
 
 
 def unshard(parts: Sequence[tuple[ParameterShard, torch.Tensor]], ranks: Ranks | None) -> torch.Tensor:
-    """Return a parameter's whole values, ``[whole_shape]``; all ranks call this together.
+    """Return a parameter's whole values, ``[whole_shape]``. All ranks call this together.
 
     Args:
         parts: this rank's shards of it, each with its values, ``[shape]``.
-        ranks: all ranks; ``None`` with one.
+        ranks: all ranks; ``None`` if there is only one.
 
     Returns:
-        The given values if they are whole, else new host memory.
+        The given values if they are whole; otherwise new host memory.
     """
     first, values = parts[0]
     if first.is_whole:
@@ -276,8 +276,8 @@ def _shard(
     dims = [i for i, (has, planned) in enumerate(zip(there, shape, strict=False)) if has != planned]
     ranks = mesh.degrees.tensor_parallel
     padded = is_vocabulary and ranks > 1
-    dim = dims[0] if dims else 0 if padded else None  # a vocabulary as long as one padded shard is divided too
-    missing = 0 if dim is None else ranks * shape[dim] - there[dim]  # only of a vocabulary, the last rows
+    dim = dims[0] if dims else 0 if padded else None  # a vocabulary that fits into one padded shard is divided too
+    missing = 0 if dim is None else ranks * shape[dim] - there[dim]  # padded rows at the end of a vocabulary
     if len(there) != len(shape) or len(dims) > 1 or missing < 0 or (missing and not (padded and dim == 0)):
         of = f" for one of {ranks} ranks" if ranks > 1 else ""
         raise BindingError(
@@ -287,28 +287,29 @@ def _shard(
     shard = ParameterShard(name, whole, stored.shape, leaf, shape, rows, dim, _num_fused(name), mesh, False, stored)
     if stored.is_quantized and not shard.is_whole:
         raise BindingError(
-            f"parameter {name} is quantized, and cannot be shared by ranks; plan without {ranks} of them"
+            f"parameter {name} is quantized, and cannot be divided over ranks or units; plan with --tensor-parallel 1 "
+            "--expert-parallel 1 --expert-units 1"
         )
     return shard
 
 
 def _check_stored(name: str, stored: StoredParameter, spec: ParameterSpec) -> None:
-    """Check that a parameter takes the bytes that were planned.
+    """Check that a parameter has the planned number of bytes.
 
     Raises:
-        BindingError: it does not, or it cannot be kept as it is.
+        BindingError: its number of bytes differs, or its format is not supported.
     """
     if (refusal := format_refusal(name, stored)) is not None:
         raise BindingError(refusal)
     if isinstance(spec.frozen, int) and spec.frozen != stored.num_bytes:
         raise BindingError(
             f"parameter {name} {'is quantized to' if stored.is_quantized else 'is not quantized, and takes'} "
-            f"{stored.num_bytes:,} bytes, but to {spec.frozen:,} in the plan; quantize it as planned "
+            f"{stored.num_bytes:,} bytes, but the plan has {spec.frozen:,} bytes; quantize it as planned "
             "(BitsAndBytesConfig), or plan with another --quantize"
         )
     if stored.is_quantized and not isinstance(spec.frozen, int):
         raise BindingError(
-            f"parameter {name} is quantized, but not in the plan; plan with --quantize, or this model again"
+            f"parameter {name} is quantized, but not in the plan; plan with --quantize, or plan this model again"
         )
 
 

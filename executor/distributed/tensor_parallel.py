@@ -4,12 +4,12 @@
 these shards the user's own modules compute the rank's heads, channels and part of the vocabulary. This module adds the
 collectives that the planner counts inside units ([Note: Tensor parallelism] in :mod:`planner.models.sharding`). The
 gradient of the input of column-parallel modules is all-reduced, once for all modules with the same input. The output of
-row-parallel modules is all-reduced before the bias is added. Everything between has the same bits on all ranks, because
-an all-reduce returns the same bits to all.
+row-parallel modules is all-reduced before the bias is added. An all-reduce returns the same bits to all ranks, so all
+layers that are not sharded have the same bits too.
 
-Weights are plain tensors, not ``DTensor``, for three reasons. A unit's slot is one flat range whatever is cut in it,
-but fused and padded parameters have no ``DTensor`` placement. The user's parameters stay the same objects. And a rank
-that waits for one of our collectives notices when another rank fails.
+Weights are plain tensors, not ``DTensor``, for three reasons. A unit's slot is one flat range with parameters of any
+layout, but ``DTensor`` has no placement for fused and padded parameters. The user's parameters stay the same objects.
+And a rank that waits for one of our collectives notices when another rank fails.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,25 +26,30 @@ from executor.distributed.shards import BindingError, ParameterShard
 from executor.distributed.vocabulary import Head, embed
 from planner.graph import Operator, Pattern, Unit
 
-_COUNTS = ("num_heads", "num_key_value_heads", "split_size")  # attributes of attention modules: heads, or channels
+_COUNTS = (
+    "num_heads",
+    "num_key_value_heads",
+    "split_size",
+)  # attributes of attention modules: numbers of heads or channels
 
 Undo = Callable[[], None]
 NoCompile = Callable[[Callable[..., Any]], Callable[..., Any]]
-"""Returns a function that does the same, but that ``torch.compile`` does not trace into."""
+"""Returns a function that does the same, but is never traced by ``torch.compile``."""
 
 
 def bind_tensor_parallel(
     model: nn.Module, units: tuple[Unit, ...], shards: Mapping[str, ParameterShard], group: Group, no_compile: NoCompile
 ) -> list[Undo]:
-    """Make modules compute this rank's shard of each layer, with collectives; return a function that undoes it.
+    """Make modules compute this rank's shard of every layer, with collectives; return functions that undo this.
 
-    Shards are named as in the units. ``no_compile`` keeps functions with collectives out of compiled graphs.
+    Keys of ``shards`` are the units' names of parameters. ``no_compile`` keeps functions with collectives out of
+    compiled graphs.
 
     Raises:
         BindingError: tensor-parallel ranks cannot share a module.
     """
     undo: list[Undo] = []
-    banks: dict[nn.Module, None] = {}  # modules of experts, each once: several units may have some of them
+    banks: dict[nn.Module, None] = {}  # modules of experts, each once: several units may share one
     for operator in (operator for unit in units for operator in unit.operators):
         found = [shards[name] for name in operator.parameter_names]
         if operator.kind == "head":
@@ -78,7 +83,7 @@ def _bind_column_parallel(
     modules = list(dict.fromkeys(_owner(model, shard) for shard in shards if shard.dim is not None))
     ranks = shards[0].mesh.degrees.tensor_parallel
     for module in modules:
-        undo += _divide(module, ("nf",), ranks)  # of a Conv1D: its outputs
+        undo += _divide(module, ("nf",), ranks)  # number of outputs of a Conv1D
     if operator.kind == "qkv":
         undo += _divide(model.get_submodule(operator.name.rpartition(".")[0]), _COUNTS, ranks)
     undo += _copy_input(modules, group, no_compile)
@@ -99,7 +104,7 @@ def _copy_input(modules: list[nn.Module], group: Group, no_compile: NoCompile) -
 
 @final
 class _InputCopy:
-    """Calls :func:`copy_to_group` once for several modules with the same input; ``last`` is the last to get it."""
+    """Calls :func:`copy_to_group` once for several modules with the same input. ``last`` is the last one to run."""
 
     def __init__(self, last: nn.Module, group: Group) -> None:
         self._last = last
@@ -140,7 +145,7 @@ def _row_parallel_forward(module: Any, weight: ParameterShard, group: Group) -> 
 
 
 def _bind_experts(module: nn.Module, group: Group, no_compile: NoCompile) -> list[Undo]:
-    """Make experts compute with a shard of their channels; the gradient of routing weights is then summed too."""
+    """Make experts compute with a shard of their channels. The gradient of routing weights is all-reduced too."""
 
     def before(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         values, chosen, weights = args
@@ -162,7 +167,7 @@ def _all_reduce_gradient(leaf: nn.Parameter, group: Group) -> Undo:
         return total
 
     trains = leaf.requires_grad
-    leaf.requires_grad_(True)  # a frozen one takes no hook, but may train later
+    leaf.requires_grad_(True)  # a frozen parameter takes no hook, but may train later
     remove: Undo = leaf.register_hook(hook).remove  # type: ignore[no-untyped-call]
     leaf.requires_grad_(trains)
     return remove

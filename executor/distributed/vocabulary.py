@@ -1,7 +1,7 @@
 """Vocabulary-parallel embedding, head and cross-entropy.
 
-The loss is computed on sharded logits (Shoeybi et al., Megatron-LM, 2019, section 3). For each token the ranks
-exchange three numbers, instead of one logit for each entry of the vocabulary.
+The loss is computed on sharded logits (Shoeybi et al., Megatron-LM, 2019, section 3). For each token, ranks exchange
+three numbers instead of one logit per entry of the vocabulary.
 """
 
 import inspect
@@ -18,21 +18,21 @@ from executor.distributed.groups import Group
 from executor.distributed.shards import BindingError, ParameterShard
 
 RowLosses = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""From scores ``[rows, vocabulary]`` and targets ``[rows]`` to a loss for each row."""
+"""Maps scores ``[rows, vocabulary]`` and targets ``[rows]`` to the loss of each row, ``[rows]``."""
 
 _HF_LOSS: Final = "ForCausalLMLoss"
-_MASKED_LOGIT: Final = -1e30  # of padding; finite, because a rank may have nothing but padding
+_MASKED_LOGIT: Final = -1e30  # logit of padding; finite, because a rank may have only padding
 
 
 def row_losses(logits: torch.Tensor, targets: torch.Tensor, losses: RowLosses) -> torch.Tensor:
-    """Return ``losses(logits, targets)``; logits in tiles stay in tiles."""
+    """Return ``losses(logits, targets)``. For tiled logits, it computes a tile at a time."""
     if has_torch_function_unary(logits):
         return handle_torch_function(row_losses, (logits,), logits, targets, losses)
     return losses(logits, targets)
 
 
 def gather(logits: torch.Tensor, group: Group, num_logits: int) -> torch.Tensor:
-    """All-gather logits over ranks that share the vocabulary; they are computed whole for that."""
+    """All-gather logits over the ranks that share the vocabulary. Tiled logits are computed whole first."""
     if has_torch_function_unary(logits):
         return handle_torch_function(gather, (logits,), logits, group, num_logits)
     return gather_last_dim(logits, group, num_logits)
@@ -41,8 +41,8 @@ def gather(logits: torch.Tensor, group: Group, num_logits: int) -> torch.Tensor:
 def embed(module: nn.Module, shard: ParameterShard, group: Group) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return the forward of an embedding whose rows are sharded over the ranks.
 
-    The first call checks that all ranks have the same batch. With different batches training would silently be wrong,
-    because all-reduced sums are the same on all ranks.
+    The first call checks that all ranks have the same batch. With different batches, training would silently give wrong
+    results, because all-reduced sums are the same on all ranks.
 
     Raises:
         BindingError: the module is not a plain ``torch.nn.Embedding``.
@@ -77,8 +77,8 @@ class Head:
     """The head and the loss of a model whose vocabulary is sharded.
 
     If the model trains with labels and has the loss function of ``transformers`` for causal models, each rank keeps its
-    shard of the logits, and the model returns that shard (with float32 logits, those of padding are then
-    :data:`_MASKED_LOGIT`). Otherwise the logits are all-gathered.
+    shard of the logits, and the model returns that shard. If logits are float32, the loss sets logits of padding to
+    :data:`_MASKED_LOGIT`. In all other cases the logits are all-gathered.
     """
 
     def __init__(self, model: nn.Module, weight: ParameterShard, group: Group) -> None:
@@ -90,7 +90,7 @@ class Head:
         self._logits_stay_sharded = False
 
     def bind(self, model: Any, head: nn.Module) -> list[Callable[[], None]]:
-        """Replace the loss, and all-gather logits where the whole is needed; return a function that undoes it."""
+        """Replace the loss, and all-gather logits if all are needed; return functions that undo this."""
         handles = [
             model.register_forward_pre_hook(self._before, with_kwargs=True),
             head.register_forward_hook(self._after),
@@ -151,7 +151,7 @@ class _CrossEntropy(torch.autograd.Function):
         ctx: Any, logits: torch.Tensor, targets: torch.Tensor, weight: ParameterShard, group: Group
     ) -> torch.Tensor:
         scores = logits.float()
-        scores[:, weight.num_unpadded :] = _MASKED_LOGIT  # in place where logits are float32
+        scores[:, weight.num_unpadded :] = _MASKED_LOGIT  # in place if logits are float32
         result = torch.log_softmax(scores, -1)
         most, at = scores.max(-1)
         own = most - result.gather(-1, at.unsqueeze(-1)).squeeze(-1)  # log-sum-exp of this rank's shard

@@ -1,15 +1,16 @@
-"""A watchdog that notices when another rank has failed, so that no rank waits for it for ever.
+"""A watchdog that detects failed ranks, so that no rank waits for them for ever.
 
-[Note: Failed ranks] A rank that raises reports so in the store that joined the ranks. The others read the store several
-times a second. A rank that is killed reports nothing. If it runs on this machine, in one process namespace, the
-operating system reports at once that its process has ended. Elsewhere, its heartbeat in the store stops changing. Every
-thread that waits for a collective then raises an error that names the failed rank, with its reason if known. If a
-collective fails first, it waits for that reason, because a closed connection names no rank.
+[Note: Failed ranks] If a rank raises an error, it reports the error in the rendezvous store of the ranks. The other
+ranks read the store several times a second. If a rank is killed, it reports nothing. If it ran on this machine, in the
+same process namespace, the operating system reports at once that its process has ended. On other machines, its
+heartbeat in the store stops changing. Then every thread that waits for a collective raises an error that names the
+failed rank, and the reason if known. If a collective fails first, its thread waits for that reason, because a closed
+connection names no rank.
 
-[Note: Diverged ranks] A rank that does something else than the others (evaluates alone, or has one batch less) waits
-for a collective that never comes, and so do the others, though none has failed. So each heartbeat names the call in
-which its rank waits (:attr:`Watchdog.waits_for`). If all ranks wait in different calls and no task ends on any, that is
-an error.
+[Note: Diverged ranks] If a rank makes another call than the others (it evaluates alone, or has one batch less), all
+ranks wait for collectives that never complete, although none has failed. So each heartbeat names the call in which its
+rank waits (:attr:`Watchdog.waits_for`). If all ranks wait, in different calls, and no task ends on any rank, that is an
+error.
 """
 
 import contextlib
@@ -25,16 +26,16 @@ import torch.distributed as dist
 
 _PERIOD_S: Final = 0.2  # between two reads of the store
 SILENCE_S: Final = 30.0
-"""A rank on another machine is dead if its heartbeat has not changed for this long."""
+"""A rank on another machine counts as dead if its heartbeat has not changed for this long."""
 
 LANE_THREAD: Final = "lane "
-"""Prefix of the names of lanes' threads; all other threads are the caller's."""
+"""Prefix of the names of lane threads. All other threads are the caller's."""
 
 _FAILED: Final = "failed"
 
 
 class RankError(ConnectionError):
-    """Another rank has failed or ended, and this one cannot go on without it."""
+    """Another rank has failed or ended, and this rank cannot continue without it."""
 
 
 @final
@@ -46,8 +47,8 @@ class Watchdog:
         silence_s: see :data:`SILENCE_S`.
 
     Attributes:
-        waits_for: returns the call in which this rank waits, in words (empty if it does not wait), and a number that
-            grows with every task or collective that ends. Called in the watchdog's thread.
+        waits_for: returns the call in which this rank waits, in words (empty if it does not wait), and the number of
+            tasks and collectives that have ended. Called in the watchdog's thread.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class Watchdog:
         self._silence_s = silence_s
         self._heartbeat_period_s = min(silence_s / 5, 2.0)
         self.waits_for: Callable[[], tuple[str, int]] = lambda: ("", 0)
-        self._waits: Mapping[int, str] = {}  # where each rank waits, and since when
+        self._waits: Mapping[int, str] = {}  # the call in which each rank waits
         self._still_since_s = time.monotonic()
         self._failure: RankError | None = None
         self._failed = threading.Event()
@@ -67,18 +68,18 @@ class Watchdog:
         here = _namespace()
         store.set(f"process {rank}", f"{here} {os.getpid()}")
         self._others = [other for other in range(size) if other != rank]
-        self._process: dict[int, int] = {}  # of other ranks
+        self._process: dict[int, int] = {}  # process number of each other rank
         self._handles: dict[int, int] = {}  # file descriptor of a rank's process -> rank
         for other in self._others:
             *place, process = store.get(f"process {other}").decode().split()
             self._process[other] = int(process)
             if here and " ".join(place) == here:
-                with contextlib.suppress(OSError):  # it may have ended already: then its heartbeat is missed
+                with contextlib.suppress(OSError):  # its process may have ended already: then its heartbeat is missing
                     self._handles[os.pidfd_open(int(process))] = other
         self._thread = threading.Thread(target=self._run, name="rank watchdog", daemon=True)
 
     def start(self, on_failure: Callable[[RankError], None]) -> None:
-        """Start the thread, which calls ``on_failure`` once if another rank fails."""
+        """Start the thread. If another rank fails, the thread calls ``on_failure`` once."""
         self._on_failure = on_failure
         self._thread.start()
 
@@ -86,30 +87,30 @@ class Watchdog:
         """Raise if another rank has failed.
 
         Raises:
-            RankError: one has; names it, with its reason if known.
+            RankError: a rank has failed. The error names it, and the reason if known.
         """
         if self._failure is not None:
             raise self._failure
 
     def report_failure(self, error: BaseException) -> None:
-        """Report that this rank has failed; only the first report of all ranks counts."""
+        """Report that this rank has failed. Only the first report of any rank counts."""
         if isinstance(error, RankError) or self._leaving.is_set():
             return
-        with contextlib.suppress(Exception):  # without the store it cannot be reported
+        with contextlib.suppress(Exception):  # the store may be gone
             self._store.compare_set(_FAILED, "", f"{self._rank} failed: {type(error).__name__}: {error}")
 
     def explain(self, error: Exception) -> RankError:
-        """Return why a collective failed: another rank's reason once it is known, else the collective's own error."""
+        """Return why a collective failed: another rank's reason if it becomes known, or the collective's own error."""
         if self._failed.wait(self._silence_s + 2 * self._heartbeat_period_s):
             assert self._failure is not None
             return self._failure
         return RankError(f"ranks can no longer reach each other: {error}")
 
     def stop(self, *, on_all_ranks: bool) -> None:
-        """Stop watching; ``on_all_ranks`` tells the others that it is no failure. Stopping twice is allowed."""
+        """Stop watching. With ``on_all_ranks``, tell the others that this is no failure. Stopping twice is allowed."""
         if not self._leaving.is_set():
             self._leaving.set()
-            with contextlib.suppress(Exception):  # the process that serves the store may have ended before
+            with contextlib.suppress(Exception):  # the process that serves the store may have ended
                 if on_all_ranks:
                     self._store.set(f"left {self._rank}", "")
             if self._thread.is_alive() and threading.current_thread() is not self._thread:
@@ -129,7 +130,7 @@ class Watchdog:
                 if time.monotonic() - heartbeat_s < self._heartbeat_period_s:
                     continue
                 since_s = time.monotonic() - heartbeat_s
-                late = number > 0 and since_s > self._silence_s / 2  # this process slept, not the others
+                late = number > 0 and since_s > self._silence_s / 2  # this process was suspended, not the others
                 heartbeat_s, number = time.monotonic(), number + 1
                 doing, num_ended = self.waits_for()
                 own = f"{num_ended} {doing}" if doing else ""
@@ -144,7 +145,7 @@ class Watchdog:
                 if reason := self._deadlock(own, {} if late else found, heartbeat_s):
                     self._fail(reason)
                     return
-            except Exception as error:  # noqa: BLE001 - whatever it raises, the store is gone
+            except Exception as error:  # noqa: BLE001 - any error means that the store is gone
                 if not self._leaving.is_set():
                     self._fail(
                         self._dead_process() or f"0, or the process that served the ranks' store, has ended: {error}"
@@ -152,7 +153,7 @@ class Watchdog:
                 return
 
     def _deadlock(self, own: str, heartbeats: Mapping[int, bytes], now_s: float) -> str:
-        """Return, in words, that all ranks have waited for different things for too long; else an empty text."""
+        """Return, in words, that all ranks have waited in different calls for too long; otherwise an empty text."""
         waits = {other: sign.decode().partition(" ")[2] for other, sign in heartbeats.items()} | {self._rank: own}
         if waits != self._waits or not all(waits.values()):
             self._waits, self._still_since_s = waits, now_s
@@ -173,7 +174,7 @@ class Watchdog:
         return None if reason.startswith(f"{self._rank} ") else reason
 
     def _dead_process(self) -> str | None:
-        """Return which process on this machine has ended without stopping its watchdog."""
+        """Return, in words, which process on this machine has ended without stopping its watchdog, or ``None``."""
         if not self._handles:
             return None
         poll = select.poll()
@@ -183,7 +184,7 @@ class Watchdog:
             other = self._handles.pop(handle)
             os.close(handle)
             if not self._has_left(other):
-                with contextlib.suppress(Exception):  # its report, if it made one
+                with contextlib.suppress(Exception):  # the rank may have reported its failure
                     if reported := self._reported_failure():
                         return reported
                 process = f"{other} (process {self._process[other]})"
@@ -197,12 +198,12 @@ class Watchdog:
     def _has_left(self, other: int) -> bool:
         try:
             return self._store.check([f"left {other}"])
-        except Exception:  # noqa: BLE001 - the store went with it
+        except Exception:  # noqa: BLE001 - the store ended with that process
             return self._leaving.is_set()
 
 
 def describe_mismatch(doing: Mapping[int, str]) -> str:
-    """Return, in words, that ranks do different things, to follow the word "rank"; empty if they do not."""
+    """Return, in words, that ranks are in different calls, to follow the word "rank"; empty if they are not."""
     ranks_of: dict[str, list[int]] = {}
     for rank, words in sorted(doing.items()):
         ranks_of.setdefault(words, []).append(rank)
@@ -210,14 +211,14 @@ def describe_mismatch(doing: Mapping[int, str]) -> str:
         return ""
     (first, *_), (other, *_) = list(ranks_of.values())[:2]
     return (
-        f"{first} is in {doing[first]}, and rank {other} in {doing[other]}, where each waits for all ranks: make all "
-        "ranks iterate, clip, evaluate, save and close together, with equally many batches; only what follows these "
-        "calls may run on one rank alone"
+        f"{first} is in {doing[first]}, and rank {other} in {doing[other]}, and each waits for all ranks: make all "
+        "ranks iterate, clip, evaluate, save and close together, with equally many batches; other code may run on "
+        "one rank alone"
     )
 
 
 def _namespace() -> str:
-    """Return a text that is the same for processes that can see each other's process numbers; empty if unknown."""
+    """Return a text that is equal for processes that see each other's process numbers; empty if unknown."""
     if not hasattr(os, "pidfd_open"):
         return ""
     try:

@@ -201,7 +201,7 @@ def test_another_model():
         prepare_session(model, optimizer, model_units("gpt2"), decisions, session_options())
 
     model = make_model(Task("llama"))
-    with pytest.raises(BindingError, match="but the model has none of that name"):
+    with pytest.raises(BindingError, match="but the model has none with that name"):
         attempt(model)
     model = make_model(TASK)
     model.transformer.h[0].mlp.c_fc.weight = torch.nn.Parameter(torch.zeros(32, 64, dtype=torch.bfloat16))
