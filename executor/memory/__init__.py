@@ -1,1 +1,1 @@
-"""Where tensors are: memory taken once, state and gradients of every parameter, activations, files on NVMe."""
+"""Holds all tensors: static memory, state and gradients of every parameter, activations, files on NVMe."""

@@ -1,11 +1,11 @@
-"""Saved activations that are offloaded between forward and backward: to the host, or through it to NVMe.
+"""Offloads saved activations between forward and backward: to the host, or through the host to NVMe.
 
 [Note: Saved products] in :mod:`executor.memory.recompute_cache` describes what is offloaded, and how backward uses it.
 
 [Note: Room] A unit has exactly the host memory that the plan counts. The outputs of its products may be larger: without
-fused attention, for example, they include all scores. Then some outputs are not offloaded but recomputed: as few bytes
-as possible, and among equals the latest, which recomputation may not reach. This choice affects the time of backward,
-never the bits of the result.
+fused attention, for example, they include all attention scores. In this case some outputs are not offloaded but
+recomputed: as few bytes as possible, and among equal choices the latest outputs, which recomputation may not reach.
+This choice changes the time of backward, but never the bits of the result.
 """
 
 import contextlib
@@ -39,15 +39,15 @@ class OffloadedActivations:
     """All activations of a model that are offloaded.
 
     Args:
-        folder: for activations on NVMe; each ``rank`` has a file of its own there.
+        folder: folder for activations on NVMe, in which each ``rank`` has its own file.
 
     Attributes:
-        file: activations on NVMe, a record for each unit; ``None`` without any.
+        file: activations on NVMe, one record per unit; ``None`` if there are none.
 
     Raises:
-        ValueError: some go to NVMe, and no folder was given.
+        ValueError: activations go to NVMe, but no folder was given.
         StorageError: see :class:`executor.memory.nvme_files.RecordFile`.
-        DeviceMemoryError: the host has too little.
+        DeviceMemoryError: the host has too little memory.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class OffloadedActivations:
             if self._record
             else None
         )
-        self._segments: dict[str, SegmentActivations] = {}  # the latest, by unit
+        self._segments: dict[str, SegmentActivations] = {}  # the latest run of each segment, by unit
 
     @property
     def by_class(self) -> dict[MemoryClass, int]:
@@ -91,14 +91,14 @@ class OffloadedActivations:
         """Copy a unit's activations to the host, free them on the device, and wait until that is done.
 
         Raises:
-            ActivationError: a tensor was modified in place meanwhile.
+            ActivationError: a tensor was modified in place before it was copied.
         """
         segment, room = self._segments[unit], self._room[unit]
         _assign(segment, unit, len(room))
         tensors = list(segment.offloaded(unit))
         for tensor in tensors:
             self._backend.copy(room[tensor.start : tensor.start + tensor.num_bytes], tensor.flat())
-        # The next segment may reuse the memory as soon as this task has ended, so wait for the copies here.
+        # When this task has ended, the next segment may reuse the memory. So wait for the copies here.
         self._backend.event_time_s(self._backend.record_event(Lane.ACTIVATION_OUT))
         if not all(tensor.is_unmodified for tensor in tensors):
             raise modified_in_place(f"an input or product of {unit}")
@@ -121,7 +121,7 @@ class OffloadedActivations:
             self.file.close()
 
     def reload(self, unit: str) -> None:
-        """Copy a unit's activations back, to device memory that is freed once backward has used them."""
+        """Copy a unit's activations back to the device. Their memory there is freed when backward has used them."""
         room = self._room[unit]
         for tensor in self._segments[unit].offloaded(unit):
             flat = self._backend.scratch(tensor.shape.numel(), tensor.dtype)
@@ -130,18 +130,18 @@ class OffloadedActivations:
             tensor.version = tensor.tensor._version
 
     def drop(self, unit: str) -> None:
-        """Free the reloaded tensors of a unit's segment that were not used."""
+        """Free the unused reloaded tensors of a unit's segment."""
         self._segments[unit].drop()
 
     def drop_all(self) -> None:
-        """Free everything at the end of backward, also in segments where nothing needed a gradient."""
+        """Free all tensors at the end of backward, including those of segments without gradients."""
         for segment in self._segments.values():
             segment.drop()
         self._segments.clear()
 
 
 def _take_ring(rooms: OffloadRooms, of_model: Sequence[Sequence[Unit]], host: Arena) -> dict[str, torch.Tensor]:
-    """Take the host slots through which activations go to NVMe; return each unit's part of its segment's slot."""
+    """Take the host slots for activations on their way to NVMe; return each unit's part of its segment's slot."""
     through = [[unit.name for unit in segment] for segment in of_model if segment[0].name in rooms.on_nvme]
     sizes = [[in_blocks(rooms.on_nvme[name]) for name in names] for names in through]
     room_bytes = max((sum(parts) for parts in sizes), default=0)
@@ -164,10 +164,12 @@ def _in_blocks(room: torch.Tensor) -> torch.Tensor:
 
 
 def _assign(segment: SegmentActivations, unit: str, room_bytes: int) -> None:
-    """Choose which tensors of a unit are offloaded, and their places in its host memory; see [Note: Room]."""
+    """Choose the tensors of a unit to offload, and their offsets in its host memory; see [Note: Room]."""
     end = 0
     for tensor in segment.inputs if unit == next(iter(segment.products_of)) else ():
-        if tensor.is_dense and end + tensor.num_bytes <= room_bytes:  # else it stays: an input cannot be recomputed
+        if (
+            tensor.is_dense and end + tensor.num_bytes <= room_bytes
+        ):  # else it stays on the device: an input cannot be recomputed
             tensor.start = end
             end += tensor.num_bytes
     chosen = [p for p in segment.products_of[unit] if all(t.is_unmodified and t.is_dense for t in p.tensors)]
@@ -186,9 +188,9 @@ def _assign(segment: SegmentActivations, unit: str, room_bytes: int) -> None:
 
 
 def _offloadable_inputs(args: Sequence[Any]) -> list[torch.Tensor]:
-    """Return the inputs of a segment to offload: those with a gradient, or else the first of floating point.
+    """Return the inputs of a segment to offload: those that need gradients, or else the first floating-point input.
 
-    The rest are masks and positions, which all segments get.
+    The other inputs are masks and positions, which all segments share.
     """
     tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
     trained = [tensor for tensor in tensors if tensor.requires_grad]
@@ -199,8 +201,9 @@ class SegmentOffload:
     """Offloads one segment, in the contexts of :func:`torch.utils.checkpoint.checkpoint`.
 
     Args:
-        names: of the segment's units, in forward order.
-        callbacks: know which unit computes. They are called when recomputation begins, before it uses reloaded tensors.
+        names: names of the segment's units, in forward order.
+        callbacks: report which unit computes. They are called when recomputation begins, before it uses reloaded
+            tensors.
     """
 
     def __init__(self, activations: OffloadedActivations, names: Sequence[str], callbacks: ModuleCallbacks) -> None:
@@ -210,7 +213,7 @@ class SegmentOffload:
 
     @contextlib.contextmanager
     def forward(self, args: Sequence[Any]) -> Iterator[Callable[[], tuple[TorchDispatchMode, TorchDispatchMode]]]:
-        """Enter a forward with these arguments; yields the ``context_fn`` of both runs."""
+        """Return a context for a forward with these arguments; it yields the ``context_fn`` of both runs."""
         segment, backend = self._activations.begin(self._names), self._activations._backend
         offloadable = {tensor.untyped_storage()._cdata for tensor in _offloadable_inputs(args)}
 
@@ -240,6 +243,6 @@ class SegmentOffload:
         self._activations.drop(self._names[0])
 
     def _unit(self) -> str:
-        """Return the unit that computes; operators before the segment's first unit belong to that unit."""
+        """Return the unit that computes. Operators before the segment's first unit belong to that unit."""
         unit = self._callbacks.unit
         return unit if unit in self._names else self._names[0]

@@ -1,4 +1,4 @@
-"""Memory that is allocated once, as the plan says, with a ledger."""
+"""Static memory: allocated once, in the sizes of the plan, and counted by class."""
 
 import dataclasses
 from collections import defaultdict
@@ -11,18 +11,18 @@ from executor.devices.backend import Backend
 from planner.schedule.tasks import MemoryClass, Tier
 
 ALIGNMENT_BYTES: Final = 64
-"""Blocks start at multiples of this: a cache line, which suits vector kernels."""
+"""Alignment of blocks: a cache line, which suits vector kernels."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MemoryShortage:
-    """Why an arena could not give a block, in numbers; ``str()`` gives it in words.
+    """Why an arena has no room for a block, in numbers. ``str()`` returns it in words.
 
     Attributes:
-        tier: of the memory.
-        name, requested_bytes: the block that was asked for.
-        capacity_bytes: most that may be taken in all; ``None`` without a limit of its own.
-        held_bytes: bytes taken before, by class.
+        tier: the tier of the memory.
+        name, requested_bytes: name and size of the block.
+        capacity_bytes: the arena's limit; ``None``: no limit is set.
+        held_bytes: bytes that the arena holds already, by class.
     """
 
     tier: Tier
@@ -37,13 +37,13 @@ class MemoryShortage:
         free = "" if free_bytes is None else f", {free_bytes:,} B free"
         held = "; ".join(f"{c} {n:,} B" for c, n in sorted(self.held_bytes.items())) or "nothing"
         return (
-            f"the {self.tier} is out of memory: {self.name} asks for {self.requested_bytes:,} B ({limit}{free}); held "
+            f"the {self.tier} is out of memory: {self.name} needs {self.requested_bytes:,} B ({limit}{free}); held "
             f"so far: {held}. Plan for the memory that is really free, or move more of the plan to another tier"
         )
 
 
 class DeviceMemoryError(MemoryError):
-    """A plan asks for more memory than a tier has; the message lists the bytes in use.
+    """A plan needs more memory than a tier has. The message lists the bytes in use.
 
     Its one argument is the :class:`MemoryShortage`.
     """
@@ -51,10 +51,10 @@ class DeviceMemoryError(MemoryError):
 
 @final
 class Arena:
-    """Named blocks of one tier, each allocated once at exactly the size asked for, with a ledger.
+    """Named blocks of one tier. Each is allocated once, with exactly the requested size, and counted by class.
 
     Args:
-        capacity_bytes: most that may be taken in all; ``None`` leaves the limit to the machine.
+        capacity_bytes: limit of the sum of all blocks; ``None``: the machine limits it.
     """
 
     def __init__(self, tier: Tier, capacity_bytes: int | None, backend: Backend) -> None:
@@ -81,7 +81,7 @@ class Arena:
         """Return an uninitialised block ``[num_items]``, aligned to :data:`ALIGNMENT_BYTES`.
 
         Raises:
-            DeviceMemoryError: it does not fit; nothing is taken.
+            DeviceMemoryError: the block does not fit; nothing is taken.
         """
         return self.take_blocks(name, {memory_class: num_items * dtype.itemsize}).view(dtype)
 
@@ -94,18 +94,19 @@ class Arena:
         room_bytes: int = 0,
         shift_bytes: int = 0,
     ) -> torch.Tensor:
-        """Return one uninitialised block, uint8, for several purposes.
+        """Return one uninitialised block, uint8, for several classes of memory.
 
         Args:
-            name: of the block.
+            name: name of the block.
             num_bytes_of: bytes by class.
-            block_bytes: its alignment. If that is more than :data:`ALIGNMENT_BYTES`, its size is rounded up to a
-                multiple too. The ledger counts neither, because both are less than two such blocks.
-            room_bytes: its size, if it has several parts that are each rounded up; not in the ledger either.
-            shift_bytes: how far it begins after a multiple of ``block_bytes``; less than that.
+            block_bytes: alignment of the block. If it is more than :data:`ALIGNMENT_BYTES`, the size is also rounded
+                up to a multiple of it. Padding is less than two such blocks, and does not count as taken.
+            room_bytes: size of the block, if it has several parts that are each rounded up. This padding does not count
+                either.
+            shift_bytes: the block begins so many bytes after a multiple of ``block_bytes``; less than ``block_bytes``.
 
         Raises:
-            DeviceMemoryError: it does not fit; nothing is taken.
+            DeviceMemoryError: the block does not fit; nothing is taken.
         """
         assert name not in self._blocks, name
         num_bytes = sum(num_bytes_of.values())
@@ -115,7 +116,7 @@ class Arena:
         room = max(-(-num_bytes // block_bytes) * block_bytes if whole else num_bytes, room_bytes)
         try:
             block = self._backend.empty(room + (block_bytes if whole else 0), on_device=self.tier is Tier.GPU)
-        except (MemoryError, RuntimeError, OSError) as error:  # as Python, torch and the system (mmap) report it
+        except (MemoryError, RuntimeError, OSError) as error:  # of Python, torch and the system (mmap)
             raise DeviceMemoryError(self._message(name, num_bytes)) from error
         block = block[(shift_bytes - block.data_ptr()) % block_bytes if whole else 0 :][:room]
         assert not room or (block.data_ptr() - shift_bytes) % block_bytes == 0
@@ -123,17 +124,17 @@ class Arena:
         return block
 
     def release(self, staying: Collection[int]) -> int:
-        """Give memory back for a while, except that of ``staying`` storages; return its bytes. All views stay."""
+        """Free the memory of all blocks for a while, except that of ``staying`` storages; return the freed bytes."""
         for name, (_, block) in self._blocks.items():
             if block.nbytes and block.untyped_storage()._cdata not in staying:
                 self._released[name] = self._backend.release(block)
         return sum(self._released.values())
 
     def restore(self) -> int:
-        """Take again what :meth:`release` has given back, with other values; return its bytes.
+        """Take the memory again that :meth:`release` freed; return its bytes. The old values are lost.
 
         Raises:
-            DeviceMemoryError: others have it now; what there is is given back again.
+            DeviceMemoryError: another program holds the memory now. The part that was taken again is freed.
         """
         done: dict[str, int] = {}
         try:
@@ -149,7 +150,7 @@ class Arena:
         return sum(done.values())
 
     def clear(self) -> None:
-        """Drop all blocks; memory is freed with the last view of it."""
+        """Drop all blocks. A block's memory is freed with its last view."""
         self._blocks.clear()
 
     def _message(self, name: str, num_bytes: int) -> MemoryShortage:
@@ -158,12 +159,12 @@ class Arena:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MeasuredMemory:
-    """What a tier has actually held.
+    """The measured memory of a tier.
 
     Attributes:
         static_bytes: allocated once, by class.
         dynamic_peak_bytes: peak of all other memory inside :meth:`Session.metered`; ``None`` if not measured.
-        dynamic_bytes_of: the same during each of the caller's tasks, by its index.
+        dynamic_bytes_of: the same peak during each of the caller's tasks, by the task's index.
     """
 
     static_bytes: Mapping[MemoryClass, int]
@@ -172,5 +173,5 @@ class MeasuredMemory:
 
     @property
     def peak_bytes(self) -> int:
-        """Most held in all."""
+        """Peak of static and dynamic memory together."""
         return sum(self.static_bytes.values()) + (self.dynamic_peak_bytes or 0)

@@ -1,9 +1,9 @@
-"""State on NVMe, and the host buffers that it passes through.
+"""State on NVMe, and the host buffers for reading and writing it.
 
-[Note: Records] The file of optimizer state has a record for every piece. If parameters are on NVMe too, the record
-begins with the piece's weights. In float32 it does so anyway, because the master copy is the weight. So an update
-writes weights and state at once, and a read of parameters reads the beginning of every piece's record. Each part begins
-at a block.
+[Note: Records] The file of optimizer state has one record per piece. If parameters are on NVMe too, the record begins
+with the piece's weights. In float32 this holds anyway, because the master copy is the weight. So an update writes
+weights and state at once, and a read of parameters reads the beginning of every piece's record. Each part begins at a
+block.
 """
 
 import contextlib
@@ -27,11 +27,11 @@ from planner.schedule.tasks import MemoryClass
 from planner.subgroups import Subgroup
 
 Key = tuple[str, int]
-"""A piece: name of its unit, and index within the rank's shard."""
+"""Identifies a piece: the name of its unit, and its index within the rank's shard."""
 
 
 def pieces_on_nvme(units: tuple[Unit, ...], decisions: Decisions) -> dict[Key, Subgroup]:
-    """Return every piece whose state is on NVMe."""
+    """Return all pieces whose state is on NVMe."""
     return {
         (unit.name, index): subgroup
         for unit in units
@@ -44,7 +44,7 @@ def pieces_on_nvme(units: tuple[Unit, ...], decisions: Decisions) -> dict[Key, S
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Layout:
-    """Layout of a piece in its buffer: weights, state, gradient, each from a block on. The first two are its record.
+    """Layout of a piece in its buffer: weights, state, gradient, each aligned to a block. The first two are its record.
 
     Attributes:
         num_params: of the piece.
@@ -60,12 +60,12 @@ class _Layout:
 
     @property
     def state_start(self) -> int:
-        """Where its state begins."""
+        """Offset of its state."""
         return in_blocks(self.weight_bytes)
 
     @property
     def record_bytes(self) -> int:
-        """Length of its record, and where its gradient begins."""
+        """Length of its record, and offset of its gradient."""
         return self.state_start + in_blocks(self.state_bytes)
 
     @property
@@ -86,7 +86,7 @@ class _Held:
     Attributes:
         buffer: uint8, whole blocks.
         is_loaded: whether its state is in it.
-        is_changed: whether that is newer than the file's.
+        is_changed: whether the state in the buffer is newer than that in the file.
     """
 
     buffer: torch.Tensor
@@ -96,7 +96,7 @@ class _Held:
 
 @final
 class StoredValues:
-    """A range of a record, as bytes: sliced like a tensor, and read only when copied."""
+    """A range of bytes of a record. It is sliced like a tensor, and read only when it is copied."""
 
     def __init__(self, file: RecordFile, record: int, start: int, stop: int) -> None:
         self._file = file
@@ -111,8 +111,8 @@ class StoredValues:
         return StoredValues(self._file, self._record, self._start + start, self._start + stop)
 
     def read(self, target: torch.Tensor, scratch: torch.Tensor) -> None:
-        """Read the current version into ``target``, uint8, through ``scratch``, uint8 of some whole blocks."""
-        if not self._file.is_written(self._record):  # nothing but padding, see [Note: Shards] in executor.memory.pieces
+        """Read the current version into ``target``, uint8, through ``scratch``, uint8, which has whole blocks."""
+        if not self._file.is_written(self._record):  # only padding, see [Note: Shards] in executor.memory.pieces
             target.zero_()
             return
         at = self._start
@@ -127,11 +127,11 @@ class StoredValues:
 
 @final
 class SpilledGradients:
-    """Gradients that wait for their update on NVMe, and the host memory that they arrive in.
+    """Gradients that are on NVMe until their update, and the host memory in which they arrive.
 
     Args:
-        rooms: host memory of every piece, uint8, whole blocks. Pieces that do not need it at the same time share it.
-        file: a record for every piece in their order.
+        rooms: host memory of each piece, uint8, whole blocks. Pieces that do not need it at the same time share memory.
+        file: one record per piece, in the order of ``rooms``.
     """
 
     def __init__(self, rooms: Mapping[Key, torch.Tensor], file: RecordFile) -> None:
@@ -144,7 +144,10 @@ class SpilledGradients:
     def of(
         cls, units: tuple[Unit, ...], decisions: Decisions, folder: Path | None, rank: int, host: Arena
     ) -> Self | None:
-        """Return room for gradients that decisions spill; ``None`` without any. Raises as :meth:`StoredState.of`."""
+        """Return memory and a file for spilled gradients; ``None`` if none are spilled.
+
+        Raises as :meth:`StoredState.of`.
+        """
         planned = SpillRooms(units, decisions)
         if not planned.room_of:
             return None
@@ -172,12 +175,12 @@ class SpilledGradients:
         return cls(rooms, file)
 
     def spill(self, key: Key) -> None:
-        """Write the gradient of a piece from its host memory."""
+        """Write a piece's gradient from its host memory to NVMe."""
         self.file.write(self._record[key], as_bytes(self.rooms[key]))
         self._on_nvme.add(key)
 
     def fetch(self, key: Key, buffer: torch.Tensor) -> None:
-        """Read the gradient of a piece into its part of a buffer, if one was spilled since the last fetch."""
+        """Read a piece's gradient into its part of a buffer, if one was spilled since the last fetch."""
         if key in self._on_nvme:
             self._on_nvme.remove(key)
             self.file.read(self._record[key], as_bytes(buffer))
@@ -185,17 +188,17 @@ class SpilledGradients:
 
 @final
 class StoredState:
-    """Optimizer state on NVMe, and the ring of host buffers [Note: Host buffers] in :mod:`planner.lowering.storage`.
+    """Optimizer state on NVMe, and its ring of host buffers.
 
-    A buffer belongs to one piece from its :meth:`swap_in` to its :meth:`swap_out`, as the schedule orders them. Between
-    iterations all buffers are free.
+    See [Note: Host buffers] in :mod:`planner.lowering.storage`. A buffer belongs to one piece from :meth:`swap_in` to
+    :meth:`swap_out`, in the order of the schedule. Between iterations all buffers are free.
 
     Args:
-        ring: uint8, whole blocks each.
-        landing: for every unit whose parameters are on NVMe, a buffer for the weights of each piece, uint8, whole
-            blocks; units of one slot share it.
-        file: of the state, with a record for every piece in their order.
-        spilled: gradients on NVMe, if any are.
+        ring: host buffers, each uint8 with whole blocks.
+        landing: for each unit whose parameters are on NVMe, a buffer for the weights of each piece, uint8, whole
+            blocks. Units with the same slot share these buffers.
+        file: the state, with one record per piece, in the order of ``layouts``.
+        spilled: gradients on NVMe; ``None`` if there are none.
     """
 
     def __init__(
@@ -226,12 +229,12 @@ class StoredState:
         rank: int,
         host: Arena,
     ) -> Self | None:
-        """Take files and buffers for state on NVMe, without values; return ``None`` if the plan has none there.
+        """Take files and buffers for state on NVMe, without values; return ``None`` if the plan has no state there.
 
         Raises:
             ValueError: no folder was given.
             StorageError: see :class:`executor.memory.nvme_files.RecordFile`.
-            DeviceMemoryError: the host has no room for the ring.
+            DeviceMemoryError: the host has too little memory for the ring.
         """
         pieces = pieces_on_nvme(units, decisions)
         if not pieces:
@@ -263,7 +266,7 @@ class StoredState:
 
     @property
     def by_class(self) -> dict[MemoryClass, int]:
-        """Bytes on NVMe by class, state in both versions, without rounding up to blocks."""
+        """Bytes on NVMe by class, with both versions of state, without rounding up to blocks."""
         layouts = self._layouts.values()
         totals = {
             MemoryClass.OPTIMIZER: 2 * sum(layout.state_bytes for layout in layouts),
@@ -274,9 +277,9 @@ class StoredState:
 
     @contextlib.contextmanager
     def writing_masters(self, unit: str, *, reads: bool) -> Iterator[Callable[[int, int, torch.Tensor], None]]:
-        """Write a unit's master copies; yields a function that takes ranges of them, in order.
+        """Return a context to write a unit's master copies. It yields a function that takes ranges of them, in order.
 
-        All other state stays as it is, or is 0 if it is not read (``reads``). Only one piece at a time is in memory.
+        Other state stays the same, or becomes 0 unless ``reads``. Only one piece at a time is in memory.
         """
         current: int | None = None
         master = self._ring[0]
@@ -298,14 +301,14 @@ class StoredState:
             self._read((unit, index), buffer, 0)
 
     def swap_in(self, key: Key, slot: int, *, reads: bool) -> None:
-        """Give a piece a buffer; if it ``reads``, read its state and its spilled gradient into it."""
+        """Give a piece a buffer. If ``reads``, read its state and its spilled gradient into the buffer."""
         assert key not in self._held
         self._held[key] = _Held(self._ring[slot])
         if reads:
             self.state(key)
 
     def state(self, key: Key) -> tuple[torch.Tensor, ...]:
-        """Return the state of a piece that has a buffer, master copy first; read it if it has not been read."""
+        """Return the state of a piece that has a buffer, master copy first. Read it if that has not been done."""
         held, layout = self._held[key], self._layouts[key]
         if not held.is_loaded:
             self._read(key, held.buffer[layout.state_start : layout.record_bytes], layout.state_start)
@@ -315,22 +318,22 @@ class StoredState:
         return self._tensors(key, held.buffer)
 
     def gradient(self, key: Key) -> torch.Tensor:
-        """Return a piece's spilled gradient, which is in the buffer once its state has been read."""
+        """Return a piece's spilled gradient. It is valid after the piece's state has been read."""
         layout = self._layouts[key]
         start = layout.record_bytes
         return self._held[key].buffer[start : start + layout.gradient_bytes].view(self._dtype)
 
     def weights(self, key: Key) -> torch.Tensor | None:
-        """Return where an update writes a piece's weights; ``None`` if the master copy is the weight."""
+        """Return the memory to which an update writes a piece's weights; ``None`` if the master copy is the weight."""
         layout = self._layouts[key]
         return self._held[key].buffer[: layout.weight_bytes].view(self._dtype) if layout.weight_bytes else None
 
     def set_changed(self, key: Key) -> None:
-        """Mark a piece's buffer as newer than the file; weights and state in it are complete."""
+        """Mark a piece's buffer as newer than the file. Its weights and state must be complete."""
         self._held[key].is_changed = True
 
     def swap_out(self, key: Key) -> None:
-        """Write the buffer if it has changed, and free it."""
+        """Write a piece's buffer if it has changed, and free it."""
         held = self._held[key]
         if held.is_changed:
             self.file.write(self._record[key], as_bytes(held.buffer))
@@ -338,9 +341,11 @@ class StoredState:
 
     @contextlib.contextmanager
     def at_rest(self, key: Key, *, reads: bool = True, writes: bool = False) -> Iterator[tuple[torch.Tensor, ...]]:
-        """Enter with the state of a piece between iterations; afterwards write it if it ``writes``.
+        """Return a context with a piece's state, for use between iterations.
 
-        Unless it ``reads``, the state is zero.
+        If ``writes``, it writes the state at the end.
+
+        Unless ``reads``, the state is zero.
         """
         assert not self._held, "buffers are in use"
         layout, buffer = self._layouts[key], self._ring[0]
@@ -353,7 +358,7 @@ class StoredState:
             self._write_at_rest(key)
 
     def values(self, key: Key) -> list[StoredValues]:
-        """Return the tensors of a piece's state as bytes in the file, master copy first."""
+        """Return the tensors of a piece's state as byte ranges of the file, master copy first."""
         layout = self._layouts[key]
         sizes = [buffer.num_bytes(layout.num_params) for buffer in state_buffers(layout.kind)]
         ends = itertools.accumulate(sizes, initial=layout.state_start)
@@ -372,11 +377,11 @@ class StoredState:
     def _read(self, key: Key, buffer: torch.Tensor, start: int) -> None:
         if self.file.is_written(self._record[key]):
             self.file.read(self._record[key], as_bytes(buffer), start)
-        else:  # nothing but padding, see [Note: Shards] in executor.memory.pieces
+        else:  # only padding, see [Note: Shards] in executor.memory.pieces
             buffer.zero_()
 
     def _write_at_rest(self, key: Key) -> None:
-        """Write the state in the first buffer, with weights rounded from its master copy."""
+        """Write the state in the first buffer, and weights that are rounded from its master copy."""
         layout, buffer = self._layouts[key], self._ring[0]
         if layout.weight_bytes:
             buffer[: layout.weight_bytes].view(self._dtype).copy_(self._tensors(key, buffer)[0])
@@ -386,7 +391,7 @@ class StoredState:
 def _take_landing(
     units: tuple[Unit, ...], decisions: Decisions, slot_of: Mapping[str, int], host: Arena
 ) -> dict[str, list[torch.Tensor]]:
-    """Take a buffer for every slot that gets parameters from NVMe, and divide it for each of the slot's units."""
+    """Take a host buffer for each slot that gets parameters from NVMe, and divide it for each of the slot's units."""
     weight_bytes = decisions.precision.weight_bytes
     parts = {
         unit.name: [in_blocks(weight_bytes * count) for count in decisions.piece_params(unit)]

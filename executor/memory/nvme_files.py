@@ -1,14 +1,14 @@
-"""Files of a plan's state on NVMe: whole records, written and read by this process alone.
+"""Files of a plan's state on NVMe. Only this process reads and writes them, in whole records.
 
 [Note: Two versions] The file of optimizer state has room for two versions of every record. An update writes the new
-version beside the old one. The new version becomes current only when all of it has been written. A write that fails or
-is cut short leaves the old version whole, and a read never sees half of a new one. Data that lives within an iteration
-(gradients, activations) has one version.
+version beside the old one. The new version becomes current only when all of it has been written. So if a write fails or
+is cut short, the old version stays whole, and a read never sees half of a new version. Data that lives within an
+iteration (gradients, activations) has one version.
 
-[Note: Direct] Records are read and written once an iteration, and are larger than memory. The page cache would only
-cost memory and a copy. So files are opened with ``O_DIRECT``, with offsets, lengths and addresses that are multiples of
-a block. If a file system has no such thing (tmpfs, some network file systems), transfers go through the page cache,
-which is told not to keep the data.
+[Note: Direct] Records are read and written once an iteration, and together are larger than memory. The page cache would
+only cost memory and a copy. So files are opened with ``O_DIRECT``, and offsets, lengths and addresses are multiples of
+a block. If a file system does not support that (tmpfs, some network file systems), transfers go through the page cache,
+which is advised to drop the data.
 """
 
 import fcntl
@@ -24,28 +24,28 @@ import torch
 
 from executor.direct_io import BLOCK_BYTES, DISK_FULL_ERRNOS, enable_direct_io, in_blocks
 
-_CHUNK_BYTES: Final = 8 << 20  # one request; smaller ones are slower, and Linux cuts off what is beyond 2 GiB
+_CHUNK_BYTES: Final = 8 << 20  # of one request; smaller requests are slower, and Linux truncates those above 2 GiB
 _VERSIONS: Final = {1: "", 2: "two versions of "}
 
 
 class StorageError(OSError):
-    """A plan's storage cannot be allocated, read or written; the message says where and why."""
+    """A plan's storage cannot be allocated, read or written. The message says where and why."""
 
 
 @final
 class RecordFile:
-    """A file of records of fixed sizes, with one or two versions of each. All of its space is allocated at once.
+    """A file of records of fixed sizes, with one or two versions of each. All its space is allocated at once.
 
-    It is removed when it is closed or garbage collected, because only this process needs it.
+    The file is removed when it is closed or garbage collected, because only this process needs it.
 
     Args:
-        path: of the file; its folder is made if needed. A file that another process left there is overwritten.
-        sizes_bytes: of the records.
+        path: path of the file. Its folder is made if needed. A file that another process left there is overwritten.
+        sizes_bytes: sizes of the records.
         num_versions: 2 if a write must leave the previous version whole, see [Note: Two versions].
-        what: its content, in words, for errors.
+        what: the file's content, in words, for errors.
 
     Raises:
-        StorageError: there is no room, no permission, or another process is using it.
+        StorageError: there is no room or no permission, or another process uses the file.
     """
 
     def __init__(
@@ -70,18 +70,18 @@ class RecordFile:
 
     @property
     def description(self) -> str:
-        """Where it is, and how it is read and written."""
+        """The file's folder, and whether transfers use the page cache, in words."""
         way = "past" if self.is_direct else "through (no O_DIRECT there)"
         return f"state in {self.path.parent}, {way} the page cache"
 
     def is_written(self, record: int) -> bool:
-        """Return whether a record has a version."""
+        """Return whether a record has been written."""
         return self._current[record] is not None
 
     def read(self, record: int, buffer: memoryview, start: int = 0) -> None:
         """Read the current version of a record, from the block at ``start`` on, into ``buffer``.
 
-        The buffer has whole blocks and is aligned to one. It is filled, or takes the rest of the record.
+        The buffer has whole blocks and is aligned to a block. It is filled up to the end of the record.
 
         Raises:
             StorageError: not all of it could be read.
@@ -91,7 +91,7 @@ class RecordFile:
         self._transfer("read", os.preadv, record, version, buffer, start)
 
     def write(self, record: int, buffer: memoryview) -> None:
-        """Write a record, beside its current version if there are two, and make that the current one.
+        """Write a record, and make this version the current one. If there are two versions, the other one stays.
 
         Raises:
             StorageError: not all of it could be written; with two versions, the current one is unchanged.
@@ -101,10 +101,10 @@ class RecordFile:
         self._current[record] = version
 
     def close(self) -> None:
-        """Remove it. Closing twice is allowed.
+        """Remove the file. Closing twice is allowed.
 
-        If a transfer that was given up is still under way, the descriptor stays open. Otherwise the rest of the
-        transfer would go to the next file with the same descriptor.
+        If an abandoned transfer is still running, the descriptor stays open. Otherwise the rest of the transfer would
+        go to the next file that gets the same descriptor.
         """
         with self._lock:
             if self._num_under_way and self._discard.detach() is not None:
@@ -144,14 +144,14 @@ class RecordFile:
                 self._num_under_way -= 1
         if done < num_bytes:
             raise StorageError(
-                f"{self.path} ends amid a {verb} of {num_bytes:,} B, after {done:,} B: something else has changed it; "
+                f"{self.path} ends after {done:,} B of a {verb} of {num_bytes:,} B: another process has changed it; "
                 "give every run a --storage-dir of its own"
             )
 
     @property
     def _rest(self) -> str:
         whole = f"{self._what} of the last iteration is whole, but " if self._num_versions > 1 else ""
-        return f"{whole}training cannot go on"
+        return f"{whole}training cannot continue"
 
 
 def _create(path: Path, num_bytes: int, what: str) -> int:
@@ -182,7 +182,7 @@ def _create(path: Path, num_bytes: int, what: str) -> int:
 def _no_room(path: Path, num_bytes: int, what: str, error: OSError) -> str:
     system = os.statvfs(path.parent)
     return (
-        f"{path} needs {num_bytes:,} B, {what} that the plan has on NVMe, but "
+        f"{path} needs {num_bytes:,} B for {what} that the plan has on NVMe, but "
         f"{system.f_bavail * system.f_frsize:,} B are free there ({error.strerror}); make room, choose another "
         "--storage-dir, or plan with less on NVMe"
     )
@@ -202,7 +202,7 @@ def folder_of(folder: Path | None, what: str) -> Path:
     """Return the folder for a plan's state on NVMe.
 
     Raises:
-        ValueError: none was given.
+        ValueError: no folder was given.
     """
     if folder is None:
         raise ValueError(

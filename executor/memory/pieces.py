@@ -1,15 +1,16 @@
-"""How a unit's parameters are cut into pieces (subgroups), and where these lie.
+"""Cuts a unit's parameters into pieces (subgroups), and assigns their places in memory.
 
 [Note: Layout] A unit's parameters form one flat range, in the order of ``Unit.parameters``, without gaps. Its pieces
-are cut from that range. Pieces with state on the host lie one after another in the host's slabs, those with state on
-the device in the device's. In float32 the master copy is the weight, if both are in one place. The host's slab of
-master copies then also has the weights of pieces with state on NVMe (:mod:`executor.memory.nvme`), so that a fetch is
-one copy. If parameters are on NVMe too, the host has no copy of them: see [Note: Records] there.
+are cut from that range. Pieces with state on the host lie one after another in the host's slabs. Pieces with state on
+the device lie in the device's slabs. In float32, if master copy and weight are in one place, they are the same memory.
+In this case the host's slab of master copies also holds the weights of pieces with state on NVMe
+(:mod:`executor.memory.nvme`), so that a fetch is one copy. If parameters are on NVMe too, the host has no copy of them:
+see [Note: Records] there.
 
-[Note: Shards] Under ZeRO the range is padded to equal shards, one per rank, and the pieces are those of the rank's own
-shard. A parameter may have no part in it. Padding is at the end, or between parameters that lie whole in one shard
-([Note: Whole matrices] in :mod:`planner.subgroups`). It belongs to no parameter, so no norm, update or saved state
-reads it. It is zero at first, and may later be overwritten when its neighbours are copied.
+[Note: Shards] Under ZeRO the range is padded to equal shards, one per rank, and a rank has the pieces of its own shard.
+Some parameters may have no part in that shard. Padding is at the end of the range, or between parameters that lie whole
+in one shard ([Note: Whole matrices] in :mod:`planner.subgroups`). Padding belongs to no parameter, so no norm, update
+or saved state reads it. It is zero at first. Copies of neighbouring parameters may overwrite it later.
 """
 
 import dataclasses
@@ -30,11 +31,11 @@ _DTYPES = {1: torch.uint8, 2: torch.bfloat16, 4: torch.float32}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Piece:
-    """A subgroup: ``[start, stop)`` of the unit's flat range, and where that begins in the slabs of its tier.
+    """A subgroup: ``[start, stop)`` of the unit's flat range, with its offsets in the slabs of its tier.
 
     Attributes:
         index: number within the unit's shard.
-        kind: what updates it.
+        kind: the optimizer that updates it.
         place: the tier of its state, and where it is updated.
         start, stop: range within the unit; the last piece of the last rank may go beyond, see [Note: Shards].
         offset: its beginning in the host's or the device's slab of master copies; -1 on NVMe.
@@ -43,9 +44,9 @@ class Piece:
         served: its beginning in the host's slab of master copies, see [Note: Layout].
         staging: its beginning among the weights that the host updates and copies to the device.
         leaves: whether its gradient goes to the host.
-        in_place: whether the gradient overwrites the host's weights there [Note: In place].
+        in_place: whether the gradient overwrites the host's weights [Note: In place].
         spilled: whether the gradient goes on to NVMe.
-        arrival: otherwise, where the gradient begins in the host's memory for gradients.
+        arrival: offset of the gradient in the host's memory for gradients, if it is neither in place nor spilled.
     """
 
     index: int
@@ -69,7 +70,7 @@ class Piece:
 
     @property
     def num_tensors(self) -> int:
-        """Number of the tensors of its state: the master copy and the buffers."""
+        """Number of tensors of its state: the master copy and the buffers."""
         return 1 + len(self.buffer_offsets)
 
     @property
@@ -97,7 +98,7 @@ class Part:
 
     @property
     def within(self) -> slice:
-        """The same range, counted from the beginning of the piece."""
+        """The same range, relative to the beginning of the piece."""
         return slice(self.start - self.piece.start, self.stop - self.piece.start)
 
 
@@ -145,7 +146,7 @@ def state_tensors(memory: torch.Tensor, num_params: int, optimizer: Optimizer) -
 
 
 def pieces_of(unit: Unit, decisions: Decisions, start: int) -> tuple[Piece, ...]:
-    """Return the pieces of the shard that begins at ``start`` in a unit's flat range, in its order."""
+    """Return the pieces, in order, of the shard that begins at ``start`` in a unit's flat range."""
     sizes = decisions.piece_params(unit)
     starts = tuple(itertools.accumulate(sizes, initial=start))
     taken = {"host": 0, "device": 0, "served": 0, "staging": 0, "arrival": 0}

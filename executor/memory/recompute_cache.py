@@ -1,10 +1,10 @@
-"""Outputs of a forward's products, saved for its recomputation in backward.
+"""Saves the outputs of matrix products in forward, and reuses them in the recomputation during backward.
 
-[Note: Saved products] ``torch.utils.checkpoint`` runs a segment's forward again before its backward, with the same
-values and RNG state. Two dispatch modes see the operators of the two runs. The first mode saves the outputs of products
-and the segment's inputs, until the unit's ``OFFLOAD`` has copied them to the host and freed them. The second mode runs
-after ``RELOAD`` has copied them back: in place of running a product, it returns the saved output. All other operators
-run again, on the same bits.
+[Note: Saved products] ``torch.utils.checkpoint`` recomputes a segment's forward before its backward, with the same
+values and RNG state. Two dispatch modes intercept the operators of the two runs. The first mode saves the outputs of
+matrix products and the segment's inputs, until the unit's ``OFFLOAD`` has copied them to the host and freed them. The
+second mode runs after ``RELOAD`` has copied them back. Instead of running a product, it returns the saved output. All
+other operators run again, on the same bits.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from torch.utils.flop_counter import flop_registry
 from executor.devices.backend import Backend
 from executor.distributed.products import grouped_product, summed_product_operator
 
-# Products for which torch has no FLOP formula, as far as this version has them, and ours.
+# Products for which torch has no FLOP formula; this version of torch may lack some of them.
 _UNCOUNTED: Final = ("_grouped_mm", "linalg_solve_triangular", "_scaled_dot_product_flash_attention_for_cpu")
 _PRODUCTS: Final = (
     frozenset(flop_registry)
@@ -36,7 +36,7 @@ _inside: Final = threading.local()
 
 @contextlib.contextmanager
 def running_again() -> Iterator[None]:
-    """Let this thread's products run without being saved, or replaced by saved outputs: backward runs them again."""
+    """Return a context in which this thread's products run again: they are not saved, nor replaced by saved outputs."""
     before = is_running_again()
     _inside.runs_again = True
     try:
@@ -51,11 +51,11 @@ def is_running_again() -> bool:
 
 
 class ActivationError(RuntimeError):
-    """A model changes or uses its activations in a way that offloading does not support."""
+    """A model changes or uses activations in a way that offloading does not support."""
 
 
 def modified_in_place(what: str) -> ActivationError:
-    """Return the error for a tensor that was modified after its use, so that its reloaded value would be another."""
+    """Return the error for a tensor that was modified in place after its use, so that its saved value is wrong."""
     return ActivationError(
         f"{what} was changed in place after it had been used; write the model without that, or plan with activations "
         "'keep'"
@@ -64,12 +64,12 @@ def modified_in_place(what: str) -> ActivationError:
 
 @dataclasses.dataclass(eq=False, slots=True)
 class SavedTensor:
-    """A tensor that is offloaded and reloaded, with the same shape, strides and bits.
+    """A tensor that is offloaded, and reloaded with the same shape, strides and bits.
 
     Attributes:
-        tensor: on the device; ``None`` while it is elsewhere.
-        version: autograd's version counter when it was made.
-        start: where it is in its unit's host memory; -1 if it is not offloaded.
+        tensor: the tensor on the device; ``None`` while it is offloaded.
+        version: autograd's version counter when the tensor was saved.
+        start: its offset in the unit's host memory; -1 if it is not offloaded.
     """
 
     tensor: torch.Tensor | None
@@ -81,11 +81,11 @@ class SavedTensor:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> "SavedTensor":
-        """Return a tensor to save, detached: its history would keep the graph alive."""
-        # Below autograd, a view shares the version counter only if it is made with this key.
+        """Return a tensor to save. It is detached, because its history would keep the graph alive."""
+        # Below autograd, a view shares the version counter only if this dispatch key is not excluded.
         with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
             tensor = tensor.detach()
-        # The shape of a guarded parameter, which a layer may be given, is a plain tuple.
+        # A layer's input may be a guarded parameter, whose shape is a plain tuple.
         return cls(tensor, tensor._version, torch.Size(tensor.shape), tensor.stride(), tensor.dtype)
 
     @property
@@ -100,18 +100,18 @@ class SavedTensor:
 
     @property
     def is_dense(self) -> bool:
-        """Whether it is one block of memory without gaps, in some order of its dimensions."""
+        """Whether it is one block of memory without gaps, for some order of its dimensions."""
         sizes = sorted((stride, size) for stride, size in zip(self.stride, self.shape, strict=True) if size != 1)
         inner = itertools.accumulate((size for _, size in sizes), operator.mul, initial=1)
         return all(stride == expected for (stride, _), expected in zip(sizes, inner, strict=False))
 
     def flat(self) -> torch.Tensor:
-        """Return its values on the device, in the order of memory, uint8."""
+        """Return its values on the device, in memory order, uint8."""
         assert self.tensor is not None
         return self.tensor.as_strided((self.shape.numel(),), (1,)).view(torch.uint8)
 
     def restore(self, backend: Backend) -> torch.Tensor:
-        """Return it to the recomputation, and keep no reference: the memory is freed after its last use."""
+        """Return the tensor to the recomputation, and drop the reference, so that its memory is freed after use."""
         if self.tensor is None:
             raise ActivationError(
                 "backward ran twice through one forward, whose activations are freed by then; run forward before each "
@@ -129,9 +129,9 @@ class Product:
     """One product that ran in forward.
 
     Attributes:
-        leaves, structure: its output, with a :class:`SavedTensor` in place of every floating tensor.
-        random_state: of the generator behind it, if it drew random numbers.
-        is_offloaded: whether its output is offloaded; if not, the product runs again.
+        leaves, structure: its output, with a :class:`SavedTensor` in place of each floating-point tensor.
+        random_state: the generator and its state after the product, if the product drew random numbers.
+        is_offloaded: whether its output is offloaded. If not, the product runs again.
     """
 
     function: Any
@@ -147,18 +147,18 @@ class Product:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of these."""
+        """Bytes of these tensors."""
         return sum(tensor.num_bytes for tensor in self.tensors)
 
 
 class SegmentActivations:
-    """One run of a segment's forward, until its backward has begun.
+    """The activations of one run of a segment's forward.
 
     Attributes:
         inputs: tensors that the segment was called with.
         products: in the order in which they ran.
         products_of: the same, by the unit that ran them.
-        position: in ``products``, of the next one that would run again.
+        position: index in ``products`` of the next product of the recomputation.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -183,7 +183,7 @@ class SegmentActivations:
 
 
 class SaveProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Saves the outputs of products."""
+    """Saves the outputs of products during forward."""
 
     def __init__(self, segment: SegmentActivations, unit: Callable[[], str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -204,7 +204,7 @@ class SaveProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class ReuseProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Returns saved outputs in place of running their products."""
+    """Returns saved outputs during recomputation, instead of running the products."""
 
     def __init__(self, segment: SegmentActivations, backend: Backend, begin: Callable[[], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -241,7 +241,7 @@ class ReuseProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _is_product(function: Any) -> bool:
     packet = function.overloadpacket
-    # That of bitsandbytes exists once it has been imported.
+    # The operator of bitsandbytes exists only after bitsandbytes has been imported.
     return packet in _PRODUCTS or packet._qualified_op_name == "bitsandbytes::gemm_4bit"
 
 

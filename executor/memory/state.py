@@ -1,9 +1,9 @@
-"""Memory of every parameter's weight, optimizer state and gradient, where the decisions want it.
+"""Memory of every parameter's weights, optimizer state and gradient, as the decisions place it.
 
-[Note: Version counters] ``leaf.data`` is a view of the unit's block or slot, the same one whenever the unit computes
-(see [Note: Out of sight] in :mod:`executor.module.visibility`). Later writes go through the block's own tensor, which
-autograd does not count as a modification of the parameter. The weights that autograd saved in forward are at the same
-address, and the slot holds the same bytes again before backward reads them (see [Note: Static slots] in
+[Note: Version counters] While a unit computes, ``leaf.data`` is always the same view of the unit's block or slot (see
+[Note: Out of sight] in :mod:`executor.module.visibility`). Writes go through the block's own tensor, so autograd does
+not count them as modifications of the parameter. Autograd saves weights in forward by their address. Before backward
+reads that address, the slot holds the same bytes again (see [Note: Static slots] in
 :mod:`planner.lowering.parameters`).
 """
 
@@ -32,35 +32,35 @@ from planner.subgroups import SECTOR_PARAMS
 _SECTOR_BYTES = 4 * SECTOR_PARAMS
 
 Values = Callable[[ParameterState], Iterable[torch.Tensor]]
-"""Yields the values of this rank's shard of a parameter: flat parts, one after another, of any type."""
+"""Yields the values of this rank's shard of a parameter as consecutive flat parts, of any type."""
 
 
 class ModelState:
-    """All units of a model, and the memory they are in.
+    """All units of a model, and their memory.
 
-    Parameters are copied out of the model one by one, and become views of slots and blocks. So at most one of them is
-    in memory twice. Those that have no values yet get them by :meth:`set_weights`.
+    Parameters are copied out of the model one by one, and become views of slots and blocks. So at most one parameter at
+    a time is in memory twice. Parameters without values get them by :meth:`set_weights`.
 
     Args:
         shards: this rank's shards of the model's parameters, by the names that the units use.
-        ranks: all ranks, which begin with rank 0's values; ``None`` with one.
-        storage_dir: where state on NVMe is kept.
-        written: names of the units in the order in which checkpoints are written, see [Note: Slabs as in files].
+        ranks: all ranks, which begin with rank 0's values; ``None`` if there is only one.
+        storage_dir: folder for state on NVMe.
+        written: names of the units in the order in which a checkpoint writes them, see [Note: Slabs as in files].
 
     Attributes:
-        dtype: of weights.
-        absent: names of parameters, and buffers, that have had no values so far.
+        dtype: data type of weights.
+        absent: names of parameters and buffers that have no values yet.
         units: state of each unit that has parameters, by name.
-        by_name: every parameter with its unit, by the name that the unit uses.
-        by_parameter: this rank's shards of each of the model's parameters, by the parameter's own name.
+        by_name: each parameter with its unit, by the name that the unit uses.
+        by_parameter: this rank's shards of each trained parameter, by the parameter's name in the model.
         state_slots: device memory for streamed state.
-        update_memory: uint8, host memory that updates there need beside state and gradients.
-        frozen_by_parameter: the same of those that are frozen.
-        stored: state on NVMe; ``None`` without any.
+        update_memory: uint8, workspace of updates on the host.
+        frozen_by_parameter: this rank's shards of each frozen parameter, by the parameter's name in the model.
+        stored: state on NVMe; ``None`` if there is none.
         frozen: frozen weights.
 
     Raises:
-        ValueError: the plan keeps state on NVMe, and no folder was given.
+        ValueError: the plan keeps state on NVMe, but no folder was given.
         StorageError: see :class:`executor.memory.nvme_files.RecordFile`.
         DeviceMemoryError: a tier is too small.
     """
@@ -126,21 +126,25 @@ class ModelState:
                         shard.whole.data = without_values(shard.whole_shape, self.dtype)
 
     def give_back(self, *, in_iteration: bool = False, lost: bool = False) -> None:
-        """Give the model the weights of the last step, if a session cannot begin or ends in the middle of an iteration.
+        """Give the model the weights of the last step if a session cannot begin, or ends during an iteration.
 
-        Weights stay in the memory where they are kept. Two kinds take new memory: those on NVMe, and all of them in the
-        middle of an iteration. Then gradients may have overwritten weights (see [Note: In place] in
-        :mod:`planner.decisions`) and uploads may be due, but master copies are those of the last step.
+        Weights stay in the memory that holds them, with two exceptions that take new memory: weights on NVMe, and all
+        weights in the middle of an iteration. During an iteration, gradients may have overwritten weights (see [Note:
+        In place] in :mod:`planner.decisions`) and uploads may be due, but master copies are those of the last step.
 
         Args:
-            in_iteration: updates of the last step have ended, and none of this iteration has begun.
-            lost: the weights are not those of one step, or only all ranks together have them. Parameters are then NaN.
+            in_iteration: whether an iteration is under way. Updates of the last step have ended, and none of this
+                iteration has begun.
+            lost: whether the weights are not those of one step, or only all ranks together have them. Parameters become
+                NaN.
         """
         for held in self.by_parameter.values():
             shard = held[0][1].shard
             if lost or self._ranks is not None or shard.name in self.absent:
                 shard.whole.data = without_values(shard.whole_shape, self.dtype)
-            elif shard.leaf is shard.whole or not shard.whole.is_contiguous():  # else it still has its values
+            elif (
+                shard.leaf is shard.whole or not shard.whole.is_contiguous()
+            ):  # else the parameter still has its values
                 shard.whole.data = unshard(
                     [(p.shard, self._weights(unit, p, from_masters=in_iteration)) for unit, p in held], None
                 )
@@ -148,7 +152,7 @@ class ModelState:
             self._give_frozen_back(frozen, lost=lost)
 
     def _give_frozen_back(self, frozen: FrozenWeights, *, lost: bool) -> None:
-        """Let frozen parameters live where they are kept; those on NVMe in new memory."""
+        """Make frozen parameters views of the memory that holds them. Those on NVMe get new memory."""
         stored = frozen.host if len(frozen.host) else frozen.own
         if frozen.file is not None and not lost:
             frozen.read()
@@ -156,7 +160,7 @@ class ModelState:
         for parameter in frozen.parameters:
             shard = parameter.shard
             if lost or self._ranks is not None or shard.name in self.absent or not shard.is_whole:
-                if not shard.stored.is_wrapper:  # whose class keeps it from being given others
+                if not shard.stored.is_wrapper:  # a wrapper's class does not take other values
                     shard.whole.data = without_values(shard.whole.shape, shard.whole.dtype)
             else:
                 parameter.live_in(stored[parameter.start : parameter.stop])
@@ -172,20 +176,20 @@ class ModelState:
 
     @property
     def nvme(self) -> StoredState:
-        """State on NVMe, in a plan that keeps some there."""
+        """State on NVMe. The plan must keep some there."""
         assert self.stored is not None
         return self.stored
 
     def state_of(
         self, unit: UnitState, piece: Piece, *, reads: bool = True, writes: bool = False
     ) -> contextlib.AbstractContextManager[tuple[torch.Tensor, ...]]:
-        """Enter with the state of a piece, master copy first, while no iteration is under way.
+        """Return a context with the state of a piece, master copy first, for use between iterations.
 
         Args:
-            unit: of the piece.
-            piece: whose state it is.
-            reads: whether the present values are needed. If not, those on NVMe are zero.
-            writes: whether the values change. If so, those on NVMe are written back.
+            unit: the piece's unit.
+            piece: the piece.
+            reads: whether the current values are needed. If not, values on NVMe are zero.
+            writes: whether the values change. If so, values on NVMe are written back.
         """
         if piece.place is Place.NVME:
             return self.nvme.at_rest((unit.name, piece.index), reads=reads, writes=writes)
@@ -196,32 +200,32 @@ class ModelState:
         return iter(self.by_name.values())
 
     def shards(self) -> dict[str, ParameterShard]:
-        """Return the first of this rank's shards of every parameter, trained or frozen, by the parameter's own name."""
+        """Return one of this rank's shards of each parameter, trained or frozen, by the name in the model."""
         held = self.by_parameter | self.frozen_by_parameter
         return {name: parts[0][1].shard for name, parts in held.items()}
 
     def check_frozen(self) -> None:
-        """Check that nothing trains that was planned frozen.
+        """Check that no parameter trains that was planned as frozen.
 
         Raises:
-            ValueError: something does: there is no memory for its gradient and state.
+            ValueError: one trains. There is no memory for its gradient and state.
         """
         for name, parts in self.frozen_by_parameter.items():
             if parts[0][1].shard.trains:
                 raise ValueError(
-                    f"{name} was frozen when the plan was made, and has no gradient and no state in it; set its "
-                    "requires_grad to False, or close the session and prepare the model again"
+                    f"{name} was frozen when the plan was made, so the plan has no memory for its gradient and state; "
+                    "set its requires_grad to False, or close the session and prepare the model again"
                 )
 
     def set_weights(self, unit: UnitState, values_of: Values, *, reads: bool = True) -> None:
-        """Set all weights of a unit and their master copies, wherever they are kept.
+        """Set all weights of a unit and their master copies, in all places that hold them.
 
-        At most one part that ``values_of`` yields is held at a time, and one piece that is on NVMe.
+        At any time, at most one part from ``values_of`` is in memory, and one piece that is on NVMe.
 
         Args:
-            unit: whose weights they are.
-            values_of: yields the values of a parameter; nothing for one that stays as it is.
-            reads: whether other state on NVMe is kept; it is 0 otherwise.
+            unit: the unit.
+            values_of: yields the values of a parameter, or nothing if it does not change.
+            reads: whether other state on NVMe stays the same. Otherwise it becomes 0.
         """
         with self.stored.writing_masters(unit.name, reads=reads) if self.stored else contextlib.nullcontext() as keep:
             for parameter in unit.parameters:
@@ -229,10 +233,10 @@ class ModelState:
                 for values in values_of(parameter):
                     write_weights(unit, parameter, values, start, keep)
                     start += len(values)
-                    del values  # or it would be held until there are others
+                    del values  # else they would be in memory until the next ones are
 
     def _move_in(self, unit: UnitState) -> None:
-        """Copy the model's own values into a unit's memory, and make its parameters views of the slot or block."""
+        """Copy the model's values into a unit's memory, and make its parameters views of the slot or block."""
 
         def values_of(parameter: ParameterState) -> Iterator[torch.Tensor]:
             shard = parameter.shard
@@ -313,7 +317,7 @@ class ModelState:
     def _take_moments(
         self, arena: Arena, unit: str, pieces: Sequence[Piece], num_weights: int = 0, *, keeps_master: bool = True
     ) -> Moments:
-        """Take slabs for pieces; that of master copies has room for so many weights besides."""
+        """Take slabs for pieces. The slab of master copies also has room for ``num_weights`` weights."""
 
         def slab(name: str, num_bytes_of: Mapping[MemoryClass, int], buffer: StateBuffer) -> torch.Tensor:
             shift_bytes = self._shifts[buffer][unit]
@@ -340,11 +344,11 @@ class ModelState:
 def _shifts(units: Iterable[Unit], written: Iterable[str], buffer: StateBuffer) -> Mapping[str, int]:
     """Return how far behind a whole sector each unit's slabs of state on the host begin.
 
-    [Note: Slabs as in files] A checkpoint file has one kind of state, unit after unit, from a whole block on. If a slab
-    has the same offset from a sector as its values have in that file, they can be written straight from the slab. This
-    works with one rank; with several, ranges lie anywhere in their files ([Note: Boxes] in
-    :mod:`executor.checkpoint.format.layout`). Offsets that are no multiple of a cache line are not used, because
-    kernels would be slower.
+    [Note: Slabs as in files] A checkpoint file holds one kind of state, unit after unit, beginning at a block. If a
+    slab has the same offset from a sector boundary as its values have in that file, they can be written straight from
+    the slab. This works with one rank. With several ranks, ranges lie anywhere in their files ([Note: Boxes] in
+    :mod:`executor.checkpoint.format.layout`). Offsets must be multiples of a cache line, because kernels would be
+    slower otherwise.
     """
     num_params = {unit.name: unit.num_params for unit in units}
     shifts, end_bytes = dict.fromkeys(num_params, 0), 0
@@ -391,7 +395,7 @@ def _clear_pads(unit: UnitState) -> None:
 
 
 def without_values(shape: torch.Size, dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
-    """Return a tensor of NaN that takes no memory; of integers, one of zeros."""
+    """Return a tensor of NaN (zeros for integer types) that takes no memory."""
     nothing = torch.nan if dtype.is_floating_point else 0
     return torch.full((), nothing, dtype=dtype, device=device).expand(shape)
 
@@ -406,10 +410,10 @@ def write_weights(
     """Set some weights of a shard, and this rank's part of their master copies.
 
     Args:
-        unit: of the parameter.
-        parameter: whose weights they are.
-        values: flat.
-        start: where they begin in the unit's range.
+        unit: the parameter's unit.
+        parameter: the parameter.
+        values: the new weights, flat.
+        start: their first index in the unit's range.
         keep: takes master copies on NVMe, see :meth:`executor.memory.nvme.StoredState.writing_masters`.
     """
     stop = start + len(values)

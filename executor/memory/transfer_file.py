@@ -1,10 +1,11 @@
-"""A file that carries a model's state from one plan to the next, so that memory for only one plan is needed.
+"""A file that carries a model's state from one plan to the next, so that only one plan at a time needs memory.
 
-After one session has ended and before the next begins, only this file has weights and optimizer state. It has no name,
-so the system removes it when the process ends, in whatever way.
+Between the end of one session and the beginning of the next, only this file has weights and optimizer state. It has no
+name, so the system removes it when the process ends, even if the process crashes.
 
-The ranks of one machine share one file that holds the whole state, because a rank may need any part of it under the
-next plan. Each rank writes some of the tensors. The other ranks open the file through the process that made it.
+The ranks of one machine share one file that holds the whole state, because under the next plan a rank may need any part
+of it. Each rank writes some of the tensors. One rank makes the file, and the others open it through that rank's
+process.
 """
 
 import contextlib
@@ -27,15 +28,15 @@ _FAILED: Final = "failed"
 
 @final
 class TransferFile:
-    """Tensors in a mapped file, whose pages the system may write out.
+    """Tensors in a memory-mapped file, whose pages the system may write out.
 
     Args:
-        folder: where; made if it does not exist. On a file system in memory (tmpfs) it takes memory.
-        tensors: examples of what will be written, by name; only shapes and types are read. The same on all ranks.
-        ranks: all ranks, which make it together; ``None`` with one.
+        folder: folder of the file; it is made if needed. On a file system in memory (tmpfs) the file takes memory.
+        tensors: examples of the tensors to write, by name. Only shapes and types are read. The same on all ranks.
+        ranks: all ranks, which make the file together; ``None`` if there is only one.
 
     Attributes:
-        num_bytes: of the file.
+        num_bytes: size of the file.
 
     Raises:
         StorageError: there is no room, or no permission. If one rank fails, all raise.
@@ -44,7 +45,7 @@ class TransferFile:
     def __init__(self, folder: Path, tensors: Mapping[str, torch.Tensor], ranks: Ranks | None = None) -> None:
         sizes = [-(-tensor.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for tensor in tensors.values()]
         self.num_bytes = max(sum(sizes), 1)
-        mates = [0]  # ranks of this machine, which can open each other's files
+        mates = [0]  # ranks of this machine that can open each other's files
         if ranks is not None:
             where = f"{this_machine()} {Path('/proc/self/ns/pid').readlink()}"
             mates = ranks.all.ranks_with_same(where.encode())
@@ -61,7 +62,7 @@ class TransferFile:
                     flat = torch.frombuffer(mmap.mmap(file.fileno(), self.num_bytes), dtype=torch.uint8)
                 return ""
 
-            self._step(ranks, folder, map_it)  # before the rank that made it closes it
+            self._step(ranks, folder, map_it)  # before the rank that made the file closes it
         starts = itertools.accumulate(sizes, initial=0)
         self._tensors = {
             name: flat[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
@@ -69,16 +70,16 @@ class TransferFile:
         }
 
     def write(self, name: str, values: torch.Tensor) -> None:
-        """Write a tensor, which all ranks have; all can read it after their next barrier."""
+        """Write a tensor that all ranks have. After their next barrier, all ranks can read it."""
         if name in self._written_here:
             self._tensors[name].copy_(values)
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """Return a tensor: a view of the file, which exists as long as anything views it."""
+        """Return a tensor, a view of the file. The file exists as long as any view of it."""
         return self._tensors[name]
 
     def _step(self, ranks: Ranks | None, folder: Path, do: Callable[[], str]) -> list[str]:
-        """Do something that may fail, on all ranks; return every rank's result."""
+        """Call ``do`` on all ranks, where it may fail; return every rank's result."""
         failure, result = None, ""
         try:
             result = do()
@@ -87,15 +88,15 @@ class TransferFile:
         every = [result] if ranks is None else ranks.all_gather_text(_FAILED if failure else result)
         if failure is None and _FAILED not in every:
             return every
-        why = failure.strerror if failure else f"rank {every.index(_FAILED)} cannot make it, or reach it"
+        why = failure.strerror if failure else f"rank {every.index(_FAILED)} cannot make or open it"
         raise StorageError(
-            f"the state cannot pass from plan to plan through a file of {self.num_bytes:,} B in {folder}: {why}; make "
+            f"the state cannot move to the next plan through a file of {self.num_bytes:,} B in {folder}: {why}; make "
             "room, or choose another --storage-dir"
         ) from failure
 
 
 def _make(folder: Path, num_bytes: int, files: contextlib.ExitStack) -> str:
-    """Make a file without a name, open until ``files`` are closed; return a path by which processes can open it."""
+    """Make a file without a name that is open until ``files`` closes; return a path to open it in other processes."""
     folder.mkdir(parents=True, exist_ok=True)
     number = files.enter_context(tempfile.TemporaryFile(dir=folder)).fileno()  # noqa: SIM115 - others open it too
     os.posix_fallocate(number, 0, num_bytes)

@@ -19,19 +19,19 @@ NEVER = -1
 
 @dataclasses.dataclass(slots=True)
 class ParameterState:
-    """One parameter.
+    """State of one parameter.
 
     Attributes:
-        name: that its unit uses; for rows of a parameter, it includes the rows.
-        shard: which of the model's parameters it belongs to.
+        name: the name that its unit uses. For rows of a parameter, it includes the rows.
+        shard: the shard of the model's parameter that it belongs to.
         start, stop: its range within the unit.
-        parts: its parts, one for each of the rank's pieces that it lies in.
-        kind: what updates it.
-        step: number of its updates; counts the next one as soon as its gradient has arrived.
+        parts: its overlaps with the rank's pieces.
+        kind: the optimizer that updates it.
+        step: number of its updates. The next update counts as soon as its gradient has arrived.
         arrived: the latest iteration in which its gradient arrived.
         flushed: the latest iteration in which its gradient reached the host.
         squares: sums of squares of its latest gradient, part by part.
-        leaving, staying: the parts whose gradient goes to the host, and those whose gradient stays on the device.
+        leaving, staying: the parts whose gradients go to the host, and those whose gradients stay on the device.
     """
 
     name: str
@@ -63,12 +63,12 @@ class ParameterState:
         )
 
     def values_of(self, part: Part, values: torch.Tensor) -> torch.Tensor:
-        """Return the values of a part, from the shard's flat ``values``."""
+        """Return the values of a part, given the shard's flat ``values``."""
         return values[part.start - self.start : part.stop - self.start]
 
 
 class FlatGradient(NamedTuple):
-    """Values of a gradient, flat, and where in the unit's range they begin."""
+    """Values of a gradient, flat, and their first index in the unit's range."""
 
     values: torch.Tensor
     start: int
@@ -80,11 +80,11 @@ class FlatGradient(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GradientBucket:
-    """This rank's gradient of a unit, until the ranks reduce it.
+    """This rank's gradient of a unit, before the ranks reduce it.
 
     Attributes:
-        values: ``[padded]``; only parameters that are ``present``, and the padding, are defined.
-        present: names of the parameters that are in it.
+        values: ``[padded]``. Only the values of parameters that are ``present`` are defined.
+        present: names of the parameters whose gradients have been added.
     """
 
     values: torch.Tensor
@@ -96,8 +96,8 @@ class Moments:
     """Slabs of optimizer state on one tier, ``[num_params of that tier that have it]`` each, or their blocks.
 
     Attributes:
-        master: float32; ``None`` where the weight itself is the master.
-        buffers: the optimizer's own, in the order of its entry in :mod:`executor.optimizer.table`.
+        master: master copies, float32; ``None`` if the weights themselves are the master copies.
+        buffers: the optimizer's buffers, in the order of its entry in :mod:`executor.optimizer.table`.
     """
 
     master: torch.Tensor | None
@@ -106,30 +106,30 @@ class Moments:
 
 @dataclasses.dataclass(slots=True)
 class UnitState:
-    """One unit.
+    """State of one unit.
 
     Attributes:
         name: the unit's name.
         parameters: in the order of the unit's flat range.
         pieces: in the order of the unit's flat range.
-        group: ranks that hold the same part of it; ``None`` if it is only this one.
-        start: where the rank's shard begins in the unit's range.
+        group: ranks that hold the same part of the unit; ``None`` if only this rank does.
+        start: first index of the rank's shard in the unit's range.
         on_device: whether the weights that the rank updates (all, or its shard) are resident.
         slot: number of the slot that all weights are copied to; -1 if all are resident.
-        device_weights: ``[padded]``, the resident block or the view of the slot.
+        device_weights: ``[padded]``, the resident block or a view of the slot.
         own_weights: ``[shard]``, the rank's own weights on the device. If not ``on_device``, they are in the slot, and
-            valid once they have been fetched.
-        host_weights: weights in host memory, in their own type: the shard of a unit that is fetched, or the ``CPU``
-            pieces of one that is resident. ``None`` if the master copy serves as weights, or they are on NVMe.
-        landing: host buffers that the weights of each piece are read into from NVMe; empty if they are not there.
+            valid after they have been fetched.
+        host_weights: weights in host memory, in their own type. If the unit is fetched, these are its shard; if it is
+            resident, its ``CPU`` pieces. ``None`` if the master copies are the weights, or the weights are on NVMe.
+        landing: host buffers for the weights of each piece that are read from NVMe; empty if none are.
         host, device: optimizer state on each tier.
-        host_gradients: gradients of pieces that have memory of their own for them, in the type of the weights.
+        host_gradients: gradients of pieces that have their own memory for them, in the type of the weights.
         spilled: host memory of gradients that go on to NVMe, by piece.
-        frozen: the weights that are not trained; ``None`` without any.
-        buckets: gradients that the ranks have not reduced yet, by the micro-batch in which they will.
+        frozen: the weights that are not trained; ``None`` if there are none.
+        buckets: gradients that the ranks have not reduced yet, by the micro-batch after which they will be.
         flushing: gradients on their way to the host, by micro-batch, then by parameter.
         device_gradients: gradients that stay on the device, by parameter and piece.
-        spent: gradients that updates on the device have read, kept until the unit's next forward [Note: Spent].
+        spent: gradients that updates on the device have read, held until the unit's next forward [Note: Spent].
         changed: pieces that the host has updated since their last upload.
     """
 
@@ -157,7 +157,7 @@ class UnitState:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether ranks keep, or update, only shards of it."""
+        """Whether each rank keeps or updates only a shard of it."""
         return next(self.gathers(), None) is not None
 
     @property
@@ -166,13 +166,13 @@ class UnitState:
         return bool(self.landing) or (self.frozen is not None and self.frozen.file is not None)
 
     def pads(self) -> Iterator[tuple[int, int]]:
-        """Yield where padding begins and ends, see [Note: Shards] in :mod:`executor.memory.pieces`."""
+        """Yield the ranges of padding, see [Note: Shards] in :mod:`executor.memory.pieces`."""
         ends = (0, *(parameter.stop for parameter in self.parameters))
         starts = (*(parameter.start for parameter in self.parameters), len(self.device_weights))
         return ((end, start) for end, start in zip(ends, starts, strict=True) if end < start)
 
     def unsharded(self, shard: torch.Tensor) -> torch.Tensor:
-        """Return the whole of a sharded tensor, flat, on the host; all ranks call this together."""
+        """Return a whole tensor from the ranks' shards, flat, on the host. All ranks call this together."""
         return self.group.all_gather_on_host(shard) if self.group is not None and self.is_sharded else shard
 
     def master(self, piece: Piece) -> torch.Tensor:
@@ -188,7 +188,7 @@ class UnitState:
         return self.own_weights[piece.start - self.start : piece.stop - self.start]
 
     def buffers(self, piece: Piece) -> tuple[torch.Tensor, ...]:
-        """Return the optimizer's own buffers of a piece."""
+        """Return a piece's buffers of the optimizer."""
         slabs = self.moments(piece).buffers
         kept = zip(slabs, piece.buffer_offsets, state_buffers(piece.kind)[1:], strict=False)
         return tuple(slab[offset : offset + buffer.length(piece.num_params)] for slab, offset, buffer in kept)
@@ -200,7 +200,7 @@ class UnitState:
     def has_gradient(self, piece: Piece, iteration: int) -> bool:
         """Return whether a gradient of a piece has arrived in an iteration, even if no update reads it.
 
-        It may have taken the place of weights [Note: In place], or wait on the device to be dropped.
+        The gradient may have overwritten weights [Note: In place], or be on the device until it is dropped.
         """
 
         def has_arrived(parameter: ParameterState) -> bool:
@@ -211,13 +211,13 @@ class UnitState:
         return any(any(parameter.parts_in(piece)) and has_arrived(parameter) for parameter in self.parameters)
 
     def keep_gradient(self, parameter: ParameterState, gradient: FlatGradient, *, first: bool, copy: bool) -> None:
-        """Keep on the device the parts of a gradient that are updated there.
+        """Keep the parts of a gradient on the device that are updated there.
 
         Args:
-            parameter: whose gradient it is.
-            gradient: its values.
-            first: whether this is the first one of the iteration; later ones are added to it.
-            copy: whether to copy the values; a view would keep all of ``gradient`` alive.
+            parameter: the parameter.
+            gradient: its gradient.
+            first: whether this is the parameter's first gradient of the iteration. Later ones are added to it.
+            copy: whether to copy the values. A view would keep all of ``gradient`` alive.
         """
         for part in parameter.staying:
             key, values = (parameter.name, part.piece.index), gradient.of(part)
@@ -227,11 +227,11 @@ class UnitState:
                 self.device_gradients[key] = values.clone() if copy else values
 
     def state(self, piece: Piece) -> tuple[torch.Tensor, ...]:
-        """Return all optimizer state of a piece: the master copy first."""
+        """Return all optimizer state of a piece, master copy first."""
         return (self.master(piece), *self.buffers(piece))
 
     def moments(self, piece: Piece) -> Moments:
-        """Return the slabs that a piece lies in; on NVMe it is in none (:class:`executor.memory.nvme.StoredState`)."""
+        """Return the slabs that hold a piece. For pieces on NVMe, see :class:`executor.memory.nvme.StoredState`."""
         assert piece.place is not Place.NVME
         return self.device if piece.place is Place.GPU else self.host
 
@@ -246,7 +246,7 @@ class UnitState:
         return self.host_gradients[piece.arrival : piece.arrival + piece.num_params]
 
     def host_weight(self, piece: Piece) -> torch.Tensor | None:
-        """Return a piece's weights in host memory, if they are kept beside the master copy."""
+        """Return a piece's weights in host memory; ``None`` if there are none beside the master copy."""
         if self.on_nvme:
             return None
         if self.host_weights is None and piece.place is Place.NVME:
@@ -258,18 +258,18 @@ class UnitState:
         return self.host_weights[start : start + piece.num_params]
 
     def uploaded(self, piece: Piece) -> torch.Tensor:
-        """Return the source of an upload of a piece."""
+        """Return the host memory that an upload of a piece reads."""
         weight = self.host_weight(piece)
         return self.master(piece) if weight is None else weight
 
     def served(self) -> torch.Tensor:
-        """Return the weights in host memory that are fetched; not for units on NVMe."""
+        """Return the weights in host memory that are fetched. The unit must not be on NVMe."""
         weights = self.host.master if self.host_weights is None else self.host_weights
         assert weights is not None
         return weights
 
     def fetches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield the copies of a fetch: target on the device, and source."""
+        """Yield the copies of a fetch, each as target on the device and source."""
         if not self.on_nvme and self.parameters:
             yield self.own_weights, self.served()
         for piece, landed in zip(self.pieces, self.landing, strict=False):
@@ -278,7 +278,7 @@ class UnitState:
             yield self.frozen.own, self.frozen.host
 
     def gathers(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield the all-gathers of all weights: target on the device, and the rank's shard."""
+        """Yield the all-gathers of all weights, each as target on the device and the rank's shard."""
         if len(self.own_weights) < len(self.device_weights):
             yield self.device_weights, self.own_weights
         if self.frozen is not None and self.frozen.is_sharded:
@@ -291,11 +291,11 @@ class UnitState:
             yield from (parameter.shard for parameter in self.frozen.parameters)
 
     def weight_of(self, parameter: ParameterState, flat: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the current weights of a shard, once all updates, uploads and gathers are done; a view.
+        """Return a view of a shard's current weights. All updates, uploads and all-gathers must be done.
 
         Args:
             parameter: one of the unit's.
-            flat: all weights of the unit; left out, they are taken from where they are kept, which must not be sharded.
+            flat: all weights of the unit. By default, those in the memory that holds them, which must not be sharded.
         """
         if flat is None:
             flat = self.device_weights if self.on_device else self.served()
@@ -304,19 +304,19 @@ class UnitState:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StateSlot:
-    """Device memory that a streamed piece's state passes through.
+    """Device memory for the state of streamed pieces.
 
     Attributes:
-        state: uint8, flat: room for the master copy and buffers of any piece.
-        weights: the gradient, if it comes from the host, until the update is done; then the new weights, if they go
-            back to the host; empty if no piece needs it.
+        state: uint8, flat, with room for the master copy and buffers of any piece.
+        weights: before the update, the gradient, if it comes from the host. After it, the new weights, if they go back
+            to the host. Empty if no piece needs it.
     """
 
     state: torch.Tensor
     weights: torch.Tensor
 
     def of(self, piece: Piece) -> "SlotPart":
-        """Return the part that a piece needs."""
+        """Return a piece's part of the slot."""
         return SlotPart(piece.state_in(self.state), self.weights[: piece.num_params])
 
 
