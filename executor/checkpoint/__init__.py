@@ -1,4 +1,4 @@
-"""Checkpoints: files with a layout that is known beforehand, written with direct I/O, valid only once durable."""
+"""Checkpoints: files with a precomputed layout, written with direct I/O, and valid only when they are durable."""
 
 from executor.checkpoint.engine import CheckpointEngine, Outcome
 from executor.checkpoint.files.flusher import Flusher, ring_of

@@ -1,16 +1,16 @@
-"""Asynchronous checkpoints: the schedule copies pieces of state before their updates, and other threads write them.
+"""Asynchronous checkpoints: the schedule takes pieces of state before their updates, and other threads write them.
 
-[Note: Lazy] A checkpoint begins between two iterations. Only numbers (step counts, RNG state) are copied then, so the
-training loop does not wait. Tasks of the schedule take the tensors during the next iteration ([Note: Snapshots] in
-:mod:`planner.lowering.snapshots`). Tensors on a device are copied, in chunks, into buffers that the flusher's threads
-hash and write. Tensors in host memory are leased to these threads. An update waits until its own piece is copied or
-written, so all pieces are of the same step. A copy waits for a free buffer, so memory is bounded. After the last piece,
-another thread makes the files durable and gives the checkpoint its name. A failure costs the checkpoint, never the
-training.
+[Note: Lazy] A checkpoint begins between two iterations. At that moment only small values (step counts, RNG state) are
+copied, so the training loop does not wait. Tasks of the schedule take the tensors during the next iteration ([Note:
+Snapshots] in :mod:`planner.lowering.snapshots`). Tensors on a device are copied, in chunks, into buffers that the
+flusher's threads hash and write. Tensors in host memory are leased to these threads. An update waits until its own
+piece is copied or written, so all pieces are of the same step. A copy waits for a free buffer, so memory is bounded.
+After the last piece, another thread makes the files durable and gives the checkpoint its name. A failure loses the
+checkpoint, but never stops training.
 
-[Note: Parts] Every rank writes its own files into one folder, and lists them in a file ``part-<rank>.json``, which
-appears at once, by a rename. Rank 0 waits for all of these lists. So the background threads need no collectives, which
-could interfere with those of training.
+[Note: Parts] Every rank writes its own files into one folder, and lists them in a file ``part-<rank>.json``, which a
+rename makes appear whole. Rank 0 waits for all these lists. So the background threads need no collectives, which could
+interfere with the collectives of training.
 """
 
 import contextlib
@@ -56,12 +56,12 @@ class Outcome:
     """How a checkpoint ended.
 
     Attributes:
-        step: of the checkpoint.
-        path: its folder; ``None`` if it failed, or on ranks other than 0.
-        error: why it failed, or why older ones could not be removed; ``None`` without an error.
-        blocked_s: how long copies waited for buffers, and updates for leases.
-        latency_s: from its beginning until it was durable.
-        level: index of its level, fastest first.
+        step: step of the checkpoint.
+        path: its folder; ``None`` if it failed, and on ranks other than 0.
+        error: why it failed, or why older checkpoints could not be removed; ``None`` if there was no error.
+        blocked_s: time that copies waited for buffers, and updates for leases.
+        latency_s: time from the beginning of the checkpoint until it was durable.
+        level: index of its level. The fastest level is 0.
     """
 
     step: int
@@ -77,8 +77,8 @@ class CheckpointEngine:
     """Takes and writes checkpoints.
 
     Args:
-        keep: number of checkpoints that stay, see [Note: Read again] in :mod:`executor.checkpoint.retention_thread`.
-        patience_s: longest wait of rank 0 for the other ranks, and of these for rank 0.
+        keep: number of checkpoints to retain, see [Note: Read again] in :mod:`executor.checkpoint.retention_thread`.
+        patience_s: longest time that rank 0 and the other ranks wait for each other.
         on_outcome: called with each outcome, in the thread that made the checkpoint durable.
     """
 
@@ -109,9 +109,9 @@ class CheckpointEngine:
                 self._runs[key, grain] = runs_of((whole.of_blocks(grain) for whole in slices), held)
         entries = files_of(source, self._rank_info.rank)
         self._layouts = {path: layout(tuple(of_file)) for path, of_file in entries.items()}
-        self._captures: dict[int, _Capture] = {}  # those that the schedule is taking, by turn
-        self._leases: dict[Key, tuple[_Capture, list[Lease]]] = {}  # of pieces that have not been released
-        self._lock = threading.Condition()  # guards what follows
+        self._captures: dict[int, _Capture] = {}  # checkpoints that the schedule is taking, by turn
+        self._leases: dict[Key, tuple[_Capture, list[Lease]]] = {}  # leases of pieces that have not been released
+        self._lock = threading.Condition()  # guards the fields below
         self._open_ones: list[_Capture] = []
         self._work: queue.SimpleQueue[_Capture | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="checkpoint commit", daemon=True)
@@ -119,28 +119,30 @@ class CheckpointEngine:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the files that this rank writes for a checkpoint."""
+        """Bytes of this rank's files of a checkpoint."""
         return sum(made.num_bytes for made in self._layouts.values())
 
     def begin(self, step: int, turn: int, extra: Mapping[str, Any]) -> None:
-        """Begin the checkpoint of a step, between two iterations. If an earlier one hangs, give this one up at once.
+        """Begin the checkpoint of a step, between two iterations.
+
+        If an earlier checkpoint hangs, abandon this one at once.
 
         Args:
-            step: iterations of training that it contains.
-            turn: number of the next iteration, which takes its pieces.
+            step: iterations of training that the checkpoint contains.
+            turn: number of the next iteration, whose tasks take the pieces.
             extra: other state of this rank, as plain JSON.
 
         Raises:
-            CheckpointError: one was begun for this turn already.
+            CheckpointError: a checkpoint was already begun for this turn.
             ValueError: ``extra`` is not plain JSON.
         """
         if turn in self._captures:
             raise CheckpointError(
-                f"the checkpoint of step {self._captures[turn].step} was begun here already; begin at most one after "
-                "each iteration"
+                f"the checkpoint of step {self._captures[turn].step} was already begun after this iteration; begin at "
+                "most one after each iteration"
             )
         try:
-            text = json.dumps(extra, allow_nan=False)  # by value, now
+            text = json.dumps(extra, allow_nan=False)  # copies the values now
         except (TypeError, ValueError) as error:
             raise ValueError(
                 f"a checkpoint's extra values must be plain JSON (finite numbers, text, lists, dictionaries): {error}"
@@ -156,14 +158,14 @@ class CheckpointEngine:
             self._on_outcome(self._outcome(capture, None))
 
     def take(self, key: Key, turn: int) -> None:
-        """Take a piece, if this turn makes a checkpoint; :meth:`release` it before it changes.
+        """Take a piece, if a checkpoint was begun for this turn. Call :meth:`release` before the piece changes.
 
-        Pieces come in the order of the source. This never raises: a failure ends the checkpoint.
+        Take pieces in the order of the source. This never raises: a failure ends the checkpoint.
         """
         capture = self._captures.get(turn)
         if capture is None:
             return
-        assert capture.left[0] == key, f"{key} came when {capture.left[0]} was to be taken"
+        assert capture.left[0] == key, f"{key} came when {capture.left[0]} was expected"
         capture.left.pop(0)
         if capture.error is None:
             begin_s = time.monotonic()
@@ -181,26 +183,26 @@ class CheckpointEngine:
     def release(self, key: Key, *, may_copy: bool = True) -> None:
         """Wait until a piece may change. This never raises: a failure ends the checkpoint.
 
-        With ``may_copy``, data that is not written yet is copied into free buffers.
+        With ``may_copy``, unwritten data is copied into free buffers.
         """
         if key not in self._leases:
             return
         capture, leases = self._leases[key]
         begin_s = time.monotonic()
-        with contextlib.suppress(CheckpointError):  # its files have failed with it
+        with contextlib.suppress(CheckpointError):  # its files have failed too
             self._flusher.end_leases(leases, may_copy=may_copy)
         capture.blocked_s += time.monotonic() - begin_s
-        self._leases.pop(key, None)  # not before: another thread may wait for the same piece
+        self._leases.pop(key, None)  # only now: another thread may wait for the same piece
 
     def take_remaining(self) -> None:
-        """Take all remaining pieces between iterations, and release all. This never raises."""
+        """Take and release all remaining pieces, between iterations. This never raises."""
         for turn, capture in sorted(self._captures.items()):
             while capture.left:
                 self.take(capture.left[0], turn)
         self._release_all()
 
     def wait(self) -> None:
-        """Wait until all fully taken checkpoints have ended; give up those that hang."""
+        """Wait until all completely taken checkpoints have ended. Abandon those that hang."""
         with self._lock:
             while self._open_ones:
                 before = list(self._open_ones), self._flusher.num_ended
@@ -215,21 +217,21 @@ class CheckpointEngine:
             self._on_outcome(self._outcome(capture, None))
 
     def settle(self) -> None:
-        """Wait as :meth:`wait` does, and until retention has verified the newest one and removed old ones."""
+        """Wait as :meth:`wait` does, and until retention has verified the newest checkpoint and removed old ones."""
         self.wait()
         if self._retention is not None:
             self._retention.wait()
 
     @property
     def _longest_s(self) -> float:
-        """Longest time without progress: while other ranks write their parts, or the page cache is written back."""
+        """Longest time without progress. It allows for other ranks' parts, and for writing back the page cache."""
         return self._patience_s + self._flusher.patience_s + self.num_bytes / SLOWEST_BYTES_PER_S
 
     def close(self) -> None:
-        """Give up checkpoints that are not fully taken, finish the others, end the thread. May be called twice."""
+        """Abandon incomplete checkpoints, finish the others, and end the thread. Closing twice is allowed."""
         while self._captures:
             _, capture = self._captures.popitem()
-            capture.error = capture.error or CheckpointError("training ended before all of it was taken")
+            capture.error = capture.error or CheckpointError("training ended before all its pieces were taken")
             self._work.put(capture)
         self._release_all()
         self._work.put(None)
@@ -240,10 +242,10 @@ class CheckpointEngine:
 
     def _release_all(self) -> None:
         for key in list(self._leases):
-            self.release(key, may_copy=False)  # waits for all together
+            self.release(key, may_copy=False)  # waits for all
 
     def _open(self, capture: "_Capture") -> None:
-        """Make the files when the first piece is taken; in :meth:`begin` the training loop would wait for it."""
+        """Make the files when the first piece is taken. In :meth:`begin`, the training loop would wait for that."""
         if capture.draft is not None:
             return
         patience_s = self._flusher.patience_s + (self._patience_s if self._rank_info.rank else 0.0)
@@ -270,7 +272,7 @@ class CheckpointEngine:
 
     def _append(self, capture: "_Capture", key: Key) -> None:
         leases: list[Lease] = []
-        self._leases[key] = capture, leases  # first, so that it has the leases from before a failure
+        self._leases[key] = capture, leases  # set first, so that leases from before a failure are in it
         for state, values in zip(self._source.keys(key), self._source.tensors(key), strict=True):
             value_bytes = ITEM_BYTES[self._source.dtype(state)]
             for index, start, stop in self._runs[key, self._source.grain(state)]:
@@ -303,7 +305,7 @@ class CheckpointEngine:
             self._give_up(capture)
         with self._lock:
             if capture not in self._open_ones:
-                return  # it has been given up and reported
+                return  # it has been abandoned and reported
         outcome = self._outcome(capture, path)
         self._on_outcome(outcome)
         if path is not None and self._retention is not None:

@@ -1,4 +1,7 @@
-"""Checkpoints on several levels: training writes to the fastest; each slower one gets copies from the one above."""
+"""Checkpoints on several levels.
+
+Training writes to the fastest level; each slower level gets copies from the one above.
+"""
 
 import contextlib
 import dataclasses
@@ -19,7 +22,7 @@ from executor.checkpoint.promotion import Promoter, PromotionRequest
 
 DEFAULT_EVERY: Final = 100
 EXTRA_CHECKPOINTS: Final = 2
-"""Checkpoints beside those that stay: the newest, which is not verified yet, and the one being written."""
+"""Number of checkpoints beside the retained ones: the newest, which is not verified yet, and the one being written."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -28,9 +31,9 @@ class Level:
 
     Attributes:
         place: a folder, or a URL that ``fsspec`` knows.
-        every: iterations between checkpoints, a multiple of the level above's. The last checkpoint of a run is copied
-            too.
-        keep: number of newest checkpoints that stay, at least two.
+        every: iterations between checkpoints, a multiple of the interval of the level above. The last checkpoint of a
+            run is copied too.
+        keep: number of checkpoints to retain, at least two.
     """
 
     place: str | Path
@@ -39,18 +42,18 @@ class Level:
 
 
 def check_levels(levels: Sequence[Level]) -> None:
-    """Check that levels fit together.
+    """Check that levels are consistent.
 
     Raises:
-        ValueError: there are none, the first is no folder, a place is there twice, or an interval is less than 1 or no
-            multiple of the interval above.
+        ValueError: there are no levels, the first one is not a folder, two levels have the same place, or an interval
+            is less than 1 or not a multiple of the interval above.
     """
     if not levels:
         raise ValueError("there is no place for checkpoints; give at least one level")
     if is_remote(levels[0].place):
         raise ValueError(
-            f"{levels[0].place} is no folder, but training writes into folders only; give a folder as the level before "
-            "it, from which its checkpoints are copied"
+            f"{levels[0].place} is not a folder, but training writes only into folders; give a folder as the level "
+            "before it, from which its checkpoints are copied"
         )
     for level in levels:
         if level.every < 1:
@@ -59,12 +62,12 @@ def check_levels(levels: Sequence[Level]) -> None:
         if level.every % above.every:
             raise ValueError(
                 f"{level.place} gets its checkpoints from {above.place}, which has one every {above.every} iterations, "
-                f"so {level.every} is no interval for it; give a multiple, such as "
+                f"so its own interval cannot be {level.every}; give a multiple, such as "
                 f"{-(-level.every // above.every) * above.every}"
             )
     places = [str(level.place).rstrip("/") for level in levels]
     if len(set(places)) < len(places):
-        raise ValueError(f"{', '.join(places)}: a place is there twice; give each level a place of its own")
+        raise ValueError(f"{', '.join(places)}: two levels have the same place; give each level its own place")
 
 
 @final
@@ -72,18 +75,18 @@ class Levels:
     """The places of a run's checkpoints, and the copies between them.
 
     Args:
-        levels: fastest first; the first is a folder.
+        levels: fastest first. The first level is a folder.
         on_outcome: called with the outcome of each checkpoint on each level, in any thread.
         files: system calls that write into folders.
-        is_first: whether this is rank 0, which copies; the others only read.
+        is_first: whether this is rank 0. Rank 0 copies; other ranks only read.
         several_nodes: whether the ranks are on several nodes.
 
     Attributes:
-        levels: as given.
+        levels: the given levels.
         stores: their places, in the same order.
 
     Raises:
-        ValueError: the levels do not fit together.
+        ValueError: the levels are not consistent.
         CheckpointError: a place cannot be used, or another run writes there.
     """
 
@@ -118,13 +121,13 @@ class Levels:
 
     @property
     def fastest(self) -> Store:
-        """Where training writes."""
+        """The store that training writes to."""
         store = self.stores[0]
         assert isinstance(store, Store)
         return store
 
     def report(self, outcome: Outcome) -> None:
-        """Report the outcome of a checkpoint of training, and submit it to the levels below."""
+        """Report the outcome of a checkpoint that training wrote, and submit the checkpoint to the levels below."""
         self._on_outcome(outcome)
         if outcome.path is not None and outcome.error is None:
             self._newest = PromotionRequest(
@@ -133,7 +136,7 @@ class Levels:
             self._submit(1, self._newest)
 
     def check_room(self, num_bytes: int) -> None:
-        """Check that every folder has room: for those that stay, new ones, and one that the level below still reads.
+        """Check that every folder has room for retained and new checkpoints, and one that the level below still reads.
 
         Raises:
             CheckpointError: a folder has too little room.
@@ -145,7 +148,7 @@ class Levels:
     def promote_newest(self, patience_s: float) -> None:
         """Copy the newest checkpoint to all levels, and wait at most ``patience_s``.
 
-        Copies that have not ended by then, or at Ctrl-C, are given up and reported.
+        Copies that have not ended by then, or at Ctrl-C, are abandoned and reported.
         """
         if self._newest is None or not self._promoters:
             return
@@ -155,17 +158,17 @@ class Levels:
             done = all(promoter.wait(deadline_s) for promoter in self._promoters)
             why = f"not within {patience_s:g} s after training"
         except KeyboardInterrupt:
-            done, why = False, "given up when training was interrupted again"
+            done, why = False, "abandoned when training was interrupted again"
         if not done:
             self.close(why)
 
-    def close(self, why: str = "still on its way when checkpoints were closed") -> None:
-        """Give up copies that have not ended, with this reason. Closing twice is allowed."""
+    def close(self, why: str = "still being copied when checkpoints were closed") -> None:
+        """Abandon copies that have not ended, and report this reason. Closing twice is allowed."""
         for promoter in self._promoters:
             promoter.close(why)
         self._locks.close()
 
     def _submit(self, index: int, request: PromotionRequest) -> None:
-        """Submit a checkpoint to a level, if its interval is due; that level passes it on to the next."""
+        """Submit a checkpoint to a level, if its interval is due. That level submits it to the next one."""
         if index <= len(self._promoters) and (request.always or request.step % self.levels[index].every == 0):
             self._promoters[index - 1].submit(request)

@@ -1,9 +1,9 @@
 """Copies checkpoints from one place to another, in the background.
 
 [Note: Promotion] Every chunk of a copy is checked three times: when it is read, just before it is written, and when it
-is read again in its new place, before the copy gets its name. Retention does not remove the source meanwhile. Each
-place copies one checkpoint at a time, and one more may wait. A newer one replaces the one that waits, which is then not
-copied. A failure costs that checkpoint in that place, and nothing else.
+is read again in its new place, before the copy gets its name. During a copy, retention does not remove the source. Each
+place copies one checkpoint at a time, and one more may wait. A newer checkpoint replaces the one that waits, which is
+then not copied. A failure loses that checkpoint in that place, and nothing else.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from executor.checkpoint.format.manifest import FileRecord
 from executor.checkpoint.format.reader import Checkpoint
 from executor.checkpoint.places.retention import AbstractStore, in_use, step_of
 
-_END_S: Final = 10.0  # wait for a thread to end; one that hangs is left behind
+_END_S: Final = 10.0  # longest wait for a thread to end; one that hangs is left running
 
 
 def promote(source: Checkpoint, store: AbstractStore, check: Callable[[], None] = lambda: None) -> Folder:
@@ -30,11 +30,11 @@ def promote(source: Checkpoint, store: AbstractStore, check: Callable[[], None] 
     Args:
         source: the checkpoint.
         store: the place. If it has the same checkpoint already, nothing is copied.
-        check: called before every chunk; ends the copy if it raises.
+        check: called before every chunk. If it raises, the copy ends.
 
     Raises:
         CheckpointError: the source is damaged, the place cannot be written, or it has another checkpoint of that step.
-            No file of the copy is left then.
+            No file of the copy is left.
     """
     manifest = source.manifest
     for folder in store.folders():
@@ -55,7 +55,7 @@ def _is_there(folder: Folder, source: Checkpoint, check: Callable[[], None]) -> 
     try:
         there = Checkpoint(folder)
         _verify(there, check)
-    except CheckpointError:  # damaged; or raised by ``check``, which then raises again
+    except CheckpointError:  # damaged; or raised by ``check``, which raises again below
         check()
         return False
     if there.manifest.digest != source.manifest.digest:
@@ -80,11 +80,11 @@ class PromotionRequest:
     """A checkpoint to copy.
 
     Attributes:
-        step: of the checkpoint.
-        folder: where it is.
-        store: that has it.
+        step: step of the checkpoint.
+        folder: its folder.
+        store: the store that has it.
         always: whether levels copy it even if their interval is not due.
-        begin_s: when it was first submitted.
+        begin_s: time of its first submission.
     """
 
     step: int
@@ -99,10 +99,10 @@ class Promoter:
     """Copies checkpoints to one level, in a thread of lowest priority. See [Note: Promotion].
 
     Args:
-        keep: how many checkpoints stay there, see :meth:`AbstractStore.prune`.
+        keep: number of checkpoints to retain there, see :meth:`AbstractStore.prune`.
         on_outcome: called with each outcome, in any thread.
-        forward: called with the request for the level below. Its source is the copy here, or, if that failed, the
-            original.
+        forward: called with the request for the level below. Its source is this level's copy, or the original if that
+            copy failed.
     """
 
     def __init__(
@@ -118,8 +118,8 @@ class Promoter:
         self._keep = keep
         self._on_outcome = on_outcome
         self._forward = forward
-        self._last: PromotionRequest | None = None  # that was copied here
-        self._changed = threading.Condition()  # guards what follows
+        self._last: PromotionRequest | None = None  # the last one that was copied here
+        self._changed = threading.Condition()  # guards the fields below
         self._under_way: PromotionRequest | None = None
         self._waiting: PromotionRequest | None = None
         self._end: str | None = None  # why copying has ended
@@ -127,15 +127,15 @@ class Promoter:
         self._thread.start()
 
     def submit(self, request: PromotionRequest) -> None:
-        """Copy a checkpoint after the present one, unless a newer one is submitted first."""
+        """Copy a checkpoint after the current one, unless a newer one is submitted first."""
         with self._changed:
             overtaken, self._waiting = self._waiting, request
             self._changed.notify_all()
         if overtaken is not None and overtaken.step != request.step:
             self._fail(
                 overtaken,
-                f"step {request.step} replaced it before it was copied: the level does not keep up; give it a longer "
-                "interval",
+                f"step {request.step} replaced it before it was copied, because this level is too slow; give the "
+                "level a longer interval",
             )
             self._forward(overtaken)
 
@@ -147,7 +147,7 @@ class Promoter:
             )
 
     def close(self, why: str) -> None:
-        """Give up the present copy, for the reason ``why``, and end the thread. Closing twice is allowed."""
+        """Abandon the current copy, for the reason ``why``, and end the thread. Closing twice is allowed."""
         with self._changed:
             self._end = self._end or why
             self._changed.notify_all()
@@ -164,14 +164,14 @@ class Promoter:
                 with self._changed:
                     self._under_way = None
                     self._changed.notify_all()
-        with contextlib.suppress(OSError):  # the next run would remove them
+        with contextlib.suppress(OSError):  # the next run removes them
             self._store.remove_spares()
 
     def _process(self, request: PromotionRequest) -> PromotionRequest:
         """Copy a checkpoint and report the outcome; return the request for the level below."""
         try:
             folder = self._copy(request)
-        except Exception as error:  # noqa: BLE001 - drivers raise anything, and only this copy may fail
+        except Exception as error:  # noqa: BLE001 - drivers raise any error, and only this copy may fail
             self._fail(request, str(error) or type(error).__name__)
             return request
         outcome = Outcome(request.step, folder, None, 0.0, time.monotonic() - request.begin_s, self._level)
@@ -179,7 +179,7 @@ class Promoter:
         try:
             self._store.prune(self._keep)
         except OSError as error:
-            self._on_outcome(dataclasses.replace(outcome, error=f"older ones could not be removed: {error}"))
+            self._on_outcome(dataclasses.replace(outcome, error=f"older checkpoints could not be removed: {error}"))
         self._last = dataclasses.replace(request, folder=folder, store=self._store)
         return self._last
 
@@ -196,8 +196,8 @@ class Promoter:
         with request.store.reading(request.folder):
             if request.folder not in request.store.folders():
                 raise CheckpointError(
-                    f"{request.folder} was removed for newer ones before it was copied: keep more there, or give this "
-                    "level a longer interval"
+                    f"{request.folder} was removed for newer checkpoints before it was copied: keep more there, or "
+                    "give this level a longer interval"
                 )
             with Checkpoint(request.folder) as source:
                 folder = promote(source, self._store, self._check)

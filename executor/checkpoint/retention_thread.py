@@ -1,10 +1,10 @@
-"""Verifies new checkpoints beside training, and removes old ones.
+"""Verifies new checkpoints during training, and removes old ones.
 
 [Note: Read again] Retention removes old checkpoints only if enough newer ones were read again and verified. But reading
 takes bandwidth from writes that training may wait for. So one thread reads one checkpoint at a time, always the newest.
-Others are removed unread, once enough are verified. With long intervals all are read. The thread reads at most for
-:data:`READING_SHARE` of the time. Otherwise, with a checkpoint at every iteration, the next one would wait for the
-drive.
+Once enough checkpoints are verified, the unread ones are removed. If intervals are long, all checkpoints are read. The
+thread reads for at most :data:`READING_SHARE` of the time. Otherwise, with a checkpoint at every iteration, the next
+checkpoint would wait for the drive.
 """
 
 import contextlib
@@ -19,42 +19,42 @@ from executor.checkpoint.files.system_calls import CheckpointError
 from executor.checkpoint.places.retention import MIN_CHECKPOINTS, AbstractStore
 
 READING_SHARE: Final = 1 / 8
-"""Largest share of the thread's time that it reads; the planner assumes it."""
+"""Largest share of its time that the thread reads. The planner assumes this value."""
 
 PATIENCE_S: Final = 60.0
-"""Longest wait for a checkpoint to be read at the end of training."""
+"""Longest wait, at the end of training, until a checkpoint has been read."""
 
 
 @final
 class RetentionThread:
-    """Keeps the newest checkpoints of a place, and removes older ones.
+    """Retains the newest checkpoints of a place, and removes older ones.
 
     Args:
-        keep: number of checkpoints that stay, see [Note: Read again]; at least
+        keep: number of checkpoints to retain, see [Note: Read again]; at least
             :data:`executor.checkpoint.places.retention.MIN_CHECKPOINTS`.
     """
 
     def __init__(self, store: AbstractStore, keep: int) -> None:
         self._store = store
         self._keep = keep
-        self._changed = threading.Condition()  # guards what follows
+        self._changed = threading.Condition()  # guards the fields below
         self._waiting: tuple[Folder, Callable[[str], None]] | None = None  # the newest checkpoint, not read yet
         self._is_reading = False
         self._is_closed = False
-        self._num_waiting = 0  # callers that want everything read now
-        self._idle_until_s = 0.0  # no reading before
+        self._num_waiting = 0  # callers that wait until everything is read
+        self._idle_until_s = 0.0  # time before which it does not read
         self._thread = threading.Thread(target=self._run, name="checkpoint retention", daemon=True)
         self._thread.start()
 
     def submit(self, folder: Folder, on_error: Callable[[str], None]) -> None:
-        """Queue the newest checkpoint to be read, in place of one that still waits; then remove old ones."""
+        """Queue the newest checkpoint to be read, instead of one that still waits; then remove old ones."""
         with self._changed:
             self._waiting = folder, on_error
             self._changed.notify_all()
         self._remove_old(on_error)
 
     def wait(self, patience_s: float = PATIENCE_S) -> None:
-        """Wait, at most ``patience_s``, until the newest one has been read and old ones removed."""
+        """Wait, at most ``patience_s``, until the newest checkpoint has been read and old ones removed."""
         with self._changed:
             self._num_waiting += 1
             self._changed.notify_all()
@@ -63,7 +63,7 @@ class RetentionThread:
             self._idle_until_s = 0.0
 
     def close(self, patience_s: float = PATIENCE_S) -> None:
-        """End the thread after its present work; wait at most ``patience_s``. Closing twice is allowed."""
+        """End the thread after its current work; wait at most ``patience_s``. Closing twice is allowed."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -73,7 +73,7 @@ class RetentionThread:
         try:
             self._store.remove_old(self._keep)
         except CheckpointError as error:
-            on_error(f"older ones could not be removed: {error}")
+            on_error(f"older checkpoints could not be removed: {error}")
 
     def _run(self) -> None:
         lower_thread_priority()
@@ -87,7 +87,7 @@ class RetentionThread:
                 self._remove_old(on_error)
             finally:
                 with self._changed:
-                    if num_whole >= max(self._keep, MIN_CHECKPOINTS):  # before that nothing can be removed
+                    if num_whole >= max(self._keep, MIN_CHECKPOINTS):  # until then, nothing can be removed
                         self._idle_until_s = begin_s + (time.monotonic() - begin_s) / READING_SHARE
                     self._is_reading = False
                     self._changed.notify_all()

@@ -1,4 +1,4 @@
-"""The state that a checkpoint takes on one rank: slices of parameters, and the files they go to."""
+"""The state that a checkpoint takes on one rank: slices of parameters, and the files that they go to."""
 
 import dataclasses
 import itertools
@@ -10,7 +10,7 @@ from executor.checkpoint.files.writer import CopyChunk
 from executor.checkpoint.format.layout import Box, Dtype, Entry, boxes
 
 Key = tuple[str, int]
-"""A piece: name of its unit, and index within the rank's shard."""
+"""Identifies a piece: the name of its unit, and its index within the rank's shard."""
 
 MODEL_FOLDER: Final = "model"
 OPTIMIZER_FOLDER: Final = "optimizer"
@@ -23,10 +23,10 @@ class Slice:
     """A piece's part of a parameter.
 
     Attributes:
-        name: of the parameter.
-        shape: of all of it.
+        name: name of the parameter.
+        shape: shape of the whole parameter.
         start, stop: the range, in values of the flat parameter.
-        offset: where it begins in the piece, in values.
+        offset: its beginning in the piece, in values.
     """
 
     name: str
@@ -44,30 +44,30 @@ class Slice:
 
 
 class Source(Protocol):
-    """State to take checkpoints of."""
+    """State that checkpoints take."""
 
     @property
     def slices(self) -> Mapping[Key, Sequence[Slice]]:
-        """The slices of each of the rank's pieces, in the order in which they are taken."""
+        """The slices of each of the rank's pieces, in the order in which pieces are taken."""
 
     def keys(self, key: Key) -> tuple[str, ...]:
-        """Return the names of the tensors that a piece has, :data:`MASTER` first."""
+        """Return the names of a piece's tensors, :data:`MASTER` first."""
 
     def dtype(self, state: str) -> Dtype:
-        """Return the type of a state's tensors, by its name."""
+        """Return the data type of all tensors with this name."""
 
     def grain(self, state: str) -> int:
         """Return how many values of a parameter share one of a state's, by its name; pieces have whole grains."""
 
     def tensors(self, key: Key) -> Sequence[Any]:
-        """Return a piece's tensors between updates: flat, as bytes.
+        """Return a piece's tensors between updates, flat, as bytes.
 
-        Numpy arrays are leased. Slices of other tensors are passed to ``copy``.
+        Numpy arrays are leased. Slices of other tensors go to ``copy``.
         """
 
     @property
     def copy(self) -> CopyChunk:
-        """Copies such a slice into a buffer; returns when the copy has ended."""
+        """Copies a slice of a tensor into a buffer, and returns when the copy has ended."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -75,8 +75,8 @@ class RankInfo:
     """This rank's number and run.
 
     Attributes:
-        rank, size: its number, and how many ranks there are.
-        nonce: of this run, the same on all ranks.
+        rank, size: this rank's number, and the number of ranks.
+        nonce: nonce of this run, the same on all ranks.
     """
 
     rank: int = 0
@@ -85,7 +85,7 @@ class RankInfo:
 
 
 def _path(state: str, rank: int, index: int) -> str:
-    """Return the path of the file for the boxes with this index, see [Note: Boxes]."""
+    """Return the path of the file for boxes with this index, see [Note: Boxes]."""
     more = f"-{index}" if index else ""
     if state == MASTER:
         return f"{MODEL_FOLDER}/model-{rank:05d}{more}.safetensors"
@@ -93,7 +93,7 @@ def _path(state: str, rank: int, index: int) -> str:
 
 
 def files_of(source: Source, rank: int) -> dict[str, list[Entry]]:
-    """Return the entries of each of a rank's files. The flusher needs a buffer for each file, and one more."""
+    """Return the entries of each file of a rank. The flusher needs one buffer per file, and one more."""
     found: dict[str, list[Entry]] = {}
     keys = {piece.name: source.keys(key) for key, pieces in source.slices.items() for piece in pieces}
     for state in dict.fromkeys(itertools.chain.from_iterable(keys.values())):
@@ -120,7 +120,7 @@ def boxes_of(source: Source, grain: int) -> dict[str, tuple[Box, ...]]:
 def runs_of(slices: Iterable[Slice], held: Mapping[str, Sequence[Box]]) -> list[tuple[int, int, int]]:
     """Return the runs of a piece: index of the file, start and stop in values of the piece.
 
-    Parameters that follow each other in both piece and file are one run, so that whole chunks of it can be leased.
+    Parameters that are adjacent in both piece and file form one run, so that whole chunks of it can be leased.
     """
     runs: list[tuple[int, int, int]] = []
     for piece in slices:

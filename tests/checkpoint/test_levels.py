@@ -123,7 +123,7 @@ def test_a_slow_level_gets_the_newest_and_what_it_reads_stays(tmp_path):
     gate.opened.set()
     run.wait()
     assert [(level, step) for level, step, _ in run.failures()] == [(1, 2), (1, 3), (1, 4)]
-    assert all("does not keep up; give it a longer interval" in error for *_, error in run.failures())
+    assert all("is too slow; give the level a longer interval" in error for *_, error in run.failures())
     assert run.steps()[:2] == [[5, 4, 1], [5, 1]]
     assert run.steps()[2][0] == 5
     run.make(6)
@@ -222,8 +222,8 @@ def test_levels_that_do_not_fit_are_refused(url):
         ([Level("a", 10), Level("b", 25)], r"b gets its .* every 10 iterations, so 25 is .*multiple, such as 30"),
         ([Level("a", 10), Level("b", 5)], "multiple, such as 10"),
         ([Level("a", 0)], "a has a checkpoint every 0 iterations; give 1 or more"),
-        ([Level("a", 10), Level("a/", 10)], "a place is there twice"),
-        ([Level(url)], "is no folder, but training writes into folders only; give a folder as the level before"),
+        ([Level("a", 10), Level("a/", 10)], "two levels have the same place"),
+        ([Level(url)], "is not a folder, but training writes only into folders; give a folder as the level before"),
     ):
         with pytest.raises(ValueError, match=message):
             check_levels(levels)

@@ -1,1 +1,1 @@
-"""A file of a checkpoint: how it is opened, read and written past the page cache, wherever it is."""
+"""Opens, reads and writes a checkpoint's files past the page cache, in folders and at URLs."""

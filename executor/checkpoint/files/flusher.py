@@ -1,13 +1,13 @@
 """Threads that hash and write checkpoint data, from a bounded number of buffers or from leased memory.
 
-They spend most of their time in xxh3 and ``pwrite``, which release Python's interpreter lock. So they hardly delay
-training, which launches kernels from Python.
+The threads spend most of their time in xxh3 and ``pwrite``, which release Python's interpreter lock. So they hardly
+delay training, which launches kernels from Python.
 
-[Note: Leases] State in host memory is usually not copied. Its owner leases it to the threads, goes on, and ends the
-lease before it changes the memory. Usually the data has been written by then. Data that no thread has begun to write is
-copied into free buffers, the last part first, while the threads write the first parts. The owner waits for the rest.
-Only whole blocks of the file can be written from leased memory. The bytes before and after them go into a buffer of the
-same chunk, with a gap where the leased bytes belong.
+[Note: Leases] State in host memory is usually not copied. Its owner leases it to the threads, continues, and ends the
+lease before it changes the memory. By then, the data has usually been written. If no thread has begun to write some
+data, it is copied into free buffers, the last part first, while the threads write the first parts. The owner waits for
+the rest. Only whole blocks of the file can be written from leased memory. The bytes before and after these blocks go
+into a buffer of the same chunk, with a gap for the leased bytes.
 """
 
 import collections
@@ -28,12 +28,12 @@ from executor.checkpoint.files.timeouts import timeout_error
 from executor.direct_io import BLOCK_BYTES, in_blocks, pages
 
 CHUNK_BYTES: Final = 4 << 20
-"""Bytes of one write. Smaller writes are slower with ``O_DIRECT``; larger ones only take memory."""
+"""Bytes of one write. Smaller writes are slower with ``O_DIRECT``. Larger writes only take more memory."""
 
 NUM_WRITERS: Final = 12
-"""Number of writing threads: while some hash, the others keep the drive busy."""
+"""Number of writing threads. While some hash, the others keep the drive busy."""
 
-_LEAST_PRIORITY: Final = 19  # of "nice"
+_LEAST_PRIORITY: Final = 19  # nice value
 
 Buffer = npt.NDArray[np.uint8]
 
@@ -41,7 +41,7 @@ Buffer = npt.NDArray[np.uint8]
 def lower_thread_priority() -> None:
     """Give the calling thread the lowest priority, so that background work does not slow training down.
 
-    Does nothing where threads have no priority of their own (outside Linux).
+    It does nothing outside Linux, where threads have no priority of their own.
     """
     if sys.platform.startswith("linux"):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LEAST_PRIORITY)
@@ -54,7 +54,7 @@ def ring_of(num_buffers: int, chunk_bytes: int = CHUNK_BYTES) -> Buffer:
 
 @final
 class Pending:
-    """Chunks of one file that are not written yet, and the first error."""
+    """The number of one file's chunks that are not written yet, and the first error."""
 
     def __init__(self) -> None:
         self.num_open = 0
@@ -63,19 +63,19 @@ class Pending:
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Chunk:
-    """Bytes of a file that are hashed and written together; parts are in a buffer of the ring, or leased.
+    """Bytes of a file that are hashed and written together. Each part is in a buffer of the ring, or leased.
 
     Attributes:
         pending: state of the file.
         fd: descriptor of the file.
-        offset: of the first byte in the file.
+        offset: offset of the first byte in the file.
         on_checksum: called with the checksum, in the writing thread.
-        skip: bytes at the beginning that are hashed but not written, whole blocks.
+        skip: number of bytes at the beginning, in whole blocks, that are hashed but not written.
         length: number of bytes. Writes are padded with zeros to whole blocks.
-        buffer: all bytes that are not leased, each at its own position; ``None`` while all are leased.
+        buffer: all bytes that are not leased, each at its own position; ``None`` while all bytes are leased.
         leases: in the order of the file.
         is_submitted: whether it is complete.
-        has_begun: whether a thread has begun to write it; leases are not copied then.
+        has_begun: whether a thread has begun to write it. From then on, leases are not copied.
     """
 
     pending: Pending
@@ -90,7 +90,7 @@ class Chunk:
     has_begun: bool = False
 
     def lease(self, data: Buffer) -> "Lease":
-        """Add whole blocks that are written from where they are."""
+        """Add whole blocks that are written straight from their memory."""
         assert self.length % BLOCK_BYTES == 0 == len(data) % BLOCK_BYTES
         lease = Lease(self, self.length, data)
         self.leases.append(lease)
@@ -98,7 +98,7 @@ class Chunk:
         return lease
 
     def parts(self) -> Iterator[tuple[int, Buffer]]:
-        """Yield each part's position in the chunk, and its bytes; the last is padded to whole blocks."""
+        """Yield each part's position in the chunk, and its bytes. The last part is padded to whole blocks."""
         begin = 0
         for lease in self.leases:
             if lease.is_leased:
@@ -117,13 +117,13 @@ class Chunk:
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Lease:
-    """A part of a chunk in memory of its owner.
+    """A part of a chunk in its owner's memory.
 
     Attributes:
-        chunk: that it is a part of.
+        chunk: the chunk that it is a part of.
         begin: position in the chunk.
         data: whole blocks.
-        is_leased: whether the owner must not change it yet.
+        is_leased: whether the owner must not change the data yet.
         is_copying: whether it is being copied into the chunk's buffer.
     """
 
@@ -142,11 +142,11 @@ class Flusher:
         files: system calls that write.
         ring: uint8 ``[num_buffers, chunk_bytes]``, whole blocks: see :func:`ring_of`.
         num_threads: number of threads.
-        patience_s: longest wait for a buffer or a write; a drive that does not answer must not stop training.
+        patience_s: longest wait for a buffer or a write. A drive that does not answer must not stop training.
 
     Attributes:
-        files, patience_s: the same.
-        chunk_bytes: of each buffer.
+        files, patience_s: the arguments.
+        chunk_bytes: size of each buffer.
     """
 
     def __init__(self, files: Files, ring: Buffer, num_threads: int = NUM_WRITERS, patience_s: float = 60.0) -> None:
@@ -154,13 +154,13 @@ class Flusher:
         self.files = files
         self.chunk_bytes: int = ring.shape[1]
         self.patience_s = patience_s
-        lock = threading.Lock()  # guards all below
-        self._changed = threading.Condition(lock)  # something has ended, or memory is free
-        self._submitted = threading.Condition(lock)  # there is something to do, or nothing more will come
+        lock = threading.Lock()  # guards all fields below
+        self._changed = threading.Condition(lock)  # a write or copy has ended, or memory is free
+        self._submitted = threading.Condition(lock)  # a chunk is queued, or the flusher is closed
         self._free = list(ring)
         self._queue: collections.deque[Chunk] = collections.deque()
         self._num_ended = 0
-        self._hung_at = -1  # the number at the last timeout
+        self._hung_at = -1  # _num_ended at the last timeout
         self._is_closed = False
         self._threads = [
             threading.Thread(target=self._run, name=f"checkpoint {i}", daemon=True) for i in range(num_threads)
@@ -170,14 +170,14 @@ class Flusher:
 
     @property
     def num_ended(self) -> int:
-        """Number of writes that have ended; it grows while the drive answers."""
+        """Number of writes that have ended. It grows while the drive answers."""
         return self._num_ended
 
     def take_buffer(self, chunk: Chunk) -> None:
-        """Give a chunk a buffer if it has none; wait until one is free.
+        """Give a chunk a buffer if it has none, after waiting for a free one.
 
         Raises:
-            CheckpointError: a write of the same file has failed, or none has ended for too long.
+            CheckpointError: a write of the same file has failed, or no write has ended for too long.
         """
         with self._changed:
             self._wait(lambda: bool(chunk.buffer is not None or self._free or chunk.pending.failure))
@@ -186,7 +186,7 @@ class Flusher:
             self._take_buffer(chunk)
 
     def submit(self, chunk: Chunk) -> None:
-        """Queue a chunk to be hashed and written; its buffer is freed then."""
+        """Queue a chunk to be hashed and written. Its buffer is freed afterwards."""
         with self._changed:
             chunk.pending.num_open += 1
             chunk.is_submitted = True
@@ -204,11 +204,11 @@ class Flusher:
         """Wait until no thread reads leased memory, see [Note: Leases].
 
         Args:
-            leases: to end.
+            leases: the leases to end.
             may_copy: whether to copy data into free buffers, so that the owner waits less.
 
         Raises:
-            CheckpointError: no write has ended for too long. Then the files have failed, and leased memory may change.
+            CheckpointError: no write has ended for too long. The files have failed, so leased memory may change.
         """
 
         def copyable() -> Lease | None:
@@ -230,7 +230,10 @@ class Flusher:
         return lease.is_leased and not lease.is_copying and not lease.chunk.has_begun and has_room
 
     def _copy_lease(self, lease: Lease) -> None:
-        """Copy a lease into its chunk's buffer, without the lock. No thread begins to write the chunk meanwhile."""
+        """Copy a lease into its chunk's buffer, without the lock.
+
+        During the copy, no thread begins to write the chunk.
+        """
         chunk = lease.chunk
         buffer = self._take_buffer(chunk)
         if chunk in self._queue:
@@ -243,7 +246,7 @@ class Flusher:
             self._changed.acquire()
         lease.is_copying = lease.is_leased = False
         if chunk.is_submitted and not _is_copying(chunk):
-            self._queue.appendleft(chunk)  # first, because it holds a buffer
+            self._queue.appendleft(chunk)  # to the front, because it holds a buffer
             self._submitted.notify()
         self._changed.notify_all()
 
@@ -265,7 +268,7 @@ class Flusher:
         """Wait until all submitted chunks of a file are written.
 
         Raises:
-            CheckpointError: a write has failed, or none has ended for too long.
+            CheckpointError: a write has failed, or no write has ended for too long.
         """
         with self._changed:
             self._wait(lambda: not pending.num_open)
@@ -288,7 +291,10 @@ class Flusher:
         self.close()
 
     def _wait(self, ready: Callable[[], bool]) -> None:
-        """Wait until ``ready`` while writes end in time; raise at once if none has ended since the last timeout."""
+        """Wait until ``ready``, as long as writes end in time.
+
+        If none has ended since the last timeout, raise at once.
+        """
         num_ended = -1
 
         def goes_on() -> bool:
@@ -317,7 +323,7 @@ class Flusher:
                 self._free_memory(chunk)
 
     def _next(self) -> Chunk | None:
-        """Wait for the next chunk; return ``None`` when closed and nothing is left."""
+        """Wait for the next chunk; return ``None`` if the flusher is closed and no chunk is left."""
         with self._changed:
             self._submitted.wait_for(lambda: bool(self._queue) or self._is_closed)
             if not self._queue:

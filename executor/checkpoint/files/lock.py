@@ -1,10 +1,10 @@
-"""A lock on a folder of checkpoints: only one run at a time writes there.
+"""A lock on a folder of checkpoints, so that only one run at a time writes there.
 
-[Note: One run] Two runs in one folder would remove each other's checkpoints, and notice only at the same step. So rank
-0 of a run locks a file in the folder, from before its first iteration until it closes its checkpoints. The kernel
-releases the lock however the process ends, so nothing is left to remove. On NFS the file is locked on the server, for
-all nodes. A file system without locks is used without one. Two runs there get an error at the same step. A URL has no
-locks, but files of two runs never mix there.
+[Note: One run] Two runs in one folder would remove each other's checkpoints, and detect it only when they write the
+same step. So rank 0 of a run locks a file in the folder, from before its first iteration until it closes its
+checkpoints. The kernel releases the lock however the process ends, so no lock has to be removed by hand. On NFS the
+file is locked on the server, for all nodes. If a file system has no locks, none is taken; two runs there get an error
+when they write the same step. A URL has no locks, but files of two runs never mix there.
 """
 
 import contextlib
@@ -25,10 +25,10 @@ _MOST_BYTES: Final = 300
 
 @final
 class RunLock:
-    """Holds an existing folder for this run until it is closed or the process ends; see [Note: One run].
+    """Locks an existing folder for this run, until it is closed or the process ends; see [Note: One run].
 
     Raises:
-        CheckpointError: another run holds it, or nothing can be written there.
+        CheckpointError: another run has locked the folder, or it cannot be written.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -48,13 +48,13 @@ class RunLock:
     def close(self) -> None:
         """Release the folder. Closing twice is allowed."""
         if self._fd >= 0:
-            with contextlib.suppress(OSError):  # removed first, so that nobody locks a file that is about to be removed
+            with contextlib.suppress(OSError):  # remove first, so that no run locks a file that is about to be removed
                 self._path.unlink(missing_ok=True)
             os.close(self._fd)
             self._fd = -1
 
     def _try_lock(self) -> bool:
-        """Lock the file; return whether it still has its name, because its last owner may have removed it."""
+        """Lock the file; return whether it still has its name. Its last owner may have removed it."""
         fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
         try:
             try:
@@ -84,7 +84,7 @@ class RunLock:
 
 
 def _holder(path: Path) -> str:
-    """Return the process that holds a lock, in words, if known."""
+    """Return the process that holds a lock, in words; empty if unknown."""
     with contextlib.suppress(OSError), path.open("rb") as file:
         words = file.read(_MOST_BYTES).decode(errors="replace").strip()
         return f" ({words})" if words.isprintable() and words else ""

@@ -15,25 +15,26 @@ from executor.checkpoint.files.urls import UrlFile, UrlPath
 from executor.direct_io import BLOCK_BYTES, alignment_bytes, in_blocks
 
 Folder = Path | UrlPath
-"""Where a checkpoint is: in a folder, or at a URL."""
+"""The folder of a checkpoint: local, or at a URL."""
 
 
 @final
 class LocalFile:
-    """A plain file within a folder, read with ``O_DIRECT`` if possible.
+    """A regular file within a folder, read with ``O_DIRECT`` if possible.
 
-    It follows no links and opens no devices, so untrusted files can neither lead elsewhere nor block the reader.
+    It follows no links and opens no devices. So untrusted files can neither lead outside the folder nor block the
+    reader.
 
     Args:
-        folder: its path may contain links.
-        path: of the file within it.
+        folder: the folder, whose path may contain links.
+        path: path of the file within the folder.
 
     Attributes:
         num_bytes: length of the file.
         alignment_bytes: addresses of memory for :meth:`read` must be multiples of this.
 
     Raises:
-        OSError: there is no such file.
+        OSError: there is no such file, or it is not a regular file.
     """
 
     def __init__(self, folder: Path, path: str) -> None:
@@ -50,7 +51,7 @@ class LocalFile:
         self.num_bytes = found.st_size
         if not stat.S_ISREG(found.st_mode):
             self.close()
-            raise OSError(errno.EINVAL, "it is no plain file")
+            raise OSError(errno.EINVAL, "it is not a regular file")
         self.alignment_bytes = alignment_bytes(self._fd, writes=False)
 
     def read(self, parts: Sequence[memoryview], offset: int) -> int:
@@ -67,7 +68,7 @@ class LocalFile:
             return os.preadv(self._fd, parts, offset)
 
     def close(self) -> None:
-        """Close it."""
+        """Close the file."""
         os.close(self._fd)
 
     def _goes_through_cache(self) -> bool:
@@ -81,12 +82,12 @@ OpenFile = LocalFile | UrlFile
 
 
 def fill(file: OpenFile, parts: Sequence[memoryview], offset: int, num_bytes: int) -> None:
-    """Read ``num_bytes`` into ``parts``, one after another. They have room for whole blocks.
+    """Read ``num_bytes`` into ``parts``, one after another. The parts have room for whole blocks.
 
-    ``O_DIRECT`` needs whole blocks, so a read that was cut short continues at a block.
+    ``O_DIRECT`` needs whole blocks, so a read that was cut short continues at a block boundary.
 
     Raises:
-        OSError: it cannot be read, or ends early.
+        OSError: the file cannot be read, or ends early.
     """
     done = 0
     while done < num_bytes:
@@ -105,10 +106,10 @@ def _rest(parts: Sequence[memoryview], done: int) -> Iterator[memoryview]:
 
 
 def modified(path: Folder) -> datetime | None:
-    """Return when a file was written, in UTC; ``None`` if that is not known.
+    """Return when a file was written, in UTC; ``None`` if unknown.
 
     Raises:
-        CheckpointError: it cannot be found.
+        CheckpointError: the file cannot be found.
     """
     if isinstance(path, UrlPath):
         written = path.modified()
@@ -123,7 +124,7 @@ def open_file(folder: Folder, path: str) -> OpenFile:
     """Open a file within a folder.
 
     Raises:
-        OSError: there is none, or it cannot be reached.
+        OSError: there is no such file, or it cannot be reached.
     """
     return UrlFile(folder / path) if isinstance(folder, UrlPath) else LocalFile(folder, path)
 
@@ -132,7 +133,7 @@ def read_whole(folder: Folder, path: str, most_bytes: int) -> bytes:
     """Return the content of a small file.
 
     Raises:
-        OSError: there is none, or it is longer than ``most_bytes``.
+        OSError: there is no such file, or it is longer than ``most_bytes``.
     """
     file = open_file(folder, path)
     try:

@@ -1,8 +1,8 @@
-"""System calls of checkpoints, one per method, so that tests can make each of them fail, stop or be lost.
+"""System calls of checkpoints, one per method, so that tests can make each one fail, hang or lose its effect.
 
 [Note: Durable] Written data survives the end of the process, but not a loss of power. Bytes of a file are durable only
-after its ``fsync``, and names in a folder only after that folder's ``fsync``. Nothing here relies on the order in which
-a file system writes data back by itself.
+after its ``fsync``, and names in a folder only after that folder's ``fsync``. The code does not rely on the order in
+which a file system writes data back by itself.
 """
 
 import contextlib
@@ -13,15 +13,15 @@ from typing import Final
 
 from executor.direct_io import BLOCK_BYTES
 
-_LARGEST_WRITE_BYTES: Final = 1 << 30  # Linux cuts off what is beyond 2 GiB
+_LARGEST_WRITE_BYTES: Final = 1 << 30  # Linux truncates writes above 2 GiB
 
 
 class CheckpointError(OSError):
-    """A checkpoint cannot be written, or none can be read."""
+    """A checkpoint cannot be written or read."""
 
 
 class DamagedError(CheckpointError):
-    """A checkpoint is damaged: it differs from what was written. Another one may be whole."""
+    """A checkpoint is damaged: it differs from what was written. Another checkpoint may be whole."""
 
 
 class Files:
@@ -40,11 +40,11 @@ class Files:
         return os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
 
     def allocate(self, fd: int, num_bytes: int) -> None:
-        """Allocate the space of a file, so that a full drive fails now and not in the middle."""
+        """Allocate the space of a file, so that a full drive raises an error now, not in the middle."""
         os.posix_fallocate(fd, 0, num_bytes)
 
     def write(self, fd: int, data: memoryview, offset: int) -> int:
-        """Write, and return the number of bytes written, which may be fewer."""
+        """Write, and return the number of written bytes, which may be fewer than given."""
         return os.pwrite(fd, data[:_LARGEST_WRITE_BYTES], offset)
 
     def truncate(self, fd: int, num_bytes: int) -> None:
@@ -52,7 +52,7 @@ class Files:
         os.ftruncate(fd, num_bytes)
 
     def sync(self, fd: int) -> None:
-        """Make a file's bytes and length durable. If this fails, their state is unknown."""
+        """Make a file's bytes and length durable. If this raises, their state is unknown."""
         os.fsync(fd)
 
     def close(self, fd: int) -> None:
@@ -68,8 +68,8 @@ class Files:
             os.close(fd)
 
     def rename(self, old: Path, new: Path) -> None:
-        """Rename a folder within its parent; fails if the new name is taken."""
-        os.rename(old, new)  # noqa: PTH104 - fails on a folder that is not empty, as it has to
+        """Rename a folder within its parent. Raises OSError if the new name is taken."""
+        os.rename(old, new)  # noqa: PTH104 - must fail if the target is a folder that is not empty
 
     def remove(self, path: Path) -> None:
         """Remove a file."""
@@ -81,10 +81,10 @@ class Files:
 
 
 def write_all(files: Files, fd: int, data: memoryview, offset: int) -> None:
-    """Write all of ``data``; a write that is cut short continues at its last whole block.
+    """Write all of ``data``. A write that is cut short continues after its last whole block.
 
     Raises:
-        OSError: the first that a write raises; ``ENOSPC`` if nothing is written any more.
+        OSError: the first error of a write; ``ENOSPC`` if a write writes less than a block.
     """
     done = 0
     while done < len(data):
@@ -96,7 +96,7 @@ def write_all(files: Files, fd: int, data: memoryview, offset: int) -> None:
 
 
 def remove_tree(files: Files, folder: Path) -> None:
-    """Remove a folder and its files; it is no error if another process removes some meanwhile."""
+    """Remove a folder and its files. Another process may remove some of them at the same time."""
     with contextlib.suppress(FileNotFoundError):
         for entry in sorted(folder.iterdir()):
             if entry.is_dir():

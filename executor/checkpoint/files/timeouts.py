@@ -9,37 +9,37 @@ from typing import Final, TypeVar, final
 from executor.checkpoint.files.system_calls import CheckpointError
 
 SLOWEST_BYTES_PER_S: Final = 10e6
-"""A slower drive counts as one that does not answer."""
+"""A slower drive counts as a drive that does not answer."""
 
 _T = TypeVar("_T")
 
 
 def timeout_error(patience_s: float) -> CheckpointError:
-    """Return the error for a drive on which nothing has ended for this long."""
+    """Return the error for a drive on which no write has ended for this long."""
     return CheckpointError(
-        f"nothing has ended for {patience_s:g} s: the drive does not keep up, or does not answer; this checkpoint is "
-        "given up"
+        f"no write has ended for {patience_s:g} s: the drive is too slow, or does not answer; this checkpoint is "
+        "abandoned"
     )
 
 
 @final
 class TimeLimited:
-    """Runs functions that may hang, one at a time, each in a thread. While one hangs, further ones fail at once."""
+    """Runs functions that may hang, one at a time, each in a thread. While one hangs, further calls raise at once."""
 
     def __init__(self) -> None:
-        self._hung: threading.Thread | None = None  # the newest that has not answered in time
+        self._hung: threading.Thread | None = None  # the newest thread that exceeded its time limit
 
     def do(self, do: Callable[[], _T], undo: Callable[[_T], None], patience_s: float) -> _T:
-        """Return what ``do`` returns.
+        """Call ``do``, and return its result.
 
         Args:
             do: the function.
-            undo: called with a result that is too late, in the other thread.
+            undo: called in the other thread with a result that came too late.
             patience_s: longest wait.
 
         Raises:
-            CheckpointError: it took too long, or an earlier one still hangs.
-            OSError: whatever ``do`` raises.
+            CheckpointError: the call took too long, or an earlier one still hangs.
+            OSError: ``do`` raised it.
         """
         if self._hung is not None and self._hung.is_alive():
             raise timeout_error(patience_s)

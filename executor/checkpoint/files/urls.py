@@ -1,6 +1,6 @@
-"""Files at a URL, such as in an object store, by ``fsspec``.
+"""Files at a URL, such as in an object store, accessed by ``fsspec``.
 
-Errors of ``fsspec`` and its drivers become a :class:`CheckpointError` with one line.
+Errors of ``fsspec`` and its drivers become a :class:`CheckpointError` of one line.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from executor.checkpoint.files.system_calls import CheckpointError
 
 @contextlib.contextmanager
 def reaching(what: object) -> Iterator[None]:
-    """Turn any error of a driver into a :class:`CheckpointError` that names ``what`` was accessed."""
+    """Return a context that turns any error of a driver into a :class:`CheckpointError` that names ``what``."""
     try:
         yield
     except CheckpointError:
@@ -37,9 +37,9 @@ class UrlPath:
     """A file or folder at a URL, with some methods of :class:`pathlib.Path`.
 
     Attributes:
-        url: with its protocol, as in ``s3://bucket/folder``.
-        system: its ``fsspec`` file system.
-        path: within that.
+        url: the URL with its protocol, as in ``s3://bucket/folder``.
+        system: the ``fsspec`` file system.
+        path: path within the file system.
     """
 
     url: str
@@ -56,12 +56,12 @@ class UrlPath:
         try:
             import fsspec  # noqa: PLC0415 - an extra
         except ImportError:
-            raise CheckpointError(f"{url} is reached by fsspec; pip install 'ullage[remote]'") from None
+            raise CheckpointError(f"{url} needs fsspec; pip install 'ullage[remote]'") from None
         url = url.rstrip("/")
         try:
             system, path = fsspec.core.url_to_fs(url)
         except ImportError as error:
-            raise CheckpointError(f"{url}: {error}: the driver that fsspec has for it is not installed") from None
+            raise CheckpointError(f"{url}: {error}: the driver that fsspec uses for it is not installed") from None
         except ValueError as error:
             raise CheckpointError(f"{url}: {error}; give a folder, or a URL that fsspec knows") from None
         return cls(url, system, path)
@@ -84,7 +84,7 @@ class UrlPath:
             return content
 
     def files(self) -> list[str]:
-        """Return the paths of all files below."""
+        """Return the paths of all files in this folder and its subfolders."""
         with reaching(self):
             self.system.invalidate_cache()
             try:
@@ -95,17 +95,19 @@ class UrlPath:
             return [path[begin:] for path, info in found.items() if info["type"] == "file"]
 
     def modified(self) -> datetime | None:
-        """Return when a file was written; ``None`` if the driver does not say."""
+        """Return when a file was written; ``None`` if the driver does not know."""
         with reaching(self), contextlib.suppress(NotImplementedError):
             found: datetime = self.system.modified(self.path)
             return found
         return None
 
     def abort_uploads(self, is_dead: Callable[[str], bool]) -> None:
-        """Abort unfinished multipart uploads below, if the driver lists them: S3 keeps their parts.
+        """Abort unfinished multipart uploads in this folder, if the driver can list them.
+
+        S3 keeps their parts otherwise.
 
         Args:
-            is_dead: returns, for a file's path, whether no process writes it any more.
+            is_dead: returns whether the file with a path is no longer written by any process.
         """
         if not hasattr(self.system, "list_multipart_uploads"):
             return
@@ -124,11 +126,11 @@ class UrlPath:
 
 @final
 class UrlFile:
-    """A file at a URL that is read in ranges.
+    """A file at a URL, read in ranges.
 
     Attributes:
-        num_bytes: its length.
-        alignment_bytes: 1, because values are copied.
+        num_bytes: length of the file.
+        alignment_bytes: 1, because values are copied into memory.
     """
 
     alignment_bytes: Final = 1
@@ -152,4 +154,4 @@ class UrlFile:
         return done
 
     def close(self) -> None:
-        """Do nothing: every range is a request of its own."""
+        """Do nothing, because every range is a separate request."""

@@ -1,4 +1,4 @@
-"""Writes one file of a checkpoint from beginning to end, in bounded memory."""
+"""Writes one file of a checkpoint sequentially, in bounded memory."""
 
 import contextlib
 import mmap
@@ -17,15 +17,15 @@ from executor.direct_io import BLOCK_BYTES, DISK_FULL_ERRNOS, alignment_bytes, i
 CopyChunk = Callable[[Buffer, Any], None]
 """Copies bytes into a part of a buffer."""
 
-_LEAST_LEASED: Final = 1 / 64  # of a chunk; copying fewer bytes takes less time than a write of their own
+_LEAST_LEASED: Final = 1 / 64  # of a chunk; copying fewer bytes takes less time than a separate write
 
 
 @final
 class ShardWriter:
     """A file that is being written.
 
-    Values come in the order of the layout. Appended values are copied, and may change at once. Leased values may change
-    when the lease has ended ([Note: Leases] in :mod:`executor.checkpoint.files.flusher`).
+    Values are given in the order of the layout. Appended values are copied, so they may change at once. Leased values
+    may change when the lease has ended ([Note: Leases] in :mod:`executor.checkpoint.files.flusher`).
 
     Raises:
         CheckpointError: there is no room, or no permission.
@@ -40,7 +40,7 @@ class ShardWriter:
         self._pending = Pending()
         self._checksums: dict[int, str] = {}
         self._fd: int | None = None
-        self._chunk: Chunk | None = None  # the one that is being filled
+        self._chunk: Chunk | None = None  # the chunk that is being filled
         self._end = 0  # position of the next byte
         try:
             self._fd = self._open()
@@ -58,7 +58,7 @@ class ShardWriter:
         except FileExistsError:
             fd = self._files.reuse(self._full_path)
         try:
-            write_all(self._files, fd, memoryview(bytes(BLOCK_BYTES)), 0)  # readers refuse a file without a header
+            write_all(self._files, fd, memoryview(bytes(BLOCK_BYTES)), 0)  # readers reject a file without a header
         except OSError:
             self._files.close(fd)
             raise
@@ -68,11 +68,11 @@ class ShardWriter:
         """Write the next bytes.
 
         Args:
-            values: flat, of bytes; they are cut into slices.
-            copy: called with a part of a buffer and such a slice; returns when it has been copied.
+            values: flat, of bytes. They are cut into slices.
+            copy: called with a part of a buffer and a slice of values; returns when the slice has been copied.
 
         Raises:
-            CheckpointError: some write has failed, or none has ended for too long.
+            CheckpointError: a write has failed, or no write has ended for too long.
         """
         while len(values):
             chunk = self._open_chunk()
@@ -88,13 +88,13 @@ class ShardWriter:
             values = values[count:]
 
     def lease(self, values: Buffer) -> list[Lease]:
-        """Write the next bytes straight from their memory where it is aligned, and copies of the rest.
+        """Write the next bytes: aligned parts straight from their memory, and copies of the rest.
 
         Returns:
-            The leases: call :meth:`Flusher.end_leases` before values change.
+            The leases. Call :meth:`Flusher.end_leases` before values change.
 
         Raises:
-            CheckpointError: some write has failed, or none has ended for too long.
+            CheckpointError: a write has failed, or no write has ended for too long.
         """
         least_bytes = max(int(_LEAST_LEASED * self._flusher.chunk_bytes), BLOCK_BYTES)
         leases = []
@@ -124,10 +124,10 @@ class ShardWriter:
         return lease
 
     def finish(self) -> FileRecord:
-        """Make the file complete and durable, the header last; return its record for the manifest.
+        """Complete the file, with its header last, and make it durable; return its record for the manifest.
 
         Raises:
-            CheckpointError: something could not be written.
+            CheckpointError: the file could not be written.
         """
         assert self._end == self.layout.num_bytes, f"{self.path}: {self._end} of {self.layout.num_bytes} bytes came"
         self._submit_chunk()
@@ -149,14 +149,14 @@ class ShardWriter:
         )
 
     def abandon(self) -> None:
-        """Stop writing; the file stays as it is. Abandoning twice, or after the end, is allowed."""
+        """Stop writing. The file stays incomplete. Abandoning twice, or after :meth:`finish`, is allowed."""
         if self._chunk is not None:
             self._flusher.drop(self._chunk)
             self._chunk = None
         if self._fd is not None:
-            with contextlib.suppress(OSError):  # the write that failed may be the reason to abandon the file
+            with contextlib.suppress(OSError):  # a failed write may be the reason to abandon the file
                 self._flusher.wait(self._pending)
-            if not self._pending.num_open:  # else a write hangs, and its descriptor must not be reused
+            if not self._pending.num_open:  # else a write hangs, and the descriptor must not be reused
                 self._close()
 
     def _close(self) -> None:
@@ -186,13 +186,13 @@ class ShardWriter:
             self._submit_chunk()
 
     def _submit_chunk(self) -> None:
-        """Submit the open chunk."""
+        """Submit the open chunk, if there is one."""
         if self._chunk is not None:
             self._flusher.submit(self._chunk)
             self._chunk = None
 
     def _write_header(self) -> None:
-        """Write the header from memory of its own: waiting here for a buffer could be a deadlock."""
+        """Write the header from its own memory. Waiting for a buffer here could be a deadlock."""
         assert self._fd is not None
         memory = mmap.mmap(-1, len(self.layout.header))
         memory[:] = self.layout.header
@@ -205,6 +205,6 @@ class ShardWriter:
         if error.errno in DISK_FULL_ERRNOS:
             made = CheckpointError(f"{where}; it needs {self.layout.num_bytes:,} B: make room, or keep fewer")
         else:
-            made = CheckpointError(f"{where}; this checkpoint is given up")
+            made = CheckpointError(f"{where}; this checkpoint is abandoned")
         made.errno = error.errno
         return made

@@ -148,7 +148,7 @@ def test_a_run_whose_drive_hangs_goes_on_and_ends_when_it_is_asked_to(plan_path:
     watchdog.start()
     wait_for(folder, 1, process)
     for line in process.stderr:  # until the drive hangs, and training goes on
-        if "nothing has ended for" in line:
+        if "no write has ended for" in line:
             break
     process.send_signal(signal.SIGTERM)
     _, err = finished(process)
