@@ -62,7 +62,7 @@ def check_levels(levels: Sequence[Level]) -> None:
         if level.every % above.every:
             raise ValueError(
                 f"{level.place} gets its checkpoints from {above.place}, which has one every {above.every} iterations, "
-                f"so its own interval cannot be {level.every}; give a multiple, such as "
+                f"so {level.every} is not a valid interval; give a multiple, such as "
                 f"{-(-level.every // above.every) * above.every}"
             )
     places = [str(level.place).rstrip("/") for level in levels]

@@ -163,7 +163,7 @@ def test_what_was_removed_before_its_turn_is_reported(tmp_path):
     gate.opened.set()
     run.wait()
     assert run.steps() == [[7, 5, 2], [2]]
-    assert "step-00000004 was removed for newer ones before it was copied" in run.failures()[0][2]
+    assert "step-00000004 was removed for newer checkpoints before it was copied" in run.failures()[0][2]
     run.levels.close()
 
 
@@ -266,5 +266,5 @@ def test_what_cannot_be_reached_is_reported_in_one_line(monkeypatch):
     with pytest.raises(CheckpointError, match=r"absent://x: Install absent to access it: the driver .* not installed"):
         store_at("absent://x")
     monkeypatch.setitem(sys.modules, "fsspec", None)
-    with pytest.raises(CheckpointError, match=r"s3://x is reached by fsspec; pip install 'ullage\[remote\]'"):
+    with pytest.raises(CheckpointError, match=r"s3://x needs fsspec; pip install 'ullage\[remote\]'"):
         store_at("s3://x")

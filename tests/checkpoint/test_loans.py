@@ -97,11 +97,11 @@ def test_nothing_is_copied_of_what_is_written_in_time(tmp_path):
 def test_the_owner_waits_no_longer_than_was_said_and_the_file_is_given_up(tmp_path, files):
     with Flusher(files, ring_of(1, CHUNK_BYTES), num_threads=1, patience_s=0.2) as flusher:
         memory, _, writer, leases = leased(flusher, tmp_path)
-        with pytest.raises(CheckpointError, match=r"nothing has ended for 0.2 s"):
+        with pytest.raises(CheckpointError, match=r"the drive has not answered for 0.2 s"):
             flusher.end_leases(leases, may_copy=True)
         memory[:] = 255
         files.go_on.set()
-        with pytest.raises(CheckpointError, match=r"nothing has ended for 0.2 s"):
+        with pytest.raises(CheckpointError, match=r"the drive has not answered for 0.2 s"):
             writer.finish()
         writer.abandon()
 

@@ -31,7 +31,7 @@ def test_what_hangs_is_left_behind_and_undone_when_it_ends(fails):
 
     for _ in range(3):
         begin_s = time.monotonic()
-        with pytest.raises(CheckpointError, match=r"nothing has ended for 0.1 s"):
+        with pytest.raises(CheckpointError, match=r"the drive has not answered for 0.1 s"):
             in_time.do(hang, undone.append, PATIENCE_S)
         waited_s = time.monotonic() - begin_s
     assert waited_s < PATIENCE_S, "while it hangs nothing else is tried"

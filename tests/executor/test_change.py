@@ -146,7 +146,7 @@ def test_what_cannot_begin_leaves_training_as_it_was(tmp_path):
             optimizer.switch_plan(way(task, mixed), tmp_path / "file")
         with pytest.raises(ValueError, match="the plan is for sgd, but the optimizer is AdamW"):
             optimizer.switch_plan(way(Task("llama", optimizer="sgd"), mixed), tmp_path)
-        with pytest.raises(ValueError, match="data_parallel 2, but training is under way with 1; plan with that"):
+        with pytest.raises(ValueError, match="data_parallel 2, but training runs with 1; plan with 1"):
             shared = decide(task, mixed, data_parallel=2, zero_stage=3)
             optimizer.switch_plan(ExecutionConfig(model_units("llama"), shared, options()), tmp_path)
 

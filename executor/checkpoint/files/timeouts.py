@@ -15,10 +15,9 @@ _T = TypeVar("_T")
 
 
 def timeout_error(patience_s: float) -> CheckpointError:
-    """Return the error for a drive on which no write has ended for this long."""
+    """Return the error for a drive that has not answered for this long."""
     return CheckpointError(
-        f"no write has ended for {patience_s:g} s: the drive is too slow, or does not answer; this checkpoint is "
-        "abandoned"
+        f"the drive has not answered for {patience_s:g} s, or is too slow; this checkpoint is abandoned"
     )
 
 

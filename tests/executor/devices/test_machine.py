@@ -283,7 +283,7 @@ def test_closing_does_not_wait_for_a_task_that_hangs(monkeypatch):
     try:
         Loop(schedule, machine).finish()
         assert begun.wait(60)
-        with pytest.warns(RuntimeWarning, match=r"^lane cpu\b.*: the task there has not ended within 0\.5 s"):
+        with pytest.warns(RuntimeWarning, match=r"^lane cpu\b.*: the task has not ended within 0\.5 s"):
             assert bounded(machine.close) is None
         monkeypatch.setattr(executor.devices.lanes, "_END_S", 60)
         assert bounded(machine.close) is None, "it waits once"

@@ -126,7 +126,7 @@ def test_if_there_is_no_place_for_the_state_all_go_on(processes, tmp_path):
 def test_a_plan_for_other_ranks_is_refused(processes, tmp_path):
     task = Task("gpt2", iterations=2)
     ways = [decide(task, mixed, data_parallel=2, zero_stage=3), decide(task, mixed)]
-    with pytest.raises(ValueError, match="other plan has data_parallel 1, but training is under way with 2"):
+    with pytest.raises(ValueError, match="other plan has data_parallel 1, but training runs with 2"):
         processes.call(2, changed, task, ways, tmp_path)
 
 

@@ -316,7 +316,7 @@ def test_a_model_that_is_not_quantized_as_planned_is_refused() -> None:
     decisions = Decisions(policy="test", micro_batch=SHAPE[0], clip=False, units=chosen)
     model = adapted("int8", torch.bfloat16)
     with pytest.raises(
-        ValueError, match=r"is quantized to 16,896 bytes, but to 8,[0-9]+ in the plan; quantize it as planned"
+        ValueError, match=r"is quantized to 16,896 bytes, but the plan has 8,[0-9]+ bytes; quantize it as planned"
     ):
         prepare_session(model, optimizer_of(model), found, decisions, session_options())
 

@@ -379,7 +379,7 @@ def test_only_one_is_taken_at_a_time(tmp_path):
     _, optimizer = prepare(task, decide(task, mixed), checkpoint_buffer_bytes=ROOM)
     with optimizer.session, Checkpoints(optimizer, Level(tmp_path / "saved")) as saved:
         saved.save(0)
-        with pytest.raises(CheckpointError, match="of step 0 was begun here already"):
+        with pytest.raises(CheckpointError, match="of step 0 was already begun after this iteration"):
             saved.save(1)
         saved.finish()
         assert json.loads((tmp_path / "saved/step-00000000/manifest.json").read_text())["step"] == 0

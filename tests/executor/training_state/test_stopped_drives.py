@@ -82,7 +82,7 @@ def test_training_does_without_a_drive_that_hangs(files, tmp_path, monkeypatch):
     assert_same((seen, final), reference(task))
     made = {outcome.step for outcome in outcomes if outcome.error is None}
     assert {outcome.step for outcome in outcomes} == set(range(1, task.iterations + 1)), "each is told how it ended"
-    assert all("no write has ended for" in outcome.error for outcome in outcomes if outcome.error is not None)
+    assert all("the drive has not answered for" in outcome.error for outcome in outcomes if outcome.error is not None)
     if files.num_hung and files.name not in {"remove", "remove_folder"}:  # by a thread for which nobody waits
         assert made < set(range(1, task.iterations + 1))
     assert Store(tmp_path / "saved").newest().checkpoint.manifest.step >= max(made)

@@ -148,7 +148,7 @@ def test_a_run_whose_drive_hangs_goes_on_and_ends_when_it_is_asked_to(plan_path:
     watchdog.start()
     wait_for(folder, 1, process)
     for line in process.stderr:  # until the drive hangs, and training goes on
-        if "no write has ended for" in line:
+        if "the drive has not answered for" in line:
             break
     process.send_signal(signal.SIGTERM)
     _, err = finished(process)
@@ -205,7 +205,7 @@ def test_a_second_signal_gives_up_what_is_on_its_way(plan_path: Path, tmp_path: 
     process.send_signal(signal.SIGTERM)
     _, err = finished(process)
     assert process.returncode == 143
-    why = f"not in objects://{tmp_path}/slow-5/run: given up when training was interrupted again"
+    why = f"not in objects://{tmp_path}/slow-5/run: abandoned when training was interrupted again"
     found = re.search(rf"checkpoint of step (\d+) in {tmp_path}/drive/step-\d+; {why}; go on with --resume", err)
     assert found is not None, err
     assert max(int(path.name[5:]) for path in (tmp_path / "drive").glob("step-*")) == int(found[1])
@@ -305,7 +305,7 @@ def test_the_command_lists_verifies_exports_and_prunes(
         (["execute", "PLAN", "--resume"], "--resume needs --checkpoint-dir PLACE"),
         (
             ["execute", "PLAN", "--checkpoint-dir", "a", "--checkpoint-dir", "b", "--checkpoint-every", "10,25"],
-            "b gets its checkpoints from a, which has one every 10 iterations, so 25 is no interval for it; give a",
+            "b gets its checkpoints from a, which has one every 10 iterations, so 25 is not a valid interval; give a",
         ),
         (
             ["execute", "PLAN", "--checkpoint-dir", "a", "--keep", "2,3"],
@@ -315,7 +315,7 @@ def test_the_command_lists_verifies_exports_and_prunes(
             ["execute", "PLAN", "--checkpoint-dir", "a", "--checkpoint-dir", "nonsense://x"],
             "nonsense://x: Protocol not known: nonsense",
         ),
-        (["execute", "PLAN", "--checkpoint-dir", "memory://x"], "memory://x is no folder, but training writes into"),
+        (["execute", "PLAN", "--checkpoint-dir", "memory://x"], "memory://x is not a folder, but training writes only"),
     ],
 )
 def test_bad_input_is_reported_in_one_line(
