@@ -1,1 +1,1 @@
-"""All that training needs to go on: saved in checkpoints, and restored."""
+"""Saves everything that training needs to continue in checkpoints, and restores it."""

@@ -1,11 +1,11 @@
-"""Restores state from checkpoints to where a plan keeps it, whatever plan and ranks saved it.
+"""Restores state from checkpoints to where a plan keeps it. Another plan with other ranks may have saved it.
 
-[Note: Restoring] State in host memory is read straight into place, all in one go. Other state passes through the host:
+[Note: Restoring] State in host memory is read straight into place, in one call. Other state is copied through the host:
 one piece at a time to NVMe, and about :data:`STAGED_BYTES` at a time to a device. So a rank reads only its own state,
-each chunk about once. It needs memory only for that, one piece, and the readers' buffers ([Note: Read ahead] in
-:mod:`executor.checkpoint.format.reader`). There are two exceptions. If weights of other ranks' shards are resident,
-their master copies are read too, one unit at a time. If a layer was divided over other ranks than now, its parameters
-are read whole.
+and each chunk about once. Beside its own state it needs memory for one piece, and for the readers' buffers ([Note: Read
+ahead] in :mod:`executor.checkpoint.format.reader`). There are two exceptions. If weights of other ranks' shards are
+resident, their master copies are read too, one unit at a time. If a layer was divided over other ranks than now, its
+parameters are read whole.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ from planner.decisions import Place
 from planner.optimizers import Optimizer
 
 STAGED_BYTES: Final = 256 << 20
-"""Host memory for state on its way to a device, roughly."""
+"""Approximate host memory for state that is being copied to a device."""
 
 _Held = tuple[UnitState, Piece]
 
@@ -40,13 +40,13 @@ _DTYPES: Final[Mapping[str, torch.dtype]] = {"F32": torch.float32, "BF16": torch
 def restore(optimizer: OffloadedOptimizer, checkpoint: Checkpoint) -> dict[str, Any]:
     """Restore weights, optimizer state, step counts, groups and RNG state; return this rank's ``extra``.
 
-    The checkpoint may be from another plan, with other tiers and another number of ranks. Every rank reads what it
-    needs, see [Note: Restoring], and checks every byte. Ranks begin together and exchange nothing while they read,
-    so a rank that finds damage leaves no other waiting there.
+    The checkpoint may be from another plan, with other tiers and another number of ranks. Every rank reads the state
+    that it needs, see [Note: Restoring], and checks every byte. Ranks begin together, and exchange nothing while they
+    read. So if one rank finds damage, no other rank waits for it.
 
     Raises:
-        CheckpointError: it is of another model or optimizer; nothing has changed.
-        DamagedError: something in it is damaged or missing; some state has changed. Restore another checkpoint.
+        CheckpointError: the checkpoint is of another model or optimizer; nothing has changed.
+        DamagedError: a needed part of it is damaged or missing, and some state has changed. Restore another checkpoint.
     """
     check_prepared(optimizer)
     session = optimizer.session
@@ -59,13 +59,13 @@ def restore(optimizer: OffloadedOptimizer, checkpoint: Checkpoint) -> dict[str, 
     ):
         raise CheckpointError(
             f"{checkpoint.folder} has the state of {extra['optimizer']} with {len(extra['groups'])} group(s), but the "
-            f"optimizer is {class_name} with {len(optimizer.param_groups)}; make it as it was when it was saved"
+            f"optimizer is {class_name} with {len(optimizer.param_groups)}; make the optimizer that was saved"
         )
     held = list(session.access.parameter_states().values())
     if missing := {entry.shard.name for _, entry in held} - extra["steps"].keys():
         raise CheckpointError(f"{checkpoint.folder} has no {min(missing)}; the checkpoint is of another model")
     if session.runtime.snapshots is not None:
-        session.runtime.snapshots.take_remaining()  # of checkpoints of the state that was
+        session.runtime.snapshots.take_remaining()  # running checkpoints need the old state
     units = list({unit.name: unit for unit, _ in held}.values())
     alike = [
         unit
@@ -88,7 +88,7 @@ def restore(optimizer: OffloadedOptimizer, checkpoint: Checkpoint) -> dict[str, 
 
 
 def _keys(optimizer: OffloadedOptimizer, kind: Optimizer) -> tuple[str, ...]:
-    """Return the names of the tensors of a parameter that is planned as ``kind``."""
+    """Return the names of the tensors of a parameter that ``kind`` updates."""
     return (MASTER, *optimizer.entry.of(kind).buffers)
 
 
@@ -111,7 +111,7 @@ def _is_there(checkpoint: Checkpoint, parameter: ParameterState, keys: Sequence[
 
 
 def _read_shares(optimizer: OffloadedOptimizer, checkpoint: Checkpoint, units: Sequence[UnitState]) -> None:
-    """Read the state of units whose exact shards are in the checkpoint, see [Note: Restoring]."""
+    """Read the state of units whose exact shards are in the checkpoint; see [Note: Restoring]."""
     at_once: list[_Held] = []
     passing: list[_Held] = []
     by_itself: list[_Held] = []
@@ -228,7 +228,7 @@ class _SavedPart:
 
 
 def _write_weights(unit: UnitState, piece: Piece, master: torch.Tensor) -> None:
-    """Set a piece's weights from its master copy, wherever they are kept beside it."""
+    """Set a piece's weights from its master copy, in all places that hold them."""
     if unit.on_device:
         unit.own(piece).copy_(master)
     weight = unit.host_weight(piece)
@@ -237,7 +237,7 @@ def _write_weights(unit: UnitState, piece: Piece, master: torch.Tensor) -> None:
 
 
 def _read_resident(checkpoint: Checkpoint, unit: UnitState) -> None:
-    """Read all resident weights of a unit of which the rank has state of one shard only."""
+    """Read all resident weights of a unit, if the rank has the state of only one shard."""
     flat = torch.zeros(unit.parameters[-1].stop)
     checkpoint.read(
         ReadRequest(parameter.shard.shard_name, 0, _bytes_of(flat[parameter.start : parameter.stop]))
@@ -252,14 +252,14 @@ def _read_wholes(
     units: Sequence[UnitState],
     steps: Mapping[str, int],
 ) -> None:
-    """Read the state of units that were saved with other shards, through whole parameters."""
+    """Read the state of units that were saved with other shards. It reads whole parameters."""
     groups = {
         optimizer.session.name_of(parameter): group for group in optimizer.param_groups for parameter in group["params"]
     }
     done: set[str] = set()
     for unit in units:
         parameters = [parameter for parameter in unit.parameters if parameter.shard.name not in done]
-        done.update(parameter.shard.name for parameter in parameters)  # other units may have rows of the same
+        done.update(parameter.shard.name for parameter in parameters)  # other units may have rows of the same parameter
         entries = {}
         for parameter in parameters:
             shard = parameter.shard
@@ -295,7 +295,7 @@ def _whole(checkpoint: Checkpoint, name: str, key: str, shape: torch.Size) -> to
     whole = torch.empty(shape)
     try:
         assemble(tensor, {own: values.float() for own, values in parts.items()}, whole)
-    except (ValueError, RuntimeError) as error:  # torch: shapes that do not fit
+    except (ValueError, RuntimeError) as error:  # RuntimeError: torch found shapes that do not match
         raise CheckpointError(f"{checkpoint.folder}: {error}; the checkpoint is of another model") from error
     return whole
 

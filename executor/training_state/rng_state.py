@@ -1,4 +1,4 @@
-"""RNG state, as plain JSON."""
+"""The RNG state of torch, Python and NumPy, as plain JSON."""
 
 import base64
 import contextlib
@@ -11,8 +11,8 @@ import torch
 
 
 def rng_state() -> dict[str, Any]:
-    """Return the RNG state of all generators that training may use, as plain JSON."""
-    kind, keys, position, has_gauss, cached = np.random.get_state()  # noqa: NPY002 - what users' code may use
+    """Return the state of all random number generators that training may use, as plain JSON."""
+    kind, keys, position, has_gauss, cached = np.random.get_state()  # noqa: NPY002 - users' code may use it
     version, internal, gauss = random.getstate()
     state = {
         "torch": _text(torch.get_rng_state()),
@@ -25,14 +25,14 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: Mapping[str, Any]) -> None:
-    """Set what :func:`rng_state` returned."""
+    """Set the state that :func:`rng_state` returned."""
     torch.set_rng_state(_tensor(state["torch"]))
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     kind, keys, position, has_gauss, cached = state["numpy"]
     np.random.set_state((kind, np.array(keys, np.uint32), position, has_gauss, cached))  # noqa: NPY002
     if "cuda" in state and torch.cuda.is_available():
-        with contextlib.suppress(RuntimeError):  # another kind of device
+        with contextlib.suppress(RuntimeError):  # the state is of another kind of device
             torch.cuda.set_rng_state(_tensor(state["cuda"]))
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints of training under a plan. Resumed training continues bit for bit."""
+"""Checkpoints of training under a plan. Resumed training gives the same bits as uninterrupted training."""
 
 import contextlib
 import dataclasses
@@ -30,13 +30,13 @@ _PATIENCE_S = 60.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Resumed:
-    """Where training resumes.
+    """The checkpoint from which training resumes.
 
     Attributes:
-        path: of the checkpoint; ``None`` if there was none, and training starts anew.
+        path: path of the checkpoint; ``None`` if there was none, so that training starts from the beginning.
         step: iterations that it contains.
         refused: why newer checkpoints were skipped.
-        extra: what was saved beside the model and the optimizer.
+        extra: state that was saved beside the model and the optimizer.
     """
 
     path: Folder | None = None
@@ -50,14 +50,14 @@ class Checkpoints:
     """Saves checkpoints of a prepared model and its optimizer, and restores them.
 
     Args:
-        optimizer: that ``prepare`` returned, for a session with buffers for checkpoints.
-        levels: where they go, fastest first. Training writes to the first, a folder that all ranks share. Each further
-            level gets copies from the one above, of the steps that are multiples of its interval.
+        optimizer: the optimizer that ``prepare`` returned, for a session with buffers for checkpoints.
+        levels: places of checkpoints, fastest first. Training writes to the first level, a folder that all ranks share.
+            Each further level gets copies from the level above, of the steps that are multiples of its interval.
         on_outcome: called in another thread with the outcome of each checkpoint on each level.
         files: system calls that write into folders.
 
     Raises:
-        ValueError: the session has no buffers for checkpoints, or the levels do not fit together.
+        ValueError: the session has no buffers for checkpoints, or the levels are not consistent.
         CheckpointError: a place cannot be used, has no room, or is not shared by all nodes.
     """
 
@@ -72,7 +72,7 @@ class Checkpoints:
         self._optimizer = optimizer
         self._session = session = optimizer.session
         if session.runtime.snapshots is None:
-            raise ValueError("the session has no buffers for checkpoints; give it checkpoint_buffer_bytes")
+            raise ValueError("the session has no buffers for checkpoints; pass checkpoint_buffer_bytes to prepare()")
         rank, size = session.collectives.rank, session.collectives.size
         nonce = session.collectives.broadcast(secrets.randbits(32))  # the same on all ranks
         rank_info = RankInfo(rank, size, f"{nonce:08x}" if size > 1 else "")
@@ -99,12 +99,14 @@ class Checkpoints:
                 raise
 
     def save(self, step: int, extra: Mapping[str, Any] | None = None) -> None:
-        """Begin a checkpoint between two iterations. The next iteration takes it, and it is written beside training.
+        """Begin a checkpoint between two iterations.
+
+        Tasks of the next iteration take it, and it is written during training.
 
         All ranks call this together.
 
         Args:
-            step: iterations of training that the present state contains.
+            step: iterations of training that the current state contains.
             extra: other state to save, as plain JSON (an LR scheduler's ``state_dict()``, the position in the data).
 
         Raises:
@@ -129,7 +131,7 @@ class Checkpoints:
         self._engine.begin(step, self._session.iteration, own)
 
     def finish(self) -> None:
-        """Wait until all checkpoints that have begun are durable, or have failed; call it between iterations."""
+        """Wait until all checkpoints that have begun are durable or have failed. Call it between iterations."""
         self.take_remaining()
         self._engine.wait()
 
@@ -139,24 +141,25 @@ class Checkpoints:
         self._engine.settle()
 
     def take_remaining(self) -> None:
-        """Take the rest of checkpoints that have begun now, instead of in the next iteration."""
+        """Take the rest of all checkpoints that have begun, now instead of in the next iteration."""
         self._session.synchronize()
         self._engine.take_remaining()
 
     def promote_newest(self, patience_s: float) -> None:
-        """Copy the newest checkpoint to all levels, and wait at most ``patience_s``; call :meth:`finish` first.
+        """Copy the newest checkpoint to all levels, and wait at most ``patience_s``. Call :meth:`finish` first.
 
-        A copy that is not done by then, or at Ctrl-C, is given up and reported.
+        If a copy has not ended by then, or at Ctrl-C, it is abandoned and reported.
         """
         self.levels.promote_newest(patience_s)
 
     def resume(self) -> Resumed:
-        """Restore the newest checkpoint that is whole, see :func:`restore`; all ranks call this together.
+        """Restore the newest whole checkpoint, see :func:`restore`. All ranks call this together.
 
-        Each is read only once. If any rank finds damage on the way, it is skipped.
+        Each checkpoint is read only once. If any rank finds damage in it, it is skipped.
 
         Raises:
-            CheckpointError: it is of another model or optimizer, or none is whole. The model's weights are then lost.
+            CheckpointError: the checkpoint is of another model or optimizer, or no checkpoint is whole. In the second
+                case the model's weights are lost.
         """
         there, refused = candidates(self.levels.stores) if self._rank == 0 else ([], [])
         path = None
@@ -168,7 +171,7 @@ class Checkpoints:
                     opened = True
                 except DamagedError as error:
                     failure, opened = str(error), False
-                if not self._session.collectives.any(not opened):  # restoring begins with what all do together
+                if not self._session.collectives.any(not opened):  # restore() begins with collectives
                     try:
                         extra = restore(self._optimizer, checkpoint)
                         restored = True
@@ -179,13 +182,13 @@ class Checkpoints:
             refused.append(failure)
         if path is not None:
             raise CheckpointError(
-                f"no checkpoint is whole: {'; '.join(refused)}; restore one from a backup, or begin again in another "
-                "place"
+                f"no checkpoint is whole: {'; '.join(refused)}; copy one from a backup, or start training again with "
+                "another place for checkpoints"
             )
         return Resumed(refused=tuple(refused))
 
     def _of_first(self, there: Sequence[tuple[int, Folder]]) -> Iterator[Folder]:
-        """Yield the checkpoints that rank 0 has found; all ranks call this together."""
+        """Yield the checkpoints that rank 0 has found. All ranks call this together."""
         found = iter([(level, *(parse_name(folder.name) or (0, 0))) for level, folder in there])
         while True:
             level, step, nonce = (self._session.collectives.broadcast(value) for value in next(found, (-1, 0, 0)))
@@ -194,7 +197,7 @@ class Checkpoints:
             yield self.levels.stores[level].folder(step, nonce)
 
     def close(self) -> None:
-        """Give up unfinished snapshots and copies to other levels, wait for files that are being written.
+        """Abandon unfinished snapshots and copies to other levels, and wait for files that are being written.
 
         Closing twice is allowed.
         """

@@ -1,4 +1,4 @@
-"""Weights in the files of ``transformers`` and ``peft``: loading them under a plan, and saving them."""
+"""Loads weights from files of ``transformers`` and ``peft`` under a plan, and saves them."""
 
 from executor.weights.files import WeightsError
 from executor.weights.folder import MAX_SHARD_BYTES, WeightsFolder

@@ -1,4 +1,4 @@
-"""Reading safetensors files, mapped, so that host memory has only what is being copied."""
+"""Reads memory-mapped safetensors files, so that only the values that are being copied take host memory."""
 
 import contextlib
 import json
@@ -17,7 +17,7 @@ from hwprofiles.files import read_json
 WEIGHTS, ADAPTER = "model.safetensors", "adapter_model.safetensors"
 INDEX: Final = f"{WEIGHTS}.index.json"
 CHUNK_BYTES: Final = 64 << 20
-"""Most bytes of one tensor that are in memory at once, if it is stored as the model has it, unless a row has more."""
+"""If a tensor is stored as in the model, at most this much of it, or one row, is in memory at once."""
 
 DTYPES: Final[Mapping[str, torch.dtype]] = {
     "F64": torch.float64,
@@ -32,14 +32,14 @@ DTYPES: Final[Mapping[str, torch.dtype]] = {
 
 
 class WeightsError(ValueError):
-    """Files of weights cannot be read, or do not have what the model needs."""
+    """Files of weights cannot be read, or lack tensors that the model needs."""
 
 
 def weights_folder(weights: str | Path) -> Path:
-    """Return the folder that has weights: the one given, or that of a hub's name in the cache on this machine.
+    """Return the folder of weights: the given folder, or the folder of a hub model in this machine's cache.
 
     Raises:
-        WeightsError: there is none.
+        WeightsError: there is no such folder.
     """
     if not isinstance(weights, str | Path):
         raise TypeError(f"the weights are {weights!r}; give the path of a folder, or the name of a model on a hub")
@@ -52,7 +52,7 @@ def weights_folder(weights: str | Path) -> Path:
         raise WeightsError(f"{weights} is a file; give the folder that it is in")
     if str(weights) != Path(weights).as_posix() or len(folder.parts) > 2 or str(weights)[:1] in {".", "/", "~"}:
         raise WeightsError(
-            f"{weights}: there is no such folder; give one with {WEIGHTS}, or the name of a model on a hub"
+            f"{weights}: there is no such folder; give a folder with {WEIGHTS}, or the name of a model on a hub"
         )
     from huggingface_hub import snapshot_download  # noqa: PLC0415 - takes a second
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError  # noqa: PLC0415
@@ -61,7 +61,7 @@ def weights_folder(weights: str | Path) -> Path:
         return Path(snapshot_download(str(weights), local_files_only=True))
     except (LocalEntryNotFoundError, HFValidationError) as error:
         raise WeightsError(
-            f"{weights} is no folder here, and the cache of hub models on this machine has no model of that name; "
+            f"{weights} is not a folder, and this machine's cache of hub models has no model with that name; "
             f"download it first: hf download {weights}"
         ) from error
 
@@ -76,13 +76,13 @@ class WeightFiles:
     """The safetensors files of a folder.
 
     Args:
-        folder: with :data:`INDEX` and the files that it names, one file, or an adapter of ``peft``.
+        folder: a folder with :data:`INDEX` and the files that it names, with one file, or with an adapter of ``peft``.
 
     Attributes:
-        folder: the same.
-        shapes: of all tensors, by name.
-        is_adapter: whether they are those of an adapter.
-        num_bytes: of all of them.
+        folder: the folder.
+        shapes: shapes of all tensors, by name.
+        is_adapter: whether the tensors are those of an adapter.
+        num_bytes: bytes of all tensors.
 
     Raises:
         WeightsError: there are no such files, or one is damaged.
@@ -99,12 +99,13 @@ class WeightFiles:
             self._open(file)
         if missing := sorted(name for name, file in listed.items() if self._places.get(name, ("",))[0] != file):
             raise WeightsError(
-                f"{folder / INDEX} says that {missing[0]} is in {listed[missing[0]]}, but it is not; copy them again"
+                f"{folder / INDEX} lists {missing[0]} in {listed[missing[0]]}, but it is not there; copy both files "
+                "again"
             )
         self.num_bytes = sum(math.prod(s.shape) * s.dtype.itemsize for s in self.shapes.values())
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """Return a tensor: a view of its file, that is read where it is used."""
+        """Return a tensor as a view of its file. Values are read when they are used."""
         (file, start), (shape, dtype) = self._places[name], self.shapes[name]
         count = math.prod(shape)
         if not count:
@@ -112,7 +113,7 @@ class WeightFiles:
         return torch.frombuffer(self._map(file), dtype=dtype, count=count, offset=start).view(shape)
 
     def forget(self, name: str) -> None:
-        """Free the pages that a tensor was read into; it is read again when it is used again."""
+        """Free the memory of a tensor's values. If they are used again, they are read again."""
         (file, start), (shape, dtype) = self._places[name], self.shapes[name]
         first = start // mmap.PAGESIZE * mmap.PAGESIZE
         num_bytes = start - first + math.prod(shape) * dtype.itemsize
@@ -120,7 +121,7 @@ class WeightFiles:
             self._map(file).madvise(mmap.MADV_DONTNEED, first, num_bytes)
 
     def chunks(self, name: str, values: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Yield a view of a tensor in flat parts of at most :data:`CHUNK_BYTES`, or one row, and forget each."""
+        """Yield a view of a tensor in flat parts of at most :data:`CHUNK_BYTES`, or one row, and forget each part."""
         rows = values.reshape(-1) if values.ndim < 2 else values
         num_rows = max(CHUNK_BYTES // max(rows[:1].nbytes, 1), 1)
         for first in range(0, len(rows), num_rows):
@@ -128,9 +129,9 @@ class WeightFiles:
             self.forget(name)
 
     def close(self) -> None:
-        """Unmap the files, as soon as nothing views them any more."""
+        """Unmap the files. A file that still has views is unmapped with its last view."""
         for mapped in self._mapped.values():
-            with contextlib.suppress(BufferError):  # it is unmapped with the last view
+            with contextlib.suppress(BufferError):  # the file still has views
                 mapped.close()
         self._mapped.clear()
 
@@ -142,7 +143,7 @@ class WeightFiles:
 
     def _map(self, file: str) -> mmap.mmap:
         if file not in self._mapped:
-            with (self.folder / file).open("rb") as opened:  # private: torch takes no memory that cannot be written
+            with (self.folder / file).open("rb") as opened:  # private: torch needs writable memory
                 self._mapped[file] = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
         return self._mapped[file]
 
@@ -157,7 +158,7 @@ class WeightFiles:
         except FileNotFoundError as error:
             raise WeightsError(f"{path} is missing; copy all files of the model again") from error
         except (SafetensorError, OSError, ValueError) as error:
-            raise WeightsError(f"{path} is damaged or no safetensors file ({error}); copy it again") from error
+            raise WeightsError(f"{path} is damaged, or is not a safetensors file ({error}); copy it again") from error
         header.pop("__metadata__", None)
         for name, record in header.items():
             if (dtype := DTYPES.get(record["dtype"])) is None:
@@ -172,14 +173,14 @@ class WeightFiles:
 
 
 def _listed(folder: Path) -> dict[str, str]:
-    """Return the files of tensors as an index lists them; nothing without an index."""
+    """Return the file of each tensor, as the index lists it; empty without an index."""
     path = folder / INDEX
     if not path.exists():
         return {}
     index = read_json(path, WeightsError, "copy the files of the model again")
     listed = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(listed, dict) or not listed or not all(isinstance(file, str) for file in listed.values()):
-        raise WeightsError(f"{path} has no weight_map, which says in which file tensors are; copy it again")
+        raise WeightsError(f"{path} has no weight_map, which lists the file of each tensor; copy it again")
     if strange := next((file for file in listed.values() if Path(file).name != file), None):
         raise WeightsError(f"{path} names a file outside of its folder, {strange}; copy the model from a better source")
     return listed
@@ -191,7 +192,7 @@ def _only_file(folder: Path) -> str:
             return file
     if any(folder.glob("*.bin")) or any(folder.glob("*.pt*")):
         raise WeightsError(
-            f"{folder} has weights as pickles only, which may run any code; convert them once, where you trust them: "
+            f"{folder} has weights only as pickles, which may run any code; if you trust them, convert them once: "
             f"AutoModelForCausalLM.from_pretrained({str(folder)!r}).save_pretrained(NEW_FOLDER)"
         )
     if any(folder.glob("**/manifest.json")):

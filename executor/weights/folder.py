@@ -1,4 +1,4 @@
-"""A folder of weights as ``transformers`` reads it, written piece by piece, which appears whole or not at all."""
+"""Writes a folder of weights that ``transformers`` can read, tensor by tensor. It appears complete or not at all."""
 
 import contextlib
 import errno
@@ -18,7 +18,7 @@ from executor.module.naming import Shape
 from executor.weights.files import CHUNK_BYTES, DTYPES, INDEX, WEIGHTS
 
 MAX_SHARD_BYTES: Final = 5_000_000_000
-"""Most bytes of one file, unless one tensor has more."""
+"""Limit of bytes of one file. A larger tensor has a file of its own."""
 _REMEDY: Final = "give a new folder on a drive with room that this user may write"
 
 _NAMES: Final[Mapping[torch.dtype, Dtype]] = {dtype: name for name, dtype in DTYPES.items()}  # type: ignore[misc]
@@ -26,21 +26,21 @@ _NAMES: Final[Mapping[torch.dtype, Dtype]] = {dtype: name for name, dtype in DTY
 
 @final
 class WeightsFolder:
-    """A new folder, with a temporary name until it is complete. Use it in ``with``, and :meth:`commit` at the end.
+    """A new folder of weights. Use it in a ``with`` statement, and call :meth:`commit` at the end.
 
-    If the process is killed, or the drive is full, nothing has the folder's name. What is left of a killed process is
-    removed by the next one that writes there.
+    Until :meth:`commit`, it has another name. So if the process is killed or the drive is full, no folder has the final
+    name. The next process that writes there removes the files of a killed one.
 
     Args:
-        folder: a path where nothing is yet.
+        folder: final path. It must not exist.
         files: system calls.
 
     Attributes:
-        path: where files are written to before :meth:`commit`.
+        path: the folder to write files to before :meth:`commit`.
 
     Raises:
-        ValueError: the folder is there.
-        OSError: it cannot be made.
+        ValueError: the folder exists.
+        OSError: the folder cannot be made.
     """
 
     def __init__(self, folder: Path, files: Files | None = None) -> None:
@@ -59,16 +59,16 @@ class WeightsFolder:
         values: Iterable[tuple[str, torch.Tensor]],
         max_shard_bytes: int = MAX_SHARD_BYTES,
     ) -> None:
-        """Write safetensors files, and an index if they are several.
+        """Write safetensors files, and an index if there are several.
 
         Args:
-            shapes: of all tensors.
-            values: of all tensors, in the same order, of any type and on any device. Each is written before the next is
-                asked for.
-            max_shard_bytes: most bytes of one file, unless one tensor has more.
+            shapes: shapes of all tensors.
+            values: all tensors, in the same order, of any type and on any device. Each tensor is written before the
+                next is taken.
+            max_shard_bytes: limit of bytes of one file. A larger tensor has a file of its own.
 
         Raises:
-            OSError: they cannot be written.
+            OSError: a file cannot be written.
         """
         shards = list(_shards(shapes, max_shard_bytes))
         index: dict[str, str] = {}
@@ -87,7 +87,7 @@ class WeightsFolder:
         """Make everything durable, and give the folder its name.
 
         Raises:
-            OSError: that fails.
+            OSError: the files cannot be made durable, or the folder cannot be renamed.
         """
         with self.naming():
             for path in self.path.rglob("*"):
@@ -107,16 +107,16 @@ class WeightsFolder:
         return self
 
     def __exit__(self, *_exc_info: object) -> None:
-        remove_tree(self._files, self.path)  # nothing is there once it has been renamed
+        remove_tree(self._files, self.path)  # after the rename, there is nothing to remove
 
     @contextlib.contextmanager
     def naming(self) -> Iterator[None]:
-        """Name the folder in errors: the system's own name a temporary file, or none."""
+        """Return a context that names the folder in errors, which name no file or only a temporary one."""
         try:
             yield
         except OSError as error:
             raise OSError(error.errno, f"{error.strerror}; {_REMEDY}", str(self._folder)) from error
-        except SafetensorError as error:  # what writes the files of `peft` knows no other
+        except SafetensorError as error:  # peft's writer raises no OSError
             raise OSError(errno.EIO, f"{error}; {_REMEDY}", str(self._folder)) from error
 
     def _write_file(self, file: str, shapes: Mapping[str, Shape], values: Iterator[tuple[str, torch.Tensor]]) -> None:
@@ -143,12 +143,12 @@ class WeightsFolder:
 
 
 def check_new(folder: Path) -> None:
-    """Check that nothing has a folder's path yet.
+    """Check that a path does not exist.
 
     Raises:
-        ValueError: it is.
+        ValueError: it exists.
     """
-    if os.path.lexists(folder):  # also a link to nothing, in whose place no folder can come
+    if os.path.lexists(folder):  # a dangling link counts too: a folder cannot replace it
         raise ValueError(f"{folder} is there already; give a new folder")
 
 

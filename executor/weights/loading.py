@@ -1,9 +1,9 @@
 """Loads weights from files to where a plan keeps them.
 
 [Note: Streamed] Each rank reads its own part of each tensor, straight from the mapped file to each place where the plan
-keeps it: device, host or NVMe, in the plan's type and as a float32 master copy. Beside the plan's own memory the host
-has at most one chunk (:data:`executor.weights.files.CHUNK_BYTES`), or what one conversion of ``transformers`` makes at
-a time: of a bank of experts one expert, of other tensors that are stored in another form one of these.
+keeps it: device, host or NVMe, in the plan's type and as a float32 master copy. Beside the plan's own memory, the host
+has at most one chunk (:data:`executor.weights.files.CHUNK_BYTES`), or the result of one conversion of ``transformers``:
+one expert of a bank, or one tensor that is stored in another layout.
 """
 
 import dataclasses
@@ -30,11 +30,11 @@ class Loaded:
     """The result of loading weights.
 
     Attributes:
-        folder: where they are.
-        num_bytes: of all files.
-        kept: names of parameters that the files do not have, and that keep their values.
-        unused: names of tensors that the model has no use for.
-        seconds: that it took.
+        folder: the folder of the files.
+        num_bytes: bytes of all files.
+        kept: names of parameters that the files lack, so that they keep their values.
+        unused: names of tensors that the model does not use.
+        seconds: time that it took.
     """
 
     folder: Path
@@ -47,15 +47,15 @@ class Loaded:
 def load(optimizer: OffloadedOptimizer, weights: str | Path, *, strict: bool = True) -> Loaded:
     """Load weights from safetensors files to where the plan keeps them, between two iterations.
 
-    The model may have been prepared on the meta device, or with other weights; optimizer state stays as it is. Host
-    memory never holds the model beside the plan's own memory, see [Note: Streamed]. All ranks call this together, and
-    each reads the files. Tensors that the model has no use for are named in a warning.
+    The model may have been prepared on the meta device, or with other weights. Optimizer state stays the same. Host
+    memory never holds the model in addition to the plan's own memory, see [Note: Streamed]. All ranks call this
+    together, and each reads the files. A warning names tensors that the model does not use.
 
     Args:
-        optimizer: that ``prepare`` returned.
-        weights: a folder with ``model.safetensors`` (or several and an index), or an adapter of ``peft``; or the name
-            of a hub's model that is on this machine.
-        strict: refuse files that lack a parameter; otherwise it keeps its values, if it has any.
+        optimizer: the optimizer that ``prepare`` returned.
+        weights: a folder with ``model.safetensors`` (or several files and an index), or with an adapter of ``peft``; or
+            the name of a hub model that is on this machine.
+        strict: raise an error if the files lack a parameter. Otherwise the parameter keeps its values, if it has any.
 
     Raises:
         WeightsError: a tensor is missing or has another shape, or a file is damaged; nothing has changed.
@@ -73,9 +73,9 @@ def load(optimizer: OffloadedOptimizer, weights: str | Path, *, strict: bool = T
     except (ValueError, OSError) as error:
         failure = error
     if session.collectives.any(failure is not None):
-        raise failure or WeightsError(f"{weights}: another rank cannot load them; its own error says why")
+        raise failure or WeightsError(f"{weights}: another rank cannot load them; see the error of that rank")
     if session.runtime.snapshots is not None:
-        session.runtime.snapshots.take_remaining()  # of checkpoints of the weights that were
+        session.runtime.snapshots.take_remaining()  # running checkpoints need the old weights
     with files, session.access.changing():
         _set_buffers(origins, session.model)
         for unit in session.runtime.state.units.values():
@@ -95,7 +95,7 @@ def load(optimizer: OffloadedOptimizer, weights: str | Path, *, strict: bool = T
 
 
 def check_weights(folder: Path, model: torch.nn.Module) -> None:
-    """Check that files have all tensors that a model needs, in its shapes; the model may be on the meta device.
+    """Check that files have all tensors that a model needs, in its shapes. The model may be on the meta device.
 
     Raises:
         WeightsError: a tensor is missing or has another shape, or a file is damaged.
@@ -105,12 +105,12 @@ def check_weights(folder: Path, model: torch.nn.Module) -> None:
 
 
 class _Origins:
-    """Where the values of a model's tensors come from.
+    """The sources of a model's tensors in files.
 
     Attributes:
         there: names of the parameters and buffers that get values.
-        missing: names of those that do not.
-        unused: names of tensors of the files that nothing needs.
+        missing: names of the parameters and buffers that get none.
+        unused: names of tensors in the files that the model does not use.
 
     Raises:
         WeightsError: see :func:`load`.
@@ -126,7 +126,7 @@ class _Origins:
         remedy: str = ", or keep the model's own values: load(strict=False)",
     ) -> None:
         self._files = files
-        self._conversion: dict[str, tuple[Conversion, str]] = {}  # and the name there, by name in the model
+        self._conversion: dict[str, tuple[Conversion, str]] = {}  # by name in the model; with the name in its result
         self._naming, self._tensors = naming, naming.tensors
         conversions, aliases, unused = _found(naming, files)
         self.unused = tuple(unused)
@@ -149,13 +149,13 @@ class _Origins:
             name = (without or self.missing)[0]
             more = f" and {len(self.missing) - 1} more" if len(self.missing) > 1 else ""
             if without:
-                remedy = ", or make the model on the CPU, so that it has values to begin with"
+                remedy = ", or make the model on the CPU, so that it has initial values"
             raise WeightsError(
-                f"{files.folder} has no {wanted[name]}{more}, which the model has; give weights of this model{remedy}"
+                f"{files.folder} has no {wanted[name]}{more}, but the model has; give weights of this model{remedy}"
             )
 
     def values_of(self, parameter: ParameterState | FrozenParameter) -> Iterator[torch.Tensor]:
-        """Yield the values of a rank's shard in flat parts; none if the files have none."""
+        """Yield the values of a rank's shard in flat parts, or nothing if the files have no values for it."""
         shard = parameter.shard
         if (name := self._by_identity.get(id(shard.whole))) is None:
             return
@@ -173,7 +173,7 @@ class _Origins:
             self._forget(conversion)
 
     def buffer(self, name: str) -> torch.Tensor:
-        """Return the values of a buffer, which may have further names."""
+        """Return the values of a buffer. The buffer may have several names."""
         conversion, plain = self._conversion[self._by_identity[id(self._tensors[name])]]
         return conversion.apply(self._files.__getitem__)[plain]
 
@@ -196,7 +196,7 @@ class _Origins:
             )
 
     def _check_ties(self) -> None:
-        """Check that tied tensors are equal if the files have each of them."""
+        """Check that the files have equal values for all names of a tied tensor."""
         of_tensor: dict[int, list[str]] = {}
         for name in self._conversion:
             of_tensor.setdefault(id(self._tensors[name]), []).append(name)
@@ -205,8 +205,8 @@ class _Origins:
                 if not self._are_equal(self._conversion[first], self._conversion[other]):
                     raise WeightsError(
                         f"{self._files.folder} has different values for {self._naming.in_base.get(first, first)} and "
-                        f"{self._naming.in_base.get(other, other)}, which are one tensor in the model; make it with "
-                        "tie_word_embeddings=False"
+                        f"{self._naming.in_base.get(other, other)}, which are one tensor in the model; make the model "
+                        "with tie_word_embeddings=False"
                     )
 
     def _are_equal(self, one: tuple[Conversion, str], other: tuple[Conversion, str]) -> bool:
@@ -220,7 +220,7 @@ class _Origins:
 
 
 def _found(naming: Naming, files: WeightFiles) -> tuple[list[Conversion], Mapping[str, list[str]], list[str]]:
-    """Return conversions, the names in the model of what they make, and names of tensors without use."""
+    """Return the conversions, the model's names of their results, and the names of unused tensors."""
     if files.is_adapter:
         if not naming.adapters:
             raise WeightsError(
@@ -230,8 +230,8 @@ def _found(naming: Naming, files: WeightFiles) -> tuple[list[Conversion], Mappin
         adapter, names = next(iter(naming.adapters.items()))
         if naming.is_encoded(adapter):
             raise WeightsError(
-                f"{files.folder} has the prompt that an encoder made, but the model trains the encoder, which is in no "
-                "such file; go on from a checkpoint (ullage.Checkpoints), or evaluate it with PeftModel.from_pretrained"
+                f"{files.folder} has the prompt that an encoder made, but the model trains the encoder, which such "
+                "files lack; resume from a checkpoint (ullage.Checkpoints), or evaluate with PeftModel.from_pretrained"
             )
         return (
             [Conversion(name, [("", name)]) for name in files.shapes if name in names],
@@ -246,10 +246,10 @@ def _found(naming: Naming, files: WeightFiles) -> tuple[list[Conversion], Mappin
 
 
 def _check_plain(shards: Iterable[ParameterShard], origins: _Origins) -> None:
-    """Check that no quantized parameter would get values.
+    """Check that the files have no values for quantized parameters.
 
     Raises:
-        WeightsError: one would.
+        WeightsError: they have.
     """
     if name := next((s.name for s in shards if s.stored.is_quantized and s.name in origins.there), None):
         raise WeightsError(

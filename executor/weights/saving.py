@@ -1,4 +1,4 @@
-"""Saves weights under a plan as ``from_pretrained`` of ``transformers`` and ``peft`` loads them."""
+"""Saves weights under a plan, in the format that ``from_pretrained`` of ``transformers`` and ``peft`` loads."""
 
 import contextlib
 import copy
@@ -35,28 +35,29 @@ def save(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     files: Files | None = None,
 ) -> Path:
-    """Save a prepared model between two iterations, as ``from_pretrained`` loads it.
+    """Save a prepared model between two iterations, in the format that ``from_pretrained`` loads.
 
-    The folder has ``config.json``, ``generation_config.json`` if the model generates, weights under the names and in
-    the form that ``transformers`` writes, tied ones once, and the tokenizer's files if one is given or weights were
-    loaded from a folder with some. Of a model with adapters of ``peft`` it has only these. It appears whole or not at
-    all. All ranks call this together; rank 0 writes, one tensor at a time.
+    The folder has ``config.json``, and ``generation_config.json`` if the model generates. Weights have the names and
+    the layout that ``transformers`` writes, and tied weights are written once. If a tokenizer is given, or weights were
+    loaded from a folder with one, the folder has the tokenizer's files. If the model has adapters of ``peft``, only the
+    adapters are saved. The folder appears complete or not at all. All ranks call this together; rank 0 writes, one
+    tensor at a time.
 
     Args:
-        optimizer: that ``prepare`` returned.
-        folder: a path where nothing is yet, on rank 0's machine.
-        dtype: of floating tensors. By default the plan's; ``"float32"`` gives the master copies.
-        tokenizer: of ``transformers``, to save beside the weights.
-        max_shard_bytes: most bytes of one file, unless one tensor has more.
+        optimizer: the optimizer that ``prepare`` returned.
+        folder: a new folder, on rank 0's machine.
+        dtype: data type of floating-point tensors (default: the plan's). ``"float32"`` saves the master copies.
+        tokenizer: a tokenizer of ``transformers``, to save beside the weights.
+        max_shard_bytes: limit of bytes of one file. A larger tensor has a file of its own.
         files: system calls that write.
 
     Returns:
         The folder.
 
     Raises:
-        ValueError: the folder is there, or the type is unknown; nothing is written then.
-        TypeError: an argument is of another kind.
-        OSError: it cannot be written; nothing has its name.
+        ValueError: the folder exists, or the data type is unknown; nothing is written.
+        TypeError: an argument has another type.
+        OSError: the folder cannot be written; no folder has its name.
         OutOfOrderError: in the middle of an iteration.
     """
     check_prepared(optimizer)
@@ -95,7 +96,7 @@ def save(
                 new.commit()
         except OSError as error:
             failure = error
-        for _ in values:  # what ranks gather together
+        for _ in values:  # all ranks must make the same collectives
             pass
         if session.collectives.any(failure is not None):
             raise failure or OSError(f"rank 0 could not write {folder}; its own error says why")
@@ -118,7 +119,7 @@ def _adapter_values(session: Session, naming: Naming, dtype: torch.dtype) -> Ite
     weights = session.reader(dtype)
     for names in naming.adapters.values():
         for theirs, name in names.items():
-            if theirs != PROMPT:  # :func:`prompts_of` has made it
+            if theirs != PROMPT:  # :func:`prompts_of` computes it
                 yield name, weights(naming.tensors[name]).to("cpu", copy=True)
 
 
@@ -131,12 +132,12 @@ def _saved_config(folder: Path) -> dict[str, Any]:
 def _write_small_files(
     path: Path, optimizer: OffloadedOptimizer, naming: Naming, dtype: torch.dtype, tokenizer: Any
 ) -> None:
-    """Write configurations, and the tokenizer's files if one is given or weights came with some."""
+    """Write configurations, and the tokenizer's files if one is given or was beside the loaded weights."""
     model: Any = naming.base
     if not naming.adapters and hasattr(model, "config"):
         config = copy.deepcopy(model.config)
         config.architectures, config.dtype = [type(model).__name__], str(dtype).removeprefix("torch.")
-        if optimizer.weights_folder is not None and hasattr(config, "use_cache"):  # which is off in training
+        if optimizer.weights_folder is not None and hasattr(config, "use_cache"):  # it is off in training
             config.use_cache = _saved_config(optimizer.weights_folder).get("use_cache", True)
         config.save_pretrained(path)
         if getattr(model, "generation_config", None) is not None and model.can_generate():

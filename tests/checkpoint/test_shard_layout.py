@@ -138,7 +138,7 @@ def test_values_may_change_as_soon_as_they_were_given(sizes, num_buffers, tmp_pa
 
 def test_one_name_twice_in_a_file_is_refused():
     (box,) = boxes((3,), 0, 3)
-    with pytest.raises(ValueError, match="w is twice in one file"):
+    with pytest.raises(ValueError, match="w is in one file twice"):
         layout((Entry("w", "F32", (3,), box),) * 2)
 
 

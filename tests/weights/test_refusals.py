@@ -62,7 +62,7 @@ def checkpoints(source):
 BAD = {
     "missing": (
         lambda s: change(s, lambda t: t.pop("model.norm.weight")),
-        r"source has no model\.norm\.weight, which the model has; give weights of this model, .*the model on the CPU",
+        r"source has no model\.norm\.weight, but the model has; give weights of this model, .*the model on the CPU",
     ),
     "shape": (
         lambda s: change(s, lambda t: t.update({"lm_head.weight": torch.ones(3, 4)})),
@@ -73,10 +73,10 @@ BAD = {
         lambda s: change(s, lambda t: t.update({"lm_head.weight": t["lm_head.weight"].to(torch.int32)})),
         r"lm_head\.weight is int32, but a floating-point tensor in the model; give weights that are not quantized",
     ),
-    "cut": (cut, r"model\.safetensors is damaged or no safetensors file .*; copy it again"),
+    "cut": (cut, r"model\.safetensors is damaged, or is not a safetensors file .*; copy it again"),
     "empty": (lambda s: (s / "model.safetensors").write_bytes(b""), r"model\.safetensors is damaged"),
     "none": (lambda s: (s / "model.safetensors").unlink(), r"source has no model\.safetensors; give a folder that"),
-    "pickle": (only_pickle, r"has weights as pickles only.*from_pretrained\('.*source'\)\.save_pretrained\(NEW"),
+    "pickle": (only_pickle, r"has weights only as pickles.*from_pretrained\('.*source'\)\.save_pretrained\(NEW"),
     "checkpoints": (checkpoints, r"has checkpoints of Ullage; export one: ullage checkpoint export .*source"),
     "index": (lambda s: index(s, {"a": "other.safetensors"}), r"other\.safetensors is missing; copy all files"),
     "listed": (lambda s: index(s, {"a": "model.safetensors"}), r"says that a is in model\.safetensors, but it is not"),
@@ -111,7 +111,7 @@ def test_bad_files_are_refused_before_anything_changes(source, optimizer, spoil,
     [
         ("./nowhere", r"\./nowhere: there is no such folder"),
         ("a/b/c", "a/b/c: there is no such folder"),
-        ("someone/nothing", r"cache of hub models on this machine has no model.*hf download someone/nothing"),
+        ("someone/nothing", r"cache of hub models has no model.*hf download someone/nothing"),
     ],
 )
 def test_weights_that_are_not_there_are_refused(optimizer, weights, words, tmp_path, monkeypatch):

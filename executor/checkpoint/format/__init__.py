@@ -1,1 +1,1 @@
-"""A checkpoint's files: how state is laid out in them, the manifest that commits them, and reading."""
+"""The format of a checkpoint: the layout of its files, the manifest that commits them, and their reader."""

@@ -1,14 +1,14 @@
 """The layout of a safetensors file, computed before its first byte is written.
 
-A file begins with the length of its header (eight bytes), then the header (JSON, padded with spaces), then the values,
-tensor after tensor without gaps (https://huggingface.co/docs/safetensors). Here the values begin at a whole block, so
-that they can be written with direct I/O, in any order. The header is written last: every reader refuses a file that
-begins with zeros.
+A file begins with the length of its header (eight bytes). The header follows (JSON, padded with spaces), then the
+values, tensor after tensor without gaps (https://huggingface.co/docs/safetensors). Here the values begin at a block
+boundary, so that they can be written with direct I/O, in any order. The header is written last, because every reader
+rejects a file that begins with zeros.
 
 [Note: Boxes] A rank has a contiguous, flat range of a unit's parameters. Readers of ``torch.distributed.checkpoint``
 know only boxes: an offset and an extent in each dimension. A range of a matrix is up to three boxes: the rest of a row,
-whole rows, and the start of a row. A tensor's name is unique in a file, so the first box of every tensor is in one
-file, the second in another, and so on. With one rank every range is the whole tensor, and there is one file.
+whole rows, and the start of a row. Names of tensors are unique in a file. So the first box of every tensor is in one
+file, the second box in another file, and so on. With one rank, every range is a whole tensor, and there is one file.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ ITEM_BYTES: Final[Mapping[Dtype, int]] = {
     "U8": 1,
     "BOOL": 1,
 }
-"""Bytes of one value, by safetensors' names of types."""
+"""Bytes of one value, by safetensors' name of the data type."""
 
 _SHARDING_KEY: Final = "DCP_SHARDING_INFO"  # read by torch.distributed.checkpoint
 
@@ -42,8 +42,8 @@ class Box:
 
     Attributes:
         start, stop: the range, in values of the flat tensor.
-        offsets: where the box begins in each dimension.
-        shape: its extent in each.
+        offsets: the box's offset in each dimension.
+        shape: its extent in each dimension.
     """
 
     start: int
@@ -82,10 +82,10 @@ class Entry:
     """A box of a tensor in a file.
 
     Attributes:
-        name: of the tensor.
-        dtype: see :data:`ITEM_BYTES`.
-        shape: of the whole tensor.
-        box: the part in this file.
+        name: name of the tensor.
+        dtype: its data type, see :data:`ITEM_BYTES`.
+        shape: shape of the whole tensor.
+        box: the part of the tensor in this file.
     """
 
     name: str
@@ -106,8 +106,8 @@ class Layout:
     Attributes:
         entries: its tensors, in the order of their values.
         header: the first bytes, whole blocks.
-        starts: where the values of each entry begin, in bytes from the start of the file.
-        num_bytes: of the whole file.
+        starts: offset of each entry's values, in bytes from the start of the file.
+        num_bytes: size of the whole file.
     """
 
     entries: tuple[Entry, ...]
@@ -120,17 +120,17 @@ def layout(entries: tuple[Entry, ...], *, known: Mapping[str, str] | None = None
     """Lay out a file.
 
     Args:
-        entries: in the order in which values will be written; names are unique.
-        known: what the file says of itself; by default which boxes it has.
+        entries: in the order in which values will be written. Names must be unique.
+        known: the file's metadata. By default, it lists the boxes.
 
     Raises:
-        ValueError: two entries have one name.
+        ValueError: two entries have the same name.
     """
     fields: dict[str, object] = {}
     starts, end = [], 0
     for entry in entries:
         if entry.name in fields:
-            raise ValueError(f"{entry.name} is twice in one file, but names of tensors are unique")
+            raise ValueError(f"{entry.name} is in one file twice, but names of tensors must be unique")
         starts.append(end)
         end += entry.num_bytes
         fields[entry.name] = {

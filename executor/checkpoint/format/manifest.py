@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: plain JSON, with the files, their tensors, and checksums of every byte."""
+"""The manifest of a checkpoint: plain JSON that lists the files, their tensors, and checksums of every byte."""
 
 import functools
 import hashlib
@@ -32,10 +32,10 @@ class FileRecord(_Frozen):
     """A file of values.
 
     Attributes:
-        path: within the checkpoint's folder.
-        num_bytes: its length.
-        chunk_bytes: the file, header included, is checked in chunks of this size; the last one may be shorter.
-        checksums: xxh3 (64 bits) of every chunk, in hexadecimal digits.
+        path: path within the checkpoint's folder.
+        num_bytes: length of the file.
+        chunk_bytes: the file, with its header, is checked in chunks of this size. The last chunk may be shorter.
+        checksums: xxh3 (64 bits) of each chunk, in hexadecimal digits.
     """
 
     path: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)*$")]
@@ -45,7 +45,7 @@ class FileRecord(_Frozen):
 
     @property
     def buffer_bytes(self) -> int:
-        """Size of its largest chunk."""
+        """Size of the file's largest chunk."""
         return min(self.chunk_bytes, self.num_bytes)
 
 
@@ -55,7 +55,7 @@ class Fragment(_Frozen):
     Attributes:
         file: index of the file.
         start, stop: the range, in values of the flat tensor.
-        offset: of its first byte in the file.
+        offset: offset of its first byte in the file.
     """
 
     file: Count
@@ -69,8 +69,8 @@ class TensorRecord(_Frozen):
 
     Attributes:
         dtype: safetensors' name of its type.
-        shape: of the whole.
-        fragments: in order; together they have each value once.
+        shape: shape of the whole tensor.
+        fragments: in order. Together they have each value once.
     """
 
     dtype: Dtype
@@ -91,7 +91,7 @@ class Part(_Frozen):
 
 
 def tensors_of(layouts: Sequence[Layout]) -> dict[str, TensorRecord]:
-    """Return the tensors of files with these layouts; a file's number is its index in the list."""
+    """Return the tensors of files with these layouts. A file's number is its index in the list."""
     tensors: dict[str, TensorRecord] = {}
     for index, layout in enumerate(layouts):
         for entry, offset in zip(layout.entries, layout.starts, strict=True):
@@ -109,13 +109,13 @@ def _start(fragment: Fragment) -> int:
 
 
 class Manifest(_Frozen):
-    """A checkpoint.
+    """The content of a checkpoint.
 
     Attributes:
-        version: of this format.
-        step: iterations of training that it has.
+        version: version of this format.
+        step: iterations of training that the checkpoint contains.
         files: all files of values.
-        tensors: by name.
+        tensors: all tensors, by name.
         extra: other state of training, as plain JSON.
         digest: SHA-256 of all other fields.
     """
@@ -139,7 +139,7 @@ class Manifest(_Frozen):
         for part in parts:
             for name, record in part.tensors.items():
                 if (known := tensors.get(name)) is None and not files:
-                    tensors[name] = record  # the fast way for one rank: the drive idles meanwhile
+                    tensors[name] = record  # the fast path for one rank: the drive idles at this time
                     continue
                 if known is not None and (known.dtype, known.shape) != (record.dtype, record.shape):
                     raise CheckpointError(f"{name} is {known.dtype}{list(known.shape)} and {record.dtype} elsewhere")
@@ -155,11 +155,11 @@ class Manifest(_Frozen):
     def read(cls, text: bytes) -> Self:
         """Read an untrusted manifest.
 
-        The result is safe to use: values are within their files, and no two tensors have bytes in common, so the memory
-        for all tensors is no more than the size of the files.
+        The result is safe to use. Values lie within their files, and no two tensors share bytes, so all tensors
+        together need at most as much memory as the files have bytes.
 
         Raises:
-            DamagedError: it is damaged, or of another version.
+            DamagedError: the manifest is damaged, or has another version.
         """
         try:
             made = cls.model_validate_json(text)
@@ -176,7 +176,7 @@ class Manifest(_Frozen):
         return made
 
     def to_json(self) -> bytes:
-        """Return the bytes of the file."""
+        """Return the bytes of the manifest's file."""
         return b'{"digest":"%s",%s' % (self.digest.encode(), self._rest[1:])
 
     def _digest(self) -> str:
@@ -184,7 +184,7 @@ class Manifest(_Frozen):
 
     @functools.cached_property
     def _rest(self) -> bytes:
-        """All but the digest, as JSON in one form only: keys in order, which the digest would begin."""
+        """All fields but the digest, as canonical JSON: with sorted keys. The digest would be the first one."""
         data = self.model_dump(mode="json", exclude={"digest"})
         return json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
@@ -200,7 +200,7 @@ class Manifest(_Frozen):
 
     def _check_within(self) -> None:
         if len({file.path for file in self.files}) < len(self.files):
-            raise DamagedError(f"{MANIFEST_NAME} has one file twice")
+            raise DamagedError(f"{MANIFEST_NAME} lists one file twice")
         held: list[list[tuple[int, int]]] = [[] for _ in self.files]
         for name, record in self.tensors.items():
             if math.prod(max(extent, 1) for extent in record.shape) > MAX_VALUES:

@@ -1,10 +1,10 @@
 """Reads a checkpoint, and checks every chunk.
 
 [Note: Read ahead] The caller passes all read requests at once. A few threads read file by file and chunk by chunk, each
-chunk once; some read while others hash. A chunk is read in one call, straight into the requests' memory where possible.
-Values that share a block of the file with others, or whose memory is not aligned, pass through a buffer. Each thread
-has one buffer, of a chunk; reading needs no other memory. Data is hashed where it was read to, so the values that the
-caller gets are those that were checked.
+chunk once. Some threads read while others hash. A chunk is read in one call, straight into the requests' memory if
+possible. If values share a block of the file with other values, or their memory is not aligned, they are copied through
+a buffer. Each thread has one buffer of a chunk's size; reading needs no other memory. Data is hashed in the memory that
+it was read into, so the caller gets exactly the values that were checked.
 """
 
 import contextlib
@@ -27,12 +27,15 @@ from executor.checkpoint.format.manifest import MANIFEST_NAME, FileRecord, Manif
 from executor.direct_io import BLOCK_BYTES, in_blocks, pages
 
 NUM_READERS: Final = 12
-"""Number of reading threads, each with a buffer of one chunk. While some hash, the others keep the drive busy."""
+"""Number of reading threads, each with a buffer of one chunk.
 
-MAX_MANIFEST_BYTES: Final = 1 << 30  # a manifest of a thousand ranks has a tenth of that
+While some threads hash, the others keep the drive busy.
+"""
+
+MAX_MANIFEST_BYTES: Final = 1 << 30  # the manifest of a thousand ranks has a tenth of that
 
 _WORTH_A_THREAD_BYTES: Final = 1 << 20
-_LEAST_DIRECT_BYTES: Final = 64 << 10  # shorter ranges are copied, because a call takes at most 1,024
+_LEAST_DIRECT_BYTES: Final = 64 << 10  # shorter ranges are copied, because a call takes at most 1,024 ranges
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,9 +43,9 @@ class ReadRequest:
     """Values to read.
 
     Attributes:
-        name: of the tensor.
-        start: index of the first one in the flat tensor.
-        out: memory for them, flat uint8, whole values.
+        name: name of the tensor.
+        start: index of the first value in the flat tensor.
+        out: memory for the values, flat uint8, whole values.
     """
 
     name: str
@@ -52,14 +55,14 @@ class ReadRequest:
 
 @final
 class Checkpoint:
-    """A checkpoint in a folder or at a URL; every chunk is checked when it is read, see [Note: Read ahead].
+    """A checkpoint in a folder or at a URL. Every chunk is checked when it is read, see [Note: Read ahead].
 
     Args:
-        folder: of the checkpoint.
-        manifest: its files must match it; left out, the folder's own is read.
+        folder: the checkpoint's folder.
+        manifest: the manifest that its files must match. By default, the folder's own manifest is read.
 
     Raises:
-        DamagedError: there is none, or its manifest is damaged.
+        DamagedError: there is no manifest, or it is damaged.
     """
 
     def __init__(self, folder: Folder, manifest: Manifest | None = None) -> None:
@@ -76,7 +79,7 @@ class Checkpoint:
         """Read and check every byte, with at most ``num_readers`` threads.
 
         Raises:
-            DamagedError: a file is missing, of another length, or damaged.
+            DamagedError: a file is missing, has another length, or is damaged.
         """
         chunks: dict[int, dict[int, list[_Target]]] = {
             file: {chunk: [] for chunk in range(len(record.checksums))}
@@ -85,10 +88,10 @@ class Checkpoint:
         self._read(chunks, num_readers)
 
     def chunks(self, record: FileRecord) -> Iterator[Buffer]:
-        """Read a file, and yield its chunks; each is valid until the next one.
+        """Read a file, and yield its chunks. Each chunk is valid until the next one is read.
 
         Raises:
-            DamagedError: as :meth:`verify`.
+            DamagedError: see :meth:`verify`.
         """
         buffer = pages(in_blocks(record.buffer_bytes))
         with contextlib.closing(_File(self.folder, record, len(record.checksums))) as file:
@@ -96,11 +99,11 @@ class Checkpoint:
                 yield buffer[: file.load(chunk, buffer, ())]
 
     def read(self, wanted: Iterable[ReadRequest]) -> None:
-        """Read values. After an error, the content of their memory is undefined.
+        """Read values into the requests' memory. After an error, the content of that memory is undefined.
 
         Raises:
             DamagedError: a needed part of a file is missing or damaged.
-            CheckpointError: there is no such tensor, or it has fewer values; nothing has been read.
+            CheckpointError: there is no such tensor, or it has too few values. Nothing has been read.
         """
         chunks: dict[int, dict[int, list[_Target]]] = {}
         for one in wanted:
@@ -126,7 +129,7 @@ class Checkpoint:
         self.close()
 
     def _stretches(self, wanted: ReadRequest) -> Iterator[tuple[int, int, Buffer]]:
-        """Yield, for each part of a request: its file, its offset there, and its memory."""
+        """Yield for each part of a request: index of its file, offset in the file, and memory."""
         record = self.manifest.tensors.get(wanted.name)
         if record is None:
             raise CheckpointError(
@@ -160,7 +163,7 @@ class Checkpoint:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Target:
-    """Memory for a part of a chunk, which begins ``at`` this offset in the chunk."""
+    """Memory for a part of a chunk. The part begins at offset ``at`` in the chunk."""
 
     at: int
     out: Buffer
@@ -174,7 +177,7 @@ class _Target:
         return self.out[first - self.at : last - self.at]
 
     def direct(self, alignment_bytes: int) -> tuple[int, int]:
-        """Return the range of the chunk, whole blocks, that can be read straight into place; it may be empty."""
+        """Return the range of whole blocks of the chunk that can be read straight into place. It may be empty."""
         first = in_blocks(self.at)
         last = self.stop // BLOCK_BYTES * BLOCK_BYTES
         is_aligned = (self.out.ctypes.data - self.at) % alignment_bytes == 0
@@ -186,7 +189,7 @@ _Task = tuple["_File", int, list[_Target]]
 
 @final
 class _Readers:
-    """Threads that read chunks, the calling one among them, each with a buffer."""
+    """Threads that read chunks, each with a buffer. The calling thread is one of them."""
 
     def __init__(self, buffer_bytes: int) -> None:
         self._buffer_bytes = buffer_bytes
@@ -197,7 +200,7 @@ class _Readers:
 
     def run(self, tasks: Sequence[_Task], num_readers: int) -> None:
         """Read chunks in this order, with at most ``num_readers`` threads; raise the first failure in this order."""
-        numbers = iter(range(len(tasks)))  # next() of it is atomic
+        numbers = iter(range(len(tasks)))  # its next() is atomic
         failures: dict[int, Exception] = {}
 
         def work() -> None:
@@ -234,7 +237,7 @@ class _Readers:
 
 
 class _File:
-    """A file that is opened for its first chunk and closed after its last."""
+    """A file that is opened for its first chunk, and closed after its last one."""
 
     def __init__(self, folder: Folder, record: FileRecord, num_chunks: int) -> None:
         self.record = record
@@ -245,7 +248,7 @@ class _File:
         self._file: OpenFile | None = None
 
     def load(self, chunk: int, buffer: Buffer, targets: Sequence[_Target]) -> int:
-        """Read a chunk, check it, and put its values into place, through ``buffer`` where necessary.
+        """Read a chunk, check it, and put its values into place, through ``buffer`` if necessary.
 
         Returns:
             Its length.
@@ -277,7 +280,7 @@ class _File:
         return length
 
     def close(self) -> None:
-        """Close it, if it is open."""
+        """Close the file, if it is open."""
         with self._lock:
             self._close()
 
@@ -302,13 +305,13 @@ class _File:
 def _cut(
     buffer: Buffer, targets: Sequence[_Target], alignment_bytes: int
 ) -> tuple[list[Buffer], list[tuple[Buffer, Buffer]]]:
-    """Return the memory that a chunk is read into, part by part, and the copies to make afterwards.
+    """Return the memory to read a chunk into, part by part, and the copies to make afterwards.
 
-    Parts are the requests' memory where possible, and ``buffer`` between them.
+    Parts are the requests' memory if possible, with parts of ``buffer`` between them.
     """
     parts, copies, end = [], [], 0
     ordered = sorted(targets, key=lambda target: target.at)
-    disjoint = all(one.stop <= other.at for one, other in itertools.pairwise(ordered))  # else two want the same values
+    disjoint = all(one.stop <= other.at for one, other in itertools.pairwise(ordered))  # else two requests overlap
     for target in ordered:
         first, last = target.direct(alignment_bytes) if disjoint else (0, 0)
         if first < last:
@@ -331,6 +334,6 @@ def _manifest(folder: Folder) -> Manifest:
 
 def _damaged(what: object, error: OSError, where: str = "") -> DamagedError:
     """Return the error for something that cannot be read."""
-    if isinstance(error, CheckpointError):  # of a driver, with the path in its message
+    if isinstance(error, CheckpointError):  # error of a driver, with the path in its message
         return DamagedError(str(error))
     return DamagedError(f"{what}: {error.strerror}{where}")

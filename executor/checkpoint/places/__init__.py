@@ -1,1 +1,1 @@
-"""Where checkpoints are: folders and URLs, what is kept there, and the lock of the run that writes."""
+"""Places for checkpoints: folders and URLs, and retention of the checkpoints there."""

@@ -27,24 +27,26 @@ def is_remote(place: str | Path) -> bool:
 
 
 def located(place: str | Path) -> Folder:
-    """Return a place as a path; ``file://`` is a folder.
+    """Return a place as a path. A ``file://`` URL is a folder.
 
     Raises:
-        CheckpointError: it is empty, or a URL without an installed driver.
+        CheckpointError: the place is empty, or the driver for its URL is not installed.
     """
     text = str(place)
     if not text.strip():
-        raise CheckpointError(f"{text!r} is no place; give a folder, or a URL such as s3://bucket/run")
+        raise CheckpointError(
+            f"{text!r} is not a place for checkpoints; give a folder, or a URL such as s3://bucket/run"
+        )
     if text.startswith(_FOLDER_URL):
         return Path(urllib.parse.unquote(urllib.parse.urlsplit(text).path))
     return UrlPath.at(text) if is_remote(text) else Path(text)
 
 
 def store_at(place: str | Path, files: Files | None = None) -> AbstractStore:
-    """Return the store of a place; a folder is made if needed.
+    """Return the store of a place. A folder is made if needed.
 
     Raises:
-        CheckpointError: the folder cannot be made, or nothing here can reach the URL.
+        CheckpointError: the folder cannot be made, or no installed driver can reach the URL.
     """
     path = located(place)
     return RemoteStore(path) if isinstance(path, UrlPath) else Store(path, files)
@@ -58,7 +60,7 @@ def file_system(folder: Path) -> str:
         return ""
     path = folder.resolve()
     found = ("", "")
-    for escaped, kind in mounts:  # later ones are mounted over earlier ones
+    for escaped, kind in mounts:  # later mounts cover earlier ones
         where = escaped.encode().decode("unicode_escape")
         if path.is_relative_to(where) and len(where) >= len(found[0]):
             found = (where, kind)
@@ -66,10 +68,10 @@ def file_system(folder: Path) -> str:
 
 
 def check_reachable(store: AbstractStore) -> None:
-    """Check that a place is not on a file system of this node alone.
+    """Check that a place is not on a file system that only this node has.
 
     Raises:
-        CheckpointError: it is in memory or on a drive of this node.
+        CheckpointError: the place is in memory or on a drive of this node.
     """
     if isinstance(store, Store) and (kind := file_system(store.root)) in _OF_ONE_NODE:
         what = "memory" if kind in _MEMORY else f"a drive ({kind})"
@@ -80,19 +82,19 @@ def check_reachable(store: AbstractStore) -> None:
 
 
 def check_room(store: AbstractStore, num_checkpoints: int, num_bytes: int) -> None:
-    """Check that a folder has room for checkpoints, including those there; remove dead writers' files first.
+    """Remove dead writers' files, and check that a folder has room for checkpoints, including existing ones.
 
     Args:
-        store: the place; URLs are not checked.
-        num_checkpoints: that exist at once.
-        num_bytes: of each.
+        store: the place. URLs are not checked.
+        num_checkpoints: number of checkpoints that exist at once.
+        num_bytes: size of each.
 
     Raises:
-        CheckpointError: it has too little room.
+        CheckpointError: the folder has too little room.
     """
     if not isinstance(store, Store):
         return
-    with contextlib.suppress(OSError):  # the first write will report it
+    with contextlib.suppress(OSError):  # the first write will report the error
         store.remove_dead_drafts()
     free_bytes = shutil.disk_usage(store.root).free
     is_memory = file_system(store.root) in _MEMORY
@@ -117,6 +119,6 @@ def checkpoint_at(place: str | Path) -> Checkpoint:
     """Return the checkpoint in a folder or at a URL.
 
     Raises:
-        CheckpointError: there is none, or it is damaged.
+        CheckpointError: there is no checkpoint, or it is damaged.
     """
     return Checkpoint(located(place))

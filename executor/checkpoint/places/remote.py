@@ -1,10 +1,10 @@
 """Checkpoints at a URL: an object store, which has neither folders nor renames.
 
-[Note: Manifest last] Every checkpoint gets a new name, such as ``step-00000012-9f3c21ab``. Its files are sent first and
-read again, then the manifest is sent. Readers ignore folders without a manifest. So an interrupted copy is never used,
-and copies of two processes never mix. Removal goes in the opposite order. A dead process's files cannot be told from
-those that another process still sends. They are removed like old checkpoints, once enough whole ones have the same step
-or a later one. On S3, this includes parts of unfinished uploads.
+[Note: Manifest last] Every checkpoint gets a new name, such as ``step-00000012-9f3c21ab``. Its files are uploaded first
+and read again, then the manifest is uploaded. Readers ignore folders without a manifest. So an interrupted copy is
+never used, and copies of two processes never mix. Removal deletes the manifest first. Files of a dead process cannot be
+distinguished from files that another process is still uploading. They are removed like old checkpoints: when enough
+whole checkpoints have the same step or a later one. On S3, this includes parts of unfinished uploads.
 """
 
 import contextlib
@@ -19,8 +19,8 @@ from executor.checkpoint.files.urls import UrlPath, reaching
 from executor.checkpoint.format.manifest import MANIFEST_NAME, FileRecord, Manifest
 from executor.checkpoint.places.retention import AbstractStore, checkpoint_name, parse_name
 
-_PART_BYTES: Final = 64 << 20  # of a request
-_MOST_PARTS: Final = 9_000  # of a file; S3 takes 10,000
+_PART_BYTES: Final = 64 << 20  # bytes of one request
+_MOST_PARTS: Final = 9_000  # parts of one file; S3 allows 10,000
 
 
 @final
@@ -60,11 +60,11 @@ class RemoteStore(AbstractStore):
         for name, files in self._files().items():
             if MANIFEST_NAME not in files and is_dead(name):
                 self._remove(self.root / name)
-        with contextlib.suppress(CheckpointError):  # not all users may do that, and leftover parts cost little
+        with contextlib.suppress(CheckpointError):  # some users lack the permission, and leftover parts cost little
             self.root.abort_uploads(is_dead)
 
     def _files(self) -> dict[str, list[str]]:
-        """Return the files of every checkpoint, whole or not."""
+        """Return the files of every checkpoint, complete or not."""
         found: dict[str, list[str]] = {}
         for path in self.root.files():
             name, _, rest = path.partition("/")
@@ -89,7 +89,7 @@ class RemoteCopy:
         with reaching(path):
             try:
                 file = path.system.open(path.path, "wb", block_size=part_bytes)
-            except FileNotFoundError:  # where there are folders
+            except FileNotFoundError:  # the driver has folders
                 path.system.makedirs(path.path.rpartition("/")[0], exist_ok=True)
                 file = path.system.open(path.path, "wb", block_size=part_bytes)
             with file:
@@ -108,6 +108,6 @@ class RemoteCopy:
 
     def abandon(self) -> None:
         """See :class:`executor.checkpoint.places.retention.Copy`."""
-        while self._paths:  # the manifest, if any, was last
-            with contextlib.suppress(CheckpointError):  # swept later
+        while self._paths:  # the manifest, if any, was written last, so it is removed first
+            with contextlib.suppress(CheckpointError):  # retention removes it later
                 (self.folder / self._paths.pop()).remove()

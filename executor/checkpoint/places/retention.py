@@ -1,4 +1,4 @@
-"""Checkpoints in one place: finds the one to resume from, and removes old ones."""
+"""Retention of checkpoints in one place: finds the one to resume from, and removes old ones."""
 
 import abc
 import collections
@@ -16,19 +16,19 @@ from executor.checkpoint.format.manifest import FileRecord, Manifest
 from executor.checkpoint.format.reader import Checkpoint
 
 MIN_CHECKPOINTS: Final = 2
-"""Retention leaves at least this many verified checkpoints."""
+"""Retention keeps at least this many verified checkpoints."""
 
-_NUM_READERS: Final = 1  # reading threads beside training, which may need the drive too
+_NUM_READERS: Final = 1  # few, because training may need the drive too
 _NAME = re.compile(r"step-(\d{8,})(?:-([0-9a-f]{8}))?")
 
 
 def checkpoint_name(step: int, nonce: int = 0) -> str:
-    """Return the name of a checkpoint's folder; with a nonce in places without renames."""
+    """Return the name of a checkpoint's folder. Places without renames need a nonce."""
     return f"step-{step:08d}" + (f"-{nonce:08x}" if nonce else "")
 
 
 def parse_name(name: str) -> tuple[int, int] | None:
-    """Return step and nonce of what :func:`checkpoint_name` returned; ``None`` if it did not."""
+    """Return step and nonce of a name from :func:`checkpoint_name`; ``None`` for other names."""
     found = _NAME.fullmatch(name)
     return None if found is None else (int(found[1]), int(found[2] or "0", 16))
 
@@ -39,21 +39,21 @@ def in_use(folder: Folder) -> str:
 
 
 class Copy(Protocol):
-    """A checkpoint that is being copied to a place; readers ignore it there."""
+    """A checkpoint that is being copied to a place. Readers ignore it."""
 
     @property
     def folder(self) -> Folder:
-        """Where its files go."""
+        """The folder of its files."""
 
     def write(self, record: FileRecord, chunks: Iterator[Buffer]) -> None:
         """Write a file and make it durable.
 
         Raises:
-            CheckpointError: it cannot be written, or ``chunks`` cannot be read.
+            CheckpointError: the file cannot be written, or ``chunks`` cannot be read.
         """
 
     def commit(self, manifest: Manifest) -> Folder:
-        """Make the checkpoint complete and durable, after all files; return its folder.
+        """Complete the checkpoint after all files, and make it durable; return its folder.
 
         Raises:
             CheckpointError: it cannot be written.
@@ -67,13 +67,13 @@ class AbstractStore(abc.ABC):
     """Checkpoints in one place.
 
     Attributes:
-        place: the folder, or URL.
+        place: the folder or URL.
     """
 
     def __init__(self, place: str) -> None:
         self.place = place
-        self._lock = threading.Lock()  # guards what follows
-        self._whole: set[str] = set()  # verified
+        self._lock = threading.Lock()  # guards the fields below
+        self._whole: set[str] = set()  # names of verified checkpoints
         self._damaged: set[str] = set()
         self._reading: collections.Counter[str] = collections.Counter()
 
@@ -90,7 +90,7 @@ class AbstractStore(abc.ABC):
         """Begin to copy a checkpoint of another place to this one.
 
         Raises:
-            CheckpointError: nothing can be written here.
+            CheckpointError: the place cannot be written.
         """
 
     @abc.abstractmethod
@@ -99,32 +99,35 @@ class AbstractStore(abc.ABC):
 
     @abc.abstractmethod
     def _remove(self, folder: Folder) -> None:
-        """Remove a checkpoint; readers ignore it from the first moment. It may be gone already."""
+        """Remove a checkpoint, so that readers ignore it at once. It may be gone already."""
 
     @abc.abstractmethod
     def remove_spares(self) -> None:
         """Remove spare files of old checkpoints.
 
         Raises:
-            OSError: it cannot be removed.
+            OSError: a file cannot be removed.
         """
 
     @abc.abstractmethod
     def _remove_dead_drafts(self, last: int) -> None:
-        """Remove files of dead writers; if these are not known, unfinished checkpoints of steps up to ``last``."""
+        """Remove files of dead writers.
+
+        If dead writers are unknown, remove incomplete checkpoints up to step ``last``.
+        """
 
     def newest(self, use: Callable[[Checkpoint], None] = Checkpoint.verify) -> "Found":
         """Return the newest whole checkpoint, see :func:`newest_of`."""
         return newest_of([self], use)
 
     def mark_whole(self, folder: Folder) -> None:
-        """Record that a checkpoint is whole, because it was just verified."""
+        """Record that a checkpoint has been verified and is whole."""
         with self._lock:
             self._whole.add(folder.name)
 
     @contextlib.contextmanager
     def reading(self, folder: Folder) -> Iterator[None]:
-        """Keep a checkpoint from being removed by :meth:`prune` of this store, while it is read."""
+        """Return a context in which :meth:`prune` does not remove a checkpoint, because it is being read."""
         with self._lock:
             self._reading[folder.name] += 1
         try:
@@ -135,7 +138,7 @@ class AbstractStore(abc.ABC):
 
     @contextlib.contextmanager
     def _removing(self) -> Iterator[None]:
-        """Turn errors during removal into :class:`CheckpointError`."""
+        """Return a context that turns errors of removal into :class:`CheckpointError`."""
         try:
             yield
         except CheckpointError:
@@ -151,17 +154,17 @@ class AbstractStore(abc.ABC):
         return found
 
     def remove_old(self, keep: int = MIN_CHECKPOINTS) -> list[Folder]:
-        """Remove all but the newest ``keep`` (at least :data:`MIN_CHECKPOINTS`) verified checkpoints and the newest.
+        """Remove old checkpoints: all but the newest one and the newest ``keep`` verified ones.
 
-        It reads no checkpoint, and removes none before that many are verified. Checkpoints under :meth:`reading` stay.
-        Damaged ones that are newer than those stay too, so that the damage can be examined. Files of dead writers are
-        removed.
+        At least :data:`MIN_CHECKPOINTS` verified checkpoints stay. It reads no checkpoint, and removes none until so
+        many are verified. Checkpoints under :meth:`reading` stay. Damaged checkpoints stay too, if they are newer than
+        the retained ones, so that the damage can be examined. Files of dead writers are removed.
 
         Returns:
             The removed folders.
 
         Raises:
-            CheckpointError: something could not be removed.
+            CheckpointError: a file could not be removed.
         """
         with self._removing():
             return self._remove_old(self.folders(), keep)
@@ -169,13 +172,13 @@ class AbstractStore(abc.ABC):
     def prune(self, keep: int = MIN_CHECKPOINTS) -> list[Folder]:
         """Verify checkpoints, newest first, until ``keep`` are whole; then :meth:`remove_old`.
 
-        Checkpoints that are written meanwhile stay.
+        Checkpoints that are being written stay.
 
         Returns:
             The removed folders.
 
         Raises:
-            CheckpointError: something could not be removed.
+            CheckpointError: a file could not be removed.
         """
         with self._removing():
             there, left = self.folders(), max(keep, MIN_CHECKPOINTS)
@@ -207,8 +210,8 @@ class Found:
     """The checkpoint to resume from.
 
     Attributes:
-        checkpoint: the newest whole one; ``None`` without any.
-        refused: why each newer one was skipped, and which places could not be reached.
+        checkpoint: the newest whole checkpoint; ``None`` if there is none.
+        refused: why each newer checkpoint was skipped, and which places could not be reached.
         level: index of its place.
     """
 
@@ -218,14 +221,14 @@ class Found:
 
 
 def newest_of(stores: Sequence[AbstractStore], use: Callable[[Checkpoint], None] = Checkpoint.verify) -> Found:
-    """Return the newest whole checkpoint of several places; of equal steps, that of the first place.
+    """Return the newest whole checkpoint of several places. If steps are equal, the first place wins.
 
     Args:
         stores: the places.
-        use: reads what is needed, and so checks it; left out, every byte is checked.
+        use: reads the needed values, which checks them. By default, every byte is checked.
 
     Raises:
-        Every error of ``use`` except :class:`DamagedError`.
+        Every error that ``use`` raises, except :class:`DamagedError`.
     """
     there, refused = candidates(stores)
     for level, folder in there:
@@ -240,7 +243,7 @@ def newest_of(stores: Sequence[AbstractStore], use: Callable[[Checkpoint], None]
 
 
 def candidates(stores: Sequence[AbstractStore]) -> tuple[list[tuple[int, Folder]], list[str]]:
-    """Return all checkpoints of several places, newest first, each with its place's index; and errors of places."""
+    """Return all checkpoints of several places, newest first, with the index of the place; and errors of places."""
     refused: list[str] = []
     there: list[tuple[int, int, Folder]] = []
     for level, store in enumerate(stores):
@@ -254,12 +257,12 @@ def candidates(stores: Sequence[AbstractStore]) -> tuple[list[tuple[int, Folder]
 def step_of(folder: Folder) -> int:
     """Return the step of a checkpoint's folder."""
     parsed = parse_name(folder.name)
-    assert parsed is not None, f"{folder} is no folder of a checkpoint"
+    assert parsed is not None, f"{folder} is not the folder of a checkpoint"
     return parsed[0]
 
 
 def is_whole(folder: Folder) -> bool:
-    """Return whether a checkpoint is whole; checks every byte with few threads, because training may need the drive."""
+    """Check every byte of a checkpoint, with few threads, to spare the drive; return whether it is whole."""
     try:
         with Checkpoint(folder) as checkpoint:
             checkpoint.verify(_NUM_READERS)

@@ -1,15 +1,15 @@
-"""A folder of checkpoints, and how a checkpoint is written into it.
+"""A folder of checkpoints, and the writing of a checkpoint into it.
 
 A checkpoint is written into a folder ``tmp-...``. Every file is synced, the manifest last, then the folder. Then the
-folder is renamed to ``step-00000012``, and the name is synced too. Only then is the checkpoint acknowledged. So a
-folder with such a name, and a manifest that matches its own digest, was whole when it was written. Checksums show any
-later damage.
+folder is renamed to ``step-00000012``, and the name is synced too. Only then is the checkpoint acknowledged. So if a
+folder has such a name, and a manifest that matches its own digest, the checkpoint was whole when it was written.
+Checksums reveal any later damage.
 
-[Note: Spares] An old checkpoint is not deleted but renamed to ``spare-...``. The next one overwrites its files, under a
-``tmp-...`` name again. The reason: with the mount option ``discard``, drives need a second to free a gigabyte, and
-writes wait for that. It is as safe: a crash may bring back the old name with new bytes in it, or old bytes under a name
-without a manifest, but checksums show that, and newer checkpoints are whole. Spares are removed when training ends.
-Those of a process that died are used by the next run.
+[Note: Spares] An old checkpoint is not deleted but renamed to ``spare-...``. The next checkpoint renames it to
+``tmp-...`` and overwrites its files. The reason: with the mount option ``discard``, drives need a second to free a
+gigabyte, and writes wait for that. Spares are as safe as new files. A crash may restore the old name with new bytes, or
+old bytes under a name without a manifest, but checksums reveal that, and newer checkpoints are whole. Spares are
+removed when training ends. If a process dies, the next run uses its spares.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ from executor.checkpoint.format.manifest import MANIFEST_NAME, FileRecord, Manif
 from executor.checkpoint.places.retention import AbstractStore, checkpoint_name, in_use, is_whole, parse_name
 from hwprofiles.files import write_whole
 
-_NUM_BUFFERS: Final = 3  # of a copy: one is read, one hashed and one written
+_NUM_BUFFERS: Final = 3  # of a copy: one is being read, one hashed and one written
 _POLL_S: Final = 0.02
 _SPARE: Final = "spare-"
 _MAX_SPARES: Final = 2
@@ -48,8 +48,8 @@ class Draft:
     """A checkpoint that is being written, in a folder that readers ignore.
 
     Attributes:
-        step: of the checkpoint.
-        folder: where its files go.
+        step: step of the checkpoint.
+        folder: folder of its files.
     """
 
     def __init__(self, files: Files, root: Path, step: int, folders: Iterable[str], nonce: str = "") -> None:
@@ -65,7 +65,9 @@ class Draft:
                 if again or not self._is_reused:
                     with contextlib.suppress(*((FileExistsError,) if again else ())):
                         files.make_folder(self.folder)
-                with contextlib.suppress(FileNotFoundError, BlockingIOError):  # swept away before it was locked
+                with contextlib.suppress(
+                    FileNotFoundError, BlockingIOError
+                ):  # another process removed it before it was locked
                     self._lock = _locked(self.folder)
                     break
             for name in self._folders:
@@ -86,7 +88,7 @@ class Draft:
         return False
 
     def _clear(self, manifest: Manifest) -> None:
-        """Remove files of a reused old checkpoint that the new one does not have."""
+        """Remove files of the reused old checkpoint that the new one does not have."""
         known = {MANIFEST_NAME, *(record.path for record in manifest.files)}
         for path in self.folder.rglob("*") if self._is_reused else ():
             if not path.is_dir() and str(path.relative_to(self.folder)) not in known:
@@ -96,7 +98,7 @@ class Draft:
         """Wait for the parts of all other ranks; return all parts, and every rank's ``extra``.
 
         Raises:
-            CheckpointError: a rank could not write its part, or did not in time.
+            CheckpointError: a rank could not write its part, or did not write it in time.
         """
         parts, extras = [own], [extra]
         deadline_s = time.monotonic() + patience_s
@@ -115,7 +117,7 @@ class Draft:
         return parts, extras
 
     def write(self, record: FileRecord, chunks: Iterator[Buffer]) -> None:
-        """Copy a file, its header last; see :class:`executor.checkpoint.places.retention.Copy`."""
+        """Copy a file, and write its header last; see :class:`executor.checkpoint.places.retention.Copy`."""
         with Flusher(self._files, ring_of(_NUM_BUFFERS, record.chunk_bytes)) as flusher:
             data = next(chunks).tobytes()
             while len(data) < (header_bytes := 8 + int.from_bytes(data[:8], "little")):
@@ -134,10 +136,11 @@ class Draft:
             raise CheckpointError(f"{self.folder / record.path}: the copy differs from the source")
 
     def commit(self, manifest: Manifest) -> Path:
-        """Make the checkpoint complete and durable, after all other files; return its folder.
+        """Complete the checkpoint after all other files, and make it durable; return its folder.
 
         Raises:
-            CheckpointError: it cannot be, or a whole one of this step exists; nothing is acknowledged.
+            CheckpointError: a file cannot be written, or a whole checkpoint of this step exists. The checkpoint does
+                not count as written.
         """
         final_path = self._root / checkpoint_name(self.step)
         try:
@@ -150,7 +153,7 @@ class Draft:
         except CheckpointError:
             raise
         except OSError as error:
-            raise CheckpointError(f"{self.folder}: {error.strerror}; this checkpoint is given up") from error
+            raise CheckpointError(f"{self.folder}: {error.strerror}; this checkpoint is abandoned") from error
         finally:
             self._unlock()
         return final_path
@@ -188,10 +191,10 @@ class Draft:
 
 @final
 class JoinedDraft:
-    """Access of a rank other than 0 to the checkpoint that rank 0 has begun, see [Note: Parts].
+    """The checkpoint that rank 0 has begun, for another rank; see [Note: Parts].
 
     Raises:
-        CheckpointError: rank 0 has not begun it in time.
+        CheckpointError: rank 0 has not begun the checkpoint in time.
     """
 
     def __init__(self, root: Path, step: int, folders: Iterable[str], nonce: str, patience_s: float) -> None:
@@ -200,18 +203,18 @@ class JoinedDraft:
         while not all((self.folder / name).is_dir() for name in folders):
             if time.monotonic() > deadline_s:
                 raise CheckpointError(
-                    f"{self.folder}: rank 0 has not begun it in {patience_s:g} s; all ranks need the same folder for "
-                    "checkpoints"
+                    f"{self.folder}: rank 0 has not made this folder within {patience_s:g} s; give all ranks the same "
+                    "folder for checkpoints"
                 )
             time.sleep(_POLL_S)
 
     def send_part(self, rank: int, part: Part, extra: Any) -> None:
-        """Pass this rank's part, which is durable, to rank 0."""
+        """Send this rank's part to rank 0. The part must be durable."""
         self._send(rank, {"part": part.model_dump(mode="json"), "extra": extra})
 
     def send_error(self, rank: int, error: str) -> None:
         """Report to rank 0 that this rank could not write its part."""
-        with contextlib.suppress(OSError):  # rank 0 has given it up too
+        with contextlib.suppress(OSError):  # rank 0 has abandoned it too
             self._send(rank, {"error": error})
 
     def _send(self, rank: int, data: dict[str, Any]) -> None:
@@ -231,7 +234,7 @@ def _read_part(path: Path) -> dict[str, Any]:
     """
     digest, _, text = path.read_bytes().decode(errors="replace").partition(" ")
     if digest != _digest(text):
-        raise CheckpointError(f"{path} differs from what its rank has written; this checkpoint is given up")
+        raise CheckpointError(f"{path} differs from what its rank has written; this checkpoint is abandoned")
     sent: dict[str, Any] = json.loads(text)
     return sent
 
@@ -243,10 +246,10 @@ def draft_folder(root: Path, step: int, nonce: str) -> Path:
 
 @final
 class Store(AbstractStore):
-    """A folder of checkpoints, which is made if needed.
+    """A folder of checkpoints. It is made if needed.
 
     Raises:
-        CheckpointError: it cannot be made.
+        CheckpointError: the folder cannot be made.
     """
 
     def __init__(self, root: Path, files: Files | None = None) -> None:
@@ -262,13 +265,13 @@ class Store(AbstractStore):
             except OSError as error:
                 raise CheckpointError(f"{root}: {error.strerror}; choose another folder for checkpoints") from error
             if not root.is_dir():
-                raise CheckpointError(f"{root} is no folder; give a folder for checkpoints")
+                raise CheckpointError(f"{root} is not a folder; give a folder for checkpoints")
 
     def begin(self, step: int, folders: Iterable[str] = (), nonce: str = "") -> Draft:
-        """Begin the checkpoint of a step, with subfolders; other ranks find it by the ``nonce``.
+        """Begin the checkpoint of a step, with subfolders ``folders``. Other ranks find it by the ``nonce``.
 
         Raises:
-            CheckpointError: nothing can be written here.
+            CheckpointError: the folder cannot be written.
         """
         return Draft(self.files, self.root, step, folders, nonce)
 
@@ -291,7 +294,7 @@ class Store(AbstractStore):
         return [path for _, path in sorted(found, reverse=True)]
 
     def remove_dead_drafts(self) -> None:
-        """Remove folders of dead writers, whose locks are free."""
+        """Remove folders of dead writers: those without a lock."""
         for path in self.root.glob("tmp-*"):
             try:
                 lock = _locked(path)
@@ -332,11 +335,11 @@ def _rename_and_remove(files: Files, path: Path) -> None:
 
 
 def _locked(folder: Path) -> int:
-    """Return a descriptor that holds the folder's lock, which ends with the process.
+    """Lock a folder; return the descriptor that holds the lock. The lock ends with the process.
 
     Raises:
-        BlockingIOError: another process holds it.
-        FileNotFoundError: it has been removed.
+        BlockingIOError: another process holds the lock.
+        FileNotFoundError: the folder has been removed.
     """
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

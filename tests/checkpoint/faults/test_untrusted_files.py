@@ -146,7 +146,7 @@ HOSTILE = {
         lambda d: d["tensors"].__setitem__("again", d["tensors"]["w"]),
         "values overlap in model/values.safetensors",
     ),
-    "one file as two": (lambda d: d["files"].append(d["files"][0]), "has one file twice"),
+    "one file as two": (lambda d: d["files"].append(d["files"][0]), "lists one file twice"),
     "a chunk that no memory holds": (
         lambda d: d["files"][0].update(chunk_bytes=2**50, checksums=d["files"][0]["checksums"][:1]),
         "less than or equal to 67108864 at files.0.chunk_bytes",

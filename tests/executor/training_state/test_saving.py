@@ -340,7 +340,9 @@ def test_what_is_damaged_is_passed_over_and_everything_is_read_once(tmp_path, mo
         assert "exp_avg_sq-00000.safetensors is damaged between" in found.refused[1]
     shutil.rmtree(folder / "step-00000001")
     shutil.rmtree(folder / "step-00000002")
-    with pytest.raises(CheckpointError, match=r"no checkpoint is whole: .*step-00000004.*; .*exp_avg_sq.*begin again"):
+    with pytest.raises(
+        CheckpointError, match=r"no checkpoint is whole: .*step-00000004.*; .*exp_avg_sq.*start training again"
+    ):
         resumed_here(task, decisions, folder, monkeypatch)
     monkeypatch.setattr(executor.tasks.snapshots, "CHUNK_BYTES", 4096)
     assert resumed_here(task, decisions, tmp_path / "none", monkeypatch)[0].path is None

@@ -63,7 +63,7 @@ def test_what_cannot_be_loaded_or_saved_is_one_line(
     (other / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
     (other / "model.safetensors").write_bytes((source / "model.safetensors").read_bytes())
     for given, words in {
-        ("--weights", "./nowhere"): "./nowhere: there is no such folder; give one with model.safetensors",
+        ("--weights", "./nowhere"): "./nowhere: there is no such folder; give a folder with model.safetensors",
         ("--weights", str(other)): f"the model in {other} is not the planned one: ",
         ("--save", str(other)): f"{other} is there already; give a new folder",
         ("--save", str(other / "config.json" / "x")): "--save ",

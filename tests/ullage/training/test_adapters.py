@@ -271,9 +271,9 @@ def spoil(path: Path, how: str) -> None:
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        ("missing", r"has no model\.norm\.weight, which the model has; give weights of this model$"),
+        ("missing", r"has no model\.norm\.weight, but the model has; give weights of this model$"),
         ("shape", r"model\.norm\.weight has shape \(3,\), but \(64,\) in the model; make the model"),
-        ("cut", r"model\.safetensors is damaged or no safetensors file .*; copy it again"),
+        ("cut", r"model\.safetensors is damaged, or is not a safetensors file .*; copy it again"),
     ],
 )
 def test_weights_of_a_quantized_base_are_checked_before_they_are_read(
