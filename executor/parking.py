@@ -76,11 +76,11 @@ class Parking:
         self._access.make_current("park()")
         if runtime.snapshots is not None:
             runtime.snapshots.take_remaining()
-        own = [unit.own_weights for unit in units if _has_only_weights(unit) and not keep_weights]
+        own = [unit.own_weights for unit in units if _has_device_only_weights(unit) and not keep_weights]
         slabs = [slab for unit in units for slab in _slabs(unit.device)]
-        slabs += [frozen for unit in units if not keep_weights for frozen in _frozen(unit)]
+        slabs += [frozen for unit in units if not keep_weights for frozen in _device_only_frozen(unit)]
         buffers = list(self._buffers())
-        place = self._places([*own, *slabs, *buffers])
+        place = self._host_memory_for([*own, *slabs, *buffers])
         self._moved = [(tensor, place[id(tensor)]) for tensor in (*slabs, *buffers)]
         for unit in units if not keep_weights else ():
             device, host = unit.own_weights, place.get(id(unit.own_weights))
@@ -90,7 +90,7 @@ class Parking:
         runtime.actions.synchronize()
         for unit in units:
             self._read_from_host(unit, place, hides=not keep_weights)
-        staying = [tensor for unit in units if keep_weights for tensor in _resident(unit)]
+        staying = [tensor for unit in units if keep_weights for tensor in _resident_tensors(unit)]
         device_bytes = runtime.gpu.release({tensor.untyped_storage()._cdata for tensor in staying})
         for buffer in buffers:
             self._undo.append(functools.partial(runtime.backend.restore, buffer, runtime.backend.release(buffer)))
@@ -137,7 +137,7 @@ class Parking:
                 seen.add(id(buffer))
                 yield buffer
 
-    def _places(self, tensors: list[torch.Tensor]) -> dict[int, torch.Tensor]:
+    def _host_memory_for(self, tensors: list[torch.Tensor]) -> dict[int, torch.Tensor]:
         """Return host memory for tensors, by identity."""
         num_bytes = sum(_aligned(tensor.nbytes) for tensor in tensors)
         if self._host is None or len(self._host) < num_bytes:
@@ -155,23 +155,25 @@ class Parking:
         master = None if device.master is None else place[id(device.master)]
         unit.device = Moments(master, tuple(place[id(buffer)] for buffer in device.buffers))
         unit.own_weights = place.get(id(own), own)
-        self._undo.append(_setting(unit, device, own, unit.frozen))
+        self._undo.append(_restore_unit(unit, device, own, unit.frozen))
         if unit.frozen is not None and (there := place.get(id(unit.frozen.own))) is not None:
             unit.frozen = dataclasses.replace(unit.frozen, own=there)
         for leaf in (shard.leaf for shard in unit.shards() if hides and unit.slot < 0):
             with unguarded():
-                self._undo.append(_showing(leaf, leaf.data))
+                self._undo.append(_restore_data(leaf, leaf.data))
                 leaf.data = without_values(leaf.shape, leaf.dtype, leaf.device)
 
 
-def _setting(unit: UnitState, device: Moments, own: torch.Tensor, frozen: FrozenWeights | None) -> Callable[[], None]:
+def _restore_unit(
+    unit: UnitState, device: Moments, own: torch.Tensor, frozen: FrozenWeights | None
+) -> Callable[[], None]:
     def undo() -> None:
         unit.device, unit.own_weights, unit.frozen = device, own, frozen
 
     return undo
 
 
-def _showing(leaf: torch.nn.Parameter, values: torch.Tensor) -> Callable[[], None]:
+def _restore_data(leaf: torch.nn.Parameter, values: torch.Tensor) -> Callable[[], None]:
     def undo() -> None:
         with unguarded():
             leaf.data = values
@@ -185,17 +187,17 @@ def _updated_on_device(unit: UnitState) -> list[slice]:
     return [slice(piece.start - unit.start, piece.stop - unit.start) for piece in pieces]
 
 
-def _has_only_weights(unit: UnitState) -> bool:
+def _has_device_only_weights(unit: UnitState) -> bool:
     """Return whether some of a unit's weights exist only on the device."""
     return bool(_updated_on_device(unit))
 
 
-def _resident(unit: UnitState) -> list[torch.Tensor]:
+def _resident_tensors(unit: UnitState) -> list[torch.Tensor]:
     held = [*([unit.own_weights] if unit.on_device else []), *([unit.device_weights] if unit.slot < 0 else [])]
-    return held + _frozen(unit)
+    return held + _device_only_frozen(unit)
 
 
-def _frozen(unit: UnitState) -> list[torch.Tensor]:
+def _device_only_frozen(unit: UnitState) -> list[torch.Tensor]:
     """Return the frozen weights that only the device has."""
     return [] if unit.frozen is None or not unit.on_device else [unit.frozen.own]
 

@@ -353,7 +353,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         names = collections.Counter(p.shard.name for _, p in self.session.access.parameter_states().values())
         found: dict[str, dict[str, list[tuple[ParameterShard, torch.Tensor]]]] = {}
         for unit in units.values():
-            flat = [unit.unsharded(values) for values in _own(self.session, unit)]
+            flat = [unit.unsharded(values) for values in _own_state(self.session, unit)]
             for entry in unit.parameters:
                 shard, keys = entry.shard, self._keys(entry.kind)
                 of_whole = found.setdefault(shard.name, {key: [] for key in keys})

@@ -48,9 +48,11 @@ class Progress:
         self._backward_begins = backward_begins
         self._backward_ended = backward_ended
         self._segment = {unit.name: {u.name for u in segment} for segment in segments(units) for unit in segment}
-        self._again = {name: AGAIN.get(unit.activations, Op.RECOMPUTE) for name, unit in decisions.units.items()}
-        self._begins_again = {
-            unit.name: (self._again[unit.name], segment[0].name)
+        self._recompute_ops = {
+            name: AGAIN.get(unit.activations, Op.RECOMPUTE) for name, unit in decisions.units.items()
+        }
+        self._recompute_starts = {
+            unit.name: (self._recompute_ops[unit.name], segment[0].name)
             for segment in segments(units)
             for unit in segment
             if decisions.units[unit.name].activations != "keep"
@@ -103,12 +105,12 @@ class Progress:
 
     def recompute(self, unit: str) -> None:
         """Recomputation (a forward inside backward) has reached a unit. Raises as :meth:`forward`."""
-        self._reach(self._again[unit], unit)
+        self._reach(self._recompute_ops[unit], unit)
 
     def backward(self, unit: str) -> None:
         """Backward has reached a unit. Raises as :meth:`forward`."""
         self._enter_backward()
-        if (begins := self._begins_again.get(unit)) is not None:
+        if (begins := self._recompute_starts.get(unit)) is not None:
             self._skip_to(*begins)
         expected = self._loop.expected()
         if expected is not None and expected.op in _RUN_AGAIN and expected.unit in self._segment[unit]:

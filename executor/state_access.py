@@ -121,8 +121,10 @@ class StateAccess:
         If several ranks or units hold parts of them, or if they are on NVMe, the result is new host memory. If the
         parameter is quantized, the result is its bytes.
         """
-        parts = [(p.shard, self._share(unit, p)) for unit, p in self._state.by_parameter.get(name, ())]
-        parts += [(p.shard, p.of(self._bytes(unit, p))) for unit, p in self._state.frozen_by_parameter.get(name, ())]
+        parts = [(p.shard, self._shard_weights(unit, p)) for unit, p in self._state.by_parameter.get(name, ())]
+        parts += [
+            (p.shard, p.of(self._frozen_bytes(unit, p))) for unit, p in self._state.frozen_by_parameter.get(name, ())
+        ]
         return unshard(parts, self._runtime.ranks)
 
     def _own_masters(self, unit: UnitState) -> torch.Tensor:
@@ -190,13 +192,13 @@ class StateAccess:
             self.is_evaluating = False
             self._runtime.check_same_call(needed=self._gather_at_each_use)
 
-    def _share(self, unit: UnitState, parameter: ParameterState) -> torch.Tensor:
+    def _shard_weights(self, unit: UnitState, parameter: ParameterState) -> torch.Tensor:
         if not unit.on_nvme and (unit.slot < 0 or not unit.is_sharded):
             return unit.weight_of(parameter)
         self._fill_slot(unit)
         return unit.weight_of(parameter, unit.device_weights).to("cpu", copy=True)
 
-    def _bytes(self, unit: UnitState, parameter: FrozenParameter) -> torch.Tensor:
+    def _frozen_bytes(self, unit: UnitState, parameter: FrozenParameter) -> torch.Tensor:
         frozen, own = unit.frozen, slice(parameter.start, parameter.stop)
         assert frozen is not None
         if frozen.is_sharded and not self._runtime.parked:

@@ -38,7 +38,7 @@ def promote(source: Checkpoint, store: AbstractStore, check: Callable[[], None] 
     """
     manifest = source.manifest
     for folder in store.folders():
-        if step_of(folder) == manifest.step and _is_there(folder, source, check):
+        if step_of(folder) == manifest.step and _has_copy(folder, source, check):
             return folder
     copy = store.begin_copy(manifest)
     try:
@@ -51,7 +51,7 @@ def promote(source: Checkpoint, store: AbstractStore, check: Callable[[], None] 
         raise
 
 
-def _is_there(folder: Folder, source: Checkpoint, check: Callable[[], None]) -> bool:
+def _has_copy(folder: Folder, source: Checkpoint, check: Callable[[], None]) -> bool:
     try:
         there = Checkpoint(folder)
         _verify(there, check)

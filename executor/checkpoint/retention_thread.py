@@ -96,11 +96,11 @@ class RetentionThread:
 
     def _next(self) -> tuple[Folder, Callable[[str], None]] | None:
         with self._changed:
-            self._changed.wait_for(self._is_hurried, max(self._idle_until_s - time.monotonic(), 0.0))
+            self._changed.wait_for(self._may_read_now, max(self._idle_until_s - time.monotonic(), 0.0))
             self._changed.wait_for(lambda: self._waiting is not None or self._is_closed)
             waiting, self._waiting = self._waiting, None
             self._is_reading = waiting is not None
             return waiting
 
-    def _is_hurried(self) -> bool:
+    def _may_read_now(self) -> bool:
         return self._is_closed or bool(self._num_waiting) or not self._idle_until_s

@@ -44,8 +44,8 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run an operation and count new storages."""
-        self._settle()
-        self._see((args, kwargs), counts=False)
+        self._count_late()
+        self._count_storages((args, kwargs), counts=False)
         result = func(*args, **(kwargs or {}))
         meeting = (
             func is torch.ops.aten.add.Tensor
@@ -53,34 +53,34 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             and not torch.is_grad_enabled()
             and not args[0]._is_view()
         )
-        self._see(result, counts=True, late=meeting)
+        self._count_storages(result, counts=True, late=meeting)
         return result
 
     def count(self, tensor: torch.Tensor) -> None:
         """Count a tensor that another thread has made."""
-        self._see(tensor, counts=True)
+        self._count_storages(tensor, counts=True)
 
     def set_task(self, task: int | None) -> None:
         """Set the caller's task that runs from now on; ``None`` for none."""
-        self._settle()
+        self._count_late()
         with self._lock:
             self._task = task
-            self._note()
+            self._record_peak()
 
-    def _settle(self) -> None:
+    def _count_late(self) -> None:
         """Count sums of gradients; see [Note: Added in place]."""
         with self._lock:
             if self._late_bytes:
                 self.held_bytes += sum(self._late_bytes.values())
                 self._late_bytes.clear()
-                self._note()
+                self._record_peak()
 
-    def _note(self) -> None:
+    def _record_peak(self) -> None:
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
         if self._task is not None:
             self.peak_bytes_of[self._task] = max(self.peak_bytes_of.get(self._task, 0), self.held_bytes)
 
-    def _see(self, tree: Any, *, counts: bool, late: bool = False) -> None:
+    def _count_storages(self, tree: Any, *, counts: bool, late: bool = False) -> None:
         for leaf in tree_leaves(tree):
             if not isinstance(leaf, torch.Tensor) or isinstance(leaf, OffloadedGradient):
                 continue
@@ -94,7 +94,7 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     self._late_bytes[storage._cdata] = num_bytes
                 else:
                     self.held_bytes += num_bytes
-                    self._note()
+                    self._record_peak()
             # The Python object of a storage lives as long as the storage does.
             weakref.finalize(storage, self._release, storage._cdata, num_bytes).atexit = False
 

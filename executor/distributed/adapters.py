@@ -65,10 +65,10 @@ def difference(planned: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple
         )
     if model.ranks and not plan.ranks:
         return f"the model has {model}, but the plan has none; plan with {model.option}"
-    return _in_ranks(plan, model) or _in_kind(plan, model)
+    return _difference_of_adapters(plan, model) or _difference_of_options(plan, model)
 
 
-def _in_ranks(plan: _Adapters, model: _Adapters) -> str | None:
+def _difference_of_adapters(plan: _Adapters, model: _Adapters) -> str | None:
     """Return in words how adapters differ in name, place or rank."""
     if plan.names != model.names:
         return (
@@ -91,7 +91,7 @@ def _in_ranks(plan: _Adapters, model: _Adapters) -> str | None:
     return None
 
 
-def _in_kind(plan: _Adapters, model: _Adapters) -> str | None:
+def _difference_of_options(plan: _Adapters, model: _Adapters) -> str | None:
     """Return in words which other option differs: DoRA, or modules that are trained whole."""
     if plan.dora != model.dora:
         return (

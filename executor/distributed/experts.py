@@ -116,14 +116,14 @@ class _Experts:
         ids, order = torch.sort(top_k_index.reshape(-1))
         counts = torch.bincount(ids, minlength=self._num_ranks * self._num_own)
         visits = hidden_states[order // top]
-        made = self._exchanged(visits, counts) if self._group else self._compute(visits, counts.tolist())
+        made = self._compute_on_all_ranks(visits, counts) if self._group else self._compute(visits, counts.tolist())
         weighted = made * top_k_weights.reshape(-1)[order].unsqueeze(-1)
         weighted = weighted[_inverse(order)]
         result = weighted.view(num_tokens, top, -1).sum(1).to(hidden_states.dtype)
         self._mark_backward(self._banks[-1].unit, result)
         return result
 
-    def _exchanged(self, visits: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    def _compute_on_all_ranks(self, visits: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """Send tokens to the ranks of their experts, and receive the outputs."""
         assert self._group is not None
         every = [self._num_own] * self._num_ranks

@@ -137,7 +137,8 @@ class RecordFile:
                 os.posix_fadvise(self._fd, start, num_bytes, os.POSIX_FADV_DONTNEED)
         except OSError as error:
             raise StorageError(
-                f"{self.path}: a {verb} of {num_bytes:,} B failed after {done:,} B: {error.strerror}; {self._rest}"
+                f"{self.path}: a {verb} of {num_bytes:,} B failed after {done:,} B: {error.strerror}; "
+                f"{self._consequence}"
             ) from error
         finally:
             with self._lock:
@@ -149,7 +150,7 @@ class RecordFile:
             )
 
     @property
-    def _rest(self) -> str:
+    def _consequence(self) -> str:
         whole = f"{self._what} of the last iteration is whole, but " if self._num_versions > 1 else ""
         return f"{whole}training cannot continue"
 

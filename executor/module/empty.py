@@ -43,8 +43,10 @@ def take_off_meta(model: nn.Module, failing: contextlib.ExitStack) -> Absent:
     _draw_adapters(model)
     absent = [parameter for parameter in model.parameters() if parameter.is_meta]
     for parameter in absent:
-        _become(parameter, without_values(parameter.shape, parameter.dtype))
-        failing.callback(functools.partial(_become, parameter, parameter.new_empty(parameter.shape, device="meta")))
+        _swap_tensor(parameter, without_values(parameter.shape, parameter.dtype))
+        failing.callback(
+            functools.partial(_swap_tensor, parameter, parameter.new_empty(parameter.shape, device="meta"))
+        )
     return Absent(frozenset(map(id, absent)), frozenset(persistent))
 
 
@@ -62,7 +64,7 @@ def empty_parameters() -> Iterator[None]:
         yield
 
 
-def _become(parameter: nn.Parameter, values: torch.Tensor) -> None:
+def _swap_tensor(parameter: nn.Parameter, values: torch.Tensor) -> None:
     """Move a parameter to another device, which assigning its ``data`` does not allow."""
     other = nn.Parameter(values, requires_grad=parameter.requires_grad)
     vars(other).update(vars(parameter))
@@ -81,7 +83,7 @@ def _draw_adapters(model: nn.Module) -> None:
             drawn = [p for each in own for p in (each.parameters() if isinstance(each, nn.Module) else [each])]
             if drawn and all(parameter.is_meta for parameter in drawn):
                 for parameter in drawn:
-                    _become(parameter, torch.empty(parameter.shape, dtype=parameter.dtype))
+                    _swap_tensor(parameter, torch.empty(parameter.shape, dtype=parameter.dtype))
                 reset(adapter, way)
 
 

@@ -15,7 +15,7 @@ from torch.nn.modules.module import (
 from executor.callbacks import replace_attribute
 from executor.module.guarded_parameters import INSTEAD
 
-_ANOTHER: Final = "for another model of the same weights, make one and load_state_dict(model.state_dict())"
+_COPY_REMEDY: Final = "for another model of the same weights, make one and load_state_dict(model.state_dict())"
 
 OWN_CHECKPOINTING: Final = (
     "switch the model's own gradient checkpointing off (model.gradient_checkpointing_disable(), no "
@@ -100,13 +100,13 @@ def bind_guards(model: nn.Module, dtype: torch.dtype, device: torch.device) -> l
         undo.append(functools.partial(_prepared.discard, module))
     modules = weakref.WeakSet(model.modules())
     undo += [
-        register_module_parameter_registration_hook(_refuse_other(modules, "_parameters")).remove,
-        register_module_module_registration_hook(_refuse_other(modules, "_modules")).remove,
+        register_module_parameter_registration_hook(_refuse_replacement(modules, "_parameters")).remove,
+        register_module_module_registration_hook(_refuse_replacement(modules, "_modules")).remove,
     ]
     return undo
 
 
-def _refuse_other(modules: weakref.WeakSet[nn.Module], kind: str) -> Callable[[nn.Module, str, Any], None]:
+def _refuse_replacement(modules: weakref.WeakSet[nn.Module], kind: str) -> Callable[[nn.Module, str, Any], None]:
     def hook(module: nn.Module, name: str, value: Any) -> None:
         if module in modules and value is not vars(module)[kind].get(name):
             raise ValueError(
@@ -120,13 +120,14 @@ def _refuse_other(modules: weakref.WeakSet[nn.Module], kind: str) -> Callable[[n
 def _refuse_copy(_memo: object) -> None:
     raise TypeError(
         "a prepared model cannot be copied: its weights are in the memory of its session, which a copy would share "
-        f"without knowing of it; {_ANOTHER}"
+        f"without knowing of it; {_COPY_REMEDY}"
     )
 
 
 def _refuse_pickle(_protocol: object) -> None:
     raise TypeError(
-        f"a prepared model cannot be pickled or copied: its session is part of it; save model.state_dict(); {_ANOTHER}"
+        "a prepared model cannot be pickled or copied: its session is part of it; save model.state_dict(); "
+        f"{_COPY_REMEDY}"
     )
 
 
@@ -136,8 +137,8 @@ def _refusing_conversion(module: nn.Module, dtype: torch.dtype, device: torch.de
 
     def apply(fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         probe = torch.zeros(1, dtype=dtype, device=device)
-        before = _where(probe)
-        if (after := _where(moved := fn(probe))) != before:
+        before = _type_and_place(probe)
+        if (after := _type_and_place(moved := fn(probe))) != before:
             elsewhere = " elsewhere" if after[:2] == before[:2] else ""
             raise ValueError(
                 f"the weights of a prepared model stay {dtype} on {device}, as planned, and cannot become "
@@ -149,5 +150,5 @@ def _refusing_conversion(module: nn.Module, dtype: torch.dtype, device: torch.de
     return apply
 
 
-def _where(tensor: torch.Tensor) -> tuple[torch.dtype, torch.device, int]:
+def _type_and_place(tensor: torch.Tensor) -> tuple[torch.dtype, torch.device, int]:
     return tensor.dtype, tensor.device, 0 if tensor.is_meta else tensor.data_ptr()

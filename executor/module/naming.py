@@ -26,7 +26,7 @@ PROMPT: Final = "prompt_embeddings"
 _PROMPTS: Final = frozenset({"PROMPT_TUNING", "PREFIX_TUNING", "P_TUNING"})
 KEYS_ALONE: Final = contextvars.ContextVar("keys_alone", default=False)
 """Whether only keys of ``state_dict()`` are needed, as when ``peft`` lists modules that are saved whole."""
-_OF_PROMPT: Final = "get_prompt_embedding_to_save"  # the method of a ``PeftModel`` that computes the prompt
+_PROMPT_METHOD: Final = "get_prompt_embedding_to_save"  # the method of a ``PeftModel`` that computes the prompt
 
 
 class Shape(NamedTuple):
@@ -175,7 +175,7 @@ class Naming:
         from transformers import conversion_mapping, core_model_loading  # noqa: PLC0415 - takes seconds
 
         mapping = conversion_mapping.get_model_conversion_mapping(self.base)
-        renamings, converters = _divided(mapping)
+        renamings, converters = _renamings_and_converters(mapping)
         by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
         conversions: dict[str, Conversion] = {}
         unused = []
@@ -191,7 +191,7 @@ class Naming:
             conversion = conversions.setdefault(key, Conversion(key, [], converter, model=self.base))
             conversion.sources.append((pattern or "", source))  # type: ignore[attr-defined]  # a list until it is returned
         self.base._weight_conversions = [transform for transform in mapping if transform.was_used()]
-        ignored = _ignored(self.base)
+        ignored = _ignored_patterns(self.base)
         return list(conversions.values()), [name for name in unused if not any(re.search(i, name) for i in ignored)]
 
     def to_files(self, names: Iterable[str]) -> Iterator[Conversion]:
@@ -205,7 +205,7 @@ class Naming:
         if mapping is None:  # do not add a prefix that files did not have
             mapping = conversion_mapping.get_model_conversion_mapping(self.base, add_legacy=False)
             mapping = [each for each in mapping if not isinstance(each, core_model_loading.PrefixChange)]
-        renamings, converters = _divided([each.reverse_transform() for each in mapping[::-1]])
+        renamings, converters = _renamings_and_converters([each.reverse_transform() for each in mapping[::-1]])
         by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
 
         def renamed(name: str) -> str:
@@ -293,7 +293,7 @@ def keys_alone() -> Iterator[None]:
 @contextlib.contextmanager
 def prompt_given(model: nn.Module, prompts: Mapping[str, torch.Tensor]) -> Iterator[None]:
     """Make ``peft`` save these prompts, by adapter, instead of computing them."""
-    undo = replace_attribute(model, _OF_PROMPT, prompts.__getitem__)
+    undo = replace_attribute(model, _PROMPT_METHOD, prompts.__getitem__)
     try:
         yield
     finally:
@@ -310,12 +310,12 @@ def prompts_of(model: nn.Module, adapters: Iterable[str]) -> dict[str, torch.Ten
     model.eval()
     try:
         with torch.no_grad():
-            return {name: getattr(model, _OF_PROMPT)(name) for name in adapters if name in encoders}
+            return {name: getattr(model, _PROMPT_METHOD)(name) for name in adapters if name in encoders}
     finally:
         model.train(was_training)
 
 
-def _divided(mapping: Iterable[Any]) -> tuple[list[Any], list[Any]]:
+def _renamings_and_converters(mapping: Iterable[Any]) -> tuple[list[Any], list[Any]]:
     """Return the transforms that only rename, and those that convert."""
     found: tuple[list[Any], list[Any]] = ([], [])
     for transform in mapping:
@@ -323,7 +323,7 @@ def _divided(mapping: Iterable[Any]) -> tuple[list[Any], list[Any]]:
     return found
 
 
-def _ignored(model: Any) -> list[str]:
+def _ignored_patterns(model: Any) -> list[str]:
     """Return patterns of names that some models' files have, but modules do not need."""
     own = sorted(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
     buffers = [name for name, _ in model.named_buffers()]

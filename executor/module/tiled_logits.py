@@ -141,7 +141,9 @@ class TiledLogits(Tensor):
         kwargs = kwargs or {}
         first = args[0] if args else kwargs.get("input")
         name = getattr(func, "__name__", "")
-        if func in _ASKING or (name == "__get__" and getattr(func, "__self__", None) in _ASKING):
+        if func in _KNOWN_WITHOUT_VALUES or (
+            name == "__get__" and getattr(func, "__self__", None) in _KNOWN_WITHOUT_VALUES
+        ):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if isinstance(first, cls) and first._whole is None and (handler := _HANDLERS.get(name)) is not None:
@@ -270,7 +272,7 @@ _METHODS = (
     "get_device",
     "__len__",
 )
-_ASKING: Final = frozenset(
+_KNOWN_WITHOUT_VALUES: Final = frozenset(
     {getattr(Tensor, name) for name in (*_PROPERTIES, *_METHODS)} | {torch.is_floating_point, torch.numel}
 )
 """Attributes that are known before logits are computed."""
@@ -294,7 +296,7 @@ def _to(logits: TiledLogits, func: Callable[..., Tensor], *args: Any, **kwargs: 
     return _elementwise(logits, func, *args, **kwargs)
 
 
-def _same(logits: TiledLogits, *_args: Any, **_kwargs: Any) -> TiledLogits:
+def _unchanged(logits: TiledLogits, *_args: Any, **_kwargs: Any) -> TiledLogits:
     return logits
 
 
@@ -381,7 +383,7 @@ _HANDLERS: Final[dict[str, Callable[..., Any]]] = {
         _elementwise,
     ),
     "to": _to,
-    "contiguous": _same,
+    "contiguous": _unchanged,
     "detach": _detach,
     **dict.fromkeys(("view", "reshape"), _reshape),
     "flatten": _flatten,

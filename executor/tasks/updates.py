@@ -143,11 +143,11 @@ class UpdateTasks:
             if weights is not None and weights.dtype is not torch.float32:
                 cut.append(weights[run.start - piece.start : run.stop - piece.start])
             self._backend.update(cut, gradients, run.update.rule, run.step, run.update.scale)
-            self._spend(unit, gradients)
+            self._release_gradients(unit, gradients)
         for parameter in unit.parameters:  # gradients that the user dropped
             unit.device_gradients.pop((parameter.name, piece.index), None)
 
-    def _spend(self, unit: UnitState, gradients: Sequence[torch.Tensor]) -> None:
+    def _release_gradients(self, unit: UnitState, gradients: Sequence[torch.Tensor]) -> None:
         """Release gradients that an update has read.
 
         [Note: Spent] On a GPU the caller runs ahead of the updates. If a gradient were freed here, the allocator could

@@ -70,11 +70,11 @@ def restore(optimizer: OffloadedOptimizer, checkpoint: Checkpoint) -> dict[str, 
     alike = [
         unit
         for unit in units
-        if all(_is_there(checkpoint, entry, _keys(optimizer, entry.kind)) for entry in unit.parameters)
+        if all(_has_exact_shard(checkpoint, entry, _keys(optimizer, entry.kind)) for entry in unit.parameters)
     ]
     with session.access.changing():
-        _read_shares(optimizer, checkpoint, alike)
-        _read_wholes(optimizer, checkpoint, [unit for unit in units if unit not in alike], extra["steps"])
+        _read_exact_shards(optimizer, checkpoint, alike)
+        _read_whole_parameters(optimizer, checkpoint, [unit for unit in units if unit not in alike], extra["steps"])
     session.runtime.state.absent -= session.runtime.state.by_parameter.keys()
     for _, entry in held:
         entry.step = int(extra["steps"][entry.shard.name])
@@ -110,7 +110,7 @@ def _is_there(checkpoint: Checkpoint, parameter: ParameterState, keys: Sequence[
     return all(record is not None and record.shape == tuple(shard.shape) for record in found)
 
 
-def _read_shares(optimizer: OffloadedOptimizer, checkpoint: Checkpoint, units: Sequence[UnitState]) -> None:
+def _read_exact_shards(optimizer: OffloadedOptimizer, checkpoint: Checkpoint, units: Sequence[UnitState]) -> None:
     """Read the state of units whose exact shards are in the checkpoint; see [Note: Restoring]."""
     at_once: list[_Held] = []
     passing: list[_Held] = []
@@ -246,7 +246,7 @@ def _read_resident(checkpoint: Checkpoint, unit: UnitState) -> None:
     unit.device_weights[: len(flat)].copy_(flat)
 
 
-def _read_wholes(
+def _read_whole_parameters(
     optimizer: OffloadedOptimizer,
     checkpoint: Checkpoint,
     units: Sequence[UnitState],

@@ -163,7 +163,7 @@ class Checkpoints:
         """
         there, refused = candidates(self.levels.stores) if self._rank == 0 else ([], [])
         path = None
-        for path in self._of_first(there):
+        for path in self._found_by_rank_0(there):
             failure = f"{path}: another rank cannot read its part"
             with contextlib.ExitStack() as stack:
                 try:
@@ -187,7 +187,7 @@ class Checkpoints:
             )
         return Resumed(refused=tuple(refused))
 
-    def _of_first(self, there: Sequence[tuple[int, Folder]]) -> Iterator[Folder]:
+    def _found_by_rank_0(self, there: Sequence[tuple[int, Folder]]) -> Iterator[Folder]:
         """Yield the checkpoints that rank 0 has found. All ranks call this together."""
         found = iter([(level, *(parse_name(folder.name) or (0, 0))) for level, folder in there])
         while True:

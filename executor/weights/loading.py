@@ -128,7 +128,7 @@ class _Origins:
         self._files = files
         self._conversion: dict[str, tuple[Conversion, str]] = {}  # by name in the model; with the name in its result
         self._naming, self._tensors = naming, naming.tensors
-        conversions, aliases, unused = _found(naming, files)
+        conversions, aliases, unused = _conversions_of(naming, files)
         self.unused = tuple(unused)
         for conversion in conversions:
             made = conversion.apply(lambda name: files.shapes[name].empty())
@@ -219,7 +219,7 @@ class _Origins:
         return all(torch.equal(*pair) for pair in zip(*parts, strict=True))
 
 
-def _found(naming: Naming, files: WeightFiles) -> tuple[list[Conversion], Mapping[str, list[str]], list[str]]:
+def _conversions_of(naming: Naming, files: WeightFiles) -> tuple[list[Conversion], Mapping[str, list[str]], list[str]]:
     """Return the conversions, the model's names of their results, and the names of unused tensors."""
     if files.is_adapter:
         if not naming.adapters:

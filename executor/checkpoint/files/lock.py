@@ -62,7 +62,7 @@ class RunLock:
             except OSError as error:
                 if error.errno not in _NO_LOCKS:
                     raise
-            taken = self._is(fd)
+            taken = self._has_name(fd)
             if taken:
                 os.ftruncate(fd, 0)
                 os.pwrite(fd, f"process {os.getpid()} on {platform.node()}\n".encode()[:_MOST_BYTES], 0)
@@ -75,7 +75,7 @@ class RunLock:
             os.close(fd)
         return taken
 
-    def _is(self, fd: int) -> bool:
+    def _has_name(self, fd: int) -> bool:
         """Return whether an open file still has its name."""
         try:
             return os.path.samestat(os.fstat(fd), self._path.stat())

@@ -63,7 +63,7 @@ class LocalFile:
         try:
             return os.preadv(self._fd, parts, offset)
         except OSError as error:
-            if error.errno != errno.EINVAL or not self._goes_through_cache():
+            if error.errno != errno.EINVAL or not self._disable_direct_io():
                 raise
             return os.preadv(self._fd, parts, offset)
 
@@ -71,7 +71,7 @@ class LocalFile:
         """Close the file."""
         os.close(self._fd)
 
-    def _goes_through_cache(self) -> bool:
+    def _disable_direct_io(self) -> bool:
         """Clear ``O_DIRECT``, which some file systems accept but do not support; return whether it was set."""
         flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
         fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)

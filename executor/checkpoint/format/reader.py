@@ -107,7 +107,7 @@ class Checkpoint:
         """
         chunks: dict[int, dict[int, list[_Target]]] = {}
         for one in wanted:
-            for file, offset, out in self._stretches(one):
+            for file, offset, out in self._parts_of(one):
                 chunk_bytes, done = self.manifest.files[file].chunk_bytes, 0
                 while done < len(out):
                     chunk, at = divmod(offset + done, chunk_bytes)
@@ -128,7 +128,7 @@ class Checkpoint:
     def __exit__(self, *_exc_info: object) -> None:
         self.close()
 
-    def _stretches(self, wanted: ReadRequest) -> Iterator[tuple[int, int, Buffer]]:
+    def _parts_of(self, wanted: ReadRequest) -> Iterator[tuple[int, int, Buffer]]:
         """Yield for each part of a request: index of its file, offset in the file, and memory."""
         record = self.manifest.tensors.get(wanted.name)
         if record is None:

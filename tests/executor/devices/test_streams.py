@@ -222,7 +222,7 @@ def test_gradients_that_updates_were_given_are_there_until_the_next_forward(plac
     decisions = decide(task, uniform(*place))
     assert not watched_training(task, decisions).found
 
-    monkeypatch.setattr(UpdateTasks, "_spend", lambda _self, _unit, gradients: gradients.clear())
+    monkeypatch.setattr(UpdateTasks, "_release_gradients", lambda _self, _unit, gradients: gradients.clear())
     assert watched_training(task, decisions).found
 
 
