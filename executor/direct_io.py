@@ -54,7 +54,7 @@ def enable_direct_io(fd: int, *, probes: bool = True) -> bool:
     """Switch a file to direct I/O; return whether it supports that (tmpfs and some network file systems do not).
 
     Args:
-        fd: of a file.
+        fd: descriptor of the file.
         probes: write and read the first block too. Some file systems accept the flag, but refuse transfers.
     """
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
@@ -77,7 +77,7 @@ def alignment_bytes(fd: int, *, writes: bool) -> int:
     alignment is 1 if transfers go through the page cache.
 
     Args:
-        fd: of a file.
+        fd: descriptor of the file.
         writes: probe by writing the first block; else by reading it.
     """
     if not enable_direct_io(fd, probes=writes):

@@ -49,9 +49,10 @@ def prepare_session(
     but uses the returned optimizer instead of the given one. If the given optimizer has state, it is taken over.
 
     A plan for several ranks needs as many processes (``torchrun``), all of which run the same loop, each with its own
-    part of every batch. They begin with rank 0's weights and buffers; the given optimizer's state is each rank's own.
-    Norms are over all ranks. All ranks evaluate, save, load and close together. On GPUs, set each rank's device first
-    (``torch.cuda.set_device``). If a rank fails, the others raise :class:`executor.distributed.watchdog.RankError`.
+    part of every batch. They begin with rank 0's weights and buffers, but each rank keeps the state of the optimizer
+    that it passes. Gradient norms cover all ranks. All ranks evaluate, save, load and close together. On GPUs, set each
+    rank's device first (``torch.cuda.set_device``). If a rank fails, the others raise
+    :class:`executor.distributed.watchdog.RankError`.
 
     Every rank passes the whole model and optimizer, also with tensor or expert parallelism. Tensor-parallel ranks
     (ranks 0 and 1, 2 and 3, ... if ``tensor_parallel`` is 2) get the same batches and draw the same random numbers.

@@ -164,7 +164,7 @@ class Progress:
             "if the loop accumulates more micro-batches than planned, plan for them (num_micro_batches, --accumulate)"
         )
         if self._skips:
-            skip = "to skip this update (if the norm is NaN, say), call optimizer.zero_grad(), then optimizer.step()"
+            skip = "to skip this update (if the norm is NaN, say), call optimizer.zero_grad(); optimizer.step()"
         else:
             skip = "updates began during backward, and only a plan with update_start 'step' can leave them out"
         why = "all backward passes of the iteration are done"

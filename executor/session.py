@@ -2,7 +2,7 @@
 
 The user's own loop stays as it is. Hooks report where forward and backward are (:mod:`executor.module.binding`). The
 session then issues the schedule's tasks up to that point (:mod:`executor.iteration`), and lanes run them
-(:mod:`executor.runtime`). ``optimizer.step()`` issues the rest of the iteration and returns while updates go on.
+(:mod:`executor.runtime`). ``optimizer.step()`` issues the rest of the iteration, and returns while updates run.
 """
 
 import contextlib

@@ -23,7 +23,7 @@ class Room:
 
     Args:
         schedule: the tasks and buffers of every iteration.
-        capacity_bytes: of the device.
+        capacity_bytes: the limit of device memory.
     """
 
     def __init__(self, schedule: Schedule, capacity_bytes: int) -> None:

@@ -1,6 +1,7 @@
 """Offloads saved activations between forward and backward: to the host, or through the host to NVMe.
 
-[Note: Saved products] in :mod:`executor.memory.recompute_cache` describes what is offloaded, and how backward uses it.
+[Note: Saved products] in :mod:`executor.memory.recompute_cache` describes which tensors are offloaded, and how backward
+uses them.
 
 [Note: Room] A unit has exactly the host memory that the plan counts. The outputs of its products may be larger: without
 fused attention, for example, they include all attention scores. In this case some outputs are not offloaded but

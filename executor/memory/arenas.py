@@ -145,7 +145,7 @@ class Arena:
             for name in done:
                 self._backend.release(self._blocks[name][1])
             left = sum(self._released.values())
-            raise DeviceMemoryError(self._message("what was parked", left)) from error
+            raise DeviceMemoryError(self._message("parked memory", left)) from error
         self._released.clear()
         return sum(done.values())
 

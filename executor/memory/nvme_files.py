@@ -190,7 +190,7 @@ def _no_room(path: Path, num_bytes: int, what: str, error: OSError) -> str:
 
 
 def _discard(fd: int, path: Path) -> None:
-    path.unlink(missing_ok=True)  # first, so that nobody locks a file that is about to be removed
+    path.unlink(missing_ok=True)  # first, so that no run locks a file that is about to be removed
     os.close(fd)
 
 

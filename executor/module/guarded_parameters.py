@@ -60,7 +60,7 @@ class Guarded(torch.Tensor):
         kwargs = kwargs or {}
         written = [t for t in tree_leaves(list(_written(func, args, kwargs))) if isinstance(t, Guarded)]
         if written:
-            raise ValueError(refusal(getattr(written[0], _NAME, "what is written to")))
+            raise ValueError(refusal(getattr(written[0], _NAME, "this tensor")))
         with unguarded():
             result = func(*args, **kwargs)
             return _guarded(result, [t for t in tree_leaves((args, dict(kwargs))) if isinstance(t, Guarded)])
@@ -71,7 +71,7 @@ class Guarded(torch.Tensor):
         Raises:
             ValueError: always.
         """
-        raise ValueError(refusal(getattr(self, _NAME, "what is written to")))
+        raise ValueError(refusal(getattr(self, _NAME, "this tensor")))
 
     def __deepcopy__(self, _memo: object) -> NoReturn:
         """Refuse to be copied. See :meth:`__reduce_ex__`."""

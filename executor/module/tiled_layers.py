@@ -79,7 +79,7 @@ class TiledModule:
 
     @contextlib.contextmanager
     def for_gradients(self, parameters: Iterable[Tensor], *, converts: bool) -> Iterator[list[Tensor]]:
-        """Return a context to compute for backward in; it yields aliases, without hooks, of the module's parameters.
+        """Return a context for the module's computation in backward. It yields aliases of parameters, without hooks.
 
         Args:
             parameters: the trained parameters.

@@ -1,1 +1,1 @@
-"""What the tasks of a schedule do: copies, collectives, updates and snapshots."""
+"""The work of a schedule's tasks: copies, collectives, updates and snapshots."""

@@ -130,7 +130,7 @@ class Actions:
         self._backend.copy(unit.own(piece), unit.uploaded(piece))
 
     def synchronize(self) -> None:
-        """Wait for what the caller's thread has issued to the device."""
+        """Wait for all work that the caller's thread has issued to the device."""
         self._backend.event_time_s(self._backend.record_event(Lane.COMPUTE))
 
     def _scatter(self, task: Task, _iteration: int) -> None:

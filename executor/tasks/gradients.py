@@ -83,7 +83,7 @@ class GradientTasks:
         return dict(zip(sums, norms.unbind(), strict=True))
 
     def flush(self, task: Task, iteration: int) -> None:
-        """Copy gradients to the host, or add them to those of earlier micro-batches in their own type, as autograd."""
+        """Copy gradients to the host, or add them to the sum of earlier micro-batches, in their own data type."""
         unit = self._state.units[task.unit]
         gradients = unit.flushing.pop(task.micro_batch, {})
         last = task.micro_batch == self._num_micro_batches - 1

@@ -163,7 +163,7 @@ def test_the_device_is_too_small():
 def test_all_of_a_memory_can_be_taken_and_no_more() -> None:
     arena = Arena(Tier.HOST, 128, backend_of(SessionOptions()))
     arena.take("half", MemoryClass.PARAMETERS, 16, torch.float32)
-    with pytest.raises(DeviceMemoryError, match="asks for 65 B"):
+    with pytest.raises(DeviceMemoryError, match="needs 65 B"):
         arena.take("too much", MemoryClass.PARAMETERS, 65, torch.uint8)
     arena.take("the rest", MemoryClass.PARAMETERS, 64, torch.uint8)
     assert arena.used_bytes == 128
@@ -172,7 +172,7 @@ def test_all_of_a_memory_can_be_taken_and_no_more() -> None:
 def test_the_system_has_too_little():
     """Nobody has a quarter of a petabyte; what the system says of it is no MemoryError of Python's."""
     arena = Arena(Tier.HOST, None, backend_of(SessionOptions()))
-    with pytest.raises(DeviceMemoryError, match="host is out of memory: master asks for") as caught:
+    with pytest.raises(DeviceMemoryError, match="host is out of memory: master needs") as caught:
         arena.take("master", MemoryClass.OPTIMIZER, 1 << 46, torch.float32)
     assert isinstance(caught.value.__cause__, OSError)
     assert not arena.used_bytes

@@ -150,7 +150,7 @@ def test_memory_that_others_have_taken_leaves_it_parked(monkeypatch):
         session.park()
         with monkeypatch.context() as patched:
             patched.setattr(type(session.runtime.backend), "restore", _full)
-            with pytest.raises(DeviceMemoryError, match="what was parked asks for"):
+            with pytest.raises(DeviceMemoryError, match="parked memory needs"):
                 session.unpark()
         assert all(torch.equal(before[name], values) for name, values in session.stream_weights())
         session.unpark()

@@ -261,7 +261,7 @@ def test_what_training_says_is_refused_is_refused(tmp_path: Path, monkeypatch: p
 
     said = {
         value: "only its 2-norm",
-        scaled: "^GradScaler unscales .* leave it out",
+        scaled: "^GradScaler cannot unscale .* leave it out",
         between: "after optimizer.step\\(\\) and before the next forward",
         loaded: "load them before prepare",
         without_backward: "Every forward needs its backward",
