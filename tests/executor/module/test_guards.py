@@ -352,7 +352,7 @@ def test_a_step_that_was_left_out_says_how_to_leave_it_out(started):
     backward(model)
     optimizer.zero_grad()  # as loops do where a norm is no number
     with pytest.raises(
-        OutOfOrderError, match=r"expects optimizer\.step\(\).*skip this update.*zero_grad\(\), then optimizer\.step"
+        OutOfOrderError, match=r"expects optimizer\.step\(\).*skip this update.*zero_grad\(\); optimizer\.step"
     ):
         backward(model, 1)
     optimizer.zero_grad()
