@@ -31,7 +31,7 @@ def pages(num_bytes: int, *, inherited: bool = True) -> npt.NDArray[np.uint8]:
     A direct transfer looks up and pins each page of its memory. 4 MiB are 1024 small pages, but only two huge ones.
 
     Args:
-        num_bytes: how much.
+        num_bytes: size of the memory.
         inherited: whether forked processes get the memory too. If the memory is pinned for a device, a fork copies all
             of it at once.
     """

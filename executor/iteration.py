@@ -39,8 +39,8 @@ class IterationDriver:
     Attributes:
         accumulation: checks ``no_sync()`` against the plan.
         gradients: sets ``parameter.grad`` between backward and step.
-        visibility: which parameters show weights.
-        progress: where the model is in the schedule.
+        visibility: shows and hides weights in parameters.
+        progress: tracks where the model is in the schedule.
     """
 
     def __init__(

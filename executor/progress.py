@@ -63,7 +63,7 @@ class Progress:
             if task.op in _INSIDE_BACKWARD
         }
         self._ended_after = 0  # micro-batches that ran, if this iteration ended early
-        self._watching_end = False  # of the backward that runs now
+        self._watching_end = False  # whether the end of the running backward has a callback
         self._left: set[str] = set()  # units that this backward has left
 
     @property

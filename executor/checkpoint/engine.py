@@ -53,7 +53,7 @@ _END_S: Final = 10.0  # longest wait for threads to end
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a checkpoint ended.
+    """The outcome of a checkpoint.
 
     Attributes:
         step: step of the checkpoint.

@@ -128,7 +128,7 @@ def _row_parallel_forward(module: Any, weight: ParameterShard, group: Group) -> 
     Raises:
         BindingError: the module is neither ``torch.nn.Linear`` nor Conv1D of ``transformers``.
     """
-    # The weight of ``torch.nn.Linear`` is [outputs, inputs], that of Conv1D [inputs, outputs].
+    # ``torch.nn.Linear`` has weights [outputs, inputs], Conv1D [inputs, outputs].
     if type(module).__name__ not in {"Linear", "Conv1D"} or weight.dim is None:
         raise BindingError(
             f"{weight.name} belongs to a {type(module).__name__}, but tensor-parallel ranks can only share "

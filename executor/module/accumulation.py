@@ -21,7 +21,7 @@ class Accumulation:
     def __init__(self, num_micro_batches: int) -> None:
         self._count = num_micro_batches
         self._inside = False
-        self._was_inside = False  # in this iteration
+        self._was_inside = False  # whether a backward of this iteration was inside no_sync()
         self._last_was_inside = False
         self._ended_at = 0  # number of micro-batches if the loop left no_sync() before the plan's last one
 
@@ -70,7 +70,7 @@ class Accumulation:
             self._check_inside(micro_batch)
             self._was_inside = True
         elif self._was_inside and micro_batch < self._count - 1:
-            self._ended_at = micro_batch + 1  # of a short group, if a step follows
+            self._ended_at = micro_batch + 1  # a short group, if a step follows
 
     def check_step(self) -> None:
         """Check that ``optimizer.step()`` is allowed now.

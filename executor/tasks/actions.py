@@ -23,7 +23,7 @@ _SUM_UP: Final = frozenset({Op.FLUSH, Op.SPILL})
 class _Short(NamedTuple):
     """An iteration that ends before its last micro-batches."""
 
-    num_micro_batches: int  # that have run
+    num_micro_batches: int  # number that have run
     first_task: int  # the first one that may be skipped
 
 
@@ -92,8 +92,8 @@ class Actions:
 
         Args:
             iteration: the one under way.
-            num_micro_batches: that have run.
-            num_issued: tasks of the iteration that have been issued.
+            num_micro_batches: number of micro-batches that have run.
+            num_issued: number of the iteration's tasks that have been issued.
         """
         self._short = {i: short for i, short in self._short.items() if i == iteration - 1}
         self._short[iteration] = _Short(num_micro_batches, num_issued)

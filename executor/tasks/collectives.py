@@ -131,7 +131,7 @@ class ScheduleCollectives:
         if self._ranks.size == mesh.degrees.data_parallel and not self._shards and mesh.degrees.expert_parallel == 1:
             return list(squares)
         size, count = mesh.degrees.tensor_parallel, len(squares)
-        rows = [0.0] * (size * count)  # of every tensor-parallel rank
+        rows = [0.0] * (size * count)  # one row per tensor-parallel rank
         for i, (unit, _) in enumerate(parameters):
             if self._shards or unit.group is None or unit.group.rank == 0:
                 rows[mesh.tensor * count + i] = squares[i]

@@ -102,7 +102,7 @@ class Snapshots:
         tensors = [tensor.detach().view(torch.uint8) for tensor in unit.state(piece)]
         if piece.place is Place.GPU:
             return tensors
-        self._wait()  # for copies to host memory that still run
+        self._wait()  # copies to host memory may still run
         return [tensor.numpy() for tensor in tensors]
 
     def copy(self, buffer: Buffer, values: Any) -> None:

@@ -21,7 +21,7 @@ class ParameterUpdate(NamedTuple):
     """The rule of one parameter's update in one iteration, and the factor of its gradient."""
 
     rule: Rule
-    scale: float  # of its gradient
+    scale: float  # factor of its gradient
 
 
 class _Run(NamedTuple):
