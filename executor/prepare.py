@@ -400,7 +400,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def _write_unit(self, unit: UnitState, entries: Mapping[str, _Entry]) -> None:
         mine = {
-            p.name: _of_share(p, entries[p.shard.name], self.entry.of(p.kind).buffers)
+            p.name: _shard_of_entry(p, entries[p.shard.name], self.entry.of(p.kind).buffers)
             for p in unit.parameters
             if p.shard.name in entries
         }
@@ -433,7 +433,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             master.copy_(parameter.values_of(part, values_of["master"]))
 
 
-def _own(session: Session, unit: UnitState) -> tuple[torch.Tensor, ...]:
+def _own_state(session: Session, unit: UnitState) -> tuple[torch.Tensor, ...]:
     """Return the rank's state of a unit by value, float32 ``[shard]``, on the host: as many as a piece has at most."""
     count = max((piece.num_tensors for piece in unit.pieces), default=1)
     whole = torch.empty(count, sum(piece.num_params for piece in unit.pieces))
@@ -445,7 +445,7 @@ def _own(session: Session, unit: UnitState) -> tuple[torch.Tensor, ...]:
     return whole.unbind()
 
 
-def _of_share(parameter: ParameterState, entry: _Entry, keys: tuple[str, ...]) -> _Entry:
+def _shard_of_entry(parameter: ParameterState, entry: _Entry, keys: tuple[str, ...]) -> _Entry:
     """Return this rank's shard of a parameter's saved state, flat, with these keys of buffers."""
     values_of, group = entry
     tensors = {key: values for key, values in values_of.items() if key != "step" and values is not None}

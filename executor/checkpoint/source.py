@@ -118,7 +118,7 @@ def boxes_of(source: Source, grain: int) -> dict[str, tuple[Box, ...]]:
 
 
 def runs_of(slices: Iterable[Slice], held: Mapping[str, Sequence[Box]]) -> list[tuple[int, int, int]]:
-    """Return the runs of a piece: index of the file, start and stop in values of the piece.
+    """Return the runs of a piece, each as index of the file, start and stop, in values of the piece.
 
     Parameters that are adjacent in both piece and file form one run, so that whole chunks of it can be leased.
     """

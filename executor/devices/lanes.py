@@ -283,9 +283,7 @@ class LaneMachine:
     def _begin(self, ticket: _Ticket) -> bool:
         """Wait for a ticket's dependencies, and start it; return False if the machine has stopped."""
         after, lane = ticket.after, ticket.task.lane
-        if (
-            self._open and lane in CALLER_LANES
-        ):  # the caller cannot wait for itself, and its tickets run in order anyway
+        if self._open and lane in CALLER_LANES:  # its own tickets run in order anyway
             after = [t for t in after if t not in self._open]
         for dependency in after:
             if dependency.end is None:  # otherwise take no lock

@@ -26,11 +26,8 @@ from executor.distributed.shards import BindingError, ParameterShard
 from executor.distributed.vocabulary import Head, embed
 from planner.graph import Operator, Pattern, Unit
 
-_COUNTS = (
-    "num_heads",
-    "num_key_value_heads",
-    "split_size",
-)  # attributes of attention modules: numbers of heads or channels
+# Attributes of attention modules: numbers of heads or channels.
+_COUNTS = ("num_heads", "num_key_value_heads", "split_size")
 
 Undo = Callable[[], None]
 NoCompile = Callable[[Callable[..., Any]], Callable[..., Any]]

@@ -168,9 +168,7 @@ def _assign(segment: SegmentActivations, unit: str, room_bytes: int) -> None:
     """Choose the tensors of a unit to offload, and their offsets in its host memory; see [Note: Room]."""
     end = 0
     for tensor in segment.inputs if unit == next(iter(segment.products_of)) else ():
-        if (
-            tensor.is_dense and end + tensor.num_bytes <= room_bytes
-        ):  # else it stays on the device: an input cannot be recomputed
+        if tensor.is_dense and end + tensor.num_bytes <= room_bytes:  # else it stays: an input cannot be recomputed
             tensor.start = end
             end += tensor.num_bytes
     chosen = [p for p in segment.products_of[unit] if all(t.is_unmodified and t.is_dense for t in p.tensors)]

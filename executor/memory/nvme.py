@@ -47,9 +47,9 @@ class _Layout:
     """Layout of a piece in its buffer: weights, state, gradient, each aligned to a block. The first two are its record.
 
     Attributes:
-        num_params: of the piece.
-        weight_bytes, state_bytes, gradient_bytes: of each part; 0 without it.
-        kind: what updates it.
+        num_params: number of parameters of the piece.
+        weight_bytes, state_bytes, gradient_bytes: bytes of each part; 0 if it is missing.
+        kind: the optimizer that updates it.
     """
 
     num_params: int

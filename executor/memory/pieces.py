@@ -79,7 +79,7 @@ class Piece:
         return sum(buffer.num_bytes(self.num_params) for buffer in state_buffers(self.kind))
 
     def state_in(self, memory: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the tensors of its state in uint8 memory: one after another from the beginning."""
+        """Return the tensors of its state in uint8 memory, one after another from the beginning."""
         return state_tensors(memory, self.num_params, self.kind)
 
     @property

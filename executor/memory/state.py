@@ -142,9 +142,7 @@ class ModelState:
             shard = held[0][1].shard
             if lost or self._ranks is not None or shard.name in self.absent:
                 shard.whole.data = without_values(shard.whole_shape, self.dtype)
-            elif (
-                shard.leaf is shard.whole or not shard.whole.is_contiguous()
-            ):  # else the parameter still has its values
+            elif shard.leaf is shard.whole or not shard.whole.is_contiguous():  # else it still has its values
                 shard.whole.data = unshard(
                     [(p.shard, self._weights(unit, p, from_masters=in_iteration)) for unit, p in held], None
                 )
@@ -342,7 +340,7 @@ class ModelState:
 
 
 def _shifts(units: Iterable[Unit], written: Iterable[str], buffer: StateBuffer) -> Mapping[str, int]:
-    """Return how far behind a whole sector each unit's slabs of state on the host begin.
+    """Return the offset from a sector boundary at which each unit's slabs of state on the host begin.
 
     [Note: Slabs as in files] A checkpoint file holds one kind of state, unit after unit, beginning at a block. If a
     slab has the same offset from a sector boundary as its values have in that file, they can be written straight from

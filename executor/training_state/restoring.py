@@ -102,7 +102,7 @@ def _saved_keys(checkpoint: Checkpoint, name: str, keys: Sequence[str]) -> tuple
     return (*(key for key in keys if key not in SCALES.values()), *scales)
 
 
-def _is_there(checkpoint: Checkpoint, parameter: ParameterState, keys: Sequence[str]) -> bool:
+def _has_exact_shard(checkpoint: Checkpoint, parameter: ParameterState, keys: Sequence[str]) -> bool:
     """Return whether the checkpoint has exactly this shard of a parameter."""
     shard, tensors = parameter.shard, checkpoint.manifest.tensors
     values = [key for key in keys if key not in SCALES.values()]

@@ -79,7 +79,7 @@ BAD = {
     "pickle": (only_pickle, r"has weights only as pickles.*from_pretrained\('.*source'\)\.save_pretrained\(NEW"),
     "checkpoints": (checkpoints, r"has checkpoints of Ullage; export one: ullage checkpoint export .*source"),
     "index": (lambda s: index(s, {"a": "other.safetensors"}), r"other\.safetensors is missing; copy all files"),
-    "listed": (lambda s: index(s, {"a": "model.safetensors"}), r"says that a is in model\.safetensors, but it is not"),
+    "listed": (lambda s: index(s, {"a": "model.safetensors"}), r"lists a in model\.safetensors, but it is not there"),
     "outside": (lambda s: index(s, {"a": "../x.safetensors"}), r"names a file outside of its folder, \.\./x"),
     "no map": (lambda s: index(s, {}), r"index\.json has no weight_map"),
     "adapter": (

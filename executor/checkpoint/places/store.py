@@ -65,9 +65,7 @@ class Draft:
                 if again or not self._is_reused:
                     with contextlib.suppress(*((FileExistsError,) if again else ())):
                         files.make_folder(self.folder)
-                with contextlib.suppress(
-                    FileNotFoundError, BlockingIOError
-                ):  # another process removed it before it was locked
+                with contextlib.suppress(FileNotFoundError, BlockingIOError):  # removed before it was locked
                     self._lock = _locked(self.folder)
                     break
             for name in self._folders:
