@@ -49,10 +49,9 @@ def prepare_session(
     but uses the returned optimizer instead of the given one. If the given optimizer has state, it is taken over.
 
     A plan for several ranks needs as many processes (``torchrun``), all of which run the same loop, each with its own
-    part of every batch. They begin with rank 0's weights and buffers, but each rank keeps the state of the optimizer
-    that it passes. Gradient norms cover all ranks. All ranks evaluate, save, load and close together. On GPUs, set each
-    rank's device first (``torch.cuda.set_device``). If a rank fails, the others raise
-    :class:`executor.distributed.watchdog.RankError`.
+    part of every batch. They begin with rank 0's weights and buffers, but each keeps its optimizer's state. Gradient
+    norms cover all ranks. All ranks evaluate, save, load and close together. On GPUs, first set each rank's device
+    (``torch.cuda.set_device``). If a rank fails, others raise :class:`executor.distributed.watchdog.RankError`.
 
     Every rank passes the whole model and optimizer, also with tensor or expert parallelism. Tensor-parallel ranks
     (ranks 0 and 1, 2 and 3, ... if ``tensor_parallel`` is 2) get the same batches and draw the same random numbers.
@@ -220,8 +219,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state that was returned by :meth:`state_dict` of this class or of the given optimizer's class.
 
-        If a state has no ``master``, the model's current weights become the master copy. Every rank passes the whole
-        state.
+        If there is no ``master``, the model's weights become the master copy. Every rank passes the whole state.
 
         Raises:
             ValueError: the groups differ from this optimizer's in number or size.
@@ -232,8 +230,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if [len(g["params"]) for g in theirs] != [len(g["params"]) for g in self.param_groups]:
             raise ValueError(
                 f"the state has groups of {[len(g['params']) for g in theirs]} parameters, this optimizer has "
-                f"{[len(g['params']) for g in self.param_groups]}; make the optimizer with the groups that it was "
-                "saved with"
+                f"{[len(g['params']) for g in self.param_groups]}; make the optimizer with the saved groups"
             )
         self.write_states(
             {
@@ -256,8 +253,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             The bytes of the file.
 
         Raises:
-            ValueError: the new decisions cannot be executed, or have other parallel degrees. The errors of
-                :func:`prepare_session` are raised too.
+            ValueError: decisions cannot be executed or have other degrees. See also :func:`prepare_session`.
             RankError: another rank cannot begin.
             OutOfOrderError: in the middle of an iteration.
             StorageError: there is no room for the file.
