@@ -33,7 +33,7 @@ TIMED := tests/ullage/test_agreement.py
 # Each part imports torch and all else once, and so does what it forks from: so there are few.
 PARTS := test-executor test-ullage test-planner test-capture test-others
 test-executor:
-	$(BIN)/python -m pytest tests/executor tests/weights tests/benchmarks
+	$(BIN)/python -m pytest tests/executor tests/weights tests/benchmarks tests/hwprofiles
 test-ullage:
 	nice -n 5 $(BIN)/python -m pytest tests/ullage tests/checkpoint --ignore=$(TIMED)
 test-planner:
@@ -41,7 +41,7 @@ test-planner:
 test-capture:
 	nice -n 19 $(BIN)/python -m pytest tests/capture
 test-others:
-	nice -n 19 $(BIN)/python -m pytest tests $(patsubst %,--ignore=tests/%,executor weights benchmarks ullage checkpoint planner capture)
+	nice -n 19 $(BIN)/python -m pytest tests $(patsubst %,--ignore=tests/%,executor weights benchmarks hwprofiles ullage checkpoint planner capture)
 lint:
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .

@@ -48,7 +48,8 @@ def bind_quantized(model: nn.Module) -> list[Callable[[], None]]:
 
 def _backward_of(module: Any) -> Callable[[Any, torch.Tensor], torch.Tensor] | None:
     """Return a function from the gradient of a frozen projection's output to its input's; ``None`` for others."""
-    if getattr(module, "bias", None) is not None and module.bias.requires_grad:
+    bias = getattr(module, "bias", None)  # recurrent modules have a flag of that name
+    if isinstance(bias, torch.Tensor) and bias.requires_grad:
         return None
     if hasattr(module, "init_8bit_state"):
         return _backward_int8_of_bitsandbytes if module.weight.dtype is torch.int8 else None

@@ -6,6 +6,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))  # fake_kernels.py
 
+from amount import ALL
 from fake_kernels import KERNELS, Calibrated
 
 from hwprofiles.calibrate import CalibrationOptions, calibrate
@@ -17,5 +18,9 @@ def calibrated(tmp_path_factory: pytest.TempPathFactory) -> Calibrated:
     steps: list[tuple[str, float, float]] = []
     options = CalibrationOptions(quick=True, budget_s=3, scratch_dir=scratch, name="here", device="host")
     threads_before = torch.get_num_threads()
-    profile, report = calibrate(options, KERNELS, lambda *step: steps.append(step))
+    with pytest.MonkeyPatch.context() as patched:
+        if not ALL:  # rates of DRAM, which tests compare with each other, are measured as always
+            patched.setattr("hwprofiles.calibrate.saving._NUM_BYTES", 2**24)
+            patched.setattr("hwprofiles.calibrate.disk._QUICK_FILE_BYTES", 2**26)
+        profile, report = calibrate(options, KERNELS, lambda *step: steps.append(step))
     return Calibrated(profile, report, steps, scratch, threads_before)

@@ -365,7 +365,7 @@ def test_waiting_for_a_core_does_not_count() -> None:
 
 def test_importing_the_package_does_not_import_torch() -> None:
     code = "import sys, hwprofiles, hwprofiles.profile; sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 @given(st.dictionaries(st.integers(1, 64), st.floats(1, 1e10), min_size=1), st.integers(1, 64))

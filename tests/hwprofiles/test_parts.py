@@ -11,6 +11,7 @@ import forked
 import numpy as np
 import pytest
 import scipy.sparse.csgraph
+from amount import small_measurements
 from fake_kernels import KERNELS, Calibrated, silent
 from forked import Forked, environments
 from hypothesis import given
@@ -69,7 +70,8 @@ def test_parts_are_measured_again_and_the_rest_stays(calibrated: Calibrated, tmp
         quick=True, budget_s=1, device="host", only=only, base=base, endurance_bytes_per_day=5e12
     )
     steps: list[str] = []
-    found, report = calibrate(options, KERNELS, lambda step, _done, _total: steps.append(step))
+    with small_measurements():
+        found, report = calibrate(options, KERNELS, lambda step, _done, _total: steps.append(step))
     assert steps[0] == "disk"
     assert {"optimizer on the host", "shared file system"} < set(steps)
     assert not {"copies", "products in bf16", "all at once"} & set(steps)
@@ -89,7 +91,8 @@ def test_parts_are_measured_again_and_the_rest_stays(calibrated: Calibrated, tmp
     assert found.nvme.endurance_bytes_per_day.provenance.origin == "published"
     assert not list(tmp_path.iterdir())
     again = CalibrationOptions(quick=True, budget_s=1, device="host", only=parse_only(f"disk:{tmp_path}"), base=found)
-    saved = calibrate(again, KERNELS, silent)[0].nvme
+    with small_measurements():
+        saved = calibrate(again, KERNELS, silent)[0].nvme
     assert saved is not None
     assert saved.endurance_bytes_per_day == found.nvme.endurance_bytes_per_day
 

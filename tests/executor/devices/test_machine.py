@@ -126,10 +126,11 @@ def test_start_is_measured_when_a_task_becomes_ready_not_when_it_is_issued():
 
 
 def test_lanes_run_at_the_same_time():
-    both = threading.Barrier(2, timeout=10)
+    both, met = threading.Barrier(2, timeout=10), list[int]()
     schedule = Schedule((work(0, Lane.CPU), work(1, Lane.H2D)))
-    with on_host(schedule, lambda *_: both.wait()) as machine:
+    with on_host(schedule, lambda *_: met.append(both.wait())) as machine:
         walk(machine, schedule, 3)
+    assert sorted(met) == [0, 0, 0, 1, 1, 1]
 
 
 def test_a_callers_task_lasts_until_its_next_one():

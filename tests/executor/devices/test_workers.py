@@ -26,9 +26,10 @@ def test_pieces_are_contiguous_aligned_and_equal(num_items, num_pieces):
 
 
 def test_all_workers_run_at_the_same_time():
-    meeting = threading.Barrier(3)
+    meeting, met = threading.Barrier(3), list[int]()
     with WorkerTeam(3) as team:
-        team.run(lambda _start, _stop: meeting.wait(timeout=20), 3 * GRAIN_ITEMS)
+        team.run(lambda _start, _stop: met.append(meeting.wait(timeout=20)), 3 * GRAIN_ITEMS)
+    assert sorted(met) == [0, 1, 2]
 
 
 def test_team_of_one_works_in_the_calling_thread():

@@ -76,6 +76,7 @@ def with_decisions(explained: Bench, **options: object) -> Bench:
     return Bench(explained.plan.model_copy(update={"decisions": explained.changed(**options)}))
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_plan_is_simulated_as_it_was_predicted(name: str) -> None:
     explained = bench(name)
@@ -137,6 +138,7 @@ def test_alternatives_are_all_there_are() -> None:
     assert all(update == own for _, _, update in ways - {(*way[:2], way[2]) for way in whole})
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_tricks_that_a_plan_uses_make_it_no_slower(name: str) -> None:
     explained = bench(name)
@@ -424,6 +426,7 @@ def test_layers_that_are_treated_alike_are_one_group() -> None:
     ]
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_units_are_ready_before_they_are_needed(name: str) -> None:
     explained = bench(name)

@@ -52,6 +52,7 @@ REQUESTS = {
 }
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("name", REQUESTS)
 def test_never_worse_than_the_best_engine(name: str) -> None:
     outcome, scorer = find(REQUESTS[name])
@@ -195,6 +196,7 @@ def test_what_is_always_held_bounds_the_peak(name: str) -> None:
                     assert prediction.memory[tier].capacity_bytes == capacities(cost)[tier]
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("name", ["roomy", "tight", "several"])
 def test_the_critical_path_explains_the_period(name: str) -> None:
     outcome, scorer = find(REQUESTS[name], 40)

@@ -148,6 +148,7 @@ def test_activations_leave_where_the_link_is_faster_than_computing() -> None:
     verify(times["activations"])
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("clip", [True, False])
 @pytest.mark.parametrize("hardware", [LITTLE_HOST, SLOW_GPU], ids=["host", "device"])
 def test_never_worse_than_without_nor_than_engines_that_swap(hardware: HardwareProfile, *, clip: bool) -> None:

@@ -66,6 +66,7 @@ def test_commands_in_tables_are_commands(page: Path) -> None:
     rows = re.findall(r"^\|.*\|$", page.read_text(encoding="utf-8"), re.MULTILINE)
     for command in (command for row in rows for command in re.findall(r"`ullage ([^`]*)`", row)):
         arguments = shlex.split(command)
+        assert arguments[0] in SUMMARIES, arguments
         build_parser(arguments[0]).parse_args(arguments)
 
 
@@ -75,6 +76,7 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert (page.parent / target).exists(), target
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("page", TUTORIALS, ids=shown)
 def test_tutorials_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
