@@ -12,18 +12,15 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from planner.costs.model import CostModel
-from planner.decisions import Decisions, GradientPath, HostUpdate, Place, Precision
+from planner.decisions import GradientPath, HostUpdate, Place
 from planner.engines.catalogue import POLICIES, STORAGE_POLICIES, can_run
-from planner.engines.policies import mixed
-from planner.engines.setup import Mix, Setup
-from planner.graph import Unit
+from planner.engines.setup import Setup
 from planner.habits import Habits
 from planner.lowering import lower, slots
 from planner.lowering.amounts import AmountsOf
 from planner.lowering.storage import num_spill_slots
 from planner.schedule.schedule import Schedule
-from planner.schedule.tasks import Lane, MemoryClass, Op, Phase, Tier
-from planner.schedule.timeline import memory_use
+from planner.schedule.tasks import Lane, Op, Phase
 from planner.simulate.machine import run
 
 ALL_POLICIES = POLICIES | STORAGE_POLICIES
@@ -424,99 +421,6 @@ def test_tied_weights_are_fetched_for_the_head() -> None:
     assert {t.unit for t in schedule.tasks[: head.index] if t.op is Op.FETCH} >= {"embed", "head"}
 
 
-@settings(SLOW, max_examples=examples(60))
-@given(cases(), st.integers(0, 2**32 - 1))
-def test_memory_is_never_negative_and_covers_what_is_always_held(case: Case, seed: int) -> None:
-    timeline = run(case.schedule, *random_prices(case.schedule, seed), NUM_ITERATIONS)
-    assume(timeline.period_s(1) > 0)
-    for tier, use in memory_use(timeline, 1).items():
-        rows = list(zip(*use.num_bytes.values(), strict=True))
-        assert min(min(row) for row in rows) >= 0
-        always = sum(b.num_bytes for b in case.schedule.buffers if b.tier is tier and b.first is None)
-        assert always <= min(sum(row) for row in rows)
-        assert max(sum(row) for row in rows) == use.peak_bytes == sum(use.peak_by_class.values())
-
-
-def _held(schedule: Schedule, tier: Tier, kind: MemoryClass) -> int:
-    return sum(b.num_bytes for b in schedule.buffers if b.tier is tier and b.memory_class is kind and b.first is None)
-
-
-@pytest.mark.parametrize(
-    ("decisions", "gpu", "host"),
-    [  # bytes per parameter that are always held: parameters and optimizer on the GPU; both and gradients on the host
-        (decide(DENSE, Place.GPU), (2, 12), (0, 0, 0)),
-        (decide(DENSE, Place.CPU), (2, 0), (2, 12, 0)),  # gradients take the place of weights
-        (decide(DENSE, Place.CPU, gradient_path=GradientPath.ZERO3_ASYNC), (2, 0), (2, 12, 4)),
-        (decide(DENSE, Place.GPU, precision=Precision(weights="fp32")), (4, 8), (0, 0, 0)),
-        (decide(DENSE, Place.CPU, precision=Precision(weights="fp32")), (4, 0), (0, 12, 4)),
-        (decide(DENSE, Place.GPU, data_parallel=2, zero_stage=1), (2, 6), (0, 0, 0)),
-        (decide(DENSE, Place.CPU, data_parallel=2, zero_stage=2), (2, 0), (1, 6, 0)),
-    ],
-)
-def test_bytes_per_parameter(decisions: Decisions, gpu: tuple[int, int], host: tuple[int, int, int]) -> None:
-    num_params = sum(unit.num_params for unit in DENSE)
-    schedule = lower(DENSE, decisions, asynchronous=False)
-    kinds = (MemoryClass.PARAMETERS, MemoryClass.OPTIMIZER, MemoryClass.GRADIENTS)
-    assert tuple(_held(schedule, Tier.GPU, kind) for kind in kinds[:2]) == tuple(n * num_params for n in gpu)
-    assert tuple(_held(schedule, Tier.HOST, kind) for kind in kinds) == tuple(n * num_params for n in host)
-
-
-def test_slots_hold_the_largest_of_their_ring_and_state_slots_the_largest_piece() -> None:
-    decisions = decide(DENSE, Place.STREAM, params="host", num_param_slots=1, num_state_slots=2)
-    schedule = lower(DENSE, decisions, asynchronous=False)
-    assert _held(schedule, Tier.GPU, MemoryClass.PARAMETERS) == 2 * sum({unit.num_params for unit in DENSE})
-    largest = max(unit.num_params for unit in DENSE)
-    assert _held(schedule, Tier.GPU, MemoryClass.OPTIMIZER) == 2 * 14 * largest
-
-
-def test_zero_3_holds_a_shard_and_slots() -> None:
-    decisions = decide(DENSE, Place.GPU, data_parallel=2, zero_stage=3, num_param_slots=1)
-    schedule = lower(DENSE, decisions, asynchronous=False)
-    whole, rings = sum(unit.num_params for unit in DENSE), sum({unit.num_params for unit in DENSE})
-    assert _held(schedule, Tier.GPU, MemoryClass.PARAMETERS) == whole + 2 * rings
-    assert _held(schedule, Tier.GPU, MemoryClass.OPTIMIZER) == 6 * whole
-
-
-def _ends(schedule: Schedule, label: str, kind: MemoryClass) -> list[tuple[str, str, int]]:
-    return [
-        (schedule.tasks[b.first].name, schedule.tasks[b.last].name, b.num_bytes)
-        for b in schedule.buffers
-        if b.tier is Tier.GPU and b.label == label and b.memory_class is kind and b.first is not None
-    ]
-
-
-def test_a_tied_gradient_is_held_from_the_head_on() -> None:
-    units = small_units("gpt2")
-    schedule = lower(units, decide(units, Place.CPU), asynchronous=False)
-    words, positions = (spec.num_params for spec in units[0].parameters)
-    held = _ends(schedule, "embed", MemoryClass.GRADIENTS)
-    assert held == [("backward head", "flush embed", 2 * words)]
-    others = _ends(schedule, "embed of its own", MemoryClass.GRADIENTS)
-    assert others == [("backward embed", "flush embed", 2 * positions)]
-
-
-def test_gradients_pile_up_whole_until_ranks_agree() -> None:
-    """ZeRO-1 over two micro-batches: the whole sum on every rank, reduced once."""
-    decisions = decide(DENSE, Place.GPU, data_parallel=2, zero_stage=1, num_micro_batches=2)
-    schedule = lower(DENSE, decisions, asynchronous=False)
-    size = DENSE[1].num_params
-    kind = MemoryClass.GRADIENTS
-    name = "layers.0.attn"
-    assert _ends(schedule, f"{name} unreduced", kind) == [(f"backward {name}", f"scatter {name} mb1", 2 * size)]
-    assert _ends(schedule, f"{name} resident", kind) == [(f"scatter {name} mb1", f"update {name}#0", size)]
-
-
-def test_activations_are_held_from_forward_or_recompute_to_backward() -> None:
-    unit = DENSE[1]
-    saved = lower(DENSE, decide(DENSE), asynchronous=False)
-    again = lower(DENSE, decide(DENSE, recompute=True), asynchronous=False)
-    kind = MemoryClass.ACTIVATIONS
-    assert _ends(saved, unit.name, kind) == [(f"forward {unit.name}", f"backward {unit.name}", unit.saved_bytes)]
-    assert _ends(again, unit.name, kind) == [(f"recompute {unit.name}", f"backward {unit.name}", unit.saved_bytes)]
-    names = (f"forward {unit.name}", f"backward {unit.name}")
-    assert _ends(again, f"{unit.segment} input", kind) == [(*names, unit.activation_output_bytes)]
-
-
 def test_the_host_issues_every_compute_task_of_a_device_that_runs_apart() -> None:
     schedule = lower(DENSE, decide(DENSE), asynchronous=True)
     issues = {t.index: t for t in schedule.tasks if t.op is Op.ISSUE}
@@ -527,69 +431,6 @@ def test_the_host_issues_every_compute_task_of_a_device_that_runs_apart() -> Non
         assert issue.unit == task.unit
         assert issue.num_kernels > 0
     assert not [t for t in lower(DENSE, decide(DENSE), asynchronous=False).tasks if t.op is Op.ISSUE]
-
-
-@pytest.mark.parametrize(
-    ("unit", "change", "message"),
-    [
-        ("layers.0.attn", {"update": ()}, "has 1 subgroups .* but 0 places"),
-        ("layers.0.attn", {"activations": "recompute"}, "segment layers.0"),
-        ("embed", {"activations": "recompute"}, "embed cannot be recomputed"),
-        ("head", {"activations": "offload"}, "head cannot be offloaded"),
-    ],
-)
-def test_decisions_that_do_not_fit_are_refused(unit: str, change: dict[str, object], message: str) -> None:
-    decisions = decide(DENSE)
-    units = decisions.units | {unit: decisions.units[unit].model_copy(update=change)}
-    with pytest.raises(ValueError, match=message):
-        lower(DENSE, decisions.model_copy(update={"units": units}), asynchronous=False)
-
-
-def test_decisions_for_another_model_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"differ in units layers\.2\.attn"):
-        lower(small_units("demo-llama", 3), decide(DENSE), asynchronous=False)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"clip": True, "update_start": "backward"}, "set update_start to 'step' or clip to false"),
-        ({"params": "nvme", "place": Place.GPU}, "set params to 'gpu' or update to"),
-        ({"params": "nvme", "place": Place.CPU}, "set update to 'nvme' or params to 'host'"),
-        ({"params": "host", "place": Place.GPU}, "set params to 'gpu' or update to"),
-        ({"params": "host", "data_parallel": 2, "zero_stage": 1}, "set params to 'gpu' or zero_stage to 3"),
-        ({"params": "host", "data_parallel": 2, "zero_stage": 2}, "set params to 'gpu' or zero_stage to 3"),
-    ],
-)
-def test_decisions_that_contradict_each_other_are_refused(options: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        lower(DENSE, decide(DENSE, **options), asynchronous=False)
-
-
-@settings(SLOW, max_examples=examples(30))
-@given(st.data())
-def test_mixes_are_valid(data: st.DataObject) -> None:
-    model, ranks = data.draw(st.sampled_from(MODELS)), data.draw(st.sampled_from([1, 4]))
-    units: tuple[Unit, ...] = small_units(model)
-    setup = Setup(units, data_parallel=ranks, subgroup_params=500_000, clip=data.draw(st.booleans()))
-    counts = setup.movable
-    total = sum(counts.values())
-    num_gpu = data.draw(st.integers(0, total))
-    mix = Mix(
-        num_gpu=num_gpu,
-        num_stream=(num_stream := data.draw(st.integers(0, total - num_gpu))),
-        num_keep=data.draw(st.integers(0, 2)),
-        num_host=data.draw(st.integers(0, len(units))) if ranks == 1 else 0,
-        num_slots=data.draw(st.integers(1, 4)),
-        zero_stage=data.draw(st.sampled_from([1, 2, 3])) if ranks > 1 else 0,
-    )
-    decisions = mixed(setup, mix)
-    placed = Counter(place for name, unit in decisions.units.items() if counts[name] for place in unit.update)
-    assert all(set(unit.update) <= {Place.GPU} for name, unit in decisions.units.items() if not counts[name])
-    assert (placed[Place.GPU], placed[Place.STREAM], placed.total()) == (num_gpu, num_stream, total)
-    Decisions.model_validate(decisions.model_dump())
-    schedule = lower(units, decisions, asynchronous=True)
-    assert violations(schedule, units, decisions, ordered_by_rules(schedule)) == []
 
 
 def test_prices_exist_for_all_of_a_schedule(profile) -> None:

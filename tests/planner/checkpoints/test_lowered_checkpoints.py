@@ -1,0 +1,215 @@
+"""Checkpoints of schedules: what they share with training, and what is refused."""
+
+import dataclasses
+
+import pytest
+from cases import decide, small_units
+
+from hwprofiles.profile import HardwareProfile
+from hwprofiles.registry import load_profile
+from planner.cases.checkpoints import PhaseTimes, iteration
+from planner.checkpoints.costs import CheckpointCosts
+from planner.checkpoints.lowering import Run, with_checkpoints
+from planner.checkpoints.policy import BlocksUntil, CheckpointPolicy, Gate, Staging, policy
+from planner.checkpoints.reading import RunTimes, times
+from planner.checkpoints.state import Shard, state_of
+from planner.costs.model import CostModel
+from planner.costs.resources import Price, Resource
+from planner.decisions import BF16, Place
+from planner.lowering import lower
+from planner.schedule.schedule import Schedule
+from planner.schedule.tasks import Lane, Op, Phase, Task, Tier
+from planner.schedule.timeline import Timeline
+from planner.simulate.machine import run
+
+POLARIS = load_profile("polaris-a100-40g")
+
+
+GB = 10**9
+
+
+_CHUNK_BYTES = 256_000_000  # at least, of all engines: small ones make long runs, and no difference
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A run of known phases on a machine, by default the published one of 7B on two nodes."""
+
+    engine: CheckpointPolicy
+    num_iterations: int = 4
+    every: int = 1
+    shard_bytes: int = 10 * GB
+    buffer_bytes: int = 16 * GB
+    num_ranks: int = 8
+    phases: tuple[float, float, float] = (1.26, 1.82, 0.12)
+    profile: HardwareProfile = POLARIS
+
+    def simulate(self) -> tuple[Run, Timeline, RunTimes]:
+        forward, backward, update = self.phases
+        schedule, prices = iteration(PhaseTimes(forward=forward, backward=backward, update=update))
+        state = [Shard(self.shard_bytes, Tier.GPU, 2)]
+        engine = dataclasses.replace(self.engine, chunk_bytes=max(self.engine.chunk_bytes, _CHUNK_BYTES))
+        made = with_checkpoints(
+            schedule,
+            engine,
+            state,
+            num_iterations=self.num_iterations,
+            every=self.every,
+            buffer_bytes=self.buffer_bytes,
+        )
+        return simulated(made, prices, self.engine, self.profile, self.num_ranks)
+
+    @property
+    def times(self) -> RunTimes:
+        return self.simulate()[2]
+
+
+def simulated(
+    made: Run, prices: list[Price], engine: CheckpointPolicy, profile: HardwareProfile, num_ranks: int, **options
+) -> tuple[Run, Timeline, RunTimes]:
+    cost = options.pop("cost", None) or CostModel(profile, (), BF16, num_ranks)
+    costs = CheckpointCosts(cost, engine, options.pop("store", "pfs"))
+    timeline = run(made.schedule, costs.prices(made, prices), costs.capacities(), 1)
+    return made, timeline, times(made, timeline)
+
+
+def of_checkpoint(made: Run, number: int, *ops: Op) -> list[Task]:
+    return [t for t in made.schedule.tasks if made.checkpoint[t.index] == number and t.op in ops]
+
+
+def lowered(place: Place, **options) -> tuple[Schedule, CostModel, list[Price]]:
+    model_units = small_units("gpt2", num_layers=4, micro_batch=4)
+    schedule = lower(model_units, decide(model_units, place, **options), asynchronous=True)
+    cost = CostModel(POLARIS, model_units, BF16, 1)
+    return schedule, cost, cost.prices(schedule)
+
+
+def test_checkpoints_share_the_drives_with_training():
+    """A checkpoint on the drives of the node has no drives of its own."""
+    cost = CostModel(POLARIS, small_units(), BF16, 1)
+    costs = CheckpointCosts(cost, policy("deepspeed"), "nvme")
+    job = Job(policy("deepspeed"), num_ranks=1)
+    made, *_ = job.simulate()
+    training = [Price(0.0, 1.0)] * 3
+    write = next(p for p, t in zip(costs.prices(made, training), made.schedule.tasks, strict=True) if t.op is Op.WRITE)
+    evict = cost.price(Task(0, Lane.NVME_WRITE, Op.EVICT, Phase.FORWARD, num_bytes=GB))
+    shared = {resource for resource, _ in write.uses} & {resource for resource, _ in evict.uses}
+    assert {Resource.NVME_WRITE, Resource.NVME} <= shared
+    assert costs.capacities() == cost.capacities()
+
+
+@pytest.mark.parametrize("place", Place)
+def test_state_is_that_of_the_model_and_where_it_was_decided(place):
+    schedule, *_ = lowered(place)
+    state = state_of(schedule)
+    num_params = sum(unit.num_params for unit in small_units("gpt2", num_layers=4, micro_batch=4))
+    assert sum(shard.num_bytes for shard in state) == 12 * num_params
+    tiers = {Place.GPU: Tier.GPU, Place.NVME: Tier.NVME}
+    assert {shard.tier for shard in state} == {tiers.get(place, Tier.HOST)}
+    changes = {schedule.tasks[shard.changed_by].op for shard in state}
+    assert changes == {{Place.STREAM: Op.STORE, Place.NVME: Op.SWAP_OUT}.get(place, Op.UPDATE)}
+    halves = state_of(schedule, num_replicas=2)
+    assert sum(shard.num_bytes for shard in halves) == pytest.approx(6 * num_params, rel=1e-3)
+
+
+def test_state_on_the_host_is_not_copied_but_gated():
+    schedule, cost, prices = lowered(Place.CPU)
+    reads = []
+    for buffer_bytes in (10**8, 10**7):
+        state = state_of(schedule)
+        made = with_checkpoints(schedule, policy("ullage"), state, num_iterations=2, every=1, buffer_bytes=buffer_bytes)
+        assert not sum(task.num_bytes for task in of_checkpoint(made, 0, Op.SNAPSHOT, Op.TOUCH, Op.PASS))
+        _, timeline, read = simulated(made, prices, policy("ullage"), POLARIS, 1, cost=cost, store="nvme")
+        reads.append(read.blocked_s[0])
+    assert reads[1] > reads[0] + 0.04  # 2 GB/s of NVMe are slower than this small model's iteration, and less is copied
+    writes = {(t.unit, t.piece): timeline.end_s[0, t.index] for t in of_checkpoint(made, 0, Op.WRITE)}
+    second = [t for t in made.schedule.tasks if t.op is Op.UPDATE][len(writes) :]
+    started = {(t.unit, t.piece): timeline.start_s[0, t.index] for t in second}
+    # Per shard: the first may change while the last is still being written; a gate on the whole could not.
+    assert min(started.values()) < max(writes.values())
+
+
+def test_copies_share_the_link_with_gradients():
+    """Half of the state stays on the device; copying it meets the gradients of the other half on their way out."""
+    schedule, cost, prices = lowered(Place.CPU)
+    state = [dataclasses.replace(shard, tier=Tier.GPU, num_bytes=500 * shard.num_bytes) for shard in state_of(schedule)]
+    flushes = [task.index for task in schedule.tasks if task.op is Op.FLUSH]
+
+    def flush_s(engine: CheckpointPolicy, every: int) -> float:
+        made = with_checkpoints(schedule, engine, state, num_iterations=3, every=every, buffer_bytes=500 * GB)
+        _, timeline, _ = simulated(made, prices, engine, POLARIS, 1, cost=cost)
+        second = [i for i, origin in enumerate(made.origin) if origin in flushes][len(flushes) : 2 * len(flushes)]
+        return float(sum(timeline.end_s[0, i] - timeline.start_s[0, i] for i in second))
+
+    assert flush_s(policy("datastates"), 1) > 1.3 * flush_s(policy("datastates"), 4)
+
+
+def test_blocking_engines_stop_the_loop_and_lazy_ones_do_not():
+    schedule, cost, prices = lowered(Place.GPU)
+    state = state_of(schedule)
+    plain_s = None
+    costs = {}
+    for name in ("deepspeed", "checkfreq-async", "torchsnapshot", "datastates", "ullage"):
+        reads = []
+        for every in (9, 4):
+            made = with_checkpoints(schedule, policy(name), state, num_iterations=8, every=every, buffer_bytes=GB)
+            reads.append(simulated(made, prices, policy(name), POLARIS, 1, cost=cost)[2])
+        plain, saved = reads
+        plain_s = plain_s or plain.training_s
+        assert plain.training_s == plain_s
+        costs[name] = saved.cost_s(plain)
+    assert costs["deepspeed"] > costs["torchsnapshot"] > costs["datastates"] >= costs["ullage"] >= 0
+    assert costs["checkfreq-async"] > costs["torchsnapshot"]
+
+
+def test_a_policy_that_tears_state_is_refused():
+    with pytest.raises(ValueError, match=r"lazy.*no gate"):
+        CheckpointPolicy("lazy", BlocksUntil.NOTHING, Staging.PINNED, Gate.NONE, 1)
+
+
+@pytest.mark.parametrize("change", [{"chunk_bytes": 0}, {"num_writers": 0}, {"in_flight": 0}, {"weight": 0.0}])
+def test_a_policy_without_sense_is_refused(change):
+    with pytest.raises(ValueError, match="must be positive"):
+        dataclasses.replace(policy("ullage"), **change)
+
+
+def test_an_unknown_engine_is_refused_by_name():
+    with pytest.raises(ValueError, match="'gemini'; choose one of deepspeed"):
+        policy("gemini")
+
+
+@pytest.mark.parametrize("name", ["num_iterations", "every", "buffer_bytes"])
+def test_numbers_must_be_positive(name):
+    with pytest.raises(ValueError, match=f"{name} is 0"):
+        dataclasses.replace(Job(policy("ullage")), **{name: 0}).simulate()
+
+
+def test_state_of_another_schedule_is_refused():
+    schedule, _ = iteration(PhaseTimes(forward=1.0, backward=1.0, update=1.0))
+    for shard in (Shard(1, Tier.GPU, 3), Shard(-1, Tier.GPU, 2)):
+        with pytest.raises(ValueError, match="sizes cannot be negative"):
+            with_checkpoints(schedule, policy("ullage"), [shard], num_iterations=1, every=1, buffer_bytes=1)
+
+
+def test_a_buffer_of_nothing_is_refused():
+    with pytest.raises(ValueError, match="more than 10000; give it more host memory than 1000 B"):
+        Job(policy("datastates"), buffer_bytes=1000).simulate()
+
+
+@pytest.mark.parametrize(
+    ("engine", "lacking", "message"),
+    [
+        ("deepspeed", {"serialise_bytes_per_s": None}, r"no host\.serialise_bytes_per_s.*deepspeed"),
+        ("torchsnapshot", {"fresh_bytes_per_s": None}, r"no host\.fresh_bytes_per_s.*torchsnapshot"),
+    ],
+)
+def test_a_rate_that_the_profile_lacks_is_named(engine, lacking, message):
+    profile = POLARIS.model_copy(update={"host": POLARIS.host.model_copy(update=lacking)})
+    with pytest.raises(ValueError, match=message):
+        Job(policy(engine), profile=profile).simulate()
+    Job(policy("ullage"), profile=profile).simulate()  # does not need it
+
+
+def test_a_store_that_the_profile_lacks_is_named():
+    with pytest.raises(ValueError, match="has no pfs"):
+        Job(policy("ullage"), profile=POLARIS.model_copy(update={"pfs": None})).simulate()
