@@ -50,7 +50,7 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(scope="session")
 def processes():
     """Four processes for all tests of ranks, as starting them takes seconds."""
-    from rank_programs import Processes  # noqa: PLC0415 - of the executor's tests, whose folder others add to the path
+    from rank_pool import Processes  # noqa: PLC0415 - of the executor's tests, whose folder others add to the path
 
     pool = Processes(4)
     pool.wait_until_ready()

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from rank_programs import reference
+from rank_references import reference
 from training import Task, make_model, weights
 
 

@@ -9,8 +9,9 @@ from amount import ALL, examples
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from plans import mixed, plans
-from rank_programs import reference as reference_of_ranks
-from rank_programs import trained, trained_in_memory
+from rank_programs import trained
+from rank_references import reference as reference_of_ranks
+from rank_references import trained_in_memory
 from ranks import assert_same_bits
 from training import OPTIMIZERS, Task, assert_same, decide, planned, prepare, reference, train
 

@@ -15,8 +15,8 @@ import torch
 from amount import examples
 from hypothesis import given, settings
 from plans import mixed, plans
-from rank_programs import reference as of_processes
 from rank_programs import trained_on_gpu
+from rank_references import reference as of_processes
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from training import Task, batches, decide, prepare, train, uniform
 from virtual import NoVirtualGpuError, install

@@ -9,8 +9,9 @@ from amount import examples
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from plans import mixed, plans
-from rank_programs import around_training, failed, freeze, left, seen_from_outside, trained
-from rank_programs import reference as reference_of_ranks
+from rank_failures import failed
+from rank_programs import around_training, freeze, left, seen_from_outside, trained
+from rank_references import reference as reference_of_ranks
 from rounding import assert_same_step, one_step
 from training import (
     Task,

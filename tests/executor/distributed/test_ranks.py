@@ -10,23 +10,16 @@ from amount import examples
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from plans import mixed, plans
-from rank_programs import (
-    around_training,
-    bound_cores,
+from rank_failures import (
     buffers_of,
-    changed,
     diverged,
     failed,
-    reference,
     resumed_where_one_sees_less,
-    rng_state_after,
-    saved,
-    seen_from_outside,
-    trained,
-    trained_by_torch,
     with_another_plan,
     without_a_gradient,
 )
+from rank_programs import around_training, bound_cores, changed, rng_state_after, saved, seen_from_outside, trained
+from rank_references import reference, trained_by_torch
 from ranks import assert_same_bits
 from training import Task, decide, uniform
 

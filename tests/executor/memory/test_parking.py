@@ -7,7 +7,7 @@ from forked import completed
 from hypothesis import given, settings
 from plans import mixed, plans
 from rank_programs import measured_while_parked, parked_on_the_way
-from rank_programs import reference as of_ranks
+from rank_references import reference as of_ranks
 from ranks import assert_same_bits
 from training import Task, assert_same, batches, decide, prepare, reference, train, uniform
 

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from plans import plans
 from rank_programs import measured, trained
-from rank_programs import reference as reference_of_ranks
+from rank_references import reference as reference_of_ranks
 from ranks import assert_same_bits
 from training import (
     CONFIGS,

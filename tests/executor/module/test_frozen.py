@@ -6,8 +6,8 @@ from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plans import mixed, plans
-from rank_programs import reference as of_ranks
 from rank_programs import saved, trained
+from rank_references import reference as of_ranks
 from ranks import assert_same_bits
 from training import Task, assert_memory_is_stated, assert_same, decide, delay, prepare, reference, train, uniform
 

@@ -12,18 +12,9 @@ from amount import examples
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from plans import mixed, plans
-from rank_programs import (
-    around_training,
-    failed,
-    left,
-    metered,
-    reference,
-    seen_from_outside,
-    trained,
-    with_a_loss_of,
-    with_a_loss_of_its_own,
-    with_something_of_its_own,
-)
+from rank_failures import failed, with_a_loss_of, with_a_loss_of_its_own, with_something_of_its_own
+from rank_programs import around_training, left, metered, seen_from_outside, trained
+from rank_references import reference
 from rounding import assert_same_step, one_step, tensors
 from training import CONFIGS, Task, decide, make_model, uniform, weights
 

@@ -10,7 +10,8 @@ from amount import examples
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from plans import mixed, plans
-from rank_programs import changed, reference, resumed, saved, trained, trained_in_memory
+from rank_programs import changed, resumed, saved, trained
+from rank_references import reference, trained_in_memory
 from ranks import assert_same_bits
 from training import Task, decide, make_model, model_units, session_options, train, uniform, weights
 

@@ -9,7 +9,8 @@ from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plans import mixed
-from rank_programs import reference, trained, trained_in_memory
+from rank_programs import trained
+from rank_references import reference, trained_in_memory
 from ranks import assert_same_bits
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves

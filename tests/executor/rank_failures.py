@@ -1,0 +1,179 @@
+"""What ranks run that fail, differ from each other, or see less than others."""
+
+import contextlib
+import dataclasses
+import os
+import signal
+
+import torch
+from rank_programs import resumed
+from training import (
+    Task,
+    batches,
+    make_model,
+    prepare,
+    train,
+)
+
+from executor.checkpoint import Checkpoint, DamagedError
+from executor.distributed.ranks import Ranks
+from planner.decisions import Decisions
+from planner.schedule.tasks import Op
+
+
+def failed(rank: int, _size: int, task: Task, decisions: Decisions, moment: str) -> None:
+    """Train, until something happens to rank 1."""
+    victim = rank == 1
+    model, optimizer = prepare(task, decisions, gpu_capacity_bytes=1000 if victim and moment == "prepare" else None)
+    with optimizer.session as session:
+        perform = session.runtime.machine._perform
+
+        def failing(task_, iteration: int) -> None:
+            if iteration == 2 and task_.op == moment:
+                raise FloatingPointError("a broken cable")
+            if iteration == 2 and moment == "kill" and task_.op is Op.SCATTER:
+                os.kill(os.getpid(), signal.SIGKILL)
+            perform(task_, iteration)
+
+        def in_the_loop(iteration: int) -> None:
+            if iteration == 2 and moment == "forward":
+                raise ZeroDivisionError("in the loop")
+            if iteration == 2 and moment == "kill in the loop":
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        if victim:
+            session.runtime.machine._perform = failing
+        rank //= decisions.tensor_parallel
+        train(task, model, optimizer, rank=rank, before_step=in_the_loop if victim else None)
+
+
+def without_a_gradient(rank: int, _size: int, task: Task, decisions: Decisions):
+    """Train where one parameter gets a gradient on rank 0 only, and another on no rank."""
+    model, optimizer = prepare(task, decisions)
+    first, second = model.transformer.h[0].mlp.c_fc, model.transformer.h[1].mlp.c_fc
+    second.bias.requires_grad_(False)
+    forward = first.forward
+    if rank:
+        first.forward = lambda x: torch.nn.functional.linear(x, first.weight.t(), first.bias.detach())
+    with optimizer.session as session:
+        seen = train(task, model, optimizer, rank=rank)
+        first.forward = forward
+        final = {n: w.clone().view(torch.uint8).numpy() for n, w in session.full_parameters().items()}
+        steps = {name: entry.step for name, (_, entry) in session.access.parameter_states().items()}
+    return seen, final, steps
+
+
+def with_a_loss_of_its_own(rank: int, _size: int, task: Task, decisions: Decisions) -> float:
+    """Train a step with a loss made outside the model; return the gradients' norm."""
+    model, optimizer = prepare(task, decisions)
+    tokens = batches(task, rank // decisions.tensor_parallel)[0, 0]
+    with optimizer.session:
+        logits = model(input_ids=tokens).logits
+        torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten()).backward()
+        norm = float(optimizer.clip_grad_norm_(task.max_norm))
+        optimizer.step()
+    return norm
+
+
+def with_a_loss_of(_rank: int, _size: int, task: Task, decisions: Decisions, factor: float) -> float:
+    """Go forward and backward with a multiple of the loss; return the gradients' norm."""
+    model, optimizer = prepare(task, decisions)
+    tokens = batches(task)[0, 0]
+    with optimizer.session:
+        (factor * model(input_ids=tokens, labels=tokens).loss).backward()
+        norm = float(optimizer.clip_grad_norm_(task.max_norm))
+        optimizer.step()
+    return norm
+
+
+def with_something_of_its_own(rank: int, _size: int, task: Task, decisions: Decisions, what: str) -> float:
+    """Train with other batches, or other random numbers, than ranks that share layers; return the first one drawn."""
+    model = make_model(task)
+    torch.manual_seed(rank)
+    model, optimizer = prepare(task, decisions, model=model)
+    drawn = float(torch.rand(()))
+    with optimizer.session:
+        if what == "random":
+            model.register_forward_pre_hook(lambda *_: torch.manual_seed(rank) and None)
+        train(task, model, optimizer, rank=rank if what == "batches" else 0)
+    return drawn
+
+
+def with_another_plan(rank: int, _size: int, task: Task, decisions: Decisions) -> None:
+    prepare(task, decisions.model_copy(update={"num_param_slots": 2 + rank}))
+
+
+@contextlib.contextmanager
+def impatient(silence_s: float):
+    """Let ranks take others for dead, or elsewhere, after that long."""
+    defaults = Ranks.__init__.__kwdefaults__
+    before, defaults["silence_s"] = defaults["silence_s"], silence_s
+    try:
+        yield
+    finally:
+        defaults["silence_s"] = before
+
+
+def diverged(rank: int, _size: int, task: Task, decisions: Decisions, deed: str) -> None:
+    """Train; rank 0 does something alone."""
+    alone = rank == 0
+    with impatient(2.0):
+        model, optimizer = prepare(task, decisions)
+
+    def before_clip(iteration: int) -> None:
+        if alone and iteration == 1 and deed == "norms":
+            optimizer.clip_grad_norm_(1.0)
+
+    def before_step(iteration: int) -> None:
+        if alone and iteration == 1 and deed == "skip":
+            optimizer.zero_grad()
+
+    def after_step(iteration: int) -> None:
+        if alone and iteration == 1 and deed == "state":
+            model.state_dict()
+        if alone and iteration == 1 and deed == "rate":
+            optimizer.param_groups[0]["lr"] *= 0.5
+        if iteration == 1 and (deed == "one evaluation more" or (alone and deed == "evaluation")):
+            model.eval()
+            for _ in range(1 + alone):
+                model(input_ids=torch.zeros(1, 4, dtype=torch.long))
+            model.train()
+
+    iterations = task.iterations - (alone and deed == "batches")
+    sizes = (2, 1, 2, 2) if alone and deed == "short group" else ()
+    with optimizer.session:
+        train(
+            dataclasses.replace(task, iterations=iterations, schedule=False, max_norm=None, group_sizes=sizes),
+            model,
+            optimizer,
+            before_clip=before_clip,
+            before_step=before_step,
+            after_step=after_step,
+            rank=rank,
+        )
+
+
+def buffers_of(rank: int, _size: int, task: Task, decisions: Decisions):
+    """Return buffers as they are after each rank had its own."""
+    model = make_model(task)
+    model.register_buffer("features", torch.randn(3, generator=torch.Generator().manual_seed(rank)))
+    model.register_buffer("is_set", torch.tensor(rank > 0))
+    model, optimizer = prepare(task, decisions, model=model)
+    with optimizer.session:
+        return model.features.tolist(), bool(model.is_set)
+
+
+def resumed_where_one_sees_less(rank: int, size: int, task: Task, decisions: Decisions, folder, hidden: str):
+    """Do as :func:`resumed`, where rank 1 cannot open one of the checkpoints."""
+    opened = Checkpoint.__init__
+
+    def open_(self, path, *args, **kwargs):
+        if rank == 1 and str(path).endswith(hidden):
+            raise DamagedError(f"{path}: manifest.json: No such file or directory")
+        opened(self, path, *args, **kwargs)
+
+    Checkpoint.__init__ = open_
+    try:
+        return resumed(rank, size, task, decisions, folder)
+    finally:
+        Checkpoint.__init__ = opened
