@@ -1,4 +1,4 @@
-"""Walls that keep the product readable: of classes, of files and of folders. Split what comes up against one."""
+"""Walls that keep all code readable: of classes, of files and of folders. Split what comes up against one."""
 
 import ast
 from collections import Counter
@@ -11,6 +11,7 @@ PRODUCT = [
     path for name in ("hwprofiles", "planner", "executor", "ullage") for path in sorted((ROOT / name).rglob("*"))
 ]
 MODULES = [path for path in PRODUCT if path.suffix == ".py"]
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
 MOST_METHODS, MOST_LINES, MOST_FILES = 25, 450, 15
 
 
@@ -28,6 +29,10 @@ def test_no_class_and_no_file_is_long(package: str) -> None:
     assert {
         f"{path}::{name}": n for path, text in files.items() for name, n in methods(text).items() if n > MOST_METHODS
     } == {}
+
+
+def test_no_file_of_tests_is_long() -> None:
+    assert {path: n for path in TESTS if (n := len(path.read_text("utf-8").splitlines())) > MOST_LINES} == {}
 
 
 def test_no_folder_with_code_is_full() -> None:

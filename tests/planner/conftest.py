@@ -1,4 +1,4 @@
-"""Lets the tests of this folder share `cases.py` and `hazards.py`, and what `bounds/test_bounds.py` checks."""
+"""Lets the tests of this folder share `cases.py`, `hazards.py` and others, and what `bounds/test_bounds.py` checks."""
 
 import sys
 from pathlib import Path

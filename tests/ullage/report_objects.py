@@ -137,3 +137,16 @@ def _point(gpus: int, factor: float, *, priced: bool) -> Point:
         **named, key=f"{gpus} {factor}", result=Result(status="fits", figures=figures), cost=cost if priced else None,
         on_front=priced and factor == 1.0,
     )  # fmt: skip
+
+
+def pictures(part):
+    return {picture.key: picture for section in part.sections for picture in section.pictures}
+
+
+def in_colour(value, colours):
+    """Do what the page does with names of colours."""
+    if isinstance(value, str) and value.startswith("@"):
+        return colours[value[1:].partition("/")[0]]
+    if isinstance(value, dict):
+        return {key: in_colour(item, colours) for key, item in value.items()}
+    return [in_colour(item, colours) for item in value] if isinstance(value, list) else value

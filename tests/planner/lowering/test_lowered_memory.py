@@ -3,9 +3,9 @@
 import pytest
 from amount import examples
 from cases import Case, cases, decide, random_prices, small_units
-from hazards import NUM_ITERATIONS
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from walked import NUM_ITERATIONS
 
 from planner.decisions import Decisions, GradientPath, Place, Precision
 from planner.lowering import lower

@@ -7,9 +7,10 @@ from collections import Counter
 import pytest
 from amount import examples
 from cases import MODELS, Case, cases, decide, random_prices, small_units
-from hazards import NUM_ITERATIONS, ordered_by_rules, ordered_in, violations
+from hazards import violations
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from walked import NUM_ITERATIONS, ordered_by_rules, ordered_in
 
 from planner.costs.model import CostModel
 from planner.decisions import GradientPath, HostUpdate, Place

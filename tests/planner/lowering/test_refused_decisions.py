@@ -5,9 +5,10 @@ from collections import Counter
 import pytest
 from amount import examples
 from cases import MODELS, decide, small_units
-from hazards import ordered_by_rules, violations
+from hazards import violations
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from walked import ordered_by_rules
 
 from planner.decisions import Decisions, Place
 from planner.engines.policies import mixed

@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 from amount import ALL, examples
-from hazards import ordered_by_rules, violations
+from hazards import violations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from machines import machine
+from walked import ordered_by_rules
 
 from planner.costs.layout import Layout
 from planner.costs.model import CostModel

@@ -9,10 +9,11 @@ from types import SimpleNamespace
 import pytest
 from amount import ALL, examples
 from cases import small_units
-from hazards import ordered_by_rules, violations
+from hazards import violations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from machines import machine
+from walked import ordered_by_rules
 
 from planner.bounds.certificate import CertificateError, certify, check, computing_s
 from planner.bounds.conditions import conditions, decided

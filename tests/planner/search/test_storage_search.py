@@ -6,10 +6,11 @@ import itertools
 import pytest
 from amount import ALL, examples
 from cases import MODELS, small_units
-from hazards import ordered_by_rules, violations
+from hazards import violations
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from machines import machine
+from walked import ordered_by_rules
 
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.registry import load_profile

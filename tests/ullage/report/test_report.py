@@ -12,7 +12,7 @@ import plotly.graph_objects as go
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from report_objects import SLOWER, Page, page_of, part_of, slower_run, study
+from report_objects import SLOWER, Page, in_colour, page_of, part_of, pictures, slower_run, study
 
 from planner.plan.document import EngineRow
 from planner.schedule.tasks import MemoryClass, Op, Tier
@@ -43,10 +43,6 @@ def run_part(plan):
 @pytest.fixture(scope="module")
 def page(plan_part, run_part) -> Page:
     return page_of(plan_part, run_part)
-
-
-def pictures(part):
-    return {picture.key: picture for section in part.sections for picture in section.pictures}
 
 
 def test_every_question_has_its_section(plan_part, run_part):
@@ -167,15 +163,6 @@ def test_gantt_ticks_are_finer_than_a_screen(plan_part):
         assert np.allclose(np.multiply(row["start"], drawn["tick"]), of.start_s, atol=gantt.period_s * 1e-7)
         assert [drawn["names"][i] for i in row["task"]] == list(of.tasks)
         assert [drawn["work"][i]["name"] for i in row["work"]] == list(of.work)
-
-
-def in_colour(value, colours):
-    """Do what the page does with names of colours."""
-    if isinstance(value, str) and value.startswith("@"):
-        return colours[value[1:].partition("/")[0]]
-    if isinstance(value, dict):
-        return {key: in_colour(item, colours) for key, item in value.items()}
-    return [in_colour(item, colours) for item in value] if isinstance(value, list) else value
 
 
 def test_plotly_knows_every_attribute(run_part):

@@ -2,29 +2,16 @@
 
 import plotly.graph_objects as go
 import pytest
-from report_objects import page_of, part_of, study
+from report_objects import in_colour, page_of, part_of, pictures, study
 
 from ullage.main import main
 from ullage.report.charts import Table
 from ullage.report.interactive import figure, theme
 
 
-def pictures(part):
-    return {picture.key: picture for section in part.sections for picture in section.pictures}
-
-
 def table_of(part, title):
     tables = [each for section in part.sections for each in section.parts if isinstance(each, Table)]
     return next(table for table in tables if table.title == title)
-
-
-def in_colour(value, colours):
-    """Do what the page does with names of colours."""
-    if isinstance(value, str) and value.startswith("@"):
-        return colours[value[1:].partition("/")[0]]
-    if isinstance(value, dict):
-        return {key: in_colour(item, colours) for key, item in value.items()}
-    return [in_colour(item, colours) for item in value] if isinstance(value, list) else value
 
 
 def test_a_study_has_curves_what_binds_and_the_front():

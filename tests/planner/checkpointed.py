@@ -1,0 +1,68 @@
+"""Simulated runs of training that saves checkpoints."""
+
+import dataclasses
+
+from hwprofiles.profile import HardwareProfile
+from hwprofiles.registry import load_profile
+from planner.cases.checkpoints import PhaseTimes, iteration
+from planner.checkpoints.costs import CheckpointCosts
+from planner.checkpoints.lowering import Run, with_checkpoints
+from planner.checkpoints.policy import CheckpointPolicy
+from planner.checkpoints.reading import RunTimes, times
+from planner.checkpoints.state import Shard
+from planner.costs.model import CostModel
+from planner.costs.resources import Price
+from planner.decisions import BF16
+from planner.schedule.tasks import Op, Task, Tier
+from planner.schedule.timeline import Timeline
+from planner.simulate.machine import run
+
+POLARIS = load_profile("polaris-a100-40g")
+GB = 10**9
+_CHUNK_BYTES = 256_000_000  # at least, of all engines: small ones make long runs, and no difference
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A run of known phases on a machine, by default the published one of 7B on two nodes."""
+
+    engine: CheckpointPolicy
+    num_iterations: int = 4
+    every: int = 1
+    shard_bytes: int = 10 * GB
+    buffer_bytes: int = 16 * GB
+    num_ranks: int = 8
+    phases: tuple[float, float, float] = (1.26, 1.82, 0.12)
+    profile: HardwareProfile = POLARIS
+
+    def simulate(self) -> tuple[Run, Timeline, RunTimes]:
+        forward, backward, update = self.phases
+        schedule, prices = iteration(PhaseTimes(forward=forward, backward=backward, update=update))
+        state = [Shard(self.shard_bytes, Tier.GPU, 2)]
+        engine = dataclasses.replace(self.engine, chunk_bytes=max(self.engine.chunk_bytes, _CHUNK_BYTES))
+        made = with_checkpoints(
+            schedule,
+            engine,
+            state,
+            num_iterations=self.num_iterations,
+            every=self.every,
+            buffer_bytes=self.buffer_bytes,
+        )
+        return simulated(made, prices, self.engine, self.profile, self.num_ranks)
+
+    @property
+    def times(self) -> RunTimes:
+        return self.simulate()[2]
+
+
+def simulated(
+    made: Run, prices: list[Price], engine: CheckpointPolicy, profile: HardwareProfile, num_ranks: int, **options
+) -> tuple[Run, Timeline, RunTimes]:
+    cost = options.pop("cost", None) or CostModel(profile, (), BF16, num_ranks)
+    costs = CheckpointCosts(cost, engine, options.pop("store", "pfs"))
+    timeline = run(made.schedule, costs.prices(made, prices), costs.capacities(), 1)
+    return made, timeline, times(made, timeline)
+
+
+def of_checkpoint(made: Run, number: int, *ops: Op) -> list[Task]:
+    return [t for t in made.schedule.tasks if made.checkpoint[t.index] == number and t.op in ops]
