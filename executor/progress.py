@@ -174,7 +174,7 @@ class Progress:
 
     def _skip_to(self, op: Op, unit: str) -> None:
         """Skip units that backward never reaches, because neither they nor earlier units need a gradient."""
-        while (expected := self._loop.expected()) is not None and (expected.op, expected.unit) != (op, unit):
+        while (expected := self._loop.expected()) is not None and (expected.op is not op or expected.unit != unit):
             ahead = self._index.get((op, unit, expected.micro_batch), -1) > expected.index
             if expected.op not in _INSIDE_BACKWARD or not ahead:
                 return

@@ -3,7 +3,8 @@
     python benchmarks/cpu/launcher.py
 
 The model is a chain of tiny blocks, each a unit, so that kernels take next to no time. All variants train it in
-one process and take turns, in fp32 with AdamW and clipping. Per phase (forward, backward, clip, step) two times are
+one process, in fp32 with AdamW and clipping. They take turns of several iterations, of which the first ones are not
+counted: a loop that trains one model has its code in the processor's caches. Per phase (forward, backward, clip, step) two times are
 kept: ``main_s``, CPU time of the calling thread, and ``wall_s``. On a CPU the lanes of a plan are threads that share
 the interpreter's lock with the caller, and the two cores with it, so wall time has waits in it that a GPU's host would
 not have. Goals and ratios are about ``main_s``. DDP and FSDP2 run on one rank over gloo. Added time is the median of
@@ -45,7 +46,7 @@ WIDTH = 8
 PHASES = ("forward", "backward", "clip", "step")
 PLANS = {"resident": ("gpu", Place.GPU), "updated": ("gpu", Place.CPU), "fetched": ("host", Place.CPU)}
 GOALS = {"us_per_unit_and_pass": 25.0, "over_fsdp2": 1.5}
-_WARM_UP = 5
+_WARM_UP, _TURN = 2, 10  # iterations of a variant before those that count, and those
 
 
 class Block(nn.Module):
@@ -151,6 +152,11 @@ def time_iteration(variant: Variant, x: Tensor) -> dict[str, tuple[float, float]
     return found
 
 
+def turn(variant: Variant, x: Tensor) -> list[dict[str, tuple[float, float]]]:
+    """Train some iterations in a row; return the times of those after the first ones."""
+    return [time_iteration(variant, x) for _ in range(_WARM_UP + _TURN)][_WARM_UP:]
+
+
 def measure(num_units: int, num_rounds: int) -> dict[str, Any]:
     """Time all variants of a chain in turns; return medians, spread, and what each adds to eager training."""
     x = torch.ones(WIDTH, WIDTH)
@@ -159,10 +165,10 @@ def measure(num_units: int, num_rounds: int) -> dict[str, Any]:
         for name in PLANS:
             variants[name] = planned(num_units, name)
             closing.callback(variants[name].optimizer.session.close, give_back=False)  # type: ignore[attr-defined]
-        rounds = [
-            {name: time_iteration(variant, x) for name, variant in variants.items()}
-            for _ in range(num_rounds + _WARM_UP)
-        ][_WARM_UP:]
+        rounds: list[Times] = []
+        for _ in range(-(-num_rounds // _TURN)):
+            turns = {name: turn(variant, x) for name, variant in variants.items()}
+            rounds += [{name: turns[name][i] for name in variants} for i in range(_TURN)]
     rows = {name: row(rounds, name, num_units, variant.num_tasks) for name, variant in variants.items()}
     for name in PLANS:
         rows[name]["over_fsdp2"] = rows[name]["added_main_s"]["passes"] / rows["fsdp2"]["added_main_s"]["passes"]

@@ -89,8 +89,10 @@ class LaneMachine:
         self._schedule = schedule
         self._perform = perform
         self._backend = backend
-        # Guards all fields below; notified when nothing is pending, and when a ticket ends that the caller waits for.
-        self._changed = threading.Condition(lock := threading.RLock())
+        # The lock guards all fields below. Code that does not wait takes it without the condition, which is slower. The
+        # condition is notified when nothing is pending, and when a ticket ends that the caller waits for.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._stopped = False
         self._failure: BaseException | None = None
         self._num_pending = 0
@@ -105,7 +107,8 @@ class LaneMachine:
         lanes = {task.lane for task in schedule.tasks} - CALLER_LANES
         self._queues: dict[Lane, queue.SimpleQueue[_Ticket | None]] = {lane: queue.SimpleQueue() for lane in lanes}
         # One condition per thread, which wakes only for its own dependencies: waking takes longer than issuing.
-        self._turns = {lane: threading.Condition(lock) for lane in lanes} | dict.fromkeys(CALLER_LANES, self._changed)
+        self._turns = {lane: threading.Condition(self._lock) for lane in lanes}
+        self._turns |= dict.fromkeys(CALLER_LANES, self._changed)
         # Daemon threads: the interpreter waits for other threads before it calls functions registered with atexit.
         self._end_by_s = math.inf
         self._threads = [
@@ -132,7 +135,7 @@ class LaneMachine:
             self._check()
         ticket = self._ticket(task, iteration)
         if (lane_queue := self._queues.get(task.lane)) is not None:
-            with self._changed:
+            with self._lock:
                 self._num_pending += 1
                 if self._room:
                     self._room.issue(task)
@@ -317,25 +320,26 @@ class LaneMachine:
 
     def _end(self, tickets: list[_Ticket]) -> None:
         events = [self._backend.record_event(t.task.lane) for t in tickets]
-        with self._changed:
+        with self._lock:
             self.num_ended += len(tickets)
             for ticket, event in zip(tickets, events, strict=True):
+                lane = ticket.task.lane
+                on_caller = lane in CALLER_LANES
                 ticket.end = event
                 for turn in ticket.awaited:
                     turn.notify_all()
-                on_caller = ticket.task.lane in CALLER_LANES
                 if self._room:
                     self._room.end(ticket.task, ticket.iteration, was_issued=not on_caller)
                 if on_caller:
                     self._open.remove(ticket)
                 else:
                     self._num_pending -= 1
-                    self._last[ticket.task.lane] = event
+                    self._last[lane] = event
             if not self._num_pending or self._wants_room:
                 self._changed.notify_all()
 
     def _stop(self, failure: BaseException | None = None) -> None:
-        with self._changed:
+        with self._lock:
             self._failure = self._failure or failure  # set first: callers read both without the lock
             stopped, self._stopped = self._stopped, True
             for turn in (self._changed, *self._turns.values()):

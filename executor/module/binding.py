@@ -211,8 +211,9 @@ def _hooks(unit: str, callbacks: ModuleCallbacks) -> tuple[Callable[..., None], 
         for leaf in (output,) if isinstance(output, torch.Tensor) else tree_leaves(output):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                 made = hook_target(leaf)
-                if made.grad_fn is None or made.grad_fn._sequence_nr() >= begun:
-                    _hook_gradient(made, arrive)  # else the tensor only passed through this module
+                node = made.grad_fn
+                if node is None or node._sequence_nr() >= begun:
+                    _hook_gradient(made, node, arrive)  # else the tensor only passed through this module
 
     return before, after
 
@@ -227,18 +228,18 @@ def _watch_losses(callbacks: ModuleCallbacks) -> Callable[..., None]:
         if callbacks.trains:
             for leaf in tree_leaves(output):
                 if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None and not leaf.dim():
-                    _hook_gradient(leaf, lambda _gradient: callbacks.on_loss())
+                    _hook_gradient(leaf, leaf.grad_fn, lambda _gradient: callbacks.on_loss())
 
     return after
 
 
-def _hook_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
+def _hook_gradient(tensor: torch.Tensor, node: Any, hook: Callable[[torch.Tensor], None]) -> None:
     """Do the same as ``register_hook`` in half the time. It returns no handle, because this hook is never removed."""
-    if type(tensor) is not torch.Tensor or tensor.grad_fn is None or tensor._backward_hooks is not None:
+    if type(tensor) is not torch.Tensor or node is None or tensor._backward_hooks is not None:
         tensor.register_hook(hook)  # type: ignore[no-untyped-call]
     else:
         tensor._backward_hooks = collections.OrderedDict({-1: hook})  # handles count from 0
-        tensor.grad_fn._register_hook_dict(tensor)
+        node._register_hook_dict(tensor)
 
 
 def _segment_module(model: nn.Module, segment: list[Unit]) -> nn.Module:

@@ -57,7 +57,7 @@ class Loop:
             OutOfOrderError: the schedule expects another task here.
         """
         task = self.expected()
-        if task is None or (task.op, task.unit) != (op, unit):
+        if task is None or task.op is not op or task.unit != unit:
             wanted = task.name if task else "the end of the iteration"
             raise OutOfOrderError(
                 f"the model reached {op} {unit or 'model'}, but the plan expects {wanted}; run the model as it was "
@@ -75,6 +75,7 @@ class Loop:
         self.iteration += 1
 
     def _issue_up_to(self, stop: int) -> None:
-        for task in self.schedule.tasks[self._next : stop]:
-            self._machine.issue(task, self.iteration)
+        issue, tasks, iteration = self._machine.issue, self.schedule.tasks, self.iteration
+        for index in range(self._next, stop):
+            issue(tasks[index], iteration)
         self._next = max(self._next, stop)
