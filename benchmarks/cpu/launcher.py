@@ -2,13 +2,13 @@
 
     python benchmarks/cpu/launcher.py
 
-The model is a chain of tiny blocks, each a unit, so that kernels take next to no time. All variants train it in
-one process, in fp32 with AdamW and clipping. They take turns of several iterations, of which the first ones are not
-counted: a loop that trains one model has its code in the processor's caches. Per phase (forward, backward, clip, step) two times are
-kept: ``main_s``, CPU time of the calling thread, and ``wall_s``. On a CPU the lanes of a plan are threads that share
-the interpreter's lock with the caller, and the two cores with it, so wall time has waits in it that a GPU's host would
-not have. Goals and ratios are about ``main_s``. DDP and FSDP2 run on one rank over gloo. Added time is the median of
-the rounds' differences to eager training.
+The model is a chain of tiny blocks, each a unit, so that kernels take next to no time. All variants train it in one
+process, in fp32 with AdamW and clipping. They take turns of several iterations, of which the first ones are not
+counted: a loop that trains one model has its code in the processor's caches. Per phase (forward, backward, clip, step)
+two times are kept: ``main_s``, CPU time of the calling thread, and ``wall_s``. On a CPU the lanes of a plan are threads
+that share the interpreter's lock with the caller, and the two cores with it, so wall time has waits in it that a GPU's
+host would not have. Goals and ratios are about ``main_s``. DDP and FSDP2 run on one rank over gloo. Added time is the
+median of the rounds' differences to eager training.
 
 - eager: plain PyTorch in memory;
 - ddp: ``DistributedDataParallel``;
