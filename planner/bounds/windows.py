@@ -30,7 +30,6 @@ class Windows:
         self._windows()
 
     def _windows(self) -> None:
-        """Add a row for each window."""
         leaving = [self._leaving(unit) for unit in self.on.units]
         returning = [self._returning(unit) for unit in self.on.units]
         forward_s, backward_s, again = [], [], []

@@ -21,7 +21,6 @@ class Work:
         self._work()
 
     def _work(self) -> None:
-        """Add a row for each lane and resource."""
         total, every = self.total, Sum(("", float(self.on.repeats)))
         for unit in self.on.units:
             self._pass(unit, Op.FORWARD, every)

@@ -143,7 +143,6 @@ class CheckpointCase(Case):
         return Outcome(values)
 
     def _simulate(self, profile: HardwareProfile, num_iterations: int) -> RunTimes:
-        """Simulate the run's first iterations."""
         checkpoint = self.checkpoint
         schedule, training = iteration(self.phases_s)
         engine = policy(checkpoint.engine)

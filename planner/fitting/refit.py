@@ -124,7 +124,6 @@ def _simulated(
 
 
 def _busy_s(timeline: Timeline, iteration: int) -> dict[str, float]:
-    """Return the seconds of all tasks of an iteration by class."""
     by_lane = timeline.busy_s(iteration)
     return {name: sum(by_lane.get(lane, 0.0) for lane in lanes) for name, lanes in CLASSES.items()}
 

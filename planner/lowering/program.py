@@ -245,7 +245,6 @@ def _check(units: tuple[Unit, ...], decisions: Decisions) -> None:
 def _made(
     order: list[Draft], after: Rows, after_previous: Rows, held: Held, labels: Sequence[str]
 ) -> tuple[tuple[Task, ...], tuple[Buffer, ...]]:
-    """Return tasks and buffers."""
     afters, afters_previous = after.tuples(), after_previous.tuples()
     tasks = (
         Task(

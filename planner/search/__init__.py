@@ -177,7 +177,6 @@ def _improve(
 
 
 def _default_simulations(scorer: Scorer, example: Candidate, *, endless: bool) -> int:
-    """Return the default budget, in simulations."""
     if scorer.deadline_s is not None and endless:
         return ENDLESS
     return max(_SIMULATIONS, _TASKS // scorer.schedule(example.decisions).num_tasks)

@@ -105,7 +105,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _ranges(bounds: Sequence[tuple[str, tuple[float, float]]]) -> dict[str, tuple[float, float]]:
-    """Return bounds by quantity."""
     ranges = dict(bounds)
     if len(ranges) < len(bounds):
         raise FitError(f"--bounds {' '.join(path for path, _ in bounds)}: give each quantity one pair of bounds")
