@@ -192,8 +192,8 @@ class UnitState:
     def buffers(self, piece: Piece) -> tuple[torch.Tensor, ...]:
         """Return a piece's buffers of the optimizer."""
         slabs = self.moments(piece).buffers
-        kept = zip(slabs, piece.buffer_offsets, state_buffers(piece.kind)[1:], strict=False)
-        return tuple(slab[offset : offset + buffer.length(piece.num_params)] for slab, offset, buffer in kept)
+        ranges = zip(slabs, piece.buffer_offsets, state_buffers(piece.kind)[1:], strict=False)
+        return tuple(slab[offset : offset + buffer.length(piece.num_params)] for slab, offset, buffer in ranges)
 
     def is_trained(self, piece: Piece) -> bool:
         """Return whether any parameter in a piece is trained."""

@@ -111,8 +111,8 @@ class AdamW8bit(_ByParameter):
             blocks = -(-parameter.numel() // BLOCK)
             state |= {key: torch.zeros_like(parameter, dtype=torch.uint8) for key in MOMENTS}
             state |= {key: torch.zeros(blocks, device=parameter.device) for key in SCALES.values()}
-        kept = dict.fromkeys(MOMENTS, torch.uint8) | dict.fromkeys(SCALES.values(), torch.float32)
-        _advance(parameter, state, AdamWParams(*adam_numbers(group)), adamw_8bit_, kept)
+        dtypes = dict.fromkeys(MOMENTS, torch.uint8) | dict.fromkeys(SCALES.values(), torch.float32)
+        _advance(parameter, state, AdamWParams(*adam_numbers(group)), adamw_8bit_, dtypes)
 
 
 @final
@@ -215,7 +215,7 @@ def _advance(
     state: dict[str, Any],
     given: _Params,
     update: Callable[[torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor, _Params, int], None],
-    kept: Mapping[str, torch.dtype],
+    dtypes: Mapping[str, torch.dtype],
 ) -> None:
     """Take one step of a parameter, whose fp32 values ``update`` takes.
 
@@ -224,12 +224,12 @@ def _advance(
         state: what the optimizer holds of it.
         given: hyper-parameters.
         update: the step on a device.
-        kept: types of buffers, by their keys in the state.
+        dtypes: types of buffers, by their keys in the state.
     """
     state["step"] = state.get("step", torch.tensor(0.0)) + 1
-    shapes = {key: state[key].shape for key in kept}
+    shapes = {key: state[key].shape for key in dtypes}
     # torch's load_state_dict() gives buffers the parameter's type.
-    buffers = {key: state[key].to(dtype).reshape(-1) for key, dtype in kept.items()}
+    buffers = {key: state[key].to(dtype).reshape(-1) for key, dtype in dtypes.items()}
     weight = parameter.float().reshape(-1)
     assert parameter.grad is not None
     gradient = parameter.grad.to(torch.float32, copy=True).reshape(-1)

@@ -68,11 +68,11 @@ def test_a_parameter_lives_where_its_bytes_are(rows: int, columns: int, kind: st
     assert stored.is_quantized
     assert stored.shape == (rows, columns)
     assert stored.num_bytes < rows * columns * {"int8": 1.3, "int8 in groups": 1.4, "nf4": 0.9}[kind] + 100
-    kept, slot = torch.empty(2, stored.num_bytes, dtype=torch.uint8).unbind()
-    stored.read(kept)
+    stored_bytes, slot = torch.empty(2, stored.num_bytes, dtype=torch.uint8).unbind()
+    stored.read(stored_bytes)
     stored.live_in(slot.fill_(1))
     assert not torch.equal(module(values), expected)
-    slot.copy_(kept)
+    slot.copy_(stored_bytes)
     assert torch.equal(module(values), expected)
 
 
@@ -82,11 +82,11 @@ def test_a_frozen_projection_computes_like_torchao_and_keeps_nothing(kind: str, 
     module, values = projection(48, 128, kind, bias=True), torch.randn(shape).bfloat16()
 
     def run() -> tuple[torch.Tensor, torch.Tensor, int]:
-        given_values, kept = values.clone().requires_grad_(), []
-        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda t: t):
+        given_values, saved = values.clone().requires_grad_(), []
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda t: t):
             result = module(given_values)
         result.float().square().sum().backward()
-        return result.detach(), given_values.grad, sum(tensor.numel() >= 48 * 128 for tensor in kept)
+        return result.detach(), given_values.grad, sum(tensor.numel() >= 48 * 128 for tensor in saved)
 
     (theirs, their_gradient, they_keep), undo = run(), bind_quantized(module)
     mine, my_gradient, i_keep = run()

@@ -69,12 +69,14 @@ def test_a_step_is_float64_arithmetic_within_rounding_and_the_gaps_of_the_table(
     g = g * float(np.float32(scale))
     products = (0.9 * m).abs() + (0.1 * g).abs()
     m, v = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g * g
-    for kept, exact, error, table in zip(
+    for rounded_state, exact, error, table in zip(
         moments_of(seen), (m, v), (5 * UNIT * products, 5 * UNIT * v), (SIGNED, UNSIGNED), strict=True
     ):
         most = torch.nn.functional.pad(exact.abs(), (0, -num_params % BLOCK)).view(-1, BLOCK).amax(1)
         rounded = 10 * UNIT * most.repeat_interleave(BLOCK)[:num_params]  # of the scale, quotient and product
-        assert bool(((kept.double() - exact).abs() <= error_of_quantizing(exact, table) + error + rounded).all())
+        assert bool(
+            ((rounded_state.double() - exact).abs() <= error_of_quantizing(exact, table) + error + rounded).all()
+        )
     divisor = v.sqrt() / (1 - 0.95**step) ** 0.5 + 1e-8
     moved = 0.1 / (1 - 0.9**step) / divisor
     bound = 4 * UNIT * (w.abs() + moved * m.abs()) + moved * (12 * UNIT * m.abs() + 5 * UNIT * products)
@@ -186,6 +188,6 @@ def test_blocks_that_were_cut_elsewhere_are_quantized_anew_and_others_stay():
     flat = by_value(state)
     assert all(torch.equal(again, state[key]) for key, again in converted(flat, KEYS).items())
     moved = converted({key: each[100:] for key, each in flat.items()}, KEYS)
-    kept = converted({key: each[100:] for key, each in flat.items()}, ())
-    expected = converted(kept, KEYS)
+    rounded_state = converted({key: each[100:] for key, each in flat.items()}, ())
+    expected = converted(rounded_state, KEYS)
     assert all(torch.equal(again, expected[key]) for key, again in moved.items())
