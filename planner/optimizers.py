@@ -49,7 +49,7 @@ class OptimizerState:
         gpu_scratch_bytes: what such an update holds meanwhile, the scaled gradient included, per parameter that it
             updates at once.
         host_core_s: what one core needs for the arithmetic of one parameter on the host. It counts where that is more
-            than memory needs: ``benchmarks/cpu/adamw.py`` measures both.
+            than memory needs: ``benchmarks/cpu/narrow_state.py`` measures both.
     """
 
     words: str

@@ -28,7 +28,7 @@ import ctypes
 import io
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib import util
 from pathlib import Path
 from typing import Any
@@ -52,11 +52,22 @@ COPIES = ("numpy_copy", "numba_copy", "torch_copy")
 Route = Callable[[], object]
 
 
-def our_route(num_params: int, team: WorkerTeam, *, in_place: bool) -> Route:
-    """Return a call that takes one step with our kernel; in place, the last weights are the next gradient."""
+def our_route(
+    num_params: int,
+    team: WorkerTeam,
+    *,
+    in_place: bool,
+    kernel: Callable[..., object] = adamw_step,
+    params: Any = PARAMS,
+    buffers: Sequence[Any] | None = None,
+) -> Route:
+    """Return a call that takes one step with our kernel; in place, the last weights are the next gradient.
+
+    Without ``buffers``, they are moments in fp32.
+    """
     rng = np.random.default_rng(0)
     master = rng.standard_normal(num_params, np.float32)
-    exp_avg, exp_avg_sq = np.zeros((2, num_params), np.float32)
+    state = (master, *(np.zeros((2, num_params), np.float32) if buffers is None else buffers))
     grad = torch.from_numpy(rng.standard_normal(num_params, np.float32)).bfloat16().view(torch.uint16).numpy()
     weight = grad if in_place else np.zeros(num_params, np.uint16)
     step = 0
@@ -64,7 +75,7 @@ def our_route(num_params: int, team: WorkerTeam, *, in_place: bool) -> Route:
     def run() -> None:
         nonlocal step
         step += 1
-        adamw_step((master, exp_avg, exp_avg_sq), grad, weight, PARAMS, step, 1.0, team)
+        kernel(state, grad, weight, params, step, 1.0, team)
 
     return run
 

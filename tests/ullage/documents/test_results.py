@@ -168,20 +168,24 @@ def adamw() -> Iterator[tuple[str, ...]]:
         yield f"{row['num_params']:,}", str(row["num_threads"]), *ratios
 
 
-def adamw_bf16() -> Iterator[tuple[str, ...]]:
-    for row in result("cpu_adamw_bf16.json")["results"]:
-        ratios = (times(row[key]) for key in ("narrow_of_copy", "wide_of_copy", "narrow_over_wide"))
-        yield f"{row['num_params']:,}", str(row["num_threads"]), *ratios
+def narrow_state() -> Iterator[tuple[str, ...]]:
+    for row in result("cpu_narrow_state.json")["results"]:
+        ratios = [times(row[key]) for key in ("of_copy", "wide_of_copy", "over_wide")]
+        stock = times(row["over_bitsandbytes"]) if "over_bitsandbytes" in row else ""
+        yield f"`{row['optimizer']}`", f"{row['num_params']:,}", str(row["num_threads"]), *ratios, stock
 
 
 def loss_curves() -> Iterator[tuple[str, ...]]:
     found = result("cpu_loss_curves.json")
     last = {(row["optimizer"], row["seed"]): row["last"] for row in found["rows"]}
     seeds = list(dict.fromkeys(row["seed"] for row in found["rows"]))
-    for seed, difference in zip(seeds, found["differences"], strict=True):
-        wide, narrow = (last[optimizer, seed] for optimizer in ("adamw", "adamw-bf16"))
-        assert narrow / wide - 1 == pytest.approx(difference)
-        yield str(seed), f"{wide:.4f}", f"{narrow:.4f}", percent(difference, 2, "+")
+    for number, seed in enumerate(seeds):
+        cells = [str(seed), f"{last['adamw', seed]:.4f}"]
+        for name, differences in found["differences"].items():
+            difference = last[name, seed] / last["adamw", seed] - 1
+            assert difference == pytest.approx(differences[number])
+            cells += [f"{last[name, seed]:.4f}", percent(difference, 2, "+")]
+        yield tuple(cells)
 
 
 def simulator() -> Iterator[tuple[str, ...]]:
@@ -340,7 +344,7 @@ TABLES = (
     published_sizes,
     peers,
     adamw,
-    adamw_bf16,
+    narrow_state,
     loss_curves,
     launcher,
     simulator,
