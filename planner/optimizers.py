@@ -111,7 +111,7 @@ OPTIMIZERS: Final[Mapping[Optimizer, OptimizerState]] = {
         wide="adamw",
         gpu_update_bytes=272,
         gpu_scratch_bytes=24,
-        host_core_s=1.7e-9,
+        host_core_s=1.8e-9,
     ),
     "sgd": OptimizerState("SGD with momentum", 1),
     "adagrad": OptimizerState("Adagrad", 1),

@@ -138,7 +138,8 @@ def test_moments_are_converted_to_the_form_that_the_plan_keeps(before, after, pl
     run(saves, decide(saves, mixed), tmp_path)
     states = []
     for task, choose in ((saves, mixed), (loads, places)):
-        _, optimizer = prepare(task, decide(task, choose), checkpoint_buffer_bytes=ROOM)
+        decisions = decide(task, choose, subgroup_params=1000)  # cut inside blocks where there are none
+        _, optimizer = prepare(task, decisions, checkpoint_buffer_bytes=ROOM)
         with optimizer.session, Checkpoint(tmp_path / "step-00000001") as checkpoint:
             restore(optimizer, checkpoint)
             states.append(optimizer.state_dict()["state"])
