@@ -104,6 +104,7 @@ def test_training_is_the_same_bit_for_bit(name: str, dtype: str, data: st.DataOb
     assert not [path for path in final if not torch.equal(final[path], expected_weights[path])]
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("name", OWN)
 def test_offloaded_activations_are_those_that_were_counted(name: str) -> None:
     """To the byte, unit by unit, whatever the model is made of."""

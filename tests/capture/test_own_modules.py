@@ -43,6 +43,7 @@ def loss_of(name: str, model: torch.nn.Module, dtype: str = "fp32") -> torch.Ten
     return find_loss(model(*args, **kwargs))[0]
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("name", OWN)
 def test_flop_equal_those_of_the_flop_counter(name: str) -> None:
     model, found = real(name), captured(name)
@@ -73,6 +74,7 @@ def test_units_hold_every_parameter_once(name: str) -> None:
     assert len({unit.name for unit in found}) == len(found)
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize(("name", "dtype"), list(itertools.product(OWN, DTYPES)))
 def test_saved_bytes_are_what_autograd_saves(name: str, dtype: str) -> None:
     model = real(name, dtype)

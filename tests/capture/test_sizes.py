@@ -107,7 +107,7 @@ def test_what_does_not_fit_is_helped_by_a_smaller_micro_batch() -> None:
     assert any(remedy.words.startswith("--micro-batch ") for remedy in what_would_fit(request))
 
 
-@pytest.mark.part(2)
+@pytest.mark.part(4)
 @pytest.mark.parametrize("name", ["cohere", "gemma2", "t5"])
 def test_a_model_with_its_loss_in_tiles_is_captured_again(name: str, tmp_path: Path) -> None:
     path = config(tmp_path, name)

@@ -42,7 +42,7 @@ def both(name: str) -> list[tuple[Unit, Unit]]:
     return list(zip(*map(units, graphs), strict=True))
 
 
-@pytest.mark.part(2)
+@pytest.mark.part(4)
 @pytest.mark.parametrize("name", NAMES)
 def test_units_parameters_and_flop_are_equal(name: str) -> None:
     owners = {mine.name: theirs.name for mine, theirs in both(name)}

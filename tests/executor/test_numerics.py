@@ -31,7 +31,7 @@ PLACEMENTS = [("gpu", "gpu"), ("gpu", "stream"), ("gpu", "cpu"), ("host", "strea
 PLACEMENTS += [("gpu", "nvme"), ("host", "nvme"), ("nvme", "nvme")]
 
 
-@pytest.mark.part(3)
+@pytest.mark.part(6)
 @pytest.mark.parametrize("num_micro_batches", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(("params", "place"), PLACEMENTS)

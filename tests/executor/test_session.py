@@ -15,10 +15,12 @@ from training import (
     groups,
     make_model,
     model_units,
+    one_iteration,
     planned,
     prepare,
     reference,
     session_options,
+    some_of_each,
     train,
     uniform,
 )
@@ -30,20 +32,6 @@ from planner.schedule.tasks import Lane, Op, Tier
 from planner.schedule.timeline import memory_use
 
 TASK = Task("llama", torch.bfloat16, iterations=3)
-
-
-def some_of_each(unit, count):
-    turn = sum(unit.name.encode())
-    params = ["gpu", "host"][turn % 2]
-    places = [Place.CPU, Place.STREAM, Place.NVME] + ([Place.GPU] if params == "gpu" else [])
-    return params, "keep", [places[(turn + i) % len(places)] for i in range(count)]
-
-
-def one_iteration(model, optimizer, tokens):
-    loss = model(input_ids=tokens, labels=tokens).loss
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 @pytest.mark.parametrize(

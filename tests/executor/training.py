@@ -380,3 +380,17 @@ def assert_memory_is_stated(session) -> None:
 
 def bits(tensor: torch.Tensor) -> np.ndarray:
     return as_array(tensor.reshape(-1))
+
+
+def some_of_each(unit, count):
+    turn = sum(unit.name.encode())
+    params = ["gpu", "host"][turn % 2]
+    places = [Place.CPU, Place.STREAM, Place.NVME] + ([Place.GPU] if params == "gpu" else [])
+    return params, "keep", [places[(turn + i) % len(places)] for i in range(count)]
+
+
+def one_iteration(model, optimizer, tokens):
+    loss = model(input_ids=tokens, labels=tokens).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()

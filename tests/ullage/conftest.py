@@ -7,23 +7,13 @@ from pathlib import Path
 
 import pytest
 from amount import short_searches
+from tiny import TINY
 
 from planner.plan.document import Plan, load_plan
 from ullage.main import main
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "checkpoint"))  # objects.py
 sys.path.insert(0, str(Path(__file__).parent))  # report_objects.py
-
-TINY = {
-    "model_type": "llama",
-    "num_hidden_layers": 2,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 256,
-    "max_position_embeddings": 128,
-}
 
 Cli = Callable[..., subprocess.CompletedProcess[str]]
 

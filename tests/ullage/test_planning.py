@@ -14,6 +14,7 @@ def from_command(folder: Path, *arguments: str) -> ullage.Plan:
     return ullage.load_plan(folder / "plan.json")
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize(
     ("arguments", "options"),
     [

@@ -129,7 +129,7 @@ RANKED = {
 }
 
 
-@pytest.mark.part(2)
+@pytest.mark.part(4)
 @pytest.mark.parametrize(("family", "choose", "degrees"), RANKED.values(), ids=RANKED)
 def test_ranks_read_their_parts_and_rank_0_writes_the_whole(processes, family, choose, degrees, tmp_path):
     task = Task(family, torch.bfloat16, max_norm=None)

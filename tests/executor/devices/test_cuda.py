@@ -32,6 +32,7 @@ PLACES = [
 ]
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES, ids=str)
 @pytest.mark.parametrize(("params", "place", "activations"), PLACES)
 def test_losses_and_norms_follow_the_reference(params, place, activations, dtype, tolerance):

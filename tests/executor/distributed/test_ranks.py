@@ -44,7 +44,7 @@ STAGES = {
 }
 
 
-@pytest.mark.part(5)
+@pytest.mark.part(10)
 @pytest.mark.parametrize("num_micro_batches", [1, 2])
 @pytest.mark.parametrize(("zero_stage", "choose"), STAGES.values(), ids=STAGES)
 def test_two_ranks_give_the_bits_of_one_process(processes, zero_stage, choose, num_micro_batches):
@@ -172,7 +172,7 @@ def test_one_rank_alone_is_as_before(processes):
     assert_same_bits(processes.call(1, trained, task, decisions), reference(task, 1, decisions))
 
 
-@pytest.mark.part(5)
+@pytest.mark.part(10)
 @pytest.mark.parametrize(
     ("zero_stage", "choose"), [STAGES[k] for k in ("0, everything", "1, streamed", "2, cpu", "3, everything")]
 )

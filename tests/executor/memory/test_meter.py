@@ -18,28 +18,15 @@ from training import (
     decide,
     make_model,
     memory_of_step,
+    one_iteration,
     prepare,
+    some_of_each,
     uniform,
 )
 
 from executor.devices.meter import MemoryMeter
 from executor.memory.activations import OffloadedActivations
-from planner.decisions import Place
 from planner.schedule.tasks import Lane, Op, Tier
-
-
-def some_of_each(unit, count):
-    turn = sum(unit.name.encode())
-    params = ["gpu", "host"][turn % 2]
-    places = [Place.CPU, Place.STREAM, Place.NVME] + ([Place.GPU] if params == "gpu" else [])
-    return params, "keep", [places[(turn + i) % len(places)] for i in range(count)]
-
-
-def one_iteration(model, optimizer, tokens):
-    loss = model(input_ids=tokens, labels=tokens).loss
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,7 @@ def trained_as_by_ddp(task, choose, *, each):
         return seen, {n: w.clone() for n, w in session.full_parameters().items()}
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("each", [True, False], ids=["around each", "around all"])
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (2, 2, 2, 2), (3, 3, 3, 3), (3, 1, 3, 2)])
 def test_the_usual_loop_trains_to_the_same_bits(sizes, each):

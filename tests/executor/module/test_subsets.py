@@ -68,7 +68,7 @@ def compare(task: Task, choose, trained, make_groups, make=OPTIMIZERS["adamw"], 
         assert_same((run(model, ours), session.full_parameters()), expected)
 
 
-@pytest.mark.part(4)
+@pytest.mark.part(8)
 @pytest.mark.parametrize("num_micro_batches", [1, 2])
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "adagrad", "lion"])
@@ -101,6 +101,7 @@ def test_what_the_optimizer_has_not_stays_as_it_is(params, place, dtype):
     compare(Task("gpt2", dtype), uniform(params, place), lambda _: True, groups)
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("family", ["gpt2", "llama-tied"])
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("trains_tied", [True, False])

@@ -149,6 +149,7 @@ def test_autocast_is_that_of_the_forward():
         torch.testing.assert_close(found.grad, expected.grad, rtol=2**-5, atol=1e-3, msg=name)
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("dtype_bytes", [2, 4], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
 def test_the_ledger_has_the_memory_of_tiles(processes, activations, dtype_bytes):

@@ -262,6 +262,7 @@ def test_ranks_that_share_the_vocabulary_have_the_gradients_of_the_whole(process
     assert_same_step(task, decisions, processes.call(2, trained, task, decisions), num_parts=4)
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("dtype_bytes", [2, 4], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_ledger_has_the_memory_of_tiles(processes, ranks, dtype_bytes):

@@ -152,7 +152,7 @@ def outcome(write, weight) -> str:
     return "accepted"
 
 
-@pytest.mark.part(3)
+@pytest.mark.part(6)
 @pytest.mark.parametrize("started", PLANS, indirect=True)
 @pytest.mark.parametrize("moment", ["at first", "behind backward", "behind a step", "behind an evaluation"])
 def test_every_way_to_write_is_refused_and_nothing_is_lost(started, moment):

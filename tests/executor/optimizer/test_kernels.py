@@ -279,6 +279,7 @@ def test_lion_does_not_hide_a_gradient_that_is_not_finite(bad):
 # --- all of them ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("grad_dtype", ["uint16", "float32"])
 @settings(max_examples=examples(15), deadline=None)

@@ -58,7 +58,7 @@ def test_any_plan_gives_the_same_bits_on_lanes_of_any_speed(plan, seed):
     assert_same(planned(task, decisions, delays=seed), reference(task))
 
 
-@pytest.mark.part(2)
+@pytest.mark.part(4)
 @pytest.mark.parametrize("optimizer", OTHERS)
 def test_schedules_of_every_rate_reach_every_share_of_the_update(optimizer):
     """All that a group says changes at each step, as schedulers of rates, momentum and decay do."""
@@ -109,7 +109,7 @@ def test_stock_optimizers_and_clipping_agree_within_rounding(optimizer):
 # --- state ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.part(3)
+@pytest.mark.part(6)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_training_goes_on_from_saved_states_as_if_it_had_not_stopped(optimizer, dtype):

@@ -109,6 +109,7 @@ def test_a_checkpoint_at_every_iteration_leaves_no_trace_and_any_plan_goes_on_fr
     assert all(torch.equal(last[name], final[name]) for name in final)
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("optimizer", ["adam", "adamw-bf16", "adamw-8bit", "sgd", "adagrad", "lion"])
 def test_every_optimizer_goes_on_bit_for_bit(optimizer, tmp_path):
     task = Task("llama", optimizer=optimizer)

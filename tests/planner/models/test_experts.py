@@ -192,6 +192,7 @@ def test_the_device_holds_the_most_visited() -> None:
     assert not resident & {f"layers.0.experts.{i}" for i in range(5)}
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("load", [(), UNVISITED, (expert_rules.zipf(8, 1.2),)])
 def test_plans_with_experts_are_verified(load: tuple[tuple[float, ...], ...]) -> None:
     profile = machine(gpu_bytes=9e6, cpu_params_per_s=5e7, devices_per_node=2)

@@ -92,6 +92,7 @@ def test_the_ledger_is_what_pytorch_allocates(name: str, dtype: str, activations
     check(name, dtype, activations, vocab, count, (2, seq_len))
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("name", ["llama", "qwen2-tied"])
 def test_gradients_that_are_added_to_others_take_room_of_their_own(name: str) -> None:
     """With few tokens and many words they decide: that of the head, or both of a tied weight and their sum."""

@@ -130,7 +130,7 @@ def test_the_search_is_near_the_best_of_all(room: float, num_rounds: int, optimi
     assert found.iteration_s <= 1.05 * best.iteration_s
 
 
-@pytest.mark.part(2)
+@pytest.mark.part(4)
 @pytest.mark.parametrize("name", list(RUNS)[::9])
 def test_published_runs_are_predicted(name: str) -> None:
     case = RUNS[name]

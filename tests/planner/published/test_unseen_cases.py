@@ -125,7 +125,7 @@ def test_rarer_checkpoints_never_take_longer(data):
     assert rarely[Metric.END_TO_END] * rounding >= plain_s
 
 
-@pytest.mark.part(2)
+@pytest.mark.part(4)
 @pytest.mark.parametrize("model", list(MODEL_SIZES)[::3])
 def test_more_drives_never_train_slower(model):
     rates = []

@@ -225,6 +225,7 @@ def halved(units: tuple[Unit, ...]) -> tuple[Unit, ...]:
     return tuple(result)
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_new_pattern_is_planned_without_being_known(ranks: int) -> None:
     units = halved(small_units("demo-llama", 3))

@@ -136,7 +136,7 @@ def test_what_cannot_be_written_is_reported_before_any_work(
     one_line(capsys, name, option)
 
 
-@pytest.mark.part(2)
+@pytest.mark.part(4)
 @pytest.mark.parametrize("name", [name for name, output in OUTPUTS.items() if output.streams and output.quick])
 def test_devices_and_pipes_are_written_into(
     name: str, run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -83,6 +83,7 @@ def of_data(base: Path, *more: str) -> list[str]:
     return ["--data", str(base / "chat.jsonl"), "--tokenizer", str(base), "--eval-split", "10%", "--lr", "3e-3", *more]
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("pack", [False, True], ids=["padded", "packed"])
 def test_a_plan_for_masks_has_their_memory(
     base: Path, tmp_path: Path, pack: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

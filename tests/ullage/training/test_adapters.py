@@ -125,6 +125,7 @@ def test_what_is_planned_by_name_is_what_peft_makes(name: str, quantization: Qua
     assert any(isinstance(spec.frozen, int) for spec in specs.values()) == bool(quantization)
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("quantization", [None, "nf4"])
 def test_a_plan_is_executed_on_text_and_its_adapter_saved(
     base: Path, quantization: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any

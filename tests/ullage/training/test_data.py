@@ -14,33 +14,19 @@ from amount import examples
 from data_objects import MARKED, lines, make_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from record_files import TOKENIZER, data_of, records
 
 import ullage
 from ullage.data.batches import IGNORED, DataBatch
 from ullage.data.order import Order, shares
 from ullage.data.packing import packed
 
-TOKENIZER = make_tokenizer()
 QUESTION = "Below is an instruction that describes a task"
-
-
-def records(lengths: Iterable[int]) -> list[dict[str, Any]]:
-    """Return instructions with prompts and answers of different lengths, each different from all others."""
-    return [
-        {"prompt": f"{number}" + "q" * (length % 5), "completion": f"{number:02d}" + "a" * length}
-        for number, length in enumerate(lengths)
-    ]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("data")
-
-
-def data_of(
-    folder: Path, rows: Iterable[dict[str, Any]], *args: Any, tokenizer: Any = TOKENIZER, **kw: Any
-) -> ullage.Data:
-    return ullage.Data(lines(folder / "data.jsonl", rows), tokenizer, *args, **kw)
 
 
 def learned(batches: Iterable[DataBatch]) -> list[tuple[int, ...]]:

@@ -199,6 +199,7 @@ def test_what_fails_after_the_model_was_prepared_ends_the_session(
     assert [session.closed for session in sessions] == [True]
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize(("num_too_much", "ends"), [(0, False), (2, False), (3, True)])
 def test_memory_of_ranks_is_too_much_if_it_is_so_three_times(
     plan: Plan, tokens: Tokens, monkeypatch: pytest.MonkeyPatch, num_too_much: int, *, ends: bool

@@ -2,38 +2,19 @@
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import transformers
-from data_objects import lines, make_tokenizer
-
-import ullage
-
-TOKENIZER = make_tokenizer()
-
-
-def records(lengths: Iterable[int]) -> list[dict[str, Any]]:
-    """Return instructions with prompts and answers of different lengths, each different from all others."""
-    return [
-        {"prompt": f"{number}" + "q" * (length % 5), "completion": f"{number:02d}" + "a" * length}
-        for number, length in enumerate(lengths)
-    ]
+from record_files import data_of, records
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("data")
-
-
-def data_of(
-    folder: Path, rows: Iterable[dict[str, Any]], *args: Any, tokenizer: Any = TOKENIZER, **kw: Any
-) -> ullage.Data:
-    return ullage.Data(lines(folder / "data.jsonl", rows), tokenizer, *args, **kw)
 
 
 CONFIGS = {
