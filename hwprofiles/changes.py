@@ -1,4 +1,4 @@
-"""Changes of a profile that several of its fields follow from, such as the number of cores."""
+"""Change a machine in ways that affect several fields of its profile."""
 
 import itertools
 import math
@@ -10,11 +10,11 @@ from hwprofiles.profile import HardwareProfile, Host
 from hwprofiles.quantity import Provenance
 
 CHANGED: Final = Provenance(origin="assumed", source="changed, to see what would be if it were so")
-"""Provenance of whatever was changed."""
+"""Provenance of changed values."""
 
 
 def with_cores(profile: HardwareProfile, num_cores: int) -> HardwareProfile:
-    """Return a machine whose host has so many cores, of which the same share updates.
+    """Return a machine whose host has ``num_cores`` cores, of which the same share as before runs updates.
 
     Raises:
         ValueError: there would be none.
@@ -26,7 +26,7 @@ def with_cores(profile: HardwareProfile, num_cores: int) -> HardwareProfile:
 
 
 def with_optimizer_cores(profile: HardwareProfile, num_cores: int) -> HardwareProfile:
-    """Return a machine that gives so many of its cores to updates.
+    """Return a machine on which ``num_cores`` of the host's cores run updates.
 
     Raises:
         ValueError: there would be none, or more than there are.
@@ -36,7 +36,7 @@ def with_optimizer_cores(profile: HardwareProfile, num_cores: int) -> HardwarePr
 
 
 def _with_host_cores(profile: HardwareProfile, num_cores: int, updating: int) -> HardwareProfile:
-    """Rates of updates and other host passes follow the cores; DRAM, which bounds both, stays what it is."""
+    """Scale the rates of updates and other host passes with the cores. The rate of DRAM does not change."""
     faster = _update_rate(profile.host, updating) / _update_rate(profile.host, profile.host.num_optimizer_cores)
     has = quantities(profile)
     rates = {path: number(has[path]) * faster for path in ("host.optimizer", "host.elementwise_bytes_per_s")}
@@ -45,9 +45,10 @@ def _with_host_cores(profile: HardwareProfile, num_cores: int, updating: int) ->
 
 
 def _update_rate(host: Host, num_cores: int) -> float:
-    """Return a number that is proportional to the rate of updates by so many cores.
+    """Return the rate of updates on ``num_cores`` cores, in an arbitrary unit.
 
-    It interpolates the rates measured by threads. Without them, and beyond them, rates are proportional to cores.
+    If the rate was measured over threads, interpolate linearly. Otherwise, and beyond the measurements, the rate is
+    proportional to the cores.
     """
     measured = sorted((host.optimizer_by_threads or {}).items())
     if not measured:
@@ -60,15 +61,14 @@ def _update_rate(host: Host, num_cores: int) -> float:
 
 
 def with_num_drives(profile: HardwareProfile, num_drives: int) -> HardwareProfile:
-    """Return a machine whose nodes have so many of its drives, striped; without any there is no NVMe.
+    """Return a machine whose nodes have ``num_drives`` striped drives. With 0 drives there is no NVMe tier.
 
     Raises:
-        ValueError: it has none, or does not state how many.
+        ValueError: the machine has no drives, or does not state how many.
     """
     if profile.nvme is None or profile.nvme.num_drives is None:
         raise ValueError(
-            f"{profile.name} has no nvme whose drives are counted; choose one that states nvme.num_drives, such as "
-            "rtx4090-12ssd"
+            f"{profile.name} does not state nvme.num_drives; choose a profile that does, such as rtx4090-12ssd"
         )
     if num_drives == 0:
         return profile.model_copy(update={"nvme": None})
@@ -77,7 +77,7 @@ def with_num_drives(profile: HardwareProfile, num_drives: int) -> HardwareProfil
 
 
 def with_devices_per_node(profile: HardwareProfile, num_devices: int) -> HardwareProfile:
-    """Return a machine with that many devices in a node, each joined to the host as those that are there.
+    """Return a machine with ``num_devices`` devices in a node, each joined to the host as before.
 
     Raises:
         ValueError: there would be none, or more than the profile describes.
@@ -96,7 +96,7 @@ CHANGES: Final[Mapping[str, Callable[[HardwareProfile, int], HardwareProfile]]] 
     "nvme.num_drives": with_num_drives,
     "devices_per_node": with_devices_per_node,
 }
-"""By path: counts from which other fields follow."""
+"""Functions that change a count and the fields that depend on it, by the path of the count."""
 
 
 def _check_positive(name: str, count: float) -> None:

@@ -1,4 +1,4 @@
-"""What is wrong with a file whose fields were checked, in one line."""
+"""Errors of pydantic as one line."""
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
@@ -8,8 +8,8 @@ def complaint(error: ValidationError, whole: str) -> str:
     """Return pydantic's first complaint as one line: field, rule, value, remedy, and how many more there are.
 
     Args:
-        error: of what was read.
-        whole: its name, if no single field is wrong but all of it.
+        error: the error of the data that was read.
+        whole: name of the data, for an error that concerns no single field.
     """
     details = error.errors(include_url=False)
     first = details[0]
@@ -21,7 +21,7 @@ def complaint(error: ValidationError, whole: str) -> str:
 
 
 def _remedy(detail: ErrorDetails) -> str:
-    """Return what to do; the schema's own rules (``value_error``) say it themselves."""
+    """Return the remedy. Messages of the schema's own rules (``value_error``) contain theirs already."""
     match detail["type"]:
         case "value_error":
             return ""

@@ -1,9 +1,9 @@
-"""All files that are written go through here, and all that are read whole as input.
+"""Write files, and read whole input files.
 
-[Note: Outputs] A regular file is replaced in one step: whoever reads it, now or after a crash, finds the old content or
-the new one, complete. A link to a regular file stays a link. A character device, a pipe or an open descriptor
+[Note: Outputs] A regular file is replaced in one step: a reader finds the complete old content or the complete new
+content, also after a crash. A link to a regular file stays a link. A character device, a pipe or an open descriptor
 (``/dev/fd/63``) is never replaced: bytes are written into it. Anything else (a folder, a socket, a block device) is
-refused. Commands ask :func:`check_output` before long work, so that a bad path does not cost that work.
+refused. Commands call :func:`check_output` before long work, so that a bad path does not waste that work.
 """
 
 import json
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 MOST_BYTES: Final = 1 << 28
-"""Of a file that is read whole; the largest real ones, runs of large models, have some 10 MB."""
+"""Maximum size of a file that is read whole. The largest real files are runs of large models, about 10 MB."""
 
 _CHUNK_BYTES: Final = 1 << 20
 _MOST_LINKS: Final = 40  # as many as Linux follows
@@ -30,12 +30,12 @@ _KINDS: Final = {
 
 
 def write_whole(path: Path, data: str | bytes, *, durable: bool = True) -> None:
-    """Write a file: a regular one whole or not at all, a device or pipe by writing into it; see [Note: Outputs].
+    """Write a file. A regular file is replaced in one step, a device or pipe is written into; see [Note: Outputs].
 
     Args:
-        path: of the file.
-        data: all of it; text is written as UTF-8.
-        durable: also survive a loss of power; slower.
+        path: path of the file.
+        data: the whole content; text is written as UTF-8.
+        durable: wait until the file would survive a power failure, which is slower.
 
     Raises:
         OSError: the folder does not exist or cannot be written, or the disk is full; nothing is left behind.
@@ -47,25 +47,25 @@ def write_whole(path: Path, data: str | bytes, *, durable: bool = True) -> None:
             _write_into(path, encoded)
         else:
             _replace(path.resolve(), encoded, durable=durable)
-    except OSError as error:  # a full disk names no file, and the temporary one means nothing to anybody
+    except OSError as error:  # name the file, not the temporary one
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def check_output(option: str, path: Path | None, *, only_regular: bool = False) -> None:
-    """Check that a file can be written, before the work that it is the result of.
+    """Check that a file can be written. Call it before the work whose result the file will hold.
 
     Args:
-        option: that names it, for the message.
-        path: of the file; ``None``: none is written.
-        only_regular: refuse devices and pipes: it is written again and again, or others stand beside it.
+        option: the option that names the file, for the message.
+        path: path of the file; ``None``: nothing is written, so nothing is checked.
+        only_regular: refuse devices and pipes, because the file is rewritten repeatedly or has files beside it.
 
     Raises:
-        ValueError: it cannot be written; the message has one line and says what to do.
+        ValueError: the file cannot be written; the message has one line and says what to do.
     """
     if path is None:
         return
     if str(path) == "-":
-        raise ValueError(f"{option} - is no file; give the name of a file (for a file called -, its whole path)")
+        raise ValueError(f"{option} - is not a file; give the name of a file (for a file named '-', its whole path)")
     try:
         if (standard := _STANDARD.get(_descriptor(path))) is not None:
             raise ValueError(f"{option} {path} is {standard}; give the name of a file, or a pipe")
@@ -77,23 +77,23 @@ def check_output(option: str, path: Path | None, *, only_regular: bool = False) 
             raise ValueError(f"{option} {path} must not be written by this user; give the name of another file")
     except FileIsSpecialError as error:
         raise ValueError(f"{option} {error}") from None
-    except OSError as error:  # a loop of links, a name that is too long, a folder that must not be entered
+    except OSError as error:  # a loop of links, a name that is too long, a folder without permission
         raise ValueError(f"{option} {path}: {error.strerror}; give the name of a file that can be written") from error
 
 
 def make_folder(option: str, path: Path) -> None:
-    """Make a folder for outputs, with those around it, and check that files can be made in it.
+    """Make a folder for outputs and its parents, and check that files can be made in it.
 
     Args:
-        option: that names it, for the message.
-        path: of the folder, which may be there.
+        option: the option that names the folder, for the message.
+        path: path of the folder, which may exist.
 
     Raises:
-        ValueError: it cannot be made or written; the message has one line and says what to do.
+        ValueError: the folder cannot be made or written; the message has one line and says what to do.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
-        _try(path)
+        _check_writable(path)
     except (FileExistsError, NotADirectoryError) as error:
         raise ValueError(f"{option} {path}: there is a file of that name, not a folder; give another one") from error
     except OSError as error:
@@ -103,15 +103,15 @@ def make_folder(option: str, path: Path) -> None:
 
 
 class FileIsSpecialError(ValueError):
-    """A path leads to something that cannot be read or written as a file."""
+    """A path names something that cannot be read or written as a file."""
 
 
 def check_regular(path: Path) -> int:
-    """Return the size in bytes of a regular file, such as one that is to be mapped.
+    """Return the size in bytes of a regular file, for example before mapping it.
 
     Raises:
-        FileIsSpecialError: it is a folder, a device, a pipe or a socket.
-        OSError: it is not there.
+        FileIsSpecialError: the path is a folder, a device, a pipe or a socket.
+        OSError: the file does not exist.
     """
     found = path.stat()
     if not stat.S_ISREG(found.st_mode):
@@ -123,16 +123,16 @@ def read_whole(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
     """Return all bytes of a regular file or of a pipe.
 
     Raises:
-        FileIsSpecialError: it is a folder, a device or a socket, is empty, or has more than ``most_bytes``.
-        OSError: it cannot be read.
+        FileIsSpecialError: the path is a folder, a device or a socket, or the file is empty or over ``most_bytes``.
+        OSError: the file cannot be read.
     """
     found = path.stat()
     if not (stat.S_ISREG(found.st_mode) or stat.S_ISFIFO(found.st_mode)):
         raise FileIsSpecialError(f"{path} is {_kind(found.st_mode)}")
-    if stat.S_ISREG(found.st_mode) and not found.st_size:  # so are files of /proc, some of which never end
+    if stat.S_ISREG(found.st_mode) and not found.st_size:  # files of /proc have size 0 too, and some never end
         raise FileIsSpecialError(f"{path} is empty")
     chunks, num_bytes = [], 0
-    with path.open("rb") as file:  # a pipe has no size: only reading it tells
+    with path.open("rb") as file:  # a pipe has no size, so it must be read to the end
         while max(found.st_size, num_bytes) <= most_bytes and (chunk := file.read(_CHUNK_BYTES)):
             chunks.append(chunk)
             num_bytes += len(chunk)
@@ -142,28 +142,28 @@ def read_whole(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
 
 
 def read_json(path: Path, error: type[ValueError], remedy: str) -> Any:
-    """Return what a JSON file holds, in which no object has a field twice.
+    """Return the content of a JSON file. A field that an object has twice is an error.
 
     Args:
-        path: of the file.
-        error: what is raised where that cannot be had.
-        remedy: what the user can do then.
+        path: path of the file.
+        error: the class of errors to raise.
+        remedy: the end of an error message: what the user can do.
 
     Raises:
         error: the file cannot be read, or is not JSON.
     """
     try:
-        return json.loads(read_whole(path).decode(), object_pairs_hook=_object)
+        return json.loads(read_whole(path).decode(), object_pairs_hook=_with_unique_fields)
     except FileIsSpecialError as problem:
         raise error(f"{problem}; {remedy}") from problem
     except OSError as problem:
         raise error(f"cannot read {path}: {problem.strerror or type(problem).__name__}; {remedy}") from problem
-    except (ValueError, RecursionError) as problem:  # not UTF-8, not JSON, or nested without end
+    except (ValueError, RecursionError) as problem:  # not UTF-8, not JSON, or nested too deeply
         raise error(f"{path} is not JSON ({problem}); {remedy}") from problem
 
 
-def _object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object, of which Python would keep only the last of two values."""
+def _with_unique_fields(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object; refuse duplicate fields, of which Python would keep the last value."""
     fields = dict(pairs)
     if len(fields) < len(pairs):
         names = [name for name, _ in pairs]
@@ -177,11 +177,11 @@ def _kind(mode: int) -> str:
 
 
 def _is_stream(path: Path) -> bool:
-    """Return whether a path leads to something that is written into; see [Note: Outputs].
+    """Return whether a path names a device or pipe, which is written into; see [Note: Outputs].
 
     Raises:
-        FileIsSpecialError: it leads to something that is not written at all.
-        OSError: that cannot be known.
+        FileIsSpecialError: the path names something that is never written, such as a folder.
+        OSError: the path cannot be examined.
     """
     try:
         mode = path.stat().st_mode
@@ -195,7 +195,7 @@ def _is_stream(path: Path) -> bool:
 
 
 def _descriptor(path: Path) -> int | None:
-    """Return the descriptor of this process that ``/dev/stdout``, ``/dev/fd/63`` or a link to one leads to."""
+    """Return this process's descriptor if a path such as ``/dev/stdout`` or ``/dev/fd/63``, or a link, names one."""
     own = {Path("/proc/self/fd").resolve(), Path("/proc/thread-self/fd").resolve()}
     for _ in range(_MOST_LINKS):
         folder = path.parent.resolve()
@@ -208,16 +208,16 @@ def _descriptor(path: Path) -> int | None:
 
 
 def _write_into(path: Path, data: bytes) -> None:
-    """Write into a device or pipe; a pipe that nobody reads yet is waited for, as a shell's ``>`` does."""
+    """Write into a device or pipe. Like a shell's ``>``, wait until a pipe has a reader."""
     descriptor = _descriptor(path)
-    # A descriptor is not opened again by its name: a regular file behind it would be written from its start.
+    # Duplicate a descriptor instead of opening its name: opening would write a regular file from its start.
     target = os.open(path, os.O_WRONLY | os.O_NOCTTY) if descriptor is None else os.dup(descriptor)
     with os.fdopen(target, "wb") as file:
         file.write(data)
 
 
 def _replace(path: Path, data: bytes, *, durable: bool) -> None:
-    partial = _partial(path.parent)
+    partial = _temporary_path(path.parent)
     try:
         with partial.open("xb") as file:
             file.write(data)
@@ -226,17 +226,17 @@ def _replace(path: Path, data: bytes, *, durable: bool) -> None:
                 os.fsync(file.fileno())
         partial.replace(path)
     finally:
-        partial.unlink(missing_ok=True)  # after the rename there is nothing to remove
+        partial.unlink(missing_ok=True)  # after the rename, the temporary file no longer exists
 
 
-def _partial(folder: Path) -> Path:
-    """Return a new name: not made of the file's, which may be as long as names can be, nor of the process's alone."""
+def _temporary_path(folder: Path) -> Path:
+    """Return a new temporary name. It is random, because the file's own name may already have the maximum length."""
     return folder / f".ullage-{os.getpid()}-{secrets.token_hex(4)}.tmp"
 
 
-def _try(folder: Path) -> None:
-    """Make a file in a folder and remove it: permissions, file systems that are read-only, and quotas tell."""
-    partial = _partial(folder)
+def _check_writable(folder: Path) -> None:
+    """Make a file in a folder and remove it. This finds missing permissions, read-only file systems and quotas."""
+    partial = _temporary_path(folder)
     try:
         partial.open("xb").close()
     finally:
@@ -247,7 +247,7 @@ def _check_folder(option: str, path: Path, folder: Path) -> None:
     if not folder.is_dir():
         raise ValueError(f"{option} {path}: there is no such folder; make it first")
     try:
-        _try(folder)
+        _check_writable(folder)
     except OSError as error:
         raise ValueError(
             f"{option} {path}: its folder cannot be written ({error.strerror}); give a file in another one"

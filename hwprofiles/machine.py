@@ -1,6 +1,6 @@
-"""What the operating system says about this machine: cores, memory, names, and whether a profile is of it.
+"""Facts of the operating system about this machine: cores, memory, names. Is a profile of this machine?
 
-All of it is read from files of Linux, so that planning can ask without torch; elsewhere less is known.
+Everything is read from files of Linux, so planning needs no torch. Other systems give fewer facts.
 """
 
 import itertools
@@ -15,12 +15,12 @@ from pathlib import Path
 from hwprofiles.profile import HardwareProfile, MachineIdentity
 
 _SYS, _PROC = Path("/sys"), Path("/proc")
-_SAME_MEMORY = 0.02  # kernels keep a little back, each its own
+_SAME_MEMORY = 0.02  # different kernels reserve a little memory of different sizes
 _CGROUP = Path("/sys/fs/cgroup")
 
 
 def num_cores() -> int:
-    """Return the cores this process may use: its affinity, and the CPU quota of its control groups."""
+    """Return the number of cores that this process may use by its affinity and the CPU quota of its control groups."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for directory in _cgroups():
         quota, _, period = _read(directory / "cpu.max").partition(" ")
@@ -30,7 +30,7 @@ def num_cores() -> int:
 
 
 def available_memory_bytes() -> int:
-    """Return the memory that is free for use: the system's, or what the control groups leave, if that is less."""
+    """Return the free bytes of the system, or of this process's control groups if those have less."""
     found = re.search(r"MemAvailable:\s+(\d+) kB", _read(Path("/proc/meminfo")))
     available = int(found[1]) * 1024 if found else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for directory in (*_cgroups(), _CGROUP / "memory"):
@@ -57,16 +57,16 @@ def profile_name() -> str:
 
 
 def gpu_names() -> tuple[str, ...]:
-    """Return the names of the GPUs that NVIDIA's driver lists, in the order of their addresses on the bus."""
+    """Return the names of the GPUs that NVIDIA's driver lists, in the order of their bus addresses."""
     files = sorted((_PROC / "driver/nvidia/gpus").glob("*/information"))
     found = (re.search(r"Model:\s*(.+)", _read(file)) for file in files)
     return tuple(match[1].strip() for match in found if match)
 
 
 def drive_names(folder: Path) -> tuple[str, ...]:
-    """Return the models of the drives that a folder's file system is on; ``()`` if they have no names.
+    """Return the models of the drives of a folder's file system; ``()`` if they have no names.
 
-    A virtual drive often has none, nor has a file system that several devices or a network make up.
+    A virtual drive often has no name. A file system on several devices or on a network has none.
     """
     try:
         device = folder.stat().st_dev
@@ -88,7 +88,7 @@ def _drives(place: Path) -> Iterator[Path]:
 
 
 def this_machine(folders: Sequence[Path] = ()) -> MachineIdentity:
-    """Return what identifies this machine, with the drives of some folders."""
+    """Return the identity of this machine, with the drives of some folders."""
     names = {name for folder in folders for name in drive_names(folder)}
     return MachineIdentity(
         cpu=cpu_name(),
@@ -100,9 +100,9 @@ def this_machine(folders: Sequence[Path] = ()) -> MachineIdentity:
 
 
 def differences(profile: HardwareProfile) -> tuple[str, ...]:
-    """Return how this machine differs from the one that a profile was measured on; ``()``: no known difference.
+    """Return the known differences between this machine and the one that a profile was measured on.
 
-    Drives that were measured have to be here still; others may have come.
+    Drives that were measured must still be here. New drives are not a difference.
     """
     then = profile.measured_on
     if then is None:
@@ -126,18 +126,18 @@ class OtherMachineError(ValueError):
     """A profile was measured on another machine; the message says what differs, and what to do."""
 
 
-ALLOWED = ", or take it all the same with --allow-other-machine"
+ALLOWED = ", or use it anyway with --allow-other-machine"
 
 
 def check_measured_here(profile: HardwareProfile, otherwise: str = ALLOWED) -> None:
     """Refuse a profile that was measured on another machine.
 
     Args:
-        profile: what is about to be used.
-        otherwise: what else can be done than to calibrate here.
+        profile: the profile that is about to be used.
+        otherwise: the end of the error message: an alternative to calibrating here.
 
     Raises:
-        OtherMachineError: it was.
+        OtherMachineError: the profile was measured on another machine.
     """
     if found := differences(profile):
         raise OtherMachineError(
@@ -155,7 +155,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _cgroups() -> list[Path]:
-    """Return the directories of this process's version 2 control group and of all groups around it."""
+    """Return the directories of this process's version 2 control group and of all its parents."""
     found = re.search(r"^0::/(.*)$", _read(Path("/proc/self/cgroup")), re.MULTILINE)
     own = _CGROUP / found[1] if found else _CGROUP
     return [d for d in (own, *own.parents) if d == _CGROUP or _CGROUP in d.parents]

@@ -17,24 +17,24 @@ def quantities(profile: HardwareProfile) -> dict[str, Item]:
 
 
 def number(item: Item) -> float:
-    """Return what stands for an item when it is fitted: a quantity's value, a curve's best rate per second."""
+    """Return one number for an item: the value of a quantity, or the best rate per second of a curve."""
     return item.value if isinstance(item, Quantity) else item.best_rate_per_s()
 
 
 def counts(profile: HardwareProfile) -> dict[str, int | bool]:
-    """Return all whole numbers and switches of a profile by path: those of its fields that have no provenance."""
+    """Return all whole numbers and switches of a profile by path. These fields have no provenance."""
     found = {path: value for path, value in _walk(profile, "") if isinstance(value, int)}
-    del found["schema_version"]  # says how the file is written, not what the machine is
+    del found["schema_version"]  # a property of the file, not of the machine
     return found
 
 
 def replace(profile: HardwareProfile, numbers: Mapping[str, float], provenance: Provenance) -> HardwareProfile:
     """Return a profile with some items set to other numbers (see :func:`number`); curves keep their shape.
 
-    Counts and switches can be set too, and have no provenance.
+    Counts and switches can be set too; they have no provenance.
 
     Raises:
-        ValueError: there is no item of that path, or the number breaks a rule of its field.
+        ValueError: a path does not exist, or a number breaks a rule of its field.
     """
     known, plain = quantities(profile), counts(profile)
     data = profile.model_dump(mode="json", exclude_none=True)

@@ -1,8 +1,8 @@
-"""What a machine can do: the schema of a hardware profile.
+"""The schema of a hardware profile: capacities and rates of a machine.
 
-A profile describes *one node* and how many of them are joined, as seen by one training process per device. The
-*device* is what computes: a GPU, or (kind ``host``) a share of the CPU with a bounded arena of ordinary memory
-that stands in for one, so that everything can run and be measured on a machine without a GPU.
+A profile describes *one node* and the fabric between nodes, as one training process per device sees them. The *device*
+computes. It is a GPU, or (kind ``host``) a share of the CPU cores with a bounded arena of ordinary memory. A device of
+kind ``host`` stands in for a GPU, so that everything can run and be measured on a machine without one.
 """
 
 from collections import Counter
@@ -32,7 +32,7 @@ Dtype = Literal["bf16", "fp32"]
 
 
 class Device(Frozen):
-    """What computes.
+    """The device that computes.
 
     Attributes:
         kind: ``gpu`` (asynchronous, own memory) or ``host`` (a share of the CPU cores, arena in ordinary memory).
@@ -40,31 +40,31 @@ class Device(Frozen):
         memory_bytes_per_s: bandwidth of that memory.
         num_cores: CPU cores that computing occupies (0 for a GPU).
         gemm: time of one matrix product against its FLOP, per data type (``fp16`` counts as ``bf16``).
-        gemm_rows_half: rows (tokens) at which a product reaches half of the curve's rate because too few rows fill
+        gemm_rows_half: rows (tokens) at which a product reaches half of the curve's rate, because few rows do not fill
             the device; 0 switches the correction off.
-        multiprocessors: how many of them share a product's tiles, so that the last wave leaves some idle (see
-            :func:`planner.costs.model.wave_factor`); ``None`` leaves that to the curve, and ``gemm_rows_half`` applies.
-        gemm_bytes_per_s: rate at which a product's matrices pass, if that adds to its time: where the tensor cores run
-            at the device's power limit, they slow down with every byte moved. ``None``: transfers hide behind products.
+        multiprocessors: number of multiprocessors that share the tiles of a product. In the last wave some of them are
+            idle (see :func:`planner.costs.model.wave_factor`). ``None``: ``gemm_rows_half`` applies instead.
+        gemm_bytes_per_s: rate of moving a product's matrices, if that adds to its time: tensor cores at the device's
+            power limit slow down with every byte moved. ``None``: transfers hide behind products.
         attention: time of one fused attention against its FLOP (the masked half not counted), per data type.
-        attention_backward: the same of its backward, which has other kernels: on GPUs they are somewhat slower, on CPUs
-            in bf16 several times. ``None``: at the rate of forward.
+        attention_backward: the same for backward, whose kernels are somewhat slower on GPUs, and several times slower
+            on CPUs in bf16. ``None``: the rate of forward.
         elementwise: time of one elementwise kernel against the bytes it reads and writes, dispatch included.
-        elementwise_fp32: the same in fp32; ``None`` where the same memory binds both. Processors without instructions
-            for bf16 are slower in that than their memory.
+        elementwise_fp32: the same in fp32; ``None`` if memory binds both types. Processors without bf16 instructions
+            are slower than their memory in bf16.
         optimizer: time of one AdamW update on the device against its number of parameters.
         gradient_norm: time to sum the squares of a gradient before it leaves the device, against its parameters;
-            ``None`` where that is lost in the memory's rate.
-        issue_s: host time per kernel, of Python and autograd included. A GPU computes meanwhile; where computing is
-            synchronous it comes on top of every kernel's own time.
+            ``None`` if memory bandwidth hides it.
+        issue_s: host time to issue one kernel, with Python and autograd. A GPU computes meanwhile. If computing is
+            synchronous, this time adds to the time of every kernel.
         step_s: host time per parameter tensor between the end of backward and the next forward (clipping, ``step()``,
-            scheduler, data); ``None`` where it is not known, and then taken as 0.
+            scheduler, data); ``None``: not known, taken as 0.
         hook_s: host time of the hooks around one module in one pass, in engines that gather parameters by Python hooks
-            (DeepSpeed ZeRO-3); ``None`` where it is not known, and then taken as 0.
+            (DeepSpeed ZeRO-3); ``None``: not known, taken as 0.
         loop_s: host time that the scripts of published runs spend between iterations (logging, data, waiting for the
-            device); ``None`` where none are.
-        exchange_s: host time around one exchange between pipeline stages, from the arrival of what a stage waits for
-            to its first kernel: the device has nothing to do meanwhile. ``None``: not known, taken as 0.
+            device); ``None`` without published runs.
+        exchange_s: host time around one exchange between pipeline stages, from the arrival of a stage's input to its
+            first kernel. The device is idle meanwhile. ``None``: not known, taken as 0.
     """
 
     name: str
@@ -95,11 +95,11 @@ class Link(Frozen):
     Attributes:
         down, up: time of one pinned copy against its bytes, alone on the link.
         both_bytes_per_s: sum over both directions when both are busy (split duplex: at most down + up).
-        pageable_bytes_per_s: rate of a copy to memory that is not pinned (away from the device), and in the other
-            direction too unless ``pageable_down_bytes_per_s`` is given.
-        pageable_down_bytes_per_s: rate of a copy from memory that is not pinned, where it differs: copies away from
-            the device often land in fresh memory, and then pay for page faults that the others do not.
-        num_cores_per_copy: CPU cores that one running copy occupies (0 where an engine copies).
+        pageable_bytes_per_s: rate of a copy from the device to pageable memory; it also holds for the other direction
+            if ``pageable_down_bytes_per_s`` is ``None``.
+        pageable_down_bytes_per_s: rate of a copy from pageable memory to the device, if it differs. Copies from the
+            device often land in fresh memory and pay for page faults; copies to the device do not.
+        num_cores_per_copy: CPU cores that one running copy occupies (0 if a copy engine copies).
     """
 
     down: CurveOverBytes
@@ -110,7 +110,7 @@ class Link(Frozen):
     num_cores_per_copy: Count
 
     def pageable_rate(self, direction: Literal["down", "up"]) -> float:
-        """Return the bytes per second of a copy in ``direction`` whose host side is not pinned."""
+        """Return the bytes per second of a copy in ``direction`` whose host side is pageable."""
         if direction == "down" and self.pageable_down_bytes_per_s is not None:
             return self.pageable_down_bytes_per_s.value
         return self.pageable_bytes_per_s.value
@@ -121,20 +121,20 @@ class Host(Frozen):
 
     Attributes:
         memory_bytes: DRAM that training may use.
-        dram_bytes_per_s: what all cores and copy engines together can move, reads and writes added.
+        dram_bytes_per_s: bytes that all cores and copy engines together can move, reads plus writes.
         num_cores: physical cores.
-        optimizer: time of one fused single-pass AdamW (28 B/param) against its parameters, with all cores that the
-            node gives to updates.
-        num_optimizer_cores: how many cores that is.
-        optimizer_by_threads: rate of one large update against its threads, where that was measured.
-        optimizer_process_params_per_s: the most that one process reaches, whose threads are bound to some of the cores,
-            however few processes there are; ``None``: a lone process uses them all.
-        elementwise_bytes_per_s: host passes that are not the optimizer (casts, scaling), all those cores together.
-        fresh_bytes_per_s: at which one process touches memory that it has just been given (page faults, zeroing);
-            ``None`` where it is not known.
-        serialise_bytes_per_s: at which one thread turns tensors in host memory into a file of ``torch.save`` (pickle,
-            a zip record with its CRC-32, buffered writes), if the disk keeps up; ``None`` where it is not known.
-        hash_bytes_per_s: at which one thread makes checksums (xxh3) of host memory; ``None`` where it is not known.
+        optimizer: time of one fused single-pass AdamW (28 B/param) against its parameters, on ``num_optimizer_cores``.
+        num_optimizer_cores: cores of the node that run updates.
+        optimizer_by_threads: rate of one large update against its threads, if it was measured.
+        optimizer_process_params_per_s: the highest rate of one process if its threads are bound to some of the cores,
+            even if no other process runs; ``None``: a lone process uses all cores.
+        elementwise_bytes_per_s: rate of elementwise passes on the host other than the optimizer (casts, scaling), on
+            ``num_optimizer_cores``.
+        fresh_bytes_per_s: rate at which one process touches newly allocated memory (page faults, zeroing); ``None`` if
+            it is not known.
+        serialise_bytes_per_s: rate at which one thread turns tensors in host memory into a file of ``torch.save``
+            (pickle, a zip record with its CRC-32, buffered writes) if the disk keeps up; ``None`` if it is not known.
+        hash_bytes_per_s: rate at which one thread makes checksums (xxh3) of host memory; ``None`` if it is not known.
     """
 
     name: str
@@ -164,16 +164,16 @@ class Storage(Frozen):
     """A disk tier: ``nvme`` of one node or a shared ``pfs``; curves are time against bytes of one large request.
 
     Attributes:
-        capacity_bytes: of it all.
-        read, write: what one node draws.
-        job_write_bytes_per_s: what all nodes of one job together write, however many they are; ``None``: as many times
+        capacity_bytes: capacity of the whole tier.
+        read, write: time of one node's request.
+        job_write_bytes_per_s: highest write rate of all nodes of a job together; ``None``: the number of nodes times
             one node's rate.
-        create_s: time of its metadata server to create one file, one after another for a whole job; ``None``: lost in
-            the rest.
-        num_drives: how many equal drives the capacity and the rates are those of, where that is known.
-        endurance_bytes_per_day: that may be written to it a day, for years (a drive's TBW over the days of its
-            warranty); ``None`` where it is not known.
-        both_bytes_per_s: sum over reading and writing when both go on; ``None`` where neither slows the other.
+        create_s: time in which the metadata server creates one file. It creates the files of a job one after another.
+            ``None``: negligible.
+        num_drives: number of equal drives that capacity and rates are of, if it is known.
+        endurance_bytes_per_day: bytes that may be written per day, for years (a drive's TBW divided by the days of its
+            warranty); ``None`` if it is not known.
+        both_bytes_per_s: sum over reading and writing when both run; ``None`` if neither slows the other.
     """
 
     capacity_bytes: Bytes
@@ -186,10 +186,10 @@ class Storage(Frozen):
     endurance_bytes_per_day: Bytes | None = None
 
     def with_drives(self, num_drives: int) -> Self:
-        """Return the tier with that many of its drives, striped: rates and capacity in proportion.
+        """Return the tier with ``num_drives`` of its drives, striped: rates and capacity in proportion.
 
         Raises:
-            ValueError: it is not known how many there are, or they are fewer.
+            ValueError: the number of drives is not known, or is smaller than ``num_drives``.
         """
         if self.num_drives is None or not 1 <= num_drives <= self.num_drives:
             raise ValueError(
@@ -198,13 +198,13 @@ class Storage(Frozen):
         return self.striped(num_drives)
 
     def striped(self, num_drives: int) -> Self:
-        """Return the tier with so many of its drives, or more like them: rates and capacity in proportion.
+        """Return the tier with ``num_drives`` drives, also more than it has: rates and capacity in proportion.
 
         Raises:
-            ValueError: it is not known how many there are.
+            ValueError: the number of drives is not known.
         """
         if self.num_drives is None:
-            raise ValueError("num_drives is not stated, so that rates and capacity of others are not known; add it")
+            raise ValueError("num_drives is not stated, so rates of other numbers of drives are not known; add it")
         share = num_drives / self.num_drives
 
         def less(quantity: Quantity) -> Quantity:
@@ -231,17 +231,17 @@ class Storage(Frozen):
 
 
 class Fabric(Frozen):
-    """What joins devices.
+    """A fabric between devices.
 
     Attributes:
         bytes_per_s: bus bandwidth of an all-gather or reduce-scatter, per device and direction, while all devices of
             a node take part (between nodes: each device's share of the NICs).
         latency_s: start-up time of one collective.
-        hop_latency_s: what every step of a ring adds to that, so that it grows with the ranks; ``None``: the start-up
-            time is that of the usual groups, steps included.
+        hop_latency_s: time that every step of a ring adds to ``latency_s``, so that start-up grows with the ranks;
+            ``None``: ``latency_s`` includes the steps of usual groups.
         via_host_link: the collective's bytes cross the same link as host copies (no NVLink).
         partial_group_ratio: between nodes, the fraction of ``bytes_per_s`` that a group reaches if it has only some of
-            a node's devices, while other groups have the rest; ``None`` stands for 1.
+            a node's devices and other groups have the rest; ``None`` means 1.
     """
 
     bytes_per_s: BytesPerSecond
@@ -252,14 +252,14 @@ class Fabric(Frozen):
 
 
 class MachineIdentity(Frozen):
-    """Which machine a profile was measured on, as far as its operating system tells.
+    """Identity of the machine that a profile was measured on, from its operating system.
 
     Attributes:
         cpu: model name of the processor.
-        num_cpus: logical processors, whoever may use them.
-        memory_bytes: all memory that the system has.
+        num_cpus: all logical processors, even if this process may not use some.
+        memory_bytes: all memory of the system.
         gpus: names of the GPUs, in order.
-        drives: models of the drives that were measured; ``()`` where none has a name.
+        drives: models of the drives that were measured; ``()`` if none has a name.
     """
 
     cpu: str
@@ -273,14 +273,14 @@ class HardwareProfile(Frozen):
     """One machine: nodes of equal devices.
 
     Attributes:
-        name: what ``--hardware`` calls it.
-        topology: pairs of joined places, e.g. ``("gpu0", "switch0")``; checked to be one connected graph in which
-            every device reaches ``dram``. Devices joined to one ``switch…`` share its uplink to the host.
+        name: name for ``--hardware``.
+        topology: pairs of joined places, e.g. ``("gpu0", "switch0")``. They must be one connected graph in which every
+            device reaches ``dram``. Devices joined to one ``switch…`` share its uplink to the host.
         devices_per_node: devices in one node.
-        intra_node, inter_node: fabrics inside and between nodes; ``None`` where there is only one device or node.
-        one_memory: whether host and device have the same memory, so that moving state gains nothing. It counts as the
-            device's, but for the little that the host needs. ``None``: each has its own.
-        measured_on: the machine that was calibrated; ``None`` where values are not those of one machine.
+        intra_node, inter_node: fabrics inside and between nodes; ``None`` if there is only one device or node.
+        one_memory: host and device share one memory, so offloading gains nothing. The memory counts as the device's,
+            except for the small part that the host needs. ``None``: host and device have separate memories.
+        measured_on: the machine that was calibrated; ``None`` if the values are not those of one machine.
     """
 
     schema_version: Literal[1] = 1
@@ -311,23 +311,23 @@ class HardwareProfile(Frozen):
         return self
 
     def devices_per_uplink(self) -> int:
-        """Return how many devices share one switch's uplink, of the capacity of one link, to the host (1: none do)."""
+        """Return how many devices share one switch's uplink to the host, which has one link's rate (1: no sharing)."""
         devices = {f"{self.device.kind}{i}" for i in range(self.devices_per_node)}
         links = {frozenset(pair) for pair in self.topology}
         shared = Counter(place for link in links if link & devices for place in link if place.startswith("switch"))
         return max(shared.values(), default=1)
 
     def with_device_memory(self, num_bytes: int) -> Self:
-        """Return the same machine with another capacity of each device, as asked for.
+        """Return the same machine with less memory on each device.
 
         Raises:
-            ValueError: that is more than the device has.
+            ValueError: ``num_bytes`` is more than the device has.
         """
         capacity = self.device.memory_bytes
         if not 0 < num_bytes <= capacity.value:
             raise ValueError(
-                f"device memory of {num_bytes} B was asked for, but each device of {self.name} has "
-                f"{capacity.value:.0f} B; ask for at most that"
+                f"device memory of {num_bytes} B is too much: each device of {self.name} has "
+                f"{capacity.value:.0f} B; give at most that"
             )
         provenance = Provenance(origin="assumed", source=f"asked for, of {capacity.value:.0f} B")
         quantity = capacity.model_copy(update={"value": float(num_bytes), "provenance": provenance})

@@ -1,7 +1,7 @@
-"""Numbers that know where they come from.
+"""Numbers with their provenance.
 
-Every number of a profile is a :class:`Quantity` or a :class:`Curve`, and both carry a :class:`Provenance`:
-a planner that mixes measured, published and assumed values must be able to say which of them a prediction rests on.
+Every number of a profile is a :class:`Quantity` or a :class:`Curve` with a :class:`Provenance`. The planner mixes
+measured, published and assumed values, so it must be able to say which of them a prediction rests on.
 """
 
 import bisect
@@ -28,8 +28,8 @@ class Provenance(Frozen):
     Attributes:
         origin: ``measured`` on the machine itself, ``published`` by others, ``fitted`` to whole runs, or ``assumed``.
         source: the command that measured it, the publication, or the reason for the assumption.
-        date: ISO date of the measurement or publication, where known.
-        num_samples: how many repetitions stand behind the value.
+        date: ISO date of the measurement or publication, if known.
+        num_samples: number of repetitions of the measurement.
         runs: ids of the runs that a fitted value was fitted to.
     """
 
@@ -45,7 +45,7 @@ class Quantity(Frozen):
 
     Attributes:
         value: in ``unit``; not negative.
-        p10, p90: tenth and ninetieth percentile over the repetitions of a measurement, where there were several.
+        p10, p90: tenth and ninetieth percentile over the repetitions of a measurement, if there were several.
     """
 
     value: Annotated[float, Field(ge=0)]
@@ -79,7 +79,7 @@ class CurvePoint(Frozen):
 
 
 class Reading(NamedTuple):
-    """What a curve answers: a time in seconds, and whether it lies outside the measured sizes."""
+    """A value of a curve: a time in seconds, and whether its size is outside the measured sizes."""
 
     time_s: float
     extrapolated: bool
@@ -88,8 +88,8 @@ class Reading(NamedTuple):
 class Curve(Frozen):
     """Time against size, monotone, interpolated linearly in log-log space.
 
-    Below the first and above the last point the slope of the nearest segment is continued (at least 0 and at most
-    proportional to size), and :meth:`read` says so, so that a warning can reach the user.
+    Below the first and above the last point, the slope of the nearest segment continues (at least 0 and at most
+    proportional to size). :meth:`read` reports such an extrapolation, so that the user can be warned.
     """
 
     size_unit: SizeUnit
@@ -111,7 +111,7 @@ class Curve(Frozen):
             return Reading(0.0, extrapolated=False)
         points = self.points
         outside = not points[0].size <= size <= points[-1].size
-        if len(points) == 1:  # one point can only mean a constant rate
+        if len(points) == 1:  # one point means a constant rate
             return Reading(points[0].median_s * size / points[0].size, outside)
         right = min(max(bisect.bisect_left([p.size for p in points], size), 1), len(points) - 1)
         a, b = points[right - 1], points[right]
@@ -126,12 +126,12 @@ class Curve(Frozen):
         return self.read(size).time_s
 
     def best_rate_per_s(self) -> float:
-        """Return the highest rate, in ``size_unit`` per second, that any point of the curve reached."""
+        """Return the highest rate of the curve's points, in ``size_unit`` per second."""
         return max(p.size / p.median_s for p in self.points)
 
 
 def _quantity_in(unit: Unit, *, positive: bool = False) -> AfterValidator:
-    """Return a check that a quantity is in ``unit``, and that it is above zero where a zero makes no sense."""
+    """Return a check that a quantity is in ``unit``, and above zero if ``positive``."""
 
     def check(quantity: Quantity) -> Quantity:
         if quantity.unit != unit:
@@ -154,7 +154,7 @@ def _curve_over(size_unit: SizeUnit) -> AfterValidator:
     return AfterValidator(check)
 
 
-# Fields are declared with these, so that a value in the wrong unit is refused under the name of its field.
+# Fields have these types, so that the error about a wrong unit names the field.
 Bytes = Annotated[Quantity, _quantity_in("bytes", positive=True)]
 BytesPerSecond = Annotated[Quantity, _quantity_in("bytes_per_s", positive=True)]
 ParamsPerSecond = Annotated[Quantity, _quantity_in("params_per_s", positive=True)]

@@ -1,7 +1,7 @@
 """Profiles by name: the built-in ones, this machine's own, and files.
 
 The canonical form of a profile is JSON with sorted keys, two spaces of indent, the shortest text that reads back as the
-same float, and no optional field that is empty. Files are written in it and digests are taken over it.
+same float, and no empty optional fields. Files and digests use this form.
 """
 
 import difflib
@@ -25,13 +25,13 @@ _DATA = files("hwprofiles") / "data"
 
 
 class ProfileError(ValueError):
-    """A profile cannot be had: the message says which, why, and what to do."""
+    """A profile cannot be loaded; the message says which, why, and what to do."""
 
 
 def local_profile_path() -> Path:
-    """Return where this machine's own profile lives, whether it exists or not.
+    """Return the path of this machine's own profile, which may not exist.
 
-    That is ``<hostname>.json`` in ``$ULLAGE_HOME``, else in ``$XDG_DATA_HOME/ullage``, else in
+    The file is ``<hostname>.json`` in ``$ULLAGE_HOME``, else in ``$XDG_DATA_HOME/ullage``, else in
     ``~/.local/share/ullage``.
     """
     if home := os.environ.get("ULLAGE_HOME"):
@@ -51,12 +51,12 @@ def list_profiles() -> tuple[str, ...]:
 def load_profile(text: str) -> HardwareProfile:
     """Return the profile that ``text`` names.
 
-    Tried in this order: ``local``, the profile that calibration last wrote for this machine
-    (:func:`local_profile_path`); a built-in name (:func:`list_profiles`); the path of a JSON file; a built-in name
-    written otherwise (``RTX4090``). A file that is called like a built-in profile is reached as ``./h100``.
+    ``text`` is tried in this order: ``local``, the profile that calibration last wrote for this machine
+    (:func:`local_profile_path`); a built-in name (:func:`list_profiles`); the path of a JSON file; a built-in name in
+    another spelling (``RTX4090``). If a file has the name of a built-in profile, give its path as ``./h100``.
 
     Raises:
-        ProfileError: nothing has that name, or what it names is not a valid profile.
+        ProfileError: no profile has that name, or the profile is not valid.
     """
     if not isinstance(text, str | Path):
         raise TypeError(f"the hardware is {type(text).__name__}; give the name of a profile, or the path of its file")
@@ -84,14 +84,14 @@ def load_profile(text: str) -> HardwareProfile:
 
 
 def profile_of(data: Any, where: str) -> HardwareProfile:
-    """Return the profile that JSON states; ``where`` is what error messages call it.
+    """Return a profile from JSON data; error messages call the data ``where``.
 
     Raises:
-        ProfileError: it is of another schema version, or breaks a rule of the schema.
+        ProfileError: the data has another schema version, or breaks a rule of the schema.
     """
     version = data.get("schema_version") if isinstance(data, dict) else None
     if version is None:
-        raise ProfileError(f"{where} is no profile: it has no schema_version; give one that `ullage calibrate` wrote")
+        raise ProfileError(f"{where} is not a profile: no schema_version; give a profile that `ullage calibrate` wrote")
     if version != SCHEMA_VERSION:
         raise ProfileError(
             f"{where} has schema_version {version!r}, but this version of ullage reads {SCHEMA_VERSION}; "
@@ -104,7 +104,7 @@ def profile_of(data: Any, where: str) -> HardwareProfile:
 
 
 def canonical_json(profile: HardwareProfile) -> str:
-    """Return the canonical form of ``profile``: equal profiles, equal text."""
+    """Return the canonical form of ``profile``. Equal profiles have equal text."""
     data = profile.model_dump(mode="json", exclude_none=True)
     return json.dumps(data, sort_keys=True, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
@@ -112,7 +112,7 @@ def canonical_json(profile: HardwareProfile) -> str:
 def save_profile(profile: HardwareProfile, path: Path) -> None:
     """Write ``profile`` to ``path`` in canonical form, making folders as needed.
 
-    Atomic: whoever reads ``path`` meanwhile, or after a crash, finds the old file or the new one, complete.
+    The write is atomic: a reader finds the complete old file or the complete new file, also after a crash.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, canonical_json(profile))
@@ -124,7 +124,7 @@ def _built_in(name: str) -> HardwareProfile:
 
 
 def _letters(name: str) -> str:
-    """Return the letters and digits of a name, all small; those of two built-in profiles differ."""
+    """Return the letters and digits of a name in lower case. They differ between any two built-in profiles."""
     return "".join(filter(str.isalnum, name.lower()))
 
 

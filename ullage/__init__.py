@@ -1,6 +1,6 @@
 """Plan, simulate and execute the training of models that are too big for the GPUs at hand.
 
-Names are imported when first used, so that ``import ullage`` is quick and planning never loads torch.
+Names are imported at their first use. So ``import ullage`` is fast, and planning never loads torch.
 """
 
 import importlib
@@ -123,7 +123,7 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'ullage' has no attribute {name!r}")
     value = getattr(importlib.import_module(_MODULE_OF[name]), name)
-    globals()[name] = value  # next time without coming here
+    globals()[name] = value  # the next access does not call this function
     return value
 
 

@@ -1,4 +1,4 @@
-"""The command line: parses, calls one command, and turns errors into one line and an exit code."""
+"""The command line: parse the arguments, call one command, and turn errors into one line and an exit code."""
 
 import contextlib
 import errno
@@ -13,7 +13,7 @@ from ullage.cli.installation import InstallationError, check_packages
 from ullage.cli.interruption import consistent_interrupt
 from ullage.commands import SUMMARIES, build_parser
 
-# What only some commands need.
+# Libraries that only some commands need.
 _EXTRAS = {
     "torch",
     "transformers",
@@ -28,11 +28,11 @@ _EXTRAS = {
     "jinja2",
     "datasets",
 }
-# What to do about errors of the system that name a file and no remedy.
+# Remedies for errors of the operating system, which name a file but no remedy.
 _REMEDIES = {
-    errno.ENOENT: "give the path of one that is there",
-    errno.EACCES: "give one that this user may use, or change its rights",
-    errno.EPERM: "give one that this user may use, or change its rights",
+    errno.ENOENT: "give the path of one that exists",
+    errno.EACCES: "give one that this user may use, or change its permissions",
+    errno.EPERM: "give one that this user may use, or change its permissions",
     errno.EISDIR: "it is a folder; give a file",
     errno.ENOTDIR: "it is a file; give a folder",
     errno.EEXIST: "give a new name, or remove it",
@@ -49,8 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments after the program's name; by default those of the process.
 
     Returns:
-        The exit code: 0 fine, 1 a check failed, 2 bad input, 130 interrupted, 141 the reader of the output has closed
-        it.
+        The exit code: 0 success, 1 a check failed, 2 bad input, 130 interrupted, 141 the reader of the output closed
+            it.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = arguments[0] if arguments and arguments[0] in SUMMARIES else None
@@ -59,9 +59,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout = io.StringIO()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal that cannot show a character is no reason to fail
-    # torch's threads sleep while they wait for one another, as updates beside them need the cores. Read by the library
-    # of OpenMP when torch is loaded, which happens later.
+            stream.reconfigure(errors="replace")  # do not fail if the terminal cannot show a character
+    # Let torch's threads sleep while they wait for each other, because updates need the cores. OpenMP reads this when
+    # torch is loaded, which happens later.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
         with consistent_interrupt():
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             args = build_parser(*([command] if command else [])).parse_args(arguments)
             code: int = args.run(args)
             sys.stdout.flush()
-    except SystemExit as exit_:  # argparse, after --help or an error that it has printed
+    except SystemExit as exit_:  # argparse raises this after --help, or after it has printed an error
         return exit_.code if isinstance(exit_.code, int) else 0
     except KeyboardInterrupt as error:
         return _interrupted(prog, error)
@@ -85,16 +85,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _interrupted(prog: str, error: KeyboardInterrupt) -> int:
-    # Python remembers that an import was interrupted, and would end by the signal; running any text makes it forget.
+    # Python remembers an interrupted import and would end by the signal. Running any code clears that.
     exec("")  # noqa: S102
     number: int = getattr(error, "signal", signal.SIGINT)
     return _fail(prog, str(error) or "interrupted", SIGNALLED + number)
 
 
 def _broken_pipe(prog: str, error: BrokenPipeError) -> int:
-    if error.filename is not None:  # of an output, and not of what is printed
+    if error.filename is not None:  # the pipe is an output file, not stdout
         return _bad_input(prog, error)
-    # Python flushes stdout once more at exit: let that go nowhere.
+    # Python flushes stdout again at exit; discard that output.
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return BROKEN_PIPE

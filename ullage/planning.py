@@ -17,7 +17,7 @@ from ullage.cli.default_hardware import default_hardware
 from ullage.cli.request import Adapters, first_micro_batch, model_named
 from ullage.cli.request_options import BATCHES, DEFAULT_SEQ_LEN
 
-# Fields of a request that have another name here, or none.
+# Fields of a request that have another name here, or that are not options.
 _OWN = {"model", "hardware", "num_devices", "precision"}
 _OPTIONS = {field.name for field in dataclasses.fields(Request)} - _OWN
 
@@ -34,28 +34,28 @@ def plan(
     batches: Literal["whole", "masked"] | None = None,
     **options: Any,
 ) -> Plan:
-    """Find the fastest way to train a model on a machine, and prove how far from the best it can be.
+    """Find the fastest way to train a model on a machine, and prove how far it can be from the best.
 
     Args:
-        model: a name (``"opt-13b"``), the path of a ``config.json``, sizes, or what ``ullage.capture_module`` returned;
+        model: a name (``"opt-13b"``), the path of a ``config.json``, sizes, or a model from ``ullage.capture_module``;
             or a whole :class:`Request`, which replaces all other arguments except ``budget_s``.
-        hardware: name or path of a profile, ``"local"`` for this machine's own, or a profile. If it is left out, it is
-            what ``ullage calibrate`` wrote for this machine, or else ``"a100-80"``.
+        hardware: name or path of a profile, ``"local"`` for this machine's own, or a profile. Default: the profile that
+            ``ullage calibrate`` wrote for this machine, or else ``"a100-80"``.
         gpus: devices to train on; they fill one node after another. Default: one.
-        precision: of weights and gradients. Left out, it is that of a captured model; of others bf16, or fp32 on a
-            device that multiplies it more than twice as fast.
-        budget_s: search for at most so many seconds; by default for a few seconds.
-        lora: train adapters of ``peft`` beside frozen weights, for a name or a ``config.json``: ``"rank=16"``, or as
-            after ``--lora``.
+        precision: type of weights and gradients. Default: that of a captured model; for other models bf16, or fp32 on a
+            device that multiplies fp32 more than twice as fast.
+        budget_s: time limit of the search in seconds; by default a few seconds.
+        lora: train adapters of ``peft`` beside frozen weights: ``"rank=16"``, or another value of ``--lora``. Only for
+            a name or a ``config.json``.
         quantize: ``"nf4"`` or ``"int8"``: keep the frozen projections quantized.
-        batches: ``"masked"``: of texts of any length, padded or packed, with an attention mask, for a name or a
-            ``config.json``.
+        batches: ``"masked"``: batches are texts of any length, padded or packed, with an attention mask. Only for a
+            name or a ``config.json``.
         options: other fields of :class:`Request`, such as ``seq_len``, ``micro_batch``, ``num_micro_batches``,
             ``global_batch``, ``tensor_parallel``, ``optimizer``, ``clip`` and ``storage``.
 
     Raises:
-        InfeasibleError: no plan fits in memory; the message says which memory is too small, by how much, and what would
-            help.
+        InfeasibleError: no plan fits in memory; the message says which memory is too small, by how much, and which
+            changes would help.
         ValueError: the model, machine or option does not exist, or the machine cannot run the request.
     """
     if isinstance(model, Request):
@@ -64,7 +64,9 @@ def plan(
         given = [name for name, value in named.items() if value]
         if given or options:
             names = ", ".join([*given, *options])
-            raise ValueError(f"{names} beside a Request; put them into the request, or give the model by itself")
+            raise ValueError(
+                f"{names} cannot be combined with a Request; put them into the request, or give a model instead"
+            )
         return make_plan(model, budget_s=budget_s)
     if unknown := sorted(set(options) - _OPTIONS):
         raise ValueError(f"plan() has no option {unknown[0]}; use one of {', '.join(sorted(_OPTIONS))}")
@@ -77,12 +79,12 @@ def plan(
         called_with = options.get("seq_len"), first_micro_batch(options.get("micro_batch"), options.get("global_batch"))
         as_on_gpu = machine.device.kind == "gpu"
         sizes = model_named(str(model), *called_with, dtype, adapters, masked=masked, as_on_gpu=as_on_gpu)
-        if isinstance(sizes, CapturedModel):  # it was captured with that
+        if isinstance(sizes, CapturedModel):  # the capture fixes the type
             options.pop("seq_len", None)
     else:
         sizes = model
     if isinstance(sizes, CapturedModel):
-        chosen = sizes.is_free and options.get("global_batch") is not None  # by the planner
+        chosen = sizes.is_free and options.get("global_batch") is not None  # the planner chooses the micro-batch
         options = {"seq_len": sizes.seq_len, "micro_batch": None if chosen else sizes.micro_batch, **options}
         precision = precision or sizes.dtype
     else:

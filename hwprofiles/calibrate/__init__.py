@@ -4,7 +4,7 @@ The only part of :mod:`hwprofiles` that needs torch; :mod:`hwprofiles` itself do
 """
 
 try:
-    import torch  # noqa: F401 - asked for here, so that its absence is met with a remedy
+    import torch  # noqa: F401 - if torch is missing, the message below says how to install it
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
         "calibration measures with torch, which is not installed; pip install 'ullage[execute]'", name=error.name

@@ -28,9 +28,9 @@ class Backend(Protocol):
         num_cores: CPU cores that computing occupies (0 for a GPU).
         cores_per_copy: CPU cores that one running copy occupies.
         dram_bytes_per_copied_byte: host memory traffic of a copy: 1, or 2 where the device's memory is host memory.
-        shapes: rows and hidden sizes of the products to measure.
-        pool_bytes: device memory that operands rotate through, larger than any cache: training finds them in DRAM.
-        copy_pool_bytes: largest copy; copies rotate through this much on either side.
+        shapes: rows and hidden sizes of the matrix products to measure.
+        pool_bytes: device memory that operands rotate through. It is larger than any cache, as in training.
+        copy_pool_bytes: size of the largest copy, and of the pools on either side that copies rotate through.
     """
 
     kind: Literal["gpu", "host"]
@@ -48,7 +48,7 @@ class Backend(Protocol):
         ...
 
     def blocking(self, call: Call) -> Call:
-        """Return a call that waits until its work is done, for use from any thread."""
+        """Return a call that blocks until its work is done. Any thread may use it."""
         ...
 
     def copier(self, direction: Direction, *, pinned: bool = True) -> "Copier":
@@ -154,7 +154,7 @@ class CudaBackend:
         return float(start.elapsed_time(end)) / 1e3 / num_calls
 
     def blocking(self, call: Call) -> Call:
-        """Return the call issued to a stream of the calling thread, then waited for (the GIL is released)."""
+        """Return a call that issues to a stream of the calling thread and waits for it, with the GIL released."""
 
         def run() -> None:
             if not hasattr(self._stream, "value"):
@@ -196,7 +196,7 @@ class _CudaCopy:
 
 
 def adamw_cases(sizes: tuple[int, ...], cpu_adamw: CpuAdamW, num_threads: int) -> list[Case]:
-    """Return one CPU AdamW update per number of parameters; subgroups rotate through the state of the largest."""
+    """Return one CPU AdamW update per number of parameters. Subgroups rotate through the state of the largest."""
     num_params = max(sizes)
     master, exp_avg = (np.full(num_params, value, dtype=np.float32) for value in (0.02, 1e-3))
     exp_avg_sq = np.full(num_params, 1e-6, dtype=np.float32)
@@ -208,7 +208,7 @@ def adamw_cases(sizes: tuple[int, ...], cpu_adamw: CpuAdamW, num_threads: int) -
 
 
 def _rotating(sizes: tuple[int, ...], state: Sequence[Any], step: Callable[..., object]) -> list[Case]:
-    """Return one step per size, on subgroups that rotate through the state, which is flat."""
+    """Return one step per size, on subgroups that rotate through the flat state."""
 
     def update(size: int) -> Call:
         slices = rotate(len(state[0]), size)

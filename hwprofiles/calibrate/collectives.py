@@ -20,7 +20,7 @@ _LARGE_BYTES, _SMALL_BYTES = 64 * 2**20, 4096
 _FEWEST, _MOST = 5, 200  # repetitions
 _BUDGET_S, _QUICK_BUDGET_S = 20.0, 4.0
 
-# torch 2.13 gives them other names.
+# torch 2.13 renames both functions.
 _all_gather: Final[Callable[..., Any]] = (
     getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
 )
@@ -30,7 +30,7 @@ _reduce_scatter: Final[Callable[..., Any]] = (
 
 
 def calibrate_collectives(base: HardwareProfile, *, quick: bool) -> HardwareProfile:
-    """Measure collectives over the ranks that ``torchrun`` has started, and return a profile of that many devices.
+    """Measure collectives over the ranks that ``torchrun`` started, and return a profile with that many devices.
 
     Args:
         base: profile of the machine, calibrated before; it must have as many GPUs as there are ranks on a node.
@@ -74,11 +74,11 @@ def calibrate_collectives(base: HardwareProfile, *, quick: bool) -> HardwareProf
 def probe_collectives(budget_s: float) -> Fabric:
     """Measure an all-gather and a reduce-scatter of bf16 values over all ranks of ``torch.distributed``'s group.
 
-    The rate is NCCL's bus bandwidth: the bytes of the whole tensor without a rank's own share, over the time. All ranks
-    measure in step, and the slowest one counts.
+    The rate is NCCL's bus bandwidth: the bytes of the whole tensor minus the rank's own shard, divided by the time. All
+    ranks measure at the same time, and the slowest rank counts.
 
     Raises:
-        CalibrationError: there is one rank.
+        CalibrationError: there is only one rank.
     """
     size = distributed.get_world_size()
     if size < 2:
@@ -103,7 +103,7 @@ def _all_peers() -> bool:
 
 
 def _time(num_bytes: int, size: int, device: torch.device | None, budget_s: float) -> Floats:
-    """Return the slowest rank's seconds of each repetition, as the mean of both collectives."""
+    """Return the seconds of each repetition on the slowest rank: the mean of both collectives."""
     count = num_bytes // 2 // size
     own = torch.ones(count, dtype=torch.bfloat16, device=device)
     whole = torch.ones(count * size, dtype=torch.bfloat16, device=device)
@@ -120,9 +120,9 @@ def _time(num_bytes: int, size: int, device: torch.device | None, budget_s: floa
         return team_clock(call, 1) / 2
 
     for _ in range(2):
-        once_s = both()  # the first makes connections
+        once_s = both()  # the first call makes connections
     number = torch.tensor([np.clip(budget_s / max(2 * once_s, 1e-9), _FEWEST, _MOST)], device=device)
-    distributed.all_reduce(number, distributed.ReduceOp.MIN)  # as many on every rank, or they would wait for ever
+    distributed.all_reduce(number, distributed.ReduceOp.MIN)  # ranks with unequal counts would wait for ever
     times = torch.tensor([both() for _ in range(int(number.item()))], dtype=torch.float64, device=device)
     distributed.all_reduce(times, distributed.ReduceOp.MAX)
     return times.cpu().numpy()

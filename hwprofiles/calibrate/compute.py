@@ -1,4 +1,4 @@
-"""Probes of the device: products, attention, elementwise kernels, optimizer, memory."""
+"""Probes of the device: matrix products, attention, elementwise kernels, optimizer, memory."""
 
 import dataclasses
 import itertools
@@ -18,9 +18,9 @@ from hwprofiles.quantity import Curve, Quantity
 
 _DTYPES: Mapping[Dtype, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _HEAD_DIM, _NUM_HEADS = 64, 8
-# Matrices that rotate: of small ones, whose kernels take as long to start as to run, a pool has hundreds of thousands.
+# At most this many matrices of a pool rotate. A pool could hold hundreds of thousands of small ones.
 _MOST_VIEWS = 1024
-# In shorter sequences a GPU computes a backward in less time than autograd takes to launch it.
+# With shorter sequences, a GPU computes a backward in less time than autograd takes to launch it.
 _SHORTEST_ON_GPU = 512
 
 
@@ -29,9 +29,9 @@ class ComputeProbe:
     """Probes that share a backend and random operands.
 
     Operands that training reads from memory (weights, saved activations) rotate through ``pools``, which are larger
-    than any cache. So do results that training keeps (activations, gradients of weights), through ``outputs``: memory
-    that is not in a cache is written more slowly. Operands that the previous operator has just produced are reused, and
-    gradients of activations, which the next one consumes.
+    than any cache. Results that training keeps (activations, gradients of weights) rotate through ``outputs``, because
+    writes to memory outside the cache are slower. Operands that the previous operator has just produced are reused. So
+    are gradients of activations, which the next operator consumes.
     """
 
     backend: Backend
@@ -53,7 +53,7 @@ class ComputeProbe:
         return cls(backend, pools, outputs, quick)
 
     def gemm_rows_half(self, budget_s: float) -> Quantity:
-        """Measure by how much few rows slow a bf16 product down, from short and tall products of equal FLOP.
+        """Measure how much few rows slow down a bf16 product, from products with few and many rows of equal FLOP.
 
         With ``time = curve(flop) (1 + r_half / rows)`` the ratio q of a short product's time to a tall one's gives
         ``r_half = (q - 1) / (1 / short - q / tall)``; the result is the median over several pairs.
@@ -73,7 +73,7 @@ class ComputeProbe:
         return quantity(float(np.median(halves)), "count", source, sum(s.num_samples for s in found), halves)
 
     def gemm(self, dtype: Dtype, rows_half: float, budget_s: float) -> Curve:
-        """Measure products of a linear layer, the mean of forward, dgrad and wgrad, without the effect of few rows."""
+        """Measure products of a linear layer: the mean of forward, dgrad and wgrad, corrected for few rows."""
         rows, hiddens = self.backend.shapes
         shapes = sorted(itertools.product(rows, hiddens), key=lambda s: (s[0] * s[1] ** 2, s))
         cases = [self._linear_mix(dtype, r, h, 1 / (1 + rows_half / r)) for r, h in shapes]
@@ -82,13 +82,13 @@ class ComputeProbe:
         return build_curve("flop", [c.size for c in cases], found, source)
 
     def attention(self, dtype: Dtype, budget_s: float) -> Curve:
-        """Measure fused causal attention; its FLOP are 2 batch heads seq² head_dim, without the half that is masked."""
+        """Measure fused causal attention. Its FLOP are 2 batch heads seq² head_dim, without the masked half."""
         return self._attention(dtype, budget_s, backward=False)
 
     def attention_backward(self, dtype: Dtype, budget_s: float) -> Curve:
         """Measure the backward of fused causal attention; its FLOP are 2.5 times those of forward.
 
-        It has five products of the size of which forward has two (Dao et al., FlashAttention, appendix B).
+        Backward has five products of the size of which forward has two (Dao et al., FlashAttention, appendix B).
         """
         return self._attention(dtype, budget_s, backward=True)
 
@@ -107,7 +107,7 @@ class ComputeProbe:
         return build_curve("flop", [c.size for c in cases], found, source)
 
     def elementwise(self, dtype: Dtype, budget_s: float) -> Curve:
-        """Measure eager kernels against bytes read and written: the mean of add, mul, silu and a cast, or a copy."""
+        """Measure eager kernels over the bytes they read and write: the mean of add, mul, silu, and a cast or copy."""
         cases = [self._elementwise_mix(dtype, 4**i) for i in range(4, 12 if self.quick else 13)]
         found = sample(cases, self.backend.time_s, budget_s)
         last = "cast to fp32" if dtype == "bf16" else "copy"
@@ -143,7 +143,7 @@ class ComputeProbe:
         return build_curve("params", [c.size for c in cases], found, "sum of squares of a bf16 gradient")
 
     def host_s(self, measure: MeasureHost, elementwise: Curve, budget_s: float) -> tuple[Quantity, Quantity]:
-        """Measure the host's time per kernel of a tiny model, Python and autograd included, and per tensor of a step.
+        """Measure a tiny model's host time per kernel (with Python and autograd) and per tensor of an optimizer step.
 
         On a CPU, the curve of elementwise kernels includes their dispatch already. So the smallest time of that curve
         is subtracted.
@@ -168,8 +168,8 @@ class ComputeProbe:
     def gemm_call(self) -> Call:
         """Return products of a few milliseconds on a CPU core, to run beside other work.
 
-        They use the type that is faster here: bf16 may be tens of times slower on processors without instructions for
-        it.
+        They use the data type that is faster here: on processors without bf16 instructions, bf16 may be tens of times
+        slower.
         """
         rows, hidden = self.backend.shapes[0][1], self.backend.shapes[1][2]
         calls = [self._linear_mix(dtype, rows, hidden).call for dtype in _DTYPES]
@@ -191,7 +191,7 @@ class ComputeProbe:
         return Case(2.0 * rows * hidden**2, call, correction / 3)
 
     def _attention_call(self, dtype: Dtype, shape: tuple[int, int, int, int], *, backward: bool) -> Call:
-        """Return a forward of attention, or a backward of one that was called before."""
+        """Return a call of attention's forward, or of the backward of a forward that ran before."""
         values = self.pools[dtype][: math.prod(shape)].view(shape)
         query, key, value = inputs = [values.clone().requires_grad_() for _ in range(3)]
 
@@ -224,7 +224,7 @@ class ComputeProbe:
         return Case(num_elements * bytes_per_element, call, 1 / 4)
 
     def _views(self, dtype: Dtype, rows: int, columns: int, pool: torch.Tensor | None = None) -> Iterator[torch.Tensor]:
-        """Return matrices in the pool of a type, or in another pool, without end."""
+        """Return an endless iterator over matrices in a type's pool, or in another pool."""
         size = rows * columns
         whole = self.pools[dtype] if pool is None else pool.view(_DTYPES[dtype])
         parts = torch.split(whole[: _MOST_VIEWS * size], size)

@@ -1,4 +1,4 @@
-"""Probe of a disk: large requests, past the page cache where the file system allows it."""
+"""Probe of a disk: large requests that bypass the page cache where the file system allows it."""
 
 import contextlib
 import dataclasses
@@ -16,8 +16,8 @@ from hwprofiles.calibrate.options import CalibrationError
 from hwprofiles.calibrate.sampling import Case, build_curve, quantity, sample, sample_groups, seconds, wall_clock
 from hwprofiles.profile import Storage
 
-_MARGIN = 1.2  # leave some space to other programs
 _QUICK_FILE_BYTES = 2**28
+_MARGIN = 1.2  # leave some space for other programs
 _DIRECT = getattr(os, "O_DIRECT", 0)
 
 
@@ -26,10 +26,10 @@ def open_disk(directory: Path, *, quick: bool) -> Iterator["Disk"]:
     """Open a scratch file in ``directory`` and yield the disk for measurements.
 
     The file is unlinked as soon as it is open, so an interrupted or killed calibration leaves nothing behind. It is
-    filled beforehand, because training overwrites its files and does not grow them.
+    filled first, because training overwrites its files and does not grow them.
 
     Raises:
-        CalibrationError: no such directory, no permission, or too little space.
+        CalibrationError: the directory does not exist, may not be written, or has too little space.
     """
     file_bytes = _QUICK_FILE_BYTES if quick else 2**31
     sizes = tuple(2**i for i in range(20, 27 if quick else 29, 2))
@@ -52,12 +52,12 @@ def _memory(num_bytes: int) -> memoryview:
 
 @dataclasses.dataclass(frozen=True)
 class Disk:
-    """A disk, and the scratch file that it is measured with.
+    """A disk, and the scratch file for measuring it.
 
     Attributes:
-        directory: of the file.
+        directory: folder of the scratch file.
         free_bytes: free space of its file system.
-        sizes: of the requests to measure, in bytes.
+        sizes: sizes of the requests to measure, in bytes.
         file: the scratch file.
     """
 
@@ -67,7 +67,7 @@ class Disk:
     file: "_File"
 
     def probe(self, budget_s: float, *, shared: bool = False) -> Storage:
-        """Measure reading, writing and both at once, and for a shared file system the time to create a file.
+        """Measure reading, writing, and both at once; on a shared file system also the time to create a file.
 
         Raises:
             CalibrationError: the disk reports an error.
@@ -97,7 +97,7 @@ class Disk:
     def requests(self, num_bytes: int) -> dict[str, Callable[[], None]]:
         """Return a read and a write of ``num_bytes`` (at most the largest size), at different places of the file."""
         size = min(num_bytes, self.sizes[-1])
-        own = self.file.beside()  # both at once: each with memory of its own
+        own = self.file.beside()  # the two requests run at once, so each has its own memory
         return {"read": self.file.next_request(size, self.file.read), "write": own.next_request(size, own.write)}
 
     def _create(self) -> None:
@@ -119,7 +119,7 @@ class _File:
         return _File(self._descriptor, _memory(len(self._memory)), self.num_bytes, direct=self.direct)
 
     def fill(self) -> None:
-        os.posix_fallocate(self._descriptor, 0, self.num_bytes)  # a full disk shows here, before anything is written
+        os.posix_fallocate(self._descriptor, 0, self.num_bytes)  # a full disk fails here, before anything is written
         for offset in range(0, self.num_bytes, len(self._memory)):
             self.write(offset, len(self._memory))
 
@@ -165,7 +165,7 @@ def _scratch_file(directory: Path) -> Iterator[tuple[int, bool]]:
         try:
             descriptor, direct = os.open(path, flags | _DIRECT, 0o600), bool(_DIRECT)
         except OSError as error:
-            if error.errno != errno.EINVAL:  # what file systems without direct I/O answer, after creating the file
+            if error.errno != errno.EINVAL:  # file systems without direct I/O create the file, then fail with EINVAL
                 raise
             path.unlink(missing_ok=True)
             descriptor, direct = os.open(path, flags, 0o600), False
@@ -179,7 +179,7 @@ def _scratch_file(directory: Path) -> Iterator[tuple[int, bool]]:
 
 @contextlib.contextmanager
 def _explained(directory: Path, file_bytes: int) -> Iterator[None]:
-    """Turn what the operating system says about a directory into what the user can do about it."""
+    """Turn the operating system's errors about a directory into errors with a remedy."""
     try:
         yield
     except OSError as error:

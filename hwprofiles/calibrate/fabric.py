@@ -1,4 +1,4 @@
-"""Probes of what joins the GPUs of a node: copies between them, and which of them share a link to the host."""
+"""Probes of the links of a node's GPUs: copies between GPUs, and which GPUs share a link to the host."""
 
 import itertools
 from collections.abc import Iterable, Sequence
@@ -21,15 +21,15 @@ from hwprofiles.profile import Fabric, connected
 
 _LARGE_BYTES = 64 * 2**20
 _COPY_BYTES = 32 * 2**20
-_SHARED = 1.5  # two that share one link take twice as long each; beside another link, hardly longer
+_SHARED = 1.5  # slow-down of two copies at once: about 2 if they share a link, about 1 if they do not
 
 
 def probe_fabric(num_devices: int, budget_s: float) -> Fabric | None:
-    """Measure copies from the first GPU to the second; ``None`` where there is only one device.
+    """Measure copies from the first GPU to the second; return ``None`` if there is only one device.
 
-    One process sees all GPUs here, but training has one per GPU: copies between two neighbours are what one process
-    can time without starting others, and come close to a ring collective's bus bandwidth. The collectives themselves
-    are measured by :mod:`hwprofiles.calibrate.collectives`.
+    Training has one process per GPU, but calibration is one process that sees all GPUs. Without starting others, it can
+    time copies between two neighbours, which come close to a ring collective's bus bandwidth.
+    :mod:`hwprofiles.calibrate.collectives` measures the collectives themselves.
     """
     if num_devices < 2:
         return None
@@ -46,22 +46,22 @@ def probe_fabric(num_devices: int, budget_s: float) -> Fabric | None:
         [Case(16, lambda: copy(16)), Case(_LARGE_BYTES, lambda: copy(_LARGE_BYTES))], wall_clock, budget_s
     )
     return Fabric(
-        bytes_per_s=rate(_LARGE_BYTES, _less(large, small.median_s), "bytes_per_s", "copy from gpu0 to gpu1"),
+        bytes_per_s=rate(_LARGE_BYTES, _minus(large, small.median_s), "bytes_per_s", "copy from gpu0 to gpu1"),
         latency_s=seconds(small, 1, "small copy from gpu0 to gpu1"),
         via_host_link=not torch.cuda.can_device_access_peer(0, 1),
     )
 
 
-def _less(time: Summary, known_s: float) -> Summary:
+def _minus(time: Summary, known_s: float) -> Summary:
     p10_s, median_s, p90_s = (max(x - known_s, 1e-9) for x in time[:3])
     return Summary(p10_s, median_s, p90_s, time.num_samples)
 
 
 def probe_uplinks(num_devices: int, budget_s: float) -> tuple[tuple[tuple[int, ...], ...], tuple[Pair, ...]]:
-    """Measure copies to all GPUs at once, and to any two: which of them share a link to the host?
+    """Measure copies to all GPUs at once and to each pair, to find which GPUs share a link to the host.
 
     Returns:
-        Groups of GPUs that do, and how all of them slowed each other down.
+        The groups of GPUs that share a link, and by how much copies to all GPUs slowed each other down.
     """
     calls = []
     for index in range(num_devices):
@@ -78,13 +78,13 @@ def probe_uplinks(num_devices: int, budget_s: float) -> tuple[tuple[tuple[int, .
 
 
 def groups_that_share(num_devices: int, slow_downs: dict[tuple[int, int], float]) -> tuple[tuple[int, ...], ...]:
-    """Return groups of devices that share a link, from by how much any two slow each other down."""
+    """Return the groups of devices that share a link, given the slow-down of each pair."""
     twos = (two for two, slow_down in slow_downs.items() if slow_down >= _SHARED)
     return tuple(tuple(group) for group in connected(range(num_devices), twos) if len(group) > 1)
 
 
 def joined(kind: str, num_devices: int, uplinks: Iterable[Sequence[int]]) -> tuple[tuple[str, str], ...]:
-    """Return a topology's pairs: devices joined to DRAM, by way of a switch where several share a link to it."""
+    """Return the pairs of a topology: each device joined to DRAM, through a switch if several share a link."""
     switch = {device: f"switch{number}" for number, group in enumerate(uplinks) for device in group}
     pairs = [(f"{kind}{i}", switch.get(i, "dram")) for i in range(num_devices)]
     return (*pairs, *((name, "dram") for name in dict.fromkeys(switch.values())))

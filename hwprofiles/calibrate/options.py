@@ -1,4 +1,4 @@
-"""Options of calibration, and its results besides the profile."""
+"""Options of calibration, and its report beside the profile."""
 
 import dataclasses
 import re
@@ -12,34 +12,34 @@ import numpy.typing as npt
 from hwprofiles.catalogue import PARTS, Part
 from hwprofiles.profile import HardwareProfile
 
-NAME_PATTERN = r"[a-z0-9][a-z0-9._-]*"  # as in HardwareProfile: found out before half a minute of measuring
+NAME_PATTERN = r"[a-z0-9][a-z0-9._-]*"  # as in HardwareProfile; checked before half a minute of measuring
 
 Array = npt.NDArray[Any]
 Floats = npt.NDArray[np.float64]
 
 #: ``cpu_adamw(master, exp_avg, exp_avg_sq, grad, weight, num_threads)``: one AdamW step in place over flat float32
-#: arrays, a bfloat16 gradient (as uint16) in, bfloat16 weights (as uint16) out; must release the GIL.
+#: arrays. It reads a bfloat16 gradient (as uint16), writes bfloat16 weights (as uint16), and must release the GIL.
 CpuAdamW = Callable[[Array, Array, Array, Array, Array, int], object]
 
 #: ``device_adamw(master, exp_avg, exp_avg_sq, grad, weight)``: the same on the current stream of a GPU, over tensors of
 #: float32 and bfloat16.
 DeviceAdamW = Callable[[Any, Any, Any, Any, Any], object]
 
-#: ``sum_of_squares(bits)``: of a flat bfloat16 gradient (as uint16).
+#: ``sum_of_squares(bits)``: the sum of squares of a flat bfloat16 gradient (as uint16).
 SumOfSquares = Callable[[Array], float]
 
-#: ``progress(step, done_s, total_s)``: called before each step and once after the last, with seconds of the budget.
+#: ``progress(step, done_s, total_s)``: called before each step and once after the last; seconds are of the budget.
 Progress = Callable[[str, float, float], None]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HostTimes:
-    """The host's own time in an iteration of a model that is so small that computing takes no time.
+    """Host time in an iteration of a model so small that computing takes no time.
 
     Attributes:
         compute_s: wall seconds of forward and backward, one per repetition, without waiting for a GPU.
-        num_kernels: kernels that each of these launches.
-        step_s: wall seconds from there to the next forward, one per repetition.
+        num_kernels: kernels that one forward and backward launch.
+        step_s: wall seconds from the end of backward to the next forward, one per repetition.
         num_tensors: parameter tensors in a step.
     """
 
@@ -49,13 +49,13 @@ class HostTimes:
     num_tensors: int
 
 
-#: ``host_times(device)``: measured on ``cpu`` or ``cuda``.
+#: ``host_times(device)``: measures :class:`HostTimes` on ``cpu`` or ``cuda``.
 MeasureHost = Callable[[str], HostTimes]
 
 
 @dataclasses.dataclass(frozen=True)
 class Kernels:
-    """The executor's kernels to measure. They are injected, because the executor imports this package."""
+    """The executor's kernels. The caller passes them in, because the executor imports this package."""
 
     cpu_adamw: CpuAdamW
     device_adamw: DeviceAdamW
@@ -75,18 +75,18 @@ class CalibrationOptions:
         quick: fewer and smaller sizes, about half a minute; otherwise about four minutes.
         name: the profile's name; by default derived from the host's name.
         device_cores: kind ``host`` only: cores that stand in for the device (default: half of them, at least 1).
-        device_memory_bytes: memory that training may use on the device (default: what is free on a GPU; a quarter
+        device_memory_bytes: memory that training may use on the device (default: the free memory of a GPU; a quarter
             of the usable memory for kind ``host``).
-        scratch_dir: existing directory on the disk to measure (default: a temporary one below ``~/.cache``, removed
-            again). Nothing is left there.
+        scratch_dir: existing directory on the disk to measure (default: a temporary one below ``~/.cache``). Nothing is
+            left there.
         seed: seed of the random operands.
-        device: ``gpu``, ``host``, or ``None`` for the GPU where there is one.
-        budget_s: seconds to measure all parts, instead of the default of ``quick``. Sizes that are too large for it are
-            left out, and every other size is measured at least three times.
-        only: parts to measure, with the folder of a file system if one is given; ``None``: all but ``pfs``. Other
-            parts are taken from ``base``.
-        base: the profile that ``only`` renews, of this machine.
-        endurance_bytes_per_day: of the drives, from their data sheet.
+        device: ``gpu``, ``host``, or ``None`` for the GPU if there is one.
+        budget_s: seconds to measure all parts, in place of the default of ``quick``. Sizes that take too long for this
+            budget are left out. Every other size is measured at least three times.
+        only: parts to measure, each with its folder if one is given; ``None``: all but ``pfs``. The other parts are
+            copied from ``base``.
+        base: this machine's profile, in which the parts of ``only`` are replaced.
+        endurance_bytes_per_day: bytes that may be written to the drives per day, from their data sheet.
     """
 
     quick: bool = False
@@ -103,7 +103,7 @@ class CalibrationOptions:
 
     def __post_init__(self) -> None:
         if self.only is not None and self.base is None:
-            raise CalibrationError("parts alone make no profile; give the one that they renew")
+            raise CalibrationError("only some parts are to be measured; give the profile whose other parts stay")
         if self.device not in {None, "gpu", "host"}:
             raise CalibrationError(f"device is {self.device!r}; choose 'gpu' or 'host', or leave it out")
         if self.name is not None and not re.fullmatch(NAME_PATTERN, self.name):
@@ -133,7 +133,7 @@ def parse_only(text: str) -> dict[Part, Path | None]:
     """Return parts from ``cpu,disk:/mnt/nvme``.
 
     Raises:
-        CalibrationError: there is no such part, it has no folder, or it needs one.
+        CalibrationError: a part does not exist, takes no folder, or needs one.
     """
     found: dict[Part, Path | None] = {}
     for word in text.split(","):
@@ -151,13 +151,13 @@ def parse_only(text: str) -> dict[Part, Path | None]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pair:
-    """One activity alone and beside others: seconds per repetition of the same work.
+    """Seconds per repetition of one activity, alone and beside other activities.
 
     Attributes:
         what: the activity, and what ran beside it.
         alone_s, paired_s: seconds per repetition.
-        predicted: the slow-down that the profile's ``dram_bytes_per_s`` implies; ``None`` where the activity's
-            demand on DRAM is not known.
+        predicted: the slow-down that the profile's ``dram_bytes_per_s`` implies; ``None`` if the activity's demand on
+            DRAM is not known.
     """
 
     what: str
@@ -176,7 +176,7 @@ class CalibrationReport:
     """Measurements that are not part of the profile.
 
     Attributes:
-        pairs: activities alone and beside each other.
+        pairs: measurements of activities alone and beside others.
         elapsed_s: duration of calibration.
     """
 

@@ -35,7 +35,7 @@ from hwprofiles.machine import available_memory_bytes, cpu_name, num_cores, prof
 from hwprofiles.profile import Device, Fabric, HardwareProfile, Host, Link, Storage
 from hwprofiles.quantity import Provenance, Quantity
 
-# Part of a GPU's free memory that is left for cuBLAS, NCCL, the code of kernels, and rounding of PyTorch's allocator.
+# GPU memory that is left free for cuBLAS, NCCL, the code of kernels, and rounding of PyTorch's allocator.
 FOR_LIBRARIES_BYTES = 1 << 30
 USABLE_SHARE = 0.85
 """Usable fraction of the available memory; the rest is for the program itself and for other programs."""
@@ -101,18 +101,18 @@ def calibrate(
 ) -> tuple[HardwareProfile, CalibrationReport]:
     """Measure this machine, or parts of it.
 
-    torch's number of threads is set meanwhile and restored; nothing is left on disk, not even after Ctrl-C.
+    The call changes torch's number of threads and restores it. It leaves nothing on disk, even after Ctrl-C.
 
     If several CPU cores compute, start Python with ``OMP_WAIT_POLICY=passive``, as training and the commands do.
-    Threads that spin between kernels begin the next one tens of microseconds sooner than threads that sleep.
+    Otherwise threads spin between kernels and begin the next kernel tens of microseconds sooner than in training.
 
     Args:
         options: what to measure.
         kernels: the executor's kernels; see :class:`hwprofiles.calibrate.options.Kernels`.
-        progress: called before each step and after the last with its name, and seconds of the budget done and in all.
+        progress: called before each step and after the last, with its name, the seconds done and the seconds in all.
 
     Returns:
-        The profile, with the provenance of every measured value, and how activities slow each other down.
+        The profile with the provenance of every measured value, and a report of how activities slow each other down.
 
     Raises:
         CalibrationError: the options do not fit the machine, or a disk cannot be measured.
@@ -121,7 +121,7 @@ def calibrate(
     base = options.base if options.only is not None else None
     on_gpu = torch.cuda.is_available() if options.device is None else options.device == "gpu"
     if on_gpu and not torch.cuda.is_available():
-        raise CalibrationError("device 'gpu' was asked for, but torch finds no CUDA GPU; choose 'host'")
+        raise CalibrationError("device is 'gpu', but torch finds no CUDA GPU; choose 'host'")
     if base is not None and base.device.kind != ("gpu" if on_gpu else "host"):
         raise CalibrationError(
             f"profile {base.name} is of a {base.device.kind} device, but {'a' if on_gpu else 'no'} CUDA GPU is found "
@@ -135,7 +135,7 @@ def calibrate(
         stack.enter_context(_torch_threads(machine.backend.num_cores or machine.cores, kernels.cpu_adamw))
         stack.enter_context(torch.no_grad())
         found = _Probes(options, kernels, machine, steps, stack).measure()
-    profile = (_new if base is None else functools.partial(_renewed, base))(found, machine, options)
+    profile = (_new_profile if base is None else functools.partial(_updated_profile, base))(found, machine, options)
     steps.end()
     return profile, CalibrationReport(found.pairs, time.perf_counter() - begin_s)
 
@@ -159,7 +159,7 @@ class _Machine:
 
     @property
     def spare_cores(self) -> int:
-        """Cores without those of the device; on a GPU without the one core that launches kernels."""
+        """Cores that the device does not use; for a GPU, all but the one core that launches kernels."""
         taken = self.num_devices if self.backend.kind == "gpu" else self.backend.num_cores
         return max(self.cores - taken, 1)
 
@@ -191,14 +191,14 @@ class _Probes:
         stack: contextlib.ExitStack,
     ) -> None:
         self._options, self._kernels, self._machine, self._steps = options, kernels, machine, steps
-        self._stack = stack  # holds resources that stay open until the end
+        self._stack = stack  # closes resources at the end of calibration
         self._found = _Found()
 
     def measure(self) -> _Found:
         options, found, begin = self._options, self._found, self._steps.begin
         disk = None
         if options.measures("disk"):
-            budget_s = begin("disk")  # which opens it
+            budget_s = begin("disk")  # opening the disk is part of this step
             disk = self._disk()
             found.nvme = with_endurance(disk.probe(budget_s), options)
         elif options.measures("together"):
@@ -228,7 +228,7 @@ class _Probes:
         return self._stack.enter_context(open_disk(folder, quick=options.quick))
 
     def _cpu(self) -> TrafficProbe:
-        """Measure the host's updates if requested; return the probe that measures beside them."""
+        """Measure the host's updates if requested; return the probe of copies and contention."""
         options, machine, kernels, begin = self._options, self._machine, self._kernels, self._steps.begin
         if not options.measures("cpu"):
             assert options.base is not None
@@ -262,7 +262,7 @@ class _Probes:
 
 
 def with_endurance(storage: Storage, options: CalibrationOptions) -> Storage:
-    """Return drives with their endurance, which no probe measures: from the options, or as it was before."""
+    """Return storage with its endurance from the options, or else unchanged. No probe measures endurance."""
     known = storage.endurance_bytes_per_day
     if known is None and options.base is not None and options.base.nvme is not None:
         known = options.base.nvme.endurance_bytes_per_day
@@ -272,8 +272,8 @@ def with_endurance(storage: Storage, options: CalibrationOptions) -> Storage:
     return storage.model_copy(update={"endurance_bytes_per_day": known})
 
 
-def _new(found: _Found, machine: _Machine, options: CalibrationOptions) -> HardwareProfile:
-    """Return a profile in which everything was measured."""
+def _new_profile(found: _Found, machine: _Machine, options: CalibrationOptions) -> HardwareProfile:
+    """Return a profile of measured values only."""
     backend = machine.backend
     assert found.device is not None
     assert found.link is not None
@@ -291,16 +291,18 @@ def _new(found: _Found, machine: _Machine, options: CalibrationOptions) -> Hardw
     )
 
 
-def _renewed(base: HardwareProfile, found: _Found, _machine: _Machine, options: CalibrationOptions) -> HardwareProfile:
+def _updated_profile(
+    base: HardwareProfile, found: _Found, _machine: _Machine, options: CalibrationOptions
+) -> HardwareProfile:
     """Return a profile in which the measured parts are replaced."""
     here = this_machine(found.folders if options.measures("disk") else ())
     if base.measured_on is not None and not options.measures("disk"):
         here = here.model_copy(update={"drives": base.measured_on.drives})
     parts = {"device": found.device, "host_link": found.link, "nvme": found.nvme, "pfs": found.pfs}
     changed: dict[str, Any] = {name: part for name, part in parts.items() if part is not None}
-    if found.nvme is None and base.nvme is not None:  # endurance can be stated without measuring
+    if found.nvme is None and base.nvme is not None:  # the endurance can be given without measuring the disk
         changed["nvme"] = with_endurance(base.nvme, options)
-    if found.device is not None:  # how much training may use is asked for, or was
+    if found.device is not None:  # the memory limit is that of the options, or that of the old profile
         memory = found.device if options.device_memory_bytes else base.device
         changed["device"] = found.device.model_copy(update={"memory_bytes": memory.memory_bytes})
     if found.host:
@@ -396,8 +398,8 @@ def _scratch_folder() -> Iterator[Path]:
 def _torch_threads(num_threads: int, cpu_adamw: CpuAdamW) -> Iterator[None]:
     before = torch.get_num_threads()
     try:
-        # When numba starts its OpenMP team, it sets the calling thread's number of threads, torch's with it: let it
-        # start now, so that it cannot do so between two measurements.
+        # When numba starts its OpenMP team, it changes the calling thread's number of threads, and so torch's. Start
+        # it now, so that this does not happen between two measurements.
         adamw_cases((64,), cpu_adamw, 1)[0].call()
         torch.set_num_threads(num_threads)
         yield

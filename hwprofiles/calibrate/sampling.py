@@ -5,7 +5,7 @@
 - the sizes of one curve take turns: a burst hits one repetition of many sizes, not all repetitions of one;
 - the central value is the median of the fastest quarter of the repetitions. The tenth and ninetieth percentiles are
   taken over all of them: they show the noise that is left.
-A curve that still falls somewhere is made monotone by isotonic regression on log time, and says so.
+If a curve still falls somewhere, isotonic regression on log time makes it monotone, and its source says so.
 """
 
 import contextlib
@@ -31,14 +31,14 @@ METHOD = "median of the fastest quarter"
 _MIN_ROUNDS = 3
 NUM_WINDOWS = 16
 _MIN_WINDOW_S = 0.01
-_UNDISTURBED = 0.02  # largest fraction of a window spent waiting for a core that is ignored
+_UNDISTURBED = 0.02  # a window counts as undisturbed if calls waited for a core for at most this fraction
 
-_MIN_SAMPLE_S = 5e-4  # shorter calls are repeated within one sample: clocks and loops must not count
+_MIN_SAMPLE_S = 5e-4  # shorter calls are repeated within one sample, so that clock and loop overhead vanish
 
 Call = Callable[[], object]
 
 
-#: ``clock(call, num_calls)``: seconds per call over ``num_calls`` calls in a row, work on the device included.
+#: ``clock(call, num_calls)``: seconds per call over ``num_calls`` calls in a row, including work on the device.
 Clock = Callable[[Call, int], float]
 
 
@@ -69,10 +69,10 @@ def summarize(samples: Floats | Sequence[float]) -> Summary:
 
 
 def wall_clock(call: Call, num_calls: int) -> float:
-    """Return seconds per call by the wall clock, less waiting for a core; see :data:`Clock`."""
+    """Return wall seconds per call minus the time spent waiting for a core; see :data:`Clock`."""
     with _queue_clock() as queued_s:
         begin_s = time.perf_counter()
-        before_s = queued_s()  # inside the timed stretch: never subtract what was not counted
+        before_s = queued_s()  # read inside the timed span, so that only waits within the span are subtracted
         for _ in range(num_calls):
             call()
         waited_s = queued_s() - before_s
@@ -80,9 +80,9 @@ def wall_clock(call: Call, num_calls: int) -> float:
 
 
 def team_clock(call: Call, num_calls: int) -> float:
-    """Return seconds per call by the wall clock alone, for work that other threads do; see :data:`Clock`.
+    """Return wall seconds per call, for work that other threads do; see :data:`Clock`.
 
-    The caller may wait for a core that its own team uses: that is part of the work.
+    Waiting for a core is not subtracted: the caller may wait for its own team of threads.
     """
     begin_s = time.perf_counter()
     for _ in range(num_calls):
@@ -91,13 +91,13 @@ def team_clock(call: Call, num_calls: int) -> float:
 
 
 def clock_of(num_threads: int) -> Clock:
-    """Return the clock for work that this many threads share."""
+    """Return the clock for work that ``num_threads`` threads share."""
     return wall_clock if num_threads == 1 else team_clock
 
 
 @contextlib.contextmanager
 def _queue_clock() -> Iterator[Callable[[], float]]:
-    """Yield a clock of the seconds in which this thread was ready but had no core; it stands still except on Linux."""
+    """Yield a clock of the seconds in which this thread was ready but had no core. It always reads 0 outside Linux."""
     try:
         descriptor = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
     except OSError:
@@ -112,11 +112,11 @@ def _queue_clock() -> Iterator[Callable[[], float]]:
 def sample(cases: Sequence[Case], clock: Clock, budget_s: float) -> list[Summary]:
     """Time all cases in turns until the budget is spent, at least three rounds.
 
-    Cases are ordered by size, the smallest first. The largest ones are left out if warming up does not reach them
-    within a third of the budget, or if three rounds with them would exceed the rest. The first two always stay. So the
-    result may be shorter than ``cases``.
+    Cases are ordered by size, the smallest first. The largest cases are left out if the warm-up does not reach them
+    within a third of the budget, or if three rounds with them would exceed the remaining budget. The first two cases
+    always stay. So the result may be shorter than ``cases``.
     """
-    cases[0].call()  # first use compiles and allocates
+    cases[0].call()  # the first call compiles and allocates
     begin_s = time.perf_counter()
     repeats: list[int] = []
     round_s = 0.0
@@ -139,7 +139,7 @@ def sample(cases: Sequence[Case], clock: Clock, budget_s: float) -> list[Summary
 
 
 def measured(source: str, num_samples: int) -> Provenance:
-    """Return today's provenance of a measured value."""
+    """Return the provenance of a value that was measured today."""
     today = dt.datetime.now(dt.UTC).date().isoformat()
     return Provenance(origin="measured", source=source, date=today, num_samples=num_samples)
 
@@ -147,7 +147,7 @@ def measured(source: str, num_samples: int) -> Provenance:
 def quantity(
     value: float, unit: Unit, source: str, num_samples: int, spread: Floats | Sequence[float] = ()
 ) -> Quantity:
-    """Return a measured quantity with the percentiles of ``spread``, the values of repetitions."""
+    """Return a measured quantity with the percentiles of its repetitions, ``spread``."""
     provenance = measured(source, num_samples)
     if not len(spread):
         return Quantity(value=value, unit=unit, provenance=provenance)
@@ -156,7 +156,7 @@ def quantity(
 
 
 def rate(size: float, time: Summary, unit: Unit, source: str) -> Quantity:
-    """Return ``size`` per second of a repetition."""
+    """Return the rate of repetitions that each process ``size``."""
     per_s = (size / time.median_s, size / time.p90_s, size / time.p10_s)
     return _between(*per_s, unit, measured(source, time.num_samples))
 
@@ -177,7 +177,7 @@ def build_curve(
     summaries: Sequence[Summary],
     source: str,
 ) -> Curve:
-    """Return the monotone curve through the summaries; equal sizes make one point, their geometric mean."""
+    """Return the monotone curve through the summaries. The geometric mean of equal sizes makes one point."""
     groups: dict[float, list[Summary]] = defaultdict(list)
     for size, summary in zip(sizes, summaries, strict=False):
         groups[size].append(summary)
@@ -206,9 +206,10 @@ class Share(NamedTuple):
 
 
 def concurrently(calls: Sequence[Call], window_s: float) -> list[Share]:
-    """Repeat blocking calls for a while, each in its own thread; the first one runs in the calling thread.
+    """Repeat blocking calls for ``window_s``, each in its own thread; the first one runs in the calling thread.
 
-    Repetitions that end after the window are dropped, because other calls may have stopped by then; a single one stays.
+    Repetitions that end after the window are dropped, because other calls may have stopped by then. If a call completed
+    only one repetition, that one stays.
     """
     stop = threading.Event()
     barrier = threading.Barrier(len(calls))
@@ -239,11 +240,11 @@ def concurrently(calls: Sequence[Call], window_s: float) -> list[Share]:
 
 
 class GroupTimes(NamedTuple):
-    """Seconds per repetition of each call of a group: the median over windows that count, and all of these.
+    """Seconds per repetition of each call of a group.
 
     Attributes:
-        time_s: float64[calls].
-        windows_s: float64[windows, calls].
+        time_s: float64[calls], the median over the windows that count.
+        windows_s: float64[windows, calls], of the windows that count.
     """
 
     time_s: Floats
@@ -251,10 +252,10 @@ class GroupTimes(NamedTuple):
 
 
 def sample_groups(groups: Sequence[Sequence[Call]], budget_s: float) -> list[GroupTimes]:
-    """Run each group of calls together, in short windows that take turns, and return their seconds per repetition.
+    """Run the calls of each group together, in short windows that alternate between groups; return their times.
 
-    The fastest repetitions would be those in which other calls of the group stood still. So the result is the median
-    over the windows in which no call waited for a core, or over the quarter with the least waiting.
+    The fastest repetitions are those in which other calls of the group stood still, so they do not count. The result is
+    the median over the windows in which no call waited for a core, or over the quarter with the least waiting.
     """
     window_s = max(budget_s / NUM_WINDOWS / len(groups), _MIN_WINDOW_S)
     windows: list[list[list[Share]]] = [[] for _ in groups]

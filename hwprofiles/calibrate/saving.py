@@ -24,7 +24,7 @@ class SavingRates(NamedTuple):
 
 
 def probe_saving(budget_s: float) -> SavingRates:
-    """Measure the rates of one thread over memory that is in no cache."""
+    """Measure the rates of one thread over memory that is not in a cache."""
     values = torch.arange(_NUM_BYTES // 4, dtype=torch.float32)
     data = values.numpy().data
     calls = {
@@ -40,13 +40,13 @@ def _touch() -> None:
     with mmap.mmap(-1, _NUM_BYTES) as memory:
         pages = np.frombuffer(memory, np.uint8)
         pages[::_PAGE_BYTES] = 1
-        del pages  # or the memory cannot be given back
+        del pages  # otherwise the memory cannot be given back
 
 
 def _save(values: dict[str, torch.Tensor]) -> None:
-    """Save into memory: the pages of a new file are fresh memory, as in the page cache, without waiting for a drive."""
+    """Save into a new file in memory. Its pages are fresh memory, as in the page cache, but no drive delays them."""
     fd = os.memfd_create("checkpoint")
     try:
-        torch.save(values, f"/proc/self/fd/{fd}")  # by name, as its writer in C++ is what engines use
+        torch.save(values, f"/proc/self/fd/{fd}")  # a path makes torch use its writer in C++, as engines do
     finally:
         os.close(fd)

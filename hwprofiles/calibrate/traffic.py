@@ -1,10 +1,10 @@
-"""Probes of the host side: copies, CPU AdamW, and what they do to each other.
+"""Probes of the host side: copies, CPU AdamW, and how they slow each other down.
 
-[Note: Calibrating contention] The simulator lets running tasks share DRAM: when their demands (bytes per second, alone)
-exceed ``dram_bytes_per_s``, all slow down by demand / capacity. A group of activities that is measured alone and
-together, and slows down by s, therefore says: capacity = demand / s. A group that does not slow down says only that the
-capacity is at least its demand. The value kept is the candidate with the least squared error of log slow-down over all
-groups. Groups never hold more threads than there are cores: waiting for a core is another resource's business.
+[Note: Calibrating contention] In the simulator, running tasks share DRAM. If the sum of their demands (bytes per second
+when alone) exceeds ``dram_bytes_per_s``, all of them slow down by demand / capacity. So if a group of activities slows
+down by s when they run together, capacity = demand / s. If a group does not slow down, the capacity is at least its
+demand. The result is the candidate with the least squared error of log slow-down over all groups. A group never has
+more threads than there are cores, because waiting for a core is not contention for DRAM.
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ from hwprofiles.quantity import Curve, Quantity
 ADAMW_BYTES_PER_PARAM = 28  # reads and writes of fp32 master, m, v (24), bf16 gradient in (2), bf16 weight out (2)
 NOTICEABLE = 1.05  # a smaller slow-down is noise
 _THREADS_PARAMS = 2**23
-_GOOD_ENOUGH = 0.97  # of the best rate: what more threads add is noise
+_GOOD_ENOUGH = 0.97  # fraction of the best rate; what more threads add beyond it is noise
 _PAIR_BYTES = 8 * 2**20
 _PAIR_PARAMS = 2**21
 _POOL_PARAMS = 2**24
@@ -51,7 +51,7 @@ class Activity:
     Attributes:
         name: in words.
         call: one repetition, blocking.
-        dram_bytes: host memory traffic of one repetition, or 0 where it is not known.
+        dram_bytes: host memory traffic of one repetition, or 0 if it is not known.
         num_cores: CPU cores it occupies.
     """
 
@@ -73,7 +73,7 @@ def optimizer_by_threads(cpu_adamw: CpuAdamW, num_cores: int, budget_s: float) -
 
 
 def fewest_threads(rates: dict[int, Quantity], at_most: int) -> int:
-    """Return the smallest number of threads that is as good as more: the cores left over launch and copy."""
+    """Return the smallest number of threads that is as fast as more. The remaining cores launch kernels and copy."""
     allowed = {count: rate.value for count, rate in rates.items() if count <= at_most} or {at_most: 0.0}
     return min(count for count, rate in allowed.items() if rate >= _GOOD_ENOUGH * max(allowed.values()))
 
@@ -89,7 +89,7 @@ class TrafficProbe:
     quick: bool
 
     def link(self, budget_s: float) -> Link:
-        """Measure copies in each direction, in both at once, and from memory that is not pinned."""
+        """Measure pinned copies in each direction and in both at once, and pageable copies."""
         sizes = [2.0**i for i in range(16, 29, 2) if 2**i <= self.backend.copy_pool_bytes]
         copiers = {"down": self.backend.copier("down"), "up": self.backend.copier("up")}
         cases = {k: [Case(size, copier.call(int(size))) for size in sizes] for k, copier in copiers.items()}
@@ -120,7 +120,7 @@ class TrafficProbe:
         )
 
     def optimizer(self, budget_s: float) -> Curve:
-        """Measure the CPU AdamW with the cores that updates get."""
+        """Measure the CPU AdamW with ``num_optimizer_cores`` threads."""
         cases = adamw_cases(optimizer_sizes(quick=self.quick), self.cpu_adamw, self.num_optimizer_cores)
         found = sample(cases, clock_of(self.num_optimizer_cores), budget_s)
         source = f"CPU AdamW on {self.num_optimizer_cores} cores"
@@ -144,7 +144,7 @@ class TrafficProbe:
         return rate(sum(c.size for c in passes), time, "bytes_per_s", source)
 
     def contention(self, gemm: Call, disk: Disk | None, budget_s: float) -> tuple[Quantity, tuple[Pair, ...]]:
-        """Measure activities beside each other, a disk's too if there is one; see [Note: Calibrating contention]."""
+        """Measure activities beside each other, including the disk if given; see [Note: Calibrating contention]."""
         groups = self._groups(gemm, disk)
         alone = [(activity,) for activity in dict.fromkeys(itertools.chain(*groups))]
         found = sample_groups([[a.call for a in group] for group in (*alone, *groups)], budget_s)
@@ -201,14 +201,14 @@ def fit_capacity(demands: Sequence[float], slow_downs: Sequence[float]) -> float
     """Return the capacity that best explains the slow-downs of groups; see [Note: Calibrating contention].
 
     Args:
-        demands: bytes per second of each group, its activities alone, added up.
-        slow_downs: by how much each group slowed down together (1: not at all).
+        demands: bytes per second of each group: the sum over its activities when they run alone.
+        slow_downs: slow-down of each group when its activities run together (1: none).
     """
     demand, slow_down = np.asarray(demands), np.asarray(slow_downs)
     slow_down = np.where(slow_down < NOTICEABLE, 1.0, slow_down)
     candidates = demand / slow_down
     predicted = np.maximum(demand / candidates[:, None], 1.0)
     errors = np.sum(np.log(predicted / slow_down) ** 2, axis=1)
-    # Of equally good candidates the largest: a capacity below what was seen would be wrong.
+    # Of equally good candidates take the largest: the capacity cannot be below a rate that was measured.
     best = candidates[errors <= errors.min() + 1e-6]
     return float(best.max())

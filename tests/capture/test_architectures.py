@@ -83,17 +83,17 @@ def test_sequences_are_as_long_as_the_model_takes_them(tmp_path):
     assert (found.seq_len(None, 2048), found.seq_len(None, 16), found.seq_len(24, 2048)) == (32, 16, 24)
     assert found.seq_len(33, 2048) == 33, "its positions are angles"
     learned = architecture(written(tmp_path, "opt", {"max_position_embeddings": 32}))
-    with pytest.raises(CaptureError, match="opt has learned 32 positions, not 33; ask for fewer tokens a sequence"):
+    with pytest.raises(
+        CaptureError, match="opt has learned 32 positions, but the sequence length is 33; give at most 32"
+    ):
         learned.seq_len(33, 2048)
     images = architecture(written(tmp_path, "vit", TINY["vit"]))
     assert images.inputs(2, images.seq_len(None, 2048))[0].shape == (2, 3, 16, 16)
     seeing = architecture(written(tmp_path, "llava", TINY["llava"]))
     assert seeing.seq_len(None, 20) == 32  # as many for text as for the image
-    with pytest.raises(CaptureError, match="llava: an image takes 16 tokens of a sequence, so that 16 leave none"):
+    with pytest.raises(CaptureError, match="llava: an image takes 16 tokens of a sequence, so 16 leave none"):
         seeing.seq_len(16, 2048)
-    with pytest.raises(
-        CaptureError, match="vit takes no tokens, but 16 a sequence are asked for; leave the length out"
-    ):
+    with pytest.raises(CaptureError, match="vit takes no tokens, but the sequence length is 16; leave it out"):
         images.seq_len(16, 2048)
 
 

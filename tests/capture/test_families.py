@@ -227,5 +227,5 @@ def test_layers_in_tiles_train_as_in_memory(name: str, activations: str) -> None
 @pytest.mark.part(3)
 @pytest.mark.parametrize("name", sorted(NOT_TILED))
 def test_a_family_without_norms_and_mlps_of_its_own_has_no_tiles(name: str) -> None:
-    with pytest.raises(ModelConfigError, match="no norm or MLP of its layers computes every token by itself"):
+    with pytest.raises(ModelConfigError, match="no norm or MLP of its layers computes every token independently"):
         units_of(name, TILE)

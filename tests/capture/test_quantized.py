@@ -103,7 +103,7 @@ def test_integers_that_are_no_quantized_weights_are_refused() -> None:
         model.bias = nn.Parameter(torch.zeros(4, dtype=torch.int8), requires_grad=False)
         return model
 
-    with pytest.raises(ValueError, match=r"bias has type torch.int8, but weights are floating-point"):
+    with pytest.raises(ValueError, match=r"bias has type torch.int8, but must be floating-point"):
         capture_module(integers, ["2x4"])
 
 

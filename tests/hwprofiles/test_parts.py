@@ -121,7 +121,7 @@ def test_parts_that_cannot_be(calibrated: Calibrated) -> None:
         )
     with pytest.raises(CalibrationError, match="of a gpu device"):
         calibrate(CalibrationOptions(device="host", only=parse_only("cpu"), base=load_profile("h100")), KERNELS, silent)
-    with pytest.raises(CalibrationError, match="give the one that they renew"):
+    with pytest.raises(CalibrationError, match="give the profile whose other parts stay"):
         CalibrationOptions(only=parse_only("cpu"))
 
 
@@ -142,7 +142,7 @@ def test_a_profile_knows_its_machine(calibrated: Calibrated) -> None:
         other = profile.model_copy(update={"measured_on": here.model_copy(update=changes)})
         with pytest.raises(machine.OtherMachineError, match=words) as caught:
             machine.check_measured_here(other)
-        assert "run `ullage calibrate` here, or take it all the same with --allow-other-machine" in str(caught.value)
+        assert "run `ullage calibrate` here, or use it anyway with --allow-other-machine" in str(caught.value)
 
 
 def test_drives_and_gpus_are_read_from_the_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -154,7 +154,7 @@ def test_the_canonical_form_has_every_number():
         (lambda d: d["device"]["gemm"]["bf16"]["points"].reverse(), ["device.gemm.bf16", "sizes must increase"]),
         (lambda d: [d["host"].update(a=1), d["host"].update(b=2)], ["host.a", "and 1 more"]),
         (lambda d: d.update(schema_version=2), ["schema_version 2", "reads 1", "ullage calibrate"]),
-        (lambda d: d.pop("schema_version"), ["is no profile", "no schema_version"]),
+        (lambda d: d.pop("schema_version"), ["is not a profile", "no schema_version"]),
     ],
 )
 def test_a_broken_profile_is_refused_in_one_line_that_names_the_field(change, parts, tmp_path):

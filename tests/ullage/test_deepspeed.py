@@ -120,9 +120,11 @@ def test_what_is_not_known_or_not_simulated_is_named(tmp_path):
     zero = {"stage": 3, "overlap_com": True, "zero_quantized_weights": True, "zero_hpz_partition_size": 1}
     found = read(tmp_path, {"fp16": {"enabled": True}, "nonsense": 1, "steps_per_print": 5, "zero_optimization": zero})
     printed_notes = "\n".join(found.assumed)
-    assert "zero_optimization.overlap_com is no key of DeepSpeed (is overlap_comm meant?); ignored" in printed_notes
-    assert "nonsense is no key of DeepSpeed; ignored" in printed_notes
-    assert "zero_quantized_weights: gathers are simulated as not quantised" in printed_notes
+    assert (
+        "zero_optimization.overlap_com is not a key of DeepSpeed (did you mean overlap_comm?); ignored" in printed_notes
+    )
+    assert "nonsense is not a key of DeepSpeed; ignored" in printed_notes
+    assert "zero_quantized_weights: all-gathers are simulated without quantization" in printed_notes
     assert "fp16 is simulated as bf16" in printed_notes
     assert "steps_per_print" not in printed_notes
     assert "hpz" not in printed_notes
@@ -162,7 +164,7 @@ def test_muon_is_not_simulated_of_deepspeed(tmp_path, capsys):
     path.write_text(json.dumps({"train_batch_size": 4}))
     machine = ["--hardware", "a100x8-nvlink", "--optimizer", "muon"]
     assert main(["import-deepspeed", str(path), *MODEL, *machine]) == 2
-    assert "--optimizer is muon, which is not simulated of DeepSpeed; choose one of adamw" in capsys.readouterr().err
+    assert "--optimizer is muon, which is not simulated for DeepSpeed; choose one of adamw" in capsys.readouterr().err
     assert main(["plan", "--model", "demo-llama", *machine, "--seq-len", "64", "--output", str(plan)]) == 0
     assert "not compared: zero-offload-blocking, zero-offload, twin-flow" in capsys.readouterr().out
     assert main(["export-deepspeed", str(plan)]) == 2

@@ -68,5 +68,5 @@ def test_what_is_refused(model: str, options: dict[str, object], message: str) -
 
 def test_a_request_stands_for_all() -> None:
     request = ullage.Request(ullage.resolve_model("opt-125m"), ullage.load_profile("h100"))
-    with pytest.raises(ValueError, match="gpus, seq_len beside a Request; put them into the request"):
+    with pytest.raises(ValueError, match="gpus, seq_len cannot be combined with a Request; put them into the request"):
         ullage.plan(request, gpus=2, seq_len=5)

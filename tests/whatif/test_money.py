@@ -39,7 +39,7 @@ def test_costs_are_those_of_a_bill():
     assert found.cost.run == pytest.approx(per_hour * 1e4 / 3600)
     assert found.cost.per_million_tokens == pytest.approx(found.cost.run / 36e3)
     assert found.cost.in_time is False
-    assert any("pcie is not charged" in note for note in notes)
+    assert any("changes of pcie cost nothing" in note for note in notes)
     assert any("assumed, a test" in note for note in notes)
 
 

@@ -100,7 +100,7 @@ def test_an_interruption_counts_what_is_in_the_file(tiny, tmp_path, monkeypatch)
             raise KeyboardInterrupt
 
     monkeypatch.setattr(os, "fsync", interrupted)
-    with pytest.raises(InterruptedStudyError, match=r"interrupted; 2 of 3 points are kept"):
+    with pytest.raises(InterruptedStudyError, match=r"interrupted; 2 of 3 points are stored"):
         study(space(tiny, sweep={"pcie": ("1x,2x,4x",)}), tmp_path / "s.jsonl")
     assert (tmp_path / "s.jsonl").read_bytes().count(b"\n") == 2
 

@@ -70,7 +70,7 @@ def test_cheapest_is_the_cheapest_in_time(tiny, tmp_path):
         deadline_s=1.0,
         set_={"hardware": "a100-80", "gpus": "1"},
     )
-    assert late.answer.words[0].startswith("None of 1 machines")
+    assert late.answer.words[0].startswith("None of the 1 machines")
     for missing in ({"prices": None, "tokens": 1e9}, {"prices": prices}):
         with pytest.raises(StudyError, match="needs --"):
             answered(tiny, "cheapest", tmp_path, **missing)
@@ -132,8 +132,9 @@ def test_the_largest_model_fits_and_the_next_does_not(tiny, tmp_path):
     assert 1 < number < len(models)
     (point,) = found.points
     assert (point.settings["model"], point.result.status) == (str(models[number - 1]), "fits")
-    assert f"largest of 7 models that train on 1 x a100-80 with --storage never (found; {models[number]}" in str(
-        found.answer.words
+    assert (
+        f"largest of 7 models that train on 1 x a100-80 with --storage never (no plan was found for {models[number]}"
+        in str(found.answer.words)
     )
     with pytest.raises(StudyError, match="leave out --model"):
         answered(tiny, "largest", tmp_path)

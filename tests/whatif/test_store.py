@@ -68,7 +68,7 @@ def test_looking_again_keeps_what_was_there_before(tmp_path):
 def test_other_files_are_left_alone(tmp_path):
     for text in ("not a store", '{"schema_version": 1}', "\n\n"):
         (tmp_path / "notes.txt").write_text(text)
-        with pytest.raises(StoreError, match="holds no results"):
+        with pytest.raises(StoreError, match="is not a store of results"):
             Store(tmp_path / "notes.txt")
         assert (tmp_path / "notes.txt").read_text() == text
 
@@ -119,7 +119,7 @@ def test_ctrl_c_keeps_what_is_done_and_says_how_to_go_on(tiny, start, tmp_path):
     os.killpg(process.pid, signal.SIGINT)
     out, error = process.communicate(timeout=60)
     assert (process.returncode, out, error.count("\n")) == (130, "", 1), error
-    assert f"{len(lines(store))} of 30 points are kept in study.points.jsonl, and the same command goes on" in error
+    assert f"{len(lines(store))} of 30 points are stored in study.points.jsonl; run the same command" in error
     assert not (tmp_path / "study.json").exists()
     deadline = time.monotonic() + 30
     with pytest.raises(ProcessLookupError):  # no worker outlives it, but for the moment that ending takes

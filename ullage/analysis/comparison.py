@@ -25,9 +25,9 @@ from ullage.analysis.simulation import simulate
 from ullage.output.formatting import LANE_WORDS, si, signed_percent
 
 CLOSE = 0.01
-"""A prediction that is off by less than this part of the measured iteration has held."""
+"""A prediction counts as right if it is off by less than this fraction of the measured iteration."""
 NOTHING = "(idle)"
-"""What the critical path calls time in which nothing runs that the schedule knows of."""
+"""Name on the critical path of time in which no task of the schedule runs."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,8 +35,8 @@ class Row:
     """One quantity, predicted and measured.
 
     Attributes:
-        name: of the phase, lane or tier.
-        predicted, measured: in ``unit``; ``None`` where there is no such number.
+        name: the phase, lane or tier.
+        predicted, measured: in ``unit``; ``None`` if there is no such number.
         unit: the SI unit.
     """
 
@@ -54,7 +54,7 @@ class Row:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """What a table shows: name, predicted, measured, error."""
+        """Cells of a table: name, predicted, measured, error."""
         values = ("-" if value is None else si(value, self.unit) for value in (self.predicted, self.measured))
         return (self.name, *values, "-" if self.error is None else signed_percent(self.error))
 
@@ -64,11 +64,11 @@ class Comparison:
     """Predicted against measured.
 
     Attributes:
-        phases: those that the schedule has, and the iteration.
+        phases: seconds of each phase of the schedule, and of the iteration.
         lanes: seconds that each lane is busy in one iteration.
         memory: peak bytes of each tier.
-        num_iterations: iterations that were measured.
-        num_read: those of middle length, of which means are taken.
+        num_iterations: number of measured iterations.
+        num_read: number of iterations of middle length that the means are taken over.
     """
 
     phases: tuple[Row, ...]
@@ -101,13 +101,13 @@ def compare(
     """Compare a simulated iteration with measured ones.
 
     Args:
-        predicted: the simulated schedule; of a cycle of several iterations the mean is taken.
-        measured: of the same schedule.
-        iterations: which of its iterations to read; each quantity is its mean over those of middle length.
-        predicted_memory: peak bytes by tier.
-        measured_memory: the same, measured.
+        predicted: the simulated schedule. If a cycle has several iterations, their mean is compared.
+        measured: the measured timeline of the same schedule.
+        iterations: measured iterations to read. Each quantity is the mean over those of middle length.
+        predicted_memory: predicted peak bytes by tier.
+        measured_memory: measured peak bytes by tier.
 
-    Without any iterations nothing is measured but memory.
+    If ``iterations`` is empty, only memory has measured values.
 
     Raises:
         ValueError: ``iterations`` names an iteration that was not measured.
@@ -150,14 +150,14 @@ def _phase_s(phase: Phase, timeline: Timeline, iteration: int) -> float:
 def compare_record(record: RunRecord, predicted: Simulation | None = None) -> Comparison:
     """Compare the prediction of an executed plan (simulated again, or given) with the measurements of its run."""
     memory = {tier: use.peak_bytes for tier, use in record.plan.prediction.memory.items()}
-    if record.checkpoint_bytes:  # no part of the plan
+    if record.checkpoint_bytes:  # checkpoints are not part of the prediction
         memory[Tier.HOST] = memory.get(Tier.HOST, 0) + record.checkpoint_bytes
     return compare(predicted or simulate(record.plan), record.timeline, record.steady_iterations, memory, record.memory)
 
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What tasks of one kind do in an iteration, in ``unit``: ``B``, ``FLOP``, ``param``, or ``""`` (not counted)."""
+    """Work of the tasks of one kind in an iteration; ``unit`` is ``B``, ``FLOP``, ``param`` or ``""`` (not counted)."""
 
     amount: float
     unit: str
@@ -165,7 +165,7 @@ class Work:
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """A quantity of a profile as a run would have it: a value, or the best rate of a curve."""
+    """A quantity of a profile before and after it is fitted to a run: a value, or the best rate of a curve."""
 
     path: str
     before: float
@@ -174,7 +174,7 @@ class Change:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """What a table shows: quantity, from, to, change."""
+        """Cells of a table: quantity, from, to, change."""
         values = (si(value, self.unit) if self.unit else f"{value:.3g}" for value in (self.before, self.after))
         return (self.path, *values, signed_percent(self.after / self.before - 1))
 
@@ -184,14 +184,14 @@ class Explained:
     """A comparison with the reasons for its differences.
 
     Attributes:
-        comparison: by phase, lane and tier.
-        attribution: what of the difference each assumption explains.
-        work: of each kind of task.
-        critical: seconds of the iteration's critical path on each lane.
-        p10_s, p90_s: of all measured iterations.
+        comparison: the comparison by phase, lane and tier.
+        attribution: the part of the difference that each assumption explains.
+        work: work of each kind of task.
+        critical: seconds of each lane on the critical path.
+        p10_s, p90_s: percentiles over all measured iterations.
         refitted: the profile fitted to the tasks of the run, and its prediction.
-        changes: what differs in it.
-        before: the same for the plan that was executed first, if the run changed its plan.
+        changes: quantities of the profile that the fit changed.
+        before: the same for the first plan, if the plan was changed during training.
     """
 
     comparison: Comparison
@@ -206,19 +206,19 @@ class Explained:
 
     @property
     def error_s(self) -> float:
-        """``measured - predicted``, of an iteration."""
+        """``measured - predicted`` seconds of an iteration."""
         return self.attribution.measured_s - self.attribution.predicted_s
 
     @property
     def main(self) -> Cause | None:
-        """The cause that explains most of the difference; ``None`` if the prediction has held."""
+        """The cause that explains most of the difference; ``None`` if the prediction was right (see :data:`CLOSE`)."""
         if abs(self.error_s) < CLOSE * self.attribution.measured_s:
             return None
         return max(self.attribution.causes, key=lambda cause: cause.seconds * self.error_s, default=None)
 
     @property
     def answer(self) -> str:
-        """The result, in one line."""
+        """The result in one line."""
         found = self.attribution
         times = f"predicted {si(found.predicted_s, 's')}, measured {si(found.measured_s, 's')}"
         cause = self.main
@@ -230,12 +230,12 @@ class Explained:
         )
 
     def reason(self, cause: Cause) -> str:
-        """Return what a cause means, in words."""
+        """Return a cause in words."""
         found = self.attribution
         match cause.kind:
             case "rate":
                 if cause.of is None:
-                    return "other tasks took longer or less long"
+                    return "other tasks took more or less time"
                 tasks = next(tasks for tasks in found.tasks if (tasks.lane, tasks.op) == cause.of)
                 if not tasks.predicted_s:
                     return f"{kind_words(cause.of)} took {si(tasks.measured_s, 's')}, and nothing was predicted"
@@ -301,10 +301,10 @@ def explain_run(
 
     Args:
         record: the run.
-        progress: called with steps done and in all.
+        progress: called with the steps done and the number of steps.
 
     Returns:
-        That, and the simulated prediction.
+        The comparison with its reasons, and the simulated prediction.
     """
     simulation, measured, steady = simulate(record.plan), record.timeline, record.steady_iterations
     check_measured(record)
@@ -330,7 +330,7 @@ def _work(record: RunRecord) -> dict[TaskKind, Work]:
     plan = record.plan
     cost = CostModel.of(plan.hardware, plan.units(), plan.decisions)
     result: dict[TaskKind, Work] = {}
-    for schedule in (record.timeline.schedule, plan.schedule()):  # if both have a kind, the planned one counts
+    for schedule in (record.timeline.schedule, plan.schedule()):  # the planned schedule overwrites the executed one
         found: dict[TaskKind, Work] = {}
         for task in schedule.tasks:
             amount, unit = _amount(task, cost)
@@ -349,7 +349,7 @@ def _amount(task: Task, cost: CostModel) -> tuple[float, str]:
 
 
 def _critical(predicted: Simulation, measured: Timeline, iterations: Sequence[int]) -> tuple[Row, ...]:
-    """Return how much of the iteration each lane is responsible for, predicted and measured; largest first."""
+    """Return the time of each lane on the critical path, predicted and measured; largest first."""
     expected_s = _mean_critical_s(predicted.timeline, predicted.iterations)
     seen_s = _mean_critical_s(measured, iterations)
     names = dict.fromkeys([*expected_s, *seen_s])

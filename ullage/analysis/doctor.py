@@ -1,4 +1,4 @@
-"""What a machine can train with, and its first problem."""
+"""Facts about this machine that matter for training, and the first problem."""
 
 import importlib
 import os
@@ -30,7 +30,7 @@ _NODES, _PAGES = Path("/sys/devices/system/node"), Path("/sys/kernel/mm")
 
 
 def examine() -> dict[str, Any]:
-    """Return what this machine has; ``failure`` is its first problem, with the remedy, or ``None``."""
+    """Return facts about this machine; ``failure`` is the first problem with its remedy, or ``None``."""
     missing = _missing()
     gpus = gpus_of()
     found: dict[str, Any] = {
@@ -52,7 +52,7 @@ def examine() -> dict[str, Any]:
 
 
 def failure_of(found: Mapping[str, Any]) -> dict[str, str] | None:
-    """Return the first problem in what :func:`examine` found, and its remedy; ``None`` without any."""
+    """Return the first problem in the facts of :func:`examine`, and its remedy; ``None`` if there is no problem."""
     if found["missing"]:
         errors = "; ".join(f"{name} ({error})" for name, error in found["missing"].items())
         return {"what": f"packages cannot be imported: {errors}", "remedy": "pip install 'ullage[execute]'"}
@@ -61,7 +61,7 @@ def failure_of(found: Mapping[str, Any]) -> dict[str, str] | None:
             "what": "the driver has a GPU, but torch cannot use it",
             "remedy": "install a torch that is built for CUDA, no newer than the driver; see CUDA_VISIBLE_DEVICES",
         }
-    for gpu in found["gpus"]:  # the generation falls while the link is idle, and tells nothing
+    for gpu in found["gpus"]:  # check only the width: the generation falls while the link is idle
         width, most = gpu["pcie_width"], gpu["pcie_width_max"]
         if width is not None and most is not None and width < most:
             return {
@@ -72,7 +72,7 @@ def failure_of(found: Mapping[str, Any]) -> dict[str, str] | None:
 
 
 def gpus_of() -> list[dict[str, Any]]:
-    """Return the GPUs that ``nvidia-smi`` lists, none without it; unknown values are ``None``."""
+    """Return the GPUs that ``nvidia-smi`` lists; ``[]`` without ``nvidia-smi``. Unknown values are ``None``."""
     command = ["nvidia-smi", f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TOOL_TIMEOUT_S, check=True)
@@ -91,7 +91,7 @@ def _gpu(line: str) -> dict[str, Any]:
 
 
 def _missing() -> dict[str, str]:
-    """Return why packages cannot be imported, by name; a missing library counts too."""
+    """Return the import error of each package that cannot be imported, also because a shared library is missing."""
     missing = {}
     for name in _PACKAGES:
         try:

@@ -1,4 +1,4 @@
-"""Why a plan is as it is: the data of tables and JSON of `ullage explain`."""
+"""The data of `ullage explain`: reasons for the decisions of a plan."""
 
 import dataclasses
 from collections.abc import Callable
@@ -43,16 +43,16 @@ TIERS = {Tier.GPU: "device", Tier.HOST: "host", Tier.NVME: "NVMe"}
 
 @dataclasses.dataclass(frozen=True)
 class PlanExplained:
-    """Why a plan is as it is.
+    """Reasons for the decisions of a plan.
 
     Attributes:
         bench: the plan, simulated.
-        lane: the one with the largest share of the critical path.
+        lane: the lane with the largest share of the critical path.
         full: tiers without room for one more subgroup of state.
         rests_on: conditions that the bound rests on, with their weights.
-        worths: what each trick is worth.
-        groups: which units are where, and the cheapest moves of some.
-        limits: what quantities of the machine mean, and where other constraints take over.
+        worths: the effect of switching each technique off.
+        groups: units with equal decisions, and the cheapest moves of some of them.
+        limits: the effect of each quantity of the machine, and the values at which another lane binds.
     """
 
     bench: Bench
@@ -65,7 +65,7 @@ class PlanExplained:
 
     @classmethod
     def of(cls, bench: Bench, *, every: bool, progress: Progress) -> Self:
-        """Simulate the plan with one thing changed at a time; ``every``: move all units, not some of each group."""
+        """Simulate the plan with one change at a time. ``every``: try moves of all units, not of some in each group."""
         return cls(
             bench=bench,
             lane=bounding_lane(bench.simulation),
@@ -78,7 +78,7 @@ class PlanExplained:
 
     @property
     def better(self) -> tuple[str, Alternative] | None:
-        """The best of the moves that fit and make the plan faster, with its unit: what the search did not find."""
+        """The best move that fits and makes the plan faster, with its unit, if the search missed one."""
         enough_s = self.bench.own.iteration_s * (1 - SAME)
         moves = [(unit, move) for group in self.groups for unit, move in group.cheapest.items() if move]
         faster = [found for found in moves if found[1].trial.fits and found[1].trial.iteration_s < enough_s]
@@ -137,14 +137,15 @@ class PlanExplained:
 
 @dataclasses.dataclass(frozen=True)
 class UnitExplained:
-    """Why a unit is where it is.
+    """Reasons for the placement of a unit.
 
     Attributes:
         bench: the plan, simulated.
-        unit: its name.
-        deadline: when it is updated, and when that is needed; ``None`` if it has nothing to update.
-        alternatives: all ways to treat it, the plan's first.
-        reason, about: why it is where it is, and which alternative says so; see :func:`planner.explain.moves.why`.
+        unit: name of the unit.
+        deadline: when the unit is updated, and when its next forward needs it; ``None`` if it has nothing to update.
+        alternatives: all decisions that are possible for the unit; the first is the plan's.
+        reason, about: the reason for the decision, and the alternative that shows it; see
+            :func:`planner.explain.moves.why`.
     """
 
     bench: Bench
@@ -156,13 +157,13 @@ class UnitExplained:
 
     @classmethod
     def of(cls, bench: Bench, unit: str, progress: Progress) -> Self:
-        """Simulate the plan with the unit treated in every other way."""
+        """Simulate the plan with every other decision for the unit."""
         found = alternatives(bench, unit, lambda done, total: progress(f"moving {unit}", done, total))
         return cls(bench, unit, deadline(bench, unit), found, *why(bench, found))
 
     @property
     def words(self) -> str:
-        """Why the unit is where it is, in one sentence."""
+        """The reason for the unit's placement, in one sentence."""
         if self.about is None:
             return "nothing else fits in memory"
         other = move_words(self.bench, self.unit, self.about.decision)
@@ -200,13 +201,13 @@ class UnitExplained:
 
 
 def change(bench: Bench, trial: Trial) -> tuple[float, float]:
-    """Return by how many seconds, and by what fraction, a trial is slower than the plan; negative: faster."""
+    """Return the seconds and the fraction by which a trial is slower than the plan; negative: faster."""
     own_s = bench.own.iteration_s
     return trial.iteration_s - own_s, trial.iteration_s / own_s - 1
 
 
 def lacks(trial: Trial) -> str:
-    """Return what memory a trial lacks, in words; ``yes`` if it fits."""
+    """Return the missing memory of a trial in words; ``yes`` if it fits."""
     missing = [f"{si(n, 'B')} of {TIERS[tier]} memory" for tier, n in trial.missing_bytes.items()]
     return f"lacks {' and '.join(missing)}" if missing else "yes"
 
@@ -220,7 +221,7 @@ def lacks_short(trial: Trial) -> str:
 
 
 def move_words(bench: Bench, unit: str, decision: UnitDecision) -> str:
-    """Return how a decision differs from the plan's, in words."""
+    """Return the differences between a decision and the plan's, in words."""
     own = bench.decisions.units[unit]
     changes = []
     if decision.update != own.update or decision.streamed_gradients != own.streamed_gradients:

@@ -1,4 +1,4 @@
-"""All that can be seen of one simulated iteration, as data: what tables, JSON and figures show."""
+"""One simulated iteration as data for tables, JSON and figures."""
 
 import dataclasses
 from collections import defaultdict
@@ -18,8 +18,8 @@ from planner.simulate.prediction import TierMemory, capacities, memory_peaks
 from ullage.analysis.simulation import Subject
 from ullage.output.formatting import LANE_WORDS, percent, si
 
-# Relief is computed for lanes with at least this share of the critical path, and shown if it is worth at least this
-# much.
+# Relief is computed for lanes with at least this share of the critical path. It is shown if it shortens the iteration
+# by at least this fraction.
 _WORTH_ASKING = 0.05
 _WORTH_TELLING = 0.01
 
@@ -30,15 +30,15 @@ class Iteration:
 
     Attributes:
         subject, simulation: the simulated plan or engine, and its simulation.
-        phases, stretches: seconds by phase, and when each phase was on.
+        phases, stretches: seconds by phase, and the interval of each phase.
         busy_s: seconds that each lane runs tasks.
-        busy: over time, for each of :data:`planner.schedule.series.PROCESSORS`.
-        traffic: bytes/s over time, for each link.
-        memory: bytes over time, for each tier.
-        peaks: peaks against capacities: of one device, and of all ranks on one node together.
-        allocator: what PyTorch's caching allocator makes of the device's share; ``None`` where there is no GPU.
+        busy: use over time of each of :data:`planner.schedule.series.PROCESSORS`.
+        traffic: bytes/s over time on each link.
+        memory: bytes over time in each tier.
+        peaks: peaks and capacities of one device, and of all ranks on one node together.
+        allocator: bytes that PyTorch's caching allocator would reserve on the device; ``None`` without a GPU.
         steps, parts: the critical path, in full and summed by kind.
-        half_work_s: what the iteration would take with half the work on a lane, for lanes that matter.
+        half_work_s: for important lanes, the iteration time with half the work on that lane.
     """
 
     subject: Subject
@@ -57,7 +57,7 @@ class Iteration:
 
     @classmethod
     def of(cls, subject: Subject, simulation: Simulation) -> Self:
-        """Look at the steady iteration of a simulation."""
+        """Return the steady iteration of a simulation."""
         timeline, steady, cost = simulation.timeline, simulation.steady, subject.cost
         schedule = timeline.schedule
         begin_s, period_s = timeline.begin_s(steady), timeline.period_s(steady)
@@ -85,7 +85,7 @@ class Iteration:
 
     @property
     def period_s(self) -> float:
-        """How long the iteration takes."""
+        """Seconds of the iteration."""
         return self.phases.iteration_s
 
     @property
@@ -95,7 +95,7 @@ class Iteration:
 
     @property
     def slowed_s(self) -> dict[str, float]:
-        """Seconds by which sharing stretches the critical path, by the resource that was short, largest first."""
+        """Seconds by which sharing a resource stretches the critical path, by resource, largest first."""
         totals: dict[str, float] = defaultdict(float)
         for step in self.steps:
             if step.shared is not None:
@@ -104,7 +104,7 @@ class Iteration:
 
     @property
     def missing(self) -> str:
-        """What memory lacks, in words; empty if everything fits."""
+        """The missing memory in words; empty if everything fits."""
         where = {Tier.GPU: "one device", Tier.HOST: "one host"}
         return " and ".join(
             f"{tier} memory lacks {si(use.missing_bytes, 'B')} beyond the {si(use.capacity_bytes, 'B')} of "
@@ -115,28 +115,26 @@ class Iteration:
 
     @property
     def warnings(self) -> list[str]:
-        """What the user should know about the numbers."""
+        """Warnings about the numbers."""
         warnings = list(self.subject.cost.warnings)
         if not self.simulation.converged:
-            warnings.append(
-                "the simulated iteration is not known to repeat itself exactly; times are of one of several"
-            )
+            warnings.append("the simulated iteration may not repeat exactly; times are of one iteration out of several")
         if self.simulation.cycle > 1:
             warnings.append(
-                f"iterations repeat every {self.simulation.cycle}: this is one of those, their mean is "
+                f"iterations differ and repeat every {self.simulation.cycle}; this is one of them; their mean is "
                 f"{si(self.simulation.period_s, 's')}"
             )
         use, capacity_bytes = self.allocator, self.peaks[Tier.GPU].capacity_bytes
         if use is not None and use.allocated_bytes <= capacity_bytes < use.reserved_bytes:
             warnings.append(
-                f"PyTorch's caching allocator would reserve {si(use.reserved_bytes, 'B')} where there are "
+                f"PyTorch's caching allocator would reserve {si(use.reserved_bytes, 'B')}, but the device has "
                 f"{si(capacity_bytes, 'B')}: leave more room, or set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
             )
         return warnings
 
     @property
     def verdict(self) -> str:
-        """What bounds the iteration, in one line."""
+        """The lane that bounds the iteration, in one line."""
         shares = [(lane, s / self.period_s) for lane, s in self.critical_s.items() if s >= 0.01 * self.period_s]
         if not shares:
             return "bound by nothing that the schedule knows of"
@@ -147,14 +145,14 @@ class Iteration:
 
     @property
     def relief(self) -> str:
-        """What would help, in one line: the lanes whose relief shortens the iteration, most first."""
+        """The lanes on which less work would shorten the iteration, in one line, largest effect first."""
         saved = sorted(((1 - s / self.period_s, lane) for lane, s in self.half_work_s.items()), reverse=True)
         lanes = [f"{lane} -{percent(share)}" for share, lane in saved if share >= _WORTH_TELLING]
         return f"half the work on a lane: {', '.join(lanes)}" if lanes else "less work on no single lane"
 
     @property
     def sharing(self) -> str:
-        """What sharing costs, in one line; empty if nothing to speak of."""
+        """The cost of sharing resources, in one line; empty if it is negligible."""
         resources = [f"{name} {si(s, 's')}" for name, s in self.slowed_s.items() if s >= 1e-3 * self.period_s]
         total_s = sum(self.slowed_s.values())
         if not resources:
@@ -163,12 +161,12 @@ class Iteration:
         return f"stretches the critical path by {total}: {', '.join(resources)}"
 
     def critical_columns(self, num_columns: int) -> list[Lane]:
-        """Return which lane is critical at the middle of each of equally long parts of the period."""
+        """Divide the period into equal parts and return the critical lane at the middle of each."""
         tasks = self.simulation.timeline.schedule.tasks
         return [tasks[self.steps[i].task].lane for i in self._at_middles(self.steps, num_columns)]
 
     def phase_columns(self, num_columns: int) -> list[Phase]:
-        """Return the phase at the middle of each of equally long parts of the period."""
+        """Divide the period into equal parts and return the phase at the middle of each."""
         return [self.stretches[i].phase for i in self._at_middles(self.stretches, num_columns)]
 
     def _at_middles(self, items: Sequence[Step] | Sequence[Stretch], num_columns: int) -> list[int]:
@@ -236,13 +234,13 @@ class Iteration:
 
 
 def most_held(use: MemoryUse, values: Sequence[int], period_s: float, num_columns: int) -> npt.NDArray[np.int64]:
-    """Return int64[num_columns], the most bytes held within each of equally long parts of a period.
+    """Divide a period into equal parts and return the most bytes held in each, int64[num_columns].
 
     Args:
-        use: says when the amounts change.
+        use: gives the times at which the amounts change.
         values: the amounts from those times on.
-        period_s: what all columns together cover.
-        num_columns: how many.
+        period_s: length of the period.
+        num_columns: number of parts.
     """
     result = np.zeros(num_columns, np.int64)
     scale = num_columns / period_s if period_s > 0 else 0.0

@@ -1,4 +1,4 @@
-"""The quantities of a hardware profile, and where they come from."""
+"""The quantities of a hardware profile and their origins."""
 
 from collections import Counter
 
@@ -9,13 +9,13 @@ from ullage.output.formatting import UNIT_SYMBOLS
 
 
 def origin_shares(profile: HardwareProfile) -> dict[str, float]:
-    """Return which fraction of a profile's quantities is measured, published, fitted or assumed; largest first."""
+    """Return the fraction of a profile's quantities with each origin, such as ``measured``; largest first."""
     counts = Counter(item.provenance.origin for item in quantities(profile).values())
     return {origin: count / counts.total() for origin, count in counts.most_common()}
 
 
 def spread(item: Quantity | Curve) -> tuple[float, float] | None:
-    """Return the tenth and ninetieth percentile of what :func:`unit_and_value` returns, if they are known."""
+    """Return the tenth and ninetieth percentile of the value of :func:`unit_and_value`, if they are known."""
     if isinstance(item, Curve):
         best = max(item.points, key=lambda point: point.size / point.median_s)
         return best.size / best.p90_s, best.size / best.p10_s

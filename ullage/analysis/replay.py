@@ -1,4 +1,4 @@
-"""Replay measured durations in the simulator. What still differs from the run is not an error of the cost model."""
+"""Replay measured durations in the simulator. Differences that remain are not errors of the cost model."""
 
 from collections.abc import Sequence
 
@@ -14,14 +14,14 @@ _STEADY = 3
 
 
 def replay(measured: Timeline, iterations: Sequence[int], schedule: Schedule | None = None) -> float:
-    """Simulate a schedule with measured durations and nothing shared; return its period over the measured one.
+    """Simulate a schedule with measured durations and no sharing; return the simulated period over the measured one.
 
-    Of the iterations the fastest third is taken: those in which no other program took the cores between two tasks.
+    Only the fastest third of the iterations counts, in which no other program took the cores between two tasks.
 
     Args:
-        measured: an execution.
-        iterations: which of its iterations to read; each must have been measured as a whole, with its successor.
-        schedule: walked in place of the one that was executed, with the same tasks.
+        measured: the timeline of an execution.
+        iterations: iterations to read; each must be measured completely, and the next one too.
+        schedule: a schedule with the same tasks to simulate in place of the executed one.
 
     Raises:
         ValueError: ``iterations`` is empty.

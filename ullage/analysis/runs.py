@@ -18,7 +18,7 @@ SCHEMA_VERSION: Final = 1
 
 
 class RunError(ValueError):
-    """A run file that cannot be used, and what to do about it."""
+    """A run file cannot be used; the message contains the remedy."""
 
 
 class RunRecord(Frozen):
@@ -28,21 +28,21 @@ class RunRecord(Frozen):
         plan: the executed plan.
         machine: the machine, in words.
         losses: mean loss of each iteration.
-        eval_losses: for each evaluation, the iterations that were made before it, and the mean loss over the target
-            tokens of the data that are held out.
-        start_s, end_s: seconds of each task of each recorded iteration (the first 200 at most); ``None`` where it has
-            not run.
-        steady_iterations: recorded iterations to be measured: not the first ones, and complete; none if no more had all
-            micro-batches in the planned shape, because only those are recorded.
-        memory: measured peak bytes by tier; of the host only what the program allocated itself.
-        data_position: sequences that all ranks have passed in the data's order, skipped ones included. Give it to
-            ``--data-position`` to continue in the same data, with the same seed and sequence length.
-        before: the record of the first plan, if the run changed its plan. All other fields are then of the second plan,
-            except the losses, which are of all iterations.
-        static_bytes: of ``memory``, what was taken once, by class.
-        device_bytes: peak bytes of all other device memory during each compute task, by the task's index, in one
-            metered iteration; empty if that was not recorded.
-        checkpoint_bytes: host memory for checkpoints; if there is any, tasks that take state for them are recorded too.
+        eval_losses: for each evaluation, the number of iterations before it, and the mean loss over the target tokens
+            of the held-out data.
+        start_s, end_s: start and end in seconds of each task of each recorded iteration (at most the first 200);
+            ``None`` if the task did not run.
+        steady_iterations: recorded iterations that count as measurements: complete ones after the first few. Only
+            iterations with all micro-batches in the planned shape are recorded, so there may be none.
+        memory: measured peak bytes by tier; for the host only what the program allocated itself.
+        data_position: sequences of the data that all ranks together have passed or skipped. With the same data, seed
+            and sequence length, ``--data-position`` continues from here.
+        before: the run under the first plan, if the plan was changed during training. All other fields are then of the
+            second plan, except ``losses``, which has all iterations.
+        static_bytes: the part of ``memory`` that was allocated once, by class.
+        device_bytes: peak bytes of device memory beyond ``static_bytes`` during each compute task, by the task's index,
+            in one metered iteration; empty if they were not recorded.
+        checkpoint_bytes: host memory for checkpoints. If it is not 0, tasks that copy state for them are recorded too.
     """
 
     schema_version: Literal[1] = 1
@@ -64,27 +64,27 @@ class RunRecord(Frozen):
     def timeline(self) -> Timeline:
         """The measured timeline."""
         schedule = self.plan.schedule(takes_snapshots=self.checkpoint_bytes > 0)
-        shape = len(self.start_s), schedule.num_tasks  # if no iteration was as planned, none is recorded
+        shape = len(self.start_s), schedule.num_tasks  # start_s is empty if no iteration had the planned shape
         start_s, end_s = (np.array(rows, np.float64).reshape(shape) for rows in (self.start_s, self.end_s))
         return Timeline(schedule, start_s, end_s)
 
 
 def check_measured(run: RunRecord) -> None:
-    """Check that a run has iterations that can be compared with the prediction.
+    """Check that a run has iterations to compare with the prediction.
 
     Raises:
-        ValueError: none was as planned.
+        ValueError: no iteration had the planned shape.
     """
     if not run.steady_iterations:
         raise ValueError(
-            f"none of the run's {len(run.losses)} iterations was as planned after the first ones: their batches had "
-            "other shapes, or too few of them; pack the data to the planned length (--pack), or plan for the shorter "
-            "--seq-len"
+            f"none of the run's {len(run.losses)} iterations can be compared: after the first ones, no batch had the "
+            "planned shape, or a micro-batch was missing; pack the data to the planned length (--pack), or plan for "
+            "the shorter --seq-len"
         )
 
 
 def rows(seconds: np.ndarray[tuple[int, ...], np.dtype[np.float64]]) -> tuple[tuple[float | None, ...], ...]:
-    """Return times as a run file holds them: nanoseconds are enough, and NaN is ``None``."""
+    """Return times for a run file: rounded to nanoseconds, with ``None`` for NaN."""
     return tuple(tuple(None if np.isnan(x) else round(float(x), 9) for x in row) for row in seconds)
 
 
@@ -92,7 +92,7 @@ def save_run(run: RunRecord, path: Path) -> None:
     """Write a run file whole or not at all.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     write_whole(path, json.dumps(run.model_dump(mode="json"), separators=(",", ":"), allow_nan=False) + "\n")
 
@@ -101,7 +101,7 @@ def load_run(path: Path) -> RunRecord:
     """Read and check a run file.
 
     Raises:
-        RunError: it is missing, not a run, or of another schema version.
+        RunError: the file is missing, is not a run, or has another schema version.
     """
     data = read_json(path, RunError, "`ullage execute` writes run files")
     fields = data if isinstance(data, dict) else {}

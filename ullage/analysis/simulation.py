@@ -1,4 +1,4 @@
-"""Simulates a plan, or an engine policy for a plan's request or for any other."""
+"""Simulate a plan, or an engine policy in place of a plan or for a request."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -28,20 +28,20 @@ from planner.verification import job_of
 OURS = "ullage"
 ENGINES = POLICIES | STORAGE_POLICIES
 
-# Enough for the change of one lane to show in every iteration that follows.
+# Enough iterations for a change of one lane to reach a steady state.
 _ITERATIONS_OF_A_CHANGE = 6
 
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """What is simulated.
+    """A set of decisions to simulate.
 
     Attributes:
-        engine: whose decisions they are, with the setting if there is one, such as ``twin-flow 0.4``.
-        model, hardware: names of the model and of the machine.
+        engine: the engine that decides, with its setting if it has one, such as ``twin-flow 0.4``.
+        model, hardware: the model and the machine.
         workload: the model's units and the tokens per sequence.
-        decisions: how.
-        cost: prices of tasks.
+        decisions: decisions of the engine.
+        cost: cost model of the tasks.
     """
 
     engine: str
@@ -64,9 +64,9 @@ class Subject:
         return Simulation(timeline, max(num_iterations - 2, 0), converged=False)
 
     def iteration_with_half_the_work_s(self, schedule: Schedule, lane: Lane) -> float:
-        """Return the iteration time if every task of one lane had half the work: what relief is worth there.
+        """Return the iteration time if every task of one lane had half the work.
 
-        On a critical path a lane's share is the most that relief can save; other paths then become critical.
+        The lane's share of the critical path is an upper limit of the saving, because other paths become critical.
         """
         prices = [
             dataclasses.replace(price, latency_s=price.latency_s / 2, duration_s=price.duration_s / 2)
@@ -79,29 +79,29 @@ class Subject:
 
 
 def simulate(plan: Plan, num_iterations: int | None = None, decisions: Decisions | None = None) -> Simulation:
-    """Simulate a plan's schedule on the hardware it was made for.
+    """Simulate a plan's schedule on the plan's hardware.
 
     Args:
-        plan: what to simulate.
-        num_iterations: how many iterations; ``None``: until they repeat.
-        decisions: simulate these for the plan's model and machine instead (see :func:`engine_decisions`).
+        plan: the plan to simulate.
+        num_iterations: number of iterations; ``None``: until they repeat.
+        decisions: other decisions to simulate for the plan's model and machine (see :func:`engine_decisions`).
 
     Returns:
-        The timeline and which of its iterations to read: with ``num_iterations`` the last complete one.
+        The timeline and the iteration to read. With ``num_iterations`` it is the last complete one.
     """
     return _subject_of(plan, OURS, plan.decisions if decisions is None else decisions).simulate(num_iterations)
 
 
 def planned(plan: Plan, engine: str = OURS, setting: str | None = None) -> Subject:
-    """Return a plan's own subject, or an engine's for the same request; see :func:`engine_decisions`."""
+    """Return a plan's decisions, or those of an engine in its place; see :func:`engine_decisions`."""
     return _subject_of(plan, _name(engine, setting), engine_decisions(plan, engine, setting))
 
 
 def requested(request: Request, engine: str = OURS, setting: str | None = None) -> Subject:
-    """Return what an engine does for a request, whether or not that fits; for ``ullage`` the best that is found.
+    """Return an engine's decisions for a request, even if they do not fit; for ``ullage`` the best that search finds.
 
     Raises:
-        ValueError: no such engine, or not a setting of it.
+        ValueError: the engine or its setting does not exist.
     """
     variant, decisions = _decided(request, engine, setting)
     workload, cost = Workload(variant.setup.units, request.seq_len), variant.cost
@@ -111,17 +111,17 @@ def requested(request: Request, engine: str = OURS, setting: str | None = None) 
 
 
 def engine_decisions(plan: Plan, engine: str, setting: str | None = None) -> Decisions:
-    """Return what an engine policy decides for a plan's model, machine and batch.
+    """Return the decisions of an engine policy for a plan's model, machine and batch.
 
     Args:
         plan: gives the model, the machine and the batch.
         engine: name of a policy (of :data:`ENGINES`), or ``ullage`` for the plan's own decisions.
-        setting: what the policy leaves to its user: the fraction that the CPU updates (``twin-flow``,
-            ``super-offload``), the stride (``interleaved``) or the steps between updates of the host (``zenflow``).
-            ``None``: the best that the policy tries.
+        setting: the option that the policy leaves to its user: the fraction that the CPU updates (``twin-flow``,
+            ``super-offload``), the stride (``interleaved``) or the steps between updates on the host (``zenflow``).
+            ``None``: the best setting that the policy tries.
 
     Raises:
-        ValueError: no such policy, or not a setting of it.
+        ValueError: the policy or its setting does not exist.
     """
     if engine == OURS and setting is None:
         return plan.decisions
@@ -131,7 +131,7 @@ def engine_decisions(plan: Plan, engine: str, setting: str | None = None) -> Dec
 
 
 def _decided(request: Request, engine: str, setting: str | None) -> tuple[Variant, Decisions]:
-    """Return the best of whole logits and tiles; degrees and batch sizes are given."""
+    """Return the better of whole logits and tiles. Degrees and batch sizes are those of the request."""
     rivals = request.variants()
     if engine == OURS and setting is None:
         found = compete(rivals, request.seq_len)
@@ -151,8 +151,8 @@ def _best(engine: str, setting: str | None, setup: Setup, scorer: Scorer) -> Can
         raise ValueError(f"engine {engine} is not simulated with {state.words}; choose {' or '.join((OURS, *known))}")
     if not can_run(engine, setup, len(scorer.cost.layout.nodes())):
         raise ValueError(
-            f"--engine {engine} cannot run this request: megatrain and streaming need one device, roundpipe one node "
-            "without other parallelism, and zenflow, megatrain and streaming adamw; choose another engine"
+            f"--engine {engine} cannot run this request: megatrain and streaming need one device, roundpipe needs one "
+            "node without other parallelism, and zenflow, megatrain and streaming need adamw; choose another engine"
         )
     if engine == "streaming" and setting is None:
         return best_of_engine(setup, scorer, engine)
@@ -171,7 +171,7 @@ def _subject_of(plan: Plan, engine: str, decisions: Decisions) -> Subject:
 
 
 def request_of(plan: Plan) -> Request:
-    """Return a plan's request with the degrees and batch sizes that the plan chose, without storage."""
+    """Return a plan's request with the parallel degrees and batch sizes that the plan chose, without storage."""
     given = {
         name: getattr(plan.decisions, name) for name in Constraints.model_fields.keys() - {"global_batch", "storage"}
     }
@@ -185,14 +185,14 @@ def _with_setting(engine: str, setting: str) -> Callable[[Setup], Iterator[Decis
         except ValueError:
             fraction = -1.0
         if not 0 <= fraction <= 1:
-            raise ValueError(f"{engine} {setting}: the fraction that the CPU updates must lie between 0 and 1")
+            raise ValueError(f"{engine} {setting}: the fraction that the CPU updates must be between 0 and 1")
         return lambda setup: policy(setup, (fraction,))
     if engine == "zenflow":
         if not setting.isdecimal() or int(setting) < 1:
-            raise ValueError(f"zenflow {setting}: the update interval must be a whole number from 1 on")
+            raise ValueError(f"zenflow {setting}: the update interval must be a whole number of at least 1")
         return lambda setup: zen_flow(setup, (int(setting),))
     if engine == "interleaved":
         if not setting.isdecimal() or int(setting) < 1:
-            raise ValueError(f"interleaved {setting}: the stride must be a whole number from 1 on")
+            raise ValueError(f"interleaved {setting}: the stride must be a whole number of at least 1")
         return lambda setup: interleaved(setup, (int(setting),))
     raise ValueError(f"{engine} {setting}: this engine has no setting; leave it out")

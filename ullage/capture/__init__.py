@@ -1,4 +1,4 @@
-"""Capture of any ``nn.Module``: its operators, with FLOP, bytes and saved activations, and not a byte of its memory."""
+"""Capture of any ``nn.Module``: operators with FLOP, bytes and saved activations, without allocating its memory."""
 
 from ullage.capture.module import capture, capture_module
 

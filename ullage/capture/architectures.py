@@ -1,4 +1,4 @@
-"""Architectures of ``transformers``: from a ``config.json`` to the module and its inputs."""
+"""Architectures of ``transformers``: make a module and its inputs from a ``config.json``."""
 
 import dataclasses
 import logging
@@ -20,20 +20,20 @@ from ullage.capture.records import CaptureError
 for _noisy in ("bitsandbytes.backends.cpu.ops", "torchao", "torch.utils._pytree"):
     logging.getLogger(_noisy).setLevel(logging.ERROR)
 
-# Names of the most tokens of a sequence; the first that a configuration has counts.
+# Names of the maximum sequence length; the first one that a configuration has counts.
 _POSITIONS: Final = ("max_target_positions", "max_position_embeddings", "n_positions", "max_seq_len", "n_ctx")
-# Whose positions are angles: there are any number of them, however many tokens the model has seen in training.
+# Rotary positions, which have no maximum: sequences may be longer than in the model's training.
 _ROTATIONS: Final = ("rope_parameters", "rope_theta")
 
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-    """A configuration, and the class that is trained.
+    """A configuration and the class to train.
 
     Attributes:
-        config: of ``transformers``.
-        auto: the class of ``transformers`` that makes the module.
-        kind: which inputs it takes.
+        config: configuration of ``transformers``.
+        auto: the auto class of ``transformers`` that makes the module.
+        kind: the way to call the module.
     """
 
     config: Any
@@ -41,36 +41,37 @@ class Architecture:
     kind: Kind
 
     def make(self, dtype: torch.dtype | None = None) -> nn.Module:
-        """Return the module, with random weights of a type; left out, of the configuration's."""
+        """Make the module with random weights of a type. The default is that of the configuration."""
         module: nn.Module = self.auto.from_config(self.config, **({} if dtype is None else {"dtype": dtype}))
         return module
 
     def seq_len(self, given: int | None, usual: int) -> int:
-        """Return the tokens of a sequence: those that are given, or ``usual``, or as many as the model was made for.
+        """Return the tokens of a sequence: ``given``, or else ``usual``, limited by the model's maximum.
 
         Raises:
-            CaptureError: it has not learned so many positions, or takes no tokens at all.
+            CaptureError: the model has learned fewer positions than ``given``, or takes no tokens.
         """
         text, name = self.config.get_text_config(), self.config.model_type
         if given and not self.kind.has_tokens:
-            raise CaptureError(f"{name} takes no tokens, but {given} a sequence are asked for; leave the length out")
+            raise CaptureError(f"{name} takes no tokens, but the sequence length is {given}; leave it out")
         most = next((most for limit in _POSITIONS if (most := getattr(text, limit, None))), None)
         is_rotary = any(hasattr(text, rotation) for rotation in _ROTATIONS)
         if given and most and given > most and not is_rotary:
-            raise CaptureError(f"{name} has learned {most} positions, not {given}; ask for fewer tokens a sequence")
+            raise CaptureError(
+                f"{name} has learned {most} positions, but the sequence length is {given}; give at most {most}"
+            )
         taken = image_tokens(self.config) if self.kind.has_images else 0
         if given and given <= taken:
             raise CaptureError(
-                f"{name}: an image takes {taken} tokens of a sequence, so that {given} leave none for text; ask for "
-                "more"
+                f"{name}: an image takes {taken} tokens of a sequence, so {given} leave none for text; give more"
             )
         return given or min(max(usual, 2 * taken), most or usual)
 
     def inputs(self, micro_batch: int, seq_len: int, *, masked: bool = False) -> tuple[CapturedInput, ...]:
-        """Return the module's inputs; if ``masked``, with an attention mask for its tokens.
+        """Return the inputs of the module; if ``masked``, with an attention mask for its tokens.
 
         Raises:
-            CaptureError: it takes no tokens, or they cannot be masked alone.
+            CaptureError: ``masked`` is given, but the module takes no tokens, or other inputs beside them.
         """
         made = self.kind.inputs(self.config, micro_batch, seq_len)
         if not masked:
@@ -78,18 +79,18 @@ class Architecture:
         ids = next((spec for spec in made if spec.name == "input_ids" and not spec.begins), None)
         if ids is None:
             raise CaptureError(
-                f"{self.config.model_type} is called with {', '.join(spec.name for spec in made)}, where no mask is "
-                f"known; leave it out, or {BY_HAND}"
+                f"{self.config.model_type} takes {', '.join(spec.name for spec in made)}, for which Ullage knows no "
+                f"mask; leave it out, or {BY_HAND}"
             )
         return (*made, ids.model_copy(update={"name": "attention_mask"}))
 
 
 def architecture(text: str | Path) -> Architecture:
-    """Return what a ``config.json`` describes: a file, one in a folder, or that of a name; see ``resolve_model``.
+    """Return the architecture of a ``config.json``: a file, the file in a folder, or that of a name.
 
     Raises:
-        ModelConfigError: there is none, or it is no configuration.
-        CaptureError: ``transformers`` does not know it, or its inputs cannot be made from it.
+        ModelConfigError: the file does not exist, or is not a configuration.
+        CaptureError: ``transformers`` does not know the architecture, or Ullage cannot make its inputs.
     """
     file = str(text)
     data = configuration(file)
@@ -97,17 +98,17 @@ def architecture(text: str | Path) -> Architecture:
     named = (data.get("architectures") or [""])[0]
     made = {auto: _names(auto, config) for auto in HEADS}
     fitting = [auto for auto, names in made.items() if named in names and named]
-    if not fitting and (not named or named.endswith("Model")):  # without a head
+    if not fitting and (not named or named.endswith("Model")):  # the class has no head
         fitting = [auto for auto, names in made.items() if names]
     if not fitting:
         raise CaptureError(f"{file}: Ullage cannot make the inputs of {named or config.model_type}; {BY_HAND}")
     names = made[fitting[0]]
-    config.architectures = [named if named in names else names[0]]  # of several classes
+    config.architectures = [named if named in names else names[0]]  # choose one if there are several
     return Architecture(config, fitting[0], HEADS[fitting[0]])
 
 
 def _names(auto: Any, config: Any) -> tuple[str, ...]:
-    """Return the names of the classes that an auto class makes for a configuration; there may be several."""
+    """Return the names of all classes that an auto class can make for a configuration."""
     found = auto._model_mapping.get(type(config), None)
     classes = found if isinstance(found, tuple) else (found,)
     return tuple(made.__name__ for made in classes if made is not None)

@@ -1,4 +1,4 @@
-"""From a recording to a captured model: operators with their kernels, saved activations and workspace."""
+"""Turn a recording into a captured model: operators with kernels, saved activations and workspace."""
 
 import bisect
 import dataclasses
@@ -25,14 +25,14 @@ from ullage.capture.partitioning import UnitVisits
 from ullage.capture.records import DTYPES, Recording, Save
 from ullage.capture.repeats import UnequalError
 
-# Work behind the last block that has no unit of its own counts as that block's, but recomputation does not rerun it;
-# with more saved bytes than this share of the block's, it cannot be told as if it did.
+# Work after the last block without a unit of its own counts as part of that block, but recomputation does not rerun it.
+# If it saves more than this fraction of the block's saved bytes, the block is not described as a segment.
 _NEGLIGIBLE = 0.1
 
 
 @dataclasses.dataclass(slots=True)
 class _Draft:
-    """An operator on its way: its forward events, and what belongs to them."""
+    """An operator under construction: its forward events, and their kernels, parameters and bytes."""
 
     path: str
     kind: str
@@ -61,14 +61,14 @@ def assemble(
     for event in recording.backward:
         if event.source in operator_of:
             drafts[operator_of[event.source]].backward += event.kernels
-    _own(recording, places, drafts)
-    _save(recording, drafts, operator_of, places)
-    _unsegment(recording, places, drafts)
-    _work(recording, drafts, operator_of, len(places))
-    _hand_on(recording, places, drafts)
+    _assign_parameters(recording, places, drafts)
+    _count_saved(recording, drafts, operator_of, places)
+    _dissolve_segments(recording, places, drafts)
+    _set_workspace(recording, drafts, operator_of, len(places))
+    _set_outputs(recording, places, drafts)
     blocks: dict[CapturedBlock, int] = {}
     segments = []
-    outside: dict[str, int] = {}  # how many operators outside segments have a name
+    outside: dict[str, int] = {}  # number of operators outside segments, by name
     for path, numbers in itertools.groupby(range(len(places)), key=lambda number: places[number].segment):
         units = set(numbers)
         inside = [draft for draft in drafts if draft.unit in units]
@@ -89,10 +89,10 @@ def assemble(
 
 
 def repeated(captured: CapturedModel, recording: Recording) -> CapturedModel:
-    """Return a captured model with the blocks that were not recorded; see [Note: Copies].
+    """Add the blocks that were not recorded to a captured model; see [Note: Copies].
 
     Raises:
-        UnequalError: they are not like the recorded ones, or these are no segments.
+        UnequalError: these blocks are not equal to the recorded ones, or the recorded ones are not segments.
     """
     segments = list(captured.segments)
     block_of = {segment.path: segment.block for segment in segments}
@@ -113,7 +113,7 @@ def _between(recording: Recording, first: int, stop: int) -> list[Kernel]:
     """Return the kernels that run between two blocks.
 
     Raises:
-        UnequalError: they read weights.
+        UnequalError: these kernels read weights.
     """
     events = recording.forward[first:stop]
     if any(event.parameters for event in events if event.kernels):
@@ -122,7 +122,7 @@ def _between(recording: Recording, first: int, stop: int) -> list[Kernel]:
 
 
 def _operators(recording: Recording, places: list[UnitVisits]) -> list[_Draft]:
-    """Return stretches of forward events of one module; those that run nothing belong to the stretch around them."""
+    """Group consecutive forward events of one module. Events without kernels belong to the group around them."""
     drafts: list[_Draft] = []
     for number, unit in enumerate(places):
         begun = False
@@ -132,7 +132,7 @@ def _operators(recording: Recording, places: list[UnitVisits]) -> list[_Draft]:
             if not begun or (visit.path != drafts[-1].path and event.kernels and _runs(recording, drafts[-1])):
                 drafts.append(_Draft(visit.path, type(visit.module).__name__, number))
                 begun = True
-            elif event.kernels and not _runs(recording, drafts[-1]):  # earlier events were bookkeeping
+            elif event.kernels and not _runs(recording, drafts[-1]):  # the group has had no kernels so far
                 drafts[-1].path, drafts[-1].kind = visit.path, type(visit.module).__name__
             drafts[-1].events.append(index)
     return drafts
@@ -142,8 +142,8 @@ def _runs(recording: Recording, draft: _Draft) -> bool:
     return any(recording.forward[index].kernels for index in draft.events)
 
 
-def _own(recording: Recording, places: list[UnitVisits], drafts: list[_Draft]) -> None:
-    """Give every parameter to the operator that uses it first, those of one module to one unit."""
+def _assign_parameters(recording: Recording, places: list[UnitVisits], drafts: list[_Draft]) -> None:
+    """Assign every parameter to the operator that uses it first. All parameters of a module go to one unit."""
     uses = [
         (name, number)
         for number, draft in enumerate(drafts)
@@ -151,16 +151,18 @@ def _own(recording: Recording, places: list[UnitVisits], drafts: list[_Draft]) -
         for name in recording.forward[index].parameters
     ]
     first_use = dict(reversed(uses))
-    unit_of: dict[str, int] = {}  # of modules
+    unit_of: dict[str, int] = {}  # unit of each module
     for name, number in uses:
         unit_of.setdefault(name.rpartition(".")[0], drafts[number].unit)
     last = {draft.unit: number for number, draft in enumerate(drafts)}
-    called = _called(recording, places)
+    called = _units_of_calls(recording, places)
     for name, _ in recording.model.named_parameters():
         if recording.is_copied(name):
             continue
         module = name.rpartition(".")[0]
-        if module not in unit_of:  # never used: it is trained where its module is called, or beside its neighbours
+        if (
+            module not in unit_of
+        ):  # a parameter that is never used goes to the unit that calls its module, or to the nearest unit
             unit_of[module] = called[module] if module in called else _nearest(module, unit_of, places)
         number = first_use.get(name, -1)
         if number < 0 or drafts[number].unit != unit_of[module]:
@@ -180,8 +182,8 @@ def _first_read(recording: Recording, draft: _Draft, name: str) -> int:
     return next((i for i in draft.events if name in recording.forward[i].parameters), len(recording.forward))
 
 
-def _called(recording: Recording, places: list[UnitVisits]) -> dict[str, int]:
-    """Return the unit in which each module is called first: its own, or else the one that computes then."""
+def _units_of_calls(recording: Recording, places: list[UnitVisits]) -> dict[str, int]:
+    """Return the unit in which each module is first called: its own unit, or else the unit that computes then."""
     unit_of = {visit: number for number, unit in enumerate(places) for visit in unit.visits}
     computes = {event: number for number, unit in enumerate(places) for event in unit.events}
     found: dict[str, int] = {}
@@ -203,11 +205,13 @@ def _nearest(module: str, unit_of: dict[str, int], places: list[UnitVisits]) -> 
     return len(places) - 1 if best is None else unit_of[best]
 
 
-def _save(recording: Recording, drafts: list[_Draft], operator_of: dict[int, int], places: list[UnitVisits]) -> None:
-    """Count what autograd keeps: each storage once, at the first operator that keeps it.
+def _count_saved(
+    recording: Recording, drafts: list[_Draft], operator_of: dict[int, int], places: list[UnitVisits]
+) -> None:
+    """Count saved activations: each storage once, at the first operator that saves it.
 
-    What several segments keep (rotary factors, a mask) outlives the recomputation of each, so that it counts where it
-    was made. Buffers are there all the time, and count as kept by the first operator.
+    If several segments save a storage (rotary factors, a mask), it outlives the recomputation of each, so it counts at
+    the operator that made it. Buffers always exist, and count at the first operator.
     """
     keepers: defaultdict[int, list[int]] = defaultdict(list)
     for save in recording.saves:
@@ -225,13 +229,13 @@ def _save(recording: Recording, drafts: list[_Draft], operator_of: dict[int, int
 
 
 def _event_of(recording: Recording, position: int, visit: int) -> int:
-    """Return the forward event that saved a tensor: inputs are saved just before it, results just after."""
+    """Return the forward event that saved a tensor. Autograd saves inputs just before it and results just after."""
     events = recording.forward
     return position if position < len(events) and events[position].visit == visit else max(position - 1, 0)
 
 
-def _unsegment(recording: Recording, places: list[UnitVisits], drafts: list[_Draft]) -> None:
-    """Split segments whose recomputation would differ from their description."""
+def _dissolve_segments(recording: Recording, places: list[UnitVisits], drafts: list[_Draft]) -> None:
+    """Dissolve segments whose recomputation would differ from their description."""
     stops = {visit.path: visit.stop for visit in recording.visits}
     behind: defaultdict[str, int] = defaultdict(int)
     saved: defaultdict[str, int] = defaultdict(int)
@@ -254,13 +258,13 @@ def _unsegment(recording: Recording, places: list[UnitVisits], drafts: list[_Dra
 
 
 def _keeps_statistics(recording: Recording, segment: str) -> bool:
-    """Return whether running a block again would count its batch twice."""
+    """Return whether recomputing a block would update its running statistics twice."""
     modules = recording.model.get_submodule(segment).modules()
     return any(isinstance(module, _BatchNorm) and module.track_running_stats for module in modules)
 
 
-def _work(recording: Recording, drafts: list[_Draft], operator_of: dict[int, int], num_units: int) -> None:
-    """Set each operator's workspace: peak bytes beyond those that units up to its own have saved."""
+def _set_workspace(recording: Recording, drafts: list[_Draft], operator_of: dict[int, int], num_units: int) -> None:
+    """Set each operator's workspace: peak bytes that are alive beyond saved activations of units up to its own."""
     events = (*recording.forward, *recording.backward)
     change = [0] * (len(events) + 1)
     elsewhere = _tied_gradients(recording, drafts)
@@ -281,7 +285,7 @@ def _work(recording: Recording, drafts: list[_Draft], operator_of: dict[int, int
 
 
 def _tied_gradients(recording: Recording, drafts: list[_Draft]) -> set[int]:
-    """Return the storages whose sum is the gradient of a weight that several units use: lowering holds them."""
+    """Return storages whose sum is the gradient of a weight that several units use; lowering accounts for them."""
     tied = {name for draft in drafts for name in draft.shared}
     left = [recording.gradients[name] for name in tied if name in recording.gradients]
     found: set[int] = set()
@@ -292,10 +296,10 @@ def _tied_gradients(recording: Recording, drafts: list[_Draft]) -> set[int]:
     return found
 
 
-def _hand_on(recording: Recording, places: list[UnitVisits], drafts: list[_Draft]) -> None:
-    """Set the bytes that operators pass on; for a block's first unit, and the one before it, the block's inputs.
+def _set_outputs(recording: Recording, places: list[UnitVisits], drafts: list[_Draft]) -> None:
+    """Set the output bytes of operators. For the first unit of a block and the unit before it, use the block's inputs.
 
-    That is ``Unit.activation_output_bytes``: what recomputation of the block must keep.
+    These are ``Unit.activation_output_bytes``, which must be kept to recompute the block.
     """
     given = {visit.path: visit.input_bytes for visit in recording.visits}
     for number, draft in enumerate(drafts):
@@ -325,7 +329,7 @@ def _block(
         if _is_below(path, name)
     }
     saves = _saves(recording, path)
-    # Recomputation stops, non-reentrant, with the last tensor that is kept.
+    # Non-reentrant recomputation stops after the last saved tensor.
     rerun_until = max((save.position for save in saves), default=0)
     inputs = frozenset().union(*(visit.inputs for visit in recording.visits if path and visit.path == path))
     operators: list[CapturedOperator] = []
@@ -357,14 +361,14 @@ def _block(
 
 
 def _frozen_format(stored: StoredParameter, dtype: Literal["bf16", "fp32"]) -> FrozenFormat | None:
-    """Return how a frozen parameter is kept: as it is, if that is not in the type of the weights."""
+    """Return the stored format of a frozen parameter if it differs from the type of the weights."""
     if stored.parameter.requires_grad:
         return None
     return "plain" if stored.parameter.dtype is DTYPES[dtype] and not stored.is_quantized else stored.num_bytes
 
 
 def _saves(recording: Recording, path: str) -> list[Save]:
-    """Return what autograd keeps in a block."""
+    """Return the tensors that autograd saves in a block."""
     visits = recording.visits
     inside: set[int] = set()
     for index, visit in enumerate(visits):
@@ -378,7 +382,7 @@ def _kernels(recording: Recording, events: Iterable[int]) -> CapturedKernels:
 
 
 def _merged(kernels: Iterable[Kernel]) -> CapturedKernels:
-    """Return kernels with equal neighbours that are bound by memory as one entry."""
+    """Merge equal neighbouring kernels that are bound by memory into one entry."""
     result: list[Kernel] = []
     for kernel in kernels:
         last = result[-1] if result else None
@@ -395,7 +399,7 @@ def _is_below(path: str, name: str) -> bool:
 
 def _below(path: str, name: str) -> str:
     """Return ``name`` relative to ``path``."""
-    if path and name.startswith(f"{path}#"):  # a second unit of the block's own name
+    if path and name.startswith(f"{path}#"):  # a second unit with the block's name
         return name[len(path) :]
     assert join(path, "") == path
     return name[len(path) :].removeprefix(".") if path else name

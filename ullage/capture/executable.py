@@ -1,8 +1,7 @@
-"""Checks that the executor can follow a module: that each weight is on the device when it is read.
+"""Check that the executor can fetch all weights of a module before they are read.
 
-The executor brings the weights of a unit when forward or backward comes to it, which it sees from outside of modules
-(see [Note: Module boundaries] in ``executor.module.binding``). A module may read weights where nothing of the kind can
-be seen.
+The executor fetches the weights of a unit when forward or backward reaches it, which it sees by hooks on modules (see
+[Note: Module boundaries] in ``executor.module.binding``). But a module may read weights at a point without a hook.
 """
 
 from collections.abc import Iterable, Iterator
@@ -15,10 +14,10 @@ from ullage.capture.records import CaptureError, Event, Recording
 
 
 def check_executable(recording: Recording, captured: CapturedModel) -> None:
-    """Check that the units of a captured model can be seen to begin, in their order, before their weights are read.
+    """Check that hooks see the beginning of each unit, in order, before its weights are read.
 
     Raises:
-        CaptureError: they cannot; names the weight or module, and the remedy.
+        CaptureError: they do not; the message names the weight or module, and the remedy.
     """
     found = units(build_graph(captured, captured.batch))
     names = {unit.name: {*unit.sizes, *(s.name for s in unit.frozen), *unit.shared_parameters} for unit in found}
@@ -26,9 +25,7 @@ def check_executable(recording: Recording, captured: CapturedModel) -> None:
         unit_of = unit_modules(recording.model, found)
         found_markers = list(markers(without_inner(unit_of, tiled_modules(recording.model, found)), found))
     except BindingError as error:
-        raise CaptureError(
-            f"{str(error).partition(', but')[0]}; put what runs apart into modules of its own"
-        ) from error
+        raise CaptureError(f"{str(error).partition(', but')[0]}; put the parts into modules of their own") from error
     begins, ends = (
         _visits(recording, (m for m in found_markers if m.begins)),
         _visits(recording, (m for m in found_markers if m.ends)),
@@ -51,7 +48,7 @@ def check_executable(recording: Recording, captured: CapturedModel) -> None:
 
 
 def _visits(recording: Recording, found_markers: Iterable[Marker]) -> dict[int, str]:
-    """Return the visits of modules whose hooks report progress, in order, with their units."""
+    """Return the visits of modules whose hooks mark the beginning of units, in order, with their units."""
     unit_of = {marker.module: marker.unit for marker in found_markers}
     return {index: unit_of[visit.module] for index, visit in enumerate(recording.visits) if visit.module in unit_of}
 
@@ -62,18 +59,18 @@ def _check_order(order: list[str], begun: list[str]) -> None:
         at = next((i for i, (a, b) in enumerate(zip(seen, order, strict=False)) if a != b), min(len(seen), len(order)))
         unit = (*seen[at:], *order[at:])[0]
         raise CaptureError(
-            f"{unit} does not run in one stretch: its modules are called again later, or others read their weights; "
-            "call each module once in forward, or put what runs in turns into one module"
+            f"{unit} does not run without interruption: its modules are called again later, or other modules read "
+            "their weights; call each module once in forward, or put modules that alternate into one module"
         )
 
 
 def _unseen(events: list[Event], boundaries: list[tuple[int, str]], names: dict[str, set[str]]) -> str | None:
-    """Return a weight that is read while another unit computes than one that has it.
+    """Return a weight that is read while a unit without it computes; ``None`` if there is none.
 
     Args:
-        events: of forward or of backward.
-        boundaries: before which event each unit is seen to begin, in order.
-        names: the weights that are there while each unit computes.
+        events: events of forward or of backward.
+        boundaries: for each unit in order, the event before which hooks see its beginning.
+        names: the weights that are on the device while each unit computes.
     """
     left: Iterator[tuple[int, str]] = iter([*boundaries, (len(events), "")])
     position, following = next(left)

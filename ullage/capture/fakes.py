@@ -1,10 +1,10 @@
-"""What a capture adds to fake tensors: the operators inside some operators, and values that no input decides.
+"""Fake tensors with known values for captures.
 
-A fake tensor has no values, but some are known all the same: those of ``torch.arange`` and ``torch.zeros``, those of
-inputs that say where images are, and of what is computed from known values alone. Random numbers between 0 and 1 are
-known to be above 0, so that what is left out with probability 0 is there. One more rule is for experts, whose shares
-are taken as equal: ``topk``, and a maximum along a dimension, are taken to choose all in turn. So a loop over the
-experts that were chosen, each with the tokens that chose it, is recorded like any other code.
+A fake tensor has no values, but some values are known: those of ``torch.arange`` and ``torch.zeros``, those of inputs
+that mark the positions of images, and results of operators on known values. Random numbers between 0 and 1 are known to
+be above 0, so a layer that is dropped with probability 0 runs. Experts are assumed to have equal shares of the tokens:
+``topk``, and a maximum along a dimension, choose all experts in turn. So a loop over the chosen experts, each with its
+tokens, is recorded like any other code.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ VALUES = (DataDependentOutputException, DynamicOutputShapeException)  # an opera
 
 @dataclasses.dataclass(frozen=True)
 class _Layout:
-    """Where a tensor's values are in its storage."""
+    """The layout of a tensor in its storage."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -41,11 +41,11 @@ class _Layout:
         return cls(tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
     def room(self) -> int:
-        """Return how many values a storage has that ends with the tensor."""
+        """Return the number of values of a storage that ends with the tensor."""
         return self.offset + 1 + sum((n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True))
 
     def within(self, values: Tensor) -> Tensor:
-        """Return the tensor in a storage with these values."""
+        """Return the tensor with this layout in a storage of ``values``."""
         return values.as_strided(self.shape, self.strides, self.offset)
 
 
@@ -54,8 +54,8 @@ class _Recipe:
     """How the values in a storage are computed.
 
     Attributes:
-        arguments: positional and named ones of ``function``, with a :class:`_Known` in the place of each tensor.
-        result: which of its results it is.
+        arguments: positional and keyword arguments of ``function``, with a :class:`_Known` in place of each tensor.
+        result: index of the result of ``function``.
     """
 
     function: Any
@@ -65,7 +65,7 @@ class _Recipe:
 
     @functools.cached_property
     def values(self) -> Tensor:
-        """All values of the storage, computed at the first use; few models need them."""
+        """All values of the storage, computed at the first use, because few models need them."""
         values = torch.zeros(max(self.layout.room(), 0), dtype=self.layout.dtype)
         self.layout.within(values).copy_(tree_leaves(_computed(self.function, self.arguments))[self.result])
         return values
@@ -86,7 +86,7 @@ def _computed(function: Any, arguments: Any) -> Any:
 
 @contextlib.contextmanager
 def lists_of_scalars() -> Iterator[None]:
-    """Let ``torch.tensor`` take a list of fake scalars, whose values it would ask for."""
+    """Let ``torch.tensor`` take a list of fake scalars without reading their values."""
     real = torch.tensor
 
     def tensor(data: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -104,38 +104,38 @@ class Fakes:
 
     def __init__(self) -> None:
         self._recipes: Any = WeakIdKeyDictionary()  # by storage
-        self._drawn: Any = WeakIdKeyDictionary()  # storages of random numbers between 0 and 1
+        self._random: Any = WeakIdKeyDictionary()  # storages of random numbers between 0 and 1
 
     def know(self, tensor: Tensor, values: Tensor) -> None:
-        """Take the values of an input as known: shapes depend on the positions of images in text."""
+        """Make the values of an input known. Shapes may depend on the positions of images."""
         self._recipes[tensor.untyped_storage()] = _Recipe(values.clone, ((), {}), 0, _Layout.of(tensor))
 
     def run(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Return what an operator returns.
+        """Run an operator and return its result.
 
         Raises:
-            DataDependentOutputException, DynamicOutputShapeException: it needs values that are not known.
+            DataDependentOutputException, DynamicOutputShapeException: the operator needs values that are not known.
         """
         try:
             output = _FAKES.get(function, function)(*args, **kwargs)
         except VALUES:
-            if function in _INDEXING and (places := self._places(args[1])) is not None:
+            if function in _INDEXING and (places := self._mask_positions(args[1])) is not None:
                 return self.run(function, (args[0], places, *args[2:]), kwargs)
             if (known := self._known((args, kwargs))) is None:
                 raise
             with _disable_current_modes():
                 real = _computed(function, known)
             output = tree_map_only(Tensor, _fake_like, real)
-        self._note(function, args, kwargs, output)
+        self._record(function, args, kwargs, output)
         return output
 
-    def _note(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any], output: Any) -> None:
-        """Remember how values are computed, if that is known."""
+    def _record(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any], output: Any) -> None:
+        """Record how values are computed, if the arguments are known."""
         results = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         if function._schema.is_mutable:
-            self._note_written(function, args, kwargs)
+            self._record_write(function, args, kwargs)
             return
-        if self._note_drawn(function, args, results):
+        if self._record_random(function, args, results):
             return
         if function is aten.lift_fresh.default and not isinstance(args[0], FakeTensor):  # torch.tensor(...)
             self.know(results[0], args[0])
@@ -146,14 +146,14 @@ class Fakes:
             given = args[dimension] if len(args) > dimension else -1
             num_choices = (args[0].shape or (1,))[-1 if given is None else given]
             layout = _Layout.of(results[-1])
-            chosen = _Recipe(_in_turn, ((layout.shape, num_choices), {}), 0, layout)
+            chosen = _Recipe(_balanced_choices, ((layout.shape, num_choices), {}), 0, layout)
             self._recipes[results[-1].untyped_storage()] = chosen
         elif _has_values(function) and (known := self._known((args, kwargs))) is not None:
-            for number, result in enumerate(results):  # some operators return their arguments
+            for number, result in enumerate(results):  # a result may be an argument
                 self._recipes.setdefault(result.untyped_storage(), _Recipe(function, known, number, _Layout.of(result)))
 
-    def _note_written(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """Forget the values of what an operator writes, or remember how they change."""
+    def _record_write(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Forget the values of tensors that an operator writes, or record how they change."""
         named = {a.name: value for a, value in zip(function._schema.arguments, args, strict=False)} | kwargs
         written = [a.name for a in function._schema.arguments if a.alias_info and a.alias_info.is_write]
         tensors = [t for t in tree_leaves([named.get(name) for name in written]) if isinstance(t, Tensor)]
@@ -163,23 +163,23 @@ class Fakes:
             after = None if known is None else _after(function, *known)
         for changed in tensors:
             self._recipes.pop(changed.untyped_storage(), None)
-            self._drawn.pop(changed.untyped_storage(), None)
+            self._random.pop(changed.untyped_storage(), None)
         if after is not None:
             self._recipes[tensors[0].untyped_storage()] = after
 
-    def _note_drawn(self, function: Any, args: Sequence[Any], results: Sequence[Tensor]) -> bool:
-        """Remember random numbers, and that they are above 0; return whether this was about them."""
+    def _record_random(self, function: Any, args: Sequence[Any], results: Sequence[Tensor]) -> bool:
+        """Record random numbers, and comparisons of them with 0; return whether the operator was one of these."""
         if function is aten.rand.default:
-            self._drawn[results[0].untyped_storage()] = True
+            self._random[results[0].untyped_storage()] = True
             return True
-        if function in _ABOVE_ZERO and args[1] == 0 and args[0].untyped_storage() in self._drawn:
+        if function in _ABOVE_ZERO and args[1] == 0 and args[0].untyped_storage() in self._random:
             with _disable_current_modes():
                 self.know(results[0], torch.full(args[0].shape, _ABOVE_ZERO[function]))
             return True
         return False
 
-    def _places(self, indices: Sequence[Tensor | None]) -> list[Tensor | None] | None:
-        """Return indices with the places of what masks choose; ``None`` if there is no mask, or one is not known."""
+    def _mask_positions(self, indices: Sequence[Tensor | None]) -> list[Tensor | None] | None:
+        """Return indices with masks replaced by the positions that they choose; ``None`` if no mask is known."""
         if not any(index is not None and index.dtype is torch.bool for index in indices):
             return None
         found: list[Tensor | None] = []
@@ -195,7 +195,7 @@ class Fakes:
         return found
 
     def _known(self, arguments: Any) -> Any:
-        """Return arguments with known values in the place of tensors, or ``None`` if some are not known."""
+        """Return arguments with tensors replaced by their known values; ``None`` if some are not known."""
         tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
         recipes = {id(leaf): self._recipes.get(leaf.untyped_storage()) for leaf in tensors}
         if any(recipes[id(leaf)] is None or recipes[id(leaf)].layout.dtype is not leaf.dtype for leaf in tensors):
@@ -204,7 +204,7 @@ class Fakes:
 
 
 def _after(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> _Recipe:
-    """Return the values of the whole storage of the first argument after an operator has written into it."""
+    """Return the values of the first argument's whole storage after an operator has written to it."""
     target: _Known = args[0]
     whole = _Layout(target.layout.dtype, (max(target.recipe.layout.room(), 0),), (1,), 0)
 
@@ -217,7 +217,7 @@ def _after(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> _Recip
 
 
 def _has_values(function: Any) -> bool:
-    """Return whether an operator makes the same values whenever it is called with the same ones."""
+    """Return whether an operator is deterministic."""
     return torch.Tag.nondeterministic_seeded not in function.tags and "empty" not in function.overloadpacket.__name__
 
 
@@ -225,19 +225,19 @@ def _fake_like(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
 
 
-def _in_turn(shape: tuple[int, ...], num_choices: int) -> Tensor:
-    """Return choices with equal frequency, of which neighbours differ."""
+def _balanced_choices(shape: tuple[int, ...], num_choices: int) -> Tensor:
+    """Return choices of equal frequency in which neighbours differ."""
     return torch.arange(math.prod(shape)).remainder(num_choices).view(shape)
 
 
 def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor | None = None, *_rest: Any, **_named: Any) -> Tensor:
-    """Return what the real kernel does: it takes other types than bf16 too, unlike the fake one of PyTorch."""
+    """Fake the grouped product for all types that the real kernel takes. PyTorch's own fake takes only bf16."""
     return _create_grouped_mm_output_tensor(a, b, offs, None)  # type: ignore[no-any-return, no-untyped-call]
 
 
 _FAKES: dict[Any, Callable[..., Any]] = {aten._grouped_mm.default: _grouped_mm}
 _INDEXING = frozenset({aten.index.Tensor, aten.index_put.default, aten.index_put_.default})
-# Comparisons with 0, and how they end for a number above 0.
+# Comparisons with 0, and their results for a number above 0.
 _ABOVE_ZERO = {aten.gt.Scalar: True, aten.ge.Scalar: True, aten.lt.Scalar: False, aten.le.Scalar: False}
-# Operators whose last result says what was chosen along a dimension, and which argument that is.
+# Operators whose last result is the chosen index along a dimension, and the position of that dimension's argument.
 _CHOICES = {aten.topk.default: 2, aten.max.dim: 1, aten.argmax.default: 1}

@@ -11,9 +11,9 @@ from planner.models.captured import CapturedInput
 from ullage.capture.records import CaptureError
 
 BY_HAND: Final = "give --model package.module:function and --input-shape"
-_IMAGE_SIDE = 224  # pixels, where a configuration does not say
+_IMAGE_SIDE = 224  # pixels, if a configuration has no size
 _SAMPLES = 16_000  # one second of sound
-_MOST_IMAGE_SIDE = 16  # tokens along an image whose size is free
+_MOST_IMAGE_SIDE = 16  # maximum tokens along a side of an image whose size is free
 
 Inputs = tuple[CapturedInput, ...]
 
@@ -23,9 +23,9 @@ class Kind:
     """A way to call a model.
 
     Attributes:
-        inputs: makes them from a configuration, a micro-batch and a number of tokens.
+        inputs: function that makes the inputs from a configuration, a micro-batch and a number of tokens.
         has_tokens: whether the number of tokens is free.
-        has_images: whether an image takes some of the tokens, in architectures for which that is known.
+        has_images: whether an image takes some of the tokens.
     """
 
     inputs: Callable[[Any, int, int], Inputs]
@@ -50,7 +50,7 @@ def _classes(config: Any, micro_batch: int, seq_len: int) -> Inputs:
 
 
 def _label(config: Any, micro_batch: int) -> CapturedInput:
-    """Return a classifier's labels: a class, a value for each class, or one value if there is a single class."""
+    """Return the label of a classifier: a class, a value for each class, or the value of a single class."""
     if config.problem_type == "multi_label_classification":
         return _values("labels", micro_batch, config.num_labels)
     if config.num_labels == 1 or config.problem_type == "regression":
@@ -82,7 +82,7 @@ def _sounds(config: Any, micro_batch: int, _seq_len: int) -> Inputs:
 
 
 def _sound(config: Any, micro_batch: int) -> CapturedInput:
-    """Return a spectrogram of the length that the model is made for, or a second of samples."""
+    """Return a spectrogram of the model's length, or a second of samples."""
     has = config.to_dict()
     if "num_mel_bins" in has and "max_source_positions" in has:  # Whisper halves the frames before its encoder
         return _values("input_features", micro_batch, config.num_mel_bins, 2 * config.max_source_positions)
@@ -96,7 +96,7 @@ def _sound(config: Any, micro_batch: int) -> CapturedInput:
 
 
 def _images_and_text(config: Any, micro_batch: int, seq_len: int) -> Inputs:
-    """Return one image for each sequence, at its beginning; other architectures are called with text alone."""
+    """Return one image at the beginning of each sequence. Other architectures get only text."""
     if (sized := _SIZED_IMAGES.get(config.model_type)) is not None:
         return sized(config, micro_batch, seq_len)
     if (taken := image_tokens(config)) == 0:
@@ -113,9 +113,9 @@ def _images_and_text(config: Any, micro_batch: int, seq_len: int) -> Inputs:
 
 
 def _listed_images(config: Any, micro_batch: int, seq_len: int) -> Inputs:
-    """Return a list of one image for each sequence. Its values say that it is there: images of zeros are left out.
+    """Return a list of one image for each sequence. Its values are not zero, because models skip images of zeros.
 
-    Some defaults have images that cannot be divided as they are to be: then there is text alone.
+    Some default configurations have images that cannot be divided into patches. Then the inputs are only text.
     """
     if (taken := image_tokens(config)) == 0:
         return _text(config, micro_batch, seq_len)
@@ -129,7 +129,7 @@ def _listed_images(config: Any, micro_batch: int, seq_len: int) -> Inputs:
 
 
 def _measured_images(config: Any, micro_batch: int, seq_len: int) -> Inputs:
-    """Return images of any size, with their sizes: as large as fits into half of the sequence."""
+    """Return images with their sizes, as large as fits into half of the sequence."""
     vision = config.vision_config
     merged = min(math.isqrt(max(seq_len // 2, 1)), _MOST_IMAGE_SIDE)
     side = merged * config.spatial_merge_size * vision.patch_size
@@ -142,7 +142,7 @@ def _measured_images(config: Any, micro_batch: int, seq_len: int) -> Inputs:
 
 
 def _free_images(config: Any, micro_batch: int, seq_len: int) -> Inputs:
-    """Return images of any size, as patches: as large as fits into half of the sequence."""
+    """Return images as patches, as large as fits into half of the sequence."""
     vision = config.vision_config
     merged = min(math.isqrt(max(seq_len // 2, 1)), _MOST_IMAGE_SIDE)
     side = merged * vision.spatial_merge_size
@@ -159,7 +159,7 @@ def _free_images(config: Any, micro_batch: int, seq_len: int) -> Inputs:
 
 
 def image_tokens(config: Any) -> int:
-    """Return how many tokens of a sequence one image takes; 0 if they are as many as fit, or that is not known."""
+    """Return the tokens of one image; 0 if the image is as large as fits, or if the number is not known."""
     count = _IMAGE_TOKENS.get(config.model_type)
     return count(config) if count else 0
 
@@ -196,7 +196,7 @@ _IMAGE_TOKENS: Final[dict[str, Callable[[Any], int]]] = {
     "llava": _llava_tokens,
     "paligemma": _patches,
 }
-# Which tokens see one another: of Gemma those of an image, of PaliGemma also a prompt, here the image alone.
+# Tokens with bidirectional attention: those of an image. PaliGemma has them also for a prompt, which is empty here.
 _TYPES: Final[dict[str, Callable[[int, int], tuple[tuple[int, int], ...]]]] = {
     "gemma3": lambda taken, seq_len: ((1, taken), (0, seq_len - taken)),
     "paligemma": lambda taken, seq_len: ((0, taken), (1, seq_len - taken)),
@@ -214,4 +214,4 @@ HEADS: Final[dict[Any, Kind]] = {
     transformers.AutoModelForTokenClassification: Kind(_text),
     transformers.AutoModelForQuestionAnswering: Kind(_answers),
 }
-"""What trains an architecture, and how: the class that the configuration names, or else the first that there is."""
+"""Auto classes with the way to call them. The class in the configuration counts, or else the first one that exists."""

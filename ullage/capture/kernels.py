@@ -1,7 +1,7 @@
-"""From an operator of PyTorch's dispatcher, with its tensors, to the planner's kernels.
+"""Turn an operator of PyTorch's dispatcher, with its tensors, into the planner's kernels.
 
-FLOP are those of ``torch.utils.flop_counter`` (a test compares them), but for causal attention, of which a fused kernel
-does half. Bytes are those of the tensors read and written, an expanded dimension once.
+FLOP are those of ``torch.utils.flop_counter`` (a test compares them), except for causal attention, of which a fused
+kernel computes half. Bytes are those of the tensors read and written; an expanded dimension counts once.
 """
 
 import math
@@ -16,37 +16,37 @@ from torch.utils.flop_counter import flop_registry
 from planner.models.formulas.work import equal_shares, grouped
 from planner.models.kernels import Attention, Elementwise, Gemm, Kernels
 
-# Bookkeeping that moves no data; is_view says the rest.
+# Operators that move no data, beside views (is_view).
 _FREE = frozenset(
     {"detach", "_unsafe_view", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
     | {"_reshape_alias", "alias", "lift_fresh", "resize_", "set_", "_local_scalar_dense", "_linalg_check_errors"}
 )
-# In place, without reading the old values.
+# Operators that write in place without reading the old values.
 _OVERWRITE = frozenset({"fill_", "zero_", "normal_", "uniform_", "bernoulli_", "random_", "exponential_"})
-# They read of their first tensor as much as they write.
+# Operators that read as many bytes of their first tensor as they write.
 _LOOK_UP = frozenset({"embedding", "index", "_unsafe_index", "index_select", "gather", "take"})
-# They fill their output and then copy their first tensor into it.
+# Operators that fill their output and then copy their first tensor into it.
 _INTO_ZEROS = frozenset({"slice_backward", "select_backward"})
-# Those of bitsandbytes that are bound by memory.
+# Operators of bitsandbytes that are bound by memory.
 _DEQUANTIZE = frozenset({"bitsandbytes.dequantize_4bit", "bitsandbytes.dequantize_blockwise"})
-# Operators whose time follows neither from FLOP nor from bytes.
+# Operators whose time is determined neither by FLOP nor by bytes.
 _UNPRICED = (
     *("mkldnn_rnn", "_cudnn_rnn", "miopen_rnn", "_thnn_fused"),
     *("linalg_", "_linalg_", "_fft_", "_cdist", "_trilinear"),
 )
-# Named like those, but bound by memory.
+# Operators with similar names that are bound by memory.
 _PRICED = frozenset({"linalg_vector_norm", "linalg_cross"})
 
 
 class UnsupportedOperatorError(ValueError):
-    """An operator that no kernel of the planner describes."""
+    """No kernel of the planner describes an operator."""
 
 
 def kernels_of(function: Any, args: Sequence[Any], kwargs: dict[str, Any], output: Any) -> Kernels:
-    """Return what a device runs for one call of an operator.
+    """Return the kernels of a device for one call of an operator.
 
     Raises:
-        UnsupportedOperatorError: nothing is known about it.
+        UnsupportedOperatorError: the cost of the operator is not known.
     """
     name = function.overloadpacket.__name__
     if function.namespace == "prim" or function.is_view or name in _FREE:
@@ -72,7 +72,7 @@ def _passes(name: str, args: Sequence[Any], read: list[int], written: list[int])
         passes = [sum(written)]
     elif name == "copy_":
         passes = [sum(written) + sum(read[1:])]
-    elif name.startswith("nll_loss"):  # one value per target, or zeros but for one
+    elif name.startswith("nll_loss"):  # forward reads one value per target; backward writes zeros except for one
         passes = [args[1].numel() * (8 + args[0].element_size()) if name.endswith("forward") else written[0]]
     elif name in _LOOK_UP:
         passes = [2 * written[0] + sum(read[1:])]
@@ -86,7 +86,7 @@ def _passes(name: str, args: Sequence[Any], read: list[int], written: list[int])
 
 
 def _num_bytes(tensor: Tensor) -> int:
-    """Return the bytes behind a tensor: an expanded dimension is read once."""
+    """Return the bytes of a tensor in memory; an expanded dimension counts once."""
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
     return math.prod(n for n, stride in sizes if stride) * tensor.element_size()
 
@@ -103,7 +103,7 @@ def _added_product(args: Sequence[Any], kwargs: dict[str, Any], output: Any) -> 
 
 
 def _grouped_product(args: Sequence[Any], _kwargs: dict[str, Any], _output: Any) -> Kernels:
-    """Shares of the groups are equal: which tokens go where is data."""
+    """Return one product per group, with equal groups, because the real sizes depend on data."""
     a, b = args[:2]
     if a.dim() == 2 and b.dim() == 3:
         return grouped(equal_shares(a.shape[0], b.shape[0]), b.shape[2], a.shape[1])
@@ -117,14 +117,14 @@ def _grouped_product(args: Sequence[Any], _kwargs: dict[str, Any], _output: Any)
 
 
 def _triangular_solve(args: Sequence[Any], _kwargs: dict[str, Any], output: Any) -> Kernels:
-    """Half of a product, as half of the matrix is zero."""
+    """Return half of a product, because half of the matrix is zero."""
     *batch, rows, columns = output.shape
     size = args[0].shape[-1]
     return (Gemm(rows, columns, max(size // 2, 1), math.prod(batch), batched=len(batch) > 0),)
 
 
 def _solve(args: Sequence[Any], _kwargs: dict[str, Any], output: Any) -> Kernels:
-    """A third of a product of the matrix with itself makes its factors; with them, two triangles are solved."""
+    """Return a third of a product of the matrix with itself for its factors, and two triangular solves."""
     *batch, size, _ = args[0].shape
     count, factors = math.prod(batch), Gemm(size, size, max(size // 3, 1), math.prod(batch), batched=len(batch) > 0)
     columns = max(output[0].numel() // max(count * size, 1), 1)
@@ -132,7 +132,7 @@ def _solve(args: Sequence[Any], _kwargs: dict[str, Any], output: Any) -> Kernels
 
 
 def _solve_factored(args: Sequence[Any], _kwargs: dict[str, Any], output: Any) -> Kernels:
-    """Two triangles are half of a product each."""
+    """Return two triangular solves, each half of a product."""
     *batch, size, _ = args[0].shape
     columns = max(output.numel() // max(math.prod(batch) * size, 1), 1)
     return (Gemm(size, columns, size, math.prod(batch), batched=len(batch) > 0),)
@@ -153,7 +153,7 @@ def _convolution_backward(args: Sequence[Any], _kwargs: dict[str, Any], _output:
 
 
 def _convolution_gemm(source: Tensor, output: Tensor, weight: Tensor, groups: int, *, transposed: bool) -> Gemm:
-    """Return a convolution as the product that implicit GEMM does (cuDNN): one per group."""
+    """Return a convolution as implicit GEMM (cuDNN): one product per group."""
     window = math.prod(weight.shape[2:])
     rows = source.shape[0] * math.prod((source if transposed else output).shape[2:])
     if transposed:
@@ -174,7 +174,7 @@ def _argument(args: Sequence[Any], kwargs: dict[str, Any], position: int, name: 
 
 
 def _core(query: Tensor, key: Tensor, causal: bool, *, backward: bool) -> Attention:
-    """Return fused attention; queries and keys of different number are as many square cores as they hold."""
+    """Return fused attention. If the numbers of queries and keys differ, count square cores of the smaller number."""
     batch, num_heads, num_queries, head_dim = query.shape
     side = math.gcd(num_queries, key.shape[2])
     repeats = (num_queries // side) * (key.shape[2] // side)

@@ -1,4 +1,4 @@
-"""From ``package.module:function`` and the shapes of its inputs to a captured model."""
+"""Capture the model of ``package.module:function`` with the shapes of its inputs."""
 
 import contextlib
 import dataclasses
@@ -38,7 +38,7 @@ from ullage.capture.records import DTYPES, CaptureError, Recording
 from ullage.capture.repeats import Repeats, UnequalError
 from ullage.capture.tiles.token_wise import TokenWise
 
-# The first logs errors that are raised here; the second says which loss it takes.
+# Loggers to silence: the first logs errors that are raised here anyway, the second logs the kind of loss.
 _QUIET = [logging.getLogger(name) for name in ("torch._subclasses.fake_tensor", "transformers.modeling_utils")]
 _UNKNOWN = (UnsupportedOperatorException, UnsupportedFakeTensorException)
 
@@ -52,20 +52,20 @@ def capture(
     lora: Lora | None = None,
     quantization: Quantization | None = None,
 ) -> CapturedModel:
-    """Capture the module that a function makes.
+    """Capture the module that a function returns.
 
     Args:
-        factory: ``package.module:function``, which takes no arguments and is looked for from the current directory; or
+        factory: ``package.module:function``, which takes no arguments and is also searched in the current directory; or
             the path of a ``config.json``, or the name of a packaged model.
-        inputs: what the module is called with; the leading dimension is the micro-batch.
-        dtype: of weights and floating inputs.
-        as_on_gpu: the kernels of a GPU, where PyTorch has others for it.
-        lora: adapters that are put into it; only into architectures of ``transformers``.
-        quantization: of its projections, beside adapters.
+        inputs: inputs of the module; the leading dimension is the micro-batch.
+        dtype: type of weights and floating inputs.
+        as_on_gpu: record the kernels of a GPU if they differ from those of a CPU.
+        lora: adapters to add; only to architectures of ``transformers``.
+        quantization: quantization of the projections beside adapters.
 
     Raises:
-        CaptureError: there is no such function, or what it makes cannot be captured.
-        ValueError: a library that it needs is not installed.
+        CaptureError: the function does not exist, or its module cannot be captured.
+        ValueError: a required library is not installed.
     """
     job = _Job(factory, dtype, lora, quantization, as_on_gpu)
     given = tuple(inputs)
@@ -74,7 +74,7 @@ def capture(
 
 @dataclasses.dataclass(frozen=True)
 class _Job:
-    """What to capture, at any size of its inputs; see :func:`capture`."""
+    """A model to capture with any inputs; see :func:`capture`."""
 
     factory: str
     dtype: Literal["bf16", "fp32"]
@@ -103,7 +103,7 @@ class _Job:
         return captured.model_copy(update=put_in)
 
     def captured_again(self, inputs: tuple[CapturedInput, ...], size: Size) -> CapturedModel:
-        """Capture it at another size: inputs of a configuration follow from it, others are scaled."""
+        """Capture at another size. Inputs of a configuration are made for that size, other inputs are scaled."""
         if tokens_of(inputs) > 1 and (":" not in self.factory or Path(self.factory).exists()):
             masked = any(spec.name == "attention_mask" for spec in inputs)
             inputs = architecture(self.factory).inputs(size.micro_batch, size.seq_len, masked=masked)
@@ -120,9 +120,9 @@ def capture_module(
     name: str = "",
     as_on_gpu: bool = True,
 ) -> CapturedModel:
-    """Capture the module that ``make`` makes, or one that is there, which stays as it is; see :func:`capture`.
+    """Capture an existing module, or one that ``make`` returns; see :func:`capture`. The module does not change.
 
-    Inputs may be written as after ``--input-shape``.
+    Inputs may be texts as for ``--input-shape``.
     """
     given = tuple(CapturedInput.read(spec) if isinstance(spec, str) else spec for spec in inputs)
 
@@ -145,7 +145,7 @@ def _capture(
     as_on_gpu: bool,
     token_wise: list[str] | None = None,
 ) -> CapturedModel:
-    """Capture it; ``token_wise`` keeps the paths of modules for tiles, from one size to the next."""
+    """Capture a module. ``token_wise`` keeps the paths of modules for tiles from one size to the next."""
     token_wise = [] if token_wise is None else token_wise
     if isinstance(make, nn.Module):
         model, name = make, name or type(make).__name__
@@ -178,19 +178,19 @@ def _recorded(
     as_on_gpu: bool,
     token_wise: list[str],
 ) -> CapturedModel:
-    """Record a model, and return what was captured.
+    """Record a model and return the captured model.
 
     Raises:
-        UnequalError: blocks that are alike were not recorded, and have to be.
+        UnequalError: blocks that were skipped as copies must be recorded.
     """
-    # Before there are fake tensors: what is converted then is fake too.
+    # Before fake tensors exist, because later conversions would be fake too.
     known = {
         number: begun(spec).to(DTYPES[dtype]) if spec.dtype == "float" else begun(spec)
         for number, spec in enumerate(inputs)
         if spec.begins
     }
     with FakeTensorMode(allow_non_fake_inputs=True), _faked(model, DTYPES[dtype]):
-        with _refusing(name, model), _positions_known():
+        with _as_capture_errors(name, model), _default_positions():
             args = [_tensor(spec, DTYPES[dtype]) for spec in inputs if not spec.name]
             named = {spec.name: _tensor(spec, DTYPES[dtype]) for spec in inputs if spec.name}
             recorded = functools.partial(record, model.train(), args, named, as_on_gpu=as_on_gpu, known=known)
@@ -208,13 +208,13 @@ def _recorded(
         )
         captured = repeated(captured, recording)
         captured = captured.model_copy(update={"num_logits": _num_logits(model, recording), **tiles._asdict()})
-        with _refusing(name):
+        with _as_capture_errors(name):
             check_executable(recording, captured)
         return captured
 
 
 def _with_copies(paths: list[str], recording: Recording) -> list[str]:
-    """Return paths of modules, and the paths of their copies in blocks that were not recorded."""
+    """Return paths of modules, and paths of the equal modules in blocks that were not recorded."""
     copies = [
         f"{copy.path}.{path.removeprefix(f'{copy.of}.')}"
         for copy in recording.copies
@@ -225,7 +225,7 @@ def _with_copies(paths: list[str], recording: Recording) -> list[str]:
 
 
 def _num_logits(model: nn.Module, recording: Recording) -> int | None:
-    """Return the size of the vocabulary, if the model's own loss is that of what its head returns."""
+    """Return the size of the vocabulary, if the model's own loss is computed from the output of its head."""
     head = find_head(model)
     if head is None or recording.loss != OUTPUTS_LOSS or all(visit.module is not head for visit in recording.visits):
         return None
@@ -233,8 +233,8 @@ def _num_logits(model: nn.Module, recording: Recording) -> int | None:
 
 
 def _made(make: Callable[[], nn.Module], name: str) -> nn.Module:
-    """Return the module that a function makes, without memory, as ``transformers`` makes it."""
-    with _refusing(f"{name}()" if ":" in name and not Path(name).exists() else name), torch.device("meta"):
+    """Return the module of a function, made without memory, with the settings of ``transformers``."""
+    with _as_capture_errors(f"{name}()" if ":" in name and not Path(name).exists() else name), torch.device("meta"):
         model = make()
     if not isinstance(model, nn.Module):
         raise CaptureError(f"{name}() returned a {type(model).__name__}, not an nn.Module; return the model")
@@ -242,15 +242,15 @@ def _made(make: Callable[[], nn.Module], name: str) -> nn.Module:
 
 
 def load_factory(text: str) -> Callable[[], nn.Module]:
-    """Return the function that ``package.module:function`` names, or that makes what a ``config.json`` describes.
+    """Return the function ``package.module:function``, or a function that makes the model of a ``config.json``.
 
     Raises:
-        CaptureError: there is none.
+        CaptureError: the function does not exist.
     """
     if text.isidentifier() and not Path(text).exists():
         raise CaptureError(
-            f"{text} was captured from a model in memory, which no function makes; give ullage.prepare such a model "
-            "with this plan, or plan --model package.module:function"
+            f"{text} was captured from a model in memory, so no function can make it; give ullage.prepare such a "
+            "model with this plan, or plan --model package.module:function"
         )
     if ":" not in text or Path(text).exists():
         return architecture(text).make
@@ -263,10 +263,10 @@ def load_factory(text: str) -> Callable[[], nn.Module]:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise CaptureError(f"{module_name} cannot be imported: {error}; install what it needs") from error
         raise CaptureError(
-            f"there is no module {error.name}; --model {text} is looked for from the current directory, {here}"
+            f"there is no module {error.name}; --model {text} is searched in the current directory, {here}"
         ) from error
     except Exception as error:
-        raise CaptureError(f"{module_name} cannot be imported: {_say(error)}") from error
+        raise CaptureError(f"{module_name} cannot be imported: {_first_line(error)}") from error
     for part in attribute.split("."):
         found = getattr(found, part, None)
     if not callable(found):
@@ -276,14 +276,14 @@ def load_factory(text: str) -> Callable[[], nn.Module]:
 
 def _check_inputs(inputs: Sequence[CapturedInput]) -> None:
     if any(a.name and not b.name for a, b in itertools.pairwise(inputs)):
-        raise CaptureError("an input without a name follows one that has a name; change the order of --input-shape")
+        raise CaptureError("an input without a name follows an input with a name; change the order of --input-shape")
     if not inputs:
         raise CaptureError("a captured model needs the shapes of its inputs; give --input-shape, as in 4x2048:int64")
     sizes = {spec.shape[0] for spec in inputs}
     if len(sizes) > 1:
         raise CaptureError(
-            f"inputs have leading dimensions {', '.join(map(str, sorted(sizes)))}, but it is the micro-batch, the same "
-            "for all; change --input-shape"
+            f"inputs have leading dimensions {', '.join(map(str, sorted(sizes)))}, but must have the same one, the "
+            "micro-batch; change --input-shape"
         )
 
 
@@ -293,8 +293,8 @@ def _check_parameters(model: nn.Module, name: str) -> None:
         raise CaptureError(f"{name}() has no parameters; return a model to train")
     if other := [path for path, p in parameters.items() if not (is_packed(p) or p.is_floating_point())]:
         raise CaptureError(
-            f"{name}: parameter {other[0]} has type {parameters[other[0]].dtype}, but weights are floating-point "
-            "numbers; make it a buffer"
+            f"{name}: parameter {other[0]} has type {parameters[other[0]].dtype}, but must be floating-point; make it "
+            "a buffer"
         )
 
 
@@ -311,10 +311,10 @@ def _check_statistics(model: nn.Module, name: str, dtype: torch.dtype) -> None:
 
 @contextlib.contextmanager
 def _faked(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Give a model fake tensors, which work with autograd like real ones, and restore everything afterwards.
+    """Replace a model's tensors by fake ones, which support autograd like real ones; restore everything at the end.
 
-    Parameters are of the planned type, tied ones still one; all other tensors are of theirs, and so are frozen
-    parameters of a model that mixes types. What forward leaves in a module (a cache, say) goes too.
+    Fake parameters have the planned type, and tied parameters stay tied. Other tensors keep their type; so do frozen
+    parameters of a model that mixes types. Attributes that forward adds to a module (such as a cache) are removed too.
     """
     modules = list(model.modules())
     contents_before = [dict(vars(module)) for module in modules]
@@ -339,7 +339,10 @@ def _faked(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
         for module, own, contents in zip(modules, contents_before, inside, strict=True):
             vars(module).clear()
             vars(module).update(own)
-            for name, content in contents.items():  # the same dictionaries: handles of hooks know them
+            for (
+                name,
+                content,
+            ) in contents.items():  # keep the dictionaries themselves, because handles of hooks refer to them
                 own[name].clear()
                 own[name].update(content)
 
@@ -352,9 +355,9 @@ def _fake(parameter: nn.Parameter, module: nn.Module, dtype: torch.dtype, *, kee
 
 
 def begun(spec: CapturedInput, rest: Tensor | None = None) -> Tensor:
-    """Return an input's values: those that it begins with, then those of ``rest``, or zeros.
+    """Return an input's values: first its given beginning, then those of ``rest``, or zeros.
 
-    Values of the rest that are among the first are replaced.
+    Values of ``rest`` that also occur in the beginning are replaced.
     """
     dtype = torch.float32 if spec.dtype == "float" else getattr(torch, spec.dtype)
     row = [value for value, count in spec.begins for _ in range(count)]
@@ -372,10 +375,10 @@ def _tensor(spec: CapturedInput, dtype: torch.dtype) -> Tensor:
 
 
 @contextlib.contextmanager
-def _positions_known() -> Iterator[None]:
-    """Keep ``transformers`` from reading values of positions: unless given, they are those of whole sequences.
+def _default_positions() -> Iterator[None]:
+    """Keep ``transformers`` from reading the values of positions. Without given positions, sequences are not packed.
 
-    It looks whether a batch is packed from several sequences, and under fake tensors assumes that it is.
+    It tests whether a batch is packed from several sequences, and assumes with fake tensors that it is.
     """
     masks = sys.modules.get("transformers.masking_utils")
     if masks is None or not hasattr(masks, "find_packed_sequence_indices"):
@@ -394,9 +397,9 @@ def _quiet() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _refusing(name: str, model: nn.Module | None = None) -> Iterator[None]:
-    """Turn errors into a :class:`CaptureError` of one line: what cannot be captured, and where."""
-    inside: list[str] = []  # the modules whose forward runs
+def _as_capture_errors(name: str, model: nn.Module | None = None) -> Iterator[None]:
+    """Turn errors of the model into one line that says what cannot be captured, and where."""
+    inside: list[str] = []  # modules whose forward is running
 
     def entered(path: str) -> Callable[..., None]:
         return lambda *_args: inside.append(path)
@@ -409,7 +412,7 @@ def _refusing(name: str, model: nn.Module | None = None) -> Iterator[None]:
         handles += [module.register_forward_pre_hook(entered(path)), module.register_forward_hook(left)]
     try:
         with warnings.catch_warnings(), _quiet():
-            # Copying a module asks for addresses, which fake tensors do not have.
+            # Copying a module reads addresses, which fake tensors do not have.
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
             yield
     except (CaptureError, UnsupportedOperatorError, RefusedOperatorError) as error:
@@ -422,17 +425,17 @@ def _refusing(name: str, model: nn.Module | None = None) -> Iterator[None]:
         ) from error
     except _UNKNOWN as error:
         raise CaptureError(
-            f"{name}{_at(inside)}: {_say(error)}: PyTorch does not know the shapes that this operator makes; register "
-            "a fake implementation (torch.library.register_fake)"
+            f"{name}{_at(inside)}: {_first_line(error)}: PyTorch does not know the shapes that this operator makes; "
+            "register a fake implementation (torch.library.register_fake)"
         ) from error
     except Exception as error:
         remedy = "make it run with these inputs first"
         if model is None:
             remedy = (
-                "it is called for a model without memory: give device='cpu' for tensors whose values it reads, load "
-                "no weights, and leave the model where it is"
+                "it runs for a model without memory: give device='cpu' for tensors whose values it reads, do not load "
+                "weights, and do not move the model"
             )
-        raise CaptureError(f"{name}{_at(inside)}: {_say(error)}; {remedy}") from error
+        raise CaptureError(f"{name}{_at(inside)}: {_first_line(error)}; {remedy}") from error
     finally:
         for handle in handles:
             handle.remove()
@@ -442,6 +445,6 @@ def _at(inside: list[str]) -> str:
     return f", in module {inside[-1]}" if inside and inside[-1] else ""
 
 
-def _say(error: Exception) -> str:
+def _first_line(error: Exception) -> str:
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__

@@ -1,12 +1,13 @@
-"""Checks that real kernels accept what fake ones accepted: each operator runs on real tensors, in milliseconds.
+"""Check that real kernels accept the arguments that fake kernels accepted, by a trial of each operator.
 
-Fake kernels know shapes, and are lax about types: to them a product of integers and bf16 numbers is a product. So each
-operator is called once with real tensors like the fake ones. What is refused then would have ended training.
+Fake kernels check shapes, but not all types: they accept a product of integers and bf16 numbers. So each operator is
+called once with real tensors like the fake ones, which takes milliseconds. If it raises an error here, training would
+have failed.
 
-Large operators are tried on small tensors. Sizes above 16 become the least numbers that keep three things: their order,
-which of them are equal, and their remainders by 16, as some kernels want alignment. An operator may want more of its
-sizes than that. Then the fake kernel refuses the small ones, or the real one refuses them whatever their types are; so
-nothing is known of the operator, and it counts as one that runs.
+Large operators are tried on small tensors. Sizes above 16 become the smallest numbers that keep their order, their
+equality, and their remainders by 16, because some kernels need alignment. An operator may have further rules for its
+sizes. Then the fake kernel refuses the small sizes, or the real kernel refuses them with all types. In this case
+nothing is known about the operator, and it is assumed to run.
 """
 
 import dataclasses
@@ -21,21 +22,21 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-_MOST_VALUES = 2**16  # of arguments and results together, where an operator is tried at its own sizes
+_MOST_VALUES = 2**16  # values of arguments and results up to which an operator is tried at its own sizes
 _GRAIN = 16
-_LARGEST_SIZE = 2**48  # beyond it are marks such as "to the end"
+_LARGEST_SIZE = 2**48  # larger integers are marks such as "to the end"
 _OTHER, _MOST_OTHERS = (torch.float32, torch.int64, torch.bool), 1024
 _PUTS = frozenset({torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default})
 _NARROW = frozenset({torch.bfloat16, torch.float16})
 
 
 class RefusedOperatorError(ValueError):
-    """A real kernel refuses what the fake one accepted."""
+    """A real kernel refuses arguments that the fake kernel accepted."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Like:
-    """Shape, strides, type and device of a tensor to make."""
+    """Type and layout from which a tensor is made."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -46,7 +47,7 @@ class _Like:
         return torch.full((max(room, 0),), value, dtype=self.dtype).as_strided(self.shape, self.strides)
 
     def shrunk(self, sizes: dict[int, int]) -> "_Like":
-        """Return it with other sizes. Strides keep their order and alignment; contiguous tensors stay contiguous."""
+        """Return the layout with other sizes. Strides keep their order and alignment; contiguous stays contiguous."""
         shape = tuple(sizes.get(size, size) for size in self.shape)
         strides, room = [0] * len(shape), 1
         for dim in sorted(range(len(shape)), key=lambda dim: (self.strides[dim], -dim)):
@@ -60,10 +61,10 @@ class _Like:
 
 
 class OperatorChecks:
-    """Tries operators, equal calls once.
+    """Tries operators; equal calls are tried once.
 
     Args:
-        as_on_gpu: a GPU will run them, which has kernels for bf16 and fp16 that a CPU lacks.
+        as_on_gpu: a GPU will run the operators; it has kernels for bf16 and fp16 that a CPU lacks.
     """
 
     def __init__(self, *, as_on_gpu: bool) -> None:
@@ -71,13 +72,13 @@ class OperatorChecks:
         self._tried: set[Any] = set()
 
     def check(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any], output: Any) -> None:
-        """Check that an operator runs on real tensors too; the mode that is active makes fake tensors.
+        """Check that a real kernel accepts a call that the fake kernel accepted. Call it under the fake tensor mode.
 
         Raises:
-            RefusedOperatorError: it does not.
+            RefusedOperatorError: the real kernel refuses the call.
         """
         if function in _PUTS and any(index is not None and index.dtype is torch.bool for index in args[1]):
-            return  # how many values it takes depends on the values of the mask
+            return  # the number of values depends on the values of the mask
         leaves, spec = tree_flatten((args, kwargs))
         likes = [
             _Like(leaf.dtype, tuple(leaf.shape), leaf.stride()) if isinstance(leaf, Tensor) else leaf for leaf in leaves
@@ -105,7 +106,7 @@ class OperatorChecks:
 
 @dataclasses.dataclass(frozen=True)
 class _Refusal:
-    """What a real kernel raised. Not the exception itself: its traceback would keep what is being recorded alive."""
+    """The error of a real kernel. It does not keep the exception, whose traceback would keep recorded tensors alive."""
 
     text: str
     lacks_kernel: bool
@@ -129,7 +130,7 @@ class _Call:
         return any(like.dtype in _NARROW for like in self._likes())
 
     def shrunk(self) -> "_Call":
-        """Return the call with small sizes, also of the integers among its arguments."""
+        """Return the call with small sizes, also for integers among its arguments."""
         found = {size for like in self._likes() for size in like.shape}
         found |= {leaf for leaf in self.leaves if type(leaf) is int}
         large = sorted(size for size in found if _GRAIN < size < _LARGEST_SIZE)
@@ -141,7 +142,7 @@ class _Call:
         return dataclasses.replace(self, leaves=leaves)
 
     def of_other_types(self) -> "Iterator[_Call]":
-        """Yield the call with tensors of other types, each for itself."""
+        """Yield the call with the type of one tensor changed at a time."""
         choices = [{leaf.dtype, *_OTHER} if isinstance(leaf, _Like) else {None} for leaf in self.leaves]
         for dtypes in itertools.islice(itertools.product(*choices), _MOST_OTHERS):
             pairs = zip(self.leaves, dtypes, strict=True)
@@ -149,7 +150,7 @@ class _Call:
             yield dataclasses.replace(self, leaves=leaves)
 
     def is_possible(self) -> bool:
-        """Return whether fake kernels accept it."""
+        """Return whether fake kernels accept the call."""
         try:
             self._run(0)
         except Exception:  # noqa: BLE001 - whatever an operator raises
@@ -157,7 +158,7 @@ class _Call:
         return True
 
     def refusal(self) -> _Refusal | None:
-        """Return why real kernels refuse it. Some values suit no kernel, so two are tried."""
+        """Return the error of real kernels, or ``None``. Two values are tried, because some values are refused."""
         with _disable_current_modes(), torch.random.fork_rng(devices=[]), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:

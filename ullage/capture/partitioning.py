@@ -1,10 +1,10 @@
-"""Which unit and segment every recorded operator belongs to.
+"""Assign every recorded operator to a unit and a segment.
 
-*Segments* are repeated blocks: children of one class, with modules inside them, of a ``ModuleList`` or another
-container, the outermost ones that are more than lists of blocks themselves. Within a segment *units* are the children
-of the block that have parameters: those that have modules inside them (attention, an MLP) each, plain ones
-(``nn.Linear``) together with their neighbours, and small ones (a norm) with the next. Outside segments neighbours that
-own parameters are joined until they are worth a unit.
+*Segments* are repeated blocks: children of one class, with submodules, in a ``ModuleList`` or another container. If
+blocks are nested, the outermost ones count that are more than lists of blocks. Within a segment, *units* are the
+children of the block that have parameters. A child with submodules (attention, an MLP) is a unit of its own, plain
+children (``nn.Linear``) form a unit with their neighbours, and a small child (a norm) joins the next one. Outside
+segments, neighbours with parameters are joined until they are large enough for a unit.
 """
 
 import dataclasses
@@ -18,21 +18,21 @@ from planner.models.captured import join
 from ullage.capture.records import Recording, Visit
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-# What has fewer parameters than this share is moved with a neighbour: of the block, plain modules together and a module
-# that has modules inside it; outside blocks of the largest block, or of the whole model where there is none.
+# Modules with a smaller share of the parameters join a neighbour. In a block, the share is of the block's parameters.
+# Outside blocks, it is of the largest block, or of the whole model if there are no blocks.
 _SMALL_PLAIN, _SMALL_COMPOSITE = 1 / 16, 1 / 1000
 _SMALL_OUTSIDE, _SMALL_ALONE = 1 / 4, 1 / 16
 
 
 @dataclasses.dataclass(slots=True)
 class UnitVisits:
-    """A unit and its parts.
+    """A unit with its visits and events.
 
     Attributes:
         name: path of its largest module.
-        segment: path of the block it is in; empty outside blocks.
+        segment: path of its block; empty outside blocks.
         visits: indices of the visits of its modules, in order.
-        events: indices of its forward events, in order; those behind the segment's block are at the end.
+        events: indices of its forward events, in order. Events after the segment's block are at the end.
     """
 
     name: str
@@ -42,7 +42,7 @@ class UnitVisits:
 
 
 def partition(recording: Recording) -> list[UnitVisits]:
-    """Return the units of a recording in forward order; every forward event is in one of them."""
+    """Return the units of a recording in forward order. Every forward event is in exactly one unit."""
     visits = recording.visits
     blocks = _block_visits(recording)
     places: list[UnitVisits] = []
@@ -68,7 +68,7 @@ def partition(recording: Recording) -> list[UnitVisits]:
 
 
 def _block_visits(recording: Recording) -> list[int]:
-    """Return the visits of repeated blocks that run once each."""
+    """Return the visits of repeated blocks that each run once."""
     count = Counter(visit.path for visit in recording.visits)
     visit_of = {visit.path: index for index, visit in enumerate(recording.visits) if count[visit.path] == 1}
     found = (visit_of[path] for path in _blocks(recording, visit_of, recording.model, ""))
@@ -90,7 +90,7 @@ def _blocks(recording: Recording, visit_of: dict[str, int], module: nn.Module, p
 
 
 def _is_stage(recording: Recording, visit_of: dict[str, int], path: str, inner: list[str]) -> bool:
-    """Return whether a block is little more than a list of blocks that it calls (an MLP calls its experts)."""
+    """Return whether a block is mostly a list of blocks that it calls itself. Experts are called by their MLP."""
     visits = recording.visits
     for block in inner:
         parent = visits[visit_of[block]].parent
@@ -105,7 +105,7 @@ def _is_stage(recording: Recording, visit_of: dict[str, int], path: str, inner: 
 
 
 def _is_composite(module: nn.Module) -> bool:
-    """Return whether a module has modules inside it, and parameters."""
+    """Return whether a module has submodules and parameters."""
     return next(module.children(), None) is not None and next(module.parameters(), None) is not None
 
 
@@ -131,7 +131,7 @@ def _inside(visits: list[Visit], block: int) -> list[UnitVisits]:
     ]
     whole = _num_params(visits[block].module)
     runs: list[list[int]] = []
-    plain = False  # whether the last run is of plain modules
+    plain = False  # whether the last run has plain modules
     for child in children:
         composite = _num_params(visits[child].module) >= _SMALL_COMPOSITE * whole and _is_composite(
             visits[child].module
@@ -156,7 +156,7 @@ def _inside(visits: list[Visit], block: int) -> list[UnitVisits]:
 
 
 def _outside(visits: list[Visit], atoms: list[int], small: float) -> list[UnitVisits]:
-    """Return the units of neighbours that own parameters and are in no block."""
+    """Return units of neighbouring modules with parameters outside blocks."""
     runs: list[list[int]] = []
     for atom in atoms:
         if not runs or _own(visits, runs[-1]) >= small:
@@ -180,7 +180,7 @@ def _largest(visits: list[Visit], run: list[int], *, own: bool = False) -> str:
 
 
 def _called_again(visits: list[Visit], places: list[UnitVisits]) -> Iterator[tuple[int, int]]:
-    """Yield the units between two calls of a module that owns parameters: a unit is computed once in a forward."""
+    """Yield ranges of units between two calls of a module with parameters; they must be one unit, which runs once."""
     unit_of = {index: number for number, unit in enumerate(places) for index in unit.visits}
     ranges: dict[int, tuple[int, int]] = {}
     for index, visit in enumerate(visits):  # parents come first
@@ -189,14 +189,14 @@ def _called_again(visits: list[Visit], places: list[UnitVisits]) -> Iterator[tup
             first, last = ranges.get(id(visit.module), (number, number))
             ranges[id(visit.module)] = (min(first, number), max(last, number))
     for first, last in ranges.values():
-        if places[first].segment != places[last].segment:  # whole segments, which then are none
+        if places[first].segment != places[last].segment:  # whole segments, which are then no longer segments
             yield _whole(places, first, last)
         elif first != last:
             yield first, last
 
 
 def _used_in_several(recording: Recording, places: list[UnitVisits]) -> Iterator[tuple[int, int]]:
-    """Yield the units of a segment that use parameters of one module: its mark is where it is called."""
+    """Yield ranges of a segment's units that use parameters of one module, because its hook runs where it is called."""
     used: dict[str, set[int]] = {}
     for number, unit in enumerate(places):
         for index in unit.events:
@@ -210,7 +210,7 @@ def _used_in_several(recording: Recording, places: list[UnitVisits]) -> Iterator
 
 
 def _joined(places: list[UnitVisits], ranges: Iterable[tuple[int, int]]) -> list[UnitVisits]:
-    groups = list(range(len(places)))  # of each unit, the first that it is joined with
+    groups = list(range(len(places)))  # for each unit, the first unit that it is joined with
     for first, last in sorted(ranges):
         for number in range(first, last + 1):
             groups[number] = min(groups[number], groups[first])
@@ -235,15 +235,15 @@ def _whole(places: list[UnitVisits], first: int, last: int) -> tuple[int, int]:
 
 
 def _assign(recording: Recording, places: list[UnitVisits], inside: dict[int, list[int]]) -> None:
-    """Give each forward event to the unit of its visit, or of a visit around it.
+    """Assign each forward event to the unit of its visit, or of a visit around it.
 
-    An event of a visit around several units goes to the unit that computes then. If it begins a block or another visit,
-    that is the first unit there; otherwise the unit before it.
+    If a visit contains several units, or only part of one, an event directly in it goes to the unit that computes then:
+    at the beginning of the visit its first unit, otherwise the unit before the event.
     """
     visits = recording.visits
     unit_of = {index: number for number, unit in enumerate(places) for index in unit.visits}
     block_of = {index: block for block, members in inside.items() for index in members}
-    within: dict[int, tuple[int, int]] = {}  # of each visit, the first and the last unit inside it
+    within: dict[int, tuple[int, int]] = {}  # for each visit, the first and the last unit inside it
     for index, number in unit_of.items():
         at = index
         while at != -1:
@@ -266,7 +266,7 @@ def _assign(recording: Recording, places: list[UnitVisits], inside: dict[int, li
 
 
 def _computing(recording: Recording, places: list[UnitVisits]) -> list[UnitVisits]:
-    """Return the units that run kernels; other units are merged into neighbours."""
+    """Return the units that run kernels. Other units are merged into neighbours."""
     found: list[UnitVisits] = []
     before: list[int] = []
     for unit in places:
@@ -282,7 +282,7 @@ def _computing(recording: Recording, places: list[UnitVisits]) -> list[UnitVisit
 
 
 def _named(places: list[UnitVisits]) -> list[UnitVisits]:
-    """Give units with the same name different ones."""
+    """Make the names of units unique."""
     seen: Counter[str] = Counter()
     for unit in places:
         unit.name = unit.name or "model"

@@ -1,7 +1,8 @@
-"""One forward and backward of a module under fake tensors, operator by operator.
+"""Record one forward and backward of a module under fake tensors, operator by operator.
 
-Fake tensors have shapes and types and no memory, so a model of any size is recorded on any machine. Operators are those
-of a CPU, as autograd there needs no device; where a GPU runs something else (:func:`_as_on_gpu`), that is recorded.
+Fake tensors have shapes and types but no memory, so any machine can record a model of any size. The recorded operators
+are those of a CPU, for which autograd needs no GPU. If a GPU runs other operators, those are recorded
+(:func:`_as_on_gpu`).
 """
 
 import contextlib
@@ -33,7 +34,8 @@ from ullage.capture.records import CaptureError, Event, Recording, Save, Storage
 from ullage.capture.repeats import Repeats
 from ullage.capture.tiles.token_wise import TokenWise
 
-# Operators that look integers up: the argument that holds them, and the dimension of the first that is the table.
+# Operators with table look-ups: the position of the integers' argument, and the table's dimension of the first
+# argument.
 _TABLES = {"embedding": (1, 0), "nll_loss_forward": (1, 1), "nll_loss2d_forward": (1, 1)}
 OUTPUTS_LOSS: Final = "the output's loss"
 _NO_SEQUENCE = 2**63  # autograd numbers the nodes that accumulate gradients with the largest integer
@@ -51,23 +53,23 @@ def record(
     repeats: Repeats | None = None,
     token_wise: TokenWise | None = None,
 ) -> Recording:
-    """Run forward and backward of a model whose parameters, like its inputs, are fake, and record it.
+    """Run and record forward and backward of a model with fake parameters and inputs.
 
     Args:
-        model: in training mode.
-        args: its arguments.
-        kwargs: likewise, by name.
-        tiles: tokens for which the loss, and some modules, are computed at a time.
-        tiled: these modules.
-        as_on_gpu: record GPU kernels where PyTorch has others for it than for a CPU.
-        known: values of some inputs, by their number; real tensors.
-        repeats: equal blocks of the model, each recorded once; left out, all are recorded.
-        token_wise: finds out which modules can be computed in tiles.
+        model: a model in training mode.
+        args: positional arguments.
+        kwargs: keyword arguments.
+        tiles: number of tokens for which the loss, and the modules ``tiled``, are computed at a time.
+        tiled: modules to compute in tiles.
+        as_on_gpu: record GPU kernels if they differ from those of a CPU.
+        known: values of some inputs as real tensors, by number of the input.
+        repeats: equal blocks of the model, of which some are recorded; ``None``: record all blocks.
+        token_wise: finds modules that can be computed in tiles.
 
     Raises:
-        CaptureError: there is no loss, backward cannot run, or it reaches no parameter.
-        RefusedError: real kernels refuse an operator's arguments.
-        UnsupportedOperatorError: an operator has no known cost.
+        CaptureError: the output has no loss, backward fails, or backward reaches no parameter.
+        RefusedOperatorError: a real kernel refuses the arguments of an operator.
+        UnsupportedOperatorError: the cost of an operator is not known.
     """
     inputs = [*args, *kwargs.values()]
     recorder = _Recorder(model, inputs, OperatorChecks(as_on_gpu=as_on_gpu), known or {}, repeats, tiled, token_wise)
@@ -108,13 +110,13 @@ def record(
 
 
 def find_loss(output: Any) -> tuple[Tensor, str]:
-    """Return the loss that a model's output holds, and where it was found.
+    """Return the loss in a model's output, and a description of its place.
 
-    It is the output itself if that is a floating scalar, its ``loss`` (an attribute or a key) if it has one, the only
-    floating scalar in it, or else the mean of the first floating tensor in it.
+    The loss is the output itself if that is a floating scalar; else its ``loss`` (an attribute or a key); else its only
+    floating scalar; else the mean of its first floating tensor.
 
     Raises:
-        CaptureError: nothing in it has a gradient.
+        CaptureError: no tensor in the output has a gradient.
     """
     if isinstance(output, Tensor) and output.dim() == 0 and output.requires_grad:
         return output, "the output"
@@ -128,14 +130,14 @@ def find_loss(output: Any) -> tuple[Tensor, str]:
     if trained:
         return trained[0].float().mean(), "the mean of the first floating output"
     raise CaptureError(
-        f"the output, a {type(output).__name__}, has no tensor with a gradient, so that nothing can be trained; return "
+        f"the output, a {type(output).__name__}, has no tensor with a gradient, so nothing can be trained; return "
         "a scalar loss, an object with a loss, or the tensor to train"
     )
 
 
 @contextlib.contextmanager
 def _as_on_gpu() -> Iterator[None]:
-    """Run dropout as on a GPU: attention's inside its fused kernel, others as one kernel with a mask of bytes."""
+    """Run dropout as on a GPU: inside fused attention, and elsewhere as one kernel with a mask of bytes."""
     attention, dropout = functional.scaled_dot_product_attention, functional.dropout
 
     def fused_attention(
@@ -180,21 +182,21 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._checks = checks
         self._repeats = repeats
         self._token_wise = token_wise
-        # A module in tiles is one visit: what is inside it runs for each tile.
+        # A module in tiles is one visit, because its submodules run once per tile.
         self._inner = {inner for module in tiled for inner in module.modules() if inner is not module}
-        self._copied: set[nn.Module] = set()  # those that are called now, and do not run
+        self._copied: set[nn.Module] = set()  # modules that are called now as copies, without running
         self._stack: list[int] = [-1]
         self._begun: list[int] = []  # autograd's next number when each visit began
-        self._number: dict[int, int] = {}  # of the storages that are there, by address
+        self._number: dict[int, int] = {}  # numbers of existing storages, by address
         self._held: list[Any] = []
         self._watch: dict[int, weakref.ref[Any]] = {}
-        self._name: dict[int, str] = {}  # of parameters, by their storage's number
+        self._name: dict[int, str] = {}  # names of parameters, by number of the storage
         self._sequences: list[int] = []  # autograd's next number when each forward event was dispatched
-        self._product_of: dict[int, int] = {}  # forward events that are products, by the storages they made
-        self._source = -1  # forward event of the autograd node that runs
+        self._product_of: dict[int, int] = {}  # forward events that are products, by number of the resulting storage
+        self._source = -1  # forward event of the running autograd node
         self._in_backward = False
         self.num_values: list[int | None] = [None] * len(inputs)
-        self._index_of: dict[int, set[int]] = {}  # inputs that the integers in a storage come from
+        self._index_of: dict[int, set[int]] = {}  # inputs from which the integers in a storage come
         self.gradients: dict[str, int] = {}
         self.sums: dict[int, tuple[int, ...]] = {}
         self.arrivals: list[tuple[int, int]] = []
@@ -253,13 +255,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise CaptureError(f"backward of {self._at()}: {error}") from error
 
     def _at(self) -> str:
-        """Return the module whose backward runs, in words."""
+        """Return the name of the module whose backward is running, for errors."""
         visit = self.forward[self._source].visit
         path = self.visits[visit].path if visit >= 0 else ""
         return f"module {path}" if path else "the model"
 
     def _follow_products(self, event: Event, *, changes: bool) -> None:
-        """Leave out outputs of products that are changed in place: they are recomputed, not offloaded."""
+        """Drop results of products that are changed in place later: offloading cannot keep them and recomputes them."""
         for number in event.storages:
             if changes and (made := self._product_of.pop(number, None)) is not None:
                 self.forward[made] = dataclasses.replace(self.forward[made], product_bytes=0)
@@ -269,7 +271,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _follow_integers(
         self, name: str, args: Sequence[Any], read: list[int], results: list[Tensor], written: tuple[int, ...]
     ) -> None:
-        """Record which inputs are looked up in a table, and how long it is."""
+        """Record which inputs are indices of a table, and the length of the table."""
         table = _TABLES.get(name)
         if table is not None:
             index, size = args[table[0]], args[0].shape[table[1]]
@@ -283,7 +285,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def hooked(self) -> Iterator[None]:
-        """Follow which module's forward runs."""
+        """Track the module whose forward is running."""
         handles = []
         for path, module in self.model.named_modules():
             if module in self._inner:
@@ -308,20 +310,20 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tensor, tensor._version
 
     def unpack(self, saved: tuple[Tensor, int]) -> Tensor:
-        """Check, as autograd does without hooks, that saved tensors were not overwritten."""
+        """Check that saved tensors were not overwritten, as autograd does without hooks."""
         tensor, version = saved
         if tensor._version != version:
             raise CaptureError(
-                f"backward of {self._at()}: a tensor of shape {list(tensor.shape)} that it needs was changed in place "
-                "after it was kept for backward; change a copy"
+                f"backward of {self._at()}: a tensor of shape {list(tensor.shape)} was changed in place after autograd "
+                "saved it for backward; change a copy"
             )
         return tensor
 
     def begin_backward(self, loss: Tensor) -> None:
-        """Follow which autograd node runs from here on."""
+        """Track the running autograd node from here on."""
         self._in_backward = True
         self._source = len(self.forward) - 1
-        starts: dict[int, int] = {}  # the first event that saw autograd's number past that of a node
+        starts: dict[int, int] = {}  # first event dispatched after the creation of an autograd node
         for index, sequence in enumerate(self._sequences):
             starts.setdefault(sequence, index)
         for node in nodes(loss.grad_fn):
@@ -331,10 +333,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     node.register_prehook(self._running(source))
 
     def end(self) -> None:
-        """Separate gradients of parameters from backward's temporaries.
+        """Mark the storages of parameters' gradients.
 
         Raises:
-            CaptureError: there are none.
+            CaptureError: no parameter has a gradient.
         """
         for name, parameter in self.model.named_parameters():
             if parameter.grad is not None:
@@ -342,8 +344,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.storages[number].owner = "gradient"
         if not self.gradients:
             raise CaptureError(
-                "no parameter has a gradient after backward: the loss depends on none that is trained; return the loss "
-                "of what the parameters compute"
+                "no parameter has a gradient after backward, because the loss depends on no trained parameter; return "
+                "a loss that depends on them"
             )
 
     def _enter(self, path: str) -> Callable[..., None]:
@@ -400,13 +402,15 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _known(self, tensor: Tensor, owner: str) -> int:
         number = self._storage(tensor)
-        self._held.append(tensor.untyped_storage())  # or its number would be forgotten with what PyTorch hands out here
+        self._held.append(
+            tensor.untyped_storage()
+        )  # otherwise the Python object, and with it the number, would be freed
         self.storages[number].owner = owner
         self.storages[number].born = -1
         return number
 
     def _storage(self, tensor: Tensor) -> int:
-        """Return the number of a tensor's storage; a new storage gets a new number."""
+        """Return the number of a tensor's storage; give a new storage a new number."""
         storage = tensor.untyped_storage()
         address = storage._cdata
         if (number := self._number.get(address)) is not None:

@@ -1,4 +1,4 @@
-"""What a recording of a module consists of: its calls, operators, storages, and the tensors that autograd saves."""
+"""The parts of a recording: calls of modules, operators, storages, and the tensors that autograd saves."""
 
 import dataclasses
 import functools
@@ -12,7 +12,7 @@ from planner.models.kernels import Kernels
 from ullage.capture.repeats import Copy
 
 DTYPES: Final[dict[Literal["bf16", "fp32"], torch.dtype]] = {"bf16": torch.bfloat16, "fp32": torch.float32}
-"""The types of weights that are planned, by name."""
+"""The types of weights that can be planned, by name."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -20,10 +20,10 @@ class Visit:
     """One call of a module's forward.
 
     Attributes:
-        parent: index of the visit it was called from; -1 for the model's own.
+        parent: index of the calling visit; -1 for the model.
         first, stop: range of forward events.
-        input_bytes: of the tensors it was given that have a gradient: what recomputation must keep.
-        inputs: their storages; where none has a gradient, that of the first.
+        input_bytes: bytes of inputs with a gradient, which must be kept for recomputation.
+        inputs: storages of inputs with a gradient; if there are none, the storage of the first input.
     """
 
     path: str
@@ -37,16 +37,16 @@ class Visit:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Event:
-    """One operator that was dispatched.
+    """One dispatched operator.
 
     Attributes:
-        visit: index of the visit that ran it; in backward that of the forward whose gradient it computes.
-        source: index of the forward event that it belongs to: itself, or the one whose autograd node runs.
-        kernels: empty for views and bookkeeping.
-        storages: numbers of the storages it wrote.
-        output_bytes: of its first result.
-        product_bytes: of all floating results, if it is a product and they stay as it made them.
-        parameters: names of those it read.
+        visit: index of the visit that ran it; in backward, the visit whose gradient it computes.
+        source: index of its forward event; in backward, the event whose autograd node runs.
+        kernels: its kernels; empty for views and bookkeeping.
+        storages: numbers of the storages that it wrote.
+        output_bytes: bytes of its first result.
+        product_bytes: bytes of all floating results, if it is a product whose results are not changed later.
+        parameters: names of the parameters that it read.
     """
 
     visit: int
@@ -60,11 +60,11 @@ class Event:
 
 @dataclasses.dataclass(slots=True)
 class Storage:
-    """Memory that was allocated.
+    """One allocated storage.
 
     Attributes:
-        born, died: first and last event at which it exists; -1 if it exists before the first.
-        owner: ``parameter``, ``buffer``, ``input``, ``gradient`` of a parameter, or empty.
+        born, died: first and last event at which it exists; -1 if it exists before the first event.
+        owner: ``parameter``, ``buffer``, ``input``, ``gradient`` (of a parameter), or empty.
     """
 
     num_bytes: int
@@ -75,7 +75,7 @@ class Storage:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Save:
-    """A tensor that autograd keeps.
+    """A tensor that autograd saves for backward.
 
     Attributes:
         position: number of forward events before it was saved.
@@ -88,17 +88,17 @@ class Save:
 
 @dataclasses.dataclass(frozen=True)
 class Recording:
-    """What happened.
+    """A recorded forward and backward.
 
     Attributes:
-        forward, backward: events; backward ones are numbered from ``len(forward)`` on.
-        loss: what backward began from, in words.
-        gradients: numbers of the storages that parameters' gradients are in at the end.
-        sums: of every sum in backward, the storages that it was made of.
-        num_values: of every input, how many different integers it may hold, where it is looked up in a table.
-        copies: blocks that were not recorded, as they are like others.
+        forward, backward: events; backward events are numbered from ``len(forward)``.
+        loss: description of the loss.
+        gradients: numbers of the storages of parameters' gradients at the end, by name.
+        sums: for every sum in backward, the storages of its terms.
+        num_values: for every input of table indices, the length of the table; ``None`` for other inputs.
+        copies: blocks that were not recorded, because they equal recorded ones.
         begins: forward events before which blocks of lists with copies were called, in order.
-        arrivals: of visits to whose results backward came, in order, how many backward events had been dispatched.
+        arrivals: visits whose outputs backward reached, in order, with the number of backward events until then.
         tiled: paths of modules that compute in tiles.
     """
 
@@ -119,7 +119,7 @@ class Recording:
 
     @functools.cached_property
     def skipped(self) -> frozenset[int]:
-        """Forward events that ran in place of copied blocks, or between one and the next block."""
+        """Forward events that ran in place of copied blocks, or between a copied block and the next block."""
         return frozenset(index for copy in self.copies for index in range(copy.first, copy.stop))
 
     def is_copied(self, name: str) -> bool:
@@ -132,7 +132,7 @@ class Recording:
 
 
 class CaptureError(ValueError):
-    """A model that cannot be captured, and what to do about it."""
+    """A model cannot be captured; the message contains the remedy."""
 
 
 def nodes(root: Any) -> Iterator[Any]:

@@ -1,14 +1,14 @@
-"""Equal blocks are recorded once: of a list of equal blocks the first two run, and the last; others are copies.
+"""Record equal blocks once: in a list of equal blocks the first two and the last run, and the others are copies.
 
 [Note: Copies] Two blocks count as equal if they have the same classes, shapes and attributes, and are called with equal
-arguments. That leaves out what a block makes of its own number while it runs; ``transformers`` reads that number when a
-block is made, or to find an entry of a list in its configuration, which is compared. The second block is the one that
-is copied: the first may do what later ones use too, and the last is followed by something else. A copy runs nothing.
-It hands on tensors like those of the block, and in backward gradients like theirs. So every count is that of the block:
-a copy takes no memory, and the block's own share is found as if there were no others.
+arguments. This ignores uses of a block's own number while it runs. ``transformers`` reads that number only when it
+makes a block, or to find an entry of a list in its configuration; these entries are compared. Copies are of the second
+block, because the first block may compute values that later blocks use, and other code follows the last block. A copy
+runs nothing. It returns tensors like those of the block, and in backward gradients like those of the block. So a copy
+takes no memory, and every count is that of one block.
 
-What runs between two blocks must be the same after every copy as after the block, and read no weights. Where it is not,
-or the block turns out to be no segment, all blocks are recorded.
+Code between two blocks must be the same after every copy as after the block, and must not read weights. If it differs,
+or if the block is not a segment, all blocks are recorded.
 """
 
 import dataclasses
@@ -21,13 +21,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-_FEWEST: Final = 4  # equal blocks of which some are worth leaving out
-_NUMBER: Final = re.compile(r"idx|index|layer")  # in names of attributes that hold a block's own number
+_FEWEST: Final = 4  # minimum number of equal blocks for copies
+_NUMBER: Final = re.compile(r"idx|index|layer")  # names of attributes with a block's own number
 _SIMPLE: Final = (int, float, str, bool, type(None), torch.dtype)
 
 
 class UnequalError(Exception):
-    """Blocks that looked equal are not, or cannot be distinguished: all of them have to be recorded."""
+    """Blocks that were assumed to be equal are not, or cannot be distinguished, so all blocks must be recorded."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,11 +35,11 @@ class Copy:
     """A block that was not recorded.
 
     Attributes:
-        path: the block's own.
-        of: path of the block that it is like.
+        path: path of the block.
+        of: path of the equal block that was recorded.
         after: path of the block that was called before it.
-        first: forward event before which it was called.
-        stop: that before which the next block was.
+        first: forward event before which the block was called.
+        stop: forward event before which the next block was called.
     """
 
     path: str
@@ -51,14 +51,14 @@ class Copy:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Given:
-    """The argument of a call with this number."""
+    """Marks the argument of a call with this number."""
 
     number: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Made:
-    """What a block returned: for each leaf the argument that it is, what a tensor is like, or a value."""
+    """The output of a block: each leaf is an argument, a description of a tensor, or a value."""
 
     call: Any
     leaves: tuple[Any, ...]
@@ -66,18 +66,18 @@ class _Made:
 
 
 class Repeats:
-    """Decides which calls of blocks are copied, and copies them.
+    """Decides which blocks are copies, and returns their outputs.
 
     Attributes:
-        copies: in the order of their calls.
-        begins: forward events before which blocks were called, copied ones or not.
+        copies: copies in the order of their calls.
+        begins: forward events before which blocks were called, including copies.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.copies: list[Copy] = []
         self.begins: list[int] = []
         self._kinds: dict[nn.Module, Any] = {}
-        self._runs: dict[nn.Module, bool] = {}  # of all members of lists with equal blocks: whether it runs in any case
+        self._runs: dict[nn.Module, bool] = {}  # members of lists with equal blocks, and whether each must run
         owners = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
         for members in _lists(model):
             self._join([(member, _kind(member, number, len(members), owners)) for number, member in enumerate(members)])
@@ -87,7 +87,7 @@ class Repeats:
         self._before = ""
 
     def _join(self, members: list[tuple[nn.Module, Any]]) -> None:
-        """Record which members of a list are copied: of each kind all but two, and never the list's last."""
+        """Choose the copies of a list: of each kind all but the first two, and never the last block of the list."""
         count = Counter(kind for _, kind in members)
         seen: Counter[Any] = Counter()
         first, last = members[0][0], members[-1][0]
@@ -99,11 +99,11 @@ class Repeats:
 
     @property
     def members(self) -> Iterator[nn.Module]:
-        """All blocks of lists in which some are equal."""
+        """All blocks of lists with equal blocks."""
         return iter(self._runs)
 
     def begin(self, module: nn.Module, args: Any, kwargs: Any, position: int) -> bool:
-        """Record that a module is called, before which forward event; return whether it is copied."""
+        """Record the call of a module before forward event ``position``; return whether it is a copy."""
         if module not in self._runs:
             return False
         self.begins.append(position)
@@ -118,7 +118,7 @@ class Repeats:
         return True
 
     def end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """Record what a block returned, if it ran."""
+        """Record the output of a block that ran."""
         kind = self._kinds.get(module)
         if kind is None or not self._runs[module]:
             return
@@ -134,7 +134,7 @@ class Repeats:
         self._made[kind] = _Made(_call(args, kwargs), tuple(map(described, leaves)), structure)
 
     def copy(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Return the outputs of a copied block."""
+        """Return the output of a copy."""
         made = self._made[self._kinds[module]]
         given = tree_flatten((args, kwargs))[0]
         likes = [leaf for leaf in made.leaves if isinstance(leaf, _Like)]
@@ -151,7 +151,7 @@ class Repeats:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Like:
-    """Shape, strides and type of a tensor to make."""
+    """Shape, layout and type from which a tensor is made."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -176,14 +176,14 @@ class _Copied(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        """Return gradients with the strides of those that arrived, if the shape is the same."""
+        """Return gradients with the strides of the incoming gradients, if the shapes are equal."""
         strides = {tuple(gradient.shape): gradient.stride() for gradient in gradients if gradient is not None}
         likes = (dataclasses.replace(like, strides=strides.get(like.shape, like.strides)) for like in ctx.sources)
         return None, *(like.make() for like in likes)
 
 
 def _call(args: Any, kwargs: Any) -> Any:
-    """Return a key of a call: tensors by type and shape, which of them are the same, and plain values."""
+    """Return a description of a call: types and shapes of tensors, identity of tensors, and plain values."""
     leaves, structure = tree_flatten((args, kwargs))
     first: dict[int, int] = {}
     found: list[Any] = []
@@ -196,7 +196,7 @@ def _call(args: Any, kwargs: Any) -> Any:
 
 
 def _lists(model: nn.Module) -> Iterator[list[nn.Module]]:
-    """Yield the outermost lists of modules with modules inside them, of which enough have one class and size."""
+    """Yield the outermost lists of composite modules in which enough modules have the same class and size."""
     children = list(model.children())
     if isinstance(model, nn.ModuleList | nn.Sequential):
         inner = [child for child in children if next(child.children(), None) is not None]
@@ -209,15 +209,15 @@ def _lists(model: nn.Module) -> Iterator[list[nn.Module]]:
 
 
 def _kind(block: nn.Module, number: int, num_blocks: int, owners: Counter[int]) -> Any:
-    """Return what equal blocks have in common; ``None`` if a block is like no other.
+    """Return a key that is equal for equal blocks; ``None`` if a block cannot be compared.
 
-    The block's own number is replaced by what it selects in lists with one entry for each block.
+    The block's own number is left out. Lists in the configuration with one entry per block count by their entry.
     """
     found: list[Any] = []
     for path, module in block.named_modules():
         own = {name: value for name, value in vars(module).items() if not name.startswith("_")}
         if "forward" in own or module._forward_hooks or module._forward_pre_hooks:
-            return None  # watched by somebody
+            return None  # the block has hooks of others
         if any(owners[id(parameter)] > 1 for parameter in module._parameters.values() if parameter is not None):
             return None
         plain = sorted(
@@ -235,6 +235,6 @@ def _kind(block: nn.Module, number: int, num_blocks: int, owners: Counter[int]) 
 
 
 def _entries(config: Any, number: int, num_blocks: int) -> Sequence[Any]:
-    """Return what a configuration has for a block, in lists of its attributes."""
+    """Return the entries for a block in the lists of a configuration."""
     lists = sorted((name, value) for name, value in vars(config).items() if isinstance(value, list | tuple))
     return [(name, value[number]) for name, value in lists if len(value) == num_blocks]

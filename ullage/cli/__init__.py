@@ -1,1 +1,1 @@
-"""The command line: its parser, types of arguments, and what turns errors into exit codes."""
+"""The command line: options, types of arguments, signals and exit codes."""

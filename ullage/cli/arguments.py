@@ -1,4 +1,4 @@
-"""Types of command-line arguments. Each refuses with the value, the rule and an example."""
+"""Types of command-line arguments. Each error states the value, the rule and an example."""
 
 import argparse
 import math
@@ -24,7 +24,7 @@ _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 def _amount(text: str, units: Mapping[str, float], rule: str, least: float = math.ulp(0.0)) -> float:
-    """Return a number times its unit, if that is finite and at least ``least``; ``rule`` ends the error."""
+    """Return a number times its unit; it must be finite and at least ``least``. ``rule`` is the end of the error."""
     found = _AMOUNT.fullmatch(text.strip())
     value = float(found[1]) * units.get(found[2].lower(), math.nan) if found else math.nan
     if not least <= value < math.inf:
@@ -33,10 +33,10 @@ def _amount(text: str, units: Mapping[str, float], rule: str, least: float = mat
 
 
 def parse_bytes(text: str) -> int:
-    """Return the bytes that ``150MB``, ``1.5GiB`` or ``2e9`` mean (kB, MB, GB, TB are powers of 1000).
+    """Return the bytes of a size such as ``150MB``, ``1.5GiB`` or ``2e9`` (kB, MB, GB, TB are powers of 1000).
 
     Raises:
-        argparse.ArgumentTypeError: it is no size, or less than one byte.
+        argparse.ArgumentTypeError: the text is not a size, or less than one byte.
     """
     rule = "a size; give bytes with an optional unit: 150MB, 1.5GiB, 2e9"
     return round(_amount(text, _BYTES | _BINARY_BYTES, rule, least=1))
@@ -52,16 +52,16 @@ def positive_int(text: str) -> int:
 
 
 def positive_ints(text: str) -> tuple[int, ...]:
-    """Return whole numbers from 1 on, as in ``10,100``.
+    """Return whole numbers, each at least 1, from a list such as ``10,100``.
 
     Raises:
-        argparse.ArgumentTypeError: one of them is not one.
+        argparse.ArgumentTypeError: an entry is not such a number.
     """
     return tuple(positive_int(part) for part in text.split(","))
 
 
 def non_negative_int(text: str) -> int:
-    """Return a whole number from 0 on that 62 bits hold: a place in data, or a seed.
+    """Return a whole number of at least 0 that fits in 62 bits, such as a data position or a seed.
 
     Raises:
         argparse.ArgumentTypeError: it is not one.
@@ -72,7 +72,7 @@ def non_negative_int(text: str) -> int:
 def _whole(text: str, least: int, most: int) -> int:
     if not (text.isascii() and text.isdecimal()):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least} on")
-    digits = text.lstrip("0") or "0"  # Python refuses to read thousands of them
+    digits = text.lstrip("0") or "0"  # Python refuses to read thousands of digits
     if len(digits) > len(str(most)) or int(digits) > most:
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is too large; give a whole number of at most {most}")
     if int(digits) < least:
@@ -81,10 +81,10 @@ def _whole(text: str, least: int, most: int) -> int:
 
 
 def cores(text: str) -> Cores:
-    """Return the cores that ``0-3,8`` names, or ``auto`` or ``free`` as they are.
+    """Return the core numbers of a list such as ``0-3,8``; ``auto`` and ``free`` are returned as they are.
 
     Raises:
-        argparse.ArgumentTypeError: it is none of these.
+        argparse.ArgumentTypeError: the text is none of these.
     """
     words: dict[str, Cores] = {"auto": "auto", "free": "free"}
     if text in words:
@@ -114,19 +114,19 @@ def positive_float(text: str) -> float:
 
 
 def tokens(text: str) -> float:
-    """Return the number that ``300B``, ``1.5T`` or ``2e9`` mean (k, M, B, T are powers of 1000).
+    """Return a number of tokens such as ``300B``, ``1.5T`` or ``2e9`` (k, M, B, T are powers of 1000).
 
     Raises:
-        argparse.ArgumentTypeError: it is none, or not above 0.
+        argparse.ArgumentTypeError: the text is not a number, or not above 0.
     """
     return _amount(text, _COUNTS, "a number of tokens; give 300B, 1.5T or 2e9")
 
 
 def input_shape(text: str) -> "CapturedInput":
-    """Return an input of a captured model; see :meth:`planner.models.captured.CapturedInput.read`.
+    """Return the input of a captured model that the text describes; see :meth:`CapturedInput.read`.
 
     Raises:
-        argparse.ArgumentTypeError: it is none.
+        argparse.ArgumentTypeError: the text does not describe an input.
     """
     from planner.models.captured import CapturedInput  # noqa: PLC0415 - slow to import, and seldom needed
 
@@ -137,10 +137,10 @@ def input_shape(text: str) -> "CapturedInput":
 
 
 def lora(text: str) -> "Lora | None":
-    """Return the adapters that ``rank=16,targets=q_proj+v_proj`` means; none for ``none``.
+    """Return adapters from a text such as ``rank=16,targets=q_proj+v_proj``; ``None`` for ``none``.
 
     Raises:
-        argparse.ArgumentTypeError: it means nothing.
+        argparse.ArgumentTypeError: the text does not describe adapters.
     """
     from planner.models.adapters import Lora  # noqa: PLC0415 - slow to import, and seldom needed
 
@@ -151,19 +151,19 @@ def lora(text: str) -> "Lora | None":
 
 
 def seconds(text: str) -> float:
-    """Return the seconds that ``90s``, ``10m``, ``6h`` or ``30d`` mean; a number alone is seconds.
+    """Return the seconds of a time such as ``90s``, ``10m``, ``6h`` or ``30d``; a number without unit is seconds.
 
     Raises:
-        argparse.ArgumentTypeError: it is no time, or not above 0.
+        argparse.ArgumentTypeError: the text is not a time, or not above 0.
     """
     return _amount(text, _SECONDS, "a time above 0; give 90s, 10m, 6h or 30d")
 
 
 def fraction(text: str) -> float:
-    """Return what ``1%`` or ``0.01`` mean.
+    """Return a fraction from a text such as ``1%`` or ``0.01``.
 
     Raises:
-        argparse.ArgumentTypeError: it is not between 0 and 1.
+        argparse.ArgumentTypeError: the fraction is not between 0 and 1.
     """
     number = text.strip().removesuffix("%")
     try:

@@ -1,7 +1,7 @@
 """The options of ``ullage plan`` for failures that checkpoints must survive, and for limits on checkpoints.
 
-What reads them is in :mod:`ullage.cli.checkpoint_request`: that imports the planner, which is not needed to refuse a
-line.
+:mod:`ullage.cli.checkpoint_request` reads them. It is separate because it imports the planner, which parsing does not
+need.
 """
 
 import argparse
@@ -11,12 +11,12 @@ from ullage.cli.arguments import fraction, parse_bytes, positive_float, positive
 
 
 def mtbf(text: str) -> dict[Level, float]:
-    """Return the times between failures that ``6h`` or ``memory=2h,nvme=1d,pfs=30d`` mean, in seconds by level.
+    """Return times between failures in seconds by level, from ``6h`` or ``memory=2h,nvme=1d,pfs=30d``.
 
-    A time without a level is for failures that any durable level survives: the node's drives, or a slower one.
+    A time without a level is for failures that every durable level survives: the node's drives and slower levels.
 
     Raises:
-        argparse.ArgumentTypeError: it is neither.
+        argparse.ArgumentTypeError: the text has neither form.
     """
     if "=" not in text:
         return {"nvme": seconds(text)}
@@ -40,31 +40,33 @@ def add_checkpoint_options(parser: argparse.ArgumentParser) -> None:
         "--mtbf",
         type=mtbf,
         metavar="TIME|LEVEL=TIME,...",
-        help="mean time between failures of the whole job, as in 6h; the planner then chooses levels and intervals of "
-        "checkpoints. Or one time per kind of failure, named by the fastest level that survives it: "
-        "memory=2h (a process fails), nvme=1d (power fails), pfs=30d (a node fails)",
+        help="mean time between failures of the whole job, as in 6h. The planner then chooses levels and intervals of "
+        "checkpoints. Or one time for each kind of failure, named by the fastest level that survives it: memory=2h (a "
+        "process fails), nvme=1d (power fails), pfs=30d (a node fails)",
     )
     group.add_argument(
         "--max-checkpoint-overhead",
         type=fraction,
         metavar="SHARE",
-        help="largest share of time that saving may take, as in 1%%",
+        help="largest share of the time that checkpoints may cost, as in 1%%",
     )
-    group.add_argument("--max-lost-work", type=seconds, metavar="TIME", help="largest work that one failure may lose")
+    group.add_argument(
+        "--max-lost-work", type=seconds, metavar="TIME", help="most training time that one failure may lose"
+    )
     group.add_argument(
         "--restart",
         type=seconds,
         metavar="TIME",
-        help=f"time from a failure until a checkpoint is read ({DEFAULT_RESTART_S:g}s)",
+        help=f"time from a failure until the restarted job reads a checkpoint ({DEFAULT_RESTART_S:g}s)",
     )
     group.add_argument(
-        "--keep", type=positive_int, metavar="N", help=f"checkpoints that stay at each level ({MIN_CHECKPOINTS})"
+        "--keep", type=positive_int, metavar="N", help=f"checkpoints to keep at each level ({MIN_CHECKPOINTS})"
     )
     group.add_argument(
         "--checkpoint-buffer",
         type=parse_bytes,
         metavar="SIZE",
-        help="host memory of a rank for data that is not written yet (default: the best size)",
+        help="host memory per rank for checkpoint data that is not written yet (default: the best size)",
     )
     group.add_argument(
         "--drive-writes-per-day",

@@ -1,4 +1,4 @@
-"""From the options of :mod:`ullage.cli.checkpoint_options` to a request for checkpoints."""
+"""Turn the options of :mod:`ullage.cli.checkpoint_options` into a request for checkpoints."""
 
 import argparse
 from typing import Any
@@ -13,10 +13,10 @@ _REQUEST_BYTES = 1e9
 
 
 def checkpoints_of(args: argparse.Namespace) -> CheckpointRequest | None:
-    """Return the request of the options; ``None`` without ``--mtbf``.
+    """Return the request that the options describe; ``None`` without ``--mtbf``.
 
     Raises:
-        ValueError: other options are given without it, or ``--keep`` is less than two.
+        ValueError: options of checkpoints are given without ``--mtbf``, or ``--keep`` is below 2.
     """
     given: dict[str, Any] = {
         "max_overhead": args.max_checkpoint_overhead,
@@ -34,7 +34,8 @@ def checkpoints_of(args: argparse.Namespace) -> CheckpointRequest | None:
         return None
     if found.get("keep", MIN_CHECKPOINTS) < MIN_CHECKPOINTS:
         raise ValueError(
-            f"--keep {args.keep}: at least {MIN_CHECKPOINTS} checkpoints stay at each level, so that one may be bad"
+            f"--keep {args.keep} is too few: one checkpoint may be damaged; keep at least {MIN_CHECKPOINTS} at each "
+            "level"
         )
     return CheckpointRequest(mtbf_s=args.mtbf, **found)
 
@@ -43,7 +44,7 @@ def with_pfs(hardware: HardwareProfile, bytes_per_s: int) -> HardwareProfile:
     """Return a profile with a shared file system of the given rate for each node.
 
     Raises:
-        ValueError: it has one.
+        ValueError: the profile has a shared file system already.
     """
     if hardware.pfs is not None:
         raise ValueError(f"--pfs-bandwidth: profile {hardware.name} has a pfs already; leave the option out")

@@ -12,11 +12,11 @@ from ullage.cli.request_options import PACKAGED_HARDWARE
 
 
 class DefaultHardware(NamedTuple):
-    """What ``--hardware`` is if it is left out.
+    """The value of ``--hardware`` if it is left out.
 
     Attributes:
-        name: of the profile, for :func:`hwprofiles.registry.load_profile`.
-        note: one line for the user, or empty.
+        name: name of the profile, for :func:`hwprofiles.registry.load_profile`.
+        note: one line for the user about this choice, or empty.
     """
 
     name: str
@@ -45,7 +45,7 @@ def default_hardware() -> DefaultHardware:
 
 
 def print_default_hardware(args: argparse.Namespace) -> None:
-    """If ``--hardware`` was left out, print a line on stderr that names the machine, unless it is obvious."""
+    """If ``--hardware`` was left out, print the note about the default, if any, to stderr."""
     if args.hardware is None and (note := default_hardware().note):
         sys.stderr.write(f"ullage {args.command}: {note}\n")
 

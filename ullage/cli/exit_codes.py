@@ -1,4 +1,4 @@
-"""How commands end, beside 0: all is fine."""
+"""Exit codes of commands other than 0 (success)."""
 
 from typing import Final
 

@@ -13,7 +13,7 @@ from planner.models.formulas import experts
 
 
 def _rows(value: object) -> object:
-    """One row of shares is a list of one."""
+    """Return a single list of shares as a list of one row."""
     return [value] if isinstance(value, list) and value and not isinstance(value[0], list) else value
 
 
@@ -21,10 +21,10 @@ _Shares = Annotated[tuple[tuple[float, ...], ...], BeforeValidator(_rows)]
 
 
 def expert_load(text: str, model: Model) -> tuple[tuple[float, ...], ...]:
-    """Return the shares of visits that ``uniform``, ``zipf:S`` or a file gives to experts.
+    """Return each expert's share of the tokens, from ``uniform``, ``zipf:S`` or a file.
 
     Raises:
-        ValueError: it is none of them.
+        ValueError: the text is none of these.
     """
     if text == "uniform":
         return ()

@@ -1,4 +1,4 @@
-"""A check that the packages of this program are its own: ``planner`` and ``executor`` are names that others use too."""
+"""Check that imports find Ullage's own packages: other projects use the names ``planner`` and ``executor`` too."""
 
 import importlib.util
 from pathlib import Path
@@ -7,14 +7,14 @@ PACKAGES = ("hwprofiles", "planner", "executor", "ullage")
 
 
 class InstallationError(ImportError):
-    """Another distribution's package would be imported in place of ours."""
+    """Python would import another distribution's package in place of Ullage's."""
 
 
 def check_packages() -> None:
-    """Check that all our packages resolve beside this one.
+    """Check that Python finds all packages of Ullage in the folder of this one.
 
     Raises:
-        InstallationError: one is missing or resolves elsewhere; names it and says what to do.
+        InstallationError: a package is missing or is found elsewhere; the message names it and the remedy.
     """
     home = Path(__file__).resolve().parents[2]
     for name in PACKAGES:
@@ -25,7 +25,7 @@ def check_packages() -> None:
         if found is None or found.parent.parent != home:
             where = found or ", ".join(spec.submodule_search_locations or ()) or "elsewhere"
             raise InstallationError(
-                f"package {name!r} does not belong to this installation: it resolves to {where}, not to "
-                f"{home / name}; pip uninstall {name} if another distribution brought it, do not run beside a file of "
-                "that name, or use a fresh environment"
+                f"package {name!r} is not Ullage's: it resolves to {where}, not to {home / name}; pip uninstall {name} "
+                "if another distribution installed it, leave a folder that has a file of that name, or use a fresh "
+                "environment"
             )

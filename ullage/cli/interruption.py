@@ -1,4 +1,4 @@
-"""Signals that let training end in order."""
+"""End training in order after Ctrl-C or SIGTERM."""
 
 import contextlib
 import signal
@@ -9,14 +9,14 @@ from types import FrameType
 from typing import Any, Final, Self, final
 
 _DEFAULTS: Final[Mapping[int, Any]] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
-_SAME_WISH_S: Final = 3.0  # torchrun repeats signals that its processes have already received
+_REPEATED_S: Final = 3.0  # torchrun repeats signals that its processes have already received
 
 
 class InterruptedTrainingError(Exception):
-    """Training ended early as requested, and its state is in a checkpoint.
+    """A signal ended training early; its state is in a checkpoint.
 
     Attributes:
-        signal: its number.
+        signal: number of the signal.
     """
 
     def __init__(self, message: str, number: int) -> None:
@@ -25,10 +25,10 @@ class InterruptedTrainingError(Exception):
 
 
 class ForcedExitError(KeyboardInterrupt):
-    """A signal asked to end at once.
+    """A second signal ended the program at once.
 
     Attributes:
-        signal: its number.
+        signal: number of the signal.
     """
 
     def __init__(self, number: int) -> None:
@@ -38,10 +38,10 @@ class ForcedExitError(KeyboardInterrupt):
 
 @contextlib.contextmanager
 def consistent_interrupt() -> Iterator[None]:
-    """Make Ctrl-C, SIGTERM and any error after one of them a :class:`ForcedExitError`.
+    """Turn Ctrl-C, SIGTERM, and any error that follows one of them into a :class:`ForcedExitError`.
 
-    Interrupted code may fail in another way: an extension in Rust or C reports a broken import. Existing handlers, and
-    ignored signals, stay.
+    Interrupted code may raise another error: an extension in Rust or C that is importing a module reports a broken
+    import. If a signal has a handler already or is ignored, it is left alone.
     """
     noticed: int | None = None
 
@@ -69,11 +69,11 @@ def consistent_interrupt() -> Iterator[None]:
 
 @final
 class Interruption:
-    """Takes the first Ctrl-C or SIGTERM as a request to end after this iteration; the second ends at once.
+    """On the first Ctrl-C or SIGTERM, end training after this iteration; on the second, end at once.
 
     Args:
-        tell: called at the first one, in a thread of its own, with a line for the user. The signal may have come in the
-            middle of a write to the same stream, which no handler may write to.
+        tell: called on the first signal with a line for the user, in a thread of its own. The signal may interrupt a
+            write to the same stream, so the handler itself must not write.
     """
 
     def __init__(self, tell: Callable[[str], None]) -> None:
@@ -81,12 +81,12 @@ class Interruption:
         self._first_s = 0.0
         self._telling = threading.Thread(
             target=tell,
-            args=("ending after this iteration, with a checkpoint in all places; once more to end at once",),
+            args=("ending after this iteration with a checkpoint in all places; a second signal ends at once",),
         )
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():  # elsewhere Python takes no handlers
+        if threading.current_thread() is threading.main_thread():  # Python accepts handlers only there
             self._before = {number: signal.signal(number, self._handle) for number in _DEFAULTS}
         return self
 
@@ -101,7 +101,7 @@ class Interruption:
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         if self.signal is not None:
-            if time.monotonic() - self._first_s < _SAME_WISH_S:
+            if time.monotonic() - self._first_s < _REPEATED_S:
                 return
             self._restore()
             raise ForcedExitError(number)

@@ -1,4 +1,4 @@
-"""From the options of :mod:`ullage.cli.request_options` to a request."""
+"""Turn the options of :mod:`ullage.cli.request_options` into a request."""
 
 import argparse
 import contextlib
@@ -26,21 +26,21 @@ def request_of(
     change_machine: Callable[[HardwareProfile], HardwareProfile] = lambda hardware: hardware,
     change_model: Callable[[Model], Model] = lambda model: model,
 ) -> Request:
-    """Return the request of the options.
+    """Return the request that the options describe.
 
     Args:
         args: parsed options.
-        change_machine: makes another machine of the one that the options name.
-        change_model: likewise.
+        change_machine: changes the machine that the options name.
+        change_model: changes the model that the options name.
 
     Raises:
-        ValueError: there is no such model or machine, or the machine cannot meet the request.
+        ValueError: the model or machine does not exist, or the machine cannot meet the request.
     """
     hardware = change_machine(load_profile(args.hardware or default_hardware().name))
     if args.device_memory is not None:
         hardware = hardware.with_device_memory(args.device_memory)
     if args.nodes is not None:
-        hardware = _spread(hardware, args.gpus or 1, args.nodes)
+        hardware = _with_nodes(hardware, args.gpus or 1, args.nodes)
     precision = Precision(weights=args.precision) if args.precision else default_precision(hardware.device)
     as_on_gpu = hardware.device.kind == "gpu"
     model, seq_len, micro_batch = trained(args, precision, change_model, as_on_gpu=as_on_gpu)
@@ -66,8 +66,8 @@ def request_of(
     )
 
 
-def _spread(hardware: HardwareProfile, num_devices: int, num_nodes: int) -> HardwareProfile:
-    """Return a machine whose nodes have as many devices as ``num_nodes`` need for all of them."""
+def _with_nodes(hardware: HardwareProfile, num_devices: int, num_nodes: int) -> HardwareProfile:
+    """Return a machine in which ``num_nodes`` nodes have ``num_devices`` devices together."""
     per_node, rest = divmod(num_devices, num_nodes)
     if rest or not 0 < per_node <= hardware.devices_per_node:
         raise ValueError(
@@ -80,12 +80,12 @@ def _spread(hardware: HardwareProfile, num_devices: int, num_nodes: int) -> Hard
 def trained(
     args: argparse.Namespace, precision: Precision, change: Callable[[Model], Model], *, as_on_gpu: bool
 ) -> tuple[Model, int, int | None]:
-    """Return the model, its tokens per sequence and the sequences of a micro-batch, if that is fixed."""
+    """Return the model, its tokens per sequence, and the sequences per micro-batch (``None`` if not fixed)."""
     check_adapters(args)
     if not is_captured(args.model):
         if args.input_shape:
             raise ValueError(
-                f"--input-shape is for models that are captured, but --model {args.model} has no function; "
+                f"--input-shape is for captured models, but --model {args.model} names no function; "
                 "give package.module:function, or --seq-len and --micro-batch"
             )
         adapters = Adapters(args.lora, None if args.quantize == "none" else args.quantize)
@@ -105,7 +105,7 @@ def trained(
         )
     if inputs and args.seq_len is not None and tokens_of(inputs) == 1:
         raise ValueError(
-            f"--seq-len {args.seq_len} and --model {args.model}: its first input is no sequence of tokens; leave "
+            f"--seq-len {args.seq_len}: the first input of --model {args.model} is not a sequence of tokens; leave "
             "--seq-len out, or give another --input-shape"
         )
     if inputs and (args.seq_len or args.micro_batch):
@@ -113,12 +113,12 @@ def trained(
     captured = _captured(args.model, inputs, precision.weights, NO_ADAPTERS, as_on_gpu=as_on_gpu)
     changed = change(captured)
     assert isinstance(changed, CapturedModel)
-    chosen = args.global_batch is not None and args.micro_batch is None  # by the planner
+    chosen = args.global_batch is not None and args.micro_batch is None  # the planner chooses the micro-batch
     return changed, changed.seq_len, None if chosen else changed.micro_batch
 
 
 def first_micro_batch(micro_batch: int | None, global_batch: int | None) -> int | None:
-    """Return the micro-batch for which a model is captured first: the least, where the planner chooses."""
+    """Return the micro-batch for the first capture of a model: 1 if the planner chooses it."""
     return micro_batch or (1 if global_batch else None)
 
 
@@ -144,19 +144,19 @@ def model_named(
 ) -> Model:
     """Return the model that a name or a file describes.
 
-    Architectures without formulas are captured, and so are all with adapters or masks.
+    Ullage captures architectures that it has no formulas for, and all models with adapters or masks.
 
     Args:
         text: see :func:`planner.models.registry.resolve_model`.
-        seq_len: tokens of a sequence that a captured model is called with; ``None`` is the default.
-        micro_batch: sequences, likewise.
-        dtype: of weights.
-        adapters: that are trained, instead of all weights.
+        seq_len: tokens per sequence for capture; ``None``: the default.
+        micro_batch: sequences per micro-batch for capture; ``None``: the default.
+        dtype: type of the weights.
+        adapters: adapters to train in place of all weights.
         masked: whether batches have an attention mask.
         as_on_gpu: see :func:`ullage.capture.capture`.
 
     Raises:
-        ValueError: there is no such model, or it cannot be captured.
+        ValueError: the model does not exist, or cannot be captured.
     """
     with contextlib.suppress(NoFormulasError):
         sizes = resolve_model(text)
@@ -170,7 +170,7 @@ def model_named(
     return _captured(text, inputs, dtype, adapters, as_on_gpu=as_on_gpu)
 
 
-@functools.cache  # a study asks for the same again and again
+@functools.cache  # a study captures the same model many times
 def _captured(
     factory: str, inputs: tuple[CapturedInput, ...], dtype: Dtype, adapters: Adapters, *, as_on_gpu: bool
 ) -> CapturedModel:

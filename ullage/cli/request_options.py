@@ -1,6 +1,6 @@
 """The options for model, machine and batch, shared by several commands.
 
-What reads them is in :mod:`ullage.cli.request`: that imports the planner, which is not needed to refuse a line.
+:mod:`ullage.cli.request` reads them. It is separate because it imports the planner, which parsing does not need.
 """
 
 import argparse
@@ -21,15 +21,16 @@ _FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 
 def add_request_options(parser: argparse.ArgumentParser, *, model_required: bool) -> None:
-    """Add the options of a request. They have no defaults, so that given options can be told from others."""
+    """Add the options of a request. Their default is ``None``, so that the program knows which options were given."""
     group = parser.add_argument_group("what is trained, on which machine")
     group.add_argument(
         "--model",
         "-m",
         required=model_required,
         help="name (see `ullage models`), hub id, path of a config.json, or package.module:function that returns any "
-        "nn.Module. Such a module is captured without taking memory. So are architectures of transformers without "
-        "formulas. Frozen parameters of a module stay frozen in the plan, in the bytes that they take",
+        "nn.Module. Ullage captures such a module without allocating its memory, and also architectures of "
+        "transformers that it has no formulas for. If parameters of the module are frozen, the plan keeps them frozen, "
+        "in their own type",
     )
     group.add_argument(
         "--input-shape",
@@ -37,8 +38,8 @@ def add_request_options(parser: argparse.ArgumentParser, *, model_required: bool
         nargs="+",
         metavar="[NAME=]SHAPE[:TYPE]",
         help="inputs of a captured model, as in 4x2048:int64 or input_ids=4x2048:int64 labels=4x2048:int64. TYPE is "
-        "float (the type of the weights; the default), int64, int32 or bool. --micro-batch replaces the first "
-        "dimension, and --seq-len the tokens of integer inputs. "
+        "float (the type of the weights; the default), int64, int32 or bool. The first dimension is the micro-batch; "
+        "--micro-batch changes it, and --seq-len changes the tokens of integer inputs. "
         "The loss is the output if that is a scalar; else its .loss; else its only scalar; else the mean of its first "
         "floating tensor",
     )
@@ -47,8 +48,9 @@ def add_request_options(parser: argparse.ArgumentParser, *, model_required: bool
         type=lora,
         metavar="rank=N[,...]",
         help="train LoRA adapters of peft beside frozen weights: rank=N[,targets=NAME+NAME][,alpha=X][,dropout=X], as "
-        "in rank=16,targets=q_proj+v_proj. By default the targets are all-linear, every projection but the head, and "
-        "alpha is the rank. For a name, hub id or config.json. none: train all weights (the default)",
+        "in rank=16,targets=q_proj+v_proj. The default targets are all-linear (every projection but the head); the "
+        "default alpha is the rank. Only for models by name, hub id or config.json. none: train all weights (the "
+        "default)",
     )
     group.add_argument(
         "--quantize",
@@ -60,34 +62,34 @@ def add_request_options(parser: argparse.ArgumentParser, *, model_required: bool
     group.add_argument(
         "--hardware",
         metavar="NAME|PATH|local",
-        help="profile of the machine, see `ullage hardware` (default: this machine's own, if `ullage calibrate` has "
-        f"written one; else {PACKAGED_HARDWARE})",
+        help="profile of the machine; see `ullage hardware` (default: this machine's own profile if `ullage calibrate` "
+        f"wrote one; else {PACKAGED_HARDWARE})",
     )
     group.add_argument(
         "--seq-len",
         type=positive_int,
         metavar="N",
-        help=f"tokens per sequence ({DEFAULT_SEQ_LEN}, or the model's limit)",
+        help=f"tokens per sequence (default: {DEFAULT_SEQ_LEN}, or the model's limit if that is smaller)",
     )
     group.add_argument(
         "--batches",
         choices=BATCHES,
-        help="whole: sequences of the same length (the default). masked: texts of any length, padded or packed as with "
-        "--data; the plan has the memory of their attention mask",
+        help="whole: all sequences have the same length (the default). masked: texts of any length are padded or "
+        "packed, as --data does; the plan then includes the memory of an attention mask",
     )
     group.add_argument(
         "--micro-batch",
         type=positive_int,
         metavar="N",
-        help=f"sequences per forward ({DEFAULT_MICRO_BATCH}; fewer if a sequence has over 8192 tokens)",
+        help=f"sequences per forward (default: {DEFAULT_MICRO_BATCH}, fewer if they are longer than 8192 tokens)",
     )
     group.add_argument("--accumulate", type=positive_int, metavar="N", help="micro-batches per iteration (1)")
     group.add_argument(
         "--global-batch",
         type=positive_int,
         metavar="N",
-        help="sequences per iteration over all devices; the planner then chooses micro-batch, accumulation and degrees "
-        "that are not given",
+        help="sequences per iteration over all devices. The planner then chooses the micro-batch, accumulation and "
+        "parallel degrees, unless they are given",
     )
     group.add_argument(
         "--nodes", type=positive_int, metavar="N", help="nodes that share the devices (default: the fewest possible)"
@@ -104,46 +106,47 @@ def add_request_options(parser: argparse.ArgumentParser, *, model_required: bool
         "--expert-units",
         type=positive_int,
         metavar="N",
-        help="units into which the experts of a layer are divided on each rank",
+        help="units per rank into which the experts of a layer are divided",
     )
     group.add_argument(
         "--loss-tile",
         type=positive_int,
         metavar="TOKENS",
-        help="compute the loss for this many tokens at a time, so that logits never exist whole. As many tokens as a "
-        "micro-batch has: no tiles (default: tiles if logits take much memory)",
+        help="compute the loss for this many tokens at a time, so that the logits of a micro-batch never exist whole. "
+        "The size of a micro-batch means: all at once (default: the planner uses tiles if logits take much memory)",
     )
     group.add_argument(
         "--layer-tile",
         type=positive_int,
         metavar="TOKENS",
-        help="compute norms and MLPs for this many tokens at a time, so that their results never exist whole. As many "
-        "tokens as a micro-batch has: no tiles (default: tiles if layers take much memory)",
+        help="compute norms and MLPs for this many tokens at a time, which makes their intermediate tensors small. The "
+        "size of a micro-batch means: all at once (default: the planner uses tiles if layers take much memory)",
     )
     group.add_argument(
         "--expert-load",
         metavar="uniform|zipf:S|FILE",
-        help="how tokens spread over experts; a JSON file holds one list of shares, or one list per layer (uniform)",
+        help="distribution of tokens over experts (default: uniform); a JSON file holds one list of shares, or one "
+        "list per layer",
     )
     group.add_argument(
         "--storage",
         choices=get_args(Storage),
-        help="what may be offloaded further. never: nothing (the default); activations: activations to the host; nvme: "
-        "also everything to the drives, which wears them",
+        help="what else the plan may offload, beside optimizer state and parameters to the host. never: nothing (the "
+        "default); activations: activations to the host; nvme: also everything to the drives, which wears them",
     )
     group.add_argument(
         "--precision",
         choices=("bf16", "fp32"),
-        help="of weights and gradients (default: bf16, or "
-        "fp32 if the device multiplies it more than twice as fast, as CPUs without bf16 instructions do)",
+        help="type of weights and gradients (default: bf16; fp32 if the device multiplies fp32 more than twice as "
+        "fast, as CPUs without bf16 instructions do)",
     )
     group.add_argument(
         "--optimizer",
         choices=tuple(OPTIMIZERS),
         help="optimizer, and its state per parameter: "
-        + ", ".join(f"{name} {state.state_bytes_per_param:.3g} B/param" for name, state in OPTIMIZERS.items())
-        + ". adamw is for Adam too. sgd has momentum. muon trains only matrices of layers, and all else with AdamW at "
-        "12 B/param (default: adamw)",
+        + ", ".join(f"{name} {state.state_bytes_per_param} B/param" for name, state in OPTIMIZERS.items())
+        + " (default: adamw, also for Adam). sgd has momentum. muon uses AdamW, with 12 B/param, for all parameters "
+        "but the matrices of layers",
     )
     group.add_argument(
         "--no-clip", action="store_true", default=None, help="do not clip gradients by their global norm"
@@ -154,28 +157,28 @@ def add_request_options(parser: argparse.ArgumentParser, *, model_required: bool
 
 
 def given_options(args: argparse.Namespace) -> list[str]:
-    """Return which of the options were given, as they are written on the command line."""
+    """Return the options that were given, as written on the command line."""
     alone = argparse.ArgumentParser(add_help=False)
     add_request_options(alone, model_required=False)
     return [action.option_strings[0] for action in alone._actions if getattr(args, action.dest) is not None]
 
 
 def is_captured(model: str) -> bool:
-    """Return whether ``--model`` names a function that returns a module, and no file."""
+    """Return whether ``--model`` names a function that returns a module, not a file."""
     return bool(_FACTORY.fullmatch(model)) and not Path(model).exists()
 
 
 def check_adapters(args: argparse.Namespace) -> None:
-    """Check that adapters and quantization are asked for together, of a model that can have them.
+    """Check that ``--quantize`` comes with ``--lora``, and that the model can have adapters.
 
     Raises:
-        ValueError: they are not.
+        ValueError: it does not, or the model cannot.
     """
     if args.lora is None:
         if args.quantize not in {None, "none"}:
             raise ValueError(
-                f"--quantize {args.quantize} is for frozen weights, but without --lora all are trained; give --lora "
-                "rank=16 too"
+                f"--quantize {args.quantize} is for frozen weights, but without --lora all weights are trained; give "
+                "--lora rank=16 too"
             )
         return
     if is_captured(args.model):
@@ -186,10 +189,10 @@ def check_adapters(args: argparse.Namespace) -> None:
 
 
 def check_names(args: argparse.Namespace) -> None:
-    """Check that the machine and the model exist, which takes less than to import the planner.
+    """Check that the machine and the model exist. This is faster than importing the planner.
 
     Raises:
-        ValueError: one of them does not.
+        ValueError: the machine or the model does not exist.
     """
     from hwprofiles.registry import load_profile  # noqa: PLC0415 - `--help` does without
     from planner.models.config import NoFormulasError  # noqa: PLC0415

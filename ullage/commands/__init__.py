@@ -1,4 +1,4 @@
-"""The subcommands: one file each, or one folder where a command has screens of its own.
+"""The subcommands: one file each, or one folder for a command with screens of its own.
 
 Each has ``add_parser(subparsers)``. Its ``run(args)`` returns an exit code.
 """
@@ -18,32 +18,32 @@ else:
     Subparsers = object
 
 SUMMARIES = {
-    "doctor": "say what this machine has, and what is wrong with it",
+    "doctor": "show cores, memory and GPUs of this machine, and the first problem",
     "calibrate": "measure what this machine can do",
     "plan": "find the fastest way to train a model on some hardware",
-    "whatif": "say what it would take: other machines, models, batches, and their cost",
+    "whatif": "plan with other machines, models and batches, and compare speed and cost",
     "execute": "run a plan",
     "launch": "print the line that starts a plan on all its devices",
     "checkpoint": "list, check, export and remove checkpoints",
     "simulate": "show one iteration of a plan or an engine in detail",
-    "verify": "check that a plan holds what it states",
-    "explain": "say why a plan is what it is, and what comes next",
+    "verify": "check the prediction and the proofs of a plan",
+    "explain": "show what bounds a plan, and what each decision is worth",
     "compare": "compare a prediction with a run",
     "report": "show a plan, a run or a study as one HTML page",
     "validate": "predict published runs, and show the errors",
     "models": "list the models that are known by name",
     "hardware": "list, show, compare and check hardware profiles",
-    "import-deepspeed": "set a configuration of DeepSpeed beside a plan",
-    "export-deepspeed": "write the nearest configuration of DeepSpeed to a plan",
-    "completion": "print what completes these commands in a shell",
+    "import-deepspeed": "compare a configuration of DeepSpeed with a plan",
+    "export-deepspeed": "write the configuration of DeepSpeed that is nearest to a plan",
+    "completion": "print the completion script for a shell",
 }
-"""The commands and what each does, in the order of the help text."""
+"""The commands with their summaries, in the order of the help text."""
 
 
 class _Parser(argparse.ArgumentParser):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        # No option begins so: what follows one is its value, such as -1GB, and is refused by its rule.
+        # No option begins like this, so argparse passes a value such as -1GB on to its type, which refuses it.
         self._negative_number_matcher = re.compile(r"-\.?\d")
 
     def error(self, message: str) -> NoReturn:
@@ -51,12 +51,12 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser(*commands: str) -> argparse.ArgumentParser:
-    """Return the parser; only these commands are imported and have their options, the others only their summaries."""
+    """Return the parser. Only ``commands`` are imported and have options; every other command has only its summary."""
     parser = _Parser(
         prog="ullage",
         description="Plan, simulate and execute the training of models that are too big for the GPUs at hand.",
         epilog=(
-            "exit codes: 0 fine, 1 a check failed, 2 bad input, 130 interrupted by Ctrl-C (SIGINT), 143 by SIGTERM. "
+            "exit codes: 0 success, 1 a check failed, 2 bad input, 130 interrupted by Ctrl-C (SIGINT), 143 by SIGTERM. "
             "ULLAGE_TRACEBACK=1 shows where an error comes from."
         ),
         allow_abbrev=False,
@@ -77,11 +77,11 @@ def command_parser(
     """Add the parser of a command.
 
     Args:
-        subparsers: where to.
-        name: of the command, a key of :data:`SUMMARIES`.
-        run: what runs it.
-        description: its purpose, for the help text.
-        examples: command lines, one a line.
+        subparsers: parsers of commands, to which this one is added.
+        name: name of the command, a key of :data:`SUMMARIES`.
+        run: function that runs the command.
+        description: purpose of the command, for the help text.
+        examples: command lines, one per line.
     """
     lines = "\n".join(f"  {line.strip()}" for line in examples.strip().splitlines())
     parser = subparsers.add_parser(

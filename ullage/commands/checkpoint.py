@@ -1,4 +1,4 @@
-"""``ullage checkpoint``: look after checkpoints."""
+"""``ullage checkpoint``: list, check, export and remove checkpoints."""
 
 import argparse
 from pathlib import Path
@@ -35,19 +35,26 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     parser.add_argument("action", choices=("ls", "verify", "export", "prune"), metavar="ls|verify|export|prune")
     parser.add_argument(
-        "place", metavar="PLACE", help="where the checkpoints are; verify and export also take a single checkpoint"
+        "place",
+        metavar="PLACE",
+        help="folder or URL of the checkpoints; verify and export also take a single checkpoint",
     )
-    parser.add_argument("--to", choices=("hf",), default="hf", help="export: weights as transformers reads them (hf)")
-    parser.add_argument("--output-dir", type=Path, metavar="DIR", help="export: a new folder for them")
     parser.add_argument(
-        "--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="export: of weights (bfloat16)"
+        "--to", choices=("hf",), default="hf", help="export: format of the weights, that of transformers (hf)"
+    )
+    parser.add_argument("--output-dir", type=Path, metavar="DIR", help="export: a new folder for the weights")
+    parser.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float16", "float32"),
+        default="bfloat16",
+        help="export: type of the weights (bfloat16)",
     )
     parser.add_argument(
         "--keep",
         type=positive_int,
         default=MIN_CHECKPOINTS,
         metavar="N",
-        help=f"prune: newest whole checkpoints to keep, at least {MIN_CHECKPOINTS} ({MIN_CHECKPOINTS})",
+        help=f"prune: number of newest complete checkpoints to keep, at least {MIN_CHECKPOINTS} ({MIN_CHECKPOINTS})",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
@@ -56,10 +63,10 @@ def run(args: argparse.Namespace) -> int:
     """Do it."""
     if args.place == MEMORY:
         there = ", ".join(map(str, memory_folders())) or "there is none now"
-        raise CheckpointError(f"{MEMORY} has a folder for each plan; give the one that is meant: {there}")
+        raise CheckpointError(f"{MEMORY} has a folder for each plan; give one of these folders: {there}")
     path = located(args.place)
     if isinstance(path, Path) and not path.is_dir():
-        raise CheckpointError(f"{path} is no folder; give a --checkpoint-dir of a run")
+        raise CheckpointError(f"{path} is not a folder; give a --checkpoint-dir of a run")
     return int({"ls": _list, "verify": _verify, "export": _export, "prune": _prune}[args.action](args))
 
 
@@ -86,12 +93,12 @@ def _list(args: argparse.Namespace) -> int:
         write_json(found)
         return 0
     if not found:
-        _say(f"no checkpoints in {args.place}")
+        _print_line(f"no checkpoints in {args.place}")
         return 0
     rows = table("", "checkpoint", "step", "size", "tensors", "ranks", "written")
     for entry in found:
         if "damaged" in entry:
-            _say(f"{entry['path']}: {entry['damaged']}")
+            _print_line(f"{entry['path']}: {entry['damaged']}")
         else:
             counts = (str(entry[name]) for name in ("num_tensors", "num_ranks"))
             rows.add_row(
@@ -117,7 +124,7 @@ def _verify(args: argparse.Namespace) -> int:
             results.append({"path": str(path), "holds": True})
         if not args.json:
             last = results[-1]
-            _say(f"{last['path']}: {'whole' if last['holds'] else last['why']}")
+            _print_line(f"{last['path']}: {'whole' if last['holds'] else last['why']}")
     if args.json:
         write_json(results)
     return 0 if all(result["holds"] for result in results) else CHECK_FAILED
@@ -134,19 +141,21 @@ def _export(args: argparse.Namespace) -> int:
         nonlocal count
         count = export_hf(checkpoint, args.output_dir, args.dtype)
 
-    if _is_one(args.place):
+    if _is_single(args.place):
         with checkpoint_at(args.place) as checkpoint:
             export(checkpoint)
     else:
         found = store_at(args.place).newest(export)
         if found.checkpoint is None:
-            raise CheckpointError(f"{args.place} has no whole checkpoint; see `ullage checkpoint verify {args.place}`")
+            raise CheckpointError(
+                f"{args.place} has no complete checkpoint; see `ullage checkpoint verify {args.place}`"
+            )
         checkpoint = found.checkpoint
     facts = {"path": str(checkpoint.folder), "output_dir": str(args.output_dir), "num_tensors": count}
     if args.json:
         write_json(facts)
     else:
-        _say(f"{count} tensors of {checkpoint.folder} written to {args.output_dir}")
+        _print_line(f"{count} tensors of {checkpoint.folder} written to {args.output_dir}")
     return 0
 
 
@@ -157,17 +166,17 @@ def _prune(args: argparse.Namespace) -> int:
     if args.json:
         write_json({"removed": removed})
     else:
-        _say("removed " + (", ".join(removed) if removed else "nothing"))
+        _print_line("removed " + (", ".join(removed) if removed else "nothing"))
     return 0
 
 
 def _chosen(place: str) -> list[Folder]:
-    return [located(place)] if _is_one(place) else store_at(place).folders()
+    return [located(place)] if _is_single(place) else store_at(place).folders()
 
 
-def _is_one(place: str) -> bool:
+def _is_single(place: str) -> bool:
     return parse_name(place.rstrip("/").rpartition("/")[2]) is not None
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     console().print(line, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""``ullage completion``: complete commands in a shell."""
+"""``ullage completion``: print a shell's completion script."""
 
 import argparse
 import sys
@@ -18,7 +18,7 @@ def add_parser(subparsers: Subparsers) -> None:
         subparsers,
         "completion",
         run,
-        "Print what lets a shell complete commands, options, files, and names of models and machines.",
+        "Print a script with which a shell completes commands, options, files, and names of models and machines.",
         """
         ullage completion bash | tee ~/.local/share/bash-completion/completions/ullage
         ullage completion zsh | tee ~/.zfunc/_ullage
@@ -33,9 +33,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         import shtab  # noqa: PLC0415 - may be missing
     except ImportError as error:
-        raise ModuleNotFoundError(
-            "completion is made by shtab; pip install 'ullage[completion]'", name="shtab"
-        ) from error
+        raise ModuleNotFoundError("completion needs shtab; pip install 'ullage[completion]'", name="shtab") from error
     parser = build_parser(*SUMMARIES)
     commands = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
     names = {"model": tuple(list_models()), "hardware": (*list_profiles(), "local")}
@@ -47,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _describe(action: Any, names: dict[str, tuple[str, ...]], places: dict[str, Any]) -> None:
-    """Set the completion of an option: known names, or files."""
+    """Set how the shell completes an option: with known names, or with files."""
     if action.dest in names:
         action.choices = names[action.dest]
     elif action.type is Path or action.metavar == "PLACE":

@@ -1,4 +1,4 @@
-"""``ullage doctor``: what this machine has to train with, and the first thing that is wrong with it."""
+"""``ullage doctor``: show cores, memory and GPUs of this machine, and the first problem."""
 
 import argparse
 from typing import Any
@@ -13,7 +13,7 @@ def add_parser(subparsers: Subparsers) -> None:
         "doctor",
         run,
         "Show versions, cores, memory and GPUs of this machine. If something is wrong, show the first problem and its\n"
-        "remedy; the exit code is then 1. A machine without a GPU is fine: its cores stand in for one.",
+        "remedy; the exit code is then 1. A machine without a GPU is not a problem: its cores stand in for a GPU.",
         """
         ullage doctor
         ullage doctor --json

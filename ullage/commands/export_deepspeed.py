@@ -1,4 +1,4 @@
-"""``ullage export-deepspeed``: the nearest configuration of DeepSpeed to a plan."""
+"""``ullage export-deepspeed``: write the configuration of DeepSpeed that is nearest to a plan."""
 
 import argparse
 import json
@@ -17,16 +17,16 @@ def add_parser(subparsers: Subparsers) -> None:
         "export-deepspeed",
         run,
         "Write the DeepSpeed configuration nearest to a plan: ZeRO stage, offloading, Twin-Flow ratio, batch, types.\n"
-        "Parts of the plan that DeepSpeed cannot express are named. The learning rate is that of `ullage execute`.\n"
-        "`ullage import-deepspeed` predicts the result.",
+        "Then list the parts of the plan that DeepSpeed cannot express. The learning rate is that of `ullage\n"
+        "execute`. `ullage import-deepspeed` predicts how fast the configuration is.",
         """
         ullage export-deepspeed plan.json
         ullage export-deepspeed plan.json --output ds_config.json --nvme-path /mnt/nvme
         """,
     )
-    parser.add_argument("plan", type=Path, metavar="PLAN", help="what `ullage plan` wrote")
+    parser.add_argument("plan", type=Path, metavar="PLAN", help="file that `ullage plan` wrote")
     parser.add_argument(
-        "--output", "-o", type=Path, metavar="PATH", help="where the configuration goes (default: printed)"
+        "--output", "-o", type=Path, metavar="PATH", help="file for the configuration (default: print it)"
     )
     parser.add_argument(
         "--nvme-path", default="/local_nvme", metavar="DIR", help="a folder on the drives of the machine (/local_nvme)"

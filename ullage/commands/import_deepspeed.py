@@ -1,4 +1,4 @@
-"""``ullage import-deepspeed``: predict a configuration of DeepSpeed, and compare it with a plan."""
+"""``ullage import-deepspeed``: predict the speed of a DeepSpeed configuration, and compare it with a plan."""
 
 import argparse
 import sys
@@ -10,7 +10,7 @@ from ullage.cli.request import request_of
 from ullage.cli.request_options import add_request_options, given_options
 from ullage.commands import Subparsers, command_parser
 
-# What a request says, by the options that say it.
+# Fields of a request by the options that set them.
 _OPTIONS = {
     "num_devices": "--gpus",
     "micro_batch": "--micro-batch",
@@ -28,10 +28,10 @@ def add_parser(subparsers: Subparsers) -> None:
         subparsers,
         "import-deepspeed",
         run,
-        "Simulate an iteration of a DeepSpeed configuration, plan the same training with Ullage, and show both beside\n"
-        "each other: time, memory, and causes of the difference. Batch, accumulation, types, optimizer and clipping\n"
-        "are the configuration's; values that are 'auto' there can be given here. Unknown keys, and keys that are\n"
-        "not simulated, are named. All figures are predictions.",
+        "Simulate an iteration of a DeepSpeed configuration, plan the same training with Ullage, and show both side\n"
+        "by side: time, memory, and causes of the difference. Batch, accumulation, types, optimizer and clipping\n"
+        "come from the configuration; options here set values that are 'auto' there. Unknown keys, and keys that are\n"
+        "not simulated, are listed. All figures are predictions.",
         """
         ullage import-deepspeed ds_config.json --model opt-13b --hardware h100x4-80g --gpus 4
         ullage import-deepspeed ds_config.json --model llama-3-8b --micro-batch 4 --output plan.json
@@ -39,19 +39,21 @@ def add_parser(subparsers: Subparsers) -> None:
         """,
     )
     parser.add_argument("config", type=Path, metavar="CONFIG", help="a ds_config.json")
-    parser.add_argument("--output", "-o", type=Path, metavar="PATH", help="write the plan there (default: nowhere)")
+    parser.add_argument(
+        "--output", "-o", type=Path, metavar="PATH", help="file for the plan (default: it is not written)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     add_request_options(parser, model_required=True)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Read, simulate, plan, print; 1 if DeepSpeed's does not fit."""
+    """Read, simulate, plan, print. Return 1 if DeepSpeed's configuration does not fit in memory."""
     from ullage.integrations.deepspeed.config import load_config  # noqa: PLC0415 - pydantic models take a moment
     from ullage.integrations.deepspeed.importing import imported, side_by_side  # noqa: PLC0415
 
     check_output("--output", args.output)
     if args.global_batch is not None:
-        raise ValueError("--global-batch is train_batch_size in the configuration; leave it out")
+        raise ValueError("--global-batch is given by train_batch_size of the configuration; leave it out")
     print_default_hardware(args)
     config, given = load_config(args.config), set(given_options(args))
     found = side_by_side(imported(config, request_of(args), lambda name: _OPTIONS[name] in given))

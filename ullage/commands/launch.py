@@ -1,4 +1,4 @@
-"""``ullage launch``: how a plan is started."""
+"""``ullage launch``: print the command line that starts a plan on all its devices."""
 
 import argparse
 import shlex
@@ -18,16 +18,21 @@ def add_parser(subparsers: Subparsers) -> None:
         "launch",
         run,
         "Print the command that starts one process per device of a plan. Options of `ullage execute` may follow it.\n"
-        "On several nodes, run it on each: N is the number of the node from 0 on, FIRST the address of the first.\n"
+        "On several nodes, run it on each node. Replace N by the number of the node, from 0, and FIRST by the address\n"
+        "of the first node.\n"
         "This command starts nothing.",
         """
         ullage launch plan.json
         ullage launch plan.json --with accelerate
         """,
     )
-    parser.add_argument("plan", type=Path, metavar="PLAN", help="what `ullage plan` wrote")
+    parser.add_argument("plan", type=Path, metavar="PLAN", help="file that `ullage plan` wrote")
     parser.add_argument(
-        "--with", dest="launcher", choices=get_args(Launcher), default="torchrun", help="what starts them (torchrun)"
+        "--with",
+        dest="launcher",
+        choices=get_args(Launcher),
+        default="torchrun",
+        help="program that starts the processes (torchrun)",
     )
 
 

@@ -14,7 +14,7 @@ from ullage.commands import Subparsers, command_parser
 from ullage.output.console import console, facts, table, write_json
 from ullage.output.formatting import si
 
-_WEIGHT_BYTES = 2  # of one value in bf16
+_WEIGHT_BYTES = 2  # bytes of one weight in bf16
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -23,9 +23,9 @@ def add_parser(subparsers: Subparsers) -> None:
         subparsers,
         "models",
         run,
-        "List the models that are known by name, or show the sizes of one model. Any path of a Hugging Face\n"
-        "config.json works as a model too, and so does the hub id of a model in the hub's cache on this machine;\n"
-        "nothing is ever downloaded. With --lora, show what is trained, and the bytes of what is frozen, in bf16.",
+        "List the models that are known by name, or show the sizes of one model. NAME can also be the path of a\n"
+        "Hugging Face config.json, or the hub id of a model in the hub's cache on this machine; nothing is\n"
+        "downloaded. With --lora, show the trained parameters, and the bytes of the frozen parameters in bf16.",
         """
         ullage models
         ullage models facebook/opt-13b
@@ -46,10 +46,10 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """List, or show one."""
+    """List all models, or show one."""
     if args.model is None:
         if args.lora or args.quantize:
-            raise ValueError("--lora and --quantize are for one model; give its name too")
+            raise ValueError("--lora and --quantize need a model; give its name too")
         return _list(as_json=args.json)
     check_adapters(args)
     if args.lora is not None:
@@ -112,6 +112,6 @@ def _list(*, as_json: bool) -> int:
 
 
 def _sizes(model: ModelConfig) -> dict[str, object]:
-    """Return all fields; without experts, those of experts are left out."""
+    """Return all fields, without those of experts if the model has none."""
     left_out = set() if model.is_expert_model else {name for name in type(model).model_fields if "expert" in name}
     return model.model_dump(exclude=left_out | {"dense_layers", "normalize_router"})

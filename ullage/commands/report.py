@@ -1,4 +1,4 @@
-"""``ullage report``: one HTML file about plans, runs and studies."""
+"""``ullage report``: write one HTML file about plans, runs and studies."""
 
 import argparse
 import sys
@@ -15,10 +15,10 @@ def add_parser(subparsers: Subparsers) -> None:
         subparsers,
         "report",
         run,
-        "Write one HTML file that shows a plan, a run or a study. For a plan or run: the answer, all tasks of an\n"
-        "iteration, memory and traffic over time, a roofline of the lanes, other engines, what each technique is\n"
-        "worth, and predicted against measured. For a study: its curves, and cost against speed. The file needs no\n"
-        "network and prints well. Several files are shown side by side.",
+        "Write one HTML file that shows a plan, a run or a study. For a plan or run: a summary, all tasks of an\n"
+        "iteration, memory and traffic over time, a roofline of the lanes, other engines, the effect of each\n"
+        "technique, and predicted against measured times. For a study: curves along each axis, and cost against\n"
+        "speed. The file needs no network and prints well. Several files are shown side by side.",
         """
         ullage report plan.json
         ullage report out/run.json --output run.html --open
@@ -31,21 +31,23 @@ def add_parser(subparsers: Subparsers) -> None:
         type=Path,
         nargs="+",
         metavar="FILE",
-        help="what `ullage plan`, `ullage execute` or `ullage whatif` wrote",
+        help="files of `ullage plan`, `ullage execute` or `ullage whatif`",
     )
     parser.add_argument(
         "--output", "-o", type=Path, default=Path("report.html"), metavar="PATH", help="default: %(default)s"
     )
-    parser.add_argument("--figures", type=Path, metavar="DIR", help="write each figure as SVG and PNG too")
+    parser.add_argument("--figures", type=Path, metavar="DIR", help="also write each figure as SVG and PNG")
     parser.add_argument("--open", action="store_true", help="open the report in the browser")
-    parser.add_argument("--json", action="store_true", help="print what was written, and what is in it, as JSON")
+    parser.add_argument(
+        "--json", action="store_true", help="print the written files and the data of the report as JSON"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Report and say where."""
+    """Write the report and print its path."""
     if args.output.suffix not in {".html", ".htm"}:
         raise ValueError(f"--output {args.output}: a report is HTML; let its name end in .html")
-    check_output("--output", args.output)  # before the work: a bad path must not cost it
+    check_output("--output", args.output)  # before the work, so that a bad path does not waste it
     if args.figures:
         make_folder("--figures", args.figures)
     from ullage.report import load, report_on, side_by_side  # noqa: PLC0415 - the simulator is slow to import

@@ -1,4 +1,4 @@
-"""``ullage validate``: predict published runs, and show by how much that is wrong."""
+"""``ullage validate``: predict published runs, and show the errors."""
 
 import argparse
 import dataclasses
@@ -25,8 +25,8 @@ def add_parser(subparsers: Subparsers) -> None:
         subparsers,
         "validate",
         run,
-        "Predict runs that others have published, and show the errors: +10 % means that the prediction is 10 % too\n"
-        "high. If a case cannot be predicted, the command fails.\n"
+        "Predict published runs, and show the errors: +10 % means that the prediction is 10 % too high. If a case\n"
+        "cannot be predicted, the command fails.\n"
         "The thresholds apply to the totals of a run (iteration time, end-to-end time, throughput) over all cases.\n"
         "If one is exceeded, the exit code is 1.",
         """
@@ -65,7 +65,7 @@ class Checked:
         return row.error if row else None
 
     def headlines(self) -> Iterator[tuple[str, float]]:
-        """Yield name and signed relative error of quantities that have a threshold."""
+        """Yield name and signed relative error of each quantity to which the thresholds apply."""
         for metric, row in self.rows().items():
             if metric.headline:
                 yield f"{self.case.id} ({metric.value})", row.error or 0.0
@@ -175,7 +175,7 @@ def _print(checked: Sequence[Checked], summaries: Sequence[dict[str, Any]], fail
     for item in checked:
         if not item.outcome.converged:
             out.print(
-                f"warning: case {item.case.id} has no two equal iterations; the last one was read", soft_wrap=True
+                f"warning: case {item.case.id}: simulated iterations differ; the last one is shown", soft_wrap=True
             )
     for warning in dict.fromkeys(text for item in checked for text in item.outcome.warnings):
         out.print(f"warning: {warning}", soft_wrap=True)

@@ -1,4 +1,4 @@
-"""``ullage verify``: check a plan without trusting the program that made it."""
+"""``ullage verify``: check the prediction and the proofs of a plan."""
 
 import argparse
 from pathlib import Path
@@ -19,14 +19,14 @@ def add_parser(subparsers: Subparsers) -> None:
         subparsers,
         "verify",
         run,
-        "Check a plan without trusting who made it: simulate it again, check that it fits in memory, and check the\n"
-        "proofs of its lower bound in exact arithmetic. If anything does not hold, the exit code is 1.",
+        "Check a plan independently of the program that made it: simulate it again, check that it fits in memory, and\n"
+        "check the proofs of its lower bound in exact arithmetic. If a check fails, the exit code is 1.",
         """
         ullage verify plan.json
         ullage verify plan.json --json
         """,
     )
-    parser.add_argument("plan_file", type=Path, metavar="PLAN", help="what `ullage plan` wrote")
+    parser.add_argument("plan_file", type=Path, metavar="PLAN", help="file that `ullage plan` wrote")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
 

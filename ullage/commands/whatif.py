@@ -1,4 +1,4 @@
-"""``ullage whatif``: what would it take? One request with fields varied by name, every point planned anew."""
+"""``ullage whatif``: vary fields of a request by name, and plan every point anew."""
 
 import argparse
 import sys
@@ -18,9 +18,9 @@ def add_parser(subparsers: Subparsers) -> None:
         "whatif",
         run,
         "Plan one request with other values of the machine, the model, the batch or the policy. Every point is\n"
-        "planned anew, as `ullage plan` would. Values are absolute (64GB, 25GB/s, 10us) or factors (2x). They may be\n"
-        "lists (1,2,4) or ranges (0..12, 10..40..10GB/s, 1x..8x..*2). Results are saved as they come: if a study is\n"
-        "interrupted, the same command continues it. STUDY is a study file, run before or not.",
+        "planned anew, as by `ullage plan`. Values are absolute (64GB, 25GB/s, 10us) or factors (2x). They may be\n"
+        "lists (1,2,4) or ranges (0..12, 10..40..10GB/s, 1x..8x..*2). Every result is saved at once: if a study is\n"
+        "interrupted, the same command continues it. STUDY is a study file, finished or not.",
         """
         ullage whatif --model opt-13b --gpus 8 --set pcie=2x
         ullage whatif --model opt-13b --sweep gpus=1,2,4,8 --sweep pcie=1x..4x..*2 --table study.csv
@@ -47,41 +47,45 @@ def add_parser(subparsers: Subparsers) -> None:
         "--sweep",
         action="append",
         metavar="FIELD=VALUES",
-        help="values of a field, which become one axis; may be repeated",
+        help="vary a field over these values, as one axis of the study; may be repeated",
     )
     design.add_argument(
         "--design",
         choices=get_args(Design),
-        help="cartesian: all combinations (the default); zip: the first values of all axes, the second, ...; random: "
-        "--points of them, drawn with --seed, also inside ranges such as 0.5x..4x",
+        help="cartesian: all combinations (the default); zip: the first values of all axes, then the second values, "
+        "...; random: --points random combinations drawn with --seed, also inside ranges such as 0.5x..4x",
     )
     design.add_argument("--points", type=positive_int, metavar="N", help="how many points a random design draws")
     design.add_argument("--seed", type=non_negative_int, metavar="N", help="seed of a random design (0)")
     design.add_argument(
         "--question",
         choices=get_args(Question),
-        help="fits: the smallest machine of each kind that trains it; cheapest: machines and numbers of GPUs by cost; "
-        "upgrade: which resource to double; scale: speed and efficiency on more and more GPUs; longest: the longest "
-        "sequence that fits; largest: the largest of the packaged models that fits, or of --sweep model=A,B,C from "
-        "the smallest to the largest",
+        help="fits: the smallest machine of each kind that trains the model; cheapest: machines and numbers of GPUs by "
+        "cost; upgrade: which resource to double; scale: speed and efficiency on more and more GPUs; longest: the "
+        "longest sequence that fits; largest: the largest packaged model that fits, or the largest of --sweep "
+        "model=A,B,C (sorted by size, smallest first)",
     )
     design.add_argument(
         "--sensitivities",
         action="store_true",
-        help="what one GB/s, core or GB more is worth, and where the bottleneck moves",
+        help="show the effect of one more GB/s, core or GB, and where the bottleneck moves",
     )
     design.add_argument(
         "--certify",
         action="store_true",
         default=None,
-        help="prove how far from the best each plan can be (takes longer)",
+        help="prove for each plan how far it can be from the best (takes longer)",
     )
     money = parser.add_argument_group("money")
-    money.add_argument("--prices", metavar="FILE|example", help="what machines cost; example: packaged, to be replaced")
-    money.add_argument("--tokens", type=tokens, metavar="N", help="what a whole run trains on, as in 300B")
-    money.add_argument("--days", type=positive_float, metavar="D", help="days within which the run has to end")
+    money.add_argument(
+        "--prices",
+        metavar="FILE|example",
+        help="prices of machines; example: packaged example prices, to be replaced by yours",
+    )
+    money.add_argument("--tokens", type=tokens, metavar="N", help="tokens of a whole run, as in 300B")
+    money.add_argument("--days", type=positive_float, metavar="D", help="deadline of the whole run in days")
     add_request_options(parser, model_required=False)
-    running = parser.add_argument_group("how it is run")
+    running = parser.add_argument_group("running the study")
     running.add_argument("--workers", type=positive_int, metavar="N", help="processes (one per core)")
     running.add_argument(
         "--ray",
@@ -96,7 +100,7 @@ def add_parser(subparsers: Subparsers) -> None:
         type=Path,
         default=Path("study.json"),
         metavar="PATH",
-        help="where the study goes (study.json)",
+        help="file for the study (study.json)",
     )
     running.add_argument("--table", type=Path, metavar="PATH", help="write one row per point, as .csv or .parquet")
     running.add_argument("--json", action="store_true", help="print the study as JSON instead of tables")
@@ -105,12 +109,12 @@ def add_parser(subparsers: Subparsers) -> None:
         nargs="?",
         const="",
         metavar="TEXT",
-        help="list the fields that can be varied, with units, and do nothing else",
+        help="only list the fields that can be varied, with units",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run a study, print it, write it."""
+    """Run, write and print a study."""
     from ullage.whatif.command import list_fields, study_of  # noqa: PLC0415 - the simulator is slow to import
 
     if args.fields is not None:

@@ -1,4 +1,4 @@
-"""Batches: tensors of some sequences, and the share that they have in the loss of a step."""
+"""Batches: tensors of some sequences, and their weight in the loss of a step."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from ullage.data.documents import check_documents, takes_positions, without_cache
 
 IGNORED: Final = -100
-"""The label of a token that nobody learns to predict."""
+"""The label of a token that is not a target of the loss."""
 
 Piece = tuple[Sequence[int], Sequence[bool]]
-"""The tokens of one piece of a document, and which of them are targets: never the first, which nothing precedes."""
+"""The tokens of one piece of a document, and which of them are targets. The first token is never a target."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -21,13 +21,13 @@ class DataBatch:
     """One micro-batch of one rank.
 
     Attributes:
-        inputs: what a model of ``transformers`` is called with, beside ``use_cache=False``. ``input_ids`` and
-            ``labels`` are int64[sequences, tokens], and labels are -100 where nothing is learned. Padded batches have
-            an ``attention_mask`` beside them, packed ones ``position_ids`` that begin at 0 with each document.
-        weight: factor on the model's mean loss. The weights of a step add up to the number of ranks, as gradients are
-            averaged over ranks: the step's gradient is then that of the mean over all its target tokens.
-        num_targets: target tokens that count in this batch.
-        num_tokens: tokens in it, padding left out.
+        inputs: keyword arguments for a model of ``transformers``, beside ``use_cache=False``. ``input_ids`` and
+            ``labels`` are int64[sequences, tokens]; a label is -100 if the token is not a target. Padded batches also
+            have an ``attention_mask``. Packed batches have ``position_ids``, which begin at 0 with each document.
+        weight: factor for the model's mean loss. The weights of a step add up to the number of ranks, because gradients
+            are averaged over ranks. So the step's gradient is that of the mean loss over all its target tokens.
+        num_targets: target tokens of this batch.
+        num_tokens: tokens of this batch without padding.
     """
 
     inputs: dict[str, Tensor]
@@ -36,9 +36,10 @@ class DataBatch:
     num_tokens: int
 
     def loss(self, model: nn.Module) -> Tensor:
-        """Return this batch's share in the loss of a step; call ``backward()`` on it.
+        """Return this batch's part of the step's loss; call ``backward()`` on it.
 
-        Before a model's first packed batch, it tries whether the model keeps documents separate, and warns if not.
+        Before a model's first packed batch, this tests whether attention keeps documents apart, and warns if it does
+        not.
 
         Raises:
             ValueError: the model returns no loss.
@@ -46,7 +47,7 @@ class DataBatch:
         return self.mean_loss(model) * self.weight
 
     def mean_loss(self, model: nn.Module) -> Tensor:
-        """Return the mean loss over the target tokens of this batch, moved to the model's device.
+        """Move this batch to the model's device and return the mean loss over its target tokens.
 
         Raises:
             ValueError: the model returns no loss.
@@ -60,7 +61,7 @@ class DataBatch:
         output = model(**inputs, **without_cache(model))
         loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
         if not isinstance(loss, Tensor):
-            raise ValueError(  # noqa: TRY004 - who calls gave the wrong model
+            raise ValueError(  # noqa: TRY004 - the caller gave the wrong model
                 f"{type(model).__name__} returned no loss for input_ids and labels; give a causal language model of "
                 "transformers, or a module that returns an object with a loss"
             )
@@ -68,11 +69,11 @@ class DataBatch:
 
 
 def padded(pieces: Sequence[Piece], fill: int) -> dict[str, Tensor]:
-    """Return pieces, each in a row of its own, padded on the right to the longest.
+    """Return a batch with one piece per row, padded on the right to the longest piece.
 
     Args:
         pieces: at least one.
-        fill: the token to pad with.
+        fill: the padding token.
     """
     seq_len = max(len(tokens) for tokens, _ in pieces)
     rows = [_row([piece], seq_len, fill) for piece in pieces]
@@ -82,19 +83,19 @@ def padded(pieces: Sequence[Piece], fill: int) -> dict[str, Tensor]:
 
 
 def packed(rows: Sequence[Sequence[Piece]], seq_len: int, fill: int) -> dict[str, Tensor]:
-    """Return rows of several pieces each, filled up to a length. The filling is a document of its own.
+    """Return a batch with several pieces per row, padded to ``seq_len``. The padding is a document of its own.
 
     Args:
-        rows: pieces of each row, of at most ``seq_len`` tokens together.
+        rows: pieces of each row, at most ``seq_len`` tokens together.
         seq_len: tokens of a row.
-        fill: the token to fill up with.
+        fill: the padding token.
     """
     made = [_row(pieces, seq_len, fill) for pieces in rows]
     return {name: _stacked(made, number) for number, name in enumerate(("input_ids", "labels", "position_ids"))}
 
 
 def to_device(batch: Tensor, device: torch.device) -> Tensor:
-    """Return a batch on a device. It is pinned first: other copies would wait for the device's work."""
+    """Copy a batch to a device from pinned memory. A copy from pageable memory would wait for the device's work."""
     return batch.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else batch.to(device)
 
 

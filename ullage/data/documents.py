@@ -1,4 +1,4 @@
-"""Tries whether a model keeps the documents of a packed sequence separate."""
+"""Test whether a model keeps the documents of a packed sequence apart."""
 
 import inspect
 import warnings
@@ -9,31 +9,31 @@ import torch
 from torch import nn
 
 _CHECKED: Final = weakref.WeakSet[nn.Module]()
-_ROUNDING: Final = 4  # of a number's type: products of other tokens may be added up in another order
+_ROUNDING: Final = 4  # units of rounding: products of other tokens may be summed in another order
 
 
 def inner(model: Any) -> Any:
-    """Return the model of ``transformers`` that adapters of ``peft`` are around."""
+    """Return the model of ``transformers`` inside a model of ``peft``."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def takes_positions(model: nn.Module) -> bool:
-    """Return whether a model takes the positions at which documents begin."""
+    """Return whether a model takes ``position_ids``, which mark the beginnings of documents."""
     return "position_ids" in inspect.signature(type(inner(model)).forward).parameters
 
 
 def check_documents(model: nn.Module) -> None:
-    """Warn, once for each model, if tokens of a packed sequence see those of documents before their own.
+    """Warn, once per model, if tokens of a packed sequence attend to earlier documents.
 
-    It evaluates two documents of two tokens, and again with a different first one. All ranks do so together.
+    The test evaluates two documents of two tokens, then again with another first document. All ranks call it together.
     """
     if model in _CHECKED:
         return
     _CHECKED.add(model)
     if not takes_positions(model) or not _separates_sequences(model):
         warnings.warn(
-            f"{type(inner(model)).__name__} does not keep the documents of a packed sequence apart, so tokens see "
-            "those of documents before their own; leave --pack out (pack=False) if that matters",
+            f"{type(inner(model)).__name__} does not keep the documents of a packed sequence apart: tokens attend to "
+            "earlier documents; if that matters, leave --pack out (pack=False)",
             RuntimeWarning,
             stacklevel=4,
         )
@@ -60,5 +60,5 @@ def _separates_sequences(model: nn.Module) -> bool:
 
 
 def without_cache(model: nn.Module) -> dict[str, bool]:
-    """Return arguments that switch a model's key-value cache off: it takes memory, and hides where documents begin."""
+    """Return the argument that disables a model's key/value cache, which takes memory and hides document boundaries."""
     return {"use_cache": False} if hasattr(getattr(inner(model), "config", None), "use_cache") else {}

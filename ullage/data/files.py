@@ -1,4 +1,4 @@
-"""Files of data: text, one document per file, and JSON or Parquet with a record for each document."""
+"""Data files: text with one document per file, and JSON or Parquet with one record per document."""
 
 import contextlib
 import errno
@@ -19,11 +19,11 @@ _KINDS: Final = (
 
 
 def data_files(path: Path) -> list[Path]:
-    """Return the files of data at a path: itself, or those that a folder has, in order of names.
+    """Return the data files at a path: the file itself, or the files of a folder sorted by name.
 
     Raises:
-        ValueError: there are none, or one is empty, no regular file, or a text that is too long.
-        OSError: there is no such path.
+        ValueError: there are no data files, or a file is empty, not regular, or a text that is too long.
+        OSError: the path does not exist.
     """
     if not path.exists():
         raise FileNotFoundError(
@@ -31,10 +31,12 @@ def data_files(path: Path) -> list[Path]:
         )
     if not path.is_dir():
         if path.suffix not in _ALL:
-            raise ValueError(f"{path}: data are read from {_KINDS}; rename the file as what it is, or convert it")
+            raise ValueError(
+                f"{path}: data are read from {_KINDS}; give the file the ending of its format, or convert it"
+            )
         files = [path]
     else:
-        wanted = {*_ALL} - {".json"}  # which folders have for other purposes
+        wanted = {*_ALL} - {".json"}  # folders have .json files for other purposes
         files = sorted(file for file in path.iterdir() if file.suffix in wanted and file.is_file())
         if not files:
             raise ValueError(f"{path} has no file that ends in {', '.join(sorted(wanted))}; give a folder of data")
@@ -44,14 +46,14 @@ def data_files(path: Path) -> list[Path]:
             raise ValueError(f"{file} is empty; give a file with data")
         if (file.suffix in TEXTS or is_list(file)) and num_bytes > MOST_BYTES:
             raise ValueError(
-                f"{file} has {num_bytes} bytes, but a text, or a list of records, has at most {MOST_BYTES}; divide it, "
-                'or write one record a line, as {"text": ...}, to a .jsonl file'
+                f"{file} has {num_bytes} bytes, but a text or a JSON list may have at most {MOST_BYTES}; divide it, "
+                'or write one record per line, as {"text": ...}, to a .jsonl file'
             )
     return files
 
 
 def is_list(file: Path) -> bool:
-    """Return whether a file is one JSON list of records, not one record a line."""
+    """Return whether a file is one JSON list of records; otherwise it has one record per line."""
     if file.suffix != ".json":
         return False
     with file.open("rb") as opened:
@@ -59,11 +61,11 @@ def is_list(file: Path) -> bool:
 
 
 def read(file: Path) -> Any:
-    """Return a ``datasets.Dataset`` with a column ``text``: each record as a line of JSON, or a text as one row.
+    """Return a ``datasets.Dataset`` with a column ``text``. A row is one record as JSON, or one whole text.
 
     Raises:
         ModuleNotFoundError: ``datasets`` is missing.
-        ValueError: the file is no UTF-8, or not what its name says.
+        ValueError: the file is not UTF-8, or not of the format that its name says.
     """
     try:
         import datasets  # noqa: PLC0415 - takes a second, and may be missing
@@ -88,8 +90,8 @@ def read(file: Path) -> Any:
             reason = " ".join(str(cause).split())
             if isinstance(cause, UnicodeDecodeError):
                 raise ValueError(f"{file} is not UTF-8 ({reason}); convert it first") from error  # noqa: TRY004
-            if isinstance(cause, ValueError):  # those of JSON and of Arrow are
-                raise ValueError(f"{file} is no {file.suffix} file ({reason}); write it again") from error  # noqa: TRY004
+            if isinstance(cause, ValueError):  # errors of JSON and of Arrow are ValueErrors
+                raise ValueError(f"{file} is not a {file.suffix} file ({reason}); write it again") from error  # noqa: TRY004
             raise
 
 
@@ -98,7 +100,7 @@ def _as_line(record: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Return a row of a table without what only other rows have."""
+    """Return a row of a table without null fields, which exist only because other rows have them."""
     if isinstance(value, Mapping):
         return {name: _without_nulls(part) for name, part in value.items() if part is not None}
     return [_without_nulls(part) for part in value] if isinstance(value, list) else value
@@ -111,7 +113,7 @@ def _lines_of_list(file: Path, version: object) -> Iterator[dict[str, str]]:  # 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keep ``datasets`` from printing its progress, as commands have their own, and its errors, which are raised."""
+    """Keep ``datasets`` from printing progress and errors: commands show their own progress, and errors are raised."""
     import datasets  # noqa: PLC0415 - see above
 
     was_shown, log_level = datasets.is_progress_bar_enabled(), datasets.logging.get_verbosity()

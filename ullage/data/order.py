@@ -1,4 +1,4 @@
-"""Which sequences a step trains on, and which of them are one rank's."""
+"""The order of sequences over steps, and each rank's part of a step."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -13,22 +13,22 @@ Rows = npt.NDArray[np.int64]
 
 @final
 class Order:
-    """The order of sequences over all epochs: a new random one in each, which depends on the seed and the epoch alone.
+    """The order of sequences over all epochs. Each epoch has a random order that depends only on seed and epoch.
 
-    A position counts the sequences that were given since the first epoch began, to all ranks together. A step never
-    crosses the end of an epoch: the last one has what is left, or, with ``drop_last``, is left out.
+    A position is the number of sequences that all ranks together have read since the first epoch began. A step never
+    crosses the end of an epoch: the last step has the remaining sequences or, with ``drop_last``, is left out.
 
     Args:
-        num_sequences: of the data.
-        per_step: sequences of one step of all ranks.
-        seed: of the order.
-        drop_last: whether an epoch ends with its last whole step.
+        num_sequences: number of sequences of the data.
+        per_step: sequences of one step over all ranks.
+        seed: seed of the order.
+        drop_last: whether to drop a smaller last step of an epoch.
 
     Attributes:
-        per_epoch: sequences that an epoch gives.
+        per_epoch: sequences of an epoch.
 
     Raises:
-        ValueError: an epoch has no whole step, but only these are asked for.
+        ValueError: an epoch has no full step, and smaller steps are dropped.
     """
 
     def __init__(self, num_sequences: int, per_step: int, seed: int, *, drop_last: bool) -> None:
@@ -49,7 +49,7 @@ class Order:
         return -(-self.per_epoch // self._per_step)
 
     def num_steps(self, epochs: int, position: int = 0) -> int:
-        """Return how many steps are left from a position until so many epochs are over."""
+        """Return the number of steps from a position to the end of epoch ``epochs``."""
         epoch, offset = divmod(position, self.per_epoch)
         if epoch >= epochs:
             return 0
@@ -65,11 +65,11 @@ class Order:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Share:
-    """What one rank has of a micro-batch.
+    """One rank's part of a micro-batch.
 
     Attributes:
-        rows: at least one sequence, because all ranks call the model equally often.
-        counts: whether they are trained on: not where there are fewer sequences than ranks.
+        rows: at least one sequence, because all ranks must call the model equally often.
+        counts: whether the sequences count in the loss. If there are fewer sequences than ranks, some ranks' do not.
     """
 
     rows: Rows
@@ -77,13 +77,13 @@ class Share:
 
 
 def shares(rows: Rows, micro_batch: int, rank: int, num_ranks: int) -> Iterator[Share]:
-    """Yield a rank's part of each micro-batch; the last one is divided among ranks as evenly as possible.
+    """Yield a rank's part of each micro-batch. The last micro-batch is divided among ranks as evenly as possible.
 
     Args:
-        rows: of all ranks together.
-        micro_batch: most sequences that a rank calls the model with.
-        rank: whose part.
-        num_ranks: that share every micro-batch.
+        rows: sequences of a step over all ranks.
+        micro_batch: maximum number of sequences per call of the model on one rank.
+        rank: the rank.
+        num_ranks: ranks that share every micro-batch.
     """
     for begin in range(0, len(rows), micro_batch * num_ranks):
         of_all = rows[begin : begin + micro_batch * num_ranks]

@@ -10,11 +10,11 @@ import numpy.typing as npt
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Sequences:
-    """Which pieces each sequence has, in flat arrays: there may be many millions.
+    """The pieces of each sequence, in flat arrays, because there may be many millions.
 
     Attributes:
-        pieces: of all sequences, one after another.
-        bounds: int64[sequences + 1], where the pieces of each begin, and the end.
+        pieces: numbers of the pieces of all sequences, concatenated.
+        bounds: int64[sequences + 1], offsets into ``pieces``.
     """
 
     pieces: npt.NDArray[np.int64]
@@ -28,7 +28,7 @@ class Sequences:
 
 
 def packed(lengths: Sequence[int] | npt.NDArray[np.int64], seq_len: int) -> Sequences:
-    """Return pieces in as few sequences as best-fit decreasing finds: it wastes little, and depends on lengths alone.
+    """Pack pieces into sequences by best-fit decreasing, which wastes little space. The result depends only on lengths.
 
     Args:
         lengths: tokens of each piece, 1 to ``seq_len``.
@@ -40,7 +40,7 @@ def packed(lengths: Sequence[int] | npt.NDArray[np.int64], seq_len: int) -> Sequ
     for piece in np.argsort(-np.asarray(lengths, np.int64), kind="stable"):
         length = int(lengths[piece])
         if fitting := spaces >> length:
-            space = length + (fitting & -fitting).bit_length() - 1  # the smallest that is enough
+            space = length + (fitting & -fitting).bit_length() - 1  # the smallest space that is large enough
             sequence = open_by_space[space].pop()
             if not open_by_space[space]:
                 spaces &= ~(1 << space)

@@ -1,4 +1,4 @@
-"""From files to pieces: tokens with targets, none longer than a sequence, in a cache of ``datasets``."""
+"""Turn files into pieces: tokens with targets, at most a sequence long, cached by ``datasets``."""
 
 import dataclasses
 import functools
@@ -16,19 +16,19 @@ from ullage.data.batches import Piece
 from ullage.data.files import TABLES, TEXTS, data_files, is_list, quiet, read
 from ullage.data.tokenizers import Encoded, Encoder
 
-_VERSION: Final = 1  # of what is cached: counts up when the same record gives other tokens
-_BATCH: Final = 200  # lines that are tokenized before their tokens are written
+_VERSION: Final = 1  # version of the cache; increase it when the same record gives other tokens
+_BATCH: Final = 200  # lines to tokenize before their tokens are written
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Counts:
-    """Numbers of documents, tokens and targets found in the files.
+    """Counts over the files.
 
     Attributes:
-        documents: records, or texts.
-        tokens, targets: of the pieces that are trained or evaluated on.
-        cut_off: documents of which only the beginning is used, because they are longer than a sequence.
-        without_targets: pieces that are left out, because nothing in them is learned.
+        documents: number of records or texts.
+        tokens, targets: tokens and target tokens of the pieces for training and evaluation.
+        cut_off: documents that were truncated, because they are longer than a sequence.
+        without_targets: pieces that were left out, because they have no target tokens.
     """
 
     documents: int
@@ -43,25 +43,25 @@ class Pieces:
     """All pieces with targets, mapped from the cache.
 
     Args:
-        path: a file, or a folder.
-        tokenizer: of ``transformers``.
-        seq_len: most tokens of a piece. A longer text becomes several pieces; chat and instructions are cut off.
+        path: a file or a folder.
+        tokenizer: a tokenizer of ``transformers``.
+        seq_len: maximum tokens of a piece. A longer text becomes several pieces; chat and instructions are truncated.
 
     Attributes:
-        counts: documents, tokens and targets found in the files.
-        lengths: int64[pieces], tokens of each.
-        targets: int64[pieces], target tokens of each.
+        counts: counts over the files.
+        lengths: int64[pieces], tokens of each piece.
+        targets: int64[pieces], target tokens of each piece.
 
     Raises:
-        ModuleNotFoundError: ``datasets``, or what it needs, is missing.
-        ValueError: a line is no record; the message names it. Or nothing has targets.
+        ModuleNotFoundError: ``datasets`` or a library that it needs is missing.
+        ValueError: a line is not a record (the message names it), or no document has targets.
         OSError: a file cannot be read.
     """
 
     def __init__(self, path: Path, tokenizer: Any, seq_len: int) -> None:
         encoder = Encoder(tokenizer)
         tables = [_encoded(file, encoder, seq_len) for file in data_files(path)]
-        import datasets  # noqa: PLC0415 - takes a second; it is there, as files have been read
+        import datasets  # noqa: PLC0415 - takes a second; cannot be missing, because reading files needs it
 
         table = datasets.concatenate_datasets(tables)
         sums = table.remove_columns(["tokens", "targets"]).with_format("numpy")[:]
@@ -87,7 +87,7 @@ class Pieces:
 
     @functools.cached_property
     def digest(self) -> str:
-        """A digest of all tokens and targets."""
+        """Digest of all tokens and targets."""
         found = hashlib.blake2b(digest_size=8)
         found.update(self.lengths.tobytes() + self.targets.tobytes())
         for part in self._table.data.column("tokens").chunks:
@@ -101,7 +101,7 @@ class Pieces:
 
 
 def _encoded(file: Path, encoder: Encoder, seq_len: int) -> Any:
-    """Return a file's pieces as a ``datasets.Dataset``, from the cache if the same was tokenized before."""
+    """Return a file's pieces as a ``datasets.Dataset``, from the cache if the file was tokenized before."""
     lines = read(file)
     import datasets  # noqa: PLC0415 - see above
     from datasets.fingerprint import Hasher  # noqa: PLC0415
@@ -117,7 +117,7 @@ def _encoded(file: Path, encoder: Encoder, seq_len: int) -> Any:
     }
     fingerprint = Hasher.hash((_VERSION, lines._fingerprint, encoder.digest(), seq_len))
     cache = Path(lines.cache_files[0]["filename"]).parent
-    with quiet(), FileLock(cache / f"{fingerprint}.lock"):  # of several ranks one tokenizes, and the others wait for it
+    with quiet(), FileLock(cache / f"{fingerprint}.lock"):  # one rank tokenizes while the others wait
         return lines.map(
             partial(_pieces, place=_place(file), encoder=encoder, seq_len=seq_len),
             batched=True,
@@ -130,7 +130,7 @@ def _encoded(file: Path, encoder: Encoder, seq_len: int) -> Any:
 
 
 def _place(file: Path) -> str | None:
-    """Return the word for places in a file of records (line, row), or ``None`` for a text."""
+    """Return the name of a position in a file of records, for errors; ``None`` for a text."""
     if file.suffix in TEXTS:
         return None
     return f"{file}, {'record' if file.suffix in TABLES or is_list(file) else 'line'}"
@@ -152,7 +152,7 @@ def _pieces(
         end = len(document.tokens) if document.divisible else min(len(document.tokens), seq_len)
         for begin in range(0, end, seq_len):
             tokens, targets = (values[begin : begin + seq_len] for values in document[:2])
-            targets = [False, *targets[1:]]  # nothing precedes the first one
+            targets = [False, *targets[1:]]  # no token precedes the first one
             found["tokens"].append(tokens)
             found["targets"].append(targets)
             found["length"].append(len(tokens))
@@ -166,10 +166,10 @@ def _of_line(line: str, place: str, encoder: Encoder) -> Encoded:
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:
-        raise ValueError(f'{place} is no JSON ({error}); write one record on each line, as {{"text": ...}}') from error
+        raise ValueError(f'{place} is not JSON ({error}); write one record per line, as {{"text": ...}}') from error
     if not isinstance(record, dict):
         raise ValueError(  # noqa: TRY004 - the file is wrong, not a call
-            f'{place} is {type(record).__name__}, not a record; write one on each line, as {{"text": ...}}'
+            f'{place} is {type(record).__name__}, not a record; write one record per line, as {{"text": ...}}'
         )
     try:
         return encoder.record(record)

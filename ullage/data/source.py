@@ -1,4 +1,4 @@
-"""``ullage.Data``: files as batches of steps, in an order that resumes anywhere."""
+"""``ullage.Data``: batches from files, in an order that can resume at any step."""
 
 import os
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from ullage.data.packing import packed as packed_pieces
 from ullage.data.pieces import Counts, Pieces
 from ullage.data.tokenizers import checked, tokenizer_at
 
-_SPLIT: Final = 0x5E1EC7  # tells the random numbers of the split from those of epochs
+_SPLIT: Final = 0x5E1EC7  # makes the random numbers of the split differ from those of epochs
 
 
 @final
@@ -27,36 +27,35 @@ class Data:
 
     A text (``.txt``) is one document. JSON lines, a JSON list or a Parquet table have records: ``{"text": ...}``,
     ``{"messages": [...]}`` for the tokenizer's chat template, ``{"prompt": ..., "completion": ...}`` of two texts or
-    two lists of messages, or ``{"instruction": ..., "input": ..., "output": ...}``. All of a text is learned, and
-    answers alone of the others. What is longer than a sequence is cut off; a text is continued in another one. Tokens
-    are cached by ``datasets``.
+    two lists of messages, or ``{"instruction": ..., "input": ..., "output": ...}``. In a text, all tokens are targets
+    of the loss; in other records, only the answers are. If a text is longer than a sequence, it continues in another
+    sequence; other records are truncated. ``datasets`` caches the tokens.
 
     Args:
-        path: a file, or a folder of them.
-        tokenizer: its folder, the name of a hub's model that is on this machine, or a tokenizer of ``transformers``.
-        seq_len: most tokens of a sequence.
-        micro_batch: sequences that a rank calls the model with.
-        num_micro_batches: forward and backward of each step.
-        pack: several documents in one sequence, which keeps them apart by ``position_ids``; otherwise each has a
-            sequence of its own, padded to the longest of its batch.
-        drop_last: leave out the last step of an epoch if it is smaller than the others.
-        eval_split: share of all pieces that is kept for :meth:`evaluate`, chosen by the seed.
-        seed: of the order in each epoch, and of the split.
+        path: a file or a folder.
+        tokenizer: a folder, the name of a hub's model on this machine, or a tokenizer of ``transformers``.
+        seq_len: maximum tokens of a sequence.
+        micro_batch: sequences per call of the model on one rank.
+        num_micro_batches: micro-batches of each step.
+        pack: put several documents into one sequence and keep them apart by ``position_ids``. Otherwise each document
+            is one sequence, padded to the longest of its batch.
+        drop_last: drop the last step of an epoch if it is smaller than the others.
+        eval_split: fraction of all pieces that is held out for :meth:`evaluate`, drawn with the seed.
+        seed: seed of the order in each epoch, and of the split.
 
     Attributes:
-        tokenizer: of ``transformers``.
-        seq_len, micro_batch, num_micro_batches, pack: as they are given.
-        rank, num_ranks: whose share of every batch this is; see :meth:`share`.
-        counts: documents, tokens and targets that were found.
-        num_sequences, num_eval_sequences: to train on in each epoch, and to evaluate on.
-        num_tokens: tokens of the latest step of all ranks, padding left out.
-        position: sequences given since the first epoch began, to all ranks together. Setting it resumes: at the same
-            position of the same files, with the same arguments, the same sequences follow, whatever the number of
-            ranks and micro-batches.
+        tokenizer: the tokenizer of ``transformers``.
+        seq_len, micro_batch, num_micro_batches, pack: the arguments.
+        rank, num_ranks: this rank and the number of ranks that share every batch; see :meth:`share`.
+        counts: number of documents, tokens and targets in the files.
+        num_sequences, num_eval_sequences: sequences for training in each epoch, and for evaluation.
+        num_tokens: tokens of the latest step over all ranks, without padding.
+        position: sequences that all ranks together have read since the first epoch began. Set it to resume. With the
+            same files and arguments, the same sequences follow a position, for any number of ranks and micro-batches.
 
     Raises:
         ModuleNotFoundError: ``datasets`` is missing.
-        ValueError: an argument or a line of the data is wrong, or nothing is left to train or evaluate on.
+        ValueError: an argument or a line of the data is wrong, or no data are left for training or evaluation.
         OSError: a file cannot be read.
     """
 
@@ -90,26 +89,28 @@ class Data:
         self.position = self.num_tokens = 0
 
     def share(self, rank: int, num_ranks: int) -> None:
-        """Take one rank's share of every batch: at first it is that of the process that ``torchrun`` has started.
+        """Set the rank whose part of every batch to return. The default is this process's rank under ``torchrun``.
 
         Args:
-            rank: which; the same for ranks that share layers (tensor parallelism), as they compute on the same batch.
-            num_ranks: that each have a part.
+            rank: the data-parallel rank. Ranks that share layers (tensor parallelism) compute on the same batch and
+                give the same number.
+            num_ranks: number of data-parallel ranks.
 
         Raises:
-            ValueError: there is no such rank, or an epoch has no whole step for so many, but smaller ones are dropped.
+            ValueError: the rank does not exist, or an epoch has no full step for so many ranks and smaller steps are
+                dropped.
         """
         if not 0 <= rank < num_ranks:
-            raise ValueError(f"rank is {rank}, but there are {num_ranks}, counted from 0; give one of them")
+            raise ValueError(f"rank is {rank}, but there are {num_ranks} ranks, counted from 0; give one of these")
         per_step = self.micro_batch * self.num_micro_batches * num_ranks
         self._order = Order(len(self._sequences), per_step, self._seed, drop_last=self._drop_last)
         self.rank, self.num_ranks = rank, num_ranks
 
     def check_vocabulary(self, size: int) -> None:
-        """Check that a model that knows so many tokens knows all of the tokenizer's.
+        """Check that a model with a vocabulary of ``size`` knows all tokens of the tokenizer.
 
         Raises:
-            ValueError: it does not.
+            ValueError: the tokenizer has more tokens.
         """
         if len(self.tokenizer) > size:
             raise ValueError(
@@ -119,7 +120,7 @@ class Data:
 
     @property
     def counts(self) -> Counts:
-        """What was found in the files."""
+        """Counts over the files."""
         return self._pieces.counts
 
     @property
@@ -133,7 +134,7 @@ class Data:
         return len(self._eval_sequences)
 
     def num_steps(self, epochs: int) -> int:
-        """Return how many steps are left from :attr:`position` until so many epochs are over."""
+        """Return the number of steps from :attr:`position` to the end of epoch ``epochs``."""
         return self._order.num_steps(epochs, self.position)
 
     @property
@@ -144,25 +145,27 @@ class Data:
     def example(self) -> dict[str, torch.Tensor]:
         """Return inputs of the largest batch, for ``ullage.prepare(model, optimizer, data.example())``.
 
-        They have a mask, also for packed data. There the model makes an equally large one from the values of positions.
+        They include an attention mask, for packed data too: a model turns ``position_ids`` into a mask of the same
+            size,
+        but only values of a real batch show the boundaries of documents.
         """
         tokens = torch.zeros(self.micro_batch, self.seq_len, dtype=torch.int64)
         return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens.clone()}
 
     def steps(self, epochs: int = 1) -> Iterator[list[DataBatch]]:
-        """Yield the micro-batches of one step after another, from :attr:`position` on, until so many epochs are over.
+        """Yield the micro-batches of each step, from :attr:`position` to the end of epoch ``epochs``.
 
-        All ranks iterate together: they have equally many micro-batches of each step.
+        All ranks iterate together and have the same number of micro-batches in each step.
 
         Args:
-            epochs: counted from the first one, so that what was resumed ends where it would have.
+            epochs: epochs since the first one began, so that a resumed run ends at the same step.
         """
         _check_whole("epochs", epochs, 1)
         while self.position < epochs * self._order.per_epoch:
             yield self.step()
 
     def step(self) -> list[DataBatch]:
-        """Return this rank's micro-batches of the step at :attr:`position`, and go on behind it."""
+        """Return this rank's micro-batches of the step at :attr:`position`, and advance the position."""
         rows = self._order.step(self.position)
         self.num_tokens = int(sum(self._pieces.lengths[self._sequences[row]].sum() for row in rows))
         batches = self._batches(self._sequences, rows)
@@ -170,9 +173,9 @@ class Data:
         return batches
 
     def evaluate(self, model: nn.Module) -> float:
-        """Return the mean loss over all target tokens of the held out data; all ranks do so together.
+        """Return the mean loss over all target tokens of the held-out data. All ranks call it together.
 
-        The model is evaluated as after ``model.eval()``, and trains again afterwards if it did before.
+        The model is in evaluation mode meanwhile; its mode is restored afterwards.
 
         Raises:
             ValueError: nothing is held out.
@@ -185,13 +188,15 @@ class Data:
         return float(sums[0] / sums[1])
 
     def eval_sums(self, model: nn.Module) -> tuple[float, int]:
-        """Return the sum of this rank's losses over the held out data, and its number of target tokens.
+        """Return the sum of this rank's losses over the held-out data, and its number of target tokens.
 
         Raises:
             ValueError: nothing is held out.
         """
         if not len(self._eval_sequences):
-            raise ValueError("nothing is held out to evaluate on; give --eval-split 0.05 (eval_split=0.05), say")
+            raise ValueError(
+                "no data are held out for evaluation; give for example --eval-split 0.05 (eval_split=0.05)"
+            )
         total, num_targets, was_training = 0.0, 0, model.training
         model.eval()
         try:
@@ -208,20 +213,20 @@ class Data:
         return {"position": self.position, "data": self._identity()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue at a position.
+        """Continue at a saved position.
 
         Raises:
-            ValueError: it belongs to other data.
+            ValueError: the position belongs to other data.
         """
         if not (isinstance(saved := state_dict.get("data"), dict) and isinstance(state_dict.get("position"), int)):
             raise ValueError(  # noqa: TRY004 - a file may be wrong, not a call
-                "the state is not one of Data.state_dict(); give that, or go on from a checkpoint"
+                "the state is not from Data.state_dict(); give such a state, or resume from a checkpoint"
             )
         for name, value in self._identity().items():
             if saved.get(name, value) != value:
                 raise ValueError(
-                    f"the checkpoint is of data whose {name} is {saved[name]}, but here it is {value}; go on with the "
-                    "same files, tokenizer and options"
+                    f"the checkpoint is of data whose {name} is {saved[name]}, but here it is {value}; continue with "
+                    "the same files, tokenizer and options"
                 )
         self.position = state_dict["position"]
 
@@ -241,7 +246,7 @@ class Data:
         if not isinstance(path, str | Path):
             raise TypeError(f"the data are {type(path).__name__}; give the path of a file or folder")
         if not isinstance(eval_split, int | float) or not 0 <= eval_split < 1:
-            raise ValueError(f"eval_split is {eval_split!r}, but it is a share of the data; give 0.05, say")
+            raise ValueError(f"eval_split is {eval_split!r}, but must be a fraction of the data; give for example 0.05")
         _check_whole("seq_len", self.seq_len, 2, ", as a token is predicted from those before it")
         _check_whole("micro_batch", self.micro_batch, 1)
         _check_whole("num_micro_batches", self.num_micro_batches, 1)
@@ -289,7 +294,7 @@ class Data:
         return padded([row[0] for row in rows], fill)
 
     def _identity(self) -> dict[str, Any]:
-        """Return the identity of the data, in which positions have a meaning."""
+        """Return facts about the data that must be equal for a position to have the same meaning."""
         found = self.counts
         return {
             "number of documents": found.documents,

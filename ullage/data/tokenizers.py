@@ -1,4 +1,4 @@
-"""Tokenizers from disk, and the tokens and targets that they make of records."""
+"""Load tokenizers from disk, and turn records into tokens and targets."""
 
 import hashlib
 import itertools
@@ -24,13 +24,12 @@ _PAIRED: Final = ", paired with an input that provides further context"
 
 
 class Encoded(NamedTuple):
-    """A document.
+    """A tokenized document.
 
     Attributes:
-        tokens: of it.
-        targets: for each, whether the model learns to predict it.
-        divisible: whether a long one is cut into several pieces: a text, of which each part makes sense. Others are cut
-            off.
+        tokens: its tokens.
+        targets: for each token, whether it is a target of the loss.
+        divisible: whether a long document is divided into several pieces (a text) or truncated (other records).
     """
 
     tokens: list[int]
@@ -39,16 +38,16 @@ class Encoded(NamedTuple):
 
 
 def tokenizer_at(place: str | Path) -> Any:
-    """Return the tokenizer in a folder, or that of a hub's model that is on this machine; nothing is downloaded.
+    """Load the tokenizer in a folder, or of a hub's model on this machine. Nothing is downloaded.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no tokenizer.
     """
     from transformers import AutoTokenizer  # noqa: PLC0415 - takes a second
 
     try:
         return AutoTokenizer.from_pretrained(str(Path(place).expanduser()), local_files_only=True)
-    except Exception as error:  # transformers raises many kinds, with texts of many lines
+    except Exception as error:  # transformers raises many kinds of errors, with many lines of text
         reason = "no such folder, and no model of this name is on this machine"
         if Path(place).expanduser().exists():
             reason = " ".join(str(error).split())[:120]
@@ -59,25 +58,25 @@ def tokenizer_at(place: str | Path) -> Any:
 
 
 def checked(tokenizer: Any) -> Any:
-    """Return a tokenizer that can be used.
+    """Check a tokenizer and return it.
 
     Raises:
-        ValueError: it is no fast one.
+        ValueError: it is not a fast tokenizer.
     """
     if not getattr(tokenizer, "is_fast", False):
         raise ValueError(
-            f"{type(tokenizer).__name__} is no fast tokenizer, and cannot say where tokens are in a text; give one "
-            "with tokenizer.json: its folder, or AutoTokenizer.from_pretrained(folder)"
+            f"{type(tokenizer).__name__} is not a fast tokenizer, so it has no offsets of tokens; give one with "
+            "tokenizer.json: its folder, or AutoTokenizer.from_pretrained(folder)"
         )
     return tokenizer
 
 
 @final
 class Encoder:
-    """Makes tokens and targets of records.
+    """Turns records into tokens and targets.
 
     Args:
-        tokenizer: of ``transformers``, with ``tokenizer.json``.
+        tokenizer: a fast tokenizer of ``transformers``.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -86,20 +85,21 @@ class Encoder:
         self._has_generation_blocks = bool(_GENERATION.search(self._template))
 
     def digest(self) -> str:
-        """Return a digest that differs between tokenizers that make different tokens."""
+        """Return a digest that differs between tokenizers that give different tokens."""
         parts = (self._tokenizer.backend_tokenizer.to_str(), self._template, str(self._tokenizer.eos_token_id))
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
     def text(self, text: str) -> Encoded:
-        """Return a text, all of which is learned."""
-        tokens = self._ended(self._tokens(text, special=True))
+        """Encode a text, in which all tokens are targets."""
+        tokens = self._with_end_token(self._tokens(text, special=True))
         return Encoded(tokens, [True] * len(tokens), divisible=True)
 
     def record(self, record: Mapping[str, Any]) -> Encoded:
-        """Return a record: chat, an instruction with its answer, or a text, whichever fields it has.
+        """Encode a record: its fields say whether it is chat, an instruction with an answer, or a text.
 
         Raises:
-            ValueError: it has none of them, or values of another kind, or the chat template refuses it.
+            ValueError: the record has other fields, a value has the wrong type, or the chat template refuses the
+                record.
         """
         for names, encode in self._kinds().items():
             if record.keys() >= set(names):
@@ -124,7 +124,7 @@ class Encoder:
             return self._chat([*prompts, *_messages(completion, "completion")], record, len(prompts))
         if isinstance(prompt, list) or isinstance(completion, list):
             raise ValueError(  # noqa: TRY004 - the file is wrong, not a call
-                "of prompt and completion only one is a list of messages; write both so, or both as texts"
+                "only one of prompt and completion is a list of messages; write both as lists, or both as texts"
             )
         return self._answered(_text(prompt, "prompt"), _text(completion, "completion"))
 
@@ -138,15 +138,17 @@ class Encoder:
         return self._answered(prompt, _text(output, "output"))
 
     def _answered(self, prompt: str, answer: str) -> Encoded:
-        """Return a prompt, and its answer with the end token; only the answer is learned."""
+        """Encode a prompt and its answer. Only the answer, with its end token, is a target."""
         prompt_ids = self._tokens(prompt, special=True)
-        if prompt_ids and prompt_ids[-1] == self._tokenizer.eos_token_id:  # some tokenizers end every text with it
+        if (
+            prompt_ids and prompt_ids[-1] == self._tokenizer.eos_token_id
+        ):  # some tokenizers append the end token to every text
             prompt_ids.pop()
-        answered = self._ended(self._tokens(answer, special=False))
+        answered = self._with_end_token(self._tokens(answer, special=False))
         return Encoded(prompt_ids + answered, [False] * len(prompt_ids) + [True] * len(answered))
 
     def _chat(self, messages: Sequence[Mapping[str, Any]], record: Mapping[str, Any], num_prompts: int = 0) -> Encoded:
-        """Return messages, of which answers behind the first ``num_prompts`` are learned."""
+        """Encode messages. Answers after the first ``num_prompts`` messages are targets."""
         if not self._template:
             raise ValueError(
                 "the record has messages, but the tokenizer has no chat template; put chat_template.jinja beside "
@@ -181,7 +183,11 @@ class Encoder:
             return text
 
         def shown_before(number: int) -> str:
-            """Return what an answer is preceded by. Templates show no chat of no messages, but one of a question."""
+            """Return the text before an answer.
+
+            Templates cannot render an empty chat. So for the first message, render a question, and take the text that
+            marks the beginning of its answer.
+            """
             if number:
                 return shown(messages[:number], asks=True)
             question = [{"role": "user", "content": "?"}]
@@ -196,8 +202,8 @@ class Encoder:
             before, after = shown_before(number), shown(messages[: number + 1], asks=False)
             if not (whole.startswith(after) and after.startswith(before)):
                 raise ValueError(
-                    "the chat template renders an answer differently if more messages follow, so its tokens cannot "
-                    "be found; put {% generation %} and {% endgeneration %} around answers in the template"
+                    "the chat template renders an answer differently if messages follow, so its tokens cannot be "
+                    "found; put {% generation %} and {% endgeneration %} around answers in the template"
                 )
             answers.append(range(len(before), len(after)))
         made = self._tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
@@ -214,7 +220,7 @@ class Encoder:
     def _tokens(self, text: str, *, special: bool) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
 
-    def _ended(self, tokens: list[int]) -> list[int]:
+    def _with_end_token(self, tokens: list[int]) -> list[int]:
         end = self._tokenizer.eos_token_id
         return tokens if end is None or tokens[-1:] == [end] else [*tokens, end]
 
@@ -230,11 +236,11 @@ def _messages(value: object, name: str) -> list[Mapping[str, Any]]:
     if not isinstance(value, list) or not all(
         isinstance(message, Mapping) and isinstance(message.get("role"), str) for message in value
     ):
-        raise ValueError(f'{name} are not a list of {{"role": ..., "content": ...}}; write them so')
+        raise ValueError(f'{name} is not a list of messages; write a list of {{"role": ..., "content": ...}}')
     if not value:
-        raise ValueError(f"{name} are an empty list; write at least one, or leave the record out")
+        raise ValueError(f"{name} is an empty list; write at least one message, or leave the record out")
     for number, message in enumerate(value, 1):
-        has_more = message.keys() - {"role", "content", "name"}  # such as calls of tools
+        has_more = message.keys() - {"role", "content", "name"}  # such as tool calls
         if not isinstance(message.get("content"), list) and not (message.get("content") is None and has_more):
             _text(message.get("content"), f"content of message {number} of {name}")
     return value

@@ -1,1 +1,1 @@
-"""Metrics, launchers, trainers and configurations of other projects."""
+"""Integrations with other programs: metrics, trainers, and configurations of DeepSpeed."""

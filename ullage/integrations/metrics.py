@@ -1,4 +1,4 @@
-"""Metrics of an execution as it goes: event files for TensorBoard, and a text file for Prometheus.
+"""Metrics during training: event files for TensorBoard, and a text file for Prometheus.
 
 Rank 0 writes both. If one cannot be written, Ullage warns once and stops writing it; training goes on.
 """
@@ -13,7 +13,7 @@ from hwprofiles.files import check_output, make_folder, write_whole
 from planner.schedule.tasks import Tier
 from ullage.training.trainer import Step, Trainer
 
-_PERIOD_S: Final = 1.0  # between two writes of the text file; readers poll it less often
+_PERIOD_S: Final = 1.0  # between two writes of the text file; readers poll less often
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -23,12 +23,12 @@ class Sample:
     Attributes:
         iteration: counted from 0.
         loss: see :class:`ullage.training.trainer.Step`.
-        learning_rate: the largest of all groups that the next iteration has.
-        measured_s, predicted_s: seconds of the iteration, and those that the plan predicts.
-        tokens_per_s: of all ranks together, measured; padding is not counted.
-        held_bytes: by tier, what this rank has taken once.
+        learning_rate: the largest learning rate of all groups in the next iteration.
+        measured_s, predicted_s: measured seconds of the iteration, and the plan's prediction.
+        tokens_per_s: measured over all ranks together, without padding.
+        held_bytes: bytes that this rank has allocated permanently, by tier.
         num_saved, num_failed: checkpoints of this process so far, on all levels.
-        eval_loss: of the data that are held out, if they were evaluated after this iteration.
+        eval_loss: loss of the held-out data, if they were evaluated after this iteration.
     """
 
     iteration: int
@@ -61,23 +61,24 @@ class Sample:
 
 
 class Sink(Protocol):
-    """Where samples go."""
+    """A destination of samples."""
 
     def write(self, sample: Sample) -> None:
-        """Take a sample. May raise OSError."""
+        """Write a sample. May raise OSError."""
         ...
 
     def close(self) -> None:
-        """Write what is left. May raise OSError."""
+        """Write samples that are still buffered. May raise OSError."""
         ...
 
 
 @final
 class TensorBoard:
-    """Event files in a folder.
+    """Event files for TensorBoard in a folder.
 
     Args:
-        folder: made if it does not exist. If an earlier run wrote there, its iterations that are repeated are hidden.
+        folder: made if it does not exist. If an earlier run wrote there, TensorBoard hides its iterations that are
+            repeated.
 
     Raises:
         ModuleNotFoundError: TensorBoard is missing.
@@ -120,15 +121,15 @@ class TensorBoard:
 
 @final
 class Prometheus:
-    """A file in Prometheus' text format, for the textfile collector of its node exporter: always a whole one.
+    """A file in Prometheus' text format, for the textfile collector of its node exporter. It is replaced in one step.
 
     Args:
-        path: ends in ``.prom``, as the collector wants it.
-        model: the label of all metrics.
+        path: path of the file; the collector requires the ending ``.prom``.
+        model: label of all metrics.
 
     Raises:
         ModuleNotFoundError: Prometheus' client is missing.
-        ValueError: the path has another ending, or cannot be written.
+        ValueError: the path does not end in ``.prom``, or cannot be written.
     """
 
     def __init__(self, path: Path, model: str) -> None:
@@ -139,7 +140,9 @@ class Prometheus:
                 "--metrics-file needs Prometheus' client; pip install 'ullage[metrics]'", name="prometheus_client"
             ) from error
         if path.suffix != ".prom":
-            raise ValueError(f"--metrics-file {path}: node_exporter reads only names that end in .prom; give one")
+            raise ValueError(
+                f"--metrics-file {path}: node_exporter reads only names that end in .prom; give such a name"
+            )
         check_output("--metrics-file", path, only_regular=True)
         self._path = path
         self._labels = {"model": model}
@@ -150,26 +153,26 @@ class Prometheus:
         def gauge(name: str, words: str, *labels: str) -> Gauge:
             return Gauge(f"ullage_{name}", words, ("model", *labels), registry=self._registry)
 
-        self._running = gauge("running", "1 while training goes on, 0 when it has ended in order")
+        self._running = gauge("running", "1 during training, 0 after it has ended normally")
         self._time = gauge("last_iteration_time_seconds", "Unix time at which the last iteration ended")
         self._gauges = {
             "iteration": gauge("iteration", "Iterations that have ended"),
-            "loss": gauge("loss", "Mean over micro-batches and ranks"),
-            "learning_rate": gauge("learning_rate", "The largest of all parameter groups"),
+            "loss": gauge("loss", "Mean loss over micro-batches and ranks"),
+            "learning_rate": gauge("learning_rate", "Largest learning rate of all parameter groups"),
             "measured_s": gauge("iteration_seconds", "Measured time of the last iteration"),
-            "predicted_s": gauge("predicted_iteration_seconds", "What the plan predicts for it"),
-            "tokens_per_s": gauge("tokens_per_second", "Of all ranks together, measured"),
+            "predicted_s": gauge("predicted_iteration_seconds", "Predicted time of an iteration"),
+            "tokens_per_s": gauge("tokens_per_second", "Measured tokens per second of all ranks together"),
         }
-        self._eval_loss = gauge("eval_loss", "Of the latest evaluation of data that are held out")
-        self._held = gauge("held_bytes", "Memory that rank 0 has taken once", "tier")
+        self._eval_loss = gauge("eval_loss", "Loss of the latest evaluation of held-out data")
+        self._held = gauge("held_bytes", "Memory that rank 0 has allocated permanently", "tier")
         self._checkpoints = Counter(
-            "ullage_checkpoints", "Checkpoints of rank 0 that have ended", ("model", "result"), registry=self._registry
+            "ullage_checkpoints", "Finished checkpoints of rank 0", ("model", "result"), registry=self._registry
         )
         self._running.labels(**self._labels).set(1)
         self._write()
 
     def write(self, sample: Sample) -> None:
-        """Take a sample; the file has it within about a second, or with the next one."""
+        """Write a sample. It is in the file within about a second, or with the next sample."""
         self._time.labels(**self._labels).set_to_current_time()
         for name, gauge in self._gauges.items():
             gauge.labels(**self._labels).set(getattr(sample, name) + (name == "iteration"))
@@ -186,23 +189,25 @@ class Prometheus:
             self._write()
 
     def close(self) -> None:
-        """Say that training has ended."""
+        """Write that training has ended."""
         self._running.labels(**self._labels).set(0)
         self._write()
 
     def _write(self) -> None:
         from prometheus_client import generate_latest  # noqa: PLC0415 - see above
 
-        write_whole(self._path, generate_latest(self._registry), durable=False)  # training does not wait for a drive
+        write_whole(
+            self._path, generate_latest(self._registry), durable=False
+        )  # so that training does not wait for a drive
         self._written_s = time.monotonic()
 
 
 @final
 class Metrics:
-    """All sinks of an execution.
+    """All sinks of a training run.
 
     Args:
-        sinks: where samples go.
+        sinks: destinations of samples.
         warn: called once for each sink that fails.
     """
 
@@ -211,7 +216,7 @@ class Metrics:
         self._warn = warn
 
     def after(self, step: Step, trainer: Trainer, eval_loss: float | None = None) -> None:
-        """Take a step that has ended, and the loss of an evaluation after it."""
+        """Write the metrics of a finished step, and the loss if an evaluation followed it."""
         if self._sinks:
             sample = Sample.of(step, trainer, eval_loss)
             self._all(lambda sink: sink.write(sample))
@@ -227,4 +232,4 @@ class Metrics:
             except OSError as error:
                 self._sinks.remove(sink)
                 where = f"{error.filename}: " if error.filename else ""
-                self._warn(f"warning: no more metrics for {type(sink).__name__}: {where}{error.strerror or error}")
+                self._warn(f"warning: {type(sink).__name__} gets no more metrics: {where}{error.strerror or error}")

@@ -1,4 +1,4 @@
-"""``ullage.offloaded``: ``transformers.Trainer``, and classes made from it, in the memory that is free."""
+"""``ullage.offloaded``: train with ``transformers.Trainer`` and its subclasses in the memory that is free."""
 
 import contextlib
 import random
@@ -19,7 +19,7 @@ from ullage.training.preparing import Options, prepare
 
 _Trainer = TypeVar("_Trainer", bound=transformers.Trainer)
 
-# Newer versions have another name for it, and the older one as an alias.
+# Newer versions of transformers have a new name, and keep the old one as an alias.
 _CHECKPOINTING: Final = ("activation_checkpointing", "gradient_checkpointing")
 _REFUSED: Final = {
     "fp16": "use bf16=True: the plan then has bf16 weights and float32 master copies",
@@ -31,50 +31,47 @@ _REFUSED: Final = {
     "fsdp": "leave it out: the plan shards and offloads by itself",
     "deepspeed": "leave it out: the plan shards and offloads by itself",
 }
-_PREPARED: Final = "_is_accelerate_prepared"  # what `accelerate` looks for in a model
-_MOST_ROWS: Final = 20_000  # of the data whose lengths are looked at
+_PREPARED: Final = "_is_accelerate_prepared"  # the attribute with which `accelerate` marks a model
+_MOST_ROWS: Final = 20_000  # rows of the data whose lengths are compared
 
 
 def offloaded(trainer_class: type[_Trainer], **options: Unpack[Options]) -> type[_Trainer]:
-    """Return a trainer's class that does the same, but trains under a plan for the free memory.
+    """Return a subclass of a trainer that trains under a plan for the memory that is free now.
 
-    ``ullage.offloaded(transformers.Trainer)(model=model, args=args, ...)``. The model stays where it is until training
-    or evaluation begins. Then it is prepared, as by :func:`ullage.prepare`, with the optimizer that the trainer has
-    made or was given. The example batch is one of the longest rows of the training data, as the trainer collates them.
-    Accumulation and clipping are those of the trainer's arguments. ``bf16=True`` means bf16 weights with float32 master
-    copies, without autocast. The trainer's gradient checkpointing is switched off, because the plan decides what is
-    recomputed.
+    Write ``ullage.offloaded(transformers.Trainer)(model=model, args=args, ...)``. The model stays where it is until
+    training or evaluation begins. Then Ullage prepares it, as in :func:`ullage.prepare`, with the trainer's optimizer.
+    The example batch has the longest rows of the training data, collated by the trainer. Accumulation and clipping are
+    those of the trainer's arguments. ``bf16=True`` means bf16 weights with float32 master copies, without autocast. The
+    trainer's gradient checkpointing is switched off, because the plan decides which activations are recomputed.
 
-    The log of every step then has ``ullage_iteration_s`` (measured, the mean since the last log) and
-    ``ullage_predicted_s``; not that of steps on other batches than planned. ``trainer.plan`` is the plan.
-    ``trainer.close()`` gives the model back as an ordinary one; until then it can be evaluated and saved.
+    The log then has ``ullage_iteration_s`` (measured, the mean since the last log) and ``ullage_predicted_s``, unless
+    batches did not have the planned shape. ``trainer.plan`` is the plan. ``trainer.close()`` gives the model back as an
+    ordinary one; until then it can be evaluated and saved.
 
-    Of several processes, which ``torchrun`` starts, each trains on its part of every batch, as the trainer divides it.
-    All of them train, evaluate, save and close together; rank 0 writes. Gradients are averaged over ranks, of a loss
-    that the trainer divides by the target tokens of all of them (``average_tokens_across_devices``, its default).
+    If ``torchrun`` starts several processes, each trains on its part of every batch, as the trainer divides it. All
+    processes train, evaluate, save and close together; rank 0 writes. Gradients are averaged over ranks. The trainer
+    divides the loss by the target tokens of all ranks (``average_tokens_across_devices``, its default).
 
     Args:
-        trainer_class: ``transformers.Trainer``, ``trl.SFTTrainer`` or another one.
+        trainer_class: ``transformers.Trainer``, ``trl.SFTTrainer`` or another subclass.
         options: see :class:`Options`.
 
     Raises:
-        TypeError: it is no such class, or there is no such option.
-        ValueError: an option has a value that it cannot have.
+        TypeError: ``trainer_class`` is not a trainer class, or an option does not exist.
+        ValueError: an option has a wrong value.
     """
     if not (isinstance(trainer_class, type) and issubclass(trainer_class, transformers.Trainer)):
         name = trainer_class.__name__ if isinstance(trainer_class, type) else type(trainer_class).__name__
-        raise TypeError(
-            f"{name} is no class of transformers.Trainer; write ullage.offloaded(Trainer)(model=...), before it is made"
-        )
+        raise TypeError(f"{name} is not a subclass of transformers.Trainer; write ullage.offloaded(Trainer)(model=...)")
     if issubclass(trainer_class, _Offloaded):
-        raise TypeError(f"{trainer_class.__name__} is offloaded already; make it once, with all options")
+        raise TypeError(f"{trainer_class.__name__} is offloaded already; call ullage.offloaded once, with all options")
     check_options("offloaded", options, Options.__annotations__)
     made = type(f"Offloaded{trainer_class.__name__}", (_Offloaded, trainer_class), {"ullage_options": options})
     return cast("type[_Trainer]", made)
 
 
 class _Offloaded(transformers.Trainer):
-    """What differs; the class it is mixed with does everything else."""
+    """The methods that differ; the trainer class that this is mixed with does the rest."""
 
     ullage_options: Options
     _offloaded: OffloadedOptimizer | None = None
@@ -93,16 +90,18 @@ class _Offloaded(transformers.Trainer):
             vars(self._of_model).pop(_PREPARED, None)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Check the arguments, and change those that the plan decides, before they are used.
+        """Check the arguments, and change those that the plan decides, before anything uses them.
 
         Raises:
-            PlanError: one of them cannot.
+            PlanError: a plan cannot do what an argument says.
         """
         args = self.args
         for name, remedy in _REFUSED.items():
             if getattr(args, name, None):
-                raise PlanError(f"TrainingArguments has {name}={getattr(args, name)!r}, which no plan has; {remedy}")
-        args._n_gpu = min(args.n_gpu, 1)  # no copies of the model on further GPUs
+                raise PlanError(
+                    f"TrainingArguments has {name}={getattr(args, name)!r}, which plans do not support; {remedy}"
+                )
+        args._n_gpu = min(args.n_gpu, 1)  # so that the trainer does not copy the model to other GPUs
         self._precision = {"precision": "bf16"} if args.bf16 else {}
         args.bf16, args.mixed_precision = False, "no"
         for name in _CHECKPOINTING:
@@ -111,7 +110,7 @@ class _Offloaded(transformers.Trainer):
         super().create_accelerator_and_postprocess()
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Leave the model where it is: the plan moves it."""
+        """Leave the model where it is; the plan moves it."""
 
     def _prepare_input(self, data: Any) -> Any:
         data = super()._prepare_input(data)
@@ -119,14 +118,14 @@ class _Offloaded(transformers.Trainer):
         return data.to(torch.bfloat16) if is_float and self._precision else data
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Make the optimizer, and put it and the model under a plan: once, and again after :meth:`close`."""
+        """Make the optimizer and prepare it and the model under a plan, once, and again after :meth:`close`."""
         if self._of_model is self.model and self.optimizer is not None:
             assert self._offloaded is not None
             if not self._offloaded.session.closed:
                 return self.optimizer
             self.optimizer = self._given
         self._given = given = super().create_optimizer(model)
-        self.close()  # that of another model, which model_init has replaced
+        self.close()  # the plan of the model that model_init has replaced
         assert self.model is not None
         args = self.args
         options: Any = {
@@ -137,27 +136,27 @@ class _Offloaded(transformers.Trainer):
         }
         _, self._offloaded = prepare(self.model.train(), given, self._largest_batch(), **options)
         self.optimizer, self._of_model = self._offloaded, self.model
-        # The plan reduces gradients over ranks: `accelerate` must not wrap the model in DistributedDataParallel.
+        # The plan reduces gradients over ranks, so `accelerate` must not wrap the model in DistributedDataParallel.
         setattr(self.model, _PREPARED, True)
         self.remove_callback(_Measurements)
         self.add_callback(_Measurements(self._offloaded))
         return self._offloaded
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        """Return the norm for the log; none if the plan does not wait for all gradients, as nobody clips them."""
+        """Return the gradient norm for the log; ``None`` if the plan does not clip, and so does not know the norm."""
         assert self._offloaded is not None
         if grad_norm is None and not self._offloaded.plan.decisions.clip:
             return None
         return super()._get_grad_norm(model, grad_norm)  # type: ignore[no-untyped-call]
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """Save the model from rank 0, with weights that all ranks gather together."""
+        """Save the model on rank 0; all ranks gather the weights together."""
         if state_dict is None and self._is_shared and self.model is not None:
             state_dict = self.model.state_dict()
         super()._save(output_dir, state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Save both from rank 0; ranks that write nothing take part in gathering the optimizer's state."""
+        """Save both on rank 0; all ranks gather the optimizer's state together."""
         if self._is_shared and not self.args.should_save:
             assert self._offloaded is not None
             self._offloaded.state_dict()
@@ -169,18 +168,18 @@ class _Offloaded(transformers.Trainer):
         return self._offloaded is not None and not self._offloaded.session.closed and self.args.world_size > 1
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate the prepared model, which is where the data come to."""
+        """Evaluate the prepared model."""
         if not self.is_in_train:
             self.create_optimizer()
         return super().evaluation_loop(*args, **kwargs)
 
     def _largest_batch(self) -> dict[str, Tensor]:
-        """Return a batch of the longest rows of the data, or the first one of a stream; random numbers go on."""
+        """Return a batch of the longest rows of the data, or a stream's first batch. The RNG state does not change."""
         with _preserved_rng_state():
             loader = self.get_train_dataloader()
             batch = _collated(loader, self.args.train_batch_size)
         tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
-        tokens = tensors.get("input_ids")  # beside which TRL gives packed batches the places where documents begin
+        tokens = tensors.get("input_ids")  # TRL also gives packed batches the offsets of documents
         return {name: value for name, value in tensors.items() if tokens is None or len(value) == len(tokens)}
 
 
@@ -195,13 +194,13 @@ def _collated(loader: Any, num_rows: int) -> Mapping[str, Any]:
             batch = loader.collate_fn([data[row] for row in rows])
         except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
             raise ValueError(
-                f"the longest rows of the training data make no batch ({type(error).__name__}: {error}); give "
+                f"the longest rows of the training data cannot be collated ({type(error).__name__}: {error}); give "
                 "dictionaries as rows, and a data_collator that pads them to one length"
             ) from error
     if not isinstance(batch, Mapping):
         raise TypeError(
             f"the trainer's batches are {type(batch).__name__}, not dictionaries; give it a data_collator that returns "
-            "what the model is called with, by name. A trainer that generates its batches (GRPO) cannot be planned: "
+            "the arguments of the model by name. A trainer that generates its batches (GRPO) cannot be planned: "
             "write a loop of your own around ullage.prepare"
         )
     return batch
@@ -214,7 +213,7 @@ def _length(row: Any) -> int:
 
 @contextlib.contextmanager
 def _preserved_rng_state() -> Iterator[None]:
-    """Restore the RNG state afterwards."""
+    """Restore the RNG state at the end."""
     python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - data collators use it
     with torch.random.fork_rng():
         try:
@@ -235,11 +234,11 @@ class _Measurements(TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Note when an iteration begins."""
+        """Record the start of an iteration."""
         self._begin_s = time.perf_counter()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Note how long it has taken, if it was as planned; updates under way are in the next one's time."""
+        """Record the time of an iteration with the planned shape. Running updates count in the next iteration."""
         if self._optimizer.session.driver.last_was_whole:
             self._spent_s.append(time.perf_counter() - self._begin_s)
 
@@ -259,7 +258,7 @@ class _Measurements(TrainerCallback):
             "ullage_predicted_s": self._optimizer.plan.prediction.iteration_s,
         }
         self._spent_s.clear()
-        logs |= found  # for callbacks that come later; the history has had its copy
+        logs |= found  # for later callbacks; the history already has its copy
         state.log_history[-1] |= found
 
     def on_train_end(

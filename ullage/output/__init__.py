@@ -1,1 +1,1 @@
-"""How results look: tables, JSON, numbers, colours and progress."""
+"""Output: tables, JSON, numbers, colours and progress."""

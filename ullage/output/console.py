@@ -1,4 +1,4 @@
-"""Where output goes: tables through rich, JSON as it is."""
+"""Print tables through rich, and JSON unchanged."""
 
 import json
 import os
@@ -14,19 +14,19 @@ _PIPED_WIDTH = 120
 
 class _PipeConsole(Console):
     def on_broken_pipe(self) -> NoReturn:
-        raise BrokenPipeError  # main() knows what to do
+        raise BrokenPipeError  # main() handles it
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Return a console on stdout or stderr; without a terminal lines have 120 columns and no colour."""
+    """Return a console on stdout or stderr. Without a terminal, lines have 120 columns and no colour."""
     stream = sys.stderr if stderr else sys.stdout
     width = None if stream.isatty() or "COLUMNS" in os.environ else _PIPED_WIDTH
-    # What is printed is text: a name like [x] or :key: stays as it is.
+    # Do not interpret markup: a name like [x] or :key: must be printed unchanged.
     return _PipeConsole(stderr=stderr, width=width, highlight=False, markup=False, emoji=False)
 
 
 def table(title: str, *columns: str, num_text: int = 1, text: Collection[int] = ()) -> Table:
-    """Return a plain table; the first ``num_text`` columns, and those at ``text``, are text, the others numbers."""
+    """Return a plain table. The first ``num_text`` columns and those in ``text`` are text, the others numbers."""
     result = Table(
         title=title,
         title_justify="left",
@@ -35,17 +35,17 @@ def table(title: str, *columns: str, num_text: int = 1, text: Collection[int] = 
         box=None,
         pad_edge=False,
         padding=(0, 2, 0, 0),
-        min_width=len(title),  # else a narrow table folds its title
+        min_width=len(title),  # otherwise a narrow table folds its title
     )
     for position, column in enumerate(columns):
-        # In a narrow terminal a long word goes on in the next line: a name that is cut off names nothing.
+        # In a narrow terminal, fold a long word instead of truncating it, because truncated names are useless.
         justify: JustifyMethod = "left" if position < num_text or position in text else "right"
         result.add_column(column, justify=justify, header_style="dim", overflow="fold")
     return result
 
 
 def facts(rows: Mapping[str, str]) -> Table:
-    """Return names beside values."""
+    """Return a table of names and values."""
     result = Table.grid(padding=(0, 2, 0, 0))
     result.add_column(style="bold", no_wrap=True)
     result.add_column()

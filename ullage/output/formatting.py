@@ -1,4 +1,4 @@
-"""Numbers as people read them: three digits, SI prefixes (GB = 1e9 bytes)."""
+"""Format numbers with three digits and SI prefixes (GB = 1e9 bytes)."""
 
 import math
 from collections.abc import Sequence
@@ -10,12 +10,12 @@ _MINUTE_S, _HOUR_S, _DAY_S = 60.0, 3600.0, 86400.0
 _YEAR_S = 365.25 * _DAY_S
 _THOUSAND_YEARS_S = 1000 * _YEAR_S
 _LONG_UNITS = ((_YEAR_S, "years"), (_DAY_S, "d"), (_HOUR_S, "h"), (_MINUTE_S, "min"))
-_FEWEST = 1.5  # of a unit; smaller amounts are shown in a smaller unit
-_ROUNDING_S = 1e-9  # of sums
+_FEWEST = 1.5  # smaller amounts of a unit are shown in the next smaller unit
+_ROUNDING_S = 1e-9  # rounding errors of sums
 _BARS = "▁▂▃▄▅▆▇█"
 
 UNIT_SYMBOLS = {"bytes": "B", "bytes_per_s": "B/s", "flop_per_s": "FLOP/s", "params_per_s": "params/s", "s": "s"}
-"""How units of profiles and studies are written."""
+"""Symbols of the units of profiles and studies."""
 
 LANE_WORDS = {
     Lane.COMPUTE: "computing",
@@ -32,7 +32,7 @@ LANE_WORDS = {
     Lane.SNAPSHOT: "copies for checkpoints",
     Lane.STAGING: "memory for checkpoints",
     Lane.WRITE: "writing checkpoints",
-    Lane.PROMOTION: "bringing checkpoints to slower storage",
+    Lane.PROMOTION: "copying checkpoints to slower storage",
     Lane.RETENTION: "reading checkpoints again",
     Lane.GATE: "waiting for checkpoints",
     Lane.ACTIVATION_IN: "copies of activations to the device",
@@ -42,11 +42,11 @@ LANE_WORDS = {
     Lane.NVME_STATE_IN: "reading optimizer state from NVMe",
     Lane.NVME_STATE_OUT: "writing optimizer state to NVMe",
 }
-"""What each lane does, in words."""
+"""The work of each lane in words."""
 
 
 def si(value: float, unit: str) -> str:
-    """Return a value with three digits and a prefix: ``si(2.5e9, "B")`` is ``2.50 GB``."""
+    """Return a value with three digits and a prefix, such as ``2.50 GB`` for ``si(2.5e9, "B")``."""
     if value == 0 or not math.isfinite(value):
         return f"{value:g} {unit}"
     exponent = int(f"{value:.2e}".split("e")[1])  # after rounding to three digits
@@ -85,7 +85,7 @@ def binds(critical_s: dict[str, float], period_s: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return seconds in the unit that people would use: ``45.0 s``, ``12.5 min``, ``3.01 h``, ``2.5 d``."""
+    """Return seconds in a readable unit: ``45.0 s``, ``12.5 min``, ``3.01 h``, ``2.5 d``."""
     if seconds < _MINUTE_S:
         return si(seconds, "s")
     if seconds >= _THOUSAND_YEARS_S:

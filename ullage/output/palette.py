@@ -1,7 +1,7 @@
-"""Colours: each class of memory or work has the same one in every picture, printed or on a screen.
+"""Colours: each class of memory or work has the same colour in every picture.
 
-They are Okabe and Ito's, which people with any kind of colour vision tell apart ("Color Universal Design", 2008), and
-for a dark ground the same hues, lighter.
+The colours are those of Okabe and Ito ("Color Universal Design", 2008), which people with any kind of colour vision can
+distinguish. On a dark background, the same hues are lighter.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ from planner.schedule.tasks import MemoryClass, Op, Phase
 
 
 class Work(StrEnum):
-    """What a task is for, as far as colours go."""
+    """The purpose of a task, which determines its colour."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -22,7 +22,7 @@ class Work(StrEnum):
     PARAMETERS = "parameters move"
     GRADIENTS = "gradients move"
     ACTIVATIONS = "activations move"
-    HOST = "host's own work"
+    HOST = "host work"
     CHECKPOINT = "checkpoint"
 
 
@@ -39,12 +39,12 @@ _OPS = {
     Work.CHECKPOINT: (Op.CREATE, Op.TOUCH, Op.SNAPSHOT, Op.WRITE, Op.PROMOTE, Op.VERIFY, Op.GATE),
 }
 WORK: Final[dict[Op, Work]] = {op: work for work, ops in _OPS.items() for op in ops}
-"""What every operation is for."""
+"""The purpose of every operation."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Colour:
-    """One colour on a light ground and the same on a dark one, as ``#rrggbb``."""
+    """One colour on a light background and on a dark one, as ``#rrggbb``."""
 
     light: str
     dark: str

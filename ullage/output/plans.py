@@ -1,4 +1,4 @@
-"""Lines about a plan that screens and reports share."""
+"""Text about a plan that screens and reports share."""
 
 from typing import Final
 
@@ -28,7 +28,7 @@ _BOUNDS = {
 
 
 def model_line(model: Model) -> str:
-    """Return a model's sizes and number of parameters; for a captured one, its function and its loss."""
+    """Return a model's sizes and number of parameters; for a captured model, its function and its loss."""
     if isinstance(model, CapturedModel):
         num_repeated = sum(bool(segment.path) for segment in model.segments)
         trained = f", {model.num_trained:,} of them trained" if model.num_trained < model.num_params else ""
@@ -47,7 +47,7 @@ def model_line(model: Model) -> str:
 
 
 def engine_fits(row: EngineRow) -> str:
-    """Return whether an engine fits; if not, what memory it lacks at least, and the nearest set-up in which it fits."""
+    """Return whether an engine fits; if not, its missing memory and the nearest set-up in which it fits."""
     if row.fits:
         return "yes"
     lacking = " and ".join(f"{si(n, 'B')} of {tier} memory" for tier, n in row.missing_bytes.items())
@@ -56,24 +56,24 @@ def engine_fits(row: EngineRow) -> str:
 
 
 def engine_line(row: EngineRow) -> str:
-    """Return in one line whether an engine fits, and how long an iteration then takes."""
+    """Return in one line whether an engine fits, and its iteration time."""
     time = f" ({si(row.iteration_s, 's')} per iteration; {engine_setting(row)})" if row.fits and row.iteration_s else ""
     return f"engine {row.name} {'fits' if row.fits else engine_fits(row)}{time}"
 
 
 def engine_setting(row: EngineRow) -> str:
-    """Return an engine's settings, and how it changes numerics if it does."""
+    """Return an engine's settings, and its change of numerics if it has one."""
     return row.setting + (f"; changes numerics: {row.numerics}" if row.numerics else "")
 
 
 def tokens_per_iteration(plan: Plan) -> int:
-    """Return the tokens of one iteration over all ranks; of a captured model, its samples."""
+    """Return the tokens of one iteration over all ranks; for a captured model, the samples."""
     decided = plan.decisions
     return decided.data_parallel * decided.num_micro_batches * decided.micro_batch * plan.seq_len
 
 
 def batch_line(plan: Plan) -> str:
-    """Return what one iteration trains on, in which types, and with which optimizer."""
+    """Return the batch of one iteration, the data types, and the optimizer."""
     decided, items = plan.decisions, counted(plan.model)
     sequences = f"{plan.seq_len} tokens x {decided.micro_batch} sequences"
     accumulated = f" x {decided.num_micro_batches} micro-batches" if decided.num_micro_batches > 1 else ""
@@ -86,13 +86,13 @@ def batch_line(plan: Plan) -> str:
 
 
 def mfu(plan: Plan) -> float:
-    """Return model FLOP/s over the best rate that the profile has for one matrix product."""
+    """Return the model's FLOP/s over the profile's best rate of a matrix product."""
     best = plan.hardware.device.gemm[plan.decisions.precision.weights].best_rate_per_s()
     return plan.prediction.model_flop_per_s / best
 
 
 def gap_line(plan: Plan) -> str:
-    """Return how far from the best schedule a plan is at most, and the parts of that gap."""
+    """Return the maximum gap between a plan and the best schedule, and the parts of that gap."""
     certificate, iteration_s = plan.certificate, plan.prediction.iteration_s
     return (
         f"within {percent(certificate.gap(iteration_s))}: every schedule {_REACH[plan.constraints.storage]} provably "
@@ -101,24 +101,24 @@ def gap_line(plan: Plan) -> str:
 
 
 def faster_line(plan: Plan) -> str:
-    """Return which engines are faster without other numerics, and by what; empty if none is."""
+    """Return the engines that are faster with the same numerics, and the reason; empty if there are none."""
     ours_s = plan.prediction.iteration_s
     rows = [row for row in plan.engines if row.fits and row.iteration_s and row.numerics is None]
     names: dict[str, list[str]] = {}
     for row in rows:
         if (row.iteration_s or ours_s) < ours_s:
-            names.setdefault(_way(row, plan), []).append(row.name)
+            names.setdefault(_reason_words(row, plan), []).append(row.name)
     return "; ".join(f"{', '.join(engines)}: {way}" for way, engines in names.items())
 
 
-def _way(row: EngineRow, plan: Plan) -> str:
+def _reason_words(row: EngineRow, plan: Plan) -> str:
     """Return why an engine is faster than a plan, and the option with which plans do the same, if there is one."""
     if LAYERS_IN_TURN in row.setting:
         moves = "by moving layers from device to device instead of gathering them"
-        return f"{moves}, but no option makes plans do so; the bound above does not cover it"
+        return f"{moves}, which plans cannot do; the bound above does not cover it"
     if "offloaded" in row.setting and plan.constraints.storage == "never":
         return "by offloading activations, which plans do with --storage activations"
-    return "by a way to move data that no plan has; the bound above does not cover it"
+    return "by moving data in a way that plans cannot; the bound above does not cover it"
 
 
 def gap_parts_words(certificate: Certificate, iteration_s: float) -> str:

@@ -1,4 +1,4 @@
-"""Progress of long work: a bar on stderr if that is a terminal, else nothing."""
+"""Progress of long work: a bar if stderr is a terminal, otherwise nothing."""
 
 import contextlib
 import sys
@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def progress_bar(*, time_left: bool = False) -> Iterator[Callable[[str, int, int], None]]:
-    """Yield a function to be called with the present step in words, steps done and steps in total (0: unknown).
+    """Yield a function that takes the present step in words, the steps done, and all steps (0: unknown).
 
     Args:
-        time_left: show how many steps are done, and how long the others will take.
+        time_left: show the steps done and the time for the remaining steps.
     """
     from rich.progress import (  # noqa: PLC0415 - slow to import
         BarColumn,
@@ -44,7 +44,7 @@ def progress_bar(*, time_left: bool = False) -> Iterator[Callable[[str, int, int
 
 @contextlib.contextmanager
 def seconds_bar() -> Iterator[Callable[[str, float, float], None]]:
-    """Yield a function to be called with a new step, and the budget's seconds before it and in total."""
+    """Yield a function that takes a new step, the budget's seconds before it, and all seconds of the budget."""
     from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn  # noqa: PLC0415 - slow to import
     from rich.text import Text  # noqa: PLC0415
 
@@ -70,21 +70,21 @@ def seconds_bar() -> Iterator[Callable[[str, float, float], None]]:
 
 @contextlib.contextmanager
 def status(words: str) -> Iterator[Callable[[str], None] | None]:
-    """Show the present step on stderr, if that is a terminal."""
+    """Show the present step if stderr is a terminal."""
     if not sys.stderr.isatty():
         yield None
         return
     from ullage.output.console import console  # noqa: PLC0415 - rich is slow to import
 
-    # What is written meanwhile to stderr appears above it.
+    # Other output to stderr appears above the status line.
     with console(stderr=True).status(words) as status:
         yield status.update
 
 
 @contextlib.contextmanager
 def search_progress() -> Iterator["Callable[[Candidate, int], None] | None"]:
-    """Show the best plan so far on stderr, if that is a terminal; yield what a search calls."""
-    with status("looking at engine policies") as update:
+    """Yield a function for the search that shows the best plan so far, if stderr is a terminal."""
+    with status("simulating engine policies") as update:
 
         def show(best: "Candidate", num_simulations: int) -> None:
             assert update is not None

@@ -1,4 +1,4 @@
-"""A report: one HTML file about plans, runs and studies. :func:`report_on` says what is in it, as data."""
+"""Reports: one HTML file about plans, runs and studies. :func:`report_on` returns its content as data."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,17 +25,17 @@ _MAKERS = "`ullage plan`, `ullage execute` or `ullage whatif`"
 
 
 class ReportError(ValueError):
-    """A file that no report can be made of, and what can."""
+    """Ullage cannot make a report about a file; the message says which files it takes."""
 
 
 def load(path: Path) -> Source:
-    """Read a plan, a run or a study, whichever a file is.
+    """Read a file that contains a plan, a run or a study.
 
     Raises:
-        ReportError: it is none of them, or a study that was not run.
-        PlanError, RunError, StudyError: it is one that cannot be used.
+        ReportError: the file is none of these, or is a study that was not run.
+        PlanError, RunError, StudyError: the plan, run or study cannot be used.
     """
-    data = read_json(path, ReportError, f"give what {_MAKERS} wrote")
+    data = read_json(path, ReportError, f"give a file that {_MAKERS} wrote")
     keys = data.keys() if isinstance(data, dict) else ()
     if "start_s" in keys:
         return load_run(path)
@@ -46,11 +46,11 @@ def load(path: Path) -> Source:
         if not study.points:
             raise ReportError(f"{path} is a study that was not run; run it with `ullage whatif {path}`")
         return study
-    raise ReportError(f"{path} is no plan, run or study; give what {_MAKERS} wrote")
+    raise ReportError(f"{path} is not a plan, run or study; give a file that {_MAKERS} wrote")
 
 
 def report_on(source: Source, progress: Progress) -> Part:
-    """Return the part of a report about a file; ``progress`` is called with each step in words."""
+    """Return the part of a report about one file. ``progress`` is called with each step in words."""
     if isinstance(source, Study):
         return study_part(source)
     if isinstance(source, Plan):
@@ -59,7 +59,7 @@ def report_on(source: Source, progress: Progress) -> Part:
 
 
 def side_by_side(parts: Sequence[Part]) -> Table | None:
-    """Return the first screens of several files as columns of one table."""
+    """Return the summaries of several files as columns of one table."""
     if len(parts) < 2:
         return None
     names = list(dict.fromkeys(fact.name for part in parts for fact in part.summary.facts))
@@ -69,7 +69,7 @@ def side_by_side(parts: Sequence[Part]) -> Table | None:
 
 
 def _with_origin(fact: Fact) -> str:
-    """Return a figure, and whether it is predicted or measured."""
+    """Return a figure with its origin, predicted or measured."""
     origins = sorted((fact.words.find(word), word) for word in ("predicted", "measured") if word in fact.words)
     return fact.value + (f", {origins[0][1]}" if origins else "")
 

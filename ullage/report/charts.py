@@ -1,7 +1,7 @@
-"""What a report shows, as data: charts, tables and words that any renderer can draw, and that a reader can check.
+"""The content of a report as data: charts, tables and text, independent of a renderer.
 
 A value is in the SI base unit of its axis (seconds, bytes, bytes per second); renderers choose prefixes. Every chart
-knows its table, which stands beside the picture for those who cannot or would rather not look at it.
+has a table with the same data, which stands beside the picture.
 """
 
 import dataclasses
@@ -15,30 +15,30 @@ from ullage.output.formatting import percent, si
 from ullage.output.palette import Work
 
 PREFIXED: Final = frozenset({"s", "B", "B/s", "FLOP", "FLOP/s", "params", "params/s"})
-"""Units that take a prefix, as in GB; others (currencies, tokens per second) have plain numbers."""
+"""Units that take a prefix, as in GB. Values in other units (currencies, tokens per second) have no prefix."""
 
-_TABLE_ROWS = 24  # of a table over time
+_TABLE_ROWS = 24  # rows of a table over time
 
 
 class Mark(StrEnum):
     """How the values of a trace are drawn."""
 
-    AREA = "area"  # a step function, filled; areas are stacked upon one another
+    AREA = "area"  # a step function, filled; areas are stacked
     STEPS = "steps"  # a step function
     LINE = "line"
     POINTS = "points"
-    CURVE = "curve"  # a line with its points
-    BARS = "bars"  # lying; y are names
+    CURVE = "curve"  # a line with markers
+    BARS = "bars"  # horizontal bars; y are names
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Axis:
-    """An axis.
+    """An axis of a chart.
 
     Attributes:
-        title: what is on it.
+        title: title of the axis.
         unit: SI base unit (``s``, ``B``, ``B/s``, ``FLOP/s``), ``%`` for fractions, or ``""``.
-        log: whether it is logarithmic.
+        log: whether the scale is logarithmic.
     """
 
     title: str
@@ -48,16 +48,16 @@ class Axis:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Trace:
-    """Values of one kind.
+    """One series of values in a chart.
 
     Attributes:
-        name: for the legend.
-        x, y: values, or names where an axis has those.
+        name: name in the legend.
+        x, y: values, or names if the axis has names.
         mark: how they are drawn.
         colour: a key of :data:`ullage.output.palette.COLOURS`, or one for each value.
-        measured: measured rather than predicted: drawn dashed, or hatched.
-        texts: of each value, in words.
-        faint: a detailed line drawn behind the line of the same name.
+        measured: values are measured, not predicted; they are drawn dashed or hatched.
+        texts: text for each value.
+        faint: a detailed line behind the line of the same name.
     """
 
     name: str
@@ -72,7 +72,7 @@ class Trace:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Level:
-    """A limit: a line across at one value of y."""
+    """A limit: a horizontal line at one value of y."""
 
     value: float
     words: str
@@ -80,7 +80,7 @@ class Level:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Band:
-    """A stretch of the x axis with a name, such as a phase; ``colour`` is a key of the palette."""
+    """A named interval of the x axis, such as a phase. ``colour`` is a key of the palette."""
 
     start: float
     end: float
@@ -90,7 +90,7 @@ class Band:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Rows under columns; the first column is words, others are right-aligned unless they are words throughout."""
+    """A table. The first column is text; other columns are right-aligned unless all their cells are text."""
 
     title: str
     columns: tuple[str, ...]
@@ -103,15 +103,15 @@ class Chart:
     """A picture of some traces on common axes.
 
     Attributes:
-        key: names it within its report, in letters, digits and dashes.
-        title, note: what it shows, and how to read it.
+        key: unique name in its report, of letters, digits and dashes.
+        title, note: title, and a note on how to read the chart.
         x, y: axes.
-        traces: its lines; areas are ordered from the bottom up.
-        levels, bands: limits and stretches with names.
-        over_time: x is the time of one iteration, which all such charts of a report share.
-        limits: values of x that end what there is.
-        bars: how those of one name lie: beside one another, end to end, or each alone in its place.
-        half: whether it does with half the width of a page.
+        traces: lines; areas are ordered from the bottom up.
+        levels, bands: named limits and intervals.
+        over_time: x is the time of one iteration. All such charts of a report share this axis.
+        limits: limits on x, such as a capacity.
+        bars: how bars of one name are arranged: side by side, stacked, or overlaid.
+        half: whether half the width of a page is enough.
     """
 
     key: str
@@ -129,7 +129,7 @@ class Chart:
 
     @property
     def table(self) -> Table:
-        """The same data as a table; a curve over time is sampled at equal distances."""
+        """The same data as a table. A curve over time is sampled at equal distances."""
         shown = [trace for trace in self.traces if not trace.faint]
         if any(trace.mark is Mark.BARS for trace in shown):
             return self._of_bars(shown)
@@ -177,11 +177,11 @@ class Row:
     """The tasks of one lane over one iteration.
 
     Attributes:
-        name: of the lane, and of what is in it: predicted or measured.
-        start_s, end_s: of each task, ascending, within the iteration.
-        work: what each is for.
-        tasks: the name of each.
-        measured: measured rather than predicted.
+        name: name of the lane, with ``predicted`` or ``measured``.
+        start_s, end_s: start and end of each task within the iteration, ascending.
+        work: purpose of each task.
+        tasks: name of each task.
+        measured: whether the times are measured.
     """
 
     name: str
@@ -207,7 +207,7 @@ class Gantt:
 
     @property
     def table(self) -> Table:
-        """How long each lane is busy, with what."""
+        """Busy time of each lane by purpose."""
         shown = [work for work in Work if any(work in row.work for row in self.rows)]
         rows = []
         for row in self.rows:
@@ -222,14 +222,14 @@ class Gantt:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class HeatMap:
-    """One value for every pair of values of two fields, as a colour; see :class:`Chart` for fields of the same names.
+    """A colour for every pair of values of two fields; see :class:`Chart` for fields of the same names.
 
     Attributes:
-        x, y: what varies from column to column, and from row to row, upwards.
-        columns, rows: their values, in words.
-        of: what the values are, and in which unit.
-        values: one row of values for each of ``rows``, one value for each of ``columns``; ``None``: there is none.
-        texts: of each value, or why there is none, in words.
+        x, y: the field that varies over columns, and the field that varies over rows, upwards.
+        columns, rows: the values of these fields, as text.
+        of: title and unit of the cells' values.
+        values: one row for each of ``rows`` with one value for each of ``columns``; ``None``: no value.
+        texts: text of each value, or the reason if there is none.
     """
 
     key: str
@@ -246,9 +246,9 @@ class HeatMap:
 
     @property
     def words(self) -> tuple[tuple[str, ...], ...]:
-        """The values as they are written into the cells: with a unit only where its prefix varies."""
+        """The texts of the cells. They have a unit only if its prefix varies."""
         unit = self.of.unit if self.of.unit in {"%", *PREFIXED} else ""
-        return tuple(tuple("-" if value is None else said(value, unit) for value in row) for row in self.values)
+        return tuple(tuple("-" if value is None else value_text(value, unit) for value in row) for row in self.values)
 
     @property
     def table(self) -> Table:
@@ -265,8 +265,8 @@ class Section:
     """A part of a report.
 
     Attributes:
-        key, short, title: its name, in letters, digits and dashes; for the bar at the top; for its heading.
-        words: paragraphs with the conclusions.
+        key, short, title: unique name of letters, digits and dashes; name in the bar at the top; heading.
+        words: paragraphs with conclusions.
         parts: charts and tables.
     """
 
@@ -278,18 +278,18 @@ class Section:
 
     @property
     def pictures(self) -> tuple[Picture, ...]:
-        """The charts among its parts."""
+        """The charts of the section."""
         return tuple(part for part in self.parts if not isinstance(part, Table))
 
 
 @dataclasses.dataclass(frozen=True)
 class Fact:
-    """One figure of the first screen.
+    """One figure of the summary.
 
     Attributes:
-        name, value: what it is, and how much.
-        words: what stands behind it.
-        verdict: whether that is good or bad news, if either.
+        name, value: name and value of the figure.
+        words: an explanation.
+        verdict: whether the value is good or bad, if either.
     """
 
     name: str
@@ -300,15 +300,15 @@ class Fact:
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """The first screen.
+    """The summary at the top of a report.
 
     Attributes:
-        title: what the report is about.
+        title: subject of the report.
         kind: ``plan``, ``run`` or ``study``.
-        sentence: the answer in words.
-        facts: the answer in figures.
-        about: where it comes from, name by name.
-        warnings: what the reader should know about the numbers.
+        sentence: the result in a sentence.
+        facts: the result in figures.
+        about: facts about the origin (machine, batch, versions), by name.
+        warnings: warnings about the numbers.
     """
 
     title: str
@@ -321,21 +321,21 @@ class Summary:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """What a report says about one file."""
+    """The part of a report about one file."""
 
     summary: Summary
     sections: tuple[Section, ...]
 
 
-def said(value: float, unit: str) -> str:
-    """Return a value of an axis in words: with a prefix where its unit takes one."""
+def value_text(value: float, unit: str) -> str:
+    """Return a value of an axis as text, with a prefix if its unit takes one."""
     if unit == "%":
         return percent(value)
     return si(value, unit) if unit in PREFIXED else f"{value:,.4g} {unit}".strip()
 
 
 def _cell(value: float | str, unit: str) -> str:
-    return value if isinstance(value, str) else said(value, unit)
+    return value if isinstance(value, str) else value_text(value, unit)
 
 
 def _values_at(trace: Trace, at: "np.ndarray[tuple[int], np.dtype[np.float64]]") -> Sequence[float]:

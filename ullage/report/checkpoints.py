@@ -1,4 +1,4 @@
-"""Checkpoints, as a plan has them."""
+"""The report's section about checkpoints of a plan."""
 
 from planner.plan.checkpoints import CheckpointPlan
 from ullage.output.formatting import duration, percent, si
@@ -7,11 +7,11 @@ from ullage.report.charts import Axis, Chart, Mark, Section, Table, Trace
 
 
 def checkpoints_section(chosen: CheckpointPlan) -> Section:
-    """Show when checkpoints are made, what they cost, and what other engines lose at their best."""
+    """Show the intervals of checkpoints, their cost, and the loss of other checkpoint engines at their best."""
     words = (
-        f"Expected: {percent(chosen.waste)} of the time is lost, {percent(chosen.overhead)} for making checkpoints of "
-        f"{si(chosen.size_bytes, 'B')}, the rest by failures. {duration(chosen.work_s)} of training take "
-        f"{duration(chosen.expected_s)}, and without checkpoints {duration(chosen.without_s)}. One failure loses at "
+        f"Expected: {percent(chosen.waste)} of the time is lost, {percent(chosen.overhead)} to making checkpoints of "
+        f"{si(chosen.size_bytes, 'B')}, the rest to failures. {duration(chosen.work_s)} of training take "
+        f"{duration(chosen.expected_s)}, or {duration(chosen.without_s)} without checkpoints. One failure loses at "
         f"most {duration(chosen.most_lost_s)} of work."
     )
     unused = "; ".join(f"{level} not used: {why}" for level, why in chosen.left_out.items())
@@ -37,5 +37,5 @@ def checkpoints_section(chosen: CheckpointPlan) -> Section:
     )
     unknown = "; ".join(f"{name}: {why}" for name, waste, why in engines if waste is None)
     rows = tuple((assumption,) for assumption in chosen.assumptions)
-    assumed = Table("Assumed, with no measurement behind it", ("assumption",), rows, unknown)
+    assumed = Table("Assumed, not measured", ("assumption",), rows, unknown)
     return Section("checkpoints", "Checkpoints", "Checkpoints", (words,), (levels, chart, assumed))

@@ -1,4 +1,4 @@
-"""What else could be done: other engines, the plan without one of its tricks, and more or less of it off the device."""
+"""Alternatives to the plan: other engines, the plan without one technique, and other shares of state off the device."""
 
 from collections.abc import Callable, Iterator
 
@@ -15,11 +15,11 @@ from ullage.report.charts import Axis, Chart, Level, Mark, Section, Table, Trace
 
 Progress = Callable[[str, int, int], None]
 
-_STEPS = 10  # of the share of state that is off the device
+_STEPS = 10  # steps of the share of state that is off the device
 
 
 def engines_section(plan: Plan, measured_s: float | None) -> Section:
-    """Show what other engines would take."""
+    """Show the iteration times of other engines."""
     ours_s = plan.prediction.iteration_s
     rows = [
         EngineRow(
@@ -72,7 +72,8 @@ def engines_section(plan: Plan, measured_s: float | None) -> Section:
     if fitting := [row for row in plan.engines if row.fits and row.iteration_s]:
         best = min(fitting, key=lambda row: row.iteration_s or 0.0)
         words.append(
-            f"The best other engine that fits is {best.name}: {(best.iteration_s or 0.0) / ours_s:.2f} x as long."
+            f"The best other engine that fits is {best.name}: it takes {(best.iteration_s or 0.0) / ours_s:.2f} x as "
+            "long."
         )
     elif plan.engines:
         words.append("No other engine fits in memory.")
@@ -86,15 +87,15 @@ def _engine_words(row: EngineRow, ours_s: float) -> str:
 
 
 def tricks_section(bench: Bench, progress: Progress) -> Section:
-    """Show what each technique is worth: the plan simulated without it."""
+    """Show the effect of each technique: the plan simulated without it."""
     found = worths(bench, lambda done: progress("switching tricks off", done, 0))
     used = [(worth.trick, worth.trial) for worth in found if worth.trial is not None]
     used.sort(key=lambda item: -change(bench, item[1])[0])
     chart = Chart(
         key="tricks",
         title="What each technique is worth",
-        note="How much longer an iteration is without it, all else as it is. Below zero: faster, but only where "
-        "memory would lack.",
+        note="Extra time of an iteration without the technique; the rest of the plan does not change. Below zero: the "
+        "iteration is faster, but does not fit in memory.",
         x=Axis("longer iteration", "s"),
         traces=(
             Trace(
@@ -134,7 +135,7 @@ def _worth_words(bench: Bench, trial: Trial) -> str:
 def offload_section(
     bench: Bench, run: RunRecord | None, measured_s: float | None, progress: Progress
 ) -> Section | None:
-    """Show what offloading costs and saves: the plan with more and less optimizer state off the device."""
+    """Show the cost and savings of offloading: the plan with more and less optimizer state off the device."""
     pieces = bench.pieces()
     if not pieces or bench.decisions.pipeline_parallel > 1:
         return None
@@ -153,8 +154,8 @@ def offload_section(
     time = Chart(
         key="offload-time",
         title="What offloading costs",
-        note="The plan with other shares of its optimizer state off the device; what leaves is updated on the CPU or "
-        "streamed, whichever is faster, and the subgroups with the nearest deadline stay.",
+        note="The plan with other shares of its optimizer state off the device. State that leaves is updated on the "
+        "CPU or streamed, whichever is faster. The subgroups with the earliest deadlines stay.",
         x=axis,
         y=Axis("iteration", "s"),
         traces=(
@@ -180,7 +181,7 @@ def offload_section(
     peaks = Chart(
         key="offload-memory",
         title="What offloading saves",
-        note=f"Peak memory of one device against the {si(capacity, 'B')} that it has.",
+        note=f"Peak memory of one device. Its capacity is {si(capacity, 'B')}.",
         x=axis,
         y=Axis("peak device memory", "B"),
         traces=tuple(memory),

@@ -1,8 +1,7 @@
-"""Charts as plotly.js draws them.
+"""Charts as data for plotly.js.
 
-A colour is written ``@name`` or ``@name/opacity``, after :data:`ullage.output.palette.COLOURS`: the page puts in those
-of the theme that it is shown in. Words of a chart are text to plotly.js, which knows a few tags: ``<`` and ``&`` are
-escaped.
+A colour is written ``@name`` or ``@name/opacity`` with a name of :data:`ullage.output.palette.COLOURS`. The page
+substitutes the colours of its theme. plotly.js interprets some tags in texts, so ``<`` and ``&`` are escaped.
 """
 
 import html
@@ -12,13 +11,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from ullage.output.palette import COLOURS, ORDINALS, SCALE, Work
-from ullage.report.charts import PREFIXED, Axis, Chart, Gantt, HeatMap, Mark, Picture, Trace, said
+from ullage.report.charts import PREFIXED, Axis, Chart, Gantt, HeatMap, Mark, Picture, Trace, value_text
 
-_NAME_COLUMNS = 26  # of the name of a bar, so that on a phone there is room for the bar
+_NAME_COLUMNS = 26  # columns for the name of a bar, so that a phone has room for the bar
 _BAR_PX, _LINE_PX, _GROUP_PX, _ROW_PX = 17, 15, 12, 24
-_TICKS = 10_000_000  # that the time of an iteration is counted in: whole numbers are short, and finer than any screen
+_TICKS = 10_000_000  # per iteration: times are whole ticks, which are short numbers and finer than a screen
 _PLAIN = ",.4~r"  # 24,450 and 0.1453
-_MANY = 20  # points, which are then smaller
+_MANY = 20  # more points than this are drawn smaller
 _DASHES = {False: "solid", True: "dot"}
 
 
@@ -28,7 +27,7 @@ def theme(*, dark: bool) -> dict[str, str]:
 
 
 def figure(picture: Picture) -> dict[str, Any]:
-    """Return what the page draws: ``data`` and ``layout`` of plotly.js, or for a Gantt chart its rows."""
+    """Return the data that the page draws: ``data`` and ``layout`` of plotly.js, or the rows of a Gantt chart."""
     if isinstance(picture, Gantt):
         return _gantt(picture)
     return _map(picture) if isinstance(picture, HeatMap) else _chart(picture)
@@ -127,7 +126,7 @@ def _axis(axis: Axis, values: Sequence[float] = ()) -> dict[str, Any]:
     result = _titled(axis)
     if axis.log:
         shown = _round_values(min(values), max(values))
-        result |= {"type": "log", "tickvals": shown, "ticktext": [said(value, axis.unit) for value in shown]}
+        result |= {"type": "log", "tickvals": shown, "ticktext": [value_text(value, axis.unit) for value in shown]}
         result |= {"tickangle": 0}
         low, high = (math.log10(value) for value in (min(values), max(values)))
         return result | {"range": [low - 0.05 * (high - low) - 0.02, high + 0.05 * (high - low) + 0.02]}
@@ -135,7 +134,7 @@ def _axis(axis: Axis, values: Sequence[float] = ()) -> dict[str, Any]:
 
 
 def _round_values(low: float, high: float) -> list[float]:
-    """Return 1, 2 and 5 of every power of ten between two values, or only the powers where that is too many."""
+    """Return 1, 2 and 5 times every power of ten between two values, or only the powers if those are too many."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     digits = (1, 2, 5) if len(powers) <= 4 else (1,)
     return [digit * 10.0**power for power in powers for digit in digits]
@@ -261,7 +260,7 @@ def _annotations(chart: Chart | Gantt) -> list[dict[str, Any]]:
             "xanchor": "right",
             "y": level.value,
             "yanchor": "top" if level.value < 0 else "bottom",
-            "text": _plain(f"{level.words} {said(abs(level.value), chart.y.unit)}"),
+            "text": _plain(f"{level.words} {value_text(abs(level.value), chart.y.unit)}"),
             "showarrow": False,
             "font": {"size": 11, "color": "@ink"},
             "bgcolor": "@paper/0.7",
@@ -314,7 +313,7 @@ def _gantt(gantt: Gantt) -> dict[str, Any]:
 
 
 def _values(values: Sequence[float | str]) -> list[Any]:
-    """Return values with as many digits as any screen can show."""
+    """Return values rounded to the digits that a screen can show."""
     return [value if isinstance(value, str) else float(f"{value:.7g}") for value in values]
 
 

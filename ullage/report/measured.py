@@ -1,4 +1,4 @@
-"""Predicted against measured, and which assumption was wrong: `ullage compare` as pictures."""
+"""Predicted against measured, and the wrong assumption: the results of `ullage compare` as charts."""
 
 from collections.abc import Iterable
 
@@ -6,11 +6,11 @@ from ullage.analysis.comparison import Explained, Row, kind_words
 from ullage.output.formatting import si, signed_percent, signed_s
 from ullage.report.charts import Axis, Chart, Mark, Section, Table, Trace
 
-_LEAST = 1e-3  # of the iteration; smaller causes are in the table alone
+_LEAST = 1e-3  # fraction of the iteration; smaller causes are only in the table
 
 
 def comparison_section(explained: Explained) -> Section:
-    """Show phases, lanes and memory, predicted beside measured, and what their difference comes from."""
+    """Show predicted and measured phases, lanes and memory, and the causes of the difference."""
     comparison = explained.comparison
     measured = (
         f"Measured figures are means of the middle {comparison.num_read} of {comparison.num_iterations} iterations "
@@ -19,8 +19,8 @@ def comparison_section(explained: Explained) -> Section:
     )
     words = [f"{explained.answer[0].upper()}{explained.answer[1:]}.", measured]
     if explained.before:
-        words.append(f"Before the plan was changed on the way: {explained.before.answer}.")
-    note = "The error is behind the predicted figure."
+        words.append(f"Before the plan was changed during training: {explained.before.answer}.")
+    note = "The error follows the predicted figure."
     time = Axis("time", "s")
     return Section(
         "comparison",
@@ -48,13 +48,15 @@ def _causes(explained: Explained) -> tuple[Chart | Table, ...]:
     shown = [cause for cause in found.causes if abs(cause.seconds) >= _LEAST * found.measured_s]
     rows = tuple((cause.kind, explained.reason(cause), signed_s(cause.seconds)) for cause in found.causes)
     total = ("", "measured - predicted", signed_s(explained.error_s))
-    table = Table("Which assumption was wrong, and what it explains", ("", "what happened", "explains"), (*rows, total))
+    table = Table(
+        "Wrong assumptions and the difference that each explains", ("", "what happened", "explains"), (*rows, total)
+    )
     if not shown:
         return (table,)
     chart = Chart(
         key="causes",
         title="Which assumption was wrong",
-        note="What of the difference between the measured and the predicted iteration each explains; they add up.",
+        note="The part of measured - predicted that each cause explains. The parts add up to the difference.",
         x=Axis("measured - predicted", "s"),
         traces=(
             Trace(
@@ -71,12 +73,14 @@ def _causes(explained: Explained) -> tuple[Chart | Table, ...]:
 
 
 def _refit(explained: Explained) -> tuple[Table, ...]:
-    """List the quantities of the profile that this run would have otherwise."""
+    """List the quantities of the profile that a fit to this run changes."""
     if not explained.changes:
         return ()
     rows = tuple(change.cells for change in explained.changes)
     predicted = si(explained.refitted.predicted_s, "s")
-    note = f"With it {predicted} would have been predicted. `ullage compare RUN --refit PATH` writes that profile."
+    note = (
+        f"With this profile, the prediction would be {predicted}. `ullage compare RUN --refit PATH` writes the profile."
+    )
     return (Table("The profile that this run proposes", ("quantity", "from", "to", "change"), rows, note),)
 
 

@@ -1,4 +1,4 @@
-"""One iteration over time: tasks, memory, traffic, and each phase's use of the machine."""
+"""One iteration over time: tasks, memory, traffic, and the use of resources by phase."""
 
 from collections.abc import Mapping, Sequence
 
@@ -17,12 +17,12 @@ from ullage.report.views import View
 
 _TIME = Axis("time since the iteration began", "s")
 _TIERS = {Tier.GPU: "one device", Tier.HOST: "one host", Tier.NVME: "the drives of one node"}
-# A capacity far above the curve would flatten the picture, so it is written in the note and not drawn.
+# A capacity far above the curve would flatten the picture, so it is in the note and not drawn.
 _DRAWN = 0.25
-# Lines are means over this part of the period, as a sampling monitor would show them; behind them is every single task.
+# Lines are means over this fraction of the period, as a sampling monitor shows them. Behind them is every single task.
 _WINDOW = 1 / 60
 _NUM_SAMPLES = 600
-_MOST_STEPS = 3000  # of a step function that is drawn exactly; a longer one is drawn as this many equal parts
+_MOST_STEPS = 3000  # a step function with more steps is drawn as this many equal parts
 _LINKS = {
     "host-link": ("host link (PCIe)", "towards the device", Lane.H2D, "to the host", Lane.D2H),
     "nvme": ("NVMe", "read", Lane.NVME_READ, "written", Lane.NVME_WRITE),
@@ -42,9 +42,9 @@ def gantt_section(views: Sequence[View]) -> Section:
         for (stage, lane), row in view.rows(says_who=len(views) > 1):
             rows[stage, lane, view.measured] = row
     shown = tuple(rows[key] for key in sorted(rows))
-    note = "Each bar is a task; bars narrower than a pixel are drawn as one, and come apart when you zoom in (drag)."
+    note = "Each bar is a task. Bars narrower than a pixel are merged; drag to zoom in and separate them."
     if len(views) > 1:
-        note += " Phases behind them are those predicted."
+        note += " The phases in the background are predicted."
     gantt = Gantt(
         key="gantt",
         title="Tasks of one iteration, by lane",
@@ -58,7 +58,7 @@ def gantt_section(views: Sequence[View]) -> Section:
 
 
 def memory_section(views: Sequence[View], cost: CostModel, run: RunRecord | None) -> Section:
-    """Show what each tier holds over time, by class."""
+    """Show the memory of each tier over time, by class."""
     predicted = views[0]
     charts = []
     for tier, use in predicted.memory.items():
@@ -76,7 +76,7 @@ def memory_section(views: Sequence[View], cost: CostModel, run: RunRecord | None
         if num_ranks > 1:
             note += f" All {num_ranks} ranks of a node together."
         if predicted.timeline.schedule.num_stages > 1:
-            note += " Of pipeline stages the fullest."
+            note += " The stage with the highest peak is shown."
         charts.append(
             Chart(
                 key=f"memory-{tier}",
@@ -92,12 +92,12 @@ def memory_section(views: Sequence[View], cost: CostModel, run: RunRecord | None
         )
     words = []
     if run is not None and not run.device_bytes:
-        words.append("This run kept no measured device memory over time: run it again with this version to see it.")
+        words.append("This run has no measured device memory over time; run it again with this version.")
     return Section("memory", "Memory", "Memory over time", tuple(words), tuple(charts))
 
 
 def _areas(use: MemoryUse, period_s: float, num_ranks: int) -> Sequence[Trace]:
-    """Stack the classes, those that change least at the bottom."""
+    """Return stacked areas by class; classes that change least are at the bottom."""
     held = {kind: np.array(values, np.float64) * num_ranks for kind, values in use.num_bytes.items() if any(values)}
     times_s = np.array(use.times_s)
     if len(times_s) > _MOST_STEPS:
@@ -116,11 +116,11 @@ def _most_held(
 ) -> tuple[
     np.ndarray[tuple[int], np.dtype[np.float64]], dict[MemoryClass, np.ndarray[tuple[int], np.dtype[np.float64]]]
 ]:
-    """Return the same in equal parts, each with what all classes hold when they hold most together."""
+    """Resample to equal parts; each part has the bytes of all classes at the moment of their highest sum."""
     edges_s = np.linspace(0.0, period_s, _MOST_STEPS, endpoint=False)
     part = np.minimum((times_s / period_s * _MOST_STEPS).astype(np.int64), _MOST_STEPS - 1)
     total = np.sum(list(held.values()), axis=0)
-    # What holds when a part begins is a candidate too, and where nothing changes the only one.
+    # The value at the beginning of a part is a candidate too; if nothing changes, it is the only one.
     chosen = np.maximum(np.searchsorted(times_s, edges_s, side="right") - 1, 0)
     order = np.lexsort((total, part))
     last = np.append(np.flatnonzero(np.diff(part[order])), len(order) - 1)
@@ -131,9 +131,9 @@ def _most_held(
 
 
 def _measured_memory(run: RunRecord, view: View, tier: Tier) -> Trace | None:
-    """Return measured bytes over time: of the device from task to task of the metered iteration, else what is constant.
+    """Return measured bytes over time: per task of the metered iteration on the device, constant on other tiers.
 
-    What came and went was metered in another iteration, which took longer: it is laid over the times of this one.
+    The metered iteration is another, slower one, so its bytes are drawn at the times of this iteration's tasks.
     """
     if tier not in run.memory:
         return None
@@ -151,7 +151,7 @@ def _measured_memory(run: RunRecord, view: View, tier: Tier) -> Trace | None:
 
 
 def traffic_section(views: Sequence[View], cost: CostModel) -> Section:
-    """Show bytes per second over every link, both ways, and of host memory."""
+    """Show bytes per second on every link in both directions, and of host memory."""
     capacity = cost.capacities()
     charts = [
         chart
@@ -161,7 +161,7 @@ def traffic_section(views: Sequence[View], cost: CostModel) -> Section:
     network = tuple(
         (words, lane, 1)
         for words, lane in (
-            ("gathers and reductions", Lane.COLLECTIVE),
+            ("all-gathers and reduce-scatters", Lane.COLLECTIVE),
             ("to the next stage", Lane.SEND),
             ("to the previous stage", Lane.SEND_BACK),
         )
@@ -170,7 +170,7 @@ def traffic_section(views: Sequence[View], cost: CostModel) -> Section:
         charts.append(chart)
     charts.append(_dram(views, cost, capacity[Resource.DRAM]))
     words = (
-        "Rates of one rank. A line is the mean over a sixtieth of the iteration, as a monitor would show it; behind "
+        "Rates of one rank. A line is the mean over a sixtieth of the iteration, as a monitor would show it. Behind "
     )
     words += "it is every single transfer at its own mean rate."
     return Section("traffic", "Traffic", "Traffic over time", (words,), tuple(charts))
@@ -183,7 +183,7 @@ def _both_ways(
     directions: Sequence[tuple[str, Lane, int]],
     capacity: Mapping[Resource, float],
 ) -> Chart | None:
-    """Draw traffic to the device upwards and traffic from it downwards."""
+    """Draw the first direction upwards and the second downwards."""
     traces, totals = [], []
     levels = []
     for number, (words, lane, sign) in enumerate(directions):
@@ -220,7 +220,7 @@ def _dram(views: Sequence[View], cost: CostModel, capacity: float) -> Chart:
     return Chart(
         key="traffic-dram",
         title="Traffic of host memory (DRAM)",
-        note="Bytes that tasks read and write, by the cost model's count, at the times of the tasks.",
+        note="Bytes that tasks read and write according to the cost model, at the times of the tasks.",
         x=_TIME,
         y=Axis("rate", "B/s"),
         traces=tuple(traces),
@@ -237,11 +237,11 @@ def _dram_bytes(view: View, cost: CostModel) -> list[float]:
 
 
 def _rate(series: Series, name: str, colour: str, sign: int, *, measured: bool) -> list[Trace]:
-    """Return the mean over a sliding window, and behind it every single step."""
+    """Return the mean over a sliding window, and behind it every step."""
     at_s = np.linspace(0.0, series.period_s, _NUM_SAMPLES)
     means = sign * series.moving_means(at_s, _WINDOW * series.period_s)
     line = Trace(name, at_s.tolist(), means.tolist(), Mark.LINE, colour, measured=measured)
-    if measured:  # two shades upon one another would be neither's
+    if measured:  # two overlapping shades would be hard to distinguish
         return [line]
     if len(series.times_s) <= _MOST_STEPS:
         x, y = [*series.times_s.tolist(), series.period_s], [*series.values.tolist(), float(series.values[-1])]
@@ -263,7 +263,7 @@ def resources_section(views: Sequence[View], cost: CostModel) -> Section:
     busy = Chart(
         key="busy",
         title="How busy the processors are",
-        note="The device that computes, and the CPU where it updates, as a share of the time.",
+        note="Share of the time in which the device computes, and in which the CPU updates.",
         x=_TIME,
         y=Axis("busy", "%"),
         traces=tuple(over_time),
@@ -283,7 +283,7 @@ def resources_section(views: Sequence[View], cost: CostModel) -> Section:
             traces.append(Trace(name, values, resources, Mark.BARS, colour, measured=view.measured))
     by_phase = Chart(
         key="phases",
-        title="What each phase asks of the machine",
+        title="Use of resources by phase",
         note="Mean use within each phase: processors as a share of the time, links and memory as a share of their "
         "highest rate.",
         x=Axis("mean use within the phase", "%"),
@@ -293,7 +293,7 @@ def resources_section(views: Sequence[View], cost: CostModel) -> Section:
 
 
 def _shares(view: View, cost: CostModel) -> dict[str, dict[str, float]]:
-    """Return the mean use of every resource within each phase, all stretches of it together."""
+    """Return the mean use of every resource within each phase, over all its intervals."""
     capacity = cost.capacities()
     used: dict[str, tuple[Series, float]] = {
         "device computes": (view.busy["gpu"], 1.0),

@@ -1,8 +1,8 @@
-"""The page: one HTML file that loads nothing else.
+"""The page: one self-contained HTML file.
 
-Words from files are text: Jinja escapes them in the page, ``tojson`` inside its data, and
-:mod:`ullage.report.interactive` for plotly.js. A content security policy lets the browser run the scripts of the page
-by their digests, and no other, and load nothing at all.
+Texts from files are escaped: by Jinja in the page, by ``tojson`` in its data, and by
+:mod:`ullage.report.interactive` for plotly.js. A content security policy lets the browser run only the scripts with the
+digests of this page, and load nothing.
 """
 
 import base64
@@ -30,7 +30,7 @@ _NUMBER = re.compile(r"^[+-]?[\d.,]+(e[+-]?\d+)?( ?[^\s\d]\S*){0,2}$")
 
 
 def render(parts: Sequence[Part], overview: Table | None = None) -> str:
-    """Return the HTML of a report on some files.
+    """Return the HTML of a report.
 
     Args:
         parts: the part about each file.
@@ -64,10 +64,10 @@ def render(parts: Sequence[Part], overview: Table | None = None) -> str:
 
 
 def _trusted(text: str) -> Markup:
-    """Return text of our own, or of plotly's, as it is."""
+    """Mark text of Ullage or plotly as safe HTML."""
     assert "</script" not in text.lower()
     assert "</style" not in text.lower()
-    return Markup(text)  # noqa: S704 - not of a file that a user gave
+    return Markup(text)  # noqa: S704 - the text is not from a user's file
 
 
 def _digest(script: str) -> str:
@@ -104,7 +104,7 @@ def _shown(shown: Picture | Table, part_id: str) -> Mapping[str, Any]:
 
 
 def _table(table: Table) -> Mapping[str, Any]:
-    """Return a table and, of each column, whether it is of words."""
+    """Return a table, and for each column whether it is text."""
     words = [
         not position or any(row[position] not in {"", "-"} and not _NUMBER.match(row[position]) for row in table.rows)
         for position in range(len(table.columns))

@@ -1,4 +1,4 @@
-"""What each lane achieves, against what the profile says that the machine can do."""
+"""The rate that each lane achieves, against the rates of the profile."""
 
 import dataclasses
 import math
@@ -14,20 +14,20 @@ from ullage.output.palette import WORK
 from ullage.report.charts import Axis, Chart, Mark, Section, Table, Trace
 from ullage.report.views import View
 
-_MOST_POINTS = 400  # tasks that a picture shows of one kind: equal ones lie upon one another anyway
+_MOST_POINTS = 400  # tasks of one kind in a chart; equal tasks overlap anyway
 _UPDATES = {Lane.CPU, Lane.GPU_UPDATE}
 
 
 @dataclasses.dataclass(frozen=True)
 class _Lane:
-    """A lane with what bounds it.
+    """A lane with the rates that bound it.
 
     Attributes:
-        lane: which.
-        unit: of the amounts of its tasks.
-        best_per_s: the most that the profile lets it do.
-        amount: of a task.
-        roof: rate against the size of a task; ``None``: ``best_per_s`` at any size.
+        lane: the lane.
+        unit: unit of the work of its tasks.
+        best_per_s: highest rate in the profile.
+        amount: returns the work of a task.
+        roof: rate over the size of a task; ``None``: ``best_per_s`` at any size.
     """
 
     lane: Lane
@@ -70,9 +70,9 @@ def roofline_section(views: Sequence[View], cost: CostModel, precision: str) -> 
         traces.append(Trace(f"busy{suffix}", busies, names, Mark.BARS, "fourth", measured=view.measured))
     overview = Chart(
         key="lanes",
-        title="Each lane against what it could do",
-        note="Rate while busy, as a share of the best that the profile has for it, and the share of the iteration in "
-        "which it is busy. A lane that is busy all the time at its best rate is the wall.",
+        title="Each lane against its best rate",
+        note="Rate while busy, as a share of the best rate in the profile, and the share of the iteration in which the "
+        "lane is busy. A lane that is always busy at its best rate cannot go faster.",
         x=Axis("share", "%"),
         traces=tuple(traces),
     )
@@ -94,7 +94,7 @@ def roofline_section(views: Sequence[View], cost: CostModel, precision: str) -> 
 
 
 def _lane(lane: Lane, cost: CostModel, precision: str) -> _Lane | None:
-    """Return what bounds a lane; ``None`` where the profile has no rate for it."""
+    """Return a lane with its bounds; ``None`` if the profile has no rate for it."""
     profile, capacity, ranks = cost.profile, cost.capacities(), cost.ranks_per_node
     host, device, fabric = profile.host, profile.device, profile.intra_node or profile.inter_node
     link = link_of(lane)
@@ -134,12 +134,12 @@ def _updated(task: Task) -> float:
 
 
 def _rate_of(curve: Curve, ranks: float) -> Callable[[float], float]:
-    """Return the rate that each of some ranks gets of a curve for a task of some size, when all do theirs at once."""
+    """Return each rank's rate by task size if ``ranks`` ranks run such a task at once and share the curve's rate."""
     return lambda size: size / curve.time_s(size * ranks)
 
 
 def _achieved(view: View, of: _Lane) -> tuple[float, float]:
-    """Return the amount that a lane does in an iteration, and the seconds it is busy: in the busiest stage."""
+    """Return the work of a lane in an iteration, and its busy seconds, both for the busiest stage."""
     totals: dict[int, tuple[float, float]] = {}
     for span in view.timeline.of_iteration(view.iteration):
         task = view.timeline.schedule.tasks[span.task]
@@ -150,7 +150,7 @@ def _achieved(view: View, of: _Lane) -> tuple[float, float]:
 
 
 def _compute(views: Sequence[View], cost: CostModel, precision: str) -> tuple[Chart, ...]:
-    """Draw computing: FLOP/s against FLOP per byte of device memory, under the roofs of both."""
+    """Draw FLOP/s over FLOP per byte of device memory, with the roofline of compute and memory rates."""
     device = cost.profile.device
     best = _best_flop_per_s(cost, precision)
     memory = device.memory_bytes_per_s.value
@@ -179,7 +179,7 @@ def _compute(views: Sequence[View], cost: CostModel, precision: str) -> tuple[Ch
         key="roofline",
         title="Roofline of computing",
         note=f"Each point is a task on the compute lane. The roof: {si(best, 'FLOP/s')} of matrix products, and "
-        f"{si(memory, 'B/s')} of device memory. Bytes are those that kernels touch; caches keep some from memory.",
+        f"{si(memory, 'B/s')} of device memory. Bytes are those that kernels access, including hits in caches.",
         x=Axis("FLOP per byte", "", log=True),
         y=Axis("rate", "FLOP/s", log=True),
         traces=(roof, *traces),
@@ -211,7 +211,7 @@ def _sizes(views: Sequence[View], of: _Lane) -> Chart | None:
     return Chart(
         key=f"rates-{of.lane}",
         title=f"Lane {of.lane}: {LANE_WORDS[of.lane]}",
-        note="Each point is a task; the line is what the profile gives a task of that size alone on the machine.",
+        note="Each point is a task. The line is the profile's rate for a task of that size alone on the machine.",
         x=Axis(f"{what} of one task", of.unit, log=True),
         y=Axis("rate", f"{of.unit}/s", log=True),
         traces=(roof, *traces),

@@ -9,7 +9,7 @@ import numpy as np
 
 from hwprofiles.files import make_folder, write_whole
 from ullage.output.palette import COLOURS, SCALE, Work
-from ullage.report.charts import PREFIXED, Axis, Chart, Gantt, HeatMap, Mark, Part, Picture, Trace, said
+from ullage.report.charts import PREFIXED, Axis, Chart, Gantt, HeatMap, Mark, Part, Picture, Trace, value_text
 
 try:
     import matplotlib as mpl
@@ -23,18 +23,19 @@ except ModuleNotFoundError as error:
 
 _WIDTH_INCHES, _HEIGHT_INCHES, _DPI = 9.0, 3.8, 150
 _BAR_INCHES, _ROW_INCHES = 0.2, 0.26
-_MOST_WRITTEN = 10  # columns of a map whose cells have room for figures
-_DARK = 0.65  # of the scale of colours: upwards of it white is read more easily
+_MOST_WRITTEN = 10  # a map with at most this many columns has room for figures in its cells
+_DARK = 0.65  # above this part of the colour scale, white text is more readable
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
 
 
 def save_figures(parts: Sequence[Part], folder: Path) -> list[Path]:
-    """Write every figure of a report as SVG and PNG, each whole or not at all, and return their paths.
+    """Write every figure of a report as SVG and PNG, each in one step, and return the paths.
 
-    Equal figures are equal bytes (with the same matplotlib). Of several files' reports the names begin with a number.
+    Equal figures give equal bytes (with the same version of matplotlib). If the report is about several files, the
+    names of figures begin with the number of the file.
 
     Raises:
-        OSError: one cannot be written.
+        OSError: a figure cannot be written.
         ValueError: the folder cannot be made.
     """
     make_folder("--figures", folder)
@@ -52,7 +53,7 @@ def save_figures(parts: Sequence[Part], folder: Path) -> list[Path]:
 
 
 def to_bytes(drawn: Figure, kind: str) -> bytes:
-    """Return a figure as a file of a kind, ``svg`` or ``png``; equal figures are equal bytes."""
+    """Return the bytes of a figure as ``svg`` or ``png``. Equal figures give equal bytes."""
     data = io.BytesIO()
     with mpl.rc_context({"svg.hashsalt": "ullage"}):
         drawn.savefig(data, format=kind, dpi=_DPI, metadata={"Date": None} if kind == "svg" else {"Software": None})
@@ -60,7 +61,7 @@ def to_bytes(drawn: Figure, kind: str) -> bytes:
 
 
 def draw(picture: Picture, subject: str) -> Figure:
-    """Return a picture of ``subject``."""
+    """Return a picture with ``subject`` in its title."""
     figure = Figure(figsize=(_WIDTH_INCHES, _height_inches(picture)), layout="constrained")
     axes = figure.subplots()
     draw_on(axes, picture)
@@ -101,7 +102,7 @@ def _names(chart: Chart) -> list[str]:
 
 
 def _draw_gantt(axes: Axes, gantt: Gantt) -> None:
-    """Draw all tasks, those of one kind as one collection."""
+    """Draw all tasks; tasks of one kind are one collection."""
     for work in Work:
         boxes = []
         for number, row in enumerate(gantt.rows):
@@ -121,14 +122,14 @@ def _draw_gantt(axes: Axes, gantt: Gantt) -> None:
 
 
 def _draw_map(axes: Axes, shown: HeatMap) -> None:
-    """Colour the cells, and write their values where there is room."""
+    """Colour the cells, and write their values if there is room."""
     values = np.array([[np.nan if value is None else value for value in row] for row in shown.values])
     scale = LinearSegmentedColormap.from_list("amounts", [COLOURS[name].light for name in SCALE])
     norm = Normalize(float(np.nanmin(values)), float(np.nanmax(values)))
     drawn = axes.pcolormesh(values, cmap=scale, norm=norm, edgecolors="white", linewidth=0.6)
     if len(shown.columns) <= _MOST_WRITTEN:
         for (y, x), value in np.ndenumerate(values):
-            colour = COLOURS["paper" if norm(value) > _DARK else "ink"].light  # ink where there is none
+            colour = COLOURS["paper" if norm(value) > _DARK else "ink"].light  # ink if the cell has no value
             words = _plain(shown.words[y][x])
             axes.text(x + 0.5, y + 0.5, words, ha="center", va="center", fontsize=8, color=colour)
     axes.set_xticks(np.arange(len(shown.columns)) + 0.5, [_plain(name) for name in shown.columns], fontsize=9)
@@ -158,7 +159,7 @@ def _draw_chart(axes: Axes, chart: Chart) -> None:
             _draw_line(axes, trace)
     for level in chart.levels:
         axes.axhline(level.value, color=COLOURS["ink"].light, linewidth=1.0, linestyle="--")
-        words = _plain(f"{level.words} {said(abs(level.value), chart.y.unit)}")
+        words = _plain(f"{level.words} {value_text(abs(level.value), chart.y.unit)}")
         va = "top" if level.value < 0 else "bottom"
         axes.annotate(words, (1.0, level.value), xycoords=("axes fraction", "data"), ha="right", va=va, fontsize=8)
     if chart.over_time:
@@ -203,7 +204,7 @@ def _draw_bars(axes: Axes, chart: Chart, names: Sequence[str]) -> None:
             first = False
             reached[str(name)] += float(value)
             if chart.bars != "stack":
-                words = trace.texts[i] if trace.texts else said(float(value), chart.x.unit)
+                words = trace.texts[i] if trace.texts else value_text(float(value), chart.x.unit)
                 axes.annotate(
                     _plain(words),
                     (max(float(value), 0.0), at),
@@ -237,7 +238,7 @@ def _draw_bands(axes: Axes, picture: Chart | Gantt) -> None:
 
 
 def _name(axes: Axes, axis: Axis, which: str) -> None:
-    """Give an axis its title, its scale, and figures with the prefixes of its unit."""
+    """Set the title and scale of an axis, and its tick labels with prefixes of the unit."""
     label = _plain(f"{axis.title} ({axis.unit})" if axis.unit else axis.title)
     (axes.set_xlabel if which == "x" else axes.set_ylabel)(label, fontsize=9)
     of = axes.xaxis if which == "x" else axes.yaxis
@@ -252,10 +253,10 @@ def _name(axes: Axes, axis: Axis, which: str) -> None:
 def _tick(value: float, axis: Axis) -> str:
     if axis.unit == "%":
         return f"{100 * value:.0f} %"
-    number, _, unit = said(value, axis.unit if axis.unit in PREFIXED else "").replace(",", "").partition(" ")
+    number, _, unit = value_text(value, axis.unit if axis.unit in PREFIXED else "").replace(",", "").partition(" ")
     return f"{float(number):g} {unit}".strip()
 
 
 def _plain(text: str) -> str:
-    """Keep matplotlib from reading mathematics into a name."""
+    """Escape a name so that matplotlib does not parse it as mathematics."""
     return text.replace("$", r"\$")

@@ -1,4 +1,4 @@
-"""What a study of `ullage whatif` found: the answer, curves along every axis, what resources are worth, and cost."""
+"""The report about a study: the answer, curves along every axis, effects of resources, and cost."""
 
 import itertools
 import math
@@ -19,11 +19,11 @@ from ullage.whatif.tables import every_words
 _MOST_CURVES = len(ORDINALS)
 _MOST_ROWS = 400
 _MOST_POINTS = 2000
-_MOST_CELLS = 40  # along one side of a map: more are too small to see
+_MOST_CELLS = 40  # cells along one side of a map; more would be too small to see
 
 
 def study_part(study: Study) -> Part:
-    """Return what a report says about a study."""
+    """Return the part of a report about a study."""
     fitting = [point for point in study.points if point.figures is not None]
     sections = [_answer_section(study)]
     if fitting:
@@ -42,7 +42,12 @@ def _summary(study: Study, fitting: Sequence[Point]) -> Summary:
     title = f"What if: {', '.join(models[:3]) or study.request.set.get('model', 'a study')}"
     count = len(study.points)
     facts = [
-        Fact("Points that fit", f"{len(fitting)} of {count}", "each planned anew, predicted", "" if fitting else "bad")
+        Fact(
+            "Points that fit",
+            f"{len(fitting)} of {count}",
+            "predicted; every point is planned anew",
+            "" if fitting else "bad",
+        )
     ]
     if fitting:
         fastest = max(fitting, key=lambda point: _figures(point).goodput_tokens_per_s)
@@ -68,7 +73,7 @@ def _summary(study: Study, fitting: Sequence[Point]) -> Summary:
             Fact(
                 "Cheapest",
                 f"{cost:,.3g} {study.prices.currency} per million tokens",
-                f"at the prices given and the predicted speed, with {_settings(study, cheapest)}",
+                f"at the given prices and the predicted speed, with {_settings(study, cheapest)}",
             )
         )
     sentence = " ".join(study.answer.words) if study.answer else ""
@@ -76,9 +81,9 @@ def _summary(study: Study, fitting: Sequence[Point]) -> Summary:
         axes = " x ".join(f"{len(axis.values)} of {axis.name}" for axis in study.axes)
         sentence = f"{count} points ({axes or 'one request'}), of which {len(fitting)} fit."
     if any(_figures(point).checkpoints for point in fitting):
-        sentence += " Speeds are with failures, and with the checkpoints that lose least time by them."
+        sentence += " Speeds include failures, and the checkpoints with which failures lose least time."
     if not study.complete and count:
-        sentence += " The study was not finished: these are the points that were done."
+        sentence += " The study is not finished: only finished points are shown."
     request = study.request
     about = {
         **({"fixed": ", ".join(f"{name} {value}" for name, value in request.set.items())} if request.set else {}),
@@ -134,7 +139,7 @@ def _answer_section(study: Study) -> Section:
 
 
 def _maps(study: Study) -> tuple[HeatMap, ...]:
-    """Return for every two fields how speed, and cost, go over both, if most pairs of their values were planned."""
+    """Return maps of speed and cost for each pair of fields, if most pairs of values were planned."""
     found = []
     for x, y in itertools.combinations(study.axes, 2):
         cells: dict[tuple[Value, Value], list[Point]] = {}
@@ -162,7 +167,7 @@ def _map(
     best: Callable[..., Point],
     read: Callable[[Point], float],
 ) -> HeatMap:
-    """Return one map; each cell shows the best of its points."""
+    """Return one map. Each cell shows the best of its points."""
     columns = [value for value in x.values if any(pair[0] == value for pair in cells)]
     rows = [value for value in y.values if any(pair[1] == value for pair in cells)]
     values, texts = [], []
@@ -178,11 +183,11 @@ def _map(
             )
         )
     others = [axis.name for axis in study.axes if axis not in (x, y)]
-    rest = f"; of {', '.join(others)} always the best" if others else ""
+    rest = f", with the best value of {', '.join(others)}" if others else ""
     return HeatMap(
         key=f"map-{_key(x.name)}-{_key(y.name)}-{key}",
         title=f"{of.title[0].upper()}{of.title[1:]} by {x.name} and {y.name}",
-        note=f"In {of.unit}. Every cell is planned anew{rest}. Where there is a dash no plan was found.",
+        note=f"In {of.unit}. Every cell is planned anew{rest}. A dash means that no plan was found.",
         x=ChartAxis(x.name),
         y=ChartAxis(y.name),
         columns=tuple(value_words(x, value) for value in columns),
@@ -195,7 +200,7 @@ def _map(
 
 def _no_plan(study: Study, points: Sequence[Point]) -> str:
     if not points:
-        return "not asked for"
+        return "not planned"
     return f"{_settings(study, points[0])}: {points[0].result.reason or points[0].result.status}"
 
 
@@ -207,7 +212,7 @@ def _speed(point: Point) -> float:
 
 
 def _curve_sections(study: Study, fitting: Sequence[Point]) -> Iterator[Section]:
-    """Yield for every axis with several values how speed, and cost, go along it."""
+    """Yield a section with speed and cost for every axis that has several values."""
     for axis in study.axes:
         if len({point.settings[axis.name] for point in fitting}) < 2:
             continue
@@ -228,7 +233,7 @@ def _cost(point: Point) -> float:
 def _along(
     study: Study, axis: Axis, fitting: Sequence[Point], key: str, title: str, unit: str, read: Callable[[Point], float]
 ) -> Chart:
-    """Draw one curve for each combination of the other axes, or, of too many, all points and the best of each value."""
+    """Draw one curve per combination of the other axes. If there are too many, draw all points and the best of each."""
     others = [other for other in study.axes if other is not axis]
 
     def combination(point: Point) -> str:
@@ -290,7 +295,7 @@ def _point_words(study: Study, point: Point) -> str:
 
 
 def _x(axis: Axis, point: Point) -> float:
-    """Return a point's position on an axis of numbers: the value, or the factor if the value is no number."""
+    """Return a point's position on an axis of numbers: its value, or the factor if the value is not a number."""
     value: Value | None = point.settings[axis.name]
     if axis.relative and (varied := point.varied.get(axis.name)) is not None and _unit(axis) != "x":
         value = varied.after
@@ -306,7 +311,7 @@ def _key(name: str) -> str:
     return "".join(letter if letter.isalnum() else "-" for letter in name)
 
 
-# -- what binds, what it is worth, what it costs -------------------------------------------------------------------
+# -- bottlenecks, effects of resources, cost ----------------------------------------------------------------------
 
 
 def _bottleneck_section(fitting: Sequence[Point]) -> Section:
@@ -314,7 +319,7 @@ def _bottleneck_section(fitting: Sequence[Point]) -> Section:
     found = counts.most_common()
     chart = Chart(
         key="bottlenecks",
-        title="What bounds how many of the points",
+        title="Number of points by the lane that bounds them",
         note="The lane with the largest share of a plan's critical path.",
         x=ChartAxis("share of the points that fit", "%"),
         traces=(
@@ -332,7 +337,7 @@ def _bottleneck_section(fitting: Sequence[Point]) -> Section:
 
 
 def _sensitivity_section(found: Sensitivities) -> Section:
-    """Show the effect of one per cent more or less of every resource on the iteration."""
+    """Show the effect of more and less of every resource on the iteration time."""
     rows = found.rows
     traces = [
         Trace(
@@ -351,13 +356,13 @@ def _sensitivity_section(found: Sensitivities) -> Section:
     chart = Chart(
         key="sensitivities",
         title="What each resource is worth",
-        note="Relative change of the iteration over relative change of the resource, each side planned anew: -1 is "
-        "twice as fast with twice as much, 0 does not matter.",
+        note="Relative change of the iteration time per relative change of the resource, each side planned anew. -1: "
+        "twice as fast with twice as much; 0: no effect.",
         x=ChartAxis("elasticity of the iteration"),
         traces=tuple(traces),
     )
     table = Table(
-        "What resources are worth, and where the bottleneck moves",
+        "Effect of resources, and where the bottleneck moves",
         ("resource", "now", "one step more", "saves", "less: from", "more: from"),
         tuple(
             (
@@ -370,7 +375,7 @@ def _sensitivity_section(found: Sensitivities) -> Section:
             )
             for row in rows
         ),
-        f"Sides are {percent(found.step)} away; crossings were searched within a factor of {found.range:g}.",
+        f"Resources vary by {percent(found.step)}; crossings were searched within a factor of {found.range:g}.",
     )
     return Section("sensitivities", "Sensitivities", "What each resource is worth", (), (chart, table))
 
@@ -384,7 +389,7 @@ def _crossing(row: Sensitivity, *, less: bool) -> str:
 
 
 def _money_section(study: Study, fitting: Sequence[Point], currency: str) -> Section:
-    """Show cost against time, and the points that nothing beats in both."""
+    """Show cost against time, and the Pareto front."""
     tokens = study.request.tokens
     priced = [point for point in fitting if point.cost is not None]
     front = sorted(
@@ -403,7 +408,8 @@ def _money_section(study: Study, fitting: Sequence[Point], currency: str) -> Sec
     chart = Chart(
         key="pareto",
         title="Cost against speed",
-        note="At the prices given and the predicted speed. Of the points on the line none is beaten in both.",
+        note="At the given prices and the predicted speed. No other point is both faster and cheaper than a point on "
+        "the line.",
         x=ChartAxis("speed", "tokens/s"),
         y=ChartAxis(f"{currency} per million tokens", currency),
         traces=tuple(traces),

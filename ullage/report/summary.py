@@ -1,4 +1,4 @@
-"""The first screen of a report: the answer in a few figures."""
+"""The summary of a report: the result in a few figures."""
 
 from planner.models.captured import counted
 from planner.plan.document import Plan, describe
@@ -15,7 +15,7 @@ _TIERS = {Tier.GPU: "one device", Tier.HOST: "one host", Tier.NVME: "drives of a
 
 
 def plan_summary(plan: Plan, run: RunRecord | None, measured_s: float | None) -> Summary:
-    """Return the first screen of a plan, or of a run of it whose iterations were measured to take ``measured_s``."""
+    """Return the summary of a plan, or of its run with the measured iteration time ``measured_s``."""
     seen, decided = plan.prediction, plan.decisions
     items = counted(plan.model)
     tokens = tokens_per_iteration(plan)
@@ -42,12 +42,12 @@ def plan_summary(plan: Plan, run: RunRecord | None, measured_s: float | None) ->
         Fact(
             "From the best possible",
             f"within {percent(plan.certificate.gap(seen.iteration_s))}",
-            f"proven: no schedule takes less than {si(plan.certificate.bound_s, 's')} here",
+            f"proven: every schedule takes at least {si(plan.certificate.bound_s, 's')} on this machine",
         ),
         Fact(
             "Use of the device",
             percent(mfu(plan)),
-            f"of its best matrix rate, predicted: {si(seen.model_flop_per_s, 'FLOP/s')} of the model per device",
+            f"of its best GEMM rate, predicted: {si(seen.model_flop_per_s, 'FLOP/s')} of the model per device",
         ),
     ]
     about = {
@@ -62,7 +62,7 @@ def plan_summary(plan: Plan, run: RunRecord | None, measured_s: float | None) ->
     }
     warnings = list(seen.warnings)
     if not seen.converged:
-        warnings.append("the simulated iteration does not repeat itself exactly; times are of one of several")
+        warnings.append("simulated iterations differ; times are of one of them")
     return Summary(
         title=f"{plan.model.name} on {where}",
         kind="plan" if run is None else "run",
@@ -101,7 +101,7 @@ def _losses(run: RunRecord) -> str:
 
 
 def memory_by_tier(plan: Plan, run: RunRecord | None) -> Section:
-    """Show the peak of each tier by class against its capacity."""
+    """Show the peak memory of each tier by class against its capacity."""
     memory = plan.prediction.memory
     names = [_TIERS[tier] for tier in memory]
     kinds = sorted({kind for use in memory.values() for kind in use.by_class})
@@ -119,7 +119,7 @@ def memory_by_tier(plan: Plan, run: RunRecord | None) -> Section:
     ]
     chart = Chart(
         key="peaks",
-        title="Peak memory by tier, as a share of what there is",
+        title="Peak memory by tier, as a share of its capacity",
         note="; ".join(
             f"{_TIERS[tier]}: {si(use.peak_bytes, 'B')} of {si(use.capacity_bytes, 'B')}"
             + (f", {si(run.memory[tier], 'B')} measured" if run is not None and tier in run.memory else "")

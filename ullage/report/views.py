@@ -1,4 +1,4 @@
-"""One iteration as a report looks at it: predicted or measured, from its beginning to the beginning of the next."""
+"""One predicted or measured iteration for a report, from its beginning to the beginning of the next."""
 
 import dataclasses
 import functools
@@ -16,7 +16,7 @@ from ullage.output.formatting import si
 from ullage.output.palette import WORK
 from ullage.report.charts import Band, Row
 
-_MIN_NAMED = 0.06  # of the period: a narrower stretch has no room for its name
+_MIN_NAMED = 0.06  # fraction of the period; a narrower interval has no room for its name
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -24,8 +24,8 @@ class View:
     """One iteration. Times are seconds since it began.
 
     Attributes:
-        timeline, iteration: which.
-        measured: measured rather than predicted.
+        timeline, iteration: the timeline, and the number of the iteration.
+        measured: whether the times are measured.
     """
 
     timeline: Timeline
@@ -34,15 +34,15 @@ class View:
 
     @classmethod
     def predicted_by(cls, simulation: Simulation) -> "View":
-        """Look at the steady iteration of a simulation."""
+        """Return the steady iteration of a simulation."""
         return cls(simulation.timeline, simulation.steady, measured=False)
 
     @classmethod
     def measured_in(cls, run: RunRecord) -> "View":
-        """Look at the iteration of a run, of those that count, whose length is nearest to the median of all.
+        """Return the steady iteration of a run whose length is nearest to the median.
 
         Raises:
-            ValueError: none counts.
+            ValueError: the run has no steady iteration.
         """
         check_measured(run)
         timeline = run.timeline
@@ -57,17 +57,17 @@ class View:
 
     @functools.cached_property
     def begin_s(self) -> float:
-        """When it begins, on the clock of the timeline."""
+        """Start of the iteration on the clock of the timeline."""
         return self.timeline.begin_s(self.iteration)
 
     @functools.cached_property
     def period_s(self) -> float:
-        """How long it takes."""
+        """Length of the iteration."""
         return self.timeline.period_s(self.iteration)
 
     @functools.cached_property
     def bands(self) -> tuple[Band, ...]:
-        """Its phases as they follow one another."""
+        """The phases in order."""
         result = []
         for stretch in self.timeline.stretches(self.iteration):
             start_s, length_s = stretch.start_s - self.begin_s, stretch.end_s - stretch.start_s
@@ -79,17 +79,17 @@ class View:
 
     @functools.cached_property
     def memory(self) -> dict[Tier, MemoryUse]:
-        """What every tier holds over time, as the schedule counts bytes, of one rank."""
+        """Memory of every tier of one rank over time, by the schedule's count of bytes."""
         return memory_use(self.timeline, self.iteration)
 
     @functools.cached_property
     def traffic(self) -> dict[Lane, Series]:
-        """Bytes per second over every link."""
+        """Bytes per second over time on every link."""
         return traffic(self.timeline, self.iteration)
 
     @functools.cached_property
     def busy(self) -> dict[str, Series]:
-        """For each processor 1 while it works, and 0 while it does not."""
+        """For each processor, 1 while it works and 0 while it is idle."""
         return busy(self.timeline, self.iteration)
 
     def used(self, of_tasks: list[float]) -> Series:
@@ -97,7 +97,7 @@ class View:
         return amounts(self.timeline, self.iteration, of_tasks)
 
     def rows(self, *, says_who: bool) -> Iterator[tuple[tuple[int, int], Row]]:
-        """Yield, by stage and lane, all tasks that run within it, of any iteration."""
+        """Yield a row per stage and lane with all tasks that run within this interval, of any iteration."""
         tasks = self.timeline.schedule.tasks
         start_s = self.timeline.start_s - self.begin_s
         end_s = self.timeline.end_s - self.begin_s

@@ -1,1 +1,1 @@
-"""This machine: its profile, measured with the kernels that training runs, and plans for what is free on it."""
+"""This machine: its profile, measured with the kernels of training, and plans for the memory that is free."""

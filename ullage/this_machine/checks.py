@@ -1,4 +1,4 @@
-"""Checks of arguments of ``prepare``, ``offloaded`` and ``Trainer``, before anything is measured or planned."""
+"""Check arguments of ``prepare``, ``offloaded`` and ``Trainer`` before anything is measured or planned."""
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -33,10 +33,12 @@ _FLAG: Final = _Rule(lambda value: isinstance(value, bool), "True or False")
 _RULES: Final = {
     "hardware": _Rule(
         lambda value: value is None or isinstance(value, str | Path | HardwareProfile),
-        "the name or path of a profile, or what ullage.load_profile returns",
+        "the name or path of a profile, or a profile from ullage.load_profile",
     ),
-    "device_memory": _Rule(lambda value: value is None or _is_amount(value), "bytes from 1 on, or a text like '8GB'"),
-    "num_micro_batches": _Rule(lambda value: _is_whole(value, 1), "a whole number from 1 on"),
+    "device_memory": _Rule(
+        lambda value: value is None or _is_amount(value), "a number of bytes of at least 1, or a text like '8GB'"
+    ),
+    "num_micro_batches": _Rule(lambda value: _is_whole(value, 1), "a whole number of at least 1"),
     "clip": _Rule(_FLAG.holds, "True or False: whether your loop clips gradients by their norm"),
     "storage": _Rule(lambda value: value in get_args(Storage), f"one of {', '.join(get_args(Storage))}"),
     "storage_dir": _Rule(
@@ -44,7 +46,7 @@ _RULES: Final = {
     ),
     "compile_blocks": _FLAG,
     "cores": _Rule(_are_cores, "'auto', 'free', or a tuple of the numbers of cores"),
-    "checkpoint_buffer_bytes": _Rule(lambda value: _is_whole(value, 0), "bytes, a whole number from 0 on"),
+    "checkpoint_buffer_bytes": _Rule(lambda value: _is_whole(value, 0), "a whole number of bytes of at least 0"),
 }
 
 
@@ -52,13 +54,13 @@ def check_options(caller: str, given: Mapping[str, object], known: Iterable[str]
     """Check options of a call that plans or executes.
 
     Args:
-        caller: the name of what was called.
-        given: the options.
-        known: names of all that it has.
+        caller: name of the called function.
+        given: the given options.
+        known: names of all options of the function.
 
     Raises:
-        TypeError: it has no such option.
-        ValueError: one has a value that it cannot have.
+        TypeError: an option does not exist.
+        ValueError: an option has a wrong value.
     """
     if unknown := sorted(set(given) - set(known)):
         raise TypeError(f"{caller}() has no option {unknown[0]}; use one of {', '.join(known)}")
@@ -70,14 +72,14 @@ def check_options(caller: str, given: Mapping[str, object], known: Iterable[str]
 
 
 def check_trainable(model: nn.Module) -> None:
-    """Check that a model is a plain one with something to train.
+    """Check that a model is not wrapped and has trainable parameters.
 
     Raises:
-        ValueError: it is in a wrapper that shares its work, or all of it is frozen.
+        ValueError: the model is in a wrapper for several devices, or all its parameters are frozen.
     """
     if type(model).__name__ in _WRAPPERS:
         raise ValueError(
-            f"the model is in a {type(model).__name__}, but the plan shares the work of several devices itself; give "
+            f"the model is in a {type(model).__name__}, but the plan itself divides work among devices; give "
             "the model inside (model.module), and start one process for each device with torchrun"
         )
     parameters = list(model.parameters())
@@ -89,12 +91,12 @@ def check_trainable(model: nn.Module) -> None:
 
 
 def check_tokens(model: nn.Module, batch: object) -> None:
-    """Check that a model knows the tokens of an example batch. PyTorch's own error has neither name nor number.
+    """Check that a model knows the tokens of an example batch. PyTorch's own error has no name and no number.
 
-    Models with images may have special tokens beyond their vocabulary, and are not checked.
+    Models with images are not checked: they may have image tokens beyond their vocabulary.
 
     Raises:
-        ValueError: it does not.
+        ValueError: the batch has a token beyond the vocabulary.
     """
     tokens = batch.get("input_ids") if isinstance(batch, Mapping) else None
     config = getattr(model, "config", None)

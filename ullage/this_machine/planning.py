@@ -1,4 +1,4 @@
-"""From a user's own model, optimizer and one batch to a plan for this machine's free memory."""
+"""Make a plan from a user's model, optimizer and one batch, for the memory that is free on this machine now."""
 
 import argparse
 import dataclasses
@@ -31,7 +31,7 @@ from ullage.this_machine.checks import check_tokens, check_trainable
 from ullage.this_machine.profile import profile_here
 
 Batch = Mapping[str, Tensor] | Sequence[Tensor] | Tensor
-"""What a model is called with: ``model(**batch)``, ``model(*batch)`` or ``model(batch)``."""
+"""The inputs of a model: ``model(**batch)``, ``model(*batch)`` or ``model(batch)``."""
 
 _INTEGERS: Final[dict[torch.dtype, Literal["int64", "int32", "bool"]]] = {
     torch.int64: "int64",
@@ -39,20 +39,20 @@ _INTEGERS: Final[dict[torch.dtype, Literal["int64", "int32", "bool"]]] = {
     torch.bool: "bool",
 }
 MOST_SIMULATIONS: Final = 150
-"""Of one call; more gain little, and a user waits for each."""
+"""Maximum number of simulations of one call. More gain little, and the user waits for each."""
 
 
 class PlanOptions(TypedDict, total=False):
-    """Settings that differ from the defaults of planning.
+    """Options for planning.
 
     Attributes:
-        hardware: name or path of a profile, or a profile; left out, this machine's own.
-        device_memory: bytes of each device, or a text like ``"8GB"``; left out, what is free.
-        num_micro_batches: forward and backward of one step (1).
-        clip: whether gradients are clipped by their norm (yes).
-        precision: ``"bf16"`` or ``"fp32"``, of weights and gradients; left out, that of the model's weights.
-        storage: what may be offloaded beside optimizer state and parameters (activations, and everything to the drives
-            if there is a ``storage_dir``).
+        hardware: name or path of a profile, or a profile. Default: this machine's own.
+        device_memory: bytes of each device, or a text like ``"8GB"``. Default: the free memory.
+        num_micro_batches: micro-batches of one step. Default: 1.
+        clip: whether your loop clips gradients by their norm. Default: ``True``.
+        precision: ``"bf16"`` or ``"fp32"``, type of weights and gradients. Default: that of the model's weights.
+        storage: what may be offloaded beside optimizer state and parameters. Default: activations; with a
+            ``storage_dir``, everything to the drives too.
     """
 
     hardware: str | HardwareProfile
@@ -64,12 +64,12 @@ class PlanOptions(TypedDict, total=False):
 
 
 def plan_here(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, plan_options: PlanOptions) -> Plan:
-    """Return a plan for a model that is there, for the memory that is free now.
+    """Return a plan for an existing model, for the memory that is free now.
 
-    Of several ranks the first one measures, captures and plans; all have its plan, or its error.
+    Of several ranks, rank 0 measures, captures and plans. All ranks return its plan or raise its error.
 
     Raises:
-        InfeasibleError: nothing fits.
+        InfeasibleError: no plan fits.
         ValueError: the model or the batch cannot be captured, or the optimizer is unknown.
     """
     check_kinds(model, optimizer)
@@ -78,7 +78,7 @@ def plan_here(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, 
     check_trainable(model)
     check_tokens(model, batch)
     free = free_memory(model)
-    with torch.random.fork_rng():  # the user's random numbers go on where they were
+    with torch.random.fork_rng():  # the user's RNG state does not change
 
         def make() -> Plan:
             entry, captured = entry_of(optimizer), capture_live(model, batch, plan_options.get("precision"))
@@ -97,30 +97,30 @@ def plan_here(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, 
             with search_progress() as progress:
                 return make_plan(request, max_simulations=MOST_SIMULATIONS, progress=progress)
 
-        return of_first_rank(make)
+        return made_by_rank_0(make)
 
 
 def capture_live(model: nn.Module, batch: Batch, precision: Dtype | None = None) -> CapturedModel:
-    """Capture a model as it is, called with a batch: its own weights are neither read nor copied.
+    """Capture an existing model with a batch. Its weights are neither read nor copied.
 
     Args:
         model: any module.
-        batch: what it is called with.
-        precision: of the weights that are planned; left out, that of the model's.
+        batch: inputs of the model.
+        precision: type of the planned weights. Default: that of the model's weights.
 
     Raises:
-        CaptureError: it cannot be captured, or does not run with the batch.
+        CaptureError: the model cannot be captured, or does not run with the batch.
         ValueError: the batch or the type of the weights cannot be planned.
     """
     if precision is not None and precision not in DTYPES:
         raise ValueError(f"precision is {precision!r}, which cannot be planned; give one of {', '.join(DTYPES)}")
     dtype = precision or _dtype_of(model)
     captured = capture_module(model, _inputs(batch), dtype, as_on_gpu=torch.cuda.is_available())
-    return captured.of_one_size()  # the user's batches are as large as they are
+    return captured.of_one_size()  # the planner cannot change the size of the user's batches
 
 
 def _dtype_of(model: nn.Module) -> Literal["bf16", "fp32"]:
-    """Return the type of most weights that are trained."""
+    """Return the type of the majority of trained weights."""
     counts: dict[torch.dtype, int] = {}
     for parameter in [p for p in model.parameters() if p.requires_grad] or list(model.parameters()):
         counts[parameter.dtype] = counts.get(parameter.dtype, 0) + parameter.numel()
@@ -157,34 +157,34 @@ def _inputs(batch: Batch) -> list[CapturedInput]:
 def _input(name: str, value: object, position: int) -> CapturedInput:
     words = f"{name or f'input {position + 1}'} of the example batch"
     if not isinstance(value, Tensor):
-        raise TypeError(f"{words} is {type(value).__name__}, not a tensor; give what the model is called with")
+        raise TypeError(f"{words} is {type(value).__name__}, not a tensor; give the inputs of the model as tensors")
     if not value.dim() or not value.numel():
         raise ValueError(
-            f"{words} has shape {list(value.shape)}, but its first dimension is the micro-batch, and none is 0; give "
-            "a whole batch"
+            f"{words} has shape {list(value.shape)}, but must have the micro-batch as its first dimension and no "
+            "dimension of 0; give a whole batch"
         )
     if value.is_floating_point():
         return CapturedInput(name=name, shape=tuple(value.shape))
     if value.dtype not in _INTEGERS:
         raise ValueError(
-            f"{words} is {value.dtype}, but inputs are floating-point numbers, int64, int32 or bool; convert it before "
-            "it comes to the model"
+            f"{words} is {value.dtype}, but must be floating-point, int64, int32 or bool; convert it before the call "
+            "of the model"
         )
     return CapturedInput(name=name, shape=tuple(value.shape), dtype=_INTEGERS[value.dtype])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Free:
-    """Bytes that are free now, on the emptiest rank's device (``None`` without a GPU) and on this host."""
+    """Bytes that are free now: on the device of the rank with least free (``None`` without a GPU), and on this host."""
 
     device_bytes: int | None
     host_bytes: int
 
 
 def free_memory(model: nn.Module | None = None) -> Free:
-    """Return the memory that is free for training. A model's memory on a GPU counts as free, because its weights move.
+    """Return the memory that is free for training. It includes memory of the model on a GPU, because weights move.
 
-    All ranks call it together; the device is the one that has least.
+    All ranks call it together. The result is for the device with least free memory.
     """
     device = None
     if torch.cuda.is_available():
@@ -202,10 +202,10 @@ def free_memory(model: nn.Module | None = None) -> Free:
 
 
 def machine_now(plan_options: PlanOptions, free: Free) -> HardwareProfile:
-    """Return the machine with the memory that is free now, and with as many devices as there are ranks on it.
+    """Return the machine with the memory that is free now, and with one device per rank.
 
     Raises:
-        ValueError: more memory is asked for than there is, or the profile is of another kind of device.
+        ValueError: ``device_memory`` is more than is free, or the profile is of another kind of device.
     """
     profile = plan_options.get("hardware")
     if not isinstance(profile, HardwareProfile):
@@ -218,7 +218,7 @@ def machine_now(plan_options: PlanOptions, free: Free) -> HardwareProfile:
         )
     num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or world_size())
     if kind == "host" and num_ranks > profile.devices_per_node:
-        profile = _in_parts(profile, num_ranks)
+        profile = _divided(profile, num_ranks)
     most = free.device_bytes if free.device_bytes is not None else free.host_bytes // num_ranks - 1
     wanted = plan_options.get("device_memory")
     if isinstance(wanted, str):
@@ -246,8 +246,8 @@ def _with_memory(profile: HardwareProfile, device_bytes: int, host_bytes: int) -
     return profile.model_copy(update=parts)
 
 
-def _in_parts(profile: HardwareProfile, num_devices: int) -> HardwareProfile:
-    """Return a host whose cores stand in for several devices, which talk over loopback."""
+def _divided(profile: HardwareProfile, num_devices: int) -> HardwareProfile:
+    """Return a host whose cores stand in for several devices, which communicate over loopback."""
     origin = Provenance(origin="assumed", source="gloo over loopback")
     fabric = Fabric(
         bytes_per_s=Quantity(value=1e9, unit="bytes_per_s", provenance=origin),
@@ -263,16 +263,16 @@ def _in_parts(profile: HardwareProfile, num_devices: int) -> HardwareProfile:
 
 
 def world_size() -> int:
-    """Return the processes that train together: those of the process group, or else what ``torchrun`` has started."""
+    """Return the number of processes of the process group, or else those that ``torchrun`` has started."""
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE") or 1)
 
 
-def of_first_rank(make: Callable[[], Plan]) -> Plan:
-    """Return the plan that rank 0 makes, on all ranks.
+def made_by_rank_0(make: Callable[[], Plan]) -> Plan:
+    """Make a plan on rank 0 and return it on all ranks.
 
     Raises:
-        InfeasibleError, ValueError, OSError: what ``make`` raises, on rank 0.
-        PlanError: rank 0 raised an error; on the others.
+        InfeasibleError, ValueError, OSError: on rank 0, the error of ``make``.
+        PlanError: on other ranks, ``make`` failed on rank 0.
     """
     if world_size() == 1:
         return make()

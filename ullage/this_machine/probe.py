@@ -1,4 +1,4 @@
-"""A tiny model through the whole executor, from which calibration gets the host's own time."""
+"""Run a tiny model through the whole executor to measure host time for calibration."""
 
 import time
 
@@ -31,7 +31,7 @@ _REPEATS = 12
 
 
 def host_times(device: str) -> HostTimes:
-    """Time a model so small that computing takes no time, on ``cpu`` or ``cuda``; a GPU is not waited for."""
+    """Time a model so small that computing takes no time, on ``cpu`` or ``cuda``, without waiting for a GPU."""
     config = resolve_model("demo-llama").model_copy(update=_TINY)
     model_units = units(build_graph(config, Batch(1, _NUM_TOKENS, BF16.weight_bytes)))
     decisions = mixed(Setup(model_units), Mix(num_gpu=0, num_stream=0, num_keep=config.num_layers))

@@ -1,4 +1,4 @@
-"""This machine's own profile: the stored one, or else one that is measured now and stored."""
+"""This machine's own profile: load it, or measure and save it."""
 
 import sys
 
@@ -13,12 +13,12 @@ from ullage.this_machine.kernels import kernels
 
 
 def profile_here() -> HardwareProfile:
-    """Return this machine's profile, where ``--hardware`` finds it; without one, measure half a minute and keep it.
+    """Return this machine's profile, the default of ``--hardware``. Without one, measure half a minute and save it.
 
-    A profile of another machine under this machine's name stays beside the new one, as ``.json.old``.
+    If the file has the profile of another machine, that profile is renamed to ``.json.old``.
 
     Raises:
-        ProfileError: the stored profile cannot be read.
+        ProfileError: the saved profile cannot be read.
         CalibrationError: this machine cannot be measured.
     """
     path = local_profile_path()
@@ -28,21 +28,23 @@ def profile_here() -> HardwareProfile:
         if not (others := differences(local)):
             return local
         why = f"{path} was measured on another machine ({'; '.join(others)})"
-    _say(f"{why}: measuring this one, once, for half a minute")
+    _print_line(f"{why}: measuring it once, for half a minute")
     options = CalibrationOptions(quick=True)
-    with seconds_bar() as progress, torch.random.fork_rng():  # training draws what it would have drawn
+    with seconds_bar() as progress, torch.random.fork_rng():  # the RNG state does not change
         profile, _ = calibrate(options, kernels(), progress)
     try:
         if path.is_file():
             path.replace(path.with_suffix(".json.old"))
         save_profile(profile, path)
     except OSError as error:
-        _say(f"the profile cannot be kept ({error}), so the next time measures again; set ULLAGE_HOME to a folder")
+        _print_line(
+            f"the profile cannot be saved ({error}), so the next call measures again; set ULLAGE_HOME to a folder"
+        )
     else:
-        _say(f"profile written to {path}; `ullage calibrate` measures more exactly, in four minutes")
+        _print_line(f"profile written to {path}; `ullage calibrate` measures more exactly, in four minutes")
     return profile
 
 
-def _say(words: str) -> None:
+def _print_line(words: str) -> None:
     sys.stderr.write(f"ullage: {words}\n")
     sys.stderr.flush()

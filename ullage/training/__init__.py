@@ -1,1 +1,1 @@
-"""``prepare`` and ``Trainer``: training under a plan, its data, checkpoints, drift and record."""
+"""Training under a plan: ``prepare``, ``Trainer``, data, checkpoints and drift."""

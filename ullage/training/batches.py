@@ -1,6 +1,6 @@
-"""A trainer's data: files with a tokenizer, tokens, or one random batch for captured models.
+"""Training batches: from files with a tokenizer, from tokens, or one random batch for captured models.
 
-Models that are known by their sizes, or have adapters, take tokens.
+Models that are planned from sizes, and models with adapters, take tokens.
 """
 
 from collections.abc import Iterator
@@ -26,51 +26,50 @@ _OF_TEXT = {"input_ids", "labels", "attention_mask", "position_ids"}
 
 
 class Sequences(Protocol):
-    """What batches are made of, in an order."""
+    """Sequences in an order."""
 
     position: int
-    """Sequences read so far, by all ranks together; may be set."""
+    """Sequences that all ranks together have read so far; may be set."""
 
 
 class BatchSource(Protocol):
-    """Makes a rank's losses on one micro-batch after another."""
+    """Yields a rank's losses on successive micro-batches."""
 
     @property
     def sequences(self) -> Sequences:
-        """What it reads."""
+        """The sequences that it reads."""
         ...
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the latest iteration of all ranks, padding left out."""
+        """Tokens of the latest iteration over all ranks, without padding."""
         ...
 
     def losses(self, model: nn.Module, device: torch.device) -> Iterator[Tensor]:
-        """Yield the share that each micro-batch of the next iteration has in its loss, for backward to begin from."""
+        """Yield each micro-batch's part of the next iteration's loss; call ``backward()`` on it."""
         ...
 
 
 def batch_source(plan: Plan, data: Tokens | Data | None, seed: int, position: int, rank: int = 0) -> BatchSource:
     """Return one rank's training data for a plan's model.
 
-    Of every micro-batch of all ranks together, each takes its own sequences, in the order of ranks: how many ranks
-    share a batch does not change what is in it. Of a captured model each has a random batch of its own, unless there
-    are data for it, or it is a language model with adapters.
+    Ranks take consecutive parts of every micro-batch, so its content does not depend on the number of ranks. For a
+    captured model without data, each rank has one random batch, unless the model is a language model with adapters.
 
     Args:
-        plan: says what a micro-batch is.
-        data: what to train on; ``None``: the built-in English text.
-        seed: of the order.
-        position: where to begin; see :class:`ullage.training.text.TokenStream`.
-        rank: whose part, of the data-parallel ranks.
+        plan: the plan, which sets the size of a micro-batch.
+        data: the training data; ``None``: the built-in English text.
+        seed: seed of the order.
+        position: position to begin at; see :class:`ullage.training.text.TokenStream`.
+        rank: data-parallel rank.
 
     Raises:
-        PlanError: tokens or a position were given for a captured model, or data for one that takes none.
-        ValueError: there are too few tokens, or strange ones; the position is negative; or data are batched otherwise
-            than planned.
+        PlanError: tokens or a position are given for a captured model, or data for a model that cannot use them.
+        ValueError: there are too few tokens, or the model does not know one; the position is negative; or the data are
+            batched differently than planned.
     """
     if position < 0:
-        raise ValueError(f"position {position}: sequences to skip are counted from 0 on")
+        raise ValueError(f"position is {position}, but is a number of sequences to skip; give at least 0")
     if isinstance(data, Data):
         return _DataBatches(plan, data, position, rank)
     if isinstance(data, str | Path):
@@ -85,17 +84,17 @@ def batch_source(plan: Plan, data: Tokens | Data | None, seed: int, position: in
 
 
 def _vocabulary(plan: Plan) -> int | None:
-    """Return how many tokens a plan's model knows; ``None`` if it is not trained on tokens."""
+    """Return the vocabulary size of a plan's model; ``None`` if it is not trained on tokens."""
     if isinstance(plan.model, CapturedModel) and plan.model.lora is None:
         return None
     return plan.model.vocab_size
 
 
 def vocabulary_for_data(plan: Plan) -> int | None:
-    """Return how many tokens a plan's model knows, if that is known.
+    """Return the vocabulary size of a plan's model, or ``None`` if it is not known.
 
     Raises:
-        PlanError: it is no causal language model, so that files with a tokenizer cannot train it.
+        PlanError: the model is not a causal language model, so files with a tokenizer cannot train it.
     """
     if not isinstance(plan.model, CapturedModel):
         return plan.model.vocab_size
@@ -112,23 +111,23 @@ def vocabulary_for_data(plan: Plan) -> int | None:
 
 
 def check_takes_tokens(plan: Plan, *, given: bool) -> None:
-    """Check that tokens, or a position in them, are ``given`` only where a plan's model is trained on them.
+    """Check that tokens, or a position in them, are ``given`` only if the plan's model is trained on tokens.
 
     Raises:
-        PlanError: they are given for a captured model.
+        PlanError: tokens or a position are given for a captured model.
     """
     if given and _vocabulary(plan) is None:
         raise PlanError(
-            "a captured model is trained on one random batch of its inputs; leave data (--text, --tokens) and a "
-            "position in it out, or give files with a tokenizer (--data), or use ullage.prepare in a loop of your own"
+            "a captured model is trained on one random batch of its inputs; leave out --text, --tokens and "
+            "--data-position, or give files with a tokenizer (--data), or use ullage.prepare in a loop of your own"
         )
 
 
 def check_knows_text(plan: Plan) -> None:
-    """Check that a plan's model knows the tokens of a text: one per byte.
+    """Check that a plan's model knows the tokens of a text, one per byte.
 
     Raises:
-        ValueError: its vocabulary is smaller.
+        ValueError: the vocabulary is smaller.
     """
     if (size := _vocabulary(plan)) is not None and size < NUM_BYTES:
         raise ValueError(
@@ -138,7 +137,7 @@ def check_knows_text(plan: Plan) -> None:
 
 
 def batch_shapes(plan: Plan) -> BatchShapes:
-    """Return the shapes of a plan's model inputs, by name."""
+    """Return the shapes of the inputs of a plan's model, by name."""
     if isinstance(plan.model, CapturedModel):
         return tuple((spec.name, spec.shape) for spec in plan.model.inputs)
     return (("input_ids", (plan.decisions.micro_batch, plan.seq_len)),)
@@ -226,7 +225,7 @@ class _RandomBatches:
 
 
 def random_input(spec: CapturedInput, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    """Return normal values, integers that the model can look up, or ones (a mask that hides nothing)."""
+    """Return normal values, integers within the vocabulary, or ones (a mask that masks nothing)."""
     if spec.dtype == "float":
         return torch.randn(spec.shape, generator=generator).to(dtype)
     if spec.begins:

@@ -1,4 +1,4 @@
-"""A trainer's checkpoints: their levels, their content beside the model, and resuming from them."""
+"""A trainer's checkpoints: levels, content beside the model, and resuming."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -18,14 +18,14 @@ from ullage.training.levels import MEMORY, memory_folder
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CheckpointOptions:
-    """Which checkpoints a trainer makes.
+    """Options for a trainer's checkpoints.
 
     Attributes:
-        levels: where, how often and how many, fastest first; one more comes to all of them at the end. The first is a
-            folder that all ranks share, or ``"memory"``, a folder in the host memory of this node that outlives the
-            process, named after user and plan.
+        levels: place, interval and number of checkpoints of each level, fastest first. At the end of training, one more
+            goes to all levels. The place of the first level is a folder that all ranks share, or ``"memory"``: a folder
+            in the host memory of this node, named after user and plan, that outlives the process.
         buffer_bytes: host memory for snapshots that are not written yet.
-        patience_s: how long the end of training waits for the last one to come to all levels.
+        patience_s: time that the end of training waits until the last checkpoint is on all levels.
     """
 
     levels: Sequence[Level]
@@ -34,33 +34,33 @@ class CheckpointOptions:
 
 
 class Stateful(Protocol):
-    """An object that goes into a checkpoint beside the model and the optimizer."""
+    """An object that is saved in a checkpoint beside the model and the optimizer."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return its state: numbers, strings, lists and dictionaries."""
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> object:
-        """Take over what :meth:`state_dict` returned."""
+        """Load the state that :meth:`state_dict` returned."""
         ...
 
 
 @final
 class CheckpointSaver:
-    """Makes a trainer's checkpoints, and brings them back.
+    """Saves a trainer's checkpoints and resumes from them.
 
     Args:
-        plan: the one that training begins with.
-        options: which.
-        stateful: what else goes into them, by name.
-        outcomes: gets the outcome of each one on each level.
-        is_first: whether this is rank 0, which looks whether another run writes there.
+        plan: the plan at the beginning of training.
+        options: options for checkpoints.
+        stateful: other objects to save, by name.
+        outcomes: list to which the outcome of each checkpoint on each level is appended.
+        is_first: whether this is rank 0, which checks that no other run writes there.
 
     Attributes:
-        levels: as they are given, with the folder that ``"memory"`` stands for.
+        levels: the levels of the options, with the folder that ``"memory"`` means.
 
     Raises:
-        CheckpointError: a place cannot be used, or another run writes there.
+        CheckpointError: a place cannot be used, or another run is writing there.
     """
 
     def __init__(
@@ -76,14 +76,14 @@ class CheckpointSaver:
             dataclasses.replace(level, place=memory_folder(plan)) if level.place == MEMORY else level
             for level in options.levels
         )
-        for level in self.levels:  # before training: a bad place must not cost a run
+        for level in self.levels:  # before training, so that a bad place does not waste a run
             store = store_at(level.place)
-            if is_first and isinstance(store, Store):  # the lock that lasts is taken with the model made
+            if is_first and isinstance(store, Store):  # the lasting lock is taken after the model is made
                 RunLock(store.root).close()
         self._options = options
         self._stateful = stateful
         self._outcomes = outcomes
-        self._saved_at = 0  # iteration whose state is known to be in a checkpoint, or was given
+        self._saved_at = 0  # iteration whose state is in a checkpoint, or is the initial state
         self._checkpoints: Checkpoints | None = None
 
     def open(self, optimizer: OffloadedOptimizer) -> None:
@@ -96,11 +96,11 @@ class CheckpointSaver:
         return self._checkpoints is not None
 
     def is_due(self, iteration: int) -> bool:
-        """Return whether a checkpoint is to be made before an iteration."""
+        """Return whether a checkpoint is due before an iteration."""
         return bool(iteration) and iteration % self.levels[0].every == 0
 
     def save(self, plan: Plan, iteration: int, position: int) -> None:
-        """Begin a checkpoint of the state before an iteration, unless there is one of it."""
+        """Begin a checkpoint of the state before an iteration, unless one exists."""
         assert self._checkpoints is not None
         if self._saved_at == iteration and iteration:
             return
@@ -115,7 +115,7 @@ class CheckpointSaver:
         self._saved_at = iteration
 
     def resume(self, batches: BatchSource) -> Resumed:
-        """Go on from the newest checkpoint that is whole, wherever it is. See :meth:`ullage.Trainer.resume`."""
+        """Resume from the newest complete checkpoint on any level. See :meth:`ullage.Trainer.resume`."""
         assert self._checkpoints is not None
         found = self._checkpoints.resume()
         if found.path is None:
@@ -137,11 +137,11 @@ class CheckpointSaver:
         return found
 
     def close(self, *, waits: bool, brings_down: bool) -> None:
-        """End. Closing twice is allowed.
+        """Stop saving. Closing twice is allowed.
 
         Args:
-            waits: whether to wait until pending checkpoints are durable on the first level; otherwise they are dropped.
-            brings_down: whether to wait until the newest one has reached all levels, for as long as the options say.
+            waits: wait until pending checkpoints are durable on the first level; otherwise drop them.
+            brings_down: also wait until the newest checkpoint is on all levels, for at most ``patience_s``.
         """
         if self._checkpoints is None:
             return
@@ -154,12 +154,12 @@ class CheckpointSaver:
 
 
 def where_saved(outcomes: Sequence[Outcome]) -> str:
-    """Return in words where the last checkpoint is, and where it is not."""
+    """Return text that says on which levels the last checkpoint is, and where saving failed."""
     there = [outcome for outcome in outcomes if outcome.path is not None and outcome.error is None]
     if not there:
         return "; ".join(["no new checkpoint", *(outcome.error for outcome in outcomes[-1:] if outcome.error)])
     step = max(outcome.step for outcome in there)
-    found = {outcome.level: outcome for outcome in outcomes if outcome.step == step}  # the last word on each level
+    found = {outcome.level: outcome for outcome in outcomes if outcome.step == step}  # the latest outcome on each level
     places = [str(outcome.path) for _, outcome in sorted(found.items()) if outcome.path is not None]
     failures = [outcome.error for _, outcome in sorted(found.items()) if outcome.error is not None]
     failures += [f"of step {o.step}: {o.error}" for o in outcomes if o.step > step and o.error is not None]

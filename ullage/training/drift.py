@@ -1,4 +1,4 @@
-"""Compares the busy time of each lane with its prediction while training runs."""
+"""Compare the busy time of each lane with its prediction during training."""
 
 import dataclasses
 import statistics
@@ -18,11 +18,11 @@ MIN_SHARE: Final = 0.05
 
 _MOST_NAMED: Final = 3  # lanes in one warning
 
-# Times of all tasks are kept of the first iterations, which run.json holds, and of a few of every period after that:
-# enough to see a change, and a bounded cost in time however long training lasts.
+# Task times are recorded for the first iterations, which go into run.json, and then for a few iterations of every
+# period. This is enough to see a change, and its cost is bounded for training of any length.
 _PERIOD = 100
 _WINDOW = 5  # iterations; the first and the last may be incomplete
-_FIRST_CHECK = 7  # when warm-up and metering have left the window
+_FIRST_CHECK = 7  # first iteration whose window has no warm-up and no metering
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -30,8 +30,8 @@ class Drift:
     """A lane whose busy time differs from its prediction.
 
     Attributes:
-        lane: which.
-        predicted_s, measured_s: seconds that it is busy in an iteration.
+        lane: the lane.
+        predicted_s, measured_s: seconds that the lane is busy in an iteration.
     """
 
     lane: Lane
@@ -47,7 +47,7 @@ class Drift:
 
 
 def warning(drifts: Sequence[Drift]) -> str:
-    """Return one line about all lanes that have drifted, the one that is furthest off first."""
+    """Return one line about all lanes that have drifted, largest drift first."""
     worst = sorted(drifts, key=lambda drift: -abs(drift.measured_s - drift.predicted_s))
     named = list(map(str, worst[:_MOST_NAMED]))
     named += [f"{len(worst) - _MOST_NAMED} more lane(s)"] if len(worst) > _MOST_NAMED else []
@@ -58,11 +58,11 @@ def warning(drifts: Sequence[Drift]) -> str:
 
 
 class DriftWatch:
-    """Compares lanes with their prediction now and then, and reports each drifted lane once.
+    """Periodically compares lanes with their prediction, and reports each drifted lane once.
 
     Args:
-        predicted: simulated timeline.
-        steady: which of its iterations to read.
+        predicted: the simulated timeline.
+        steady: number of the simulated iteration to compare with.
     """
 
     def __init__(self, predicted: Timeline, steady: int) -> None:
@@ -71,30 +71,30 @@ class DriftWatch:
         self._reported: set[Lane] = set()
 
     def after(self, session: Session, iteration: int) -> tuple[Drift, ...]:
-        """Look at a session after an iteration, if it is time to, and decide whether the next one is recorded.
+        """If a check is due after this iteration, compare. Also decide whether the next iteration is recorded.
 
-        Looking waits for the updates under way, which then do not overlap with the next forward: one iteration of many.
+        A check waits for running updates, which then do not overlap with the next forward. This affects few iterations.
 
         Returns:
-            Lanes that have drifted and were not reported before.
+            Lanes that have drifted and have not been reported.
         """
         upcoming = iteration + 1
         session.record = upcoming < NUM_RECORDED or upcoming % _PERIOD < _WINDOW
         if iteration != _FIRST_CHECK and (iteration < _PERIOD or iteration % _PERIOD != _WINDOW - 1):
             return ()
         timeline = session.timeline(iteration - _WINDOW + 1, iteration)
-        whole = range(1, timeline.num_iterations - 1)  # some may have been left out
+        whole = range(1, timeline.num_iterations - 1)  # some of these may not be recorded
         return tuple(self.drifts(timeline, whole)) if whole else ()
 
     def drifts(self, measured: Timeline, iterations: Sequence[int]) -> Iterator[Drift]:
-        """Yield the lanes that have drifted in these iterations, by their medians, and were not reported before."""
+        """Yield lanes that have not been reported and whose median over these iterations has drifted."""
         seen_s = [measured.busy_s(i) for i in iterations]
         for lane in dict.fromkeys([*self._busy_s, *(lane for busy_s in seen_s for lane in busy_s)]):
             predicted_s = self._busy_s.get(lane, 0.0)
             measured_s = statistics.median(busy_s.get(lane, 0.0) for busy_s in seen_s)
             off_s = abs(measured_s - predicted_s)
             if lane in {Lane.SNAPSHOT, Lane.GATE}:
-                continue  # checkpoints are no part of the prediction
+                continue  # the prediction does not include checkpoints
             if lane not in self._reported and off_s > max(THRESHOLD * predicted_s, MIN_SHARE * self._iteration_s):
                 self._reported.add(lane)
                 yield Drift(lane, predicted_s, measured_s)

@@ -1,4 +1,4 @@
-"""Weights of a checkpoint as other programs have them."""
+"""Export the weights of a checkpoint for other programs."""
 
 import dataclasses
 import json
@@ -18,26 +18,26 @@ from executor.module.naming import Shape
 from executor.weights.folder import MAX_SHARD_BYTES, WeightsFolder
 from executor.weights.saving import SAVED_DTYPES, Dtype
 
-_READ_BYTES: Final = 256 << 20  # of values in float32 at once, and one tensor more
+_READ_BYTES: Final = 256 << 20  # float32 bytes to read at once, plus one tensor
 
 
 def export_hf(
     checkpoint: Checkpoint, folder: Path, dtype: Dtype = "bfloat16", max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> int:
-    """Write a checkpoint's weights as ``transformers`` reads them; return their number.
+    """Write a checkpoint's weights in the format of ``transformers``; return the number of tensors.
 
-    Every value is checked as it is read, once, and the folder appears whole or not at all.
+    Every value is checked against its checksum when it is read. The folder appears in one step, when it is complete.
 
     Args:
-        checkpoint: of any number of ranks.
-        folder: that is not there.
-        dtype: of the weights, which a checkpoint has in float32.
-        max_shard_bytes: most bytes of one file, unless one tensor has more.
+        checkpoint: a checkpoint of any number of ranks.
+        folder: a folder that does not exist.
+        dtype: type of the exported weights; the checkpoint has float32.
+        max_shard_bytes: maximum bytes of one file, unless a single tensor is larger.
 
     Raises:
-        DamagedError: its weights are damaged.
-        ValueError: the folder is there.
-        OSError: it cannot be written.
+        DamagedError: weights of the checkpoint are damaged.
+        ValueError: the folder exists already.
+        OSError: the folder cannot be written.
     """
     weights = _weights(checkpoint)
     shapes = {name: Shape(weight.shape, SAVED_DTYPES[dtype]) for name, weight in weights.items()}
@@ -52,7 +52,7 @@ def export_hf(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Weight:
-    """A parameter: its shape, and the names under which shares of it were saved."""
+    """A parameter: its shape, and the names of its saved shards."""
 
     shape: tuple[int, ...]
     own_names: list[str]
@@ -63,7 +63,7 @@ class _Weight:
 
 
 def _weights(checkpoint: Checkpoint) -> dict[str, _Weight]:
-    """Return what a checkpoint has of a model, whole, whoever shared it."""
+    """Return the full parameters of a checkpoint, for any sharding."""
     files = checkpoint.manifest.files
     shapes: dict[str, list[int]] = {}
     for of_rank in checkpoint.manifest.extra["ranks"]:
@@ -77,7 +77,7 @@ def _weights(checkpoint: Checkpoint) -> dict[str, _Weight]:
 
 
 def _values(checkpoint: Checkpoint, weights: dict[str, _Weight]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield whole tensors in float32, some at a time as readers work in parallel."""
+    """Yield full tensors in float32. Several tensors are read at once, because readers work in parallel."""
     held: dict[str, _Weight] = {}
     num_values = 0
     for name, weight in weights.items():
@@ -102,6 +102,8 @@ def _joined(checkpoint: Checkpoint, name: str, weight: _Weight, parts: dict[str,
     whole = torch.empty(weight.shape)
     try:
         assemble(name, {own: parts[own] for own in weight.own_names}, whole)
-    except (ValueError, RuntimeError) as error:  # torch: shapes that do not fit
-        raise DamagedError(f"{checkpoint.folder}: {error}; it was made by an older version, or is damaged") from error
+    except (ValueError, RuntimeError) as error:  # torch raises these if shapes do not match
+        raise DamagedError(
+            f"{checkpoint.folder}: {error}; the checkpoint is from an older version, or is damaged"
+        ) from error
     return whole

@@ -1,4 +1,4 @@
-"""Levels of checkpoints from the options of a command line."""
+"""Make levels of checkpoints from places, intervals and numbers of the command line."""
 
 import os
 from collections.abc import Sequence
@@ -11,18 +11,18 @@ from planner.checkpoints.policy import LEAST_BUFFER_BYTES
 from planner.plan.document import Plan
 
 MEMORY: Final = "memory"
-"""Short for :func:`memory_folder`."""
+"""Place that means the folder of :func:`memory_folder`."""
 
 _MEMORY_ROOT: Final = Path("/dev/shm")  # noqa: S108 - shared memory is intended
 
 
 def memory_folder(plan: Plan) -> Path:
-    """Return a folder for checkpoints in the host memory of this node, which only this user can read.
+    """Return a folder for checkpoints in the host memory of this node. Only this user can read it.
 
-    What is there outlives the process, but not the node, and takes memory until it is removed.
+    Its files survive the process, but not a failure of the node, and take memory until they are removed.
 
     Raises:
-        CheckpointError: it cannot be made, or is somebody else's.
+        CheckpointError: the folder cannot be made, or belongs to another user.
     """
     folder = _MEMORY_ROOT / f"{_prefix()}{plan.digest()[:12]}"
     try:
@@ -48,13 +48,14 @@ def levels_of(plan: Plan, places: Sequence[str], every: Sequence[int], keep: Seq
     """Return a level for each place.
 
     Args:
-        plan: that is trained under.
-        places: fastest first.
-        every: iterations from one checkpoint to the next, for each place, or one for all; empty: those of the plan.
-        keep: the newest that stay, likewise.
+        plan: the plan of training.
+        places: places of checkpoints, fastest first.
+        every: iterations between checkpoints, for each place or one for all; empty: those of the plan.
+        keep: number of newest checkpoints to keep, for each place or one for all.
 
     Raises:
-        ValueError: there are more or fewer numbers than places, or more or fewer places than the plan has levels.
+        ValueError: the number of intervals or of ``keep`` does not match the places, or the places do not match the
+            plan's levels.
     """
     intervals_ = _each("--checkpoint-every", every, len(places)) if every else intervals(plan, places)
     num_kept = _each("--keep", keep, len(places))
@@ -62,10 +63,10 @@ def levels_of(plan: Plan, places: Sequence[str], every: Sequence[int], keep: Seq
 
 
 def intervals(plan: Plan, places: Sequence[str]) -> tuple[int, ...]:
-    """Return the plan's iterations from one checkpoint to the next, for each place.
+    """Return the plan's iterations between checkpoints for each place.
 
     Raises:
-        ValueError: the places are not the levels that were planned (``ullage plan --mtbf``).
+        ValueError: the places do not match the planned levels (``ullage plan --mtbf``).
     """
     if plan.checkpoints is None:
         return (DEFAULT_EVERY,) * len(places)
@@ -74,13 +75,13 @@ def intervals(plan: Plan, places: Sequence[str]) -> tuple[int, ...]:
     if len(places) != len(planned) or not fit:
         raise ValueError(
             f"the plan makes checkpoints at {' and '.join(planned)}, but --checkpoint-dir gives "
-            f"{' and '.join(places)}; give one place for each level, fastest first, or say --checkpoint-every"
+            f"{' and '.join(places)}; give one place for each level, fastest first, or give --checkpoint-every"
         )
     return tuple(each.every for each in plan.checkpoints.levels)
 
 
 def buffer_bytes(plan: Plan) -> int:
-    """Return each rank's host memory for snapshots that are not written yet: the plan's, if it has checkpoints."""
+    """Return the host memory of each rank for snapshots that are not written yet: the plan's if it has checkpoints."""
     return LEAST_BUFFER_BYTES if plan.checkpoints is None else plan.checkpoints.buffer_bytes
 
 

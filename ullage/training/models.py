@@ -1,4 +1,4 @@
-"""The model of a plan, as it is made before training."""
+"""Make the model of a plan before training."""
 
 from pathlib import Path
 from typing import Final
@@ -18,20 +18,20 @@ from ullage.capture.module import load_factory
 from ullage.capture.records import DTYPES
 
 CONFIG: Final = "config.json"
-_SHARE_TO_MAKE: Final = 0.8  # of free device memory: weights that are tied later are drawn separately
+_SHARE_TO_MAKE: Final = 0.8  # of free device memory; weights that are tied later are first drawn separately
 
 
 def planned_model(plan: Plan, weights: Path | None = None) -> nn.Module:
-    """Return a plan's model with random weights; or without weights, made from the config.json beside ``weights``.
+    """Return a plan's model with random weights. With ``weights``, it is made without values, from their config.json.
 
-    A quantized base has its weights at once: they cannot be loaded under a plan.
+    A quantized base is made with its weights, because they cannot be loaded under a plan.
 
     Args:
-        plan: whose.
+        plan: the plan.
         weights: a folder of weights that are loaded later.
 
     Raises:
-        CaptureError: the function that makes a captured model is not there.
+        CaptureError: the function of a captured model does not exist.
     """
     if isinstance(plan.model, CapturedModel):
         return _captured(plan.model, weights)
@@ -52,7 +52,7 @@ def planned_model(plan: Plan, weights: Path | None = None) -> nn.Module:
 
 
 def brings_weights(plan: Plan) -> bool:
-    """Return whether the planned model is made with its weights, as a quantized base is."""
+    """Return whether the planned model is made with its weights, because its base is quantized."""
     return isinstance(plan.model, CapturedModel) and plan.model.quantization is not None
 
 
@@ -73,7 +73,7 @@ def _adapted(model: CapturedModel, lora: Lora, weights: Path | None) -> nn.Modul
     parts = found, lora, model.quantization, DTYPES[model.dtype]
     if weights is None:
         return make_adapted(*parts)
-    found.config.name_or_path = str(weights)  # adapters say what they are for
+    found.config.name_or_path = str(weights)  # saved adapters name their base model
     if model.quantization is not None:
         return make_adapted(*parts, weights)
     with empty_parameters():
@@ -81,7 +81,7 @@ def _adapted(model: CapturedModel, lora: Lora, weights: Path | None) -> nn.Modul
 
 
 def _where_to_make(plan: Plan, needed_bytes: int) -> str:
-    """Return a GPU with room for all weights: one core of the host takes minutes to draw billions of numbers."""
+    """Return a GPU if it has room for all weights: one core of the host takes minutes to draw billions of numbers."""
     if plan.hardware.device.kind != "gpu":
         return "cpu"
     return "cuda" if needed_bytes <= _SHARE_TO_MAKE * torch.cuda.mem_get_info()[0] else "cpu"

@@ -7,49 +7,51 @@ from typing import Final, Literal
 
 TokenDtype = Literal["uint16", "uint32"]
 TOKEN_DTYPES: Final[tuple[TokenDtype, ...]] = ("uint16", "uint32")
-"""What the tokens of a raw file may be, little-endian."""
+"""Types of the tokens of a raw file, little-endian."""
 MIN_CHECKPOINTS: Final = 2
-"""Checkpoints that stay at least: the newest may be damaged."""
+"""Minimum number of checkpoints to keep, because the newest may be damaged."""
 DEFAULT_CHECKPOINTS: Final = 2
 
 
 @dataclasses.dataclass(frozen=True)
 class ExecuteOptions:
-    """How to run a plan.
+    """Options of ``ullage execute``.
 
     Attributes:
-        num_iterations: how many optimizer steps; ``None``: 30, or so many as ``epochs`` have.
-        text: what to train on; without it, ``tokens`` and ``data``, the built-in English text.
-        tokens: a file of tokens to train on instead of a text.
-        token_dtype: type of its tokens, if the file does not say so itself.
+        num_iterations: number of optimizer steps; ``None``: 30, or those of ``epochs``.
+        text: a text file to train on. Without ``text``, ``tokens`` and ``data``, the built-in English text is used.
+        tokens: a file of tokens to train on.
+        token_dtype: type of the tokens in a raw file.
         data: files with text, chat or instructions; see :class:`ullage.Data` for these and ``pack`` to ``eval_split``.
-        tokenizer: its folder, or the name of a hub's model that is on this machine; ``None``: that beside ``weights``.
-        pack: several documents in one sequence.
+        tokenizer: a folder, or the name of a hub's model on this machine; ``None``: the tokenizer beside ``weights``.
+        pack: put several documents into one sequence.
         epochs: passes over the data.
-        drop_last: leave out a smaller last step of an epoch.
-        eval_split: share of the data to evaluate on.
-        eval_every: iterations from one evaluation to the next; ``None``: one at the end of each epoch.
-        data_position: where to begin; see :class:`ullage.training.text.TokenStream`.
-        seed: of the weights and of the order of the data.
+        drop_last: drop a smaller last step of an epoch.
+        eval_split: fraction of the data that is held out for evaluation.
+        eval_every: iterations between evaluations; ``None``: evaluate at the end of each epoch.
+        data_position: position to begin at; see :class:`ullage.training.text.TokenStream`.
+        seed: seed of the weights and of the order of the data.
         lr: learning rate.
-        output_dir: where results go; made if it does not exist.
-        storage_dir: where what the plan keeps on NVMe is while it trains; ``None``: in ``output_dir``.
-        compile_blocks: whether ``torch.compile`` fuses kernels of the repeated blocks.
-        cores: what this machine's ranks divide, ``auto`` or ``free``; see :class:`ullage.training.trainer.Settings`.
-        replan: plan again after some iterations with measured rates, and change to a faster plan.
-        weights: a folder of safetensors files to begin with, or the name of a hub's model that is on this machine.
-        save: a new folder for the trained model, as ``from_pretrained`` loads it.
-        save_dtype: of the weights there; left out, that of the plan.
-        checkpoint_places: where checkpoints go, fastest first; empty: none are made. See :mod:`ullage.training.levels`.
-        checkpoint_every: iterations from one to the next, for each place or all.
-        keep: the newest checkpoints that stay, at least :data:`MIN_CHECKPOINTS`, for each place or all; empty:
-            :data:`DEFAULT_CHECKPOINTS`.
-        resume: go on from the newest checkpoint that is in any place, if there is one.
+        output_dir: folder for results; made if it does not exist.
+        storage_dir: folder for the data that the plan keeps on NVMe during training; ``None``: ``output_dir``.
+        compile_blocks: compile the repeated blocks with ``torch.compile``.
+        cores: the cores that this machine's ranks divide, ``auto`` or ``free``; see
+            :class:`ullage.training.trainer.Settings`.
+        replan: after some iterations, plan again with measured rates, and change to a faster plan.
+        weights: a folder of safetensors files to begin with, or the name of a hub's model on this machine.
+        save: a new folder for the trained model, in the format of ``from_pretrained``.
+        save_dtype: type of the saved weights; ``None``: that of the plan.
+        checkpoint_places: places of checkpoints, fastest first; empty: no checkpoints. See
+            :mod:`ullage.training.levels`.
+        checkpoint_every: iterations between checkpoints, for each place or one for all.
+        keep: number of newest checkpoints to keep, at least :data:`MIN_CHECKPOINTS`, for each place or one for all;
+            empty: :data:`DEFAULT_CHECKPOINTS`.
+        resume: continue from the newest checkpoint in any place, if there is one.
         tensorboard: a folder for TensorBoard's event files.
         metrics_file: a file in Prometheus' text format.
-        allow_other_machine: run a plan for a profile that was measured on another machine.
+        allow_other_machine: run a plan whose profile was measured on another machine.
         json: print JSON instead of tables.
-        device: ``host`` (threads), ``cuda``, or ``auto``: what the plan was made for.
+        device: ``host`` (threads), ``cuda``, or ``auto``: the kind that the plan is for.
     """
 
     num_iterations: int | None = None

@@ -1,4 +1,4 @@
-"""If memory runs out: one table of predicted and actual bytes by class, and the remedy."""
+"""The error if memory runs out: a table of predicted and actual bytes by class, and the remedy."""
 
 import contextlib
 import dataclasses
@@ -16,19 +16,19 @@ from ullage.output.formatting import si
 from ullage.training.processes import ranks_per_node
 
 _COMES_AND_GOES: AbstractSet[MemoryClass] = frozenset({MemoryClass.ACTIVATIONS, MemoryClass.WORKSPACE})
-# If the ledger does not show how much memory was missing, propose this fraction less.
+# If the ledger does not show how much memory was missing, propose a limit that is lower by this fraction.
 _MARGIN = 0.05
 
 
 @dataclasses.dataclass(frozen=True)
 class MemoryReport:
-    """One tier that was too small, as one process sees it.
+    """The memory of one process in a tier that was too small.
 
     Attributes:
-        tier: whose memory it is.
-        what: what happened.
-        predicted_bytes, actual_bytes: by purpose; ``actual_bytes`` lacks what was not measured.
-        capacity_bytes: what the plan may use.
+        tier: the tier.
+        what: the event in words.
+        predicted_bytes, actual_bytes: bytes by class; ``actual_bytes`` lacks classes that were not measured.
+        capacity_bytes: capacity that the plan may use.
     """
 
     tier: Tier
@@ -39,19 +39,19 @@ class MemoryReport:
 
     @property
     def remedy(self) -> str:
-        """What to do, in one sentence."""
+        """The remedy in one sentence."""
         excess = sum(self.actual_bytes.values()) - sum(self.predicted_bytes.values())
         enough = self.capacity_bytes - (excess if excess > 0 else int(_MARGIN * self.capacity_bytes))
         if self.tier is Tier.GPU:
-            return f"plan for less of the device: `ullage plan ... --device-memory {max(enough, 0) // 10**6}MB`"
+            return f"plan for less device memory: `ullage plan ... --device-memory {max(enough, 0) // 10**6}MB`"
         return (
-            "free memory on this machine, or run `ullage calibrate` while it is as full as now and plan again; a "
-            "smaller --micro-batch, more devices, or --storage nvme need less memory"
+            "free memory on this machine; or run `ullage calibrate` with the other programs running, and plan again; "
+            "or plan with a smaller --micro-batch, more devices, or --storage nvme"
         )
 
 
 class OutOfMemoryError(MemoryError):
-    """Training takes more of a tier than there is.
+    """Training takes more memory of a tier than there is.
 
     Attributes:
         report: predicted and actual bytes by class.
@@ -66,11 +66,11 @@ class OutOfMemoryError(MemoryError):
 def reporting_out_of_memory(
     plan: Plan, memory: Callable[[], Mapping[Tier, MeasuredMemory]] | None = None
 ) -> Iterator[None]:
-    """Turn any out-of-memory error inside it into one error with the ledger.
+    """Turn any out-of-memory error inside the ``with`` block into one error with the ledger.
 
     Args:
         plan: the executed plan.
-        memory: returns held memory; ``None`` before there is any.
+        memory: returns the allocated memory; ``None`` before anything is allocated.
 
     Raises:
         OutOfMemoryError: memory ran out.
@@ -86,10 +86,10 @@ def reporting_out_of_memory(
 
 
 def check_device(plan: Plan, use: MeasuredMemory) -> None:
-    """Check the device's peak if the device is a part of ordinary memory, where nothing else enforces it.
+    """Check the peak of a device whose memory is an arena in ordinary memory, where nothing else limits it.
 
     Raises:
-        OutOfMemoryError: the device held more.
+        OutOfMemoryError: the peak is above the capacity.
     """
     capacity_bytes = int(plan.hardware.device.memory_bytes.value)
     if plan.hardware.device.kind == "host" and use.peak_bytes > capacity_bytes:
@@ -98,7 +98,7 @@ def check_device(plan: Plan, use: MeasuredMemory) -> None:
 
 
 def render_report(report: MemoryReport) -> RenderableType:
-    """Return one screen to print with :func:`ullage.output.console.console`."""
+    """Return the report for printing with :func:`ullage.output.console.console`."""
     rows = table(f"memory of the {report.tier}, one process", "", "predicted", "actual")
     for name in {**report.predicted_bytes, **report.actual_bytes}:
         pair = (report.predicted_bytes.get(name, 0), report.actual_bytes.get(name))
@@ -113,11 +113,11 @@ def _report_of(
     plan: Plan, error: BaseException, memory: Callable[[], Mapping[Tier, MeasuredMemory]] | None
 ) -> MemoryReport | None:
     cause: BaseException | None = error
-    while cause is not None:  # what fails in a lane's thread comes as the cause of a LaneError
+    while cause is not None:  # an error in a lane's thread is the cause of a LaneError
         if isinstance(cause, DeviceMemoryError) and cause.args and isinstance(cause.args[0], MemoryShortage):
             refusal = cause.args[0]
             held = {**refusal.held_bytes}
-            what = f"{refusal.name} needs {si(refusal.requested_bytes, 'B')} of {refusal.tier} memory, and less is free"
+            what = f"{refusal.name} needs {si(refusal.requested_bytes, 'B')} of {refusal.tier} memory, but less is free"
             return _report(plan, refusal.tier, what, held, None)
         if isinstance(cause, torch.OutOfMemoryError):
             uses = memory() if memory else {}
@@ -135,11 +135,11 @@ def _report_of(
 def _report(
     plan: Plan, tier: Tier, what: str, static_bytes: Mapping[MemoryClass, int], dynamic_bytes: int | None
 ) -> MemoryReport:
-    """Put a ledger beside the plan's; ``dynamic_bytes`` is what comes and goes on top of it, if it was measured."""
+    """Compare a ledger with the plan's. ``dynamic_bytes`` are those of temporary tensors, if they were measured."""
     predicted, machine = plan.prediction.memory[tier], plan.hardware
     share = ranks_per_node(plan) if tier is not Tier.GPU else 1
     capacity_bytes = {Tier.GPU: machine.device.memory_bytes.value, Tier.HOST: machine.host.memory_bytes.value}
-    merged = _COMES_AND_GOES  # is measured as one
+    merged = _COMES_AND_GOES  # the measurement does not distinguish these classes
     if dynamic_bytes is not None:
         merged |= predicted.by_class.keys() - static_bytes.keys()
     name = ", ".join(sorted(merged & (predicted.by_class.keys() | static_bytes.keys())))
@@ -156,7 +156,7 @@ def _report(
 
 
 def _joined(bytes_by_class: Mapping[MemoryClass, int], merged: AbstractSet[MemoryClass], name: str) -> dict[str, int]:
-    """Return bytes by class in words, some classes under one name."""
+    """Return bytes by name of the class; the classes ``merged`` have one name together."""
     totals: dict[str, int] = {}
     for memory_class, count in bytes_by_class.items():
         words = name if memory_class in merged else memory_class.value

@@ -1,4 +1,4 @@
-"""``ullage.prepare``: put a model and its optimizer under a plan, which may be made for them now."""
+"""``ullage.prepare``: put a model and its optimizer under a plan, which is given or made now."""
 
 import warnings
 from pathlib import Path
@@ -20,18 +20,18 @@ from ullage.training.processes import ranks_per_node
 
 
 class Settings(TypedDict, total=False):
-    """How a plan is executed here; all may be left out.
+    """Options for executing a plan; all are optional.
 
     Attributes:
         storage_dir: folder on the planned drives, if the plan keeps anything on NVMe.
-        compile_blocks: whether ``torch.compile`` fuses kernels of the repeated blocks (attention, MLP, norms, each by
-            itself) when they first run, which takes a while; not of those whose activations leave. Rounding, and what
-            dropout draws, are then those of the compiled kernels; times are predicted without.
-        cores: of this machine, which its ranks divide; left out, those that are open to the process. Threads are bound
-            if there are several ranks or cores are named, and left alone if this is ``"free"``: see
+        compile_blocks: compile the repeated blocks with ``torch.compile`` (attention, MLP and norms, each by itself)
+            when they first run, which takes a while. Blocks whose activations are offloaded are not compiled. Rounding
+            and the random numbers of dropout are then those of the compiled kernels. Predicted times are without it.
+        cores: cores of this machine that its ranks divide. Default: all cores that the process may use. Threads are
+            bound if there are several ranks or if cores are given. ``"free"``: threads are not bound. See
             [Note: Shares of cores] in :mod:`executor.devices.cores`.
-        checkpoint_buffer_bytes: host memory for what is taken for checkpoints and not written yet; without it none can
-            be made, see :class:`ullage.Checkpoints`.
+        checkpoint_buffer_bytes: host memory for snapshots that are not written yet. Without it, no checkpoints can be
+            made; see :class:`ullage.Checkpoints`.
     """
 
     storage_dir: str | Path | None
@@ -41,7 +41,7 @@ class Settings(TypedDict, total=False):
 
 
 class Options(PlanOptions, Settings, total=False):
-    """How a model is planned, if no plan is given, and how its plan is executed; all may be left out.
+    """Options for planning, if no plan is given, and for executing the plan; all are optional.
 
     Attributes:
         hardware, device_memory, num_micro_batches, clip, precision, storage: see
@@ -53,41 +53,43 @@ class Options(PlanOptions, Settings, total=False):
 def prepare(
     model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan | Batch, **options: Unpack[Options]
 ) -> tuple[nn.Module, OffloadedOptimizer]:
-    """Make a model and its optimizer train in your own loop, in the memory that is free.
+    """Prepare a model and its optimizer for your own training loop, in the memory that is free.
 
     Args:
-        model: an unmodified module. It takes the planned type; under a bf16 plan the values of a float32 model become
-            its master copy.
+        model: an unmodified module. It is converted to the planned type. Under a bf16 plan, the values of a float32
+            model become its master copy.
         optimizer: ``torch.optim.AdamW``, ``Adam``, ``SGD``, ``Adagrad``, :class:`ullage.AdamWBf16`,
-            :class:`ullage.AdamW8bit`, :class:`ullage.Lion` or :class:`ullage.Muon` over its parameters or some of them,
-            in any groups; LR schedulers may be built on it or on the result. Parameters that are frozen or not in it
-            stay as they are. Those that are frozen when a model is captured have no state in its plan.
-        plan: one batch of your loop, the largest: a dict (``model(**batch)``), a tuple (``model(*batch)``) or a tensor.
-            The model is then captured without a copy of its weights, and planned for the memory that is free now on
-            this machine, which is measured once, for half a minute. Or a plan for a model with these parameters, made
-            for the machine this runs on.
-        options: see :class:`Options`. A plan that is given has decided ``hardware`` to ``storage``.
+            :class:`ullage.AdamW8bit`, :class:`ullage.Lion` or :class:`ullage.Muon` over all or some of the model's
+            parameters, in any groups. LR schedulers may be built on it or on the result. Parameters that are frozen or
+            not in the optimizer do not change. If a parameter is frozen when the model is captured, the plan has no
+            optimizer state for it.
+        plan: the largest batch of your loop: a dict (``model(**batch)``), a tuple (``model(*batch)``) or a tensor. The
+            model is then captured without a copy of its weights, and planned for the memory that is free now. If this
+            machine has no profile, it is first measured, once, for half a minute. Or give a plan for a model with these
+            parameters, made for this machine.
+        options: see :class:`Options`. If a plan is given, ``hardware`` to ``storage`` are decided by it.
 
     Returns:
-        The model and the optimizer to use from now on; ``optimizer.plan`` is the plan, and ``optimizer.session``
-        executes it. Under a plan of n micro-batches every n of them, forward and backward, have one ``step()``; the
-        first n - 1 may be ``with model.no_sync():``, as of ``DistributedDataParallel``, and then they are counted.
+        The model and the optimizer to use from now on. ``optimizer.plan`` is the plan, and ``optimizer.session``
+        executes it. Under a plan of n micro-batches, call ``step()`` after every n forward and backward passes. The
+        first n - 1 may run inside ``with model.no_sync():``, as with ``DistributedDataParallel``; then their number is
+        checked.
 
-    A plan for several devices is executed by one process for each, which ``torchrun`` starts: see
-    :func:`executor.prepare.prepare_session`. Without a plan there are as many devices as such processes.
+    A plan for several devices needs one process per device, started by ``torchrun``; see
+    :func:`executor.prepare.prepare_session`. Without a plan, the number of devices is the number of these processes.
 
     Raises:
-        TypeError: an argument is of another kind.
-        ValueError: the plan cannot be executed here, the model is not the planned one, or it or the batch cannot be
+        TypeError: an argument has a wrong type.
+        ValueError: the plan cannot be executed here, the model does not match the plan, or the model or batch cannot be
             planned.
         InfeasibleError: no plan fits in the memory that is free.
         DeviceMemoryError: less memory is free than planned.
         RankError: another rank has failed.
 
-    A model whose weights are of another type than the plan's is converted, with a warning. The first batch that is
-    larger than planned is warned of too.
+    If the model's weights have another type than the plan's, they are converted, with a warning. The first batch that
+    is larger than planned causes a warning too.
 
-    A block that cannot be compiled raises :class:`executor.module.compilation.CompileError` when it first runs.
+    If a block cannot be compiled, it raises :class:`executor.module.compilation.CompileError` when it first runs.
     """
     check_kinds(model, optimizer)
     check_options("prepare", options, Options.__annotations__)
@@ -99,7 +101,8 @@ def prepare(
         plan = plan_here(model, optimizer, plan, cast("PlanOptions", plan_options))
     elif plan_options:
         raise ValueError(
-            f"{next(iter(plan_options))} is decided by the plan that is given; leave it out, or give a batch instead"
+            f"{next(iter(plan_options))} is already decided by the given plan; leave it out, or give a batch instead "
+            "of the plan"
         )
     if "precision" not in plan_options:
         warn_about_dtypes(model, plan)
@@ -107,15 +110,15 @@ def prepare(
 
 
 def warn_about_dtypes(model: nn.Module, plan: Plan) -> None:
-    """Warn if a model's weights are not of the planned type."""
+    """Warn if a model's weights do not have the planned type."""
     planned = DTYPES[plan.decisions.precision.weights]
     stay = {spec.name for unit in plan.units() for spec in unit.frozen if spec.frozen != "plain"}
     found = {str(parameter.dtype) for name, parameter in model.named_parameters() if name not in stay}
     if others := sorted(found - {str(planned)}):
-        masters = "; the float32 master copies begin with the values given" if planned is torch.bfloat16 else ""
+        masters = "; the float32 master copies begin with the given values" if planned is torch.bfloat16 else ""
         warnings.warn(
-            f"the model's weights are {', '.join(others)}, and become {planned} as the plan has it{masters}; convert "
-            "the model before prepare(), or plan with another --precision",
+            f"the model's weights are {', '.join(others)} and are converted to {planned}, the planned type{masters}; "
+            "convert the model before prepare(), or plan with another --precision",
             RuntimeWarning,
             stacklevel=3,
         )
@@ -131,7 +134,7 @@ def prepare_planned(
 
 
 def session_options(plan: Plan, settings: Settings) -> SessionOptions:
-    """Return how a plan is executed here."""
+    """Return the options for a session of a plan."""
     hardware, per_node = plan.hardware, ranks_per_node(plan)
     link, storage_dir = hardware.host_link, settings.get("storage_dir")
     return SessionOptions(

@@ -1,4 +1,4 @@
-"""The processes that ``torchrun`` starts for a plan of several ranks, and each one's share of its node."""
+"""The processes that ``torchrun`` starts for a plan of several ranks."""
 
 import dataclasses
 import os
@@ -15,10 +15,10 @@ class Process:
     """One rank of a plan.
 
     Attributes:
-        rank: among all.
-        data_rank: among those that each work on a part of every batch; ranks that share layers have one together.
-        local_rank: among those of its node, and the number of its device.
-        per_node: ranks that share a node's cores and memory.
+        rank: global rank.
+        data_rank: data-parallel rank. Ranks that share layers have the same number.
+        local_rank: rank on its node, and number of its device.
+        per_node: ranks per node, which share its cores and memory.
     """
 
     rank: int
@@ -28,10 +28,10 @@ class Process:
 
     @classmethod
     def of(cls, plan: Plan) -> Self:
-        """Return this process's place, from the environment that ``torchrun`` sets.
+        """Return this process's ranks from the environment variables of ``torchrun``.
 
         Raises:
-            PlanError: another number of processes was started than the plan has ranks, or on other nodes.
+            PlanError: the number of processes, in total or per node, does not match the plan.
         """
         ranks, per_node = plan.decisions.num_devices, ranks_per_node(plan)
         rank, started, local = (_environment(*of) for of in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_WORLD_SIZE", 1)))
@@ -49,25 +49,25 @@ class Process:
 
     @property
     def is_first(self) -> bool:
-        """Whether it is the one that prints and writes."""
+        """Whether this is rank 0, which prints and writes."""
         return self.rank == 0
 
 
 def ranks_per_node(plan: Plan) -> int:
-    """Return how many ranks of a plan share a full node's cores and memory."""
+    """Return the number of a plan's ranks on a full node."""
     decided = plan.decisions
     degrees = (decided.data_parallel, decided.tensor_parallel, decided.pipeline_parallel)
     return Layout(*degrees, plan.hardware.devices_per_node).ranks_per_node
 
 
 def launch_line(ranks: int, per_node: int, *, plan: str = "PLAN", launcher: Launcher = "torchrun") -> str:
-    """Return how a plan of so many ranks is started: on several nodes, once on each."""
+    """Return the command line that starts a plan of ``ranks`` ranks. On several nodes, it runs once on each node."""
     if ranks == 1:
         return f"ullage execute {plan}"
     nodes = -(-ranks // per_node)
     if launcher == "accelerate":
         several = " --machine_rank N --main_process_ip FIRST --main_process_port 29500" if nodes > 1 else ""
-        # It starts processes with --multi_gpu alone, CPUs too; types and compiling are the plan's business.
+        # Only --multi_gpu makes it start several processes, also for CPUs. The plan decides types and compilation.
         return (
             f"accelerate launch --multi_gpu --num_processes {ranks} --num_machines {nodes}{several} "
             f"--mixed_precision no --dynamo_backend no -m ullage execute {plan}"

@@ -1,4 +1,4 @@
-"""Plan again during training, for the same request, with a profile fitted to measurements."""
+"""Plan the same request again during training, with a profile fitted to measurements."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -17,9 +17,9 @@ from ullage.output.console import table
 from ullage.output.formatting import si
 
 MARGIN: Final = 0.05
-"""A plan is changed on the way only if the next is predicted faster by more than this: predictions err too."""
-_WARM_UP: Final = 3  # iterations of a session whose times are those of first touches, compiling, and metering
-_MOST_READ: Final = 20  # the latest iterations
+"""The plan changes only if the new plan is predicted to be faster by more than this fraction."""
+_WARM_UP: Final = 3  # first iterations of a session, which include first touches, compilation and metering
+_MOST_READ: Final = 20  # number of latest iterations to read
 _NOTHING: Final = "null"
 
 
@@ -28,11 +28,11 @@ class Replanned:
     """The result of planning again.
 
     Attributes:
-        before: the plan that was executed.
-        after: the best one found on the fitted profile; ``None`` if the search found none that can be executed.
-        refit: that profile, and what it predicts and was measured of ``before``.
-        switched: whether ``after`` is executed now.
-        file_bytes: of the file that the state passed through.
+        before: the executed plan.
+        after: the best plan on the fitted profile; ``None`` if the search found none that can be executed.
+        refit: the fitted profile, with the predicted and measured times of ``before``.
+        switched: whether training now continues under ``after``.
+        file_bytes: size of the file that the state passed through.
     """
 
     before: Plan
@@ -43,25 +43,25 @@ class Replanned:
 
     @property
     def is_faster(self) -> bool:
-        """Whether the new plan is predicted faster by more than :data:`MARGIN`, both on the fitted profile."""
+        """Whether the fitted profile predicts the new plan to be faster by more than :data:`MARGIN`."""
         return self.after is not None and self.after.prediction.iteration_s < (1 - MARGIN) * self.refit.predicted_s
 
     @property
     def host_bytes(self) -> int:
-        """The largest host memory of the executed plans: changing plans adds nothing to it."""
+        """Peak host memory over the executed plans. Changing the plan does not add to it."""
         plans = [self.before, *([self.after] if self.switched and self.after else [])]
         uses = [use for plan in plans if (use := plan.prediction.memory.get(Tier.HOST))]
         return max((use.peak_bytes for use in uses), default=0)
 
     def __str__(self) -> str:
         """Return the decision and its reason in one line."""
-        now = f"{si(self.refit.predicted_s, 's')} per iteration on what was measured"
+        now = f"{si(self.refit.predicted_s, 's')} per iteration at measured rates"
         if self.after is None:
-            return f"planned again: {now}; no other plan was found that can be executed, so it stays"
+            return f"planned again: {now}; the search found no other plan that can be executed, so the plan stays"
         change = self.after.prediction.iteration_s / self.refit.predicted_s - 1
         found = f"planned again: {now}, {si(self.after.prediction.iteration_s, 's')} by a new plan ({change:+.1%})"
         if not self.switched:
-            return f"{found}; not by more than {MARGIN:.0%} faster, so the plan stays"
+            return f"{found}; not faster by more than {MARGIN:.0%}, so the plan stays"
         return (
             f"{found}; changed to it: the state passed through a file of {si(self.file_bytes, 'B')}, and the host held "
             f"at most the {si(self.host_bytes, 'B')} of one plan"
@@ -71,9 +71,9 @@ class Replanned:
         """Return both plans, predicted and measured, to print with :func:`ullage.output.console.console`.
 
         Args:
-            measured_s: what an iteration took in the end.
+            measured_s: measured time of an iteration at the end.
         """
-        rows = table("planned again", "plan", "decides", "predicted", "on what was measured", "measured", num_text=2)
+        rows = table("planned again", "plan", "decides", "predicted", "at measured rates", "measured", num_text=2)
         seconds = (self.before.prediction.iteration_s, self.refit.predicted_s, self.refit.measured_s)
         rows.add_row("first", _decided(self.before), *(si(value, "s") for value in seconds))
         if self.after is not None:
@@ -82,7 +82,7 @@ class Replanned:
         return Group(rows, str(self))
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain data: seconds, bytes, and what each plan decides in words."""
+        """Return plain data: seconds, bytes, and the decisions of each plan in words."""
 
         def plain(plan: Plan) -> dict[str, Any]:
             return {"decided": _decided(plan), "predicted_s": plan.prediction.iteration_s}
@@ -107,16 +107,16 @@ def _decided(plan: Plan) -> str:
 def replan(
     plan: Plan, measured: Timeline, made_by_first: Callable[[Callable[[], str]], str] = lambda make: make()
 ) -> Replanned:
-    """Fit a plan's profile to measurements of its run and plan again, without changing anything yet.
+    """Fit a plan's profile to measurements of its run, and plan again. The plan does not change yet.
 
     Args:
         plan: the executed plan.
-        measured: a session of it, from its first iteration on; of several ranks the mean of all.
-        made_by_first: gives all ranks the text that one of them makes: on another machine the same search may come to
-            another plan, and ranks with different plans would wait for each other.
+        measured: timeline of a session from its first iteration; with several ranks, their mean.
+        made_by_first: runs a function on rank 0 and returns its text on all ranks. Otherwise searches on different
+            machines could find different plans, and the ranks would wait for each other.
 
     Raises:
-        ValueError: too few iterations have been measured as a whole.
+        ValueError: too few complete iterations were measured.
     """
     found = refit(plan.hardware, plan.units(), plan.decisions, measured, _steady(measured))
     text = made_by_first(lambda: _planned_again(plan, found))
@@ -128,17 +128,17 @@ def _planned_again(plan: Plan, found: Refit) -> str:
         after = make_plan(
             dataclasses.replace(request_of(plan), storage=plan.constraints.storage, hardware=found.profile)
         )
-    except InfeasibleError:  # the executed plan fits, so the search only did not find it
+    except InfeasibleError:  # the executed plan fits, so this search only failed to find it
         return _NOTHING
     return after.to_json() if after.decisions.executable else _NOTHING
 
 
 def _steady(measured: Timeline) -> Sequence[int]:
-    """Return the latest iterations that were measured as a whole, with their successors."""
+    """Return the latest iterations that were measured completely, and the next one too."""
     whole = [not bool(np.isnan(end_s).any()) for end_s in measured.end_s]
     steady = [i for i in range(_WARM_UP, measured.num_iterations - 1) if whole[i] and whole[i + 1]]
     if not steady:
         raise ValueError(
-            f"{measured.num_iterations} recorded iterations are too few to plan again by; train {_WARM_UP + 2} first"
+            f"{measured.num_iterations} recorded iterations are too few to plan again; train {_WARM_UP + 2} first"
         )
     return steady[-_MOST_READ:]

@@ -1,4 +1,4 @@
-"""Training data: text, one token per byte, or mapped files of tokens, never read whole, in a resumable order."""
+"""Training tokens in a resumable order: a text with one token per byte, or memory-mapped files of tokens."""
 
 from pathlib import Path
 from typing import Any
@@ -15,28 +15,28 @@ Tokens = npt.NDArray[np.unsignedinteger[Any]]
 
 
 NUM_BYTES = 256
-"""Tokens of text, which has one per byte."""
+"""Vocabulary size of text, which has one token per byte."""
 
 
 class TokenStream:
     """Deterministic batches of tokens.
 
-    Sequences are the consecutive, non-overlapping windows of the tokens, visited in a random order that depends on the
-    seed alone and is drawn anew for every pass; what is left behind the last whole window is not used. Of the tokens
-    only what a batch needs is read; the order takes 8 bytes per window.
+    Sequences are consecutive, non-overlapping windows of the tokens. Each pass visits them in a new random order, which
+    depends only on the seed. Tokens after the last full window are not used. Only the tokens of a batch are read. The
+    order takes 8 bytes per window.
 
     Args:
-        tokens: what to train on.
+        tokens: the tokens.
         seq_len: tokens per sequence.
-        seed: of the order.
-        vocab_size: tokens that the model knows; ``None``: they are not checked.
+        seed: seed of the order.
+        vocab_size: vocabulary size of the model; ``None``: tokens are not checked.
 
     Attributes:
-        position: sequences already given since the first pass began, whoever got them; setting it resumes. It means
-            the same sequence for the same tokens, ``seq_len`` and seed alone.
+        position: sequences that all ranks together have read since the first pass began. Set it to resume. With the
+            same tokens, ``seq_len`` and seed, a position means the same sequence.
 
     Raises:
-        ValueError: the tokens are no unsigned integers in one dimension, or fewer than one sequence needs.
+        ValueError: the tokens are not unsigned integers in one dimension, or fewer than one sequence needs.
     """
 
     def __init__(self, tokens: Tokens, seq_len: int, seed: int = 0, vocab_size: int | None = None) -> None:
@@ -75,10 +75,10 @@ class TokenStream:
 
 
 def read_text(path: Path | None) -> Tokens:
-    """Return a text, one token per byte: a file's, or the topics of Python's own documentation (0.5 MB of English).
+    """Return a text, one token per byte: that of a file, or Python's documentation topics (0.5 MB of English).
 
     Raises:
-        ValueError: the file is empty, or no regular one.
+        ValueError: the file is empty, or not regular.
         OSError: it cannot be read.
     """
     if path is not None:
@@ -89,22 +89,24 @@ def read_text(path: Path | None) -> Tokens:
 
 
 def read_tokens(path: Path, dtype: TokenDtype | None = None) -> Tokens:
-    """Map a file of tokens: ``.npy`` with unsigned integers, or any other as a raw array.
+    """Memory-map a file of tokens: ``.npy`` with unsigned integers, or any other file as a raw array.
 
     Args:
         path: the file.
-        dtype: of a raw file's tokens, little-endian; a ``.npy`` file says its own.
+        dtype: type of the tokens in a raw file, little-endian. A ``.npy`` file has its own.
 
     Raises:
-        ValueError: the file is empty, is not what its name says, or is raw and has no type or another size.
-        OSError: it cannot be read.
+        ValueError: the file is empty, is not of the format of its name, or is raw without a type or with a wrong size.
+        OSError: the file cannot be read.
     """
     if path.suffix != ".npy":
         if dtype is None:
-            raise ValueError(f"{path} does not say what its tokens are; give --token-dtype {' or '.join(TOKEN_DTYPES)}")
+            raise ValueError(
+                f"{path} does not state the type of its tokens; give --token-dtype {' or '.join(TOKEN_DTYPES)}"
+            )
         return _mapped(path, np.dtype(dtype).newbyteorder("<"))
     if dtype is not None:
-        raise ValueError(f"{path} says itself what its tokens are; leave --token-dtype {dtype} out")
+        raise ValueError(f"{path} states the type of its tokens; leave --token-dtype {dtype} out")
     check_regular(path)
     try:
         tokens = np.load(path, mmap_mode="r", allow_pickle=False)
@@ -122,7 +124,7 @@ def _mapped(path: Path, dtype: np.dtype[Any]) -> Tokens:
     num_bytes = check_regular(path)
     if not num_bytes or num_bytes % dtype.itemsize:
         raise ValueError(
-            f"{path} has {num_bytes} bytes, which are no {dtype.itemsize}-byte tokens ({dtype.name}); give a whole "
-            "file, and the type that it was written in"
+            f"{path} has {num_bytes} bytes, but must have a positive multiple of {dtype.itemsize} ({dtype.name}); "
+            "give a complete file, and the type of its tokens"
         )
     return np.memmap(path, dtype, mode="r")

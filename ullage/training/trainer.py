@@ -1,4 +1,4 @@
-"""``Trainer``: a training loop under a plan."""
+"""``ullage.Trainer``: the training loop under a plan. For a loop of your own, use ``prepare``."""
 
 import contextlib
 import dataclasses
@@ -40,10 +40,10 @@ from ullage.training.replanning import Replanned, replan
 from ullage.training.text import Tokens
 
 METERED: Final = 1
-"""The iteration of a session whose memory is metered, which takes longer."""
-_NUM_METERED: Final = 3  # iterations of several ranks, where the first ones were too much
+"""The iteration of a session whose memory is metered. It takes longer."""
+_NUM_METERED: Final = 3  # iterations to meter with several ranks, if the first ones exceed the capacity
 MAX_GRADIENT_NORM: Final = 1.0
-# What a trainer's own optimizer has beside its learning rate.
+# Hyperparameters of a trainer's own optimizer beside the learning rate.
 _HYPER_PARAMETERS: dict[Optimizer, dict[str, Any]] = {
     "adamw": {"betas": (0.9, 0.95), "weight_decay": 0.1},
     "adamw-bf16": {"betas": (0.9, 0.95), "weight_decay": 0.1},
@@ -61,9 +61,9 @@ class Step:
 
     Attributes:
         iteration: counted from 0.
-        loss: the mean over its micro-batches and all ranks; of :class:`ullage.Data`, over their target tokens.
-        measured_s: wall seconds since it began; updates that it left under way are in the next one's.
-        num_tokens: of all ranks together, padding left out.
+        loss: mean over its micro-batches and all ranks; for :class:`ullage.Data`, mean over target tokens.
+        measured_s: wall seconds of the iteration. Updates that still run at its end count in the next iteration.
+        num_tokens: tokens over all ranks, without padding.
     """
 
     iteration: int
@@ -76,38 +76,39 @@ class Step:
 class Trainer:
     """Trains a plan's model on tokens, one iteration at a time.
 
-    Iterate over it: every :class:`Step` is one iteration, with gradients clipped to a norm of 1 if the plan clips.
-    If the plan is for several devices, each of its processes (``torchrun``) has a trainer, and they iterate together.
-    Leaving the ``with`` block waits for all updates and gives the model back as an ordinary one.
+    Iterate over the trainer: every :class:`Step` is one iteration. If the plan clips, gradients are clipped to a norm
+    of 1. If the plan is for several devices, each process of ``torchrun`` has a trainer, and they iterate together.
+    At the end of the ``with`` block, the trainer waits for all updates and turns the model back into an ordinary one.
 
     Args:
-        plan: made for this machine.
-        model: an unmodified module with the planned parameters; left out, the planned one with random weights. It is
-            called as ``model(input_ids=..., labels=...)`` if it is planned from sizes, else with its captured inputs.
-        optimizer: the planned one over the model's parameters; left out, one with usual settings.
+        plan: a plan for this machine.
+        model: an unmodified module with the planned parameters. Default: the planned model with random weights. If the
+            model is planned from sizes, it is called as ``model(input_ids=..., labels=...)``, otherwise with its
+            captured inputs.
+        optimizer: the planned optimizer over the model's parameters. Default: one with usual settings.
         data: files with a tokenizer (:class:`ullage.Data`, batched as planned), or tokens as unsigned integers in one
-            dimension (see :func:`ullage.training.text.read_tokens`; a memory map is never read whole); left out, the
-            built-in English text. A captured model has one random batch instead, unless it has ``Data``.
-        lr: learning rate of the optimizer that is made here.
-        seed: of the weights that are made here, and of the order of the data.
+            dimension (see :func:`ullage.training.text.read_tokens`; a memory map is never read whole). Default: the
+            built-in English text. A captured model without ``Data`` has one random batch instead.
+        lr: learning rate of the default optimizer.
+        seed: seed of the default model's weights and of the order of the data.
         position: sequences to skip at the beginning, such as the ``position`` at which another run stopped.
-        checkpoints: where, when and how many; by default none.
-        weights: files of weights to begin with, as :func:`ullage.load` takes them. A model that is not given is made as
-            the ``config.json`` beside them says, without random weights.
+        checkpoints: options for checkpoints. Default: no checkpoints.
+        weights: files of weights to begin with, as for :func:`ullage.load`. The default model is then made from the
+            ``config.json`` beside them, without random weights.
         settings: see :class:`Settings`.
 
     Attributes:
-        plan, model, optimizer: of the training. LR schedulers may be built on the optimizer.
-        process: this process among those of the plan.
-        stateful: what else goes into checkpoints, by name: anything with ``state_dict()``, of plain numbers and lists,
-            and ``load_state_dict()``. LR schedulers belong here.
-        outcomes: how the checkpoints of this process have ended so far, on every level.
-        saver: makes checkpoints, or ``None``.
+        plan, model, optimizer: plan, model and optimizer of the training. LR schedulers may be built on the optimizer.
+        process: this process's ranks.
+        stateful: other objects to save in checkpoints, by name. Each has ``state_dict()``, which returns plain numbers
+            and lists, and ``load_state_dict()``. Put LR schedulers here.
+        outcomes: results of the checkpoints of this process so far, on every level.
+        saver: saves checkpoints; ``None`` without them.
 
     Raises:
-        PlanError: the plan was made for another kind of machine, or for another number of processes.
-        ValueError: there are too few tokens or bad ones; an optimizer is given without its model; or the model or
-            optimizer does not match the plan.
+        PlanError: the plan is for another kind of machine, or for another number of processes.
+        ValueError: there are too few tokens, or the model does not know one; an optimizer is given without its model;
+            or the model or optimizer does not match the plan.
         OutOfMemoryError: memory ran out, here or later.
         RankError: another rank has failed.
     """
@@ -127,7 +128,7 @@ class Trainer:
         **settings: Unpack[Settings],
     ) -> None:
         if optimizer is not None and model is None:
-            raise ValueError("an optimizer was given without the model that it is for; give both, or neither")
+            raise ValueError("an optimizer was given without its model; give both, or neither")
         check_options("Trainer", settings, Settings.__annotations__)
         self.plan = plan
         self.process = Process.of(plan)
@@ -154,7 +155,7 @@ class Trainer:
             model, optimizer = _make(plan, model, optimizer, self.process, folder, lr=lr, seed=seed)
             self.model, self.optimizer = prepare_planned(model, optimizer, plan, settings)
         with contextlib.ExitStack() as failing:
-            failing.push(self.session)  # which tells the other ranks of a failure
+            failing.push(self.session)  # on a failure, the session tells the other ranks
             if folder is not None and is_made and brings_weights(plan):
                 self.optimizer.weights_folder = folder
             elif folder is not None:
@@ -162,17 +163,17 @@ class Trainer:
             if self.saver is not None:
                 self.saver.open(self.optimizer)
             failing.pop_all()
-        if self.process.data_rank:  # ranks that share layers must drop out the same
-            torch.manual_seed(seed + self.process.data_rank)  # for random operations in training (dropout)
+        if self.process.data_rank:  # ranks that share layers keep the same RNG state for dropout
+            torch.manual_seed(seed + self.process.data_rank)  # different dropout on data-parallel ranks
 
     @property
     def session(self) -> Session:
-        """What executes the plan."""
+        """The session that executes the plan."""
         return self.optimizer.session
 
     @property
     def position(self) -> int:
-        """Sequences of the data's order that have been passed, by all ranks together; see :class:`TokenStream`."""
+        """Sequences of the data that all ranks together have read; see :class:`TokenStream`."""
         return self._batches.sequences.position
 
     def __iter__(self) -> Iterator[Step]:
@@ -180,23 +181,24 @@ class Trainer:
             yield self._step()
 
     def run(self, num_iterations: int) -> Iterator[Step]:
-        """Train for more iterations, and yield each as it ends."""
+        """Train for ``num_iterations`` iterations, and yield each when it ends."""
         return itertools.islice(self, num_iterations)
 
     @property
     def iteration(self) -> int:
-        """Number of iterations so far, including those of the checkpoint that training resumed from."""
+        """Number of finished iterations, including those before the checkpoint that training resumed from."""
         return self._iteration
 
     def resume(self) -> Resumed:
-        """Continue from the newest checkpoint that is whole, if there is one; call it before the first iteration.
+        """Resume from the newest complete checkpoint, if there is one. Call it before the first iteration.
 
-        It restores weights, optimizer state, step counts, learning rates, :attr:`stateful` objects, RNG state and the
-        position in the data, whatever plan and number of ranks the checkpoint was made under. All ranks do so together.
+        This restores weights, optimizer state, step counts, learning rates, :attr:`stateful` objects, RNG state and the
+        position in the data. The checkpoint may be from another plan and another number of ranks. All ranks call it
+        together.
 
         Raises:
             ValueError: the trainer makes no checkpoints.
-            CheckpointError: it is of another model or optimizer.
+            CheckpointError: the checkpoint is of another model or optimizer.
         """
         if self.saver is None or not self.saver.is_open:
             raise ValueError("there are no checkpoints to resume from; give the trainer checkpoints=")
@@ -205,46 +207,47 @@ class Trainer:
         return found
 
     def save(self) -> None:
-        """Begin a checkpoint of the present state; it is taken during the next iteration, or when training ends.
+        """Begin a checkpoint of the present state. It is copied during the next iteration, or when training ends.
 
         Raises:
             ValueError: the trainer makes no checkpoints.
         """
         if self.saver is None or not self.saver.is_open:
-            raise ValueError("there is no place for checkpoints; give the trainer checkpoints=")
+            raise ValueError("the trainer makes no checkpoints; give it checkpoints=")
         self.saver.save(self.plan, self._iteration, self.position)
 
     def evaluate(self) -> float:
-        """Return the mean loss over the target tokens that the data hold out, between two iterations.
+        """Return the mean loss over the target tokens of the held-out data. Call it between two iterations.
 
         Raises:
-            ValueError: nothing is held out.
+            ValueError: no data are held out.
         """
         if self._data is None:
             raise ValueError(
-                "nothing is held out to evaluate on; give the trainer data=ullage.Data(..., eval_split=0.05)"
+                "no data are held out for evaluation; give the trainer data=ullage.Data(..., eval_split=0.05)"
             )
         with reporting_out_of_memory(self.plan, self.session.memory):
             sums = self.session.collectives.means(np.array(self._data.eval_sums(self.model), np.float64))
-        self.session.runtime.machine.exclude(self.session.iteration - 1)  # the time until the next one begins is longer
+        self.session.runtime.machine.exclude(self.session.iteration - 1)  # the evaluation delays the next iteration
         return float(sums[0] / sums[1])
 
     def replan(self) -> Replanned:
-        """Plan again with measured rates, and change to the new plan if it is faster; between two iterations.
+        """Plan again with measured rates, and change to the new plan if it is faster. Call it between two iterations.
 
-        Training continues with the same weights, optimizer state, schedulers, RNG state, and position in the data.
-        State passes through a file in ``storage_dir`` (or the system's folder for temporary files), one for each node,
-        so that never more than the memory of one plan is taken. Losses and weights equal those without a change. With
-        more than two ranks they may differ by the order of sums over ranks, which depends on the plan's ZeRO stage. All
-        ranks do so together, by the mean of their times.
+        The whole training state continues: weights, optimizer state, schedulers, RNG state, and the position in the
+            data.
+        The state passes through one file per node in ``storage_dir`` (or the system's temporary folder), so that memory
+        never holds two plans. Losses and weights are the same as without the change. With more than two ranks they may
+        differ by the order of sums over ranks, which the plan's ZeRO stage decides. All ranks call it together and use
+        the mean of their times.
 
         Returns:
-            The result; ``str()`` of it says it in words.
+            The result; ``str()`` of it is the result in words.
 
         Raises:
-            ValueError: too few iterations were recorded as a whole.
-            StorageError: there is no room for the file; nothing has changed then.
-            OutOfMemoryError: the new plan did not find its memory; training can go on as before.
+            ValueError: too few complete iterations were recorded.
+            StorageError: there is no room for the file; nothing has changed.
+            OutOfMemoryError: there is not enough memory for the new plan; training can continue under the old one.
         """
         found = replan(self.plan, self.session.mean_timeline(), self.session.collectives.broadcast_text)
         if found.after is None or not self.session.collectives.broadcast(int(found.is_faster)):
@@ -264,8 +267,8 @@ class Trainer:
     def close(self, *, give_back: bool = True) -> None:
         """End training. See :meth:`executor.session.Session.close`.
 
-        If the trainer makes checkpoints, it makes one of the last iteration. It waits until this one has reached all
-        levels, for as long as the options say, or until Ctrl-C; see :attr:`outcomes`.
+        If the trainer makes checkpoints, it makes one of the last iteration. It waits until this one is on all levels,
+        for at most the time in the options, or until Ctrl-C; see :attr:`outcomes`.
         """
         if self.saver is not None and self.saver.is_open:
             has_state = not self.session.failed
@@ -287,7 +290,7 @@ class Trainer:
 
     def _step(self) -> Step:
         if self.saver is not None and self.saver.is_due(self._iteration):
-            self.save()  # not right behind the iteration: schedulers have been stepped since
+            self.save()  # not at the end of the iteration, because schedulers have been stepped since then
         begin_s = time.perf_counter()
         iteration, session = self._iteration, self.session
         if session.iteration == METERED:
@@ -300,16 +303,16 @@ class Trainer:
                 self._check_device()
             loss = session.collectives.mean(float(total))
         if not math.isfinite(loss):
-            # Schedulers keep the rate that they were given.
+            # A scheduler keeps the initial rate in its group.
             rate = max(group.get("initial_lr", group["lr"]) for group in self.optimizer.param_groups)
             raise ValueError(f"the loss is {loss} in iteration {iteration}; use a smaller --lr than {rate:g}")
         self._iteration += 1
         return Step(iteration, loss, time.perf_counter() - begin_s, self._batches.num_tokens)
 
     def _check_device(self) -> None:
-        """Check the device's peak, and meter a few more iterations if it was too high.
+        """Check the device's peak. If it was too high, meter a few more iterations first.
 
-        Threads of gloo may give a tensor up milliseconds after its sum is there, if others have the cores.
+        If other threads have the cores, threads of gloo may free a tensor milliseconds after its sum is complete.
         """
         self._num_to_meter -= 1
         try:
@@ -334,10 +337,10 @@ class Trainer:
 
 
 def check_machine(plan: Plan, process: Process, device: Literal["auto", "host", "cuda"] = "auto") -> None:
-    """Check that this machine is of the kind that a plan was made for.
+    """Check that this machine matches a plan.
 
     Raises:
-        PlanError: it is not, or has too little of it, or ``device`` asks for another kind.
+        PlanError: the machine has another kind of device, too few devices or cores, or ``device`` is of another kind.
     """
     kind = plan.hardware.device.kind
     wanted = {"auto": kind, "host": "host", "cuda": "gpu"}[device]
@@ -366,13 +369,13 @@ def check_machine(plan: Plan, process: Process, device: Literal["auto", "host", 
 
 @contextlib.contextmanager
 def _naming_weights(folder: Path | None) -> Iterator[None]:
-    """Name the model that does not match the plan, if it was made for weights in a folder."""
+    """If the model was made for weights in a folder and does not match the plan, name the folder in the error."""
     try:
         yield
     except BindingError as error:
         if folder is None:
             raise
-        raise BindingError(f"the model in {folder} is not the planned one: {error} (--model {folder})") from error
+        raise BindingError(f"the model in {folder} does not match the plan: {error} (--model {folder})") from error
 
 
 def _make(
@@ -385,9 +388,9 @@ def _make(
     lr: float,
     seed: int,
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Make the planned model with random weights, or without any for those in a folder, and its optimizer.
+    """Make the planned model and its optimizer. Weights are random, or are loaded later from ``weights``.
 
-    Either is made only if it is not given.
+    If the model or optimizer is given, it is returned unchanged.
     """
     if plan.hardware.device.kind == "host":
         torch.set_num_threads(plan.hardware.device.num_cores)

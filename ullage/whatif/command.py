@@ -1,4 +1,4 @@
-"""From the options of ``ullage whatif`` to a study."""
+"""Make and run a study from the options of ``ullage whatif``."""
 
 import argparse
 from importlib.resources import files
@@ -28,25 +28,25 @@ _ASKING = ("set", "sweep", "design", "points", "seed", "question", "certify", "t
 
 
 def study_of(args: argparse.Namespace) -> Study:
-    """Run the study that options ask for, write it and its table, and return it.
+    """Run the study that the options describe, write it and its table, and return it.
 
     Raises:
-        ValueError: an option names something unknown, or options contradict one another.
+        ValueError: an option names something unknown, or options contradict each other.
         OSError: a file cannot be written.
     """
     output: Path = args.output
-    check_output("--output", output, only_regular=True)  # a device or pipe has nothing beside it
+    check_output("--output", output, only_regular=True)  # a device or pipe cannot have the store beside it
     check_output("--output", store_path(output), only_regular=True)
     if args.table is not None:
         check_table_path(args.table)
     loaded = None
     if args.study is not None:
-        _refuse_beside_a_file(args)
+        _refuse_options_beside_file(args)
         loaded = load_study(args.study)
     request = loaded.request if loaded else study_request(args)
     prices = _prices(args.prices) if args.prices else loaded.prices if loaded else None
     if args.sensitivities and request.sweep:
-        raise StudyError("--sensitivities is about one point; leave out --sweep, or set its fields with --set")
+        raise StudyError("--sensitivities needs a single point; leave out --sweep, or give its fields with --set")
     runner = _runner(args)
     if "hardware" not in request.set.keys() | request.sweep.keys() and request.question not in COMPARES_MACHINES:
         print_default_hardware(args)
@@ -63,7 +63,7 @@ def study_of(args: argparse.Namespace) -> Study:
 
 
 def study_request(args: argparse.Namespace) -> StudyRequest:
-    """Return what options ask for."""
+    """Return the study that the options describe."""
     given = {option.removeprefix("--").replace("-", "_") for option in given_options(args)}
     options = {"clip" if name == "no_clip" else name: _text(name, getattr(args, name)) for name in sorted(given)}
     sets = dict(_assignment("--set", text) for text in args.set or ())
@@ -96,9 +96,9 @@ def store_path(output: Path) -> Path:
 
 
 def list_fields(args: argparse.Namespace) -> None:
-    """Print what can be varied, of the machine and model of the options."""
+    """Print the fields that can be varied, with the values of the given machine and model."""
     if args.model is None:
-        args.model = "opt-13b"  # any model has the same fields
+        args.model = "opt-13b"  # all models have the same fields
     space = Space(study_request(args))
     wanted = [field for field in space.fields.by_name.values() if _matches(args.fields, field)]
     aliases = {name: field for name, field in ALIASES.items() if args.fields in name or args.fields in field}
@@ -111,14 +111,14 @@ def list_fields(args: argparse.Namespace) -> None:
     out = console()
     rows = table("fields", "field", "unit", "here", "what it is", num_text=2, text={3})
     for field in wanted:
-        here = "" if field.present is None else _present(field)
+        here = "" if field.present is None else _present_words(field)
         rows.add_row(field.name, field.unit, here, field.words)
     out.print(rows)
     if aliases:
         out.print("also: " + ", ".join(f"{name} is {field}" for name, field in aliases.items()))
 
 
-def _present(field: Field) -> str:
+def _present_words(field: Field) -> str:
     if isinstance(field.present, float):
         return si(field.present, "").strip()
     return str(field.present)
@@ -130,7 +130,7 @@ def _matches(text: str, field: Field) -> bool:
 
 
 def _text(name: str, value: object) -> str:
-    """Return the value of an option as it was written."""
+    """Return the value of an option as text."""
     if name == "no_clip":
         return "false"
     if isinstance(value, list):
@@ -141,18 +141,18 @@ def _text(name: str, value: object) -> str:
 def _assignment(option: str, text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not (name and equals and value):
-        raise StudyError(f"{option} {text}: is not of the form FIELD=VALUE; give one such as pcie=2x")
+        raise StudyError(f"{option} {text}: is not of the form FIELD=VALUE; give for example pcie=2x")
     return name, value
 
 
-def _refuse_beside_a_file(args: argparse.Namespace) -> None:
+def _refuse_options_beside_file(args: argparse.Namespace) -> None:
     given = [f"--{name}" for name in _ASKING if getattr(args, name) is not None] + given_options(args)
     if given:
         raise StudyError(f"{args.study} is a whole study; leave out {given[0]}, or write it into the file")
 
 
 def load_example_prices() -> Prices:
-    """Return the packaged prices, which are assumed."""
+    """Return the packaged example prices."""
     return Prices.model_validate_json((files("ullage.whatif") / "prices_example.json").read_text(encoding="utf-8"))
 
 

@@ -1,4 +1,4 @@
-"""Which points a study has: its axes, their values, and how values are combined."""
+"""The points of a study: axes, their values, and combinations of values."""
 
 import dataclasses
 import itertools
@@ -34,16 +34,16 @@ Level = Number | Value
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A point that is to be planned.
+    """A point to plan.
 
     Attributes:
-        settings: the value of every axis, as the axis has it.
-        varied: numbers of machine and model that the study changes.
-        hardware, model: their names.
-        request: of the point; ``None`` if it is invalid, and ``refused`` says why.
+        settings: the value of every axis.
+        varied: fields of machine and model that the study changes.
+        hardware, model: names of machine and model.
+        request: the request; ``None`` if it is invalid (see ``refused``).
         key: digest of everything that determines the result.
-        refused: why the request is invalid, if it is.
-        checkpoints: the failures and limits that checkpoints are chosen for, if any.
+        refused: the reason if the request is invalid.
+        checkpoints: request for checkpoints, with failures and limits, if there is one.
     """
 
     settings: dict[str, Value]
@@ -60,14 +60,14 @@ class Space:
     """The points of a study.
 
     Args:
-        request: what is to be found out.
+        request: the request of the study.
 
     Attributes:
-        fields: everything that can be varied.
-        axes: what varies.
+        fields: all fields that can be varied.
+        axes: the fields that vary.
 
     Raises:
-        ValueError: a field or value does not exist, or values cannot be combined so.
+        ValueError: a field or value does not exist, or the values cannot be combined as the design says.
     """
 
     def __init__(self, request: StudyRequest) -> None:
@@ -94,20 +94,20 @@ class Space:
 
     @property
     def hardware(self) -> str:
-        """The machine of all points that have no other."""
+        """Name of the machine of points that do not set another."""
         return str(self._set.get("hardware", self._default_hardware))
 
     @property
     def effort(self) -> Effort:
-        """How much is done for each point."""
+        """Effort for each point."""
         return "certify" if self.request.certify else "plan"
 
     def case(self, levels: Mapping[str, Level], effort: Effort | None = None) -> Case:
-        """Return the point at some values of axes, or of any other fields.
+        """Return the point at some values of axes or other fields.
 
         Args:
-            levels: by name; they go before what is set.
-            effort: how much will be done for it, if that is not what the study does.
+            levels: values by name of the field. They override values that the study sets.
+            effort: effort for the point. Default: that of the study.
         """
         given = {**self._set, **levels}
         kinds = {name: self.fields[name].kind for name in given}
@@ -123,8 +123,8 @@ class Space:
             checkpoints = checkpoints_of(args)
             request = request_of(
                 args,
-                lambda whole: _noted(whole, changed_machine(whole, machine), machine, of_machine, varied),
-                lambda whole: _noted(whole, changed_model(whole, model), model, of_model, varied),
+                lambda whole: _recorded(whole, changed_machine(whole, machine), machine, of_machine, varied),
+                lambda whole: _recorded(whole, changed_model(whole, model), model, of_model, varied),
             )
             request = dataclasses.replace(request, **subgroup)
             if args.pfs_bandwidth is not None:
@@ -145,14 +145,14 @@ class Space:
             low, high = (field.parse(end) for end in text)
             if self.request.design != "random" or not isinstance(low, Number) or not isinstance(high, Number):
                 raise StudyError(
-                    f"{name}={text[0]}..{text[1]} has no step; give one as in 1x..4x..0.5x or 1x..8x..*2, or draw from "
-                    "it with --design random"
+                    f"{name}={text[0]}..{text[1]} has no step; give one, as in 1x..4x..0.5x or 1x..8x..*2, or draw "
+                    "values with --design random"
                 )
             levels.append(Interval(low, high))
         if not levels:
             raise StudyError(f"{name} has no values; give some, as in {name}=1,2,4")
         if len({_is_relative(level) for level in levels}) > 1:
-            raise StudyError(f"{name} has factors and other values; give all as factors (2x), or none")
+            raise StudyError(f"{name} mixes factors and absolute values; give all values as factors (2x), or none")
         return levels
 
     def _combined(self) -> list[tuple[Any, ...]]:
@@ -163,7 +163,7 @@ class Space:
             return self._drawn(levels, total)
         if design == "zip" and len({len(of_axis) for of_axis in levels}) > 1:
             counts = ", ".join(f"{name} {len(of_axis)}" for name, of_axis in self._levels.items())
-            raise StudyError(f"values that are zipped must be equally many, but there are {counts}")
+            raise StudyError(f"--design zip needs the same number of values on each axis, but there are {counts}")
         if design == "cartesian" and total > MAX_POINTS:
             raise StudyError(
                 f"all combinations are {total:,} points, more than {MAX_POINTS:,}; give fewer values, or draw some "
@@ -173,7 +173,7 @@ class Space:
         return list(rows)
 
     def _drawn(self, levels: Sequence[Sequence[Level | Interval]], total: int) -> list[tuple[Any, ...]]:
-        """Draw points: of finitely many none twice."""
+        """Draw random points. If the number of combinations is finite, no point is drawn twice."""
         rng, count = random.Random(self.request.seed), self.request.num_points or 0  # noqa: S311 - not for secrets
         if any(isinstance(level, Interval) for of_axis in levels for level in of_axis):
             picked = ([rng.choice(of_axis) for of_axis in levels] for _ in range(count))
@@ -200,7 +200,7 @@ class Space:
 
 
 def _fields(request: StudyRequest, default_hardware: str) -> Fields:
-    """Return the fields of the base: of several machines or models, the first."""
+    """Return the fields of the base point. If there are several machines or models, the first one counts."""
     first = {
         name: Field(name, "option", "").values(",".join(texts))[0] for name, texts in request.sweep.items() if texts
     }
@@ -217,12 +217,12 @@ def _fields(request: StudyRequest, default_hardware: str) -> Fields:
     return Fields(hardware, model)
 
 
-def _noted(before: Any, after: Any, changes: Mapping[str, Level], read: Any, varied: dict[str, Varied]) -> Any:
-    """Return what a change came to, and note every number that it changed."""
+def _recorded(before: Any, after: Any, changes: Mapping[str, Level], read: Any, varied: dict[str, Varied]) -> Any:
+    """Return ``after``, and record in ``varied`` every number that differs from ``before``."""
     for name in changes:
         try:
             now: Value | None = read(after, name)
-        except ValueError:  # there is none any more, such as drives
+        except ValueError:  # the field no longer exists, such as drives
             now = None
         varied[name] = Varied(before=read(before, name), after=now)
     return after

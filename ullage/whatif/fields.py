@@ -1,4 +1,4 @@
-"""What a study can vary, by name: options of the request, sizes of the model, and every number of the machine."""
+"""The fields that a study can vary: options of the request, sizes of the model, and all numbers of the machine."""
 
 import argparse
 import dataclasses
@@ -41,7 +41,7 @@ ALIASES: Final[Mapping[str, str]] = {
     "network": "inter_node.bytes_per_s",
     "num_devices": "gpus",
 }
-"""Short or familiar names, and what they stand for."""
+"""Short or familiar names of fields."""
 
 _CLIP_WORDS: Final = "clip gradients by their global norm (true)"
 _READ: Final[Mapping[str, Callable[[Any], Any]]] = {
@@ -49,36 +49,36 @@ _READ: Final[Mapping[str, Callable[[Any], Any]]] = {
     "lora": lora,
     "mtbf": mtbf,
 }
-"""What options of a command have of the values of some fields."""
+"""Functions that convert values of some fields to those of command-line options."""
 
 SUBGROUP_PARAMS: Final = "subgroup_params"
-"""The one field of a request that is no option."""
+"""The only field of a request that is not an option of a command."""
 
 _WORDS = {
-    "host.num_cores": "cores of a node; updates and other passes of the host follow, DRAM stays",
-    "host.num_optimizer_cores": "cores that a node gives to updates, whose rate follows",
-    "nvme.num_drives": "drives of a node, striped; rates and capacity follow; 0: no NVMe",
+    "host.num_cores": "cores of a node; scales rates of updates and other host passes, but not DRAM",
+    "host.num_optimizer_cores": "cores of a node that run updates; scales the rate of updates",
+    "nvme.num_drives": "striped drives of a node; scales rates and capacity; 0: no NVMe",
     "devices_per_node": "devices in a node, at most those of the profile",
 }
 
 
 class FieldError(ValueError):
-    """A field that cannot be varied, or not so."""
+    """A field does not exist or cannot have a value."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Field:
-    """One thing that can be varied.
+    """One field that can be varied.
 
     Attributes:
-        name: of an option (``gpus``), a size of the model (``model.num_layers``), a path of the profile
-            (``host.dram_bytes_per_s``) or a scalable that turns several of them (``host-link``).
-        kind: whose it is.
-        words: what it is.
-        unit: of its numbers; empty for counts and words.
-        whole: takes whole numbers only.
-        switch: takes true and false.
-        present: what the base has of it; ``None`` for options.
+        name: an option (``gpus``), a size of the model (``model.num_layers``), a path of the profile
+            (``host.dram_bytes_per_s``), or a scalable that scales several paths (``host-link``).
+        kind: whether it belongs to the request, the model or the machine.
+        words: description of the field.
+        unit: unit of its numbers; empty for counts and text.
+        whole: values are whole numbers.
+        switch: values are ``true`` and ``false``.
+        present: value at the base point; ``None`` for options.
     """
 
     name: str
@@ -90,16 +90,16 @@ class Field:
     present: Value | None = None
 
     def values(self, text: str) -> list[str | tuple[str, str]]:
-        """Return the values that a list stands for; see :func:`ullage.whatif.values.expand`."""
-        if self.name == "lora":  # has commas of its own
+        """Return the values of a list; see :func:`ullage.whatif.values.expand`."""
+        if self.name == "lora":  # its values contain commas
             return [*re.split(r",(?=rank=|none)", text)]
         return expand(text, whole=self.whole)
 
     def parse(self, text: str) -> Number | Value:
-        """Return what a value means: a number or factor, a switch, or what an option takes.
+        """Parse a value: a number or factor, a switch, or the value of an option.
 
         Raises:
-            FieldError: it is not a value of this field.
+            FieldError: the text is not a value of this field.
         """
         try:
             if self.kind == "option":
@@ -131,7 +131,7 @@ class Fields:
         """Return a field by its name, an alias, or its spelling as an option.
 
         Raises:
-            FieldError: there is none; names the nearest ones.
+            FieldError: the field does not exist; the message names similar ones.
         """
         plain = name.removeprefix("--")
         for spelled in (ALIASES.get(plain, plain), plain.replace("-", "_")):
@@ -144,14 +144,14 @@ class Fields:
 
 
 def changed_machine(hardware: HardwareProfile, changes: Mapping[str, Number | Value]) -> HardwareProfile:
-    """Return a machine with fields set to other values, one after the other.
+    """Return a machine with fields changed one after another.
 
     Raises:
-        ValueError: it has no such field, or the value breaks a rule of the profile.
+        ValueError: the machine has no such field, or the value breaks a rule of the profile.
     """
     for name, change in changes.items():
         before = of_machine(hardware, name)
-        after = _applied(before, change)
+        after = _changed_value(before, change)
         try:
             if (scalable := _scalable(hardware, name)) is not None:
                 hardware = scaled(hardware, scalable, float(after) / float(before))
@@ -166,16 +166,16 @@ def changed_machine(hardware: HardwareProfile, changes: Mapping[str, Number | Va
 
 
 def changed_model(model: Model, changes: Mapping[str, Number | Value]) -> Model:
-    """Return a model with sizes set to other values, all at once.
+    """Return a model with sizes changed all at once.
 
     Raises:
-        ValueError: the sizes do not go together, or it is a captured one.
+        ValueError: the sizes do not match, or the model is a captured one.
     """
     if not changes:
         return model
     if isinstance(model, CapturedModel):
-        raise FieldError(f"{next(iter(changes))}: {model.name} was captured, so its sizes are those of its module")
-    sizes = {name: _applied(of_model(model, name), change) for name, change in changes.items()}
+        raise FieldError(f"{next(iter(changes))}: {model.name} is a captured model, so its sizes cannot be varied")
+    sizes = {name: _changed_value(of_model(model, name), change) for name, change in changes.items()}
     try:
         return ModelConfig.model_validate(model.model_dump() | {n.removeprefix("model."): v for n, v in sizes.items()})
     except ValidationError as error:
@@ -184,35 +184,35 @@ def changed_model(model: Model, changes: Mapping[str, Number | Value]) -> Model:
 
 
 def of_machine(hardware: HardwareProfile, name: str) -> float | int | bool:
-    """Return what a machine has of a field; of a curve its best rate.
+    """Return the value of a machine's field; for a curve, its best rate.
 
     Raises:
-        FieldError: it has none.
+        FieldError: the machine has no such field.
     """
     path = scalable.paths[0] if (scalable := _scalable(hardware, name)) else name
     if (item := quantities(hardware).get(path)) is not None:
         return number(item)
     if (count := counts(hardware).get(path)) is not None:
         return count
-    raise FieldError(f"{hardware.name} has no {name}; choose a machine that has, or leave the field out")
+    raise FieldError(f"{hardware.name} has no {name}; choose a machine that has it, or leave the field out")
 
 
 def of_model(model: Model, name: str) -> int | bool:
-    """Return what a model has of a field."""
+    """Return the value of a model's field."""
     value: int | bool = getattr(model, name.removeprefix("model."))
     return value
 
 
 def namespace(options: Mapping[str, Any]) -> argparse.Namespace:
-    """Return parsed arguments with some options given and all others not."""
+    """Return parsed arguments in which only ``options`` are given."""
     given = argparse.Namespace(**dict.fromkeys(action.dest for action in _actions().values()))
     for name, value in options.items():
         setattr(given, _actions()[name].dest, _READ[name](value) if name in _READ else value)
     return given
 
 
-def _applied(before: float | bool, change: Number | Value) -> Any:
-    """Return what a change makes of a value; whole numbers stay whole."""
+def _changed_value(before: float | bool, change: Number | Value) -> Any:
+    """Return a value after a change. Whole numbers are rounded to whole numbers."""
     if not isinstance(change, Number):
         return change
     after = before * change.value if change.relative else change.value
@@ -220,7 +220,7 @@ def _applied(before: float | bool, change: Number | Value) -> Any:
 
 
 def scalables_of(request: Request) -> tuple[Scalable, ...]:
-    """Return the properties of a request's machine that can matter to it."""
+    """Return the scalable properties of a request's machine that can affect the plan."""
     dtype, uses_storage = request.job.precision.weights, request.storage == "nvme"
     return scalables(request.hardware, dtype, request.num_devices, uses_storage=uses_storage)
 
@@ -254,7 +254,7 @@ def _machine_fields(hardware: HardwareProfile) -> Iterator[Field]:
         words = f"{scalable.words}; scales {', '.join(scalable.paths)}"
         yield Field(scalable.key, "machine", words, _unit(item), present=number(item))
     for path, item in has.items():
-        words = "as a whole; its best rate is the value" if isinstance(item, Curve) else ""
+        words = "the whole curve; its value is the best rate" if isinstance(item, Curve) else ""
         yield Field(path, "machine", words, _unit(item), present=number(item))
     for path, count in counts(hardware).items():
         switch = isinstance(count, bool)
@@ -278,7 +278,7 @@ def _option_value(name: str, text: str) -> Any:
     if name == "clip":
         return _switch(text)
     if name == SUBGROUP_PARAMS:
-        name = "gpus"  # a whole number from 1 on too
+        name = "gpus"  # has the same rule: a whole number of at least 1
     action = _actions()[name]
     if action.choices is not None and text not in action.choices:
         raise ValueError(f"give one of {', '.join(map(str, action.choices))}")

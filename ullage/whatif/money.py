@@ -1,4 +1,4 @@
-"""Costs of points: per hour, per million tokens and per run, and the Pareto front of cost and speed."""
+"""Costs of points per hour, per million tokens and per run, and the Pareto front of cost and speed."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -11,9 +11,9 @@ _MILLION = 1e6
 
 
 def charged(points: Iterable[Point], prices: Prices | None, request: StudyRequest) -> tuple[list[Point], list[str]]:
-    """Return points with their costs, if there are prices, and notes about these.
+    """Return points with their costs, if there are prices, and notes about the prices.
 
-    Without prices a run still takes some time, so that a deadline can be held against it.
+    Without prices, the points still get the time of a run, so that a deadline can be checked.
     """
     if prices is None:
         return list(points), []
@@ -27,9 +27,9 @@ def charged(points: Iterable[Point], prices: Prices | None, request: StudyReques
 
 
 def pareto_front(points: Sequence[Point]) -> set[int]:
-    """Return the positions of points that no other of the same model is both as fast and as cheap as.
+    """Return the indices of the Pareto front: no other point of the same model is as fast and as cheap.
 
-    Of points that are equal in both, the first is taken.
+    If points are equal in both, only the first is on the front.
     """
     by_model: dict[str, list[tuple[float, float, int]]] = defaultdict(list)
     for position, point in enumerate(points):
@@ -39,7 +39,7 @@ def pareto_front(points: Sequence[Point]) -> set[int]:
     front = set()
     for keys in by_model.values():
         fastest = 0.0
-        for _, slowness, position in sorted(keys):  # the cheapest first: each next one has to be faster
+        for _, slowness, position in sorted(keys):  # cheapest first; each further point must be faster
             if -slowness > fastest:
                 fastest = -slowness
                 front.add(position)
@@ -68,7 +68,7 @@ def _cost(point: Point, prices: Prices, request: StudyRequest) -> Cost | None:
 
 
 def _per_hour(point: Point, figures: Figures, machine: MachinePrice, prices: Prices) -> float:
-    """Return the price of all nodes in use, adjusted for parts that differ from the profile."""
+    """Return the hourly price of all nodes in use, with extras for fields that differ from the profile."""
     own = figures.num_devices * machine.per_device_hour + figures.num_nodes * machine.per_node_hour
     extra = 0.0
     for name, change in point.varied.items():
@@ -83,7 +83,7 @@ def _number(value: Value | None) -> float:
 
 
 def _notes(points: Sequence[Point], prices: Prices) -> list[str]:
-    """Return the source of prices, and the things without a price, in words."""
+    """Return notes about the sources of prices, and about machines and fields without a price."""
     hardware = dict.fromkeys(point.hardware for point in points if point.figures)
     origins = {name: prices.machines[name].provenance for name in hardware if name in prices.machines}
     by_origin: dict[str, list[str]] = defaultdict(list)
@@ -91,9 +91,9 @@ def _notes(points: Sequence[Point], prices: Prices) -> list[str]:
         by_origin[f"{origin.origin}, {origin.source}{f', {origin.date}' if origin.date else ''}"].append(name)
     notes = [f"prices of {', '.join(names)}: {origin}" for origin, names in by_origin.items()]
     if without := [name for name in hardware if name not in origins]:
-        notes.append(f"the prices have none for {', '.join(without)}, so that their points have no cost")
+        notes.append(f"there are no prices for {', '.join(without)}, so their points have no cost")
     varied = dict.fromkeys(name for point in points for name in point.varied if not name.startswith("model."))
     free = [name for name in varied if name not in prices.extras]
     if free and origins:
-        notes.append(f"what changes {', '.join(free)} is not charged: the prices have no extra for it")
+        notes.append(f"changes of {', '.join(free)} cost nothing here: the prices have no extra for them")
     return notes

@@ -1,4 +1,4 @@
-"""What machines cost: the schema of a prices file."""
+"""The schema of a prices file: the cost of machines."""
 
 from pathlib import Path
 from typing import Annotated, Final, Literal
@@ -10,22 +10,22 @@ from hwprofiles.files import read_json
 from hwprofiles.quantity import Frozen, Provenance
 
 HOURS_PER_MONTH: Final = 730.0
-"""Of 365 days, as clouds bill them."""
+"""Hours of a month for cloud bills, a twelfth of 365 days."""
 
 Price = Annotated[float, Field(ge=0)]
 
 
 class PricesError(ValueError):
-    """A prices file that cannot be used, and what to do about it."""
+    """A prices file cannot be used; the message contains the remedy."""
 
 
 class Extra(Frozen):
-    """What more of something costs, and less of it saves, per node.
+    """The price per node of more of a field; less of it saves the same.
 
     Attributes:
-        amount: so much of the field, in its base unit (1e9 for a GB).
-        price: costs so much
-        per: an hour, or a month of 730 of them.
+        amount: amount of the field in its base unit (1e9 for a GB) that ``price`` is for.
+        price: price of this amount.
+        per: period of the price: an hour, or a month of 730 hours.
     """
 
     amount: Annotated[float, Field(gt=0)]
@@ -34,17 +34,17 @@ class Extra(Frozen):
 
     @property
     def per_hour(self) -> float:
-        """Price of one unit of the field in an hour."""
+        """Price per hour of one base unit of the field."""
         return self.price / self.amount / (1 if self.per == "hour" else HOURS_PER_MONTH)
 
 
 class MachinePrice(Frozen):
-    """What one kind of machine costs.
+    """The price of one kind of machine.
 
     Attributes:
-        per_device_hour: each device that is used.
-        per_node_hour: each node that is used, on top of its devices.
-        provenance: where the price comes from.
+        per_device_hour: price per hour of each device in use.
+        per_node_hour: additional price per hour of each node in use.
+        provenance: origin of the price.
     """
 
     per_device_hour: Price = 0.0
@@ -53,13 +53,13 @@ class MachinePrice(Frozen):
 
 
 class Prices(Frozen):
-    """What machines cost.
+    """Prices of machines.
 
     Attributes:
-        currency: such as ``USD``.
-        machines: by the name of the hardware profile.
-        extras: by the name of a field that a study varies, such as ``host.memory_bytes``: what it costs to have more of
-            it than the profile has. Fields that are not listed cost nothing.
+        currency: the currency, such as ``USD``.
+        machines: prices by name of the hardware profile.
+        extras: price of having more of a field than the profile, by name of a field that a study varies, such as
+            ``host.memory_bytes``. Changes of fields that are not listed cost nothing.
     """
 
     schema_version: Literal[1] = 1
@@ -73,10 +73,10 @@ def load_prices(path: Path | str) -> Prices:
     """Read and check a prices file.
 
     Raises:
-        PricesError: it is missing, or not a file of prices.
+        PricesError: the file is missing, or not a file of prices.
     """
     path = Path(path)
     try:
-        return Prices.model_validate(read_json(path, PricesError, "`--prices example` shows what one looks like"))
+        return Prices.model_validate(read_json(path, PricesError, "a study with `--prices example` shows the format"))
     except ValidationError as error:
         raise PricesError(f"{path}: {complaint(error, 'prices')}") from error

@@ -1,4 +1,4 @@
-"""Common questions by name: their points, and their answers in words."""
+"""The questions of ``--question``: their points, and their answers in words."""
 
 import dataclasses
 import itertools
@@ -20,23 +20,23 @@ from ullage.whatif.study import Answer, Axis, Minimum, Point, Question, Study, S
 from ullage.whatif.values import Number
 
 COMPARES_MACHINES: Final[frozenset[Question | None]] = frozenset({"fits", "cheapest"})
-"""Questions about all packaged machines, where none is named."""
+"""Questions that compare all packaged machines, if no machine is given."""
 _MOST_DEVICES: Final = 64
-_NEAR: Final = 1.05  # least amounts of memory are found to this ratio
-_LEAST_SHARE: Final = 1 / 1024  # of the present amount: smaller ones are not tried
-_GOOD: Final = 0.8  # efficiency that people call good
-_MATTERS: Final = 0.01  # a change of the iteration time that is more than what a search misses
-_FIRST_LENGTH: Final = 4096  # tokens that are tried first; a length is a multiple of the step
+_NEAR: Final = 1.05  # least amounts of memory are found up to this ratio
+_LEAST_SHARE: Final = 1 / 1024  # of the present amount; smaller amounts are not tried
+_GOOD: Final = 0.8  # efficiency that counts as good
+_MATTERS: Final = 0.01  # smaller changes of the iteration time may be errors of the search
+_FIRST_LENGTH: Final = 4096  # the first number of tokens to try; every length is a multiple of the step
 _LENGTH_STEP, _MOST_LENGTH = 256, 2**26
 _HARDWARE = Axis(name="hardware", words="profile of the machine", values=())
 _GPUS = Axis(name="gpus", words="devices to train on", values=())
 
 
 def answer(space: Space, prices: Prices | None, evaluator: Evaluator) -> Study:
-    """Return the study that a question makes, with its answer.
+    """Run the study of a question and return it with its answer.
 
     Raises:
-        StudyError: the question needs something that is not given.
+        StudyError: an option that the question needs is not given.
     """
     question = space.request.question
     assert question is not None
@@ -52,7 +52,7 @@ def _fits(space: Space, _: Prices | None, evaluator: Evaluator) -> Study:
     tried: list[Case] = []
     chosen: dict[str, int] = {}
     while waiting := {name: counts for name, counts in waiting.items() if counts and name not in chosen}:
-        cases = {name: _at(space, name, counts.pop(0)) for name, counts in waiting.items()}
+        cases = {name: _case_at(space, name, counts.pop(0)) for name, counts in waiting.items()}
         tried += cases.values()
         results = evaluator.results(cases.values(), space.effort, "how many devices")
         chosen |= {
@@ -62,7 +62,7 @@ def _fits(space: Space, _: Prices | None, evaluator: Evaluator) -> Study:
         }
     tried.sort(key=lambda case: (list(machines).index(str(case.settings["hardware"])), case.settings["gpus"]))
     least = _minimum(space, evaluator, {name: (machines[name], count) for name, count in chosen.items()})
-    study = _study(space, None, evaluator, tried)  # which has no cost: whether it fits is all that is asked
+    study = _study(space, None, evaluator, tried)  # without prices, because the question is only whether points fit
     model = study.points[0].model
     words = [
         f"{model} trains on {count} device{'s' if count > 1 else ''} of {', '.join(names)}"
@@ -79,9 +79,9 @@ def _fits(space: Space, _: Prices | None, evaluator: Evaluator) -> Study:
 def _minimum(
     space: Space, evaluator: Evaluator, chosen: Mapping[str, tuple[HardwareProfile, int]]
 ) -> tuple[Minimum, ...]:
-    """Return the least memory and drives of each machine with which a plan is still found, by bisection."""
+    """Return the least memory and drives of each machine with which a plan is found, by bisection."""
     searches = {
-        (name, field): [_LEAST_SHARE, 1.0]  # does not fit (as far as is known), and fits
+        (name, field): [_LEAST_SHARE, 1.0]  # bracket: largest share known not to fit, smallest known to fit
         for name, (hardware, _) in chosen.items()
         for field in ("device.memory_bytes", "host.memory_bytes", *_drives(space, hardware))
     }
@@ -139,28 +139,30 @@ def _cheapest(space: Space, prices: Prices | None, evaluator: Evaluator) -> Stud
         missing = "--prices FILE (or --prices example)" if prices is None else "--tokens, as in 300B"
         raise StudyError(f"--question cheapest needs {missing}")
     machines = _machines(space, prices)
-    cases = [_at(space, name, count) for name, machine in machines.items() for count in _device_counts(space, machine)]
+    cases = [
+        _case_at(space, name, count) for name, machine in machines.items() for count in _device_counts(space, machine)
+    ]
     study = _study(space, prices, evaluator, cases)
     currency = prices.currency
     priced = [(at, point) for at, point in enumerate(study.points) if point.cost and point.cost.run is not None]
     if not priced:
-        return _answered(study, "cheapest", [f"no machine with a price was found that trains {cases[0].model}"], [])
+        return _answered(study, "cheapest", [f"no machine with a price trains {cases[0].model}"], [])
     by_cost = sorted(priced, key=lambda item: (item[1].cost.run if item[1].cost else 0.0, item[0]))
     in_time = [item for item in by_cost if item[1].cost and item[1].cost.in_time is not False]
     fastest = min(priced, key=lambda item: item[1].cost.run_s if item[1].cost and item[1].cost.run_s else math.inf)
     words = []
     if request.deadline_s and in_time:
-        words.append(f"Cheapest within {duration(request.deadline_s)}: {_offer(in_time[0][1], currency)}")
+        words.append(f"Cheapest within {duration(request.deadline_s)}: {_offer_words(in_time[0][1], currency)}")
     elif request.deadline_s:
-        words.append(f"None of {len(priced)} machines that fit trains it within {duration(request.deadline_s)}")
+        words.append(f"None of the {len(priced)} machines that fit ends the run within {duration(request.deadline_s)}")
     if not request.deadline_s or by_cost[0] not in in_time[:1]:
-        words.append(f"Cheapest at any time: {_offer(by_cost[0][1], currency)}")
-    words.append(f"Fastest: {_offer(fastest[1], currency)}")
+        words.append(f"Cheapest without a deadline: {_offer_words(by_cost[0][1], currency)}")
+    words.append(f"Fastest: {_offer_words(fastest[1], currency)}")
     order = [at for at, _ in (*in_time, *by_cost)]
     return _answered(study, "cheapest", words, list(dict.fromkeys(order)))
 
 
-def _offer(point: Point, currency: str) -> str:
+def _offer_words(point: Point, currency: str) -> str:
     assert point.cost is not None
     assert point.cost.run is not None
     assert point.cost.run_s is not None
@@ -175,7 +177,7 @@ def _upgrade(space: Space, prices: Prices | None, evaluator: Evaluator) -> Study
     if base.request is None:
         raise StudyError(f"there is nothing to upgrade: {base.refused.reason if base.refused else ''}")
     request = base.request
-    # All but "issue", which is a time: twice of it is no upgrade.
+    # All scalables but "issue", which is a time: doubling a time is not an upgrade.
     names = [scalable.key for scalable in scalables_of(request) if scalable.key != "issue"]
     cases = {"as it is": base}
     for name in (*names, "host.num_cores"):
@@ -183,13 +185,13 @@ def _upgrade(space: Space, prices: Prices | None, evaluator: Evaluator) -> Study
         cases[f"{name} 2x"] = space.case({name: Number(2 * value)})
     cases["gpus 2x"] = space.case({"gpus": 2 * request.num_devices})
     labelled = [_with_settings(case, {"change": label}) for label, case in cases.items()]
-    axis = Axis(name="change", words="what there is twice as much of", values=tuple(cases))
+    axis = Axis(name="change", words="the resource that is doubled", values=tuple(cases))
     study = _study(space, prices, evaluator, labelled, (axis,))
     present = study.points[0].figures
     fits = [(at, point) for at, point in enumerate(study.points) if point.figures and at]
     order = sorted(fits, key=lambda item: -(item[1].figures.goodput_tokens_per_s if item[1].figures else 0.0))
     if present is None:
-        words = [f"As it is, there is no plan: {study.points[0].result.reason}"]
+        words = [f"Without a change there is no plan: {study.points[0].result.reason}"]
         words += [f"with {order[0][1].settings['change']} there is one"] if order else []
         return _answered(study, "upgrade", words, [at for at, _ in order])
     faster = [
@@ -197,9 +199,9 @@ def _upgrade(space: Space, prices: Prices | None, evaluator: Evaluator) -> Study
         for at, p in order
         if p.figures and p.figures.goodput_tokens_per_s > present.goodput_tokens_per_s * (1 + _MATTERS)
     ]
-    words = [_gain(point, present.goodput_tokens_per_s) for _, point in faster[:3]]
+    words = [_gain_words(point, present.goodput_tokens_per_s) for _, point in faster[:3]]
     if not words:
-        words = ["If any one resource is doubled, training gets at most 1 % faster (predicted)"]
+        words = ["Doubling any one resource makes training at most 1 % faster (predicted)"]
     else:
         words[0] = f"Best upgrade: {words[0]}"
         words.append(f"{len(fits) - len(faster)} of {len(fits)} changes make training at most 1 % faster")
@@ -208,14 +210,14 @@ def _upgrade(space: Space, prices: Prices | None, evaluator: Evaluator) -> Study
     return _answered(study, "upgrade", words, [0, *(at for at, _ in order)])
 
 
-def _gain(point: Point, tokens_per_s: float) -> str:
+def _gain_words(point: Point, tokens_per_s: float) -> str:
     assert point.figures is not None
     gain = point.figures.goodput_tokens_per_s / tokens_per_s - 1
     return f"{point.settings['change']}: {percent(gain)} more tokens/s (predicted)"
 
 
 def _cheapest_change(points: Sequence[Point]) -> str | None:
-    """Say which change lowers the cost per token most, among those whose price is known."""
+    """Return which change with a known price lowers the cost per token most, in words."""
     charged_for = [p for p in points[1:] if p.cost and _is_charged(p, points[0])]
     present = points[0].cost
     if present is None or not charged_for:
@@ -223,12 +225,12 @@ def _cheapest_change(points: Sequence[Point]) -> str | None:
     best = min(charged_for, key=lambda point: point.cost.per_million_tokens if point.cost else math.inf)
     assert best.cost is not None
     change = best.cost.per_million_tokens / present.per_million_tokens - 1
-    verdict = f"{percent(abs(change))} {'less' if change < 0 else 'more'} per token than as it is"
+    verdict = f"{percent(abs(change))} {'less' if change < 0 else 'more'} per token than without a change"
     return f"Best upgrade for its price: {best.settings['change']}, {verdict}"
 
 
 def _is_charged(point: Point, present: Point) -> bool:
-    """Return whether a change has a cost; something without a price may not be free."""
+    """Return whether a change has a price. A change without a price is not necessarily free."""
     return bool(point.cost and present.cost and point.cost.per_hour != present.cost.per_hour)
 
 
@@ -260,20 +262,20 @@ def _scale(space: Space, prices: Prices | None, evaluator: Evaluator) -> Study:
         for f, e in zip((p.figures for p in study.points), efficiency, strict=True)
         if f and e and e >= _GOOD
     ]
-    words.append(f"It stays above {percent(_GOOD)} on up to {max(good)} devices")
+    words.append(f"Efficiency stays above {percent(_GOOD)} on up to {max(good)} devices")
     if "global_batch" not in space.request.set:
-        words.append("Every device has its own batch, so that more of them train on more tokens per iteration")
+        words.append("Every device has its own batch, so more devices train on more tokens per iteration")
     found = _answered(study, "scale", words, [])
     assert found.answer is not None
     return found.model_copy(update={"answer": found.answer.model_copy(update={"efficiency": efficiency})})
 
 
 def _longest(space: Space, prices: Prices | None, evaluator: Evaluator) -> Study:
-    lengths, study = _greatest(space, prices, evaluator, "seq_len", _next_length)
-    model, machine = study.points[0].model, _devices(space)
+    lengths, study = _greatest_that_fits(space, prices, evaluator, "seq_len", _next_length)
+    model, machine = study.points[0].model, _devices_words(space)
     words = [
         f"{model} trains on sequences of {fits:,} tokens on {machine} with --storage {kind} "
-        f"(found; {misfits:,} were not)"
+        f"(no plan was found for {misfits:,})"
         for kind, (fits, misfits) in lengths.items()
         if fits
     ]
@@ -289,22 +291,22 @@ def _largest(space: Space, prices: Prices | None, evaluator: Evaluator) -> Study
     names = [str(name) for name in space.axes[0].values]
 
     def following(fits: int, misfits: int | None) -> int | None:
-        """Return the place of the next model to try, counted from 1."""
+        """Return the number of the next model to try, counted from 1."""
         end = len(names) + 1 if misfits is None else misfits
         return (fits + end) // 2 if end - fits > 1 else None
 
-    places, study = _greatest(space, prices, evaluator, "model", following, names)
-    machine = _devices(space)
+    places, study = _greatest_that_fits(space, prices, evaluator, "model", following, names)
+    machine = _devices_words(space)
     words = [
         f"{names[fits - 1]} is the largest of {len(names)} models that train on {machine} with --storage {kind}"
-        + (f" (found; {names[misfits - 1]} was not)" if misfits else "")
+        + (f" (no plan was found for {names[misfits - 1]})" if misfits else "")
         for kind, (fits, misfits) in places.items()
         if fits
     ]
     return _answered(study, "largest", words or [f"no plan was found for {names[0]} on {machine}"], [])
 
 
-def _greatest(
+def _greatest_that_fits(
     space: Space,
     prices: Prices | None,
     evaluator: Evaluator,
@@ -312,11 +314,11 @@ def _greatest(
     following: Callable[[int, int | None], int | None],
     names: Sequence[str] | None = None,
 ) -> tuple[dict[str, tuple[int, int | None]], Study]:
-    """Find the greatest value of a field that fits, for every kind of storage.
+    """Find the greatest value of a field that fits, for every value of ``--storage``.
 
-    ``following`` returns the next number to try, from the greatest that fits (0: none) and the least that does not.
-    ``names`` are what numbers from 1 on stand for, if the field has names. Return for each kind the greatest number
-    that fits and the least that does not, and the study of what fits.
+    ``following`` takes the greatest number that fits (0: none) and the least that does not, and returns the next number
+    to try. If the values of the field are names, ``names`` are the names of the numbers from 1. Return for each kind of
+    storage the greatest number that fits and the least that does not, and the study of the points that fit.
     """
     hardware = load_profile(space.hardware)
     given = space.request.set.get("storage")
@@ -324,7 +326,7 @@ def _greatest(
     known: dict[str, tuple[int, int | None]] = dict.fromkeys(kinds, (0, None))
     tried: dict[tuple[str, int], Case] = {}
     while open_ := {kind: n for kind, limits in known.items() if (n := following(*limits)) is not None}:
-        cases = {kind: _of_one(space, kind, field, names[n - 1] if names else n) for kind, n in open_.items()}
+        cases = {kind: _case_with(space, kind, field, names[n - 1] if names else n) for kind, n in open_.items()}
         results = evaluator.results(cases.values(), "fit", f"what fits, of {field}")
         for (kind, number), result in zip(open_.items(), results, strict=True):
             fits, misfits = known[kind]
@@ -342,21 +344,21 @@ def _greatest(
 
 
 def _next_length(fits: int, misfits: int | None) -> int | None:
-    """Return the next number of tokens to try, whole steps of 256; ``None`` if it is known well enough."""
+    """Return the next number of tokens to try, a multiple of 256; ``None`` if the bracket is narrow enough."""
     if misfits is None:
         return (2 * fits or _FIRST_LENGTH) if fits < _MOST_LENGTH else None
     middle = round(math.sqrt(max(fits, _LENGTH_STEP) * misfits) / _LENGTH_STEP) * _LENGTH_STEP
     return middle if fits < middle < misfits and misfits > _NEAR * fits else None
 
 
-def _of_one(space: Space, kind: str, field: str, value: str | int) -> Case:
-    """Return one sequence at a time, if nothing else is asked for."""
+def _case_with(space: Space, kind: str, field: str, value: str | int) -> Case:
+    """Return a point with a micro-batch of one sequence, unless the study sets another."""
     settings: dict[str, str | int] = {"storage": kind, field: value}
     sized = {"global_batch", "micro_batch"} & space.request.set.keys()
     return _with_settings(space.case(settings if sized else settings | {"micro_batch": 1}), settings)
 
 
-def _devices(space: Space) -> str:
+def _devices_words(space: Space) -> str:
     return f"{space.request.set.get('gpus', 1)} x {load_profile(space.hardware).name}"
 
 
@@ -371,7 +373,7 @@ _QUESTIONS: Final[Mapping[Question, Callable[[Space, Prices | None, Evaluator], 
 
 
 def _machines(space: Space, prices: Prices | None) -> dict[str, HardwareProfile]:
-    """Return the machines that are compared: the one that is given, or all that are packaged (and have a price)."""
+    """Return the machines to compare: the given one, or all packaged machines (with a price, if there are prices)."""
     if (given := space.request.set.get("hardware")) is not None:
         return {given: load_profile(given)}
     names = [name for name in list_profiles() if name != LOCAL and (prices is None or name in prices.machines)]
@@ -380,14 +382,14 @@ def _machines(space: Space, prices: Prices | None) -> dict[str, HardwareProfile]
 
 
 def _device_counts(space: Space, hardware: HardwareProfile) -> Iterable[int]:
-    """Yield powers of two up to the devices that are given, or to a node, or to 64 where nodes have a network."""
+    """Yield powers of two up to the given devices, or to those of a node, or to 64 if nodes have a network."""
     most = int(space.request.set.get("gpus", _MOST_DEVICES if hardware.inter_node else hardware.devices_per_node))
     powers = (2**i for i in itertools.count())
     yield from itertools.takewhile(lambda count: count < most, powers)
     yield most
 
 
-def _at(space: Space, hardware: str, count: int) -> Case:
+def _case_at(space: Space, hardware: str, count: int) -> Case:
     settings: dict[str, str | int] = {"hardware": hardware, "gpus": count}
     return _with_settings(space.case(dict(settings)), settings)
 

@@ -1,4 +1,4 @@
-"""What `ullage whatif` prints: the answer, then the table."""
+"""The screen of `ullage whatif`: the answer, then the table."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -14,12 +14,12 @@ from ullage.whatif.study import AS_GOOD_AS_NONE, Axis, Minimum, Point, Sensitivi
 from ullage.whatif.tables import every_words
 
 _MOST_ROWS, _MOST_ANSWERS = 48, 16
-_COMMON = 5  # columns that every point has behind its settings
-_STATUS_WORDS = {"lacks-memory": "lacks memory", "refused": "cannot be asked for", "failed": "the planner failed"}
+_COMMON = 5  # columns of every point after its settings
+_STATUS_WORDS = {"lacks-memory": "lacks memory", "refused": "not possible", "failed": "the planner failed"}
 
 
 def study_screen(study: Study, path: Path, table_path: Path | None) -> None:
-    """Print a study: answer, table, what readers should know, and where the files are."""
+    """Print a study: answer, table, notes, and the paths of the files."""
     out = console()
     if study.answer:
         for line in study.answer.words:
@@ -28,7 +28,7 @@ def study_screen(study: Study, path: Path, table_path: Path | None) -> None:
     if study.answer and study.answer.least:
         out.print(minimum_table(study, study.answer.least))
     else:
-        shown = _most_telling(study)
+        shown = _points_to_show(study)
         out.print(points_table(study, shown))
         if len(shown) < len(study.points):
             which = "the best" if study.answer else "the fastest"
@@ -37,9 +37,9 @@ def study_screen(study: Study, path: Path, table_path: Path | None) -> None:
         out.print()
         out.print(sensitivity_table(study.sensitivities))
         out.print(
-            f"elasticity: relative change of the iteration time per relative change of the resource, planned at "
-            f"{1 + study.sensitivities.step:g}x and 1/{1 + study.sensitivities.step:g}x; below {AS_GOOD_AS_NONE:g} is "
-            "as good as none",
+            "elasticity: relative change of the iteration time per relative change of the resource, planned at "
+            f"{1 + study.sensitivities.step:g}x and 1/{1 + study.sensitivities.step:g}x; values below "
+            f"{AS_GOOD_AS_NONE:g} mean no effect",
             soft_wrap=True,
         )
     for line in reasons(study):
@@ -51,7 +51,7 @@ def study_screen(study: Study, path: Path, table_path: Path | None) -> None:
 
 
 def value_words(axis: Axis, value: Value) -> str:
-    """Return a value of an axis as people write it."""
+    """Return a value of an axis as text with its unit."""
     if axis.relative:
         return f"{value:g}x"
     if isinstance(value, bool):
@@ -62,7 +62,7 @@ def value_words(axis: Axis, value: Value) -> str:
 
 
 def points_table(study: Study, points: Sequence[Point]) -> Table:
-    """Return one row for each point: settings, whether it fits, time, speed, what binds, memory, cost."""
+    """Return a table with one row per point: settings, whether it fits, time, speed, bottleneck, memory, cost."""
     axes, money = study.axes, study.prices is not None
     certified, run = study.request.certify, study.request.tokens is not None
     currency = study.prices.currency if study.prices else ""
@@ -90,7 +90,7 @@ def points_table(study: Study, points: Sequence[Point]) -> Table:
 
 
 def minimum_table(study: Study, rows: Sequence[Minimum]) -> Table:
-    """Return the least that every machine needs, beside its present amount."""
+    """Return a table with the least memory and drives that every machine needs, beside the present amounts."""
     columns = ["devices", "device memory", "of", "host memory", "of", "iteration"]
     drives = any(row.num_drives is not None for row in rows)
     result = table(
@@ -109,17 +109,17 @@ def minimum_table(study: Study, rows: Sequence[Minimum]) -> Table:
         cells += [si(figures.iteration_s, "s") if figures else ""]
         cells += ["" if row.num_drives is None else str(row.num_drives)] if drives else []
         result.add_row(row.hardware, *cells)
-    result.caption = "memory of each device and node; the iteration time is with all that the machine has"
+    result.caption = "memory per device and per node; the iteration time is with the full memory of the machine"
     return result
 
 
 def sensitivity_table(found: Sensitivities) -> Table:
-    """Return what every resource is worth, the largest effect first."""
-    columns = ("here", "with less", "with more", "one more is worth", "bound by something else from")
+    """Return a table with the effect of every resource, largest first."""
+    columns = ("here", "with less", "with more", "one more saves", "another lane binds from")
     result = table("sensitivities, predicted", "resource", *columns)
     for row in found.rows:
         unit = UNIT_SYMBOLS.get(row.unit, "")
-        worth = "" if row.saved_s is None else f"{row.step_words}: {_saved(row.saved_s)}"
+        worth = "" if row.saved_s is None else f"{row.step_words}: {_saving_words(row.saved_s)}"
         moves = [
             f"{si(crossing.value, unit).strip()} ({LANE_WORDS[crossing.bound_by]})"
             for crossing in (row.below, row.above)
@@ -140,12 +140,12 @@ def _elasticity(value: float | None) -> str:
     return "no plan" if value is None else f"{value + 0.0:+.2f}"
 
 
-def _saved(seconds: float) -> str:
+def _saving_words(seconds: float) -> str:
     return f"{'-' if seconds > 0 else '+'}{si(abs(seconds), 's')}" if seconds else "about nothing"
 
 
 def reasons(study: Study) -> Iterator[str]:
-    """Yield in words why points have no plan, the commonest reason first, one line for each kind."""
+    """Yield the reasons why points have no plan, one line per kind, most frequent first."""
     without = [point for point in study.points if point.result.status != "fits"]
     for status, count in Counter(point.result.status for point in without).most_common():
         first = next(point for point in without if point.result.status == status)
@@ -181,8 +181,8 @@ def _amount(money: float) -> str:
     return f"{money:,.2f}" if money < 100 else f"{money:,.0f}"
 
 
-def _most_telling(study: Study) -> list[Point]:
-    """Return the points that a screen has room for: all, or the answer's and then the fastest."""
+def _points_to_show(study: Study) -> list[Point]:
+    """Return as many points as a screen has room for: those of the answer, then the fastest."""
     if study.answer and study.answer.points:
         return [study.points[position] for position in study.answer.points[:_MOST_ANSWERS]]
     if len(study.points) <= _MOST_ROWS:

@@ -1,14 +1,16 @@
-"""What every resource is worth to one point, and where the bottleneck moves, by planning anew.
+"""The effect of every resource on one point, and where the bottleneck moves, by planning anew.
 
-[Note: Elasticity] Of a resource there is once a fifth more and once a fifth less, everything is planned again, and the
-logarithm of what that does to the iteration time is divided by that of the change. Both sides are reported, because the
-best plan has kinks: a link may bind it on one side, and cores on the other. A search ends within about a percent of the
-best, so that an elasticity below :data:`ullage.whatif.study.AS_GOOD_AS_NONE` is none. The step is large enough for
-that, and small enough to be about this machine.
+[Note: Elasticity] The request is planned again with a fifth more and with a fifth less of a resource. The elasticity is
+the logarithm of the ratio of iteration times, divided by the logarithm of the ratio of the resource. Both sides are
+reported, because they differ if the best plan changes: it may be bound by a link on one side and by cores on the other.
+A search ends within about a percent of the best, so an elasticity below
+:data:`ullage.whatif.study.AS_GOOD_AS_NONE` means no effect. The step is large enough for this error, and small enough
+to describe this machine.
 
-[Note: Moves] Where the lane that bounds the plan changes is searched between a quarter of the resource and four times
-as much: if it is another one at an end, by bisection, to a tenth. What `ullage explain` calls a crossing keeps the
-plan's decisions; here they are made again at every trial, so this is where the *best* plan is bound by something else.
+[Note: Moves] The search for a crossing, where another lane begins to bound the plan, goes from a quarter of the
+resource to four times as much. If another lane binds at an end, bisection finds the crossing up to a tenth. A crossing
+of `ullage explain` keeps the plan's decisions. Here every trial is planned anew, so another lane bounds the *best* plan
+from the crossing on.
 """
 
 import dataclasses
@@ -27,7 +29,7 @@ STEP: Final = 0.2
 RANGE: Final = 4.0
 _NEAR: Final = 1.1
 _CORES: Final = "host.num_cores"
-# What people buy more of, by unit: how much in it, and how it is called.
+# Steps of a resource that people buy, by unit: amount and name.
 _STEPS: Final = {
     "bytes": (1e9, "1 GB"),
     "bytes_per_s": (1e9, "1 GB/s"),
@@ -40,7 +42,7 @@ _STEPS: Final = {
 
 @dataclasses.dataclass
 class _Search:
-    """The bracket of a crossing: the last factor where the present lane binds, and the first where another does."""
+    """The bracket of a crossing: the last factor at which the present lane binds, and the first where another does."""
 
     inside: float
     outside: float
@@ -56,7 +58,7 @@ class _Search:
 
 
 def sensitivities(space: Space, evaluator: Evaluator) -> Sensitivities:
-    """Return what every resource of the base point is worth; see [Note: Elasticity] and [Note: Moves].
+    """Return the effect of every resource of the base point; see [Note: Elasticity] and [Note: Moves].
 
     Raises:
         StudyError: the base point has no plan.
@@ -64,7 +66,7 @@ def sensitivities(space: Space, evaluator: Evaluator) -> Sensitivities:
     base_case = space.case({})
     (base,) = evaluator.results([base_case], space.effort, "the base point")
     if base.figures is None or base_case.request is None or base.status != "fits":
-        raise StudyError(f"nothing to vary: the base point has no plan: {base.reason}")
+        raise StudyError(f"the base point has no plan, so there is nothing to vary: {base.reason}")
     request = base_case.request
     matters = scalables_of(request)
     fields = [space.fields[name] for name in (*(scalable.key for scalable in matters), _CORES)]
@@ -80,9 +82,9 @@ class _Trials:
     """Results of scaling one field by a factor, planned on demand.
 
     Args:
-        space: of the study.
-        evaluator: plans them.
-        values: the fields, with what the base point has of each.
+        space: space of the study.
+        evaluator: plans the points.
+        values: value of each field at the base point.
     """
 
     def __init__(self, space: Space, evaluator: Evaluator, values: Mapping[str, float]) -> None:
@@ -91,14 +93,14 @@ class _Trials:
         self._results: dict[tuple[str, float], tuple[Case, Result]] = {}
 
     def plan(self, factors: Mapping[str, tuple[float, ...]], what: str) -> None:
-        """Plan several factors of several fields, all at once."""
+        """Plan several factors of several fields at once."""
         wanted = [(name, factor) for name, all_factors in factors.items() for factor in all_factors]
         cases = [self._space.case({name: Number(self._scaled(name, factor))}) for name, factor in wanted]
         results = self._evaluator.results(cases, self._space.effort, what)
         self._results |= dict(zip(wanted, zip(cases, results, strict=True), strict=True))
 
     def side(self, name: str, factor: float) -> Side:
-        """Return what was found at a factor; of whole numbers the factor is what they came to."""
+        """Return the result at a factor. For whole numbers, the factor is that of the rounded value."""
         case, result = self._results[name, factor]
         figures = result.figures if result.status == "fits" else None
         after = of_machine(case.request.hardware, name) if case.request else self._scaled(name, factor)
@@ -115,7 +117,7 @@ class _Trials:
 
 
 def _crossings(trials: _Trials, present: Lane) -> dict[tuple[str, bool], Crossing]:
-    """Return crossings by field and whether they are above the present value."""
+    """Return crossings by field and by whether they are above the present value."""
     searches = {
         (name, above): _Search(1.0, end)
         for name in trials.values

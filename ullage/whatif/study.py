@@ -1,9 +1,8 @@
-"""A study as a file: the request, and the result of every point.
+"""The file of a study: the request, and the result of every point.
 
-The same schema serves both ends. A file with ``request`` alone is a study to be run (``ullage whatif STUDY``). A
-finished one has ``points`` too, so that whatever was run can be run again. Numbers are in the base unit of their field
-(bytes, seconds, amounts per second) unless an axis is *relative*: then they are factors of what the machine or model
-has.
+A file with only ``request`` is a study to be run (``ullage whatif STUDY``). A finished study also has ``points``, and
+can be run again. Numbers are in the base unit of their field (bytes, seconds, amounts per second). If an axis is
+*relative*, its numbers are factors of the value of the machine or model.
 """
 
 import json
@@ -28,24 +27,24 @@ Question = Literal["fits", "cheapest", "upgrade", "scale", "longest", "largest"]
 
 
 class StudyError(ValueError):
-    """A study file that cannot be used, and what to do about it."""
+    """A study file cannot be used; the message contains the remedy."""
 
 
 class StudyRequest(Frozen):
-    """What is to be found out.
+    """The request of a study.
 
     Attributes:
-        set: fields that are the same at every point, by name, as they are written on the command line (``2x``,
-            ``64GB``, ``h100``); ``model`` is one of them.
-        sweep: fields that vary, each with its values, in the order in which tables have them.
-        design: ``cartesian`` combines all values with all, ``zip`` takes the first of each, the second, and so on,
-            ``random`` draws values independently.
-        num_points: how many ``random`` draws.
-        seed: of its draws.
-        certify: prove for every point how far from the best its plan can be.
-        tokens: what a whole run trains on; ``None``: costs are per token only.
-        deadline_s: seconds within which the run has to end; ``None``: any time is fine.
-        question: which preset made the axes, if one did.
+        set: fields that are the same at every point, by name, as on the command line (``2x``, ``64GB``, ``h100``);
+            ``model`` is one of them.
+        sweep: fields that vary, each with its values, in the order of the table's columns.
+        design: ``cartesian``: all combinations of values; ``zip``: the first values of all axes, then the second, and
+            so on; ``random``: independent random values.
+        num_points: number of points of a ``random`` design.
+        seed: seed of a ``random`` design.
+        certify: prove for every point how far its plan can be from the best.
+        tokens: tokens of a whole run; ``None``: costs are only per token.
+        deadline_s: seconds within which the run must end; ``None``: no deadline.
+        question: the question that chose the axes, if any.
     """
 
     set: dict[str, str]
@@ -63,11 +62,11 @@ class Axis(Frozen):
     """One field that varies.
 
     Attributes:
-        name: of the field.
-        words: what it is.
-        unit: of its values, such as ``bytes`` or ``bytes_per_s``; empty for counts and words.
+        name: name of the field.
+        words: description of the field.
+        unit: unit of its values, such as ``bytes`` or ``bytes_per_s``; empty for counts and text.
         relative: values are factors of the present value.
-        values: all that occur, in the order of the request.
+        values: all values, in the order of the request.
     """
 
     name: str
@@ -81,7 +80,7 @@ class Varied(Frozen):
     """One field at one point, in its unit.
 
     Attributes:
-        before: the value without the study's change; ``None`` if there is none.
+        before: the value without the study's change; ``None`` if the field did not exist.
         after: the value at the point.
     """
 
@@ -90,20 +89,20 @@ class Varied(Frozen):
 
 
 class Peak(Frozen):
-    """Memory of one tier: of one device, or of one node's host or drives."""
+    """Peak memory of one tier: of one device, or of the host or drives of one node."""
 
     peak_bytes: int
     capacity_bytes: int
 
 
 class Checkpoints(Frozen):
-    """When a plan makes checkpoints against the failures of its point, and what both take.
+    """Intervals of checkpoints for the failures of a point, and the cost of both.
 
     Attributes:
-        every: iterations from one to the next, by level, the fastest first.
-        waste: expected fraction of time that is no progress: checkpoints, and what failures lose.
-        overhead: what checkpoints add to training, as a fraction of it.
-        most_lost_s: by one failure.
+        every: iterations between checkpoints by level, fastest first.
+        waste: expected fraction of the time that is lost to checkpoints and failures.
+        overhead: time that checkpoints add to training, as a fraction of the training time.
+        most_lost_s: maximum seconds of work that one failure loses.
     """
 
     every: dict[Level, int]
@@ -121,17 +120,17 @@ class Figures(Frozen):
         model_flop_per_s: per device, without recomputation.
         num_devices, num_nodes: in use.
         bound_by: the lane with the largest share of the critical path.
-        critical_shares: share of every lane in the critical path, largest first; they add up to 1.
-        busy_shares: part of the iteration that each lane is occupied.
+        critical_shares: share of every lane of the critical path, largest first; the sum is 1.
+        busy_shares: fraction of the iteration in which each lane is busy.
         memory: peaks by tier.
-        choice: degrees and batch in words.
-        placement: where things are, in words.
-        engines: predicted seconds per iteration of engine policies; ``None`` where one does not fit.
+        choice: parallel degrees and batch in words.
+        placement: placement of state and activations in words.
+        engines: predicted seconds per iteration of engine policies; ``None`` for those that do not fit.
         bound_s: proven lower bound on the iteration time; ``None`` unless requested.
-        gap: how much slower the plan is than that, as a fraction.
-        warnings: what readers should know about the prediction.
-        num_simulations: schedules that the search simulated.
-        checkpoints: chosen for the failures of the point; ``None``: it has none.
+        gap: how much slower the plan is than the bound, as a fraction.
+        warnings: warnings about the prediction.
+        num_simulations: number of schedules that the search simulated.
+        checkpoints: checkpoints for the failures of the point; ``None`` without failures.
     """
 
     iteration_s: float
@@ -159,20 +158,20 @@ class Figures(Frozen):
 
     @property
     def goodput_tokens_per_s(self) -> float:
-        """Tokens per second of all time, of which checkpoints and failures take some."""
+        """Tokens per second over all the time, including checkpoints and failures."""
         return self.tokens_per_s * (1 - self.checkpoints.waste if self.checkpoints else 1)
 
 
 class Result(Frozen):
-    """What planning a point found; a function of the point alone.
+    """The result of planning a point. It depends only on the point.
 
     Attributes:
-        status: ``fits``; ``lacks-memory``: no plan was found that fits; ``refused``: it cannot be done so (degrees that
-            do not divide, a machine without a network); ``failed``: the planner broke, which is a bug of ours.
-        reason: in one line, why there is no plan.
-        missing_bytes: by tier, what the best that was tried lacks.
-        proven: that no schedule fits is proven.
-        figures: of the plan.
+        status: ``fits``; ``lacks-memory``: no plan was found that fits; ``refused``: the request is not possible
+            (degrees that do not divide, a machine without a network); ``failed``: the planner failed, which is a bug.
+        reason: the reason in one line if there is no plan.
+        missing_bytes: memory that the best trial lacks, by tier.
+        proven: it is proven that no schedule fits.
+        figures: figures of the plan.
     """
 
     status: Status
@@ -183,14 +182,14 @@ class Result(Frozen):
 
 
 class Cost(Frozen):
-    """What a point costs, in the currency of the prices.
+    """The cost of a point in the currency of the prices.
 
     Attributes:
-        per_hour: all its nodes.
-        per_million_tokens: at the predicted speed, with checkpoints and failures if the point has any.
-        run_s: seconds that the whole run takes.
-        run: what the whole run costs.
-        in_time: whether the run ends within the deadline; ``None``: there is none.
+        per_hour: cost per hour of all nodes in use.
+        per_million_tokens: cost at the predicted speed, with checkpoints and failures if the point has any.
+        run_s: seconds of the whole run.
+        run: cost of the whole run.
+        in_time: whether the run ends within the deadline; ``None`` without a deadline.
     """
 
     per_hour: float
@@ -204,12 +203,12 @@ class Point(Frozen):
     """One point of a study.
 
     Attributes:
-        settings: the value of every axis, as the axis has it.
-        varied: every field that the study sets or sweeps and that changes a number of the machine or the model.
+        settings: the value of every axis.
+        varied: every number of the machine or the model that the study changes.
         hardware, model: names of machine and model.
         key: digest of everything that determines the result.
-        result: of the point.
-        cost: if there are prices for it and it fits.
+        result: result of planning.
+        cost: cost, if the point fits and has a price.
         on_front: no other point is both faster and cheaper per token.
     """
 
@@ -224,18 +223,18 @@ class Point(Frozen):
 
     @property
     def figures(self) -> Figures | None:
-        """Figures of a point that fits."""
+        """Figures of the point, if it fits."""
         return self.result.figures if self.result.status == "fits" else None
 
 
 class Side(Frozen):
-    """What planning anew found with more or less of a resource.
+    """The result of planning with more or less of a resource.
 
     Attributes:
-        factor: times what there is.
-        value: that, in its unit.
-        iteration_s: of the plan found there; ``None``: none fits.
-        bound_by: the lane that bounds it.
+        factor: factor of the present value.
+        value: value of the resource in its unit.
+        iteration_s: iteration time of the plan; ``None`` if no plan fits.
+        bound_by: the lane that bounds the plan.
     """
 
     factor: float
@@ -245,28 +244,28 @@ class Side(Frozen):
 
 
 class Crossing(Side):
-    """Where another lane takes over as what bounds the plan; ``factor`` is just beyond it."""
+    """A value at which another lane begins to bound the plan; ``factor`` is just beyond it."""
 
 
 AS_GOOD_AS_NONE: Final = 0.05
-"""Elasticities below are what searches leave open; see [Note: Elasticity] in :mod:`ullage.whatif.sensitivity`."""
+"""Smaller elasticities may be errors of the search; see [Note: Elasticity] in :mod:`ullage.whatif.sensitivity`."""
 
 
 class Sensitivity(Frozen):
-    """What one resource is worth to the study's base point, planned anew on either side.
+    """The effect of one resource on the study's base point, planned anew with more and with less of it.
 
     Attributes:
-        name: of its field.
-        words: what it is.
-        unit: of its value.
-        value: what there is.
-        less, more: the sides.
-        elasticity_less, elasticity_more: relative change of the iteration time over that of the resource towards each
-            side (d ln T / d ln r): -1 is inversely proportional, 0 does not matter. They differ where the best plan
-            changes. ``None``: nothing fits there.
+        name: name of the field.
+        words: description of the field.
+        unit: unit of the value.
+        value: present value.
+        less, more: results with less and with more of the resource.
+        elasticity_less, elasticity_more: relative change of the iteration time per relative change of the resource on
+            each side (d ln T / d ln r). -1: inversely proportional; 0: no effect. They differ if the best plan changes.
+            ``None``: no plan fits there.
         step_words: a step that people buy, such as ``1 GB/s`` or ``1 core``.
-        seconds_per_step: change of the iteration time for one step more, from ``elasticity_more``.
-        below, above: the nearest crossings; ``None``: there is none within the range that was searched.
+        seconds_per_step: change of the iteration time for one more step, from ``elasticity_more``.
+        below, above: the nearest crossings; ``None`` if there is none within the searched range.
     """
 
     name: str
@@ -284,20 +283,20 @@ class Sensitivity(Frozen):
 
     @property
     def saved_s(self) -> float | None:
-        """Seconds that one step more saves; 0 if that is as good as none, ``None`` if nothing fits there."""
+        """Seconds that one more step saves; 0 if the effect is negligible, ``None`` if no plan fits there."""
         if self.seconds_per_step is None or self.elasticity_more is None:
             return None
         return -self.seconds_per_step if abs(self.elasticity_more) >= AS_GOOD_AS_NONE else 0.0
 
 
 class Sensitivities(Frozen):
-    """What every resource is worth around one point.
+    """The effect of every resource around one point.
 
     Attributes:
-        base: the point's result.
-        step: relative change to either side.
+        base: result of the point.
+        step: relative change of each resource.
         range: crossings were searched from one over this factor to this factor.
-        rows: the largest effect first.
+        rows: effects, largest first.
     """
 
     base: Result
@@ -307,14 +306,14 @@ class Sensitivities(Frozen):
 
 
 class Minimum(Frozen):
-    """The least of one machine with which a plan was found; each of the others as the profile has it.
+    """The least amounts of one machine with which a plan was found, each varied alone.
 
     Attributes:
-        hardware: name of its profile.
-        num_devices: as few as that.
-        device_memory_bytes: of each device.
-        host_memory_bytes: of each node.
-        num_drives: of each node, where the study may use them; ``None``: it may not, or needs none.
+        hardware: name of the profile.
+        num_devices: least number of devices.
+        device_memory_bytes: memory of each device.
+        host_memory_bytes: host memory of each node.
+        num_drives: drives of each node; ``None`` if the study may not use drives or needs none.
     """
 
     hardware: str
@@ -325,14 +324,15 @@ class Minimum(Frozen):
 
 
 class Answer(Frozen):
-    """What a question comes to.
+    """The answer to a question.
 
     Attributes:
-        question: which one.
-        words: the answer, as people would say it; one line each.
-        points: positions of the points it rests on, the best first.
-        least: what each machine needs at least (question ``fits``).
-        efficiency: of every point, its speed per device over that of the smallest one that fits (question ``scale``).
+        question: the question.
+        words: the answer in sentences, one per line.
+        points: indices of the points that the answer rests on, best first.
+        least: least amounts of each machine (question ``fits``).
+        efficiency: for every point, speed per device relative to the smallest number of devices that fits (question
+            ``scale``).
     """
 
     question: Question
@@ -343,18 +343,18 @@ class Answer(Frozen):
 
 
 class Study(Frozen):
-    """A study; see the module.
+    """A study: its request and results.
 
     Attributes:
-        program_version: of the program that planned the points.
+        program_version: version of the program that planned the points.
         request: the request of the study.
-        axes: what varies.
-        prices: what points are charged with.
-        points: in the order of the design; empty before it is run.
-        complete: all points of the design are there.
-        sensitivities: around the base point.
-        answer: to the question.
-        notes: what readers should know about the figures: assumed prices, fields that cost nothing, extrapolation.
+        axes: fields that vary.
+        prices: prices for the costs of points.
+        points: points in the order of the design; empty before the study is run.
+        complete: whether all points of the design are planned.
+        sensitivities: effects of resources around the base point.
+        answer: answer to the question.
+        notes: notes about the figures, such as assumed prices, fields that cost nothing, extrapolation.
     """
 
     schema_version: Literal[2] = 2
@@ -369,7 +369,7 @@ class Study(Frozen):
     notes: tuple[str, ...] = ()
 
     def to_json(self) -> str:
-        """Return the text of the file: equal studies, equal bytes."""
+        """Return the text of the file. Equal studies have equal text."""
         data = self.model_dump(mode="json", exclude_none=True)
         return json.dumps(data, indent=1, allow_nan=False) + "\n"
 
@@ -378,7 +378,7 @@ def load_study(path: Path | str) -> Study:
     """Read and check a study file.
 
     Raises:
-        StudyError: it is missing, not a study, or of another schema version.
+        StudyError: the file is missing, is not a study, or has another schema version.
     """
     path = Path(path)
     data = read_json(path, StudyError, "make a study with `ullage whatif`")

@@ -1,4 +1,4 @@
-"""A study as a table: one row for each point, for the screen, CSV and Parquet."""
+"""A study as a table with one row per point, for CSV and Parquet."""
 
 import csv
 import io
@@ -14,21 +14,21 @@ SUFFIXES: Final = (".csv", ".parquet")
 
 
 def rows(study: Study) -> list[dict[str, Any]]:
-    """Return a row for each point: settings, then figures, empty where there are none; all have the same columns."""
+    """Return a row for each point: settings, then figures. All rows have the same columns; missing ones are empty."""
     return [_settings(study, point) | _figures(point) | _cost(study, point) for point in study.points]
 
 
 def every_words(saved: Checkpoints) -> str:
-    """Return the intervals of checkpoints in words, in iterations by level."""
+    """Return the intervals of checkpoints as text, in iterations by level."""
     return ", ".join(f"{level} {every}" for level, every in saved.every.items())
 
 
 def check_table_path(path: Path) -> None:
-    """Check that a table can be written there, before anything is computed.
+    """Check that a table can be written to a path. Call it before anything is computed.
 
     Raises:
-        ValueError: it is neither CSV nor Parquet, or cannot be written.
-        ModuleNotFoundError: it is Parquet, and pyarrow is missing.
+        ValueError: the path ends in neither ``.csv`` nor ``.parquet``, or cannot be written.
+        ModuleNotFoundError: the path ends in ``.parquet``, and pyarrow is missing.
     """
     if path.suffix not in SUFFIXES:
         raise ValueError(f"--table {path}: ends in neither .csv nor .parquet; choose one of them")
@@ -38,11 +38,11 @@ def check_table_path(path: Path) -> None:
 
 
 def write_table(study: Study, path: Path) -> None:
-    """Write the rows to a file, whole or not at all, as CSV or Parquet by its name.
+    """Write the rows to a file in one step, as CSV or Parquet by the ending of its name.
 
     Raises:
-        ModuleNotFoundError: Parquet needs pyarrow.
-        OSError: it cannot be written.
+        ModuleNotFoundError: pyarrow, which Parquet needs, is missing.
+        OSError: the file cannot be written.
     """
     found = rows(study)
     columns = list(found[0]) if found else []
@@ -103,7 +103,7 @@ def _cost(study: Study, point: Point) -> dict[str, Any]:
 
 
 def _one_type(values: Sequence[Any]) -> list[Any]:
-    """Return values of a column in one type: words if any is a word, else numbers with a fraction if any has one."""
+    """Return values of a column in one type: ``str`` if any value is, else ``float`` if any is."""
     if any(isinstance(value, str) for value in values):
         return [None if value is None else str(value) for value in values]
     if any(isinstance(value, float) for value in values):

@@ -1,4 +1,4 @@
-"""Values of fields as people write them: ``2x``, ``64GB``, ``25GB/s``, ``10us``, ``0..12``, ``1..64..*2``."""
+"""Parse values of fields: ``2x``, ``64GB``, ``25GB/s``, ``10us``, ``0..12``, ``1..64..*2``."""
 
 import dataclasses
 import math
@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import Final
 
-# What may stand behind the prefix of a number, by the unit of its field.
+# Spellings of a unit after the prefix of a number, by the unit of the field.
 _UNIT_WORDS: Final = {
     "bytes": ("B",),
     "bytes_per_s": ("B/s", "Bps"),
@@ -27,7 +27,7 @@ _MOST_VALUES: Final = 10_000
 
 @dataclasses.dataclass(frozen=True)
 class Number:
-    """A number, or a factor of the present value (``relative``)."""
+    """A number; if ``relative``, a factor of the present value."""
 
     value: float
     relative: bool = False
@@ -35,27 +35,27 @@ class Number:
 
 @dataclasses.dataclass(frozen=True)
 class Interval:
-    """Any number between two, both of one kind: what a random design draws from."""
+    """An interval from which a random design draws numbers. Both ends are factors, or neither is."""
 
     low: Number
     high: Number
 
     def at(self, share: float) -> Number:
-        """Return the number at a share of the way, in equal ratios where both ends are above 0."""
+        """Return the number at a fraction of the interval, on a logarithmic scale if both ends are above 0."""
         low, high = self.low.value, self.high.value
         value = low * (high / low) ** share if low > 0 else low + (high - low) * share
         return Number(value, self.low.relative)
 
 
 def parse_number(text: str, unit: str) -> Number:
-    """Return what a number with an optional prefix and unit means.
+    """Parse a number with an optional prefix and unit.
 
     Args:
-        text: such as ``2x`` (a factor), ``64GB``, ``1.5e9``.
-        unit: of the field: ``bytes``, ``bytes_per_s``, ``flop_per_s``, ``params_per_s``, ``s``, or none.
+        text: text such as ``2x`` (a factor), ``64GB``, ``1.5e9``.
+        unit: unit of the field: ``bytes``, ``bytes_per_s``, ``flop_per_s``, ``params_per_s``, ``s``, or empty.
 
     Raises:
-        ValueError: it is not a number, below 0, or in another unit.
+        ValueError: the text is not a number, is below 0, or has another unit.
     """
     if found := _VALUE.fullmatch(text.strip()):
         value, suffix = float(found[1]), found[2].strip()
@@ -67,7 +67,7 @@ def parse_number(text: str, unit: str) -> Number:
 
 
 def example(unit: str) -> str:
-    """Return values that a field of some unit takes."""
+    """Return example values of a field with a unit, for error messages."""
     own = {
         "bytes": "64GB or 1.5GiB",
         "bytes_per_s": "25GB/s",
@@ -79,15 +79,15 @@ def example(unit: str) -> str:
 
 
 def expand(text: str, *, whole: bool) -> list[str | tuple[str, str]]:
-    """Return the values that a list such as ``1,2,4`` or ``0..12`` or ``1x..8x..*2`` stands for.
+    """Return the values of a list such as ``1,2,4``, ``0..12`` or ``1x..8x..*2``.
 
     Args:
-        text: values and ranges, separated by commas; ``a..b`` has a step of 1 where numbers are ``whole``, ``a..b..s``
-            the step s, and ``a..b..*r`` the ratio r. A unit behind one of a range's numbers is that of all.
-        whole: the field takes whole numbers only.
+        text: values and ranges, separated by commas. ``a..b`` has a step of 1 if numbers are ``whole``, ``a..b..s`` has
+            the step s, and ``a..b..*r`` the ratio r. A unit after one of a range's numbers applies to all of them.
+        whole: the field takes only whole numbers.
 
     Returns:
-        The values as texts; a range without step as its two ends.
+        The values as texts; a range without a step is a pair of its ends.
 
     Raises:
         ValueError: a range is empty, endless or too long, or has two units.
@@ -126,7 +126,7 @@ def _range(text: str, *, whole: bool) -> Iterator[str | tuple[str, str]]:
 
 
 def _scale(suffix: str, unit: str) -> float | None:
-    """Return what a prefix with or without the unit multiplies by; ``None`` if it belongs to another unit."""
+    """Return the factor of a prefix, with or without the unit; ``None`` if the suffix has another unit."""
     words = ("", *_UNIT_WORDS[unit])
     for word in sorted(words, key=len, reverse=True):
         prefix = suffix.removesuffix(word) if word else suffix

@@ -200,10 +200,10 @@ BAD_INPUT = {
         ["execute", "{plan}", "--checkpoint-every", "3"],
         ["--checkpoint-every 3 needs", "-dir"],
     ),
-    "kept without a place": (["execute", "{plan}", "--keep", "4,5"], ["--keep 4,5 needs --checkpoint-dir PLACE"]),
+    "kept without a place": (["execute", "{plan}", "--keep", "4,5"], ["--keep 4,5 needs", "--checkpoint-dir PLACE"]),
     "one checkpoint of a run": (
         ["execute", "{plan}", "--checkpoint-dir", "{tmp}/c", "--keep", "1"],
-        ["--keep 1", "at least 2", "--keep 2 or more"],
+        ["--keep 1", "too few", "--keep 2 or more"],
     ),
     "negative seed": (["execute", "{plan}", "--seed", "-1"], ["--seed", "'-1' is not a whole number from 0 on"]),
     "seed without end": (["execute", "{plan}", "--seed", "9" * 20], ["--seed", "is too large; give a whole number"]),
@@ -233,7 +233,10 @@ BAD_INPUT = {
     "too many settings": (["simulate", "{plan}", "--engine", "twin-flow", "1", "2"], ["at most one"]),
     "one iteration": (["simulate", "{plan}", "--iterations", "1"], ["at least 2"]),
     "neither plan nor model": (["simulate", "--engine", "zero-offload"], ["neither a plan nor --model"]),
-    "both plan and model": (["simulate", "{plan}", "--model", "gpt2", "--gpus", "2"], ["--model --gpus", "leave out"]),
+    "both plan and model": (
+        ["simulate", "{plan}", "--model", "gpt2", "--gpus", "2"],
+        ["--model --gpus", "leave one of them out"],
+    ),
     "unknown engine of a model": (["simulate", "--model", "gpt2", "--engine", "warp"], ["'warp'", "twin-flow"]),
     "figure of an unknown kind": (["simulate", "{plan}", "--figure", "{tmp}/f.gif"], ["f.gif", ".svg, .png, .html"]),
     "figure into nowhere": (["simulate", "{plan}", "--figure", "{tmp}/no/f.svg"], ["no/", "there is no such folder"]),
@@ -296,7 +299,7 @@ def test_intruder_is_named(intruder, cli, tmp_path):
     (tmp_path / intruder / "__init__.py").write_text("")
     result = cli("models")  # runs in that folder, so that it comes first
     assert (result.returncode, result.stderr.count("\n")) == (2, 1)
-    assert f"package '{intruder}' does not belong to this installation" in result.stderr
+    assert f"package '{intruder}' is not Ullage's" in result.stderr
     assert str(tmp_path / intruder) in result.stderr
     assert f"pip uninstall {intruder}" in result.stderr
 

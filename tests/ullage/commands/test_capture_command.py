@@ -170,7 +170,7 @@ def test_an_engine_is_simulated_without_a_plan(package: str, capsys: pytest.Capt
 REFUSED = {
     "chooses": (SHAPE, "chooses, in module 0: aten._local_scalar_dense.default needs the values of a tensor"),
     "recurrent": (["--input-shape", "4x2x8", "--precision", "fp32"], "mkldnn_rnn_layer.default has no known cost"),
-    "of_integers": (SHAPE, "parameter bias has type torch.int8, but weights are floating-point numbers"),
+    "of_integers": (SHAPE, "parameter bias has type torch.int8, but must be floating-point"),
     "no_parameters": (SHAPE, "has no parameters"),
     "no_module": (SHAPE, "returned a int, not an nn.Module"),
     "detached": (SHAPE, "no tensor with a gradient"),
@@ -180,7 +180,7 @@ REFUSED = {
     "make": ([], "needs the shapes of its inputs; give --input-shape"),
     "make ": (["--input-shape", "16x9"], "make it run with these inputs first"),
     "make  ": (["--input-shape", "16x8", "4x8"], "leading dimensions 4, 16"),
-    "make   ": ([*SHAPE, "--seq-len", "7"], "its first input is no sequence of tokens; leave --seq-len out"),
+    "make   ": ([*SHAPE, "--seq-len", "7"], "is not a sequence of tokens; leave --seq-len out"),
     "make    ": ([*SHAPE, "--tensor-parallel", "2", "--gpus", "2"], "was captured whole"),
     "make     ": (["--input-shape", "x=16x8", "16x8"], "change the order of --input-shape"),
     "make      ": (["--input-shape", "16x0"], "'16x0' is not an input"),
@@ -206,7 +206,7 @@ def test_an_unknown_module_and_shapes_for_a_known_model_are_refused(capsys: pyte
     assert main(["plan", "--model", "no_such_package.models:make", *SHAPE]) == 2
     assert "there is no module no_such_package" in capsys.readouterr().err
     assert main(["plan", "--model", "gpt2", *SHAPE]) == 2
-    assert "--model gpt2 has no function" in capsys.readouterr().err
+    assert "--model gpt2 names no function" in capsys.readouterr().err
 
 
 @given(

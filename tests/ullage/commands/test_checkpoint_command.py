@@ -112,12 +112,12 @@ def test_a_run_that_is_ended_goes_on_as_if_it_had_not_been(
     _, err = finished(process)
     assert process.returncode == (-number if number == signal.SIGKILL else 128 + number)
     if number != signal.SIGKILL:
-        assert "go on with --resume" in " ".join(err.split())
+        assert "continue with --resume" in " ".join(err.split())
         assert not list(folder.glob("tmp-*"))
     last = max(int(path.name[5:]) for path in folder.glob("step-*"))
     assert last < NUM_ITERATIONS, "it was too quick to be interrupted"
     _, err = finished(execute(plan_path, folder, "--resume"))
-    assert f"going on from {folder}" in " ".join(err.split()), err
+    assert f"continuing from {folder}" in " ".join(err.split()), err
     expected, found = state(whole, NUM_ITERATIONS), state(folder, NUM_ITERATIONS)
     assert expected.keys() == found.keys()
     assert all(torch.equal(expected[name], found[name]) for name in expected)
@@ -182,7 +182,7 @@ def test_a_run_on_several_levels_goes_on_from_the_slowest_when_its_node_was_lost
     for lost in (memory, tmp_path / "drive"):
         shutil.rmtree(lost)
     _, err = finished(execute(plan_path, tmp_path / "lost", *more, "--resume", places=places))
-    assert f"going on from {where}" in " ".join(err.split()), err
+    assert f"continuing from {where}" in " ".join(err.split()), err
     for place in (memory, tmp_path / "drive", folder):
         expected, got = state(whole, NUM_ITERATIONS), state(place, NUM_ITERATIONS)
         assert all(torch.equal(expected[name], got[name]) for name in expected)
@@ -200,13 +200,13 @@ def test_a_second_signal_gives_up_what_is_on_its_way(plan_path: Path, tmp_path: 
     process = execute(plan_path, tmp_path / "run", "--iterations", "100000", places=places)
     wait_for(tmp_path / "drive", 1, process)
     process.send_signal(signal.SIGTERM)
-    assert any("once more to end at once" in line for line in process.stderr)
+    assert any("a second signal ends at once" in line for line in process.stderr)
     time.sleep(3.5)  # what comes sooner is taken for the same wish
     process.send_signal(signal.SIGTERM)
     _, err = finished(process)
     assert process.returncode == 143
     why = f"not in objects://{tmp_path}/slow-5/run: abandoned when training was interrupted again"
-    found = re.search(rf"checkpoint of step (\d+) in {tmp_path}/drive/step-\d+; {why}; go on with --resume", err)
+    found = re.search(rf"checkpoint of step (\d+) in {tmp_path}/drive/step-\d+; {why}; continue with --resume", err)
     assert found is not None, err
     assert max(int(path.name[5:]) for path in (tmp_path / "drive").glob("step-*")) == int(found[1])
     assert not list((tmp_path / "slow-5").rglob("manifest.json"))
@@ -297,12 +297,12 @@ def test_the_command_lists_verifies_exports_and_prunes(
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["checkpoint", "ls", "nowhere"], "nowhere is no folder; give a --checkpoint-dir of a run"),
+        (["checkpoint", "ls", "nowhere"], "nowhere is not a folder; give a --checkpoint-dir of a run"),
         (["checkpoint", "export", "."], "export needs --output-dir DIR"),
-        (["checkpoint", "export", ".", "--output-dir", "x"], ". has no whole checkpoint"),
-        (["checkpoint", "ls", "memory"], "memory has a folder for each plan; give the one that is meant: "),
+        (["checkpoint", "export", ".", "--output-dir", "x"], ". has no complete checkpoint"),
+        (["checkpoint", "ls", "memory"], "memory has a folder for each plan; give one of these folders: "),
         (["checkpoint", "ls", "nonsense://x"], "nonsense://x: Protocol not known: nonsense; give a folder, or a URL"),
-        (["execute", "PLAN", "--resume"], "--resume needs --checkpoint-dir PLACE"),
+        (["execute", "PLAN", "--resume"], "--resume needs the place of the checkpoints; give --checkpoint-dir PLACE"),
         (
             ["execute", "PLAN", "--checkpoint-dir", "a", "--checkpoint-dir", "b", "--checkpoint-every", "10,25"],
             "b gets its checkpoints from a, which has one every 10 iterations, so 25 is not a valid interval; give a",

@@ -129,7 +129,7 @@ def test_an_unknown_unit_is_refused_with_near_ones(cli: Cli, plan_path: Path) ->
 def test_all_is_not_for_one_unit(cli: Cli, plan_path: Path) -> None:
     shown = cli("explain", str(plan_path), "embed", "--all")
     assert shown.returncode == 2
-    assert "--all and embed" in shown.stderr
+    assert "--all is for all units, but embed is given" in shown.stderr
 
 
 def test_a_plan_that_was_changed_is_refused(cli: Cli, plan_path: Path, tmp_path: Path) -> None:

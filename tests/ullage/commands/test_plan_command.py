@@ -223,7 +223,7 @@ def test_nothing_that_helps_is_said_too(tmp_path, capsys):
     verdict, *others = capsys.readouterr().err.splitlines()
     assert "does not fit" in verdict
     assert "there is no proof" in verdict
-    assert others == ["ullage plan: nothing that was tried makes it fit"]
+    assert others == ["ullage plan: no change that was tried makes it fit"]
 
 
 def test_an_interrupted_search_for_remedies_keeps_what_was_printed(tmp_path):
@@ -312,7 +312,7 @@ def test_checkpoints_are_chosen_said_and_executed(plan_args, tmp_path, capsys):
     assert [level.every for level in levels_of(plan, places, (), (2,))] == [each.every for each in made.levels]
     assert levels_of(plan, places[:1], (7,), (2,))[0].every == 7
     assert buffer_bytes(plan) == made.buffer_bytes
-    with pytest.raises(ValueError, match="give one place for each level, fastest first, or say --checkpoint-every"):
+    with pytest.raises(ValueError, match="give one place for each level, fastest first, or give --checkpoint-every"):
         intervals(plan, [*places, "/more"])
     durable = [each.level for each in made.levels if each.level != "memory"]
     with pytest.raises(ValueError, match=f"but --checkpoint-dir gives .*{MEMORY}"):
@@ -347,13 +347,13 @@ def test_engines_that_are_faster_are_explained(plan):
         (
             {"setting": f"{offloads}, layers in turn"},  # offloading alone would not do it
             (
-                "other: by moving layers from device to device instead of gathering them, but no option makes plans do "
-                "so; the bound above does not cover it"
+                "other: by moving layers from device to device instead of gathering them, which plans cannot do; the "
+                "bound above does not cover it"
             ),
         ),
         (
             {"setting": "updated elsewhere"},
-            "other: by a way to move data that no plan has; the bound above does not cover it",
+            "other: by moving data in a way that plans cannot; the bound above does not cover it",
         ),
         ({"numerics": "weights are one update old"}, ""),
         ({"fits": False}, ""),
@@ -382,4 +382,4 @@ def test_where_host_and_device_share_one_memory_the_screen_says_that_moving_stat
     arguments = ["plan", "--model", "gpt2", "--hardware", "gb10", "--seq-len", "64", "-o", str(tmp_path / "p.json")]
     assert main(arguments) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "one with the device's: moving state between host and device gains nothing" in shown
+    assert "host and device share one memory, so offloading to the host gains nothing" in shown

@@ -60,7 +60,7 @@ def test_settings_of_engines(plan):
     assert (places("interleaved", "1"), places("interleaved", "2")) == ({"stream"}, {"cpu"})
     assert engine_decisions(plan, "ullage") == plan.decisions
     assert engine_decisions(plan, "zenflow", "3").num_micro_batches == 3 * plan.decisions.num_micro_batches
-    with pytest.raises(ValueError, match="the update interval must be a whole number from 1 on"):
+    with pytest.raises(ValueError, match="the update interval must be a whole number of at least 1"):
         engine_decisions(plan, "zenflow", "often")
     with pytest.raises(ValueError, match="choose one of twin-flow, super-offload, interleaved"):
         engine_decisions(plan, "ullage", "3")

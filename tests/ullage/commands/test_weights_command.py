@@ -64,10 +64,10 @@ def test_what_cannot_be_loaded_or_saved_is_one_line(
     (other / "model.safetensors").write_bytes((source / "model.safetensors").read_bytes())
     for given, words in {
         ("--weights", "./nowhere"): "./nowhere: there is no such folder; give a folder with model.safetensors",
-        ("--weights", str(other)): f"the model in {other} is not the planned one: ",
+        ("--weights", str(other)): f"the model in {other} does not match the plan: ",
         ("--save", str(other)): f"{other} is there already; give a new folder",
         ("--save", str(other / "config.json" / "x")): "--save ",
-        ("--save-dtype", "float16"): "--save-dtype float16 is the type of the saved weights; give --save DIR",
+        ("--save-dtype", "float16"): "--save-dtype float16 is the type for --save; give --save DIR",
     }.items():
         assert main([*run, *given]) == 2
         error = capsys.readouterr().err

@@ -130,7 +130,7 @@ def test_a_run_learns_and_is_evaluated(
     assert bool(run.steady_iterations) == pack
     for command in ("compare", "report"):
         assert (main([command, str(tmp_path / "out" / "run.json"), *REPORT[command](tmp_path)]) == 0) == pack
-        assert pack or "as planned after the first ones: their batches had other" in capsys.readouterr().err
+        assert pack or "after the first ones, no batch had the planned" in capsys.readouterr().err
     events = EventAccumulator(str(tmp_path / "board")).Reload().Scalars("evaluation loss")
     assert [(event.step + 1, event.value) for event in events] == [
         (made, pytest.approx(loss, rel=1e-6)) for made, loss in run.eval_losses
@@ -269,7 +269,7 @@ def test_what_was_interrupted_goes_on_with_the_same_losses(
     other = ["--data", str(tmp_path / "other.jsonl"), "--tokenizer", str(base), "--iterations", "500"]
     assert main(["execute", str(plan), *other, *places, *out, "--resume"]) == 2
     assert (
-        "of data whose number of documents is 50, but here it is 40; go on with the same files"
+        "of data whose number of documents is 50, but here it is 40; continue with the same files"
         in capsys.readouterr().err
     )
     np.save(tmp_path / "tokens.npy", np.arange(9000, dtype=np.uint16) % 128)
@@ -301,10 +301,10 @@ BAD: dict[str, tuple[Sequence[str], str]] = {
     "pack alone": (["--pack"], "--pack is for text, chat or instructions"),
     "epochs alone": (["--epochs", "2"], "--epochs is for text, chat or instructions"),
     "no tokenizer": (["--data", "{data}"], "needs a tokenizer; give --tokenizer DIR, or --weights DIR"),
-    "two sources": (["--data", "{data}", "--text", "{data}"], "give one of them to train on"),
-    "how long": (["--epochs", "2", "--iterations", "9"], "both say how long to train; give one"),
+    "two sources": (["--data", "{data}", "--text", "{data}"], "both name training data; give one of them"),
+    "how long": (["--epochs", "2", "--iterations", "9"], "both set the length of training; give one"),
     "too short": (["--epochs", "1", "--drop-last"], "--epochs 1 is 3 iterations, which are too few to measure"),
-    "every what": (["--eval-every", "5"], "needs data that are not trained on; give --eval-split 0.05"),
+    "every what": (["--eval-every", "5"], "needs held-out data; give for example --eval-split 0.05"),
     "all of it": (["--eval-split", "1.5"], "'1.5' is not a share between 0 and 1"),
     "no file": (["--data", "nowhere.jsonl", "--tokenizer", "{base}"], "nowhere.jsonl: there is no such file"),
     "no folder": (["--data", "{data}", "--tokenizer", "nowhere/x"], "nowhere/x has no tokenizer that can be read"),
@@ -356,6 +356,6 @@ def test_data_that_are_batched_otherwise_than_planned_are_refused(base: Path, pl
     tokens = np.arange(128, dtype=np.uint8)
     with (
         ullage.Trainer(load_plan(plan), data=tokens) as trainer,
-        pytest.raises(ValueError, match="nothing is held out"),
+        pytest.raises(ValueError, match="no data are held out"),
     ):
         trainer.evaluate()

@@ -176,14 +176,14 @@ def test_sigterm_ends_all_with_one_checkpoint_on_all_levels_which_they_go_on_fro
     err = "".join(process.communicate(timeout=END_S)[1] for process in processes)
     last = max(int(path.name[5:]) for path in folder.glob("step-*"))
     step = f"step-{last:08d}"
-    said = f"checkpoint of step {last} in {memory}/{step} and {folder}/{step}; go on with --resume"
+    said = f"checkpoint of step {last} in {memory}/{step} and {folder}/{step}; continue with --resume"
     assert said in " ".join(err.split()), err
-    assert "rank 0 says where its checkpoint is; go on with --resume" in " ".join(err.split()), err
+    assert "rank 0 prints the place of its checkpoint; continue with --resume" in " ".join(err.split()), err
     assert "no new checkpoint" not in " ".join(err.split()), err
     assert not list(folder.glob("tmp-*"))
     shutil.rmtree(memory)  # the node was lost
     out, err = trained(plan, tmp_path, *places, "--iterations", str(last + 7), "--resume")
-    assert f"going on from {folder}/{step}" in " ".join(err.split()), err
+    assert f"continuing from {folder}/{step}" in " ".join(err.split()), err
     assert f"checkpoint of step {last + 7} in" in " ".join(out.split())
 
 

@@ -118,7 +118,7 @@ def test_a_signal_during_a_write_is_reported_after_it() -> None:
         assert interruption.signal == signal.SIGTERM
     thread.join()
     assert found[0].startswith(text)
-    assert found[0].endswith("once more to end at once\n")
+    assert found[0].endswith("a second signal ends at once\n")
 
 
 def test_who_has_own_handlers_keeps_them() -> None:

@@ -62,7 +62,7 @@ def test_training_goes_on_where_nothing_can_be_written(tmp_path: Path, monkeypat
         metrics.after(None, None)
     metrics.close()
     assert len(warnings) == 1
-    assert "no more metrics for Prometheus" in warnings[0]
+    assert "Prometheus gets no more metrics" in warnings[0]
 
 
 @pytest.mark.parametrize(

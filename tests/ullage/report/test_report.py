@@ -292,10 +292,10 @@ def test_the_command_says_where_and_what(plan, plan_path, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (None, "cannot read {path}: No such file or directory; give what `ullage plan`"),
+        (None, "cannot read {path}: No such file or directory; give a file that `ullage plan`"),
         ("{", "is not JSON"),
-        ("[]", "is no plan, run or study"),
-        ('{"host_link": 1}', "is no plan, run or study"),
+        ("[]", "is not a plan, run or study"),
+        ('{"host_link": 1}', "is not a plan, run or study"),
         ('{"decisions": 1, "schema_version": 99}', "has schema_version 99, but this program reads"),
         ('{"start_s": [], "schema_version": 99}', "has schema_version 99, but this program reads 1"),
     ],

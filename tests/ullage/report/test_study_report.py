@@ -81,7 +81,7 @@ def test_a_map_of_three_fields_has_the_best_of_the_third():
     three = example_study.model_copy(update={"axes": (*example_study.axes, third), "points": tuple(slower)})
     shown = pictures(part_of(three))
     assert {value for row in shown["map-gpus-host-link-speed"].values for value in row} == {None, 200.0}
-    assert shown["map-gpus-host-link-speed"].texts[0][0] == "not asked for"
+    assert shown["map-gpus-host-link-speed"].texts[0][0] == "not planned"
     assert set(shown["map-gpus-micro-batch-speed"].values) == {(100.0,) * 4, (200.0,) * 4}
 
 

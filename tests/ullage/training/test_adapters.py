@@ -228,7 +228,7 @@ def test_a_model_without_adapters_is_refused(base: Path) -> None:
     [
         (
             ["--quantize", "nf4"],
-            "--quantize nf4 is for frozen weights, but without --lora all are trained; give --lora",
+            "--quantize nf4 is for frozen weights, but without --lora all weights are trained; give",
         ),
         (["--lora", "16"], "'16' is no LoRA: '16' is not understood; give rank=N"),
         (["--lora", "rank=4,targets="], "'rank=4,targets=' is no LoRA: targets: '' is no name of a module; give"),
@@ -302,7 +302,7 @@ def test_models_says_what_is_trained_and_what_is_frozen(base: Path, capsys: Any)
     assert main(words) == 0
     assert f"{num_trained:,}" in capsys.readouterr().out
     for wrong, message in (
-        (["models", "--lora", LORA], "--lora and --quantize are for one model; give its name too"),
+        (["models", "--lora", LORA], "--lora and --quantize need a model; give its name too"),
         (["models", "gpt2", "--quantize", "nf4"], "--quantize nf4 is for frozen weights, but without --lora"),
     ):
         assert main(wrong) == 2

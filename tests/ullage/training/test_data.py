@@ -231,7 +231,11 @@ def test_a_long_text_is_continued_and_a_long_answer_is_cut_off_and_counted(tmp_p
 
 BAD = {
     "no file": (None, {}, r"there is no such file or folder; give a file .*no.jsonl"),
-    "no JSON": ('{"text": "a b"}\n\n{"text": oh}\n', {}, r"data.jsonl, line 3 is no JSON \(Expecting value.*write one"),
+    "no JSON": (
+        '{"text": "a b"}\n\n{"text": oh}\n',
+        {},
+        r"data.jsonl, line 3 is not JSON \(Expecting value.*write one",
+    ),
     "no record": ('"text"\n', {}, r"line 1 is str, not a record"),
     "other fields": ('{"question": "a"}\n', {}, r"line 1: the record has question; name its fields text, or messages"),
     "another kind": ('{"prompt": "a", "completion": 3}\n', {}, r"line 1: completion is a number; write it as a text"),
@@ -239,19 +243,23 @@ BAD = {
     "a prompt of another kind": (
         '{"prompt": [], "completion": "a"}\n',
         {},
-        r"only one is a list of messages; write both",
+        r"only one of prompt and completion is a list of messages; write both",
     ),
-    "an empty chat": ('{"messages": []}\n', {}, r"line 1: messages are an empty list; write at least one"),
+    "an empty chat": ('{"messages": []}\n', {}, r"line 1: messages is an empty list; write at least one"),
     "an answer of nothing": (
         '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": null}]}\n',
         {},
         r"line 1: content of message 2 of messages is null; write it as a text",
     ),
-    "no table": ("abc", {"name": "data.parquet"}, r"data.parquet is no .parquet file \(.*write it again"),
-    "no list": ("[1, 2", {"name": "data.json"}, r"data.json is no .json file \(Expecting.*write it again"),
+    "no table": ("abc", {"name": "data.parquet"}, r"data.parquet is not a .parquet file \(.*write it again"),
+    "no list": ("[1, 2", {"name": "data.json"}, r"data.json is not a .json file \(Expecting.*write it again"),
     "a list of others": ("[1, 2]", {"name": "data.json"}, r"data.json, record 1 is int, not a record"),
-    "another file": ("abc", {"name": "data.csv"}, r"data are read from .*; rename the file as what it is, or convert"),
-    "no messages": ('{"messages": ["hi"]}\n', {}, r"line 1: messages are not a list of {\"role\""),
+    "another file": (
+        "abc",
+        {"name": "data.csv"},
+        r"data are read from .*; give the file the ending of its format, or convert",
+    ),
+    "no messages": ('{"messages": ["hi"]}\n', {}, r"line 1: messages is not a list of messages"),
     "no answer": ('{"messages": [{"role": "user", "content": "a"}]}\n', {}, r"none of 1 documents has a target token"),
     "blank": ("\n  \n\n", {}, r"none of 0 documents has a target token"),
     "no UTF-8": ('{"text": "\udcff"}\n', {}, r"data.jsonl is not UTF-8 .*convert it first"),
@@ -266,7 +274,7 @@ BAD = {
         {"eval_split": 0.99},
         r"of 9 pieces of data leaves none to train on",
     ),
-    "no share": ('{"text": "abc"}\n', {"eval_split": 5.0}, r"eval_split is 5.0, but it is a share"),
+    "no share": ('{"text": "abc"}\n', {"eval_split": 5.0}, r"eval_split is 5.0, but must be a fraction"),
     "no whole step": (
         '{"text": "abc"}\n',
         {"drop_last": True, "micro_batch": 2},
@@ -277,11 +285,15 @@ BAD = {
         {"tokenizer": "nowhere/tok"},
         r"nowhere/tok has no tokenizer that can be read",
     ),
-    "no fast one": ('{"text": "abc"}\n', {"tokenizer": 3}, r"int is no fast tokenizer, .*give one with tokenizer.json"),
+    "no fast one": (
+        '{"text": "abc"}\n',
+        {"tokenizer": 3},
+        r"int is not a fast tokenizer, .*give one with tokenizer.json",
+    ),
     "no batch": ('{"text": "abc"}\n', {"micro_batch": 0}, r"micro_batch is 0; give a whole number from 1 on"),
     "half a batch": ('{"text": "abc"}\n', {"micro_batch": 1.5}, r"micro_batch is 1.5; give a whole number from 1 on"),
     "a seed of another kind": ('{"text": "abc"}\n', {"seed": "a"}, r"seed is 'a'; give a whole number from 0 on"),
-    "a share in words": ('{"text": "abc"}\n', {"eval_split": "5%"}, r"eval_split is '5%', but it is a share"),
+    "a share in words": ('{"text": "abc"}\n', {"eval_split": "5%"}, r"eval_split is '5%', but must be a fraction"),
     "one token": ('{"text": "abc"}\n', {"seq_len": 1}, r"seq_len is 1; give a whole number from 2 on, as a token is"),
 }
 
@@ -318,7 +330,7 @@ def test_arguments_of_another_kind_are_one_line(tmp_path: Path) -> None:
     data = data_of(tmp_path, records(range(8)), 32)
     with pytest.raises(ValueError, match="epochs is '2'; give a whole number from 1 on"):
         list(data.steps("2"))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"the state is not one of Data.state_dict\(\); give that"):
+    with pytest.raises(ValueError, match=r"the state is not from Data.state_dict\(\); give such a state"):
         data.load_state_dict({"position": 3})
 
 
@@ -326,11 +338,11 @@ def test_a_checkpoint_of_other_data_is_refused(tmp_path: Path) -> None:
     data = data_of(tmp_path, records(range(8)), 32)
     state = data.state_dict()
     with pytest.raises(
-        ValueError, match=r"of data whose number of documents is 8, but here it is 9; go on with the same files"
+        ValueError, match=r"of data whose number of documents is 8, but here it is 9; continue with the same files"
     ):
         data_of(tmp_path, records(range(9)), 32).load_state_dict(state)
     others = [record | {"completion": record["completion"][::-1]} for record in records(range(8))]
     with pytest.raises(
-        ValueError, match=r"of data whose digest of tokens is .*, but here it is .*; go on with the same files"
+        ValueError, match=r"of data whose digest of tokens is .*, but here it is .*; continue with the same files"
     ):
         data_of(tmp_path, others, 32).load_state_dict(state)

@@ -108,7 +108,7 @@ def test_options_decide(tmp_path: Path) -> None:
     optimizer.session.close()
     plan = optimizer.plan
     assert (plan.decisions.num_micro_batches, plan.decisions.clip) == (2, False)
-    with pytest.raises(ValueError, match="clip is decided by the plan that is given; leave it out, or give a batch"):
+    with pytest.raises(ValueError, match="clip is already decided by the given plan; leave it out, or give a batch"):
         made(plan=plan, clip=False)
     with pytest.raises(TypeError, match="no option seq_len; use one of hardware, device_memory, "):
         made(plan=plan, seq_len=5)
@@ -191,22 +191,32 @@ class ByValue(Net):
         (Net().half(), BATCH, {}, r"weights are torch.float16, which cannot be planned.*model.to\(torch.bfloat16\)"),
         (Net(), {"x": BATCH[0], "labels": None}, {}, "labels of the example batch is NoneType, not a tensor"),
         (Net(), (BATCH[0].to(torch.uint8), BATCH[1]), {}, "input 1 of the example batch is torch.uint8, but"),
-        (Net(), (BATCH[0], BATCH[1][:0]), {}, r"input 2 of the example batch has shape \[0\], but its first"),
-        (Net(), (BATCH[0], BATCH[1][:4]), {}, "inputs have leading dimensions 4, 8, but it is the micro-batch"),
+        (Net(), (BATCH[0], BATCH[1][:0]), {}, r"input 2 of the example batch has shape \[0\], but must have"),
+        (Net(), (BATCH[0], BATCH[1][:4]), {}, "inputs have leading dimensions 4, 8, but must have the same one"),
         (Net(), "plan.json", {}, "the third argument is str; give a plan .*or an example batch"),
         (Net(), 5, {}, "the third argument is int; give a plan .*or an example batch"),
         (Net(), BATCH, {"device_memory": 100}, "Net does not fit on 1 device.*lacks"),
         (Net(), BATCH, {"device_memory": "900TB"}, "device_memory is .* B, but .* B are free for each device"),
         (Net(), BATCH, {"device_memory": "much"}, "'much' is not a size; give bytes with an optional unit"),
-        (Net(), BATCH, {"device_memory": 0.5}, "device_memory is 0.5, but must be bytes from 1 on, or a text like"),
-        (Net(), BATCH, {"device_memory": -1}, "device_memory is -1, but must be bytes from 1 on, or a text like"),
+        (
+            Net(),
+            BATCH,
+            {"device_memory": 0.5},
+            "device_memory is 0.5, but must be a number of bytes of at least 1, or a text like",
+        ),
+        (
+            Net(),
+            BATCH,
+            {"device_memory": -1},
+            "device_memory is -1, but must be a number of bytes of at least 1, or a text like",
+        ),
         (Net(), BATCH, {"storage": "disk"}, "storage is 'disk', but must be one of never, activations, nvme"),
         (Net(), BATCH, {"storage_dir": __file__}, "storage_dir is '.*', but must be a folder"),
         (Net(), BATCH, {"clip": 1.0}, "clip is 1.0, but must be True or False: whether your loop clips"),
-        (Net(), BATCH, {"hardware": 5}, "hardware is 5, but must be the name or path of a profile, or what"),
+        (Net(), BATCH, {"hardware": 5}, "hardware is 5, but must be the name or path of a profile, or a profile"),
         (Net(), BATCH, {"cores": "all"}, "cores is 'all', but must be 'auto', 'free', or a tuple of the numbers"),
         (Net(), BATCH, {"compile_blocks": "no"}, "compile_blocks is 'no', but must be True or False"),
-        (Net(), BATCH, {"checkpoint_buffer_bytes": -1}, "checkpoint_buffer_bytes is -1, but must be bytes, a whole"),
+        (Net(), BATCH, {"checkpoint_buffer_bytes": -1}, "checkpoint_buffer_bytes is -1, but must be a whole"),
         (
             net_with(config=types.SimpleNamespace(vocab_size=100)),
             {"input_ids": torch.tensor([[3, 100]])},
@@ -228,8 +238,13 @@ class ByValue(Net):
             r"the model is in a DataParallel, but .*give the model inside \(model.module",
         ),
         (Net(), BATCH, {"hardware": "a100-80"}, "a100-80 is of a gpu device, but this machine computes on a host"),
-        (Net(), BATCH, {"num_micro_batches": "2"}, "num_micro_batches is '2', but must be a whole number from 1 on"),
-        (Net(), BATCH, {"num_micro_batches": 0}, "num_micro_batches is 0, but must be a whole number from 1 on"),
+        (
+            Net(),
+            BATCH,
+            {"num_micro_batches": "2"},
+            "num_micro_batches is '2', but must be a whole number of at least 1",
+        ),
+        (Net(), BATCH, {"num_micro_batches": 0}, "num_micro_batches is 0, but must be a whole number of at least 1"),
     ],
 )
 def test_what_cannot_be_is_one_line_and_leaves_the_model_alone(model, batch, options, message) -> None:
@@ -318,7 +333,7 @@ def test_a_profile_that_cannot_be_kept_is_used(
     monkeypatch.setattr(measuring, "calibrate", lambda *_: (profile, SimpleNamespace()))
     monkeypatch.setattr(registry, "write_whole", lambda *_: (_ for _ in ()).throw(PermissionError("no room")))
     assert measuring.profile_here() == profile
-    assert "the profile cannot be kept (no room), so the next time measures again" in capsys.readouterr().err
+    assert "the profile cannot be saved (no room), so the next call measures again" in capsys.readouterr().err
 
 
 def test_execute_without_a_plan_plans_first_and_keeps_the_plan(
@@ -335,8 +350,8 @@ def test_execute_without_a_plan_plans_first_and_keeps_the_plan(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "there is nothing to execute; give PLAN, which `ullage plan` writes, or --model NAME"),
-        (["plan.json", "--seq-len", "5"], "--seq-len is for a plan that is made now, but plan.json is given"),
+        ([], "there is nothing to execute; give PLAN, a file that `ullage plan` wrote, or --model NAME"),
+        (["plan.json", "--seq-len", "5"], "--seq-len is for making a plan, but plan.json is given"),
         (["--model", "gpt3-xx"], "no model or file is called 'gpt3-xx'"),
         (
             ["--model", "gpt2", "--hardware", "a100-80"],

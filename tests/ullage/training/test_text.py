@@ -80,9 +80,9 @@ def test_tokens_that_the_model_does_not_know_are_refused() -> None:
 @pytest.mark.parametrize(
     ("name", "content", "dtype", "message"),
     [
-        ("a.bin", b"", "uint16", "has 0 bytes, which are no 2-byte tokens"),
-        ("a.bin", b"12345", "uint16", "has 5 bytes, which are no 2-byte tokens"),
-        ("a.bin", b"123456", "uint32", "has 6 bytes, which are no 4-byte tokens"),
+        ("a.bin", b"", "uint16", "has 0 bytes, but must have a positive multiple of 2"),
+        ("a.bin", b"12345", "uint16", "has 5 bytes, but must have a positive multiple of 2"),
+        ("a.bin", b"123456", "uint32", "has 6 bytes, but must have a positive multiple of 4"),
         ("a.bin", b"1234", None, "give --token-dtype uint16 or uint32"),
         ("a.npy", b"", None, "is not a whole .npy file"),
         ("a.npy", b"1234", None, "is not a whole .npy file"),

@@ -114,7 +114,7 @@ def test_any_number_of_ranks_shares_the_same_batches(plan: Plan, tokens: Tokens,
 
 def test_bad_input(plan: Plan, tokens: Tokens) -> None:
     stray = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
-    with pytest.raises(ValueError, match="without the model"):
+    with pytest.raises(ValueError, match="without its model"):
         ullage.Trainer(plan, optimizer=stray)
     with pytest.raises(ValueError, match="position -1"):
         ullage.Trainer(plan, data=tokens, position=-1)

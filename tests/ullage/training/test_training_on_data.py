@@ -72,7 +72,7 @@ def test_a_model_that_mixes_documents_is_warned_of_once(
         batch.loss(model).backward()
     assert model.training
     (warned,) = [warning for warning in recwarn if warning.category is RuntimeWarning]
-    assert "does not keep the documents of a packed sequence apart, so tokens see" in str(warned.message)
+    assert "does not keep the documents of a packed sequence apart: tokens attend to" in str(warned.message)
     assert warned.filename == __file__
 
 
@@ -134,5 +134,5 @@ def test_evaluation_is_the_mean_over_target_tokens_and_changes_nothing(tmp_path:
     assert torch.equal(rng, torch.get_rng_state())
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in before.items())
     assert data.position == 0
-    with pytest.raises(ValueError, match="nothing is held out to evaluate on; give --eval-split"):
+    with pytest.raises(ValueError, match="no data are held out for evaluation; give for example --eval-split"):
         data_of(tmp_path, records(range(4)), 40).evaluate(model)

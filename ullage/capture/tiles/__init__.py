@@ -1,1 +1,1 @@
-"""Which parts of a captured model can be computed in tiles of tokens."""
+"""Find the parts of a captured model that can be computed in tiles of tokens."""

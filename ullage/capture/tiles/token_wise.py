@@ -1,9 +1,9 @@
-"""Which modules of a model compute every token by itself, so that they can do so in tiles.
+"""Find modules that compute every token independently and so can run in tiles.
 
-[Note: Token-wise modules] A module is token-wise if, in a forward under fake tensors, it is given one tensor
-``[..., width]``, returns one of the same shape, and dispatches only operators that cannot mix tokens: functions
-of single values, products with a parameter, reductions over the last dimension, and views that leave the leading sizes
-as they are. Operators that draw random numbers are excluded: a tile that is computed again would draw others.
+[Note: Token-wise modules] A module is token-wise if, in a forward under fake tensors, it takes one tensor
+``[..., width]``, returns one of the same shape, and dispatches only operators that cannot mix tokens: functions of
+single values, products with a parameter, reductions over the last dimension, and views that keep the leading sizes.
+Operators that draw random numbers are excluded, because recomputing a tile would draw other numbers.
 """
 
 import contextlib
@@ -36,10 +36,10 @@ _COPIES: Final = {"clone", "_to_copy", "copy_", "empty_like", "zeros_like", "one
 
 
 class TokenWise:
-    """Follows which modules run, and which of them dispatch an operator that may mix tokens.
+    """Tracks running modules, and which of them dispatch an operator that may mix tokens.
 
-    A norm runs several operators, none of them a product. An MLP is wider inside, and is part of a block, and so of one
-    unit. A layer norm of ``torch.nn`` is one kernel, and gains nothing.
+    A norm runs several operators and no product. An MLP is wider inside and is part of a block, so of one unit. A layer
+    norm of ``torch.nn`` is one kernel and gains nothing.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -47,17 +47,17 @@ class TokenWise:
         inside = {inner for block in blocks for inner in block.modules() if inner is not block}
         self._named = {path: m for path, m in model.named_modules() if m in inside or next(m.children(), None) is None}
         self._failed: set[str] = set()
-        self._widths: dict[str, int] = {}  # of the input of each module that has run
-        self._products: defaultdict[str, list[int]] = defaultdict(list)  # widths of what their products make
+        self._widths: dict[str, int] = {}  # width of the input of each module that has run
+        self._products: defaultdict[str, list[int]] = defaultdict(list)  # widths of the results of their products
         self._num_operators: Counter[str] = Counter()
-        self._running: dict[str, torch.Size] = {}  # leading sizes of the input of each module that runs
-        # By their storages: weights, and what is made of nothing else. They are held, so that no address is used again.
+        self._running: dict[str, torch.Size] = {}  # leading sizes of the input of each running module
+        # Storages of weights, and of tensors made only from weights. They are held so that no address is reused.
         stored = [t for each in stored_parameters(model).values() for t in (*each.tensors(), *each.tables())]
         self._weights = {tensor.untyped_storage()._cdata: tensor for tensor in (*stored, *model.buffers())}
 
     @contextlib.contextmanager
     def hooked(self) -> Iterator[None]:
-        """Follow which modules run."""
+        """Track running modules."""
         handles = []
         for path, module in self._named.items():
             handles.append(module.register_forward_pre_hook(self._enter(path), with_kwargs=True))
@@ -72,7 +72,7 @@ class TokenWise:
         """Return the paths of norms and MLPs that are token-wise; see [Note: Token-wise modules].
 
         Raises:
-            CaptureError: there are none.
+            CaptureError: no module is token-wise.
         """
         paths: list[str] = []
         covered: set[nn.Module] = set()
@@ -82,7 +82,7 @@ class TokenWise:
                 covered.update(module.modules())
         if not paths:
             raise CaptureError(
-                "no norm or MLP of its layers computes every token by itself, so that layers cannot be computed in "
+                "no norm or MLP of its layers computes every token independently, so layers cannot be computed in "
                 "tiles; leave --layer-tile out"
             )
         return paths
@@ -97,7 +97,9 @@ class TokenWise:
     def _enter(self, path: str) -> Any:
         def enter(_module: nn.Module, args: Any, kwargs: Any) -> None:
             is_one = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
-            if is_one and args[0].is_floating_point() and args[0].ndim <= 3:  # with four, heads count as tokens
+            if (
+                is_one and args[0].is_floating_point() and args[0].ndim <= 3
+            ):  # with four dimensions, heads would count as tokens
                 self._running[path] = args[0].shape[:-1]
                 self._widths[path] = args[0].shape[-1]
             else:
@@ -114,11 +116,11 @@ class TokenWise:
         return leave
 
     def see(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> None:
-        """Record what an operator does."""
+        """Record one operator."""
         name = func.overloadpacket.__name__
         read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         made = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-        if read and all(map(self._is_weight, read)):  # a weight that is transposed or converted, or added to
+        if read and all(map(self._is_weight, read)):  # the operator transposes, converts or adds weights
             self._weights |= {tensor.untyped_storage()._cdata: tensor for tensor in made}
             return
         for path, leading in self._running.items():
@@ -148,10 +150,10 @@ class TokenWise:
         return tensor.untyped_storage()._cdata in self._weights
 
     def _is_vector(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is the same for all tokens."""
+        """Return whether a tensor has the same values for all tokens."""
         return tensor.ndim == 0 or (tensor.ndim == 1 and self._is_weight(tensor))
 
 
 def _begins(shape: torch.Size, leading: torch.Size) -> bool:
-    """Return whether a shape is that of something for each token, with tokens in one dimension or in several."""
+    """Return whether a shape begins with the dimensions of tokens, which may be merged into one."""
     return shape[: len(leading)] == leading or (len(shape) > 0 and shape[0] == leading.numel())

@@ -20,13 +20,12 @@ def add_parser(subparsers: Subparsers) -> None:
         subparsers,
         "calibrate",
         run,
-        "Measure what this machine can do and write its hardware profile: from then on the default\n"
-        "of --hardware on this machine.\n"
-        "This takes about four minutes, or half a minute with --quick. Let nothing else run meanwhile. Measurements\n"
-        "are repeated in turns. A value is the median of the fastest quarter of its repetitions, because other\n"
-        "programs can only slow them down; p10 and p90 are of all repetitions.\n"
+        "Measure this machine and write its hardware profile, which becomes the default of --hardware here.\n"
+        "This takes about four minutes, or half a minute with --quick. Run nothing else meanwhile. All measurements\n"
+        "of a step are repeated in turns. A value is the median of the fastest quarter of its repetitions, because\n"
+        "other programs can only slow them down; p10 and p90 are over all repetitions.\n"
         "Under torchrun, --only fabric measures collectives between the ranks.\n"
-        "--from-runs fits quantities that cannot be measured alone to whole runs.",
+        "--from-runs fits quantities to whole runs, if they cannot be measured alone.",
         """
         ullage calibrate
         ullage calibrate --quick --device-memory 2GB
@@ -44,15 +43,15 @@ def add_parser(subparsers: Subparsers) -> None:
         "pfs:FOLDER, together, fabric",
     )
     parser.add_argument(
-        "--into", metavar="PROFILE", help="profile whose parts are measured again (default: this machine's own)"
+        "--into", metavar="PROFILE", help="profile of which --only measures parts again (default: this machine's own)"
     )
-    parser.add_argument("--name", metavar="NAME", help="name of the profile (default: from the host's name)")
+    parser.add_argument("--name", metavar="NAME", help="name of the profile (default: derived from the host's name)")
     parser.add_argument(
         "--output",
         "-o",
         type=Path,
         metavar="PATH",
-        help="where the profile goes (default: HOSTNAME.json in $ULLAGE_HOME, $XDG_DATA_HOME/ullage or "
+        help="file for the profile (default: HOSTNAME.json in $ULLAGE_HOME, $XDG_DATA_HOME/ullage or "
         "~/.local/share/ullage)",
     )
     parser.add_argument(
@@ -73,17 +72,17 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--allow-other-machine",
         action="store_true",
-        help="measure parts of a profile again that was measured on another machine",
+        help="measure parts of a profile again, even if the profile was measured on another machine",
     )
     parser.add_argument(
-        "--list", action="store_true", help="list all quantities, and what measures each or why nothing does"
+        "--list", action="store_true", help="list all quantities, and what measures each one, or why nothing does"
     )
     parser.add_argument("--json", action="store_true", help="print the profile (or the fit) as JSON instead of tables")
     fitting.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, write, print. Nothing is written before all is measured."""
+    """Measure, write the profile, print. Nothing is written before everything is measured."""
     if args.list:
         from ullage.commands.calibrate.screen import list_quantities  # noqa: PLC0415 - slow to import
 
@@ -92,7 +91,9 @@ def run(args: argparse.Namespace) -> int:
     others = fitting.MEASURES if args.from_runs else fitting.FITS
     if given := [f"--{name.replace('_', '-')}" for name in others if getattr(args, name)]:
         rule = (
-            "measures, and --from-runs does not" if args.from_runs else "says how to fit, which needs --from-runs CASES"
+            "is for measuring, not for --from-runs"
+            if args.from_runs
+            else "is for fitting, which needs --from-runs CASES"
         )
         raise ValueError(f"{given[0]} {rule}; leave it out, or correct the rest")
     if args.from_runs:
@@ -100,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
     path: Path = args.output or (Path(args.into) if args.into else local_profile_path())
     if not (args.output or args.into):
         make_folder("--output", path.parent)
-    check_output("--output", path)  # not after measuring
+    check_output("--output", path)  # before minutes of measuring
     base = _base(args) if args.only is not None else None
     from hwprofiles.calibrate import CalibrationOptions, calibrate, parse_only  # noqa: PLC0415 - torch
     from hwprofiles.calibrate.collectives import ranks  # noqa: PLC0415
@@ -108,10 +109,10 @@ def run(args: argparse.Namespace) -> int:
     only = parse_only(args.only) if args.only is not None else None
     if args.device_cores and only is not None:
         raise ValueError(
-            "--device-cores is for a whole profile, but --only keeps the profile's cores; leave one of them out"
+            "--device-cores is for a whole profile, but --only keeps the cores of the profile; leave one of them out"
         )
     if args.into and only is None:
-        raise ValueError("--into renews parts of a profile, but no parts are given; add --only PART,...")
+        raise ValueError("--into is the profile for --only, which is missing; add --only PART,...")
     if ranks()[0] > 1:
         return _collectives(args, base, path)
     options = CalibrationOptions(
@@ -146,13 +147,13 @@ def _base(args: argparse.Namespace) -> HardwareProfile:
 
 
 def _collectives(args: argparse.Namespace, base: HardwareProfile | None, path: Path) -> int:
-    """Measure collectives between the ranks that torchrun has started; the first of them writes and prints."""
+    """Measure collectives between the ranks that torchrun has started. Rank 0 writes and prints."""
     import os  # noqa: PLC0415
 
     from hwprofiles.calibrate import calibrate_collectives  # noqa: PLC0415 - torch
 
     if base is None or args.only != "fabric":
-        raise ValueError("torchrun has started several ranks, which measure what joins them; add --only fabric")
+        raise ValueError("torchrun has started several ranks, which can only measure collectives; add --only fabric")
     profile = calibrate_collectives(base, quick=args.quick)
     if os.environ.get("RANK", "0") == "0":
         save_profile(profile, path)

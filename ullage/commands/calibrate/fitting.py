@@ -1,4 +1,4 @@
-"""``ullage calibrate --from-runs``: fit a profile to whole runs, and show how well it predicts those and the others."""
+"""``ullage calibrate --from-runs``: fit a profile to whole runs, and show its errors on these and on other runs."""
 
 import argparse
 import fnmatch
@@ -17,7 +17,7 @@ from ullage.output.progress import progress_bar
 Errors = dict[Metric, list[float]]
 
 
-# Options that say how to fit, and those that say how to measure.
+# Options for fitting, and options for measuring.
 FITS = ("profile", "fit_on", "parameters", "bounds")
 MEASURES = ("quick", "name", "device_memory", "only", "into", "device_cores", "drive_endurance", "allow_other_machine")
 
@@ -26,25 +26,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of a fit."""
     group = parser.add_argument_group("fitting to whole runs instead of measuring")
     group.add_argument("--from-runs", type=Path, nargs="+", metavar="CASES", help="JSON files of cases")
-    group.add_argument("--profile", metavar="NAME", help="the profile that is fitted, and the cases' hardware")
+    group.add_argument("--profile", metavar="NAME", help="the profile to fit; cases with other hardware are ignored")
     group.add_argument(
         "--fit-on",
         nargs="+",
         metavar="PATTERN",
-        help="ids of the cases to fit to, as in '*-dp1-*'; the others are only predicted (default: all)",
+        help="ids of the cases to fit to, as in '*-dp1-*'; other cases are only predicted (default: fit to all)",
     )
     group.add_argument(
         "--parameters",
         nargs="+",
         metavar="QUANTITY",
-        help="what to fit, as in host.dram_bytes_per_s (default: what the profile says is fitted)",
+        help="quantities to fit, as in host.dram_bytes_per_s (default: those with origin 'fitted' in the profile)",
     )
     group.add_argument(
         "--bounds",
         nargs="+",
         type=parse_bounds,
         metavar="QUANTITY=LOW:HIGH",
-        help="bounds in the quantity's own unit (default: an eighth to eight times its present value)",
+        help="bounds in the unit of the quantity (default: from an eighth of its present value to eight times it)",
     )
 
 
@@ -52,7 +52,7 @@ def parse_bounds(text: str) -> tuple[str, tuple[float, float]]:
     """Return a quantity and its bounds, from ``device.hook_s=1e-5:1e-2``.
 
     Raises:
-        argparse.ArgumentTypeError: it has another form.
+        argparse.ArgumentTypeError: the text has another form.
     """
     path, _, bounds = text.partition("=")
     low, _, high = bounds.partition(":")
@@ -65,13 +65,13 @@ def parse_bounds(text: str) -> tuple[str, tuple[float, float]]:
 def run(args: argparse.Namespace) -> int:
     """Fit, write the profile, and print the fitted quantities and the errors on fitted and other cases."""
     if args.profile is None:
-        raise FitError("--from-runs needs --profile NAME: the profile to fit, which the cases call their hardware")
+        raise FitError("--from-runs needs --profile NAME: the profile to fit, the hardware of the cases")
     path: Path = args.output or Path(f"{Path(args.profile).stem}.json")
     check_output("--output", path)
     profile = load_profile(args.profile)
     cases = [case for file in args.from_runs for case in load_cases(file) if case.hardware == profile.name]
     if repeated := repeated_id(cases):
-        raise CaseError(f"case {repeated}: id is that of two cases in the files given; give each its own")
+        raise CaseError(f"case {repeated}: two cases in the files have this id; give each its own")
     patterns = args.fit_on or ["*"]
     chosen = [case for case in cases if any(fnmatch.fnmatchcase(case.id, pattern) for pattern in patterns)]
     if not chosen:
@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     ids = {case.id for case in chosen}
     others = [case for case in cases if case.id not in ids]
     for case in others:
-        case.check()  # before any work
+        case.check()  # all cases, before any work
     paths = args.parameters or fitted_paths(profile)
     with progress_bar() as show:
         result = fit(
@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
             progress=lambda count: show(f"{count} runs simulated", 0, 0),
         )
     groups = {"fitted": errors(result, chosen), "not fitted": errors(result, others)}
-    save_profile(result.profile, path)  # last, so that an error leaves no file behind
+    save_profile(result.profile, path)  # after all work, so that an error leaves no file behind
     if args.json:
         from ullage.output.console import write_json  # noqa: PLC0415 - slow to import
 

@@ -1,4 +1,4 @@
-"""The screen of a calibration: measured quantities with their spread, and others with the reason."""
+"""The screen of a calibration: measured quantities with their spread, and unknown quantities with the reason."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +18,7 @@ from ullage.output.formatting import si
 
 
 def list_quantities(*, as_json: bool) -> None:
-    """Print all quantities, what measures each, and why the others are not measured."""
+    """Print all quantities, and what measures each one, or why nothing does."""
     if as_json:
         write_json({path: {"how": e.how, "part": e.part, "words": e.words} for path, e in CATALOGUE.items()})
         return
@@ -28,7 +28,7 @@ def list_quantities(*, as_json: bool) -> None:
         parts.add_row(part, words)
     out.print(parts)
     out.print()
-    rows = table("quantities of a profile", "quantity", "how", "part", "by what, or why not", num_text=4)
+    rows = table("quantities of a profile", "quantity", "how", "part", "measured by, or why not", num_text=4)
     for path, entry in CATALOGUE.items():
         rows.add_row(path, entry.how, entry.part or "-", entry.words)
     out.print(rows)
@@ -40,10 +40,10 @@ def calibrated(
     """Print measured quantities, how activities slowed each other down, and unknown quantities.
 
     Args:
-        profile: as it is now.
-        path: where it was written.
-        base: as it was before, if parts of it were measured again.
-        report: of calibration; ``None`` of collectives.
+        profile: the new profile.
+        path: path of its file.
+        base: the profile before, if only parts were measured again.
+        report: report of calibration; ``None`` for collectives.
     """
     out = console()
     out.print(f"{profile.name}: {profile.description}")
@@ -85,7 +85,7 @@ def _shown(item: Item) -> tuple[str, str, str, str]:
 
 
 def _missing(profile: HardwareProfile) -> dict[str, str]:
-    """Return the quantities that a profile does not have, with the reason; those of one tier or fabric as one."""
+    """Return the quantities that a profile lacks, with the reason. A missing tier or fabric is one entry."""
     there = {*quantities(profile)}
     stars = {f"{path.rpartition('.')[0]}.*" for path in there}
     result: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""``ullage compare``: a prediction beside its measurement, and the assumption that was wrong."""
+"""``ullage compare``: compare a prediction with a run, and find the wrong assumption."""
 
 import argparse
 from pathlib import Path
@@ -21,9 +21,9 @@ def add_parser(subparsers: Subparsers) -> None:
         run,
         "Compare a plan's prediction with a measured run, and show which assumption was wrong:\n"
         "  rate   tasks of one kind took more or less time than predicted\n"
-        "  count  planned tasks did not run, or others did\n"
+        "  count  planned tasks did not run, or unplanned tasks ran\n"
         "  order  a lane ran its tasks in another order than planned\n"
-        "  stall  tasks began later than the schedule explains\n"
+        "  stall  tasks began later than their dependencies and lanes allowed\n"
         "These causes add up to the difference. Then show phases, lanes, memory, and a profile that fits the run.\n"
         "An error of +10 % means that the prediction is 10 % too high.",
         """
@@ -33,7 +33,7 @@ def add_parser(subparsers: Subparsers) -> None:
         ullage compare out/run.json --json
         """,
     )
-    parser.add_argument("run_file", type=Path, metavar="RUN", help="what `ullage execute` wrote")
+    parser.add_argument("run_file", type=Path, metavar="RUN", help="run.json of `ullage execute`")
     parser.add_argument("--trace", type=Path, metavar="PATH", help="write both timelines for ui.perfetto.dev")
     parser.add_argument("--refit", type=Path, metavar="PATH", help="write the hardware profile that fits this run")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")

@@ -1,4 +1,4 @@
-"""A comparison as tables: the answer first, then what explains most."""
+"""A comparison as tables: first the answer, then the causes, largest first."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from ullage.analysis.comparison import NOTHING, Comparison, Explained, Row, Work
 from ullage.output.console import table
 from ullage.output.formatting import LANE_WORDS, percent, si, signed_s
 
-_LEAST = 1e-3  # parts of the iteration below this are left out of tables
+_LEAST = 1e-3  # causes below this fraction of the iteration are left out of tables
 
 
 def render_comparison(comparison: Comparison) -> RenderableType:
@@ -29,14 +29,14 @@ def render_comparison(comparison: Comparison) -> RenderableType:
 
 
 def render_explained(explained: Explained) -> RenderableType:
-    """Return the parts of the difference, all tables, and the effect of a refit."""
+    """Return the causes of the difference, all tables, and the effect of a refit."""
     found = explained.attribution
     spread = f"measured iterations: p10 {si(explained.p10_s, 's')}, p90 {si(explained.p90_s, 's')}"
     parts: list[RenderableType] = [spread, ""]
     parts += [_causes(explained), "", _tasks(explained), ""]
     if found.stalls_s:
         parts += [_stalls(explained), ""]
-    parts += [_rows("what binds: the critical path", explained.critical, words=True), ""]
+    parts += [_rows("the critical path by lane", explained.critical, words=True), ""]
     parts += [render_comparison(explained.comparison), ""]
     return Group(*parts, *_refit(explained))
 
@@ -108,5 +108,5 @@ def _refit(explained: Explained) -> list[RenderableType]:
     result = table("refit: the profile that this run proposes", "quantity", "from", "to", "change")
     for change in explained.changes:
         result.add_row(*change.cells)
-    proposal = f"with this profile the prediction would have been {si(fit.predicted_s, 's')}; --refit PATH writes it"
+    proposal = f"with this profile, the prediction would be {si(fit.predicted_s, 's')}; --refit PATH writes the profile"
     return [result, proposal]

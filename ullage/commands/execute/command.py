@@ -18,13 +18,13 @@ def add_parser(subparsers: Subparsers) -> None:
         subparsers,
         "execute",
         run,
-        "Train the plan's model from random weights, or from yours, exactly as planned. Measure every task, and\n"
-        "compare it with the prediction. The data is your text, chat, instructions or tokens, or a built-in text.\n"
-        "Files are memory-mapped; the order of sequences depends on the seed alone. A captured model is made by the\n"
-        "function that the plan names, and trained on --data, or on one random batch. A plan for several devices\n"
-        "needs one process per device: `torchrun --nproc-per-node 8 -m ullage execute plan.json`.\n"
-        "Without a plan, --model and its options are planned first, for the memory that is free now; the plan goes\n"
-        "into --output-dir. A machine that has no profile is measured before that, once, for half a minute.",
+        "Train the plan's model exactly as planned, from random weights or from yours. Measure every task, and\n"
+        "compare the run with the prediction. The data is your text, chat, instructions or tokens, or a built-in\n"
+        "text. Files are memory-mapped; the order of sequences depends only on the seed. For a captured model, the\n"
+        "function that the plan names makes the model; it trains on --data, or on one random batch. A plan for\n"
+        "several devices needs one process per device: `torchrun --nproc-per-node 8 -m ullage execute plan.json`.\n"
+        "Without PLAN, Ullage first plans --model for the memory that is free now, and writes the plan into\n"
+        "--output-dir. If this machine has no profile, Ullage measures it first, once, in half a minute.",
         """
         ullage execute plan.json
         ullage execute --model gpt2 --seq-len 256 --text corpus.txt
@@ -45,7 +45,7 @@ def add_parser(subparsers: Subparsers) -> None:
         type=Path,
         nargs="?",
         metavar="PLAN",
-        help="what `ullage plan` wrote; without it, --model is planned first",
+        help="file that `ullage plan` wrote; without it, Ullage first plans --model",
     )
     add_request_options(parser, model_required=False)
     parser.add_argument(
@@ -53,10 +53,13 @@ def add_parser(subparsers: Subparsers) -> None:
         dest="num_iterations",
         type=positive_int,
         metavar="N",
-        help="optimizer steps, at least 6 (30, unless --epochs says how many)",
+        help="optimizer steps, at least 6 (default: 30, or those of --epochs)",
     )
     parser.add_argument(
-        "--text", type=Path, metavar="PATH", help="train on a text, one token per byte (default: built-in English)"
+        "--text",
+        type=Path,
+        metavar="PATH",
+        help="train on a text, one token per byte (default: a built-in English text)",
     )
     parser.add_argument("--tokens", type=Path, metavar="PATH", help="train on tokens: a .npy file, or a raw file")
     parser.add_argument("--token-dtype", choices=TOKEN_DTYPES, help="type of the tokens in a raw file, little-endian")
@@ -83,19 +86,19 @@ def add_parser(subparsers: Subparsers) -> None:
         help=f"learning rate ({defaults.lr:g})",
     )
     parser.add_argument(
-        "--output-dir", type=Path, default=defaults.output_dir, metavar="DIR", help="where results go (out/)"
+        "--output-dir", type=Path, default=defaults.output_dir, metavar="DIR", help="folder for results (out/)"
     )
     parser.add_argument(
         "--weights",
         metavar="DIR|NAME",
-        help="begin with the safetensors files of a folder, or of a hub's model that is on this machine. They are read "
-        "straight to where the plan keeps weights",
+        help="begin with the safetensors files of a folder, or of a hub's model on this machine. They are read "
+        "directly to where the plan keeps weights",
     )
     parser.add_argument(
         "--save",
         type=Path,
         metavar="DIR",
-        help="at the end, save the model in a new folder, as from_pretrained() loads it",
+        help="at the end, save the model in a new folder, in the format of from_pretrained()",
     )
     parser.add_argument(
         "--save-dtype",
@@ -106,28 +109,29 @@ def add_parser(subparsers: Subparsers) -> None:
         "--storage-dir",
         type=Path,
         metavar="DIR",
-        help="folder on the planned drives for what the plan keeps on NVMe. It needs twice the size of that state and "
-        "those parameters (default: --output-dir)",
+        help="folder on the planned drives for state and parameters that the plan keeps on NVMe. It needs space for "
+        "twice their size (default: --output-dir)",
     )
     parser.add_argument(
         "--cores",
         type=cores,
         default=defaults.cores,
         metavar="LIST|auto|free",
-        help="CPU cores to use, as in 0-31,64-95. The ranks of a machine divide them, and each is bound to its share. "
-        "auto: all cores of the process, bound if there are several ranks; free: no binding (auto)",
+        help="CPU cores to use, as in 0-31,64-95. The ranks of a machine divide them, and each rank is bound to its "
+        "share. auto: all cores of the process, bound if there are several ranks (the default); free: no binding",
     )
     parser.add_argument(
         "--compile",
         dest="compile_blocks",
         action="store_true",
-        help="compile the repeated blocks with torch.compile; the prediction ignores that",
+        help="compile the repeated blocks with torch.compile; the prediction does not include this",
     )
     parser.add_argument(
         "--replan",
         action="store_true",
         help="after 10 iterations, fit the profile to the measured times and plan again. If the new plan is predicted "
-        "to be more than 5 %% faster, training continues under it; its state passes through a file in --storage-dir",
+        "to be more than 5 %% faster, training continues under it; the training state passes through a file in "
+        "--storage-dir",
     )
     parser.add_argument(
         "--checkpoint-dir",
@@ -135,17 +139,18 @@ def add_parser(subparsers: Subparsers) -> None:
         action="append",
         default=[],
         metavar="PLACE",
-        help="save checkpoints there during training, at its end, and if it is interrupted: a folder that all ranks "
-        "share, or `memory` (of this node; it outlives the process). May be repeated, fastest first. Each further "
-        "place, a folder or a URL of fsspec, is filled from the one before, in the background",
+        help="save checkpoints there during training, at its end, and if it is interrupted. PLACE is a folder that all "
+        "ranks share, or `memory` (host memory of this node, which outlives the process). May be repeated, fastest "
+        "first. Each further place is a folder or a URL of fsspec; checkpoints are copied to it from the place before, "
+        "in the background",
     )
     parser.add_argument(
         "--checkpoint-every",
         type=positive_ints,
         default=defaults.checkpoint_every,
         metavar="N[,N...]",
-        help="iterations between checkpoints: one number, or one per place, each a multiple of the one before "
-        "(default: the plan's, if `ullage plan --mtbf` chose one; else 100)",
+        help="iterations between checkpoints: one number, or one per place, each a multiple of the number before "
+        "(default: those of the plan if `ullage plan --mtbf` chose them; else 100)",
     )
     parser.add_argument(
         "--keep",
@@ -158,11 +163,14 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--resume",
         action="store_true",
-        help="continue from the newest whole checkpoint in any --checkpoint-dir, up to --iterations; it may "
-        "be of another plan",
+        help="continue from the newest complete checkpoint in any --checkpoint-dir, up to --iterations. The checkpoint "
+        "may come from another plan",
     )
     parser.add_argument(
-        "--tensorboard", type=Path, metavar="DIR", help="write loss, rate and times of every iteration for TensorBoard"
+        "--tensorboard",
+        type=Path,
+        metavar="DIR",
+        help="write loss, learning rate and times of every iteration for TensorBoard",
     )
     parser.add_argument(
         "--metrics-file",
@@ -180,7 +188,7 @@ def add_parser(subparsers: Subparsers) -> None:
         "--device",
         choices=("auto", "host", "cuda"),
         default=defaults.device,
-        help="device to run on (auto: the one that the plan is for)",
+        help="device to run on (auto: the kind that the plan is for)",
     )
 
 
@@ -189,35 +197,36 @@ def _add_data_options(parser: argparse.ArgumentParser) -> None:
         "--data",
         type=Path,
         metavar="PATH",
-        help="train on text (.txt), chat or instructions (.jsonl, .parquet) in a file or folder. In chat and "
-        "instructions, only answers are learned",
+        help="train on text (.txt), chat or instructions (.jsonl, .parquet) in a file or folder. For chat and "
+        "instructions, only answers are targets of the loss",
     )
     parser.add_argument(
         "--tokenizer",
         metavar="DIR|NAME",
-        help="tokenizer of --data: a folder, or a hub's model that is on this machine (default: beside --weights)",
+        help="tokenizer for --data: a folder, or a hub's model on this machine (default: the tokenizer beside "
+        "--weights)",
     )
     parser.add_argument(
         "--pack",
         action="store_true",
-        help="put several documents of --data in one sequence, kept apart; otherwise batches are padded",
+        help="pack several documents of --data into one sequence, without attention between them (default: padding)",
     )
     parser.add_argument("--epochs", type=positive_int, metavar="N", help="passes over --data, instead of --iterations")
     parser.add_argument(
-        "--drop-last", action="store_true", help="leave out the last step of an epoch if it has fewer sequences"
+        "--drop-last", action="store_true", help="drop the last step of an epoch if it has fewer sequences"
     )
     parser.add_argument(
         "--eval-split",
         type=fraction,
         default=0.0,
         metavar="F",
-        help="share of --data to evaluate on and not to train on, as in 5%% or 0.05 (none)",
+        help="share of --data that is held out for evaluation, as in 5%% or 0.05 (default: none)",
     )
     parser.add_argument(
         "--eval-every",
         type=positive_int,
         metavar="N",
-        help="iterations between evaluations (default: one at the end of each epoch, and at the end)",
+        help="iterations between evaluations (default: evaluate at the end of each epoch and of training)",
     )
 
 
@@ -226,7 +235,7 @@ def run(args: argparse.Namespace) -> int:
     given = {field.name: getattr(args, field.name) for field in dataclasses.fields(ExecuteOptions)}
     options = ExecuteOptions(**given)
     plan = _plan(args, options)
-    # torch takes seconds: not before the plan is known to be good
+    # importing torch takes seconds, so check the plan first
     from ullage.cli.interruption import InterruptedTrainingError  # noqa: PLC0415
     from ullage.commands.execute.run import execute  # noqa: PLC0415
     from ullage.training.out_of_memory import OutOfMemoryError, render_report  # noqa: PLC0415
@@ -247,17 +256,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace, options: ExecuteOptions) -> Plan:
-    """Return the plan that is given, or else one for this machine."""
+    """Return the given plan, or else make a plan for this machine."""
     given = given_options(args)
     if args.plan is not None:
         if given:
-            raise ValueError(
-                f"{given[0]} is for a plan that is made now, but {args.plan} is given; leave one of them out"
-            )
+            raise ValueError(f"{given[0]} is for making a plan, but {args.plan} is given; leave one of them out")
         return load_plan(args.plan)
     if args.model is None:
         raise ValueError(
-            "there is nothing to execute; give PLAN, which `ullage plan` writes, or --model NAME to plan for this "
+            "there is nothing to execute; give PLAN, a file that `ullage plan` wrote, or --model NAME to plan for this "
             "machine"
         )
     check_names(args)

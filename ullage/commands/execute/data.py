@@ -1,4 +1,4 @@
-"""The data of ``ullage execute``, and the number of iterations."""
+"""The training data of ``ullage execute``, and the number of iterations."""
 
 from collections.abc import Callable
 from typing import Any, Final, final
@@ -15,20 +15,20 @@ from ullage.training.processes import Process
 from ullage.training.text import Tokens, read_text, read_tokens
 from ullage.training.trainer import Step, Trainer
 
-_ITERATIONS: Final = 30  # if neither these nor epochs are asked for
+_ITERATIONS: Final = 30  # default without --iterations and --epochs
 
 
 def check_data(options: ExecuteOptions) -> None:
-    """Check that options of data fit to each other and name files, before anything is measured, planned or read.
+    """Check that the options for data match and name files, before anything is measured, planned or read.
 
     Raises:
-        ValueError: an option is missing or contradicts another, or the files are no data.
-        OSError: there are none.
+        ValueError: an option is missing or contradicts another, or the files are not data.
+        OSError: a file does not exist.
     """
     sources = {"--text": options.text, "--tokens": options.tokens, "--data": options.data}
     given = [f"{option} {path}" for option, path in sources.items() if path is not None]
     if len(given) > 1:
-        raise ValueError(f"{' and '.join(given)}: give one of them to train on")
+        raise ValueError(f"{' and '.join(given)} both name training data; give one of them")
     if options.token_dtype is not None and options.tokens is None:
         raise ValueError(f"--token-dtype {options.token_dtype} is for a file of tokens; give --tokens PATH")
     of_data: dict[str, Any] = {
@@ -46,25 +46,25 @@ def check_data(options: ExecuteOptions) -> None:
         return
     if options.tokenizer is None and options.weights is None:
         raise ValueError(
-            f"--data {options.data} needs a tokenizer; give --tokenizer DIR, or --weights DIR that has one"
+            f"--data {options.data} needs a tokenizer; give --tokenizer DIR, or --weights DIR with a tokenizer"
         )
     if options.eval_every and not options.eval_split:
-        raise ValueError(
-            f"--eval-every {options.eval_every} needs data that are not trained on; give --eval-split 0.05, say"
-        )
+        raise ValueError(f"--eval-every {options.eval_every} needs held-out data; give for example --eval-split 0.05")
     if options.epochs and options.num_iterations:
         raise ValueError(
-            f"--epochs {options.epochs} and --iterations {options.num_iterations} both say how long to train; give one"
+            f"--epochs {options.epochs} and --iterations {options.num_iterations} both set the length of training; "
+            "give one"
         )
     data_files(options.data)
 
 
 def check_places(options: ExecuteOptions) -> None:
-    """Check that files and weights exist, and that nothing is where the model will be saved.
+    """Check that files and weights exist, and that the folder for saving the model does not.
 
     Raises:
-        ValueError: one does not exist, something is there, or ``--save-dtype`` is given without ``--save``.
-        OSError: there is no such file, or no folder can be made for what is saved.
+        ValueError: the weights do not exist, the folder of ``--save`` exists, or ``--save-dtype`` is without
+            ``--save``.
+        OSError: a file does not exist, or the folder of ``--save`` cannot be made.
     """
     for path in (options.text, options.tokens):
         if path is not None:
@@ -75,16 +75,16 @@ def check_places(options: ExecuteOptions) -> None:
         make_folder("--save", options.save.absolute().parent)
         check_new(options.save)
     elif options.save_dtype is not None:
-        raise ValueError(f"--save-dtype {options.save_dtype} is the type of the saved weights; give --save DIR")
+        raise ValueError(f"--save-dtype {options.save_dtype} is the type for --save; give --save DIR")
 
 
 def training_data(plan: Plan, options: ExecuteOptions, process: Process) -> Tokens | Data | None:
-    """Return what a plan's model is trained on; ``None``: the built-in text, or one random batch.
+    """Return the training data for a plan's model; ``None``: the built-in text, or one random batch.
 
     Raises:
-        PlanError: the model takes no such data.
-        ValueError: the data are not what they should be.
-        OSError: they cannot be read.
+        PlanError: the model cannot be trained on such data.
+        ValueError: the data are not valid.
+        OSError: the data cannot be read.
     """
     if options.data is not None:
         size = vocabulary_for_data(plan)
@@ -106,7 +106,7 @@ def training_data(plan: Plan, options: ExecuteOptions, process: Process) -> Toke
             data.check_vocabulary(size)
         return data
     given = bool(options.text or options.tokens or options.data_position)
-    check_takes_tokens(plan, given=given)  # before it is read
+    check_takes_tokens(plan, given=given)  # before reading the data
     if options.tokens is None:
         check_knows_text(plan)
         return None if options.text is None else read_text(options.text)
@@ -114,7 +114,7 @@ def training_data(plan: Plan, options: ExecuteOptions, process: Process) -> Toke
 
 
 def num_iterations(options: ExecuteOptions, data: Tokens | Data | None) -> int:
-    """Return the number of iterations, which the options give directly or in epochs."""
+    """Return the number of iterations, from ``--iterations`` or ``--epochs``."""
     if options.epochs is None or not isinstance(data, Data):
         return options.num_iterations or _ITERATIONS
     data.position = options.data_position
@@ -123,18 +123,18 @@ def num_iterations(options: ExecuteOptions, data: Tokens | Data | None) -> int:
 
 @final
 class Evaluations:
-    """Evaluates the data that are held out, if there are any: every so many iterations, or at the end of each epoch.
+    """Evaluates the held-out data, if there are any, every so many iterations or at the end of each epoch.
 
-    It begins with a line about the data.
+    It first prints a line about the data.
 
     Args:
-        data: what is trained on.
-        every: iterations from one evaluation to the next; ``None``: one at the end of each epoch.
-        last: the last iteration, which is followed by one in any case.
-        report: prints a line.
+        data: the training data.
+        every: iterations between evaluations; ``None``: evaluate at the end of each epoch.
+        last: the last iteration, after which there is always an evaluation.
+        report: function that prints a line.
 
     Attributes:
-        losses: of all evaluations so far: iterations that were made before each, and the mean loss.
+        losses: for each evaluation so far, the number of iterations before it, and the mean loss.
     """
 
     def __init__(self, data: Tokens | Data | None, every: int | None, last: int, report: Callable[[str], None]) -> None:
@@ -147,7 +147,7 @@ class Evaluations:
             report(f"data: {data}")
 
     def after(self, step: Step, trainer: Trainer) -> float | None:
-        """Evaluate after a step if it is time to; return the loss then. All ranks do so together."""
+        """If an evaluation is due after this step, evaluate and return the loss. All ranks must call it together."""
         made = step.iteration + 1
         if self._data is None or not (
             made == self._last or (self._data.epoch_has_ended if self._every is None else made % self._every == 0)

@@ -1,4 +1,4 @@
-"""The plan of ``ullage execute --model ...``: for this machine's free memory."""
+"""The plan of ``ullage execute --model ...``, for this machine and the memory that is free now."""
 
 import argparse
 import os
@@ -16,26 +16,26 @@ from ullage.this_machine.planning import (
     PlanOptions,
     free_memory,
     machine_now,
-    of_first_rank,
+    made_by_rank_0,
     world_size,
 )
 from ullage.this_machine.profile import profile_here
 
 
 def planned(args: argparse.Namespace, output_dir: Path) -> Plan:
-    """Return a plan for what the options ask for, and write it into the output folder.
+    """Make the plan that the options describe, write it into the output folder and return it.
 
-    A machine that has no profile is measured first, once. Of several ranks the first one measures, plans and writes.
+    If the machine has no profile, it is measured first. Of several ranks, rank 0 measures, plans and writes.
 
     Raises:
-        ValueError: there is no such model or machine, or nothing fits.
+        ValueError: the model or machine does not exist, or nothing fits.
         OSError: the plan cannot be written.
     """
     path = output_dir / "plan.json"
     is_first = os.environ.get("RANK", "0") == "0"
     if is_first:
         make_folder("--output-dir", output_dir)
-        check_output("--output-dir", path)  # not after the search
+        check_output("--output-dir", path)  # before the search
     free = free_memory()
     args.gpus = args.gpus or world_size()
     if args.batches is None and args.data is not None and _may_be_captured(args):
@@ -44,12 +44,12 @@ def planned(args: argparse.Namespace, output_dir: Path) -> Plan:
 
     def make() -> Plan:
         if args.hardware is None:
-            profile_here()  # is the default from now on
+            profile_here()  # becomes the default of --hardware
         request = request_of(args, lambda profile: machine_now({"hardware": profile, **plan_options}, free))
         with search_progress() as progress:
             return make_plan(request, max_simulations=MOST_SIMULATIONS, progress=progress)
 
-    plan = of_first_rank(make)
+    plan = made_by_rank_0(make)
     if is_first:
         plan.save(path)
         sys.stderr.write(f"ullage execute: {plan}; plan written to {path}\n")
@@ -57,6 +57,6 @@ def planned(args: argparse.Namespace, output_dir: Path) -> Plan:
 
 
 def _may_be_captured(args: argparse.Namespace) -> bool:
-    """Return whether the model can be captured with a mask: what ranks share is planned by formulas."""
+    """Return whether the model can be captured with a mask. Formulas plan models that ranks share, without capture."""
     shared = (args.tensor_parallel, args.pipeline_parallel, args.expert_parallel)
     return not is_captured(args.model) and max(count or 1 for count in shared) == 1

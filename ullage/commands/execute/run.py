@@ -1,4 +1,4 @@
-"""``ullage execute``: train a plan for some iterations, and compare it with its prediction."""
+"""``ullage execute``: train under a plan, watch for drift, and compare the run with its prediction."""
 
 import contextlib
 import dataclasses
@@ -40,33 +40,34 @@ from ullage.training.replanning import Replanned
 from ullage.training.text import Tokens
 from ullage.training.trainer import Step, Trainer, check_machine
 
-# What warms up (first touches, compiled kernels) is not measured, nor is the iteration whose memory is metered.
+# Iterations that warm up (first touches, compiled kernels) are not measured, nor is the one whose memory is metered.
 _FIRST_STEADY = 3
 MIN_ITERATIONS = _FIRST_STEADY + 3
 REPLAN_AFTER = 10
 _WARMUP_ITERATIONS = 5
-_BAR = 10  # columns: a line of 80 holds the rest
+_BAR = 10  # columns of the bar, so that a progress line has at most 80
 _RUN, _TRACE = "run.json", "trace.json.gz"
-_LATEST = 10  # iterations that the progress shows the median of
+_LATEST = 10  # the progress shows the median of this many latest iterations
 
 
 def execute(plan: Plan, options: ExecuteOptions) -> RunRecord | None:
     """Train a plan's model, measure every task, and compare with the prediction.
 
-    It is trained on text or tokens, or on one random batch if it was captured. Under a plan for several devices this is
-    one of the processes; the first of them measures, prints and writes.
+    The data are text or tokens; a captured model may have one random batch instead. Under a plan for several devices,
+    each process calls this function; rank 0 measures, prints and writes.
 
-    Writes ``run.json`` (with the plan) and ``trace.json.gz`` (both timelines) into the output folder, each whole or not
-    at all, when training has ended.
+    At the end of training, it writes ``run.json`` (with the plan) and ``trace.json.gz`` (both timelines) into the
+    output folder, each in one step.
 
     Raises:
         PlanError: the plan was made for another kind of machine, or for another number of processes.
-        ValueError: too few iterations, too few or unknown tokens, or the function of a captured model does not exist.
+        ValueError: there are too few iterations or tokens, the model does not know a token, or the function of a
+            captured model does not exist.
         OSError: the data cannot be read or the results cannot be written.
-        OutOfMemoryError: training takes more of a tier than it has.
+        OutOfMemoryError: training takes more memory of a tier than there is.
         RankError: another rank has failed.
         CheckpointError: checkpoints cannot be made in their folder, or the one to resume from is of another model.
-        InterruptedTrainingError: a signal ended training, which is in a checkpoint.
+        InterruptedTrainingError: a signal ended training; the state is in a checkpoint.
     """
     _check_checkpoints(options)
     check_data(options)
@@ -81,7 +82,7 @@ def execute(plan: Plan, options: ExecuteOptions) -> RunRecord | None:
     length = num_iterations(options, data)
     _check_length(options, length)
     if process.is_first:
-        make_folder("--output-dir", options.output_dir)  # before training: a bad path must not cost a run
+        make_folder("--output-dir", options.output_dir)  # before training, so that a bad path does not waste a run
         for name in (_RUN, _TRACE):
             check_output("--output-dir", options.output_dir / name)
     sinks = _sinks(options, plan) if process.is_first else []
@@ -109,15 +110,15 @@ def execute(plan: Plan, options: ExecuteOptions) -> RunRecord | None:
 def _check_checkpoints(options: ExecuteOptions) -> None:
     if not options.checkpoint_places:
         if options.resume:
-            raise ValueError("--resume needs --checkpoint-dir PLACE, where the checkpoints are")
+            raise ValueError("--resume needs the place of the checkpoints; give --checkpoint-dir PLACE")
         for option, numbers in (("--checkpoint-every", options.checkpoint_every), ("--keep", options.keep)):
             if numbers:
                 given = ",".join(map(str, numbers))
-                raise ValueError(f"{option} {given} needs --checkpoint-dir PLACE, where checkpoints are made")
+                raise ValueError(f"{option} {given} needs a place for checkpoints; give --checkpoint-dir PLACE")
     if too_few := [count for count in options.keep if count < MIN_CHECKPOINTS]:
         raise ValueError(
-            f"--keep {too_few[0]}: one may be damaged when it is needed, so at least {MIN_CHECKPOINTS} stay; "
-            f"give --keep {MIN_CHECKPOINTS} or more"
+            f"--keep {too_few[0]} is too few, because one checkpoint may be damaged; give --keep {MIN_CHECKPOINTS} or "
+            "more"
         )
 
 
@@ -127,8 +128,8 @@ def _check_length(options: ExecuteOptions, length: int) -> None:
         raise ValueError(f"{words} are too few to measure; run at least {MIN_ITERATIONS}")
     if options.replan and length < REPLAN_AFTER + MIN_ITERATIONS:
         raise ValueError(
-            f"--replan looks after {REPLAN_AFTER} iterations and measures at least {MIN_ITERATIONS} more, but there "
-            f"are {length}; run at least {REPLAN_AFTER + MIN_ITERATIONS}"
+            f"--replan plans again after {REPLAN_AFTER} iterations and measures at least {MIN_ITERATIONS} more, but "
+            f"there are {length}; run at least {REPLAN_AFTER + MIN_ITERATIONS}"
         )
 
 
@@ -142,12 +143,12 @@ def _checkpoints(plan: Plan, options: ExecuteOptions) -> CheckpointOptions | Non
 
 
 def _print_checkpoints(options: ExecuteOptions, trainer: Trainer, trained: "_Trained") -> None:
-    """Say where the last checkpoint is, and end as the signal wants if one has ended training."""
-    # It is the first rank that hears how checkpoints end.
-    where = where_saved(trainer.outcomes) if trainer.process.is_first else "rank 0 says where its checkpoint is"
+    """Print where the last checkpoint is. If a signal ended training, raise its error."""
+    # Only rank 0 knows how checkpoints ended.
+    where = where_saved(trainer.outcomes) if trainer.process.is_first else "rank 0 prints the place of its checkpoint"
     if trained.signal is not None:
         raise InterruptedTrainingError(
-            f"interrupted after iteration {trainer.iteration}; {where}; go on with --resume", trained.signal
+            f"interrupted after iteration {trainer.iteration}; {where}; continue with --resume", trained.signal
         )
     if trainer.process.is_first and not options.json:
         console().print(where, soft_wrap=True)
@@ -157,15 +158,15 @@ def _print_checkpoints(options: ExecuteOptions, trainer: Trainer, trained: "_Tra
 class _Trained:
     record: RunRecord | None  # None after too few iterations
     replanned: Replanned | None
-    signal: int | None  # that ended it early
+    signal: int | None  # the signal that ended training early
 
 
 def _train(
     options: ExecuteOptions, trainer: Trainer, data: Tokens | Data | None, length: int, sinks: list[Sink]
 ) -> _Trained:
-    """Train with a cosine schedule with warm-up, and change the plan on the way if requested and faster.
+    """Train with a cosine learning-rate schedule with warm-up; with ``--replan``, change to a faster plan on the way.
 
-    The trainer is closed in the end; signals are heard until then.
+    The function closes the trainer at the end and handles signals until then.
     """
 
     def factor(iteration: int) -> float:
@@ -193,7 +194,7 @@ def _train(
             losses.append(step.loss)
             show(step)
             metrics.after(step, trainer, evaluations.after(step, trainer))
-            if trainer.session.iteration == NUM_RECORDED:  # the session forgets them as others are recorded
+            if trainer.session.iteration == NUM_RECORDED:  # later recordings replace these in the session
                 first = trainer.session.timeline()
             if drifts := watch.after(trainer.session, trainer.session.iteration - 1):
                 warn(warning(drifts))
@@ -204,7 +205,7 @@ def _train(
                 warn(str(replanned))
                 watch = _watch(trainer.plan)
             if interruption is not None and trainer.session.collectives.mean(float(interruption.signal is not None)):
-                break  # all ranks, after the same iteration
+                break  # all ranks leave after the same iteration
         record = None
         if trainer.session.iteration >= MIN_ITERATIONS:
             timeline = trainer.session.timeline() if first is None else first
@@ -225,7 +226,7 @@ def _save(
     ended_by: int | None,
     report: Callable[[str], None],
 ) -> None:
-    """Save the model if that is asked for and training has not been interrupted, and the tokenizer of its data."""
+    """With ``--save``, save the model and the tokenizer of its data, unless training was interrupted."""
     if options.save is not None and ended_by is None:
         tokenizer = data.tokenizer if isinstance(data, Data) else None
         save(trainer.optimizer, options.save, dtype=options.save_dtype, tokenizer=tokenizer)
@@ -244,7 +245,10 @@ def _sinks(options: ExecuteOptions, plan: Plan) -> list[Sink]:
 def _warn_about_checkpoints(
     trainer: Trainer, num_seen: int, warn: Callable[[str], None], skip: int | None = None
 ) -> int:
-    """Warn about failures after the first ``num_seen`` outcomes, except of step ``skip``; return how many there are."""
+    """Warn about failed checkpoints after the first ``num_seen`` outcomes, except step ``skip``.
+
+    Return the number of outcomes.
+    """
     outcomes = trainer.outcomes[num_seen:]
     for outcome in outcomes:
         if outcome.error is not None and outcome.step != skip:
@@ -255,21 +259,21 @@ def _warn_about_checkpoints(
 def _interruption(
     options: ExecuteOptions, warn: Callable[[str], None]
 ) -> contextlib.AbstractContextManager[Interruption | None]:
-    """Return a handler that ends training in order; without checkpoints, one that does nothing."""
+    """Return the handler of signals. Without checkpoints there is none, because nothing would be saved."""
     return Interruption(warn) if options.checkpoint_places else contextlib.nullcontext()
 
 
 def _resume(options: ExecuteOptions, trainer: Trainer, length: int, warn: Callable[[str], None]) -> None:
     found = trainer.resume()
     for reason in found.refused:
-        warn(f"warning: passed over: {reason}")
+        warn(f"warning: skipped a checkpoint: {reason}")
     if found.path is None:
-        warn(f"no checkpoint in {' or '.join(options.checkpoint_places)}: training begins at the beginning")
+        warn(f"no checkpoint in {' or '.join(options.checkpoint_places)}: training starts from the beginning")
     elif found.step >= length:
         more = "--iterations" if options.epochs is None else "--epochs"
-        raise ValueError(f"{found.path} has all of {length} iterations already; ask for more with {more}")
+        raise ValueError(f"{found.path} has all {length} iterations already; train longer with {more}")
     else:
-        warn(f"going on from {found.path}")
+        warn(f"continuing from {found.path}")
 
 
 def _watch(plan: Plan) -> DriftWatch:
@@ -289,9 +293,9 @@ def _write(options: ExecuteOptions, record: RunRecord, replanned: Replanned | No
 
 @contextlib.contextmanager
 def _progress(num_iterations: int, trainer: Trainer) -> Iterator[tuple[Callable[[Step], None], Callable[[str], None]]]:
-    """Yield a function that shows an iteration that has ended, and one that prints a line above the progress.
+    """Yield a function that shows a finished iteration, and a function that prints a line above the progress.
 
-    The progress shows the loss, and the seconds of an iteration (median of the latest) beside what was predicted.
+    The progress shows the loss, and the median seconds of the latest iterations beside the prediction.
     """
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn  # noqa: PLC0415
 
@@ -324,7 +328,7 @@ def _record(
     memory = trainer.session.memory()
     ranks = dict.fromkeys(
         (Tier.HOST, Tier.NVME), trainer.process.per_node
-    )  # whose shares are equal, as the prediction has it
+    )  # only runs with equal shares match the prediction
     words = [platform.node() or "this machine", f"torch {torch.__version__}"]
     words += ["blocks compiled" if options.compile_blocks else "", _cores(trainer), trainer.session.storage]
     return RunRecord(

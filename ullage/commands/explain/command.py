@@ -1,4 +1,4 @@
-"""``ullage explain``: why a plan is as it is, or why one unit has its place."""
+"""``ullage explain``: show the reasons for a plan, or for the placement of one unit."""
 
 import argparse
 from pathlib import Path
@@ -13,22 +13,22 @@ def add_parser(subparsers: Subparsers) -> None:
         subparsers,
         "explain",
         run,
-        "Explain a plan: what binds, what each technique is worth (switched off alone), where each unit is and what\n"
-        "moving it costs, and at which bandwidth another lane binds. With UNIT, show all ways to place that unit,\n"
-        "and when it is updated. Every figure is a simulation in which one thing changes and the rest of the plan\n"
-        "stays as it is.",
+        "Explain a plan: which lane binds, how much slower the plan is without each technique, where each unit is,\n"
+        "what moving it costs, and at which bandwidth another lane binds. With UNIT, show all ways to place that\n"
+        "unit, and when it is updated. Every figure is a simulation in which one thing changes and the rest of the\n"
+        "plan stays the same.",
         """
         ullage explain plan.json
         ullage explain plan.json layers.3.mlp
         ullage explain plan.json --all --json
         """,
     )
-    parser.add_argument("plan_file", type=Path, metavar="PLAN", help="what `ullage plan` wrote")
+    parser.add_argument("plan_file", type=Path, metavar="PLAN", help="file that `ullage plan` wrote")
     parser.add_argument("unit", nargs="?", metavar="UNIT", help="a unit of the model, such as layers.3.mlp")
     parser.add_argument(
         "--all",
         action="store_true",
-        help="try to move every unit, not only the first, the middle and the last one of each group",
+        help="try to move every unit, not only the first, the middle and the last of each group",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
 
@@ -36,7 +36,7 @@ def add_parser(subparsers: Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     """Explain and print."""
     if args.unit is not None and args.all:
-        raise ValueError(f"--all and {args.unit}: --all is about all units; leave out one or the other")
+        raise ValueError(f"--all is for all units, but {args.unit} is given; leave one of them out")
     plan = load_plan(args.plan_file)
     from planner.explain.moves import find_unit  # noqa: PLC0415 - the simulator is slow to import: not before bad input
     from planner.explain.trial import Bench  # noqa: PLC0415

@@ -37,15 +37,15 @@ _RESOURCES = {
 _RESTS = {
     "work": "all work of an iteration",
     "update": "updates between the last backward and the next forward",
-    "leave": "gradients that leave before that",
+    "leave": "gradients that are copied to the host before updates",
 }
-# The quantities for which the worth of one more GB or GB/s is shown, and the smallest elasticity of the bound to show.
+# The effect of one more GB or GB/s is shown for these quantities, if the elasticity of the bound is at least this.
 _SOLD = ("host-link", "host-dram", "device-memory", "host-memory", "intra-node", "inter-node", "nvme")
 _WORTH_TELLING = 0.01
 
 
 def plan_explained_screen(explained: PlanExplained) -> None:
-    """Print why a plan is as it is."""
+    """Print the explanation of a plan."""
     out = console()
     out.print(facts(_summary(explained)))
     for part in (_tricks(explained), _units(explained), _limits(explained)):
@@ -54,7 +54,7 @@ def plan_explained_screen(explained: PlanExplained) -> None:
 
 
 def unit_explained_screen(explained: UnitExplained) -> None:
-    """Print why a unit is where it is."""
+    """Print the explanation of a unit's placement."""
     out, bench = console(), explained.bench
     unit = bench.units[explained.unit]
     own = bench.decisions.units[explained.unit]
@@ -108,7 +108,7 @@ def _summary(explained: PlanExplained) -> dict[str, str]:
 
 
 def _rests_on(weights: dict[tuple[str, str], float]) -> str:
-    """Return what the bound rests on, in words, by kind of condition."""
+    """Return the conditions that the bound rests on, in words, by kind."""
     conditions = []
     for kind, words in _RESTS.items():
         shares = [f"{_by(by)} {percent(weight)}" for (other, by), weight in weights.items() if other == kind]
@@ -154,7 +154,7 @@ def _units(explained: PlanExplained) -> Table:
             _cheapest(explained.bench, group),
         )
     tried, total = sum(len(group.cheapest) for group in explained.groups), len(explained.bench.units)
-    rule = "of each group the first, the middle and the last" if tried < total else "all of them"
+    rule = "the first, the middle and the last of each group" if tried < total else "all of them"
     result.caption = f"simulated: moves of {tried} of {total} units ({rule}), one unit at a time"
     return result
 
@@ -174,13 +174,13 @@ def _cheapest(bench: Bench, group: Group) -> str:
 
 
 def _slowdown(bench: Bench, trial: Trial) -> tuple[float, float]:
-    """Return by how much a trial is slower, or 0 if only rounding tells it from the plan."""
+    """Return the seconds and fraction by which a trial is slower, or 0 if the difference is rounding."""
     seconds, share = change(bench, trial)
     return (seconds, share) if abs(share) > SAME else (0.0, 0.0)
 
 
 def _limits(explained: PlanExplained) -> Table:
-    title = f"how much each quantity matters, and at which value another lane than {explained.lane} binds"
+    title = f"how much each quantity matters, and the value at which another lane than {explained.lane} binds"
     result = table(title, "quantity", "now", "this plan", "any plan", "binds below", "binds above", text={4, 5})
     for limit in explained.limits:
         least = f"fits from {si(limit.fits_from * limit.value, 'B')}" if limit.fits_from is not None else ""
@@ -193,8 +193,8 @@ def _limits(explained: PlanExplained) -> Table:
             _crossing(limit.above, limit),
         )
     result.caption = (
-        "this plan, any plan: change of the iteration and of the bound if there is 1 % more of the quantity. This "
-        "plan's decisions stay as they are; `ullage whatif` plans again"
+        "this plan, any plan: change of this plan's iteration time and of the bound with 1 % more of the quantity. "
+        "The decisions of the plan do not change; `ullage whatif` plans again"
     )
     return result
 
@@ -216,7 +216,7 @@ def _alternatives(explained: UnitExplained) -> Table:
     order = sorted(explained.alternatives, key=lambda a: (not a.chosen, not a.trial.fits, a.trial.iteration_s))
     for alternative in order:
         result.add_row(*_alternative(bench, alternative), style="bold" if alternative.chosen else "")
-    result.caption = "the first row is the plan's. In each other row only this unit changes"
+    result.caption = "the first row is the plan. In every other row, only this unit changes"
     return result
 
 

@@ -1,4 +1,4 @@
-"""``ullage hardware``: profiles, every quantity of one with its origin, and what differs or has drifted."""
+"""``ullage hardware``: list, show, compare and check hardware profiles."""
 
 import argparse
 from pathlib import Path
@@ -16,11 +16,11 @@ def add_parser(subparsers: Subparsers) -> None:
         subparsers,
         "hardware",
         run,
-        "  list   show all profiles, and how much of each was measured\n"
+        "  list   show all profiles, and which fraction of each was measured\n"
         "  show   show every quantity of a profile with its unit, value, spread, origin and source\n"
         "  diff   show the quantities that differ between two profiles by more than their spread\n"
         "  check  measure some quantities of this machine again; if any has drifted, the exit code is 1\n"
-        "For a curve (time against size) the tables show its best rate; --json has all its points.",
+        "For a curve (time against size), tables show its best rate; --json prints all its points.",
         """
         ullage hardware
         ullage hardware show a100-80
@@ -30,7 +30,7 @@ def add_parser(subparsers: Subparsers) -> None:
         """,
     )
     parser.add_argument("action", nargs="?", choices=tuple(_NUM_NAMES), default="list", help="what to do (list)")
-    parser.add_argument("names", nargs="*", metavar="NAME|PATH|local", help="profile or profiles")
+    parser.add_argument("names", nargs="*", metavar="NAME|PATH|local", help="one profile, or two for diff")
     parser.add_argument(
         "--output", "-o", type=Path, metavar="PATH", help="check: write the new measurements as a profile"
     )

@@ -1,8 +1,9 @@
-"""Profiles as tables: all of them, one, what differs between two, and what has drifted on this machine.
+"""Profiles as tables: all profiles, one profile, differences between two, and drift on this machine.
 
-[Note: Differences] Two values of a quantity differ if their spreads (p10 to p90 of the repetitions) do not meet, and
-the values by more than a tenth: repetitions minutes apart agree with one another better than calibrations days apart
-do. Of a curve the medians at the sizes that both have are compared, their geometric mean, as points are noisy each.
+[Note: Differences] Two values of a quantity differ if their spreads (p10 to p90 of the repetitions) do not overlap and
+if the values differ by more than a tenth. The second condition is needed because repetitions minutes apart agree better
+than calibrations days apart. For curves, the geometric mean of the ratios of medians at common sizes is compared,
+because single points are noisy.
 """
 
 import dataclasses
@@ -19,8 +20,8 @@ from ullage.output.formatting import si, signed_percent
 
 NOTICEABLE: Final = 0.1
 DRIFT: Final = 0.25
-"""A quantity has drifted if it is off by more than this part: more than two calibrations of one machine differ."""
-# How much memory and disk is free just now is no property of the machine.
+"""A quantity has drifted if it is off by more than this fraction. Two calibrations of a machine differ by less."""
+# The free memory and disk space of the moment are not properties of the machine.
 _FREE: Final = frozenset({"device.memory_bytes", "host.memory_bytes", "nvme.capacity_bytes", "pfs.capacity_bytes"})
 
 
@@ -29,9 +30,9 @@ class Difference:
     """A quantity in two profiles.
 
     Attributes:
-        path: of the quantity.
-        first, second: it, or ``None`` where a profile does not have it.
-        ratio: second over first, of rates (curves) or values; ``None`` where one is missing or 0.
+        path: path of the quantity.
+        first, second: the quantity in each profile, or ``None`` if the profile lacks it.
+        ratio: second over first, of rates (curves) or values; ``None`` if one is missing or 0.
     """
 
     path: str
@@ -50,7 +51,7 @@ class Difference:
 
 
 def differences(first: HardwareProfile, second: HardwareProfile) -> tuple[Difference, ...]:
-    """Return all quantities of two profiles beside each other, those that differ most first."""
+    """Return all quantities of two profiles side by side, largest difference first."""
     one, other = quantities(first), quantities(second)
     found = [Difference(path, one.get(path), other.get(path), _ratio(one.get(path), other.get(path))) for path in one]
     found += [Difference(path, None, item, None) for path, item in other.items() if path not in one]
@@ -75,7 +76,7 @@ def _meet(first: Item, second: Item) -> bool:
 
 
 def listed(profiles: Mapping[str, HardwareProfile], *, as_json: bool) -> None:
-    """Print profiles by name, with where their values are from."""
+    """Print profiles by name, with the origins of their values."""
     if as_json:
         write_json({name: {"description": p.description, "origins": origin_shares(p)} for name, p in profiles.items()})
         return

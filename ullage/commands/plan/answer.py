@@ -1,4 +1,4 @@
-"""What ``ullage plan`` does with its options: it plans, prints and writes, or says what would fit."""
+"""``ullage plan``: plan, print and write; if nothing fits, print changes with which something does."""
 
 import argparse
 import atexit
@@ -29,12 +29,12 @@ from ullage.output.progress import search_progress, status
 
 @no_garbage_collection()
 def plan_command(args: argparse.Namespace) -> int:
-    """Plan, print, write.
+    """Plan, print and write the plan.
 
     Returns:
         The exit code.
     """
-    atexit.register(gc.freeze)  # Python ends by looking for cycles, among millions of objects
+    atexit.register(gc.freeze)  # otherwise Python's exit searches millions of objects for cycles
     request, checkpoints = request_of(args), checkpoints_of(args)
     if args.hardware == LOCAL and not args.allow_other_machine:
         check_measured_here(request.hardware)
@@ -46,7 +46,7 @@ def plan_command(args: argparse.Namespace) -> int:
     except InfeasibleError as error:
         return _refuse(args, request, error)
     if checkpoints is not None:
-        plan = _protected(plan, checkpoints)
+        plan = _with_checkpoints(plan, checkpoints)
     text = plan.to_json()
     if args.json:
         write_whole(args.output, text)
@@ -59,35 +59,35 @@ def plan_command(args: argparse.Namespace) -> int:
     return 0
 
 
-def _protected(plan: Plan, request: CheckpointRequest) -> Plan:
+def _with_checkpoints(plan: Plan, request: CheckpointRequest) -> Plan:
     from planner.checkpoints.choosing import protected  # noqa: PLC0415 - few ask for checkpoints
 
     return protected(plan, request)
 
 
 def _refuse(args: argparse.Namespace, request: Request, error: InfeasibleError) -> int:
-    """Print that nothing fits, and which changes would: each as soon as it is found.
+    """Print that nothing fits, and each change with which something does, as soon as it is found.
 
-    Then say the same of every other engine.
+    Then print the same for every other engine.
     """
     from planner.plan.remedies import what_would_fit  # noqa: PLC0415 - only here
     from ullage.output.plans import engine_line  # noqa: PLC0415 - only here
 
-    _say(f"error: {error}")
+    _print_line(f"error: {error}")
     found = []
-    with status("looking for what would fit"):
+    with status("searching for a plan that fits"):
         for remedy in what_would_fit(request, functools.partial(_with_adapters, args)):
-            effect = _effect(remedy.words)
+            effect = _effect_words(remedy.words)
             found.append({"change": remedy.words, "iteration_s": remedy.iteration_s, "effect": effect})
             time = f"({si(remedy.iteration_s, 's')} per iteration before any search)"
-            _say(f"it fits with {remedy.words} {time}{effect and f': {effect}'}")
+            _print_line(f"it fits with {remedy.words} {time}{effect and f': {effect}'}")
     if not found:
-        _say("nothing that was tried makes it fit")
+        _print_line("no change that was tried makes it fit")
     rows = []
-    with status("looking for what other engines need"):
+    with status("simulating other engines"):
         for row in engine_rows(request):
             rows.append(row)
-            _say(engine_line(row))
+            _print_line(engine_line(row))
     if args.json:
         missing_bytes = {tier.value: num_bytes for tier, num_bytes in error.missing_bytes.items()}
         document = {
@@ -103,9 +103,11 @@ def _refuse(args: argparse.Namespace, request: Request, error: InfeasibleError) 
 
 
 def _with_adapters(args: argparse.Namespace, request: Request) -> Iterator[tuple[str, Request]]:
-    """Yield requests with adapters, then also with a quantized base, unless the request has them already."""
+    """Yield requests with adapters in place of all weights, and then with quantized frozen weights, if not given."""
     shared = (args.tensor_parallel, args.pipeline_parallel, args.expert_parallel)
-    if is_captured(args.model) or max(count or 1 for count in shared) > 1:  # models with adapters are captured whole
+    if (
+        is_captured(args.model) or max(count or 1 for count in shared) > 1
+    ):  # models with adapters are captured, and a capture cannot be shared by ranks
         return
     ways: list[tuple[str, dict[str, Any]]] = [("--lora rank=16", {"lora": Lora(rank=16)})] if args.lora is None else []
     if args.quantize in {None, "none"}:
@@ -120,8 +122,8 @@ def _with_adapters(args: argparse.Namespace, request: Request) -> Iterator[tuple
             yield words, dataclasses.replace(request, model=model, seq_len=seq_len)
 
 
-def _effect(words: str) -> str:
-    """Return what a change affects beside memory; empty if nothing."""
+def _effect_words(words: str) -> str:
+    """Return the effect of a change on training, beside memory; empty if it has none."""
     if "--lora" in words:
         return "only adapters are trained; all other weights stay as they are" + (
             ", rounded to 4 bits" if "--quantize" in words else ""
@@ -129,6 +131,6 @@ def _effect(words: str) -> str:
     return "the frozen weights are rounded to 4 bits" if "--quantize" in words else ""
 
 
-def _say(words: str) -> None:
+def _print_line(words: str) -> None:
     sys.stderr.write(f"ullage plan: {words}\n")
     sys.stderr.flush()  # it stays on the screen after an interrupt

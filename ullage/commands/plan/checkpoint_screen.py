@@ -1,4 +1,4 @@
-"""What `ullage plan --mtbf` prints about checkpoints."""
+"""The screen of `ullage plan --mtbf` about checkpoints."""
 
 from collections.abc import Iterator
 
@@ -26,7 +26,7 @@ def _levels(plan: CheckpointPlan) -> Table:
 
 
 def _expected(plan: CheckpointPlan) -> dict[str, str]:
-    """Return what the plan loses with checkpoints and without, and what that rests on."""
+    """Return the expected loss of time with and without checkpoints, and its assumptions."""
     num_iterations = plan.request.num_iterations
     run = (
         "a day of training"

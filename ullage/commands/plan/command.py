@@ -16,9 +16,9 @@ def add_parser(subparsers: Subparsers) -> None:
         subparsers,
         "plan",
         run,
-        "Find the fastest way to train a model on some hardware. Show whether it fits, how long an iteration takes,\n"
-        "what binds, and how long other engines would take. Write the plan to a file that `ullage execute` runs.\n"
-        "To plan a model of your own, name package.module:function; the current directory can be imported.",
+        "Find the fastest way to train a model on some hardware. Show whether it fits in memory, the time of an\n"
+        "iteration, which lane binds, and the times of other engines. Write the plan to a file for `ullage execute`.\n"
+        "For a model of your own, give --model package.module:function; it is also searched in the current directory.",
         """
         ullage plan --model opt-13b --gpus 8
         ullage plan --model path/to/config.json --hardware h100 --gpus 4 --seq-len 4096 --micro-batch 2
@@ -39,10 +39,10 @@ def add_parser(subparsers: Subparsers) -> None:
         "--budget",
         type=positive_float,
         metavar="SECONDS",
-        help="search for at most this long (default: a few seconds)",
+        help="time limit of the search in seconds (default: a few seconds)",
     )
     parser.add_argument(
-        "--output", "-o", type=Path, default=Path("plan.json"), metavar="PATH", help="where the plan goes (plan.json)"
+        "--output", "-o", type=Path, default=Path("plan.json"), metavar="PATH", help="file for the plan (plan.json)"
     )
     parser.add_argument(
         "--allow-other-machine",
@@ -50,13 +50,13 @@ def add_parser(subparsers: Subparsers) -> None:
         help="accept --hardware local even if it was measured on another machine",
     )
     parser.add_argument(
-        "--json", action="store_true", help="print the plan, or what would fit, as JSON instead of tables"
+        "--json", action="store_true", help="print JSON instead of tables: the plan, or changes with which it would fit"
     )
 
 
 def run(args: argparse.Namespace) -> int:
     """Plan, print, write."""
-    check_output("--output", args.output)  # not after the search
+    check_output("--output", args.output)  # before the search
     check_names(args)
     from ullage.cli.default_hardware import print_default_hardware  # noqa: PLC0415 - `--help` does without
 

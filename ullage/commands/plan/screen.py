@@ -1,4 +1,4 @@
-"""What `ullage plan` prints: one screen."""
+"""The screen of `ullage plan`."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from ullage.output.formatting import binds, percent, si
 from ullage.output.plans import batch_line, engine_fits, engine_setting, faster_line, gap_line, mfu, model_line
 from ullage.training.processes import launch_line, ranks_per_node
 
-# The share of the critical path from which on updates on the CPU are looked into.
+# If updates on the CPU have at least this share of the critical path, the screen says what slows them.
 _MATTERS = 0.25
 
 
@@ -31,9 +31,9 @@ def plan_screen(plan: Plan, path: Path, *, default_hardware: bool) -> None:
     """Print a plan.
 
     Args:
-        plan: what to print.
-        path: where it was written.
-        default_hardware: whether the packaged default was taken because no hardware was named.
+        plan: the plan to print.
+        path: path of its file.
+        default_hardware: whether the hardware is the packaged default, because none was given.
     """
     out = console()
     out.print(facts(_summary(plan, default_hardware=default_hardware)))
@@ -43,7 +43,7 @@ def plan_screen(plan: Plan, path: Path, *, default_hardware: bool) -> None:
     out.print(_engine_table(plan))
     if left_out := [name for name in POLICIES if name not in policies_of(plan.decisions.optimizer)]:
         words = OPTIMIZERS[plan.decisions.optimizer].words
-        out.print(f"not compared: {', '.join(left_out)}, which are not simulated with {words}")
+        out.print(f"not compared: {', '.join(left_out)}; Ullage does not simulate these engines with {words}")
     if plan.checkpoints is not None:
         for part in checkpoints_screen(plan.checkpoints):
             out.print()
@@ -51,7 +51,7 @@ def plan_screen(plan: Plan, path: Path, *, default_hardware: bool) -> None:
     for warning in plan.prediction.warnings:
         out.print(f"warning: {warning}", soft_wrap=True)
     if not plan.prediction.converged:
-        out.print("warning: the simulated iteration does not repeat itself exactly; times are of one of several")
+        out.print("warning: simulated iterations differ; times are of one of them")
     out.print(f"plan written to {path}", soft_wrap=True)
 
 
@@ -60,7 +60,7 @@ def memory_table(memory: dict[Tier, TierMemory], allocator: AllocatorUse | None 
 
     Args:
         memory: peaks and capacities.
-        allocator: what PyTorch's caching allocator makes of the device's share, if that is known.
+        allocator: bytes that PyTorch's caching allocator would reserve on the device, if known.
     """
     names = {Tier.GPU: "one device", Tier.HOST: "one host", Tier.NVME: "its NVMe"}
     result = table("peak memory", "", *(names[tier] for tier in memory))
@@ -107,7 +107,7 @@ def _summary(plan: Plan, *, default_hardware: bool) -> dict[str, str]:
 
 
 def _narrow_state(plan: Plan) -> dict[str, str]:
-    """Say how many bytes a narrow optimizer state saves."""
+    """Return how many bytes a low-precision optimizer state saves."""
     decided = plan.decisions
     if (wide := OPTIMIZERS[decided.optimizer].wide) is None:
         return {}
@@ -119,7 +119,7 @@ def _narrow_state(plan: Plan) -> dict[str, str]:
 
 
 def _choice(plan: Plan) -> dict[str, str]:
-    """Say which choice of degrees and batch sizes was made, if there was one."""
+    """Return the chosen parallel degrees and batch sizes, if the planner chose them."""
     choices = {proof.choice for proof in plan.certificate.proofs}
     if len(choices) == 1:
         return {}
@@ -128,7 +128,7 @@ def _choice(plan: Plan) -> dict[str, str]:
 
 
 def _execution(plan: Plan) -> dict[str, str]:
-    """Say that a plan cannot be executed, or how several processes execute it."""
+    """Return why a plan cannot be executed, or how to start its processes."""
     decided = plan.decisions
     stages = decided.pipeline_parallel
     ahead = [f"{stages} pipeline stages (--pipeline-parallel 1 plans none)"] if stages > 1 else []
@@ -140,10 +140,10 @@ def _execution(plan: Plan) -> dict[str, str]:
 
 
 def _host_memory(plan: Plan) -> dict[str, str]:
-    """Say whether cores or DRAM bind updates on the CPU, if those bind; and whether host and device share a memory."""
+    """Return the use of host memory if updates on the CPU bind, or that host and device share one memory."""
     seen, hardware = plan.prediction, plan.hardware
     if hardware.one_memory:
-        words = "one with the device's: moving state between host and device gains nothing"
+        words = "host and device share one memory, so offloading to the host gains nothing"
         return {"host memory": words}
     if seen.critical_s.get(Lane.CPU, 0.0) < _MATTERS * seen.iteration_s:
         return {}
@@ -153,11 +153,11 @@ def _host_memory(plan: Plan) -> dict[str, str]:
         found.timeline, found.steady, Lane.CPU, Resource.DRAM, cost.prices(schedule), cost.capacities()
     )
     rate = si(hardware.host.dram_bytes_per_s.value, "B/s")
-    return {"host memory": f"{percent(used)} of its {rate} are in use while optimizer steps on the CPU bind"}
+    return {"host memory": f"optimizer steps on the CPU bind; while they run, they use {percent(used)} of its {rate}"}
 
 
 def _storage(plan: Plan) -> dict[str, str]:
-    """Return what storage costs the user: drives wear."""
+    """Return the bytes written to drives, which wear them."""
     lanes = {Lane.NVME_WRITE, Lane.NVME_STATE_OUT}
     written_bytes = sum(task.num_bytes for task in plan.schedule().tasks if task.lane in lanes)
     return (

@@ -1,4 +1,4 @@
-"""``ullage simulate``: one iteration in detail."""
+"""``ullage simulate``: show one iteration in detail."""
 
 import argparse
 import sys
@@ -26,8 +26,8 @@ def add_parser(subparsers: Subparsers) -> None:
         "simulate",
         run,
         "Simulate one iteration of a plan, or of an engine without a plan. Show phases, lanes, traffic and memory\n"
-        "over time, the critical path, and what binds.\n"
-        "If the iteration does not fit in memory, it is shown all the same, and the exit code is 1.",
+        "over time, the critical path, and the lane that binds.\n"
+        "If the iteration does not fit in memory, it is still shown, and the exit code is 1.",
         """
         ullage simulate plan.json
         ullage simulate plan.json --engine twin-flow 0.4 --trace twin-flow.json.gz
@@ -35,15 +35,18 @@ def add_parser(subparsers: Subparsers) -> None:
         ullage simulate plan.json --text | less
         """,
     )
-    parser.add_argument("plan", type=Path, nargs="?", metavar="PLAN", help="what `ullage plan` wrote; or give --model")
+    parser.add_argument(
+        "plan", type=Path, nargs="?", metavar="PLAN", help="file that `ullage plan` wrote; or give --model"
+    )
     parser.add_argument(
         "--engine",
         nargs="+",
         default=[OURS],
         metavar=("NAME", "SETTING"),
-        help=f"whose schedule: {OURS} (the plan's own, or what `ullage plan` finds), {', '.join(ENGINES)}; "
-        "SETTING is the fraction that the CPU updates (twin-flow, super-offload), the stride (interleaved) or the "
-        "steps between updates of the host (zenflow, by default 4), by default the best",
+        help=f"engine whose schedule is simulated: {OURS} (that of the plan, or of `ullage plan`), "
+        f"{', '.join(ENGINES)}. SETTING is the fraction that the CPU updates (twin-flow, super-offload), the stride "
+        "(interleaved) or the steps between updates on the host (zenflow, default 4); otherwise the default is the "
+        "best setting",
     )
     parser.add_argument(
         "--iterations", type=positive_int, metavar="N", help="iterations to simulate (default: until they repeat)"
@@ -66,9 +69,11 @@ def add_parser(subparsers: Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     """Simulate and print."""
     if len(args.engine) > 2:
-        raise ValueError(f"--engine {' '.join(args.engine)}: give a name and at most one setting")
+        raise ValueError(f"--engine {' '.join(args.engine)} has too many values; give a name and at most one setting")
     if args.iterations == 1:
-        raise ValueError("--iterations 1: an iteration ends where the next one begins; give at least 2")
+        raise ValueError(
+            "--iterations 1 is too few, because an iteration ends where the next one begins; give at least 2"
+        )
     if args.figure and args.figure.suffix not in FIGURE_SUFFIXES:
         raise ValueError(f"--figure {args.figure}: the name must end in one of {', '.join(FIGURE_SUFFIXES)}")
     check_output("--trace", args.trace)
@@ -105,10 +110,12 @@ def _subject(args: argparse.Namespace) -> Subject:
     if args.plan is not None:
         if given:
             raise ValueError(
-                f"{args.plan} and {' '.join(given)}: a plan says what is trained, and where; leave out one or the other"
+                f"{args.plan} contains model and machine, but {' '.join(given)} is given too; leave one of them out"
             )
         return planned(load_plan(args.plan), *args.engine)
     if args.model is None:
-        raise ValueError("neither a plan nor --model was given; give what `ullage plan` wrote, or --model and --engine")
+        raise ValueError(
+            "neither a plan nor --model was given; give a file that `ullage plan` wrote, or --model and --engine"
+        )
     print_default_hardware(args)
     return requested(request_of(args), *args.engine)

@@ -1,6 +1,6 @@
 """One simulated iteration as a picture: memory, traffic and busy shares on one time axis, phases shaded.
 
-The three panels are those that the memory-wall study draws of measured runs (Maurya et al., "Breaking the Memory Wall:
+The memory-wall study draws the same three panels of measured runs (Maurya et al., "Breaking the Memory Wall:
 A Study of I/O Patterns and GPU Memory Utilization for Hybrid CPU-GPU Offloaded Optimizers", FlexScience 2024).
 """
 
@@ -46,7 +46,7 @@ def draw(seen: Iteration) -> Figure:
 
 
 def _charts(seen: Iteration) -> tuple[Chart, ...]:
-    """Return the charts that a report would have of the device's memory, the host link and the processors."""
+    """Return the charts of device memory, host link and processors, as in a report."""
     views, cost = [View.predicted_by(seen.simulation)], seen.subject.cost
     sections = (memory_section(views, cost, None), traffic_section(views, cost), resources_section(views, cost))
     found = {chart.key: chart for section in sections for chart in section.pictures if isinstance(chart, Chart)}
@@ -64,12 +64,12 @@ def _charts(seen: Iteration) -> tuple[Chart, ...]:
 
 
 def save_figure(seen: Iteration, path: Path) -> None:
-    """Draw an iteration into a file, whole or not at all: SVG, PNG, or HTML that needs nothing else.
+    """Draw an iteration into a file in one step: SVG, PNG, or self-contained HTML.
 
-    Equal iterations are equal bytes (with the same matplotlib).
+    Equal iterations give equal bytes (with the same version of matplotlib).
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     data = to_bytes(draw(seen), "png" if path.suffix == ".png" else "svg")
     write_whole(path, _page(seen, data.decode()) if path.suffix == ".html" else data)

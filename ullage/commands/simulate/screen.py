@@ -1,4 +1,4 @@
-"""What `ullage simulate` prints: one iteration in tables, and over time as lines of bars."""
+"""The screen of `ullage simulate`: one iteration in tables, and over time as lines of bars."""
 
 from collections.abc import Iterator, Mapping
 
@@ -15,7 +15,7 @@ from ullage.output.formatting import percent, si, sparkline
 _LABEL_COLUMNS = 11  # the longest name: "collective", "activations"
 _NOTE_COLUMNS = 28  # width of the note behind a line of bars
 _CHART_COLUMNS = (16, 72)
-# Parts of the critical path that are smaller than this share of the iteration are shown as one.
+# Parts of the critical path below this share of the iteration are merged into one row.
 _SMALL = 0.005
 
 
@@ -59,7 +59,7 @@ def _summary(seen: Iteration) -> dict[str, str]:
 
 
 def _phases(seen: Iteration) -> list[Phase]:
-    """Return the phases that the schedule has; ``loop`` only published runs."""
+    """Return the phases of the schedule; only published runs have ``loop``."""
     present = {task.phase for task in seen.simulation.timeline.schedule.tasks}
     return [phase for phase in Phase if phase in present]
 
@@ -126,7 +126,7 @@ def _line(name: str, bars: str, note: str = "") -> str:
 
 
 def _letters(seen: Iteration) -> Mapping[Lane, str]:
-    """Return one letter for each lane on the critical path: the first of its name that is still free."""
+    """Return one letter for each lane on the critical path: the first unused letter of its name."""
     letters: dict[Lane, str] = {}
     for name in seen.critical_s:
         candidates = [c for c in name + name.upper() + "0123456789" if c not in letters.values() and c != "-"]

@@ -1,1 +1,1 @@
-"""DeepSpeed's JSON: what a configuration does beside a plan of ours, and the nearest configuration to a plan."""
+"""Configurations of DeepSpeed: compare one with a plan, and write the one nearest to a plan."""

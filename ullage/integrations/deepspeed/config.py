@@ -1,4 +1,4 @@
-"""Reads a configuration of DeepSpeed: settings that a schedule depends on, and the names of all others."""
+"""Read a configuration of DeepSpeed: the values that a schedule depends on, and the names of other keys."""
 
 import difflib
 import functools
@@ -19,7 +19,7 @@ Auto = Literal["auto"]
 
 
 def _whole(value: object) -> object:
-    """Return ``5e8``, which JSON has as a float, as the whole number that it is."""
+    """Return a float that is a whole number, such as ``5e8`` in JSON, as ``int``."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -32,7 +32,7 @@ class _Part(BaseModel):
 
 
 class Offload(_Part):
-    """``offload_optimizer`` or ``offload_param``; what only one of them has is left alone in the other."""
+    """``offload_optimizer`` or ``offload_param``. Keys that only one of them has keep their default in the other."""
 
     device: Device = "none"
     ratio: Annotated[float, Field(ge=0, le=1)] = 1.0
@@ -48,7 +48,7 @@ class Zero(_Part):
     stage: Annotated[int, Field(ge=0, le=3)] = 0
     offload_optimizer: Offload | None = None
     offload_param: Offload | None = None
-    cpu_offload: bool = False  # what ``offload_optimizer`` was once
+    cpu_offload: bool = False  # the old name of ``offload_optimizer``
     reduce_bucket_size: Positive | Auto = 500_000_000
     sub_group_size: Positive | Auto = 1_000_000_000
     stage3_prefetch_bucket_size: Count | Auto = 50_000_000
@@ -58,7 +58,7 @@ class Zero(_Part):
 
 
 class Switch(_Part):
-    """``bf16`` or ``fp16``."""
+    """The section ``bf16`` or ``fp16``."""
 
     enabled: bool | Auto = False
 
@@ -70,7 +70,7 @@ class NamedOptimizer(_Part):
 
 
 class Config(_Part):
-    """All of it."""
+    """A whole configuration."""
 
     train_batch_size: Positive | Auto | None = None
     train_micro_batch_size_per_gpu: Positive | Auto | None = None
@@ -83,14 +83,14 @@ class Config(_Part):
 
 
 class DeepSpeedConfigError(ValueError):
-    """A file is no configuration of DeepSpeed."""
+    """A file is not a configuration of DeepSpeed."""
 
 
 def load_config(path: Path) -> Config:
     """Read a file.
 
     Raises:
-        DeepSpeedConfigError: it cannot be read, is not JSON, or a value is not what DeepSpeed takes.
+        DeepSpeedConfigError: the file cannot be read, is not JSON, or has a value that DeepSpeed does not take.
     """
     data = read_json(path, DeepSpeedConfigError, "give a ds_config.json")
     if not isinstance(data, dict) or not data.keys() & set(known_keys()["config"]):
@@ -116,9 +116,9 @@ def known_keys() -> dict[str, list[str]]:
 
 
 def unknown_keys(config: Config) -> list[str]:
-    """Return the keys that DeepSpeed does not have, each with the one that may be meant."""
+    """Return keys that DeepSpeed does not have, each with the key that may have been meant."""
     return [
-        f"{path}{name} is no key of DeepSpeed" + (f" (is {near[0]} meant?)" if near else "")
+        f"{path}{name} is not a key of DeepSpeed" + (f" (did you mean {near[0]}?)" if near else "")
         for path, part, known in _parts(config)
         for name in part.model_extra or {}
         if name not in known
@@ -127,7 +127,7 @@ def unknown_keys(config: Config) -> list[str]:
 
 
 def left_out(config: Config) -> list[str]:
-    """Return settings of the configuration that change its time or memory, but are not simulated."""
+    """Return the settings that change time or memory but are not simulated."""
     return [
         f"{path}{name}: {_UNMODELLED[name]}"
         for path, part, _ in _parts(config)
@@ -137,7 +137,7 @@ def left_out(config: Config) -> list[str]:
 
 
 def _is_on(value: Any) -> bool:
-    """Return whether a setting has an effect: degrees of 1, and parts that are not enabled, have none."""
+    """Return whether a value switches a feature on. Degrees of 1, and sections that are not enabled, do not."""
     if isinstance(value, dict):
         return bool(value) and value.get("enabled") is not False
     return value is True or (isinstance(value, int | float) and value > 1)
@@ -152,17 +152,17 @@ def _parts(config: Config) -> Iterator[tuple[str, _Part, list[str]]]:
             yield f"zero_optimization.{name}.", offload, known["offload"]
 
 
-_VARIANTS: Final = re.compile(r"bool|.*[^A-Za-z0-9_].*")  # what pydantic calls the types of a union
+_VARIANTS: Final = re.compile(r"bool|.*[^A-Za-z0-9_].*")  # pydantic's names for the types of a union
 _UNMODELLED: Final = {
-    "zenflow": "updates of chosen gradients only are not simulated; ZeRO's own are",
-    "zero_quantized_weights": "gathers are simulated as not quantised",
-    "zero_quantized_gradients": "reductions are simulated as not quantised",
+    "zenflow": "selective updates are not simulated; all gradients are updated, as in ZeRO",
+    "zero_quantized_weights": "all-gathers are simulated without quantization",
+    "zero_quantized_gradients": "reduce-scatters are simulated without quantization",
     "zero_hpz_partition_size": "parameters are simulated as sharded over all devices",
     "mics_shard_size": "parameters are simulated as sharded over all devices",
-    "tensor_parallel": "layers are simulated as not shared; give --tensor-parallel",
-    "sequence_parallel_size": "sequences are simulated as not shared",
+    "tensor_parallel": "layers are simulated without tensor parallelism; give --tensor-parallel",
+    "sequence_parallel_size": "sequences are simulated without sequence parallelism",
     "compression_training": "not simulated",
     "sparse_attention": "attention is simulated as dense",
     "torch_autocast": "weights and gradients are simulated in one type",
-    "pipeline": "layers are simulated as not cut into stages",
+    "pipeline": "layers are simulated without pipeline stages",
 }

@@ -1,4 +1,4 @@
-"""The configuration of DeepSpeed that is nearest to a plan, and decisions that it cannot express."""
+"""The configuration of DeepSpeed nearest to a plan, and the parts of the plan that it cannot express."""
 
 import dataclasses
 from typing import Any, Final
@@ -8,16 +8,16 @@ from planner.plan.document import Plan
 from ullage.output.formatting import percent
 
 _TYPES: Final = {"adamw": "AdamW", "sgd": "SGD", "adagrad": "Adagrad", "lion": "Lion"}
-_LR: Final = 1e-3  # of `ullage execute`
+_LR: Final = 1e-3  # the default of `ullage execute`
 
 
 @dataclasses.dataclass(frozen=True)
 class ExportedConfig:
-    """The exported configuration.
+    """A configuration exported from a plan.
 
     Attributes:
-        config: for ``ds_config.json``.
-        lost: what the plan does and DeepSpeed will not, in words.
+        config: content of ``ds_config.json``.
+        lost: parts of the plan that the configuration cannot express, in words.
     """
 
     config: dict[str, Any]
@@ -25,17 +25,17 @@ class ExportedConfig:
 
 
 def export_config(plan: Plan, nvme_path: str = "/local_nvme") -> ExportedConfig:
-    """Return the nearest configuration.
+    """Return the configuration of DeepSpeed nearest to a plan.
 
-    Twin-Flow's ``ratio`` is the fraction of the parameters whose optimizer state the plan does not keep on the device.
-    DeepSpeed's CPU also updates what the plan streams through the device.
+    Twin-Flow's ``ratio`` is the fraction of parameters whose optimizer state the plan keeps off the device. If the plan
+    streams state through the device for updates, DeepSpeed updates it on the CPU.
 
     Args:
-        plan: any, but of Muon.
-        nvme_path: a folder on the drives, for a plan that uses them.
+        plan: any plan whose optimizer DeepSpeed has, so not Muon.
+        nvme_path: a folder on the drives, for a plan that uses NVMe.
 
     Raises:
-        ValueError: the plan's optimizer has no name there.
+        ValueError: DeepSpeed does not have the plan's optimizer.
     """
     decided = plan.decisions
     placed = dict.fromkeys(Place, 0)
@@ -51,7 +51,7 @@ def export_config(plan: Plan, nvme_path: str = "/local_nvme") -> ExportedConfig:
         if decided.num_nvme_slots > 1:
             zero["offload_optimizer"] |= {"pipeline_read": True, "pipeline_write": decided.num_nvme_slots > 2}
     elif away:
-        # Rounded up: more on the device than planned may not fit there.
+        # Round up, because more state on the device than planned may not fit.
         ratio = min(-(-away * 1000 // total) / 1000, 1.0)
         zero["offload_optimizer"] = {"device": "cpu", "ratio": ratio, "pin_memory": True}
     if fetched:
@@ -85,7 +85,7 @@ def _type_of(decided: Decisions) -> str:
 
 
 def _lost(plan: Plan, decided: Decisions, placed: dict[Place, int]) -> list[str]:
-    """Return the decisions that a configuration cannot express, the most important first."""
+    """Return the parts of the plan that a configuration cannot express, most important first."""
     return [*_lost_of_ranks(decided), *_lost_of_updates(decided, placed), *_lost_of_units(plan)]
 
 
@@ -104,15 +104,15 @@ def _lost_of_updates(decided: Decisions, placed: dict[Place, int]) -> list[str]:
     lost, total = [], sum(placed.values())
     if placed[Place.STREAM]:
         lost.append(
-            f"{percent(placed[Place.STREAM] / total)} of the updates are streamed through the device; DeepSpeed's CPU "
-            "makes them"
+            f"{percent(placed[Place.STREAM] / total)} of the updates are streamed through the device; DeepSpeed makes "
+            "them on the CPU"
         )
     if 0 < placed[Place.NVME] < total:
-        lost.append("state is on NVMe for some of the parameters only; DeepSpeed has all of it there")
+        lost.append("only part of the optimizer state is on NVMe; DeepSpeed puts all of it there")
     if placed[Place.GPU] < total and decided.overlap_next_forward:
-        lost.append("updates overlap with the next forward; DeepSpeed's next iteration begins when all have ended")
+        lost.append("updates overlap with the next forward; DeepSpeed begins the next iteration after all updates")
     if 0 < placed[Place.GPU] < total:
-        lost.append("which parameters stay on the device; DeepSpeed takes the first ones")
+        lost.append("the plan chooses which parameters stay on the device; DeepSpeed takes the first ones")
     return lost
 
 
@@ -122,14 +122,16 @@ def _lost_of_units(plan: Plan) -> list[str]:
     movable = [unit for unit in units if unit.num_params and unit.name not in stay]
     num_fetched = sum(decided.units[unit.name].fetched for unit in movable)
     if 0 < num_fetched < len(movable):
-        lost.append(f"parameters of {num_fetched} of {len(movable)} units leave the device; with DeepSpeed all do")
+        lost.append(
+            f"parameters of {num_fetched} of {len(movable)} units leave the device; in DeepSpeed all parameters do"
+        )
     again = {unit.segment: decided.units[unit.name].activations for unit in units if unit.recompute}
     ways = set(again.values())
     if ways == {"recompute"}:
         lost.append("activations are recomputed: call model.gradient_checkpointing_enable()")
     elif ways & {"offload", "offload-nvme"}:
-        lost.append("activations leave the device; DeepSpeed can recompute them (gradient_checkpointing_enable)")
+        lost.append("activations are offloaded; DeepSpeed can only recompute them (gradient_checkpointing_enable)")
     elif "recompute" in ways:
         count = sum(way == "recompute" for way in again.values())
-        lost.append(f"activations of {count} of {len(again)} layers are recomputed: of all, or of none, with DeepSpeed")
+        lost.append(f"activations of {count} of {len(again)} layers are recomputed; DeepSpeed recomputes all or none")
     return lost

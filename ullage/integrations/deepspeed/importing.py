@@ -1,4 +1,4 @@
-"""The same training by DeepSpeed, under a configuration, and by our plan: the time of each, and why."""
+"""Compare training by a DeepSpeed configuration with training by a plan: time, memory, and reasons."""
 
 import dataclasses
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from ullage.analysis.simulation import Subject, planned
 from ullage.integrations.deepspeed.config import AUTO, Config, DeepSpeedConfigError, Offload, left_out, unknown_keys
 from ullage.output.formatting import percent, si
 
-# What DeepSpeed's and PyTorch's optimizers are planned as.
+# Ullage's optimizers by DeepSpeed's and PyTorch's names.
 _OPTIMIZERS: Final[dict[str, Optimizer]] = {
     "adam": "adamw",
     "adamw": "adamw",
@@ -33,13 +33,13 @@ _OPTIMIZERS: Final[dict[str, Optimizer]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Imported:
-    """The training that a configuration describes.
+    """A configuration as a request and settings of the simulator.
 
     Attributes:
-        request: the training, for ``prepare`` and ``make_plan`` alike.
-        settings: what DeepSpeed does with it.
-        subgroup_params: of DeepSpeed's steps.
-        assumed: settings that the configuration leaves open, or that are simulated in another way, in words.
+        request: the training, for the simulation of DeepSpeed and for the plan.
+        settings: DeepSpeed's settings.
+        subgroup_params: parameters per subgroup in DeepSpeed's optimizer step.
+        assumed: assumptions about values that the configuration leaves open or that are not simulated, in words.
     """
 
     request: Request
@@ -50,13 +50,13 @@ class Imported:
 
 @dataclasses.dataclass(frozen=True)
 class SideBySide:
-    """The same training by both.
+    """The same training by DeepSpeed and by a plan.
 
     Attributes:
         theirs: an iteration by DeepSpeed.
-        ours: the plan; ``None`` if none fits.
-        our_iteration: an iteration of it.
-        missing: why there is no plan.
+        ours: the plan; ``None`` if no plan fits.
+        our_iteration: an iteration of the plan.
+        missing: the reason if there is no plan.
     """
 
     imported: Imported
@@ -67,16 +67,16 @@ class SideBySide:
 
     @property
     def ratio(self) -> float | None:
-        """DeepSpeed's time over ours; ``None`` if one of them does not fit."""
+        """DeepSpeed's time over the plan's; ``None`` if one of them does not fit."""
         if self.our_iteration is None or self.theirs.missing:
             return None
         return self.theirs.period_s / self.our_iteration.period_s
 
     @property
     def reasons(self) -> list[str]:
-        """Why DeepSpeed is slower, in words: where the time goes, and what is idle."""
+        """Reasons for the difference in words: phases that take longer, and unused memory."""
         theirs, ours = self.theirs, self.our_iteration
-        if ours is None or theirs.missing:  # what does not fit takes no time
+        if ours is None or theirs.missing:  # without a fit there is no time to compare
             return []
         found = []
         for phase, theirs_s in theirs.phases.by_phase.items():
@@ -91,7 +91,7 @@ class SideBySide:
             if unused > 0 and ours_uses > 0.05 * theirs.peaks[tier].capacity_bytes:
                 where = "of one device" if tier is Tier.GPU else "of the host"
                 reasons.append(
-                    f"DeepSpeed leaves {si(unused, 'B')} {where} unused, of which the plan takes {si(ours_uses, 'B')}"
+                    f"DeepSpeed leaves {si(unused, 'B')} {where} unused; the plan uses {si(ours_uses, 'B')} of it"
                 )
         return reasons
 
@@ -117,25 +117,25 @@ class SideBySide:
 
 
 def imported(config: Config, request: Request, given: Callable[[str], bool]) -> Imported:
-    """Return the training that a configuration describes.
+    """Return a configuration as a request and settings.
 
     Args:
         config: the configuration.
-        request: the model, the machine, and what the command line says.
-        given: whether the command line says ``micro_batch``, ``num_micro_batches``, ``num_devices``, ``precision``,
-            ``optimizer``, ``clip`` or ``storage``.
+        request: the request of the command line, with model and machine.
+        given: returns whether the command line sets ``micro_batch``, ``num_micro_batches``, ``num_devices``,
+            ``precision``, ``optimizer``, ``clip`` or ``storage``.
 
     Raises:
-        DeepSpeedConfigError: it contradicts itself or the command line, or cannot be simulated.
+        DeepSpeedConfigError: the configuration contradicts itself or the command line, or cannot be simulated.
     """
     assumed = [f"{key}; ignored" for key in unknown_keys(config)] + left_out(config)
-    request = _typed(config, request, given, assumed)
-    request = _batch(config, request, given, assumed)
+    request = _with_types(config, request, given, assumed)
+    request = _with_batch(config, request, given, assumed)
     settings, subgroup_params = _settings(config, request, assumed)
     if not given("storage") and "nvme" in {settings.optimizer_device, settings.param_device}:
         request = dataclasses.replace(request, storage="nvme")
     assumed.append(
-        "whether activations are recomputed is the model's business, not the configuration's: whatever is faster"
+        "the model, not the configuration, decides whether activations are recomputed: the faster way is assumed"
     )
     return Imported(request, settings, subgroup_params, tuple(assumed))
 
@@ -156,7 +156,7 @@ def side_by_side(found: Imported) -> SideBySide:
     return SideBySide(found, theirs, plan, Iteration.of(ours, ours.simulate()))
 
 
-def _typed(config: Config, request: Request, given: Callable[[str], bool], assumed: list[str]) -> Request:
+def _with_types(config: Config, request: Request, given: Callable[[str], bool], assumed: list[str]) -> Request:
     """Return the request with the configuration's types, optimizer and clipping."""
     changes: dict[str, Any] = {}
     if not given("precision"):
@@ -174,13 +174,13 @@ def _typed(config: Config, request: Request, given: Callable[[str], bool], assum
             assumed.append("no optimizer is named: AdamW")
         if name.lower() not in _OPTIMIZERS:
             raise DeepSpeedConfigError(
-                f"optimizer.type is {name}, which is not simulated; choose what is nearest in state with --optimizer "
-                f"({', '.join(dict.fromkeys(_OPTIMIZERS.values()))})"
+                f"optimizer.type is {name}, which is not simulated; choose the one with the most similar state by "
+                f"--optimizer ({', '.join(dict.fromkeys(_OPTIMIZERS.values()))})"
             )
         changes["optimizer"] = _OPTIMIZERS[name.lower()]
     elif request.optimizer not in _OPTIMIZERS.values():
         raise DeepSpeedConfigError(
-            f"--optimizer is {request.optimizer}, which is not simulated of DeepSpeed; choose one of "
+            f"--optimizer is {request.optimizer}, which is not simulated for DeepSpeed; choose one of "
             f"{', '.join(dict.fromkeys(_OPTIMIZERS.values()))}"
         )
     if not given("clip"):
@@ -190,8 +190,8 @@ def _typed(config: Config, request: Request, given: Callable[[str], bool], assum
     return dataclasses.replace(request, **changes)
 
 
-def _batch(config: Config, request: Request, given: Callable[[str], bool], assumed: list[str]) -> Request:
-    """Return the request with the configuration's batch; DeepSpeed's rule joins the three and the number of devices."""
+def _with_batch(config: Config, request: Request, given: Callable[[str], bool], assumed: list[str]) -> Request:
+    """Return the request with the configuration's batch sizes, which must match the number of devices."""
     whole, micro, accumulate = (
         None if value == AUTO else value
         for value in (
@@ -214,13 +214,13 @@ def _batch(config: Config, request: Request, given: Callable[[str], bool], assum
     ranks = request.num_devices // shared if given("num_devices") else None
     if ranks is None and whole and micro and accumulate:
         ranks = max(whole // (micro * accumulate), 1)
-        assumed.append(f"{ranks * shared} device(s), by train_batch_size; --gpus says otherwise")
+        assumed.append(f"{ranks * shared} device(s), which follows from train_batch_size; --gpus sets another number")
     ranks = ranks or 1
     if micro is None and whole:
         micro = max(whole // (ranks * (accumulate or 1)), 1)
     if micro is None:
         micro = default_micro_batch(request.seq_len)
-        assumed.append(f"the micro-batch is left open: {micro}; --micro-batch says otherwise")
+        assumed.append(f"the micro-batch is not given: {micro} is assumed; --micro-batch sets another")
     if accumulate is None:
         accumulate = max(whole // (micro * ranks), 1) if whole else 1
     if whole and whole != micro * accumulate * ranks:
@@ -234,7 +234,7 @@ def _batch(config: Config, request: Request, given: Callable[[str], bool], assum
 
 
 def _settings(config: Config, request: Request, assumed: list[str]) -> tuple[DeepSpeed, int]:
-    """Return the settings that a schedule depends on, and the parameters of a subgroup."""
+    """Return the settings that a schedule depends on, and the parameters per subgroup."""
     zero = config.zero_optimization
     optimizer = zero.offload_optimizer or Offload(device="cpu" if zero.cpu_offload else "none")
     params = zero.offload_param or Offload()
@@ -244,9 +244,9 @@ def _settings(config: Config, request: Request, assumed: list[str]) -> tuple[Dee
     if 0 < zero.stage < 3 and optimizer.device == "cpu":
         assumed.append(f"stage {zero.stage} moves gradients to the host as stage 3 does, without hooks and gathers")
     if not optimizer.pin_memory or not params.pin_memory:
-        assumed.append("pin_memory is off, which is slower than it is simulated")
+        assumed.append("pin_memory is off, but pinned memory is simulated, which is faster")
     if params.device != "none" and 0 < optimizer.ratio < 1 and optimizer.device == "cpu":
-        assumed.append("parameters of what the device updates stay on it")
+        assumed.append("parameters that the device updates stay on the device")
     if params.device == "nvme" and optimizer.device == "cpu":
         assumed.append("parameters on NVMe are simulated as on the host, as their optimizer state is there")
     if optimizer.super_offload:
@@ -265,7 +265,7 @@ def _settings(config: Config, request: Request, assumed: list[str]) -> tuple[Dee
         param_device=params.device,
         pipeline_read=optimizer.pipeline_read,
         pipeline_write=optimizer.pipeline_write,
-        # What ``transformers`` puts in the place of 'auto'.
+        # The values that ``transformers`` substitutes for 'auto'.
         reduce_bucket_params=size(zero.reduce_bucket_size, REDUCE_BUCKET_PARAMS, square),
         prefetch_params=size(
             zero.stage3_prefetch_bucket_size, PREFETCH_BUCKET_PARAMS, int(0.9 * square) if square else None

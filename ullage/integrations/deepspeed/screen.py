@@ -1,4 +1,4 @@
-"""What `ullage import-deepspeed` prints."""
+"""The screen of `ullage import-deepspeed`."""
 
 from planner.plan.document import describe
 from planner.schedule.tasks import Tier
@@ -9,7 +9,7 @@ from ullage.output.formatting import si
 
 
 def side_by_side_screen(found: SideBySide) -> None:
-    """Print DeepSpeed's iteration beside ours; everything is predicted."""
+    """Print DeepSpeed's iteration beside the plan's; all figures are predictions."""
     out, request = console(), found.imported.request
     tiers = [tier for tier in Tier if tier in found.theirs.peaks]
     rows = table("predicted", "", "fits", "iteration", "forward", "backward", "update", *(t.value for t in tiers))

@@ -1,4 +1,4 @@
-"""Planning points on a Ray cluster: the same function of the same points, elsewhere."""
+"""Plan points on a Ray cluster, with the same function as on this machine."""
 
 import importlib
 import itertools
@@ -12,22 +12,22 @@ from ullage.whatif.running.workers import AHEAD, Runner, Task, num_usable_cores
 from ullage.whatif.study import Result
 
 try:
-    ray: Any = importlib.import_module("ray")  # its types differ from version to version
+    ray: Any = importlib.import_module("ray")  # untyped, because its types differ between versions
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError("--ray needs Ray; pip install 'ullage[ray]'", name="ray") from error
 
 
 class ClusterError(ValueError):
-    """A Ray cluster that cannot be used, and what to do about it."""
+    """A Ray cluster cannot be used; the message contains the remedy."""
 
 
 def on_ray(address: str, num_workers: int | None) -> Runner:
-    """Return what plans points on a Ray cluster, each in a task of one core.
+    """Return a function that plans points on a Ray cluster, each in a task of one core.
 
     Args:
-        address: of a running cluster (``auto`` finds the one of this machine); empty: a new one, here, for as long as
-            the study runs.
-        num_workers: points that are planned at once; by default as many as the cluster has cores.
+        address: address of a running cluster (``auto`` finds the one of this machine); empty: start a new cluster on
+            this machine for the time of the study.
+        num_workers: points to plan at once; by default the number of cores of the cluster.
     """
 
     def run(tasks: Iterable[Task], effort: Effort) -> Iterator[tuple[str, Result]]:
@@ -42,8 +42,10 @@ def on_ray(address: str, num_workers: int | None) -> Runner:
 
 
 def _connect(address: str, num_workers: int | None) -> None:
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # it would send statistics home
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # else it warns of a change that is not about us
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # otherwise Ray sends usage statistics
+    os.environ.setdefault(
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0"
+    )  # otherwise Ray warns about a change that does not affect Ullage
     options = {"log_to_driver": False, "logging_level": "error", "configure_logging": True}
     try:
         if address:
@@ -60,7 +62,7 @@ def _connect(address: str, num_workers: int | None) -> None:
 
 
 def _check_reachable(address: str) -> None:
-    """Fail at once if nothing listens at the address; Ray itself would try for minutes."""
+    """Fail at once if nothing listens at the address. Ray itself would retry for minutes."""
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if colon and port.isdecimal():
         with socket.create_connection((host, int(port)), timeout=10):
@@ -68,13 +70,13 @@ def _check_reachable(address: str) -> None:
 
 
 def _check_program() -> None:
-    """Check that the cluster's nodes plan as this one does, as results are kept under this program's digest.
+    """Check that the cluster's nodes run the same program, because results are stored under its digest.
 
     Raises:
-        ClusterError: another version is installed there, or none.
+        ClusterError: the nodes have another version, or none.
     """
     try:
-        there = ray.get(ray.remote(_program_there).remote())
+        there = ray.get(ray.remote(_program_of_cluster).remote())
     except ray.exceptions.RayError as error:
         reason = str(error).strip().rpartition("\n")[2]
         raise ClusterError(
@@ -86,7 +88,7 @@ def _check_program() -> None:
         )
 
 
-def _program_there() -> str:
+def _program_of_cluster() -> str:
     return program_digest()
 
 
@@ -104,7 +106,7 @@ def _planned(tasks: Iterable[Task], num_workers: int, effort: Effort) -> Iterato
                 result = ray.get(reference)
             except ray.exceptions.RayError as error:
                 raise ClusterError(
-                    f"a worker of the cluster was lost ({str(error).splitlines()[0]}); the same command goes on from "
-                    "what is done"
+                    f"a worker of the cluster was lost ({str(error).splitlines()[0]}); run the same command again "
+                    "to continue"
                 ) from error
             yield running.pop(reference), result

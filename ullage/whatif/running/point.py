@@ -1,4 +1,4 @@
-"""One point of a study: what determines it, and what planning it finds. A function of its own settings alone."""
+"""Plan one point of a study. The result depends only on the settings of the point."""
 
 import dataclasses
 import functools
@@ -19,14 +19,14 @@ from planner.schedule.tasks import Lane
 from planner.simulate.prediction import Workload
 from ullage.whatif.study import SCHEMA_VERSION, Checkpoints, Figures, Peak, Result
 
-# Libraries whose results plans follow from.
+# Libraries whose results affect plans.
 _LIBRARIES: Final = ("highspy", "numba", "numpy", "scipy")
 _PACKAGES: Final = ("hwprofiles", "planner")
 
 
 Effort = Literal["plan", "certify", "fit"]
-"""How much is done for a point: what `ullage plan` finds; that with a proof of how near to the best it is; or only
-whether it fits, with the first plan that does."""
+"""Effort for a point: a plan as by `ullage plan`; the same with a proof of its gap; or only the first plan that
+fits."""
 
 
 def digest_of(request: Request, effort: Effort, checkpoints: CheckpointRequest | None = None) -> str:
@@ -42,7 +42,7 @@ def digest_of(request: Request, effort: Effort, checkpoints: CheckpointRequest |
 
 @functools.cache
 def program_digest() -> str:
-    """Return a SHA-256 of the program's version, of its code that plans, and of the versions of its libraries."""
+    """Return a SHA-256 of the program's version, of the code for planning, and of the versions of its libraries."""
     code = hashlib.sha256()
     for package in _PACKAGES:
         with importlib.resources.as_file(importlib.resources.files(package)) as home:
@@ -53,14 +53,14 @@ def program_digest() -> str:
 
 
 def plan_point(request: Request, effort: Effort, checkpoints: CheckpointRequest | None = None) -> Result:
-    """Plan anew, and return the figures, or why there are none.
+    """Plan a point, and return its figures, or the reason if there are none.
 
-    Whatever goes wrong is a result too, so that a study goes on.
+    An error is a result too, so that the study continues.
 
     Args:
-        request: of the point.
-        effort: how much is done for it.
-        checkpoints: choose when to make them, for these failures; not if ``effort`` is ``fit``.
+        request: request of the point.
+        effort: effort for the point.
+        checkpoints: request for checkpoints; ignored if ``effort`` is ``fit``.
     """
     try:
         if checkpoints is None or effort == "fit":
@@ -75,9 +75,9 @@ def plan_point(request: Request, effort: Effort, checkpoints: CheckpointRequest 
         )
     except ValueError as error:
         return Result(status="refused", reason=_line(error))
-    except MemoryError:  # says nothing about the point: next time there may be enough
+    except MemoryError:  # not a result of the point: another time there may be enough memory
         raise
-    except Exception as error:  # noqa: BLE001 - a bug of ours costs this point, not the study
+    except Exception as error:  # noqa: BLE001 - a bug of the planner fails only this point
         return Result(status="failed", reason=f"{type(error).__name__}: {_line(error)}")
 
 
@@ -116,18 +116,18 @@ def _figures(request: Request, found: Found, *, certify: bool) -> Figures:
 
 
 _tried: dict[str, tuple[Found, Plan, Trial]] = {}
-"""The last request that checkpoints were chosen for: studies ask for the same at several rates of failures in a row."""
+"""Cache of the last plan with checkpoints: studies vary the failure rates of the same request in a row."""
 
 
 def _with_checkpoints(request: Request, checkpoints: CheckpointRequest) -> tuple[Found, Checkpoints]:
-    """Return the best plan and its checkpoints; simulations of one choice are reused for the next.
+    """Return the best plan and its checkpoints. Simulations are reused for the next failure rates.
 
     Raises:
-        ValueError: nothing survives the failures within the limits, or nothing is left of the time.
+        ValueError: no checkpoints survive the failures within the limits, or failures take all the time.
     """
     if (key := digest_of(request, "plan")) not in _tried:
         found = find(request)
-        # All of a plan but the proof of how near to the best it is: that takes as long as finding it.
+        # A plan without the proof of its gap, which takes as long as the search.
         unproven: dict[str, Any] = {
             "model": request.model,
             "seq_len": request.seq_len,

@@ -17,17 +17,17 @@ Progress = Callable[[str, int, int], None]
 
 
 class InterruptedStudyError(KeyboardInterrupt):
-    """A study was interrupted. Its results are stored, and the message says how to go on."""
+    """A study was interrupted. Its results are stored, and the message says how to continue."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Evaluator:
-    """What points are planned with.
+    """Plans points with a store and a runner.
 
     Attributes:
-        store: where results are kept.
-        runner: plans points.
-        progress: called with the present step in words, points done and points in total.
+        store: store of results.
+        runner: function that plans points.
+        progress: called with the present step in words, the finished points and the number of points.
     """
 
     store: Store
@@ -35,16 +35,16 @@ class Evaluator:
     progress: Progress = lambda *_: None
 
     def results(self, cases: Iterable[Case], effort: Effort, what: str = "planning") -> list[Result]:
-        """Return the results of points; those that are in the store are not planned again.
+        """Return the results of points. Points whose results are in the store are not planned again.
 
         Raises:
-            InterruptedStudyError: by Ctrl-C, with everything done until then in the store.
+            InterruptedStudyError: Ctrl-C; all results until then are in the store.
             OSError: the store cannot be written.
         """
         wanted = list(cases)
         todo: dict[str, Task] = {
             case.key: (case.key, case.request, case.checkpoints)
-            for case in sorted(wanted, key=_alike)
+            for case in sorted(wanted, key=_similarity_key)
             if case.request and self.store.get(case.key) is None
         }
         keys = {case.key for case in wanted if case.request}
@@ -60,8 +60,8 @@ class Evaluator:
                 self.store.look_again()
                 done = sum(self.store.get(key) is not None for key in keys)
                 raise InterruptedStudyError(
-                    f"interrupted; {done} of {len(keys)} points are kept in {self.store.path}, and the same command "
-                    "goes on from there"
+                    f"interrupted; {done} of {len(keys)} points are stored in {self.store.path}; run the same command "
+                    "again to continue"
                 ) from None
         return [self._result(case) for case in wanted]
 
@@ -82,12 +82,12 @@ class Evaluator:
 
     def _result(self, case: Case) -> Result:
         result = case.refused or self.store.get(case.key)
-        assert result is not None, "all are planned by now"
+        assert result is not None, "all points are planned"
         return result
 
 
-def _alike(case: Case) -> tuple[str | float, ...]:
-    """Return a sort key: points whose searches reach the same schedules, which are cached, are neighbours."""
+def _similarity_key(case: Case) -> tuple[str | float, ...]:
+    """Return a sort key that makes points with equal schedules neighbours, because schedules are cached."""
     request = case.request
     if request is None:
         return ()
@@ -97,7 +97,7 @@ def _alike(case: Case) -> tuple[str | float, ...]:
 
 
 def run_study(space: Space, prices: Prices | None, evaluator: Evaluator) -> Study:
-    """Plan all points of a study and charge them.
+    """Plan all points of a study and compute their costs.
 
     Raises:
         InterruptedStudyError: see :meth:`Evaluator.results`.
@@ -118,13 +118,13 @@ def run_study(space: Space, prices: Prices | None, evaluator: Evaluator) -> Stud
 
 
 def tracked(cases: Iterable[Case], total: int, progress: Progress) -> Iterator[Case]:
-    """Yield points, and report each to ``progress``: making their machines takes time too."""
+    """Yield points, and report each to ``progress``, because making the points takes time too."""
     for done, case in enumerate(cases):
         progress("preparing", done, total)
         yield case
 
 
 def _warnings(points: Iterable[Point]) -> list[str]:
-    """Return the warnings of all points, each once, with the number of points it is about."""
+    """Return the warnings of all points, each once, with the number of its points."""
     counts = Counter(warning for point in points if point.figures for warning in point.figures.warnings)
     return [f"{warning} ({count} point(s))" for warning, count in counts.items()]

@@ -1,10 +1,10 @@
-"""A store of results of points, so that nothing is computed twice.
+"""A store of the results of points, so that no point is planned twice.
 
-[Note: Store] One line of JSON for each point, in the order in which they were done: its key, a checksum, the result.
-A line is written and synced before the point counts as done. What a kill or a full disk leaves is at most one line
-that is cut off at the end; whoever opens the store next drops it. A line whose checksum does not match is passed
-over, so that its point is planned again. One process writes at a time, which a lock on the file sees to; the kernel
-lets go of it however that process ends.
+[Note: Store] The file has one line of JSON for each finished point: its key, a checksum, and the result. A line is
+written and synced before the point counts as finished. A kill or a full disk leaves at most one truncated line at the
+end; the next process that opens the store removes it. If the checksum of a line does not match, the line is skipped,
+and its point is planned again. A lock on the file ensures that only one process writes at a time. The kernel releases
+the lock when that process ends, even by a kill.
 """
 
 import fcntl
@@ -23,18 +23,18 @@ _BEGIN: Final = b'{"key":'
 
 
 class StoreError(ValueError):
-    """A store that cannot be used, and what to do about it."""
+    """A store cannot be used; the message contains the remedy."""
 
 
 class Store:
     """Results by key, in a file; see [Note: Store].
 
     Args:
-        path: of the file, which is made if it is not there.
+        path: path of the file, which is made if it does not exist.
 
     Raises:
-        StoreError: another process has it open, or it is no such file.
-        OSError: it cannot be opened.
+        StoreError: another process has the file open, or it is not a store.
+        OSError: the file cannot be opened.
     """
 
     def __init__(self, path: Path) -> None:
@@ -54,28 +54,28 @@ class Store:
         os.close(self._file)
 
     def look_again(self) -> None:
-        """Take the results from the file, as an interruption may come between writing one there and counting it."""
+        """Read the file again. An interruption may come between writing a result and counting it."""
         self._results, self._size = self._read()
 
     def __len__(self) -> int:
         return len(self._results)
 
     def get(self, key: str) -> Result | None:
-        """Return the result of a point, if it is done."""
+        """Return the result of a point; ``None`` if it is not finished."""
         return self._results.get(key)
 
     def put(self, key: str, result: Result) -> None:
-        """Add a result; when this returns it survives a crash.
+        """Add a result. When this method returns, the result survives a crash.
 
         Raises:
-            OSError: it cannot be written, as on a full disk; earlier results are unchanged.
+            OSError: the result cannot be written, for example on a full disk; earlier results are unchanged.
         """
-        assert key not in self._results, "what is done is not computed again"
+        assert key not in self._results, "a finished point is not planned again"
         text = json.dumps(result.model_dump(mode="json", exclude_none=True), separators=(",", ":"))
         line = f'{{"key":"{key}","sha256":"{_checksum(key, text)}","result":{text}}}\n'.encode()
         try:
             written = os.pwrite(self._file, line, self._size)
-            if written < len(line):  # a disk that is nearly full takes a part; the rest says why not
+            if written < len(line):  # a nearly full disk takes a part; writing the rest raises the error
                 written += os.pwrite(self._file, line[written:], self._size + written)
             os.fsync(self._file)
         except OSError as error:
@@ -93,12 +93,12 @@ class Store:
             ) from None
 
     def _read(self) -> tuple[dict[str, Result], int]:
-        """Return the results, and the offset where whole lines end; the rest was cut off in writing."""
+        """Return the results, and the offset at which complete lines end; the rest is a truncated line."""
         with open(self._file, "rb", closefd=False) as file:
-            file.seek(0)  # the descriptor is where an earlier look has left it
-            data = file.read(len(_BEGIN))  # the rest of another file may be large
+            file.seek(0)  # an earlier read has moved the position
+            data = file.read(len(_BEGIN))  # if this is another kind of file, it may be large
             if not data.startswith(_BEGIN) and not _BEGIN.startswith(data):
-                raise StoreError(f"{self.path} is there already and holds no results; choose another --output")
+                raise StoreError(f"{self.path} exists and is not a store of results; choose another --output")
             data += file.read()
         end = data.rfind(b"\n") + 1
         os.ftruncate(self._file, end)

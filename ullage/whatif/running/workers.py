@@ -1,4 +1,4 @@
-"""Planning many points at once: processes of this machine that live as long as the study."""
+"""Plan many points at once, in processes of this machine that live as long as the study."""
 
 import contextlib
 import itertools
@@ -18,33 +18,33 @@ from ullage.whatif.running.point import Effort, plan_point
 from ullage.whatif.study import Result
 
 Task = tuple[str, Request, CheckpointRequest | None]
-"""The key of a point, what is asked for, and the failures that checkpoints are chosen for, if any."""
+"""The key of a point, its request, and its request for checkpoints, if any."""
 
 Runner = Callable[[Iterable[Task], Effort], Iterator[tuple[str, Result]]]
-"""Takes points, and how much is done for each; yields results by key as they come."""
+"""Takes points and the effort for each; yields keys with results in the order in which they finish."""
 
 AHEAD: Final = 2
-"""Points queued beyond those in work: enough to keep workers busy, few enough to stop at once."""
+"""Points queued beyond those being planned: enough to keep workers busy, few enough to stop at once."""
 
-# Libraries that would start threads of their own: a worker is one thread, and there are as many as cores.
+# Libraries that would start threads of their own. A worker has one thread, and there is one worker per core.
 _ONE_THREAD: Final = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
 
 
 def num_usable_cores() -> int:
-    """Return how many cores this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 def in_this_process(tasks: Iterable[Task], effort: Effort) -> Iterator[tuple[str, Result]]:
-    """Plan one point after the other, here."""
+    """Plan the points one after another in this process."""
     for key, request, checkpoints in tasks:
         yield key, plan_point(request, effort, checkpoints)
 
 
 def in_processes(num_workers: int) -> Runner:
-    """Return what plans points in so many processes.
+    """Return a function that plans points in ``num_workers`` processes.
 
-    If the caller is interrupted or stops reading results, the processes end at once; unfinished points are lost.
+    An interruption, or closing the iterator, ends the processes at once. Unfinished points are lost.
     """
 
     def run(tasks: Iterable[Task], effort: Effort) -> Iterator[tuple[str, Result]]:
@@ -54,7 +54,7 @@ def in_processes(num_workers: int) -> Runner:
             try:
                 while True:
                     for key, request, checkpoints in itertools.islice(todo, num_workers + AHEAD - len(running)):
-                        with _interrupts_wait():
+                        with _interrupts_delayed():
                             running[pool.submit(plan_point, request, effort, checkpoints)] = key
                     if not running:
                         break
@@ -62,8 +62,8 @@ def in_processes(num_workers: int) -> Runner:
                         yield running.pop(future), future.result()
             except BrokenProcessPool as error:
                 raise MemoryError(
-                    "a worker was killed, most likely because memory ran out; the same command with fewer --workers "
-                    "goes on from what is done"
+                    "a worker was killed, most likely because memory ran out; run the same command with fewer "
+                    "--workers to continue"
                 ) from error
             finally:
                 _end(pool)
@@ -78,13 +78,13 @@ def _end(pool: ProcessPoolExecutor) -> None:
 
 
 @contextlib.contextmanager
-def _interrupts_wait() -> Iterator[None]:
-    """Let Ctrl-C wait meanwhile, and block it for good in processes that start meanwhile: they leave it to this one."""
+def _interrupts_delayed() -> Iterator[None]:
+    """Delay Ctrl-C inside the block. Processes that start inside it block Ctrl-C for good and leave it to this one."""
     came: list[int] = []
-    is_main = threading.current_thread() is threading.main_thread()  # elsewhere Python takes no handlers
-    # Another thread may receive the signal in spite of this one's mask. The handler always runs in the main thread.
+    is_main = threading.current_thread() is threading.main_thread()  # Python accepts handlers only there
+    # Another thread may receive the signal, although this thread masks it. The handler always runs in the main thread.
     handler = signal.signal(signal.SIGINT, lambda number, _: came.append(number)) if is_main else None
-    resource_tracker.ensure_running()  # it unblocks signals when it starts
+    resource_tracker.ensure_running()  # start it now, because its start unblocks signals
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -97,15 +97,15 @@ def _interrupts_wait() -> Iterator[None]:
 
 
 def _begin_worker() -> None:
-    """End when the parent does, however it ends."""
+    """End this worker when the parent ends, for any reason."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 
-    def outlive_nobody() -> None:
+    def end_with_parent() -> None:
         connection.wait([parent.sentinel])
         os._exit(1)
 
-    threading.Thread(target=outlive_nobody, daemon=True).start()
+    threading.Thread(target=end_with_parent, daemon=True).start()
 
 
 @contextlib.contextmanager
