@@ -109,7 +109,7 @@ def draw_loss_curves() -> None:
     seeds = list(dict.fromkeys(row["seed"] for row in rows))
     figure, panels = plt.subplots(1, len(seeds), figsize=(9, 3), sharey=True, layout="constrained")
     for axes, seed in zip(panels, seeds, strict=True):
-        for row, colour in zip((r for r in rows if r["seed"] == seed), ("first", "second", "third"), strict=False):
+        for row, colour in zip((r for r in rows if r["seed"] == seed), ("first", "second", "third"), strict=True):
             iterations = [10 * i + 5 for i in range(len(row["curve"]))]
             axes.plot(iterations, row["curve"], color=COLOUR[colour], lw=1, label=row["optimizer"])
         axes.set_title(f"seed {seed}", fontsize=10)
