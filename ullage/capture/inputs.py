@@ -1,11 +1,14 @@
 """Inputs of architectures of ``transformers``, made from their configurations."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any, Final
 
+import torch
 import transformers
+from torch import Tensor
 
 from planner.models.captured import CapturedInput
 from ullage.capture.records import CaptureError
@@ -215,3 +218,24 @@ HEADS: Final[dict[Any, Kind]] = {
     transformers.AutoModelForQuestionAnswering: Kind(_answers),
 }
 """Auto classes with the way to call them. The class in the configuration counts, or else the first one that exists."""
+
+
+def begun(spec: CapturedInput, rest: Tensor | None = None) -> Tensor:
+    """Return an input's values: first its given beginning, then those of ``rest``, or zeros.
+
+    Values of ``rest`` that also occur in the beginning are replaced.
+    """
+    dtype = torch.float32 if spec.dtype == "float" else getattr(torch, spec.dtype)
+    row = [value for value, count in spec.begins for _ in range(count)]
+    reserved = {value for value, _ in spec.begins}
+    free = next(value for value in itertools.count() if value not in reserved)
+    values = torch.full(spec.shape, free, dtype=dtype) if rest is None else rest.clone()
+    for value in reserved:
+        values[values == value] = free
+    values[:, : len(row)] = torch.tensor(row, dtype=dtype)
+    return values
+
+
+def tensor_of(spec: CapturedInput, dtype: torch.dtype) -> Tensor:
+    """Return an input for which only its shape and type count."""
+    return torch.zeros(spec.shape, dtype=dtype if spec.dtype == "float" else getattr(torch, spec.dtype))

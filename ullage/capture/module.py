@@ -23,24 +23,27 @@ from executor.module.quantized import bind_quantized
 from executor.module.tiled_logits import find_head
 from planner.models.adapters import Lora
 from planner.models.captured import NO_TILES, CapturedInput, CapturedModel, Size, Tiles, resized, tokens_of
+from planner.models.loops import can_be_continued, continued
 from planner.models.quantization import Quantization
 from ullage.capture.adapters import check_adapters, make_adapted
 from ullage.capture.architectures import architecture
 from ullage.capture.assembly import assemble, repeated
 from ullage.capture.executable import check_executable
 from ullage.capture.fakes import VALUES
+from ullage.capture.inputs import begun, tensor_of
 from ullage.capture.kernels import UnsupportedOperatorError
 from ullage.capture.operator_checks import RefusedOperatorError
 from ullage.capture.partitioning import partition
 from ullage.capture.quantized import check_formats, is_packed, pack
 from ullage.capture.recording import OUTPUTS_LOSS, record
-from ullage.capture.records import DTYPES, CaptureError, Recording
+from ullage.capture.records import DTYPES, CaptureError, LongLoopError, Recording
 from ullage.capture.repeats import Repeats, UnequalError
 from ullage.capture.tiles.token_wise import TokenWise
 
 # Loggers to silence: the first logs errors that are raised here anyway, the second logs the kind of loss.
 _QUIET = [logging.getLogger(name) for name in ("torch._subclasses.fake_tensor", "transformers.modeling_utils")]
 _UNKNOWN = (UnsupportedOperatorException, UnsupportedFakeTensorException)
+_MANY_EVENTS = 8_000  # in the forward of the blocks that are recorded: from here on it is a loop over tokens
 
 
 def capture(
@@ -162,7 +165,11 @@ def _capture(
         _recorded, model, given, dtype, tiles, name, as_on_gpu=as_on_gpu, token_wise=token_wise
     )
     try:
-        return recorded(Repeats(model))
+        try:
+            return recorded(Repeats(model, _MANY_EVENTS if can_be_continued(given, tiles) else None))
+        except LongLoopError:
+            again = functools.partial(_capture, make, dtype=dtype, tiles=tiles, name=name, as_on_gpu=as_on_gpu)
+            return continued(again, given) or recorded(Repeats(model))
     except UnequalError:
         return recorded(None)
 
@@ -181,6 +188,7 @@ def _recorded(
     """Record a model and return the captured model.
 
     Raises:
+        LongLoopError: forward has more events than ``repeats`` allows.
         UnequalError: blocks that were skipped as copies must be recorded.
     """
     # Before fake tensors exist, because later conversions would be fake too.
@@ -191,8 +199,8 @@ def _recorded(
     }
     with FakeTensorMode(allow_non_fake_inputs=True), _faked(model, DTYPES[dtype]):
         with _as_capture_errors(name, model), _default_positions():
-            args = [_tensor(spec, DTYPES[dtype]) for spec in inputs if not spec.name]
-            named = {spec.name: _tensor(spec, DTYPES[dtype]) for spec in inputs if spec.name}
+            args = [tensor_of(spec, DTYPES[dtype]) for spec in inputs if not spec.name]
+            named = {spec.name: tensor_of(spec, DTYPES[dtype]) for spec in inputs if spec.name}
             recorded = functools.partial(record, model.train(), args, named, as_on_gpu=as_on_gpu, known=known)
             tiled = []
             if tiles.layer_tile_tokens is not None:
@@ -352,26 +360,6 @@ def _fake(parameter: nn.Parameter, module: nn.Module, dtype: torch.dtype, *, kee
         return pack(parameter, module, dtype)
     dtype = parameter.dtype if keeps_type and not parameter.requires_grad else dtype
     return nn.Parameter(torch.empty(parameter.shape, dtype=dtype), parameter.requires_grad)
-
-
-def begun(spec: CapturedInput, rest: Tensor | None = None) -> Tensor:
-    """Return an input's values: first its given beginning, then those of ``rest``, or zeros.
-
-    Values of ``rest`` that also occur in the beginning are replaced.
-    """
-    dtype = torch.float32 if spec.dtype == "float" else getattr(torch, spec.dtype)
-    row = [value for value, count in spec.begins for _ in range(count)]
-    reserved = {value for value, _ in spec.begins}
-    free = next(value for value in itertools.count() if value not in reserved)
-    values = torch.full(spec.shape, free, dtype=dtype) if rest is None else rest.clone()
-    for value in reserved:
-        values[values == value] = free
-    values[:, : len(row)] = torch.tensor(row, dtype=dtype)
-    return values
-
-
-def _tensor(spec: CapturedInput, dtype: torch.dtype) -> Tensor:
-    return torch.zeros(spec.shape, dtype=dtype if spec.dtype == "float" else getattr(torch, spec.dtype))
 
 
 @contextlib.contextmanager

@@ -30,7 +30,7 @@ from ullage.capture.fakes import Fakes, lists_of_scalars
 from ullage.capture.kernels import kernels_of
 from ullage.capture.operator_checks import OperatorChecks, RefusedOperatorError
 from ullage.capture.quantized import multiply_4bit
-from ullage.capture.records import CaptureError, Event, Recording, Save, Storage, Visit, nodes
+from ullage.capture.records import CaptureError, Event, LongLoopError, Recording, Save, Storage, Visit, nodes
 from ullage.capture.repeats import Repeats
 from ullage.capture.tiles.token_wise import TokenWise
 
@@ -67,6 +67,7 @@ def record(
         token_wise: finds modules that can be computed in tiles.
 
     Raises:
+        LongLoopError: forward has more events than ``repeats`` allows.
         CaptureError: the output has no loss, backward fails, or backward reaches no parameter.
         RefusedOperatorError: a real kernel refuses the arguments of an operator.
         UnsupportedOperatorError: the cost of an operator is not known.
@@ -178,6 +179,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.storages: list[Storage] = []
         self.saves: list[Save] = []
         self.model = model
+        self._most_events = repeats.most_events if repeats else None
         self._fakes = Fakes()
         self._checks = checks
         self._repeats = repeats
@@ -244,6 +246,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             event = Event(self._stack[-1], len(self.forward), kernels, written, num_bytes, product_bytes, names)
             self._follow_products(event, changes=func._schema.is_mutable)
             self.forward.append(event)
+            if self._most_events is not None and len(self.forward) > self._most_events:
+                raise LongLoopError
         return output
 
     def _try(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], output: Any) -> None:

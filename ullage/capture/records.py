@@ -15,6 +15,13 @@ DTYPES: Final[dict[Literal["bf16", "fp32"], torch.dtype]] = {"bf16": torch.bfloa
 """The types of weights that can be planned, by name."""
 
 
+class LongLoopError(BaseException):
+    """A recording has more events than a model without loops over tokens has; see [Note: Loops over tokens].
+
+    It is no ``Exception``: the model's code may handle those.
+    """
+
+
 @dataclasses.dataclass(slots=True)
 class Visit:
     """One call of a module's forward.

@@ -71,9 +71,11 @@ class Repeats:
     Attributes:
         copies: copies in the order of their calls.
         begins: forward events before which blocks were called, including copies.
+        most_events: forward events that may be recorded; ``None`` for any number.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, most_events: int | None = None) -> None:
+        self.most_events = most_events
         self.copies: list[Copy] = []
         self.begins: list[int] = []
         self._kinds: dict[nn.Module, Any] = {}

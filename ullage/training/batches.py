@@ -14,7 +14,7 @@ from executor.module.batches import BatchShapes
 from planner.models.captured import CapturedInput, CapturedModel
 from planner.plan.document import Plan, PlanError
 from ullage.capture.architectures import architecture
-from ullage.capture.module import begun
+from ullage.capture.inputs import begun
 from ullage.capture.recording import find_loss
 from ullage.capture.records import DTYPES
 from ullage.data import Data

@@ -1,0 +1,144 @@
+"""A captured model whose code loops over tokens, at a length that takes long to record: continued from short ones.
+
+[Note: Loops over tokens] Some models compute a recurrence token by token (Mamba 1 in the code of ``transformers``).
+Each token adds the same kernels to an operator, and all sizes are straight lines in the number of tokens. So two short
+captures tell what a longer one has: the kernels that one more token adds, and the line of every size. A third, longer
+than what chunks of a scan usually are, has to be exactly what the two say. If it is not, the model is recorded as it
+is. The lengths are no powers of two, so that sizes are rarely equal by chance: equal neighbours are one entry.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
+
+from planner.models.captured import (
+    NO_TILES,
+    CapturedBlock,
+    CapturedInput,
+    CapturedKernels,
+    CapturedModel,
+    CapturedOperator,
+    Tiles,
+    resized,
+    tokens_of,
+)
+
+_SHORT, _LONGER, _PROOF = 24, 40, 136
+_SIZES: Final = ("saved_bytes", "output_bytes", "workspace_bytes", "num_skipped", "product_bytes")
+
+
+class _UnlikeError(Exception):
+    """Two captures do not differ by their number of tokens alone."""
+
+
+def can_be_continued(inputs: tuple[CapturedInput, ...], tiles: Tiles) -> bool:
+    """Return whether a capture may be continued from shorter ones: all inputs are whole sequences of tokens."""
+    of_tokens = all(spec.dtype.startswith("int") and len(spec.shape) == 2 and not spec.begins for spec in inputs)
+    return of_tokens and tiles == NO_TILES and tokens_of(inputs) >= 2 * _PROOF
+
+
+def continued(
+    capture: Callable[[tuple[CapturedInput, ...]], CapturedModel], inputs: tuple[CapturedInput, ...]
+) -> CapturedModel | None:
+    """Return a model with inputs for which it is not captured, from captures of fewer tokens.
+
+    Args:
+        capture: captures the model with shorter inputs.
+        inputs: see :func:`can_be_continued`.
+
+    Returns:
+        What a capture would be; ``None`` if the model does not grow as in [Note: Loops over tokens].
+    """
+    num_tokens = tokens_of(inputs)
+    short, longer, proof = (
+        capture(resized(inputs, inputs[0].shape[0], length)) for length in (_SHORT, _LONGER, _PROOF)
+    )
+    try:
+        if _blocks(short, longer, _PROOF) != proof.blocks or proof.segments != short.segments:
+            return None
+        blocks = _blocks(short, longer, num_tokens)
+    except _UnlikeError:
+        return None
+    called = (
+        known.model_copy(update={"shape": wanted.shape}) for known, wanted in zip(short.inputs, inputs, strict=True)
+    )
+    return short.model_copy(update={"blocks": blocks, "inputs": tuple(called), "seq_len": num_tokens})
+
+
+class _Lines(NamedTuple):
+    """Continues numbers that are known at two lengths to a third."""
+
+    first: int
+    second: int
+    wanted: int
+
+    def at(self, one: int, other: int) -> int:
+        slope, rest = divmod(other - one, self.second - self.first)
+        result = other + slope * (self.wanted - self.second)
+        if rest or result < 0:
+            raise _UnlikeError
+        return result
+
+    def kernel(self, one: Any, other: Any) -> Any:
+        if type(one) is not type(other):
+            raise _UnlikeError
+        values = {}
+        for field in dataclasses.fields(one):
+            before, after = getattr(one, field.name), getattr(other, field.name)
+            if type(before) is int and type(after) is int:
+                after = self.at(before, after)
+            elif before != after:
+                raise _UnlikeError
+            values[field.name] = after
+        return type(one)(**values)
+
+    def kernels(self, one: CapturedKernels, other: CapturedKernels) -> CapturedKernels:
+        """Continue kernels: those of a token are put in where the longer list repeats itself."""
+        growth, rest = divmod(len(other) - len(one), self.second - self.first)
+        if rest or growth < 0:
+            raise _UnlikeError
+        added = growth * (self.second - self.first)
+        start = _repeats_from(other, growth, added) if growth else 0
+        pairs = zip(one, (*other[:start], *other[start + added :]), strict=True)
+        made = tuple(self.kernel(*pair) for pair in pairs)
+        of_a_token = made[start : start + growth]
+        return (*made[:start], *of_a_token * (self.wanted - self.first), *made[start:])
+
+
+def _repeats_from(kernels: CapturedKernels, period: int, least: int) -> int:
+    """Return where kernels begin that repeat with a period for at least so many."""
+    start = 0
+    for index in range(len(kernels) - period):
+        if kernels[index] != kernels[index + period]:
+            start = index + 1
+        elif index + 1 - start >= least:
+            return start
+    raise _UnlikeError
+
+
+def _blocks(short: CapturedModel, longer: CapturedModel, wanted: int) -> tuple[CapturedBlock, ...]:
+    if short.segments != longer.segments or len(short.blocks) != len(longer.blocks):
+        raise _UnlikeError
+    lines = _Lines(_SHORT, _LONGER, wanted)
+    return tuple(_block(*pair, lines) for pair in zip(short.blocks, longer.blocks, strict=True))
+
+
+def _block(short: CapturedBlock, longer: CapturedBlock, lines: _Lines) -> CapturedBlock:
+    if len(short.operators) != len(longer.operators):
+        raise _UnlikeError
+    pairs = zip(short.operators, longer.operators, strict=True)
+    return CapturedBlock.model_construct(operators=tuple(_operator(*pair, lines) for pair in pairs))
+
+
+def _operator(short: CapturedOperator, longer: CapturedOperator, lines: _Lines) -> CapturedOperator:
+    sizes: dict[str, Any] = {name: lines.at(getattr(short, name), getattr(longer, name)) for name in _SIZES}
+    first, second = (len(operator.forward) - operator.num_skipped for operator in (short, longer))
+    forward = (
+        *lines.kernels(short.forward[:first], longer.forward[:second]),
+        *lines.kernels(short.forward[first:], longer.forward[second:]),
+    )
+    sizes |= {"forward": forward, "backward": lines.kernels(short.backward, longer.backward)}
+    made = longer.model_copy(update=sizes)
+    if made != short.model_copy(update=sizes):
+        raise _UnlikeError
+    return made
