@@ -1,6 +1,7 @@
 """``ullage.plan``: plans from names or objects, with the defaults of the command line."""
 
 import dataclasses
+import math
 import warnings
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -10,6 +11,7 @@ from hwprofiles.registry import LOCAL, load_profile
 from planner.decisions import Precision
 from planner.models.adapters import Lora
 from planner.models.captured import CapturedModel, Model
+from planner.models.config import ModelConfig
 from planner.models.quantization import Quantization
 from planner.plan.document import Plan
 from planner.plan.planning import Request, default_precision, make_plan
@@ -58,10 +60,11 @@ def plan(
             changes would help.
         ValueError: the model, machine or option does not exist, or the machine cannot run the request.
     """
+    _check_kinds(model, lora, budget_s)
     if isinstance(model, Request):
         named = {"hardware": hardware, "gpus": gpus, "precision": precision, "lora": lora, "quantize": quantize}
         named["batches"] = batches
-        given = [name for name, value in named.items() if value]
+        given = [name for name, value in named.items() if value is not None]
         if given or options:
             names = ", ".join([*given, *options])
             raise ValueError(
@@ -90,8 +93,20 @@ def plan(
     else:
         options = {"seq_len": min(DEFAULT_SEQ_LEN, sizes.max_positions), **options}
     precision = precision or default_precision(machine.device)
-    request = Request(sizes, machine, num_devices=gpus or 1, precision=precision, **options)
+    request = Request(sizes, machine, num_devices=1 if gpus is None else gpus, precision=precision, **options)
     return make_plan(request, budget_s=budget_s)
+
+
+def _check_kinds(model: object, lora: object, budget_s: object) -> None:
+    if not isinstance(model, str | Path | ModelConfig | CapturedModel | Request):
+        raise TypeError(
+            f"the model is {type(model).__name__}; give a name, the path of a config.json, sizes, a request, or what "
+            "ullage.capture_module makes of an nn.Module"
+        )
+    if not isinstance(lora, str | None):
+        raise TypeError(f'lora is {lora!r}, but must be a text, as in "rank=16,targets=q_proj+v_proj"')
+    if budget_s is not None and (not isinstance(budget_s, int | float) or not 0 < budget_s < math.inf):
+        raise ValueError(f"budget_s is {budget_s!r}, but must be a number of seconds above 0")
 
 
 def _adapters(model: str | Path | Model, lora: str | None, quantize: Quantization | None) -> Adapters:

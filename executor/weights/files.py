@@ -181,8 +181,10 @@ def _listed(folder: Path) -> dict[str, str]:
     listed = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(listed, dict) or not listed or not all(isinstance(file, str) for file in listed.values()):
         raise WeightsError(f"{path} has no weight_map, which lists the file of each tensor; copy it again")
-    if strange := next((file for file in listed.values() if Path(file).name != file), None):
-        raise WeightsError(f"{path} names a file outside of its folder, {strange}; copy the model from a better source")
+    if (strange := next((file for file in listed.values() if not file or Path(file).name != file), None)) is not None:
+        raise WeightsError(
+            f"{path} names a file outside of its folder, {strange!r}; copy the model from a better source"
+        )
     return listed
 
 

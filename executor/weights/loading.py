@@ -63,6 +63,8 @@ def load(optimizer: OffloadedOptimizer, weights: str | Path, *, strict: bool = T
     """
     begin_s = time.perf_counter()
     check_prepared(optimizer)
+    if not isinstance(strict, bool):
+        raise TypeError(f"strict is {strict!r}, but must be True or False: whether a missing parameter is refused")
     session = optimizer.session
     session.access.check_idle()
     failure: Exception | None = None

@@ -36,6 +36,8 @@ def resolve_model(text: str) -> ModelConfig:
         return _preset(alias)
     if (path := _cached(text)) is not None:
         return _from_file(path, text.rpartition("/")[2])
+    if text and Path(text).expanduser().is_dir():
+        raise UnknownModelError(f"folder {text!r} has no config.json; give a folder that save_pretrained() wrote")
     nearest = difflib.get_close_matches(text.lower(), _names(), n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(nearest)}? A" if nearest else "a"
     raise UnknownModelError(

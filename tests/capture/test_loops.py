@@ -11,7 +11,7 @@ from planner.models import loops
 from planner.models.captured import CapturedModel
 from ullage.capture import capture_module, module
 
-WIDTH, TOKENS = 24, 44
+WIDTH, TOKENS = 24, 20
 INPUTS = [f"2x{TOKENS}:int64"]
 
 
@@ -48,9 +48,9 @@ class Recurrent(nn.Module):
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Let lengths be short and loops be found early; return the numbers of tokens that are captured."""
-    monkeypatch.setattr(loops, "_SHORT", 7)
-    monkeypatch.setattr(loops, "_LONGER", 10)
-    monkeypatch.setattr(loops, "_PROOF", 22)
+    monkeypatch.setattr(loops, "_SHORT", 4)
+    monkeypatch.setattr(loops, "_LONGER", 6)
+    monkeypatch.setattr(loops, "_PROOF", 10)
     seen: list[int] = []
     recorded = module._recorded
 
@@ -70,18 +70,18 @@ def test_what_is_continued_is_what_would_be_recorded(short: list[int], monkeypat
     expected = captured(Recurrent)
     monkeypatch.setattr(module, "_MANY_EVENTS", 100)
     found = captured(Recurrent)
-    assert short == [TOKENS, TOKENS, 7, 10, 22]
+    assert short == [TOKENS, TOKENS, 4, 6, 10]
     assert found == expected
 
 
 def test_what_grows_otherwise_is_recorded(short: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = captured(lambda: Recurrent(chunk=16))
+    expected = captured(lambda: Recurrent(chunk=8))
     monkeypatch.setattr(module, "_MANY_EVENTS", 100)
-    assert captured(lambda: Recurrent(chunk=16)) == expected
-    assert short == [TOKENS, TOKENS, 7, 10, 22, TOKENS]
+    assert captured(lambda: Recurrent(chunk=8)) == expected
+    assert short == [TOKENS, TOKENS, 4, 6, 10, TOKENS]
 
 
-@pytest.mark.parametrize("spec", [["2x40:int64"], ["x=2x44:int64", "y=2x44x3"], ["2x44"]])
+@pytest.mark.parametrize("spec", [["2x18:int64"], ["x=2x20:int64", "y=2x20x3"], ["2x20"]])
 def test_short_or_other_inputs_are_recorded(spec: list[str], short: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_MANY_EVENTS", 0)
 

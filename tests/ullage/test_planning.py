@@ -59,11 +59,34 @@ def test_a_captured_model_brings_its_sizes_and_type() -> None:
         ("opt-13b", {"micro_batch": "4"}, "micro_batch is '4', but must be a whole number of at least 1"),
         ("opt-13b", {"storage": "disk"}, "storage is 'disk', but must be one of never, activations, nvme"),
         ("opt-13b", {"micro_batch": 0}, "micro_batch is 0, but must be a whole number of at least 1"),
+        ("opt-13b", {"micro_batch": 1.5}, "micro_batch is 1.5, but must be a whole number of at least 1"),
+        ("opt-13b", {"gpus": 0}, "num_devices is 0, but must be a whole number of at least 1"),
+        ("opt-13b", {"gpus": "2"}, "num_devices is '2', but must be a whole number of at least 1"),
+        ("opt-13b", {"seq_len": 10**7}, "sequence length 10000000 exceeds the 2048 positions that opt-13b has learned"),
+        ("opt-13b", {"optimizer": "adamx"}, "optimizer is 'adamx', but must be one of adamw, "),
+        ("opt-13b", {"precision": "fp8"}, "precision is 'fp8', which cannot be planned; give one of bf16, fp32"),
+        ("opt-13b", {"hardware": 5}, "the hardware is int; give the name of a profile, or the path of its file"),
+        ("opt-13b", {"budget_s": "x"}, "budget_s is 'x', but must be a number of seconds above 0"),
+        ("opt-13b", {"budget_s": -1}, "budget_s is -1, but must be a number of seconds above 0"),
+        ("opt-13b", {"lora": 16}, 'lora is 16, but must be a text, as in "rank=16,targets=q_proj+v_proj"'),
+        ("opt-13b", {"lora": "16"}, "'16' is no LoRA: '16' is not understood; give rank=N"),
+        ("opt-13b", {"quantize": "nf4"}, 'weights beside adapters; give lora="rank=16" too'),
+        ("opt-13b", {"batches": "ragged"}, "batches is 'ragged', but must be one of whole, masked"),
+        ("", {}, "no model or file is called ''; a path to a config.json works too"),
+        (Path(__file__).parent, {}, "has no config.json; give a folder that save_pretrained() wrote"),
+        (
+            Path(__file__),
+            {},
+            "is not JSON (Extra data: line 1 column 3 (char 2)); give a Hugging Face config.json",
+        ),
+        (None, {}, "the model is NoneType; give a name, the path of a config.json, sizes, a request, or what"),
+        (7, {}, "the model is int; give a name, the path of a config.json"),
     ],
 )
-def test_what_is_refused(model: str, options: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
+def test_what_is_refused(model: object, options: dict[str, object], message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=re.escape(message)) as refused:
         ullage.plan(model, **options)
+    assert "\n" not in str(refused.value)
 
 
 def test_a_request_stands_for_all() -> None:

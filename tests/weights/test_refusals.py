@@ -73,6 +73,31 @@ BAD = {
         lambda s: change(s, lambda t: t.update({"lm_head.weight": t["lm_head.weight"].to(torch.int32)})),
         r"lm_head\.weight is int32, but a floating-point tensor in the model; give weights that are not quantized",
     ),
+    "bool": (
+        lambda s: change(s, lambda t: t.update({"lm_head.weight": t["lm_head.weight"] > 0})),
+        r"lm_head\.weight is bool, but a floating-point tensor in the model",
+    ),
+    "renamed": (
+        lambda s: change(s, lambda t: [t.update({f"other.{name}": t.pop(name)}) for name in list(t)]),
+        r"source has no model\.embed_tokens\.weight and \d+ more, but the model has; give weights of this model",
+    ),
+    "nothing": (lambda s: change(s, dict.clear), r"source has no model\.embed_tokens\.weight and \d+ more"),
+    "header": (lambda s: (s / "model.safetensors").write_bytes(b"hello" * 99), r"damaged, or is not a safetensors file"),
+    "a folder": (
+        lambda s: (s / "model.safetensors").unlink() or (s / "model.safetensors").mkdir(),
+        r"model\.safetensors is damaged, or is not a safetensors file",
+    ),
+    "link": (
+        lambda s: (s / "model.safetensors").unlink() or (s / "model.safetensors").symlink_to("nowhere"),
+        r"model\.safetensors is missing; copy all files of the model again",
+    ),
+    "no JSON": (
+        lambda s: (s / "model.safetensors.index.json").write_text("{"),
+        r"index\.json is not JSON .*; copy the files of the model again",
+    ),
+    "list": (lambda s: index(s, [1]), r"index\.json has no weight_map, which lists the file of each tensor"),
+    "numbers": (lambda s: index(s, {"a": 3}), r"index\.json has no weight_map, which lists the file of each tensor"),
+    "unnamed": (lambda s: index(s, {"a": ""}), r"index\.json names a file outside of its folder, ''"),
     "cut": (cut, r"model\.safetensors is damaged, or is not a safetensors file .*; copy it again"),
     "empty": (lambda s: (s / "model.safetensors").write_bytes(b""), r"model\.safetensors is damaged"),
     "none": (lambda s: (s / "model.safetensors").unlink(), r"source has no model\.safetensors; give a folder that"),
@@ -80,7 +105,7 @@ BAD = {
     "checkpoints": (checkpoints, r"has checkpoints of Ullage; export one: ullage checkpoint export .*source"),
     "index": (lambda s: index(s, {"a": "other.safetensors"}), r"other\.safetensors is missing; copy all files"),
     "listed": (lambda s: index(s, {"a": "model.safetensors"}), r"lists a in model\.safetensors, but it is not there"),
-    "outside": (lambda s: index(s, {"a": "../x.safetensors"}), r"names a file outside of its folder, \.\./x"),
+    "outside": (lambda s: index(s, {"a": "../x.safetensors"}), r"names a file outside of its folder, '\.\./x"),
     "no map": (lambda s: index(s, {}), r"index\.json has no weight_map"),
     "adapter": (
         lambda s: (s / "model.safetensors").rename(s / "adapter_model.safetensors"),

@@ -291,7 +291,7 @@ def _check_inputs(inputs: Sequence[CapturedInput]) -> None:
     if len(sizes) > 1:
         raise CaptureError(
             f"inputs have leading dimensions {', '.join(map(str, sorted(sizes)))}, but must have the same one, the "
-            "micro-batch; change --input-shape"
+            "micro-batch; change --input-shape, or the example batch"
         )
 
 

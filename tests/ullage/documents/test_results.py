@@ -139,7 +139,7 @@ def published_sizes() -> Iterator[tuple[str, ...]]:
     (loop,) = (row for row in rows if row["model"] == "mamba-2.8b")
     rows.remove(loop)
     slowest = max(row["wall_s"] for row in rows)
-    assert slowest < 30
+    assert max(slowest, loop["wall_s"]) < 30
     yield "models", str(len(found["models"]))
     assert all("it is proven" in row["refused"] for row in found["models"] if "refused" in row)
     yield "without a plan that fits: Llama 4 Maverick on 64 H100, as is proven", str(found["num_refused"])
