@@ -53,6 +53,8 @@ def _backward_of(module: Any) -> Callable[[Any, torch.Tensor], torch.Tensor] | N
         return None
     if hasattr(module, "init_8bit_state"):
         return _backward_int8_of_bitsandbytes if module.weight.dtype is torch.int8 else None
+    if not isinstance(module, nn.Linear):
+        return None
     weight: Any = module.weight
     if not StoredParameter(weight, module).is_wrapper:
         return None

@@ -28,7 +28,7 @@ PROOFS = {
         POWER: ("what_was_acknowledged_is_there", "every_sync_is_needed", "plain_files_have_the_operations"),
     },
     "3 any operation may fail, be interrupted or cut short": {
-        FAULTS: ("a_failing_operation_costs_one_checkpoint", "a_full_drive_is_told"),
+        FAULTS: ("a_failing_operation_costs_one_checkpoint", "a_full_drive_is_reported"),
         SAVING: ("a_full_drive_costs_checkpoints_and_not_training",),
     },
     "4 whatever is not as it was written is found, and passed over": {

@@ -155,7 +155,7 @@ def test_designs(tiny):
     assert rows == [{"host-link": a, "gpus": b} for a in (1, 2) for b in (1, 2, 4)]
     zipped = space(tiny, sweep={"pcie": ("1x,2x",), "gpus": ("1,2",)}, design="zip")
     assert [case.settings for case in zipped.cases()] == [{"host-link": 1, "gpus": 1}, {"host-link": 2, "gpus": 2}]
-    with pytest.raises(StudyError, match="equally many"):
+    with pytest.raises(StudyError, match="same number of values"):
         space(tiny, sweep=sweep, design="zip")
 
 

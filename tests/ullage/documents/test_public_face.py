@@ -108,6 +108,8 @@ OF_COMMANDS = {
     "StuckError",
     "StudyError",
     "UnequalError",  # never leaves a capture
+    "LongLoopError",  # likewise
+    "_UnlikeError",  # likewise
     "UnsupportedOperatorError",
 }
 

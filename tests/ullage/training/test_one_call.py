@@ -226,7 +226,12 @@ class ByValue(Net):
         (Net(), {}, {}, "the example batch is empty; give one batch of your loop"),
         (nn.LSTM(8, 8), torch.ones(2, 4, 8), {}, "mkldnn_rnn_layer.default has no known cost; write it with products"),
         (Net(), None, {}, "the third argument is NoneType; give a plan .*or an example batch"),
-        (Net(), {"x": ["text"]}, {}, "x of the example batch is list, not a tensor; give what the model is called"),
+        (
+            Net(),
+            {"x": ["text"]},
+            {},
+            "x of the example batch is list, not a tensor; give the inputs of the model as tensors",
+        ),
         (Net(), BATCH, {"precision": "fp8"}, "precision is 'fp8', which cannot be planned; give one of bf16, fp32"),
         (Net(), {1: BATCH[0]}, {}, "the example batch has a key 1; name each input as the model's forward does"),
         (

@@ -72,7 +72,7 @@ def test_a_batch_that_is_larger_than_planned_is_reported_once(plan: Plan) -> Non
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
 def test_weights_of_another_type_are_converted_with_a_word(plan: Plan, dtype: torch.dtype) -> None:
     net = Net().to(dtype)
-    with pytest.warns(RuntimeWarning, match=f"weights are {dtype}, and become torch.float32.*--precision"):
+    with pytest.warns(RuntimeWarning, match=f"weights are {dtype} and are converted to torch.float32.*--precision"):
         model, optimizer = ullage.prepare(net, torch.optim.AdamW(net.parameters()), plan)
     with optimizer.session:
         step(model, optimizer, 8)

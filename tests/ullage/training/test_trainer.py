@@ -116,7 +116,7 @@ def test_bad_input(plan: Plan, tokens: Tokens) -> None:
     stray = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
     with pytest.raises(ValueError, match="without its model"):
         ullage.Trainer(plan, optimizer=stray)
-    with pytest.raises(ValueError, match="position -1"):
+    with pytest.raises(ValueError, match="position is -1"):
         ullage.Trainer(plan, data=tokens, position=-1)
     unknown = ullage.Trainer(plan, data=tokens.astype(np.uint32) + 70_000)
     with unknown, pytest.raises(ValueError, match="but the model knows tokens 0 to"):
