@@ -97,6 +97,12 @@ def test_sequences_are_as_long_as_the_model_takes_them(tmp_path):
         images.seq_len(16, 2048)
 
 
+def test_buffers_have_the_types_that_they_have_beside_weights_in_bf16(tmp_path):
+    described("m2m_100", tmp_path)  # whose positions are a buffer that is added to embeddings
+    found = architecture(tmp_path)
+    assert capture(str(tmp_path), found.inputs(2, 16), "bf16").dtype == "bf16"
+
+
 def test_images_are_where_the_configuration_says(tmp_path):
     """And nowhere else, also in random batches: as many tokens as an image has are not enough."""
     first, *_ = architecture(written(tmp_path, "llava", TINY["llava"])).inputs(2, 24)

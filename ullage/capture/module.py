@@ -89,7 +89,7 @@ class _Job:
     def captured(self, inputs: tuple[CapturedInput, ...], tiles: Tiles = NO_TILES) -> CapturedModel:
         put_in: dict[str, object] = {}
         if self.lora is None:
-            make = load_factory(self.factory)
+            make = load_factory(self.factory, DTYPES[self.dtype])
         else:
             args = architecture(self.factory), self.lora, self.quantization, DTYPES[self.dtype]
             make = functools.partial(make_adapted, *args)
@@ -249,8 +249,10 @@ def _made(make: Callable[[], nn.Module], name: str) -> nn.Module:
     return model
 
 
-def load_factory(text: str) -> Callable[[], nn.Module]:
+def load_factory(text: str, dtype: torch.dtype) -> Callable[[], nn.Module]:
     """Return the function ``package.module:function``, or a function that makes the model of a ``config.json``.
+
+    The latter makes weights of ``dtype``, and buffers of the types that they have beside such weights.
 
     Raises:
         CaptureError: the function does not exist.
@@ -261,7 +263,7 @@ def load_factory(text: str) -> Callable[[], nn.Module]:
             "model with this plan, or plan --model package.module:function"
         )
     if ":" not in text or Path(text).exists():
-        return architecture(text).make
+        return functools.partial(architecture(text).make, dtype)
     module_name, _, attribute = text.partition(":")
     if (here := os.getcwd()) not in sys.path:  # noqa: PTH109 - as `python -m` does
         sys.path.insert(0, here)

@@ -60,11 +60,11 @@ def _captured(model: CapturedModel, weights: Path | None) -> nn.Module:
     if model.lora is not None:
         return _adapted(model, model.lora, weights)
     if weights is None:
-        return load_factory(model.factory)()
+        return load_factory(model.factory, DTYPES[model.dtype])()
     is_function = ":" in model.factory and not Path(model.factory).exists()
     has_config = not is_function and (weights / CONFIG).exists()
     with empty_parameters():
-        return load_factory(str(weights) if has_config else model.factory)()
+        return load_factory(str(weights) if has_config else model.factory, DTYPES[model.dtype])()
 
 
 def _adapted(model: CapturedModel, lora: Lora, weights: Path | None) -> nn.Module:
