@@ -10,7 +10,7 @@ from walked import NUM_ITERATIONS
 from planner.decisions import Decisions, GradientPath, Place, Precision
 from planner.lowering import lower
 from planner.schedule.schedule import Schedule
-from planner.schedule.tasks import MemoryClass, Tier
+from planner.schedule.tasks import MemoryClass, Op, Tier
 from planner.schedule.timeline import memory_use
 from planner.simulate.machine import run
 
@@ -112,3 +112,12 @@ def test_activations_are_held_from_forward_or_recompute_to_backward() -> None:
     assert _ends(again, unit.name, kind) == [(f"recompute {unit.name}", f"backward {unit.name}", unit.saved_bytes)]
     names = (f"forward {unit.name}", f"backward {unit.name}")
     assert _ends(again, f"{unit.segment} input", kind) == [(*names, unit.activation_output_bytes)]
+
+
+@pytest.mark.parametrize(("zero_stage", "times"), [(0, 2), (1, 1), (2, 1), (3, 1)])
+def test_ranks_reduce_all_gradients_once_or_reduce_and_gather_them(zero_stage: int, times: int) -> None:
+    """Without shards it is an all-reduce, which sends twice what a reduce-scatter does."""
+    decisions = decide(DENSE, Place.GPU, data_parallel=2, zero_stage=zero_stage)
+    schedule = lower(DENSE, decisions, asynchronous=True)
+    sent = sum(task.num_bytes for task in schedule.tasks if task.op is Op.SCATTER)
+    assert sent == times * decisions.precision.gradient_bytes * sum(unit.num_params for unit in DENSE)
