@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
 from hwprofiles.registry import load_profile
-from planner.models.registry import resolve_model
+from planner.models.registry import list_models, resolve_model
 from planner.plan.planning import Request
 from planner.schedule.tasks import Lane
 from planner.schedule.timeline import Timeline
@@ -24,6 +24,7 @@ RUN = HERE.parent / "benchmarks" / "results" / "demo_run.json"
 PUBLISHED = HERE.parent / "benchmarks" / "results" / "published.json"
 SPEED = HERE.parent / "benchmarks" / "results" / "planning_speed.json"
 LOSSES = HERE.parent / "benchmarks" / "results" / "cpu_loss_curves.json"
+LARGEST = HERE.parent / "benchmarks" / "results" / "planning_largest.json"
 PUBLISHED_PANELS = (
     ("iteration and end-to-end time (s)", ("iteration", "end to end"), 1.0),
     ("phases: backward and update (s)", ("backward", "update"), 1.0),
@@ -120,6 +121,32 @@ def draw_loss_curves() -> None:
     figure.savefig(HERE / "loss_curves.svg", metadata={"Date": None})
 
 
+def draw_largest() -> None:
+    """Draw the largest model that fits, on each machine and with each technique."""
+    found = json.loads(LARGEST.read_text(encoding="utf-8"))["rows"]
+    params = list_models()
+    machines = list(dict.fromkeys((row["machine"], row["num_devices"]) for row in found))
+    figure, panels = plt.subplots(1, len(machines), figsize=(12, 3.4), sharex=True, sharey=True, layout="constrained")
+    for axes, machine in zip(panels, machines, strict=True):
+        rows = [row for row in found if (row["machine"], row["num_devices"]) == machine]
+        for at, row in enumerate(rows):
+            largest = row["largest"]
+            for kind, colour in (("nvme", "second"), ("never", "first")):
+                if kind in largest:
+                    axes.barh(at, params[largest[kind]], color=COLOUR[colour])
+            best = largest.get("nvme", largest["never"])
+            axes.text(params[best], at, f" {best}", va="center", fontsize=7)
+        axes.set_yticks(range(len(rows)), [row["way"] for row in rows], fontsize=8)
+        axes.set(xscale="log", xlabel="parameters", xlim=(5e8, 5e13))
+        axes.set_title(f"{machine[1]} x {machine[0]}", fontsize=10)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].invert_yaxis()
+    handles = [plt.Rectangle((0, 0), 1, 1, color=COLOUR[colour]) for colour in ("first", "second")]
+    figure.legend(handles, ["device and host", "and NVMe"], loc="outside lower center", ncols=2, frameon=False)
+    figure.savefig(HERE / "largest.svg", metadata={"Date": None})
+    plt.close(figure)
+
+
 def draw_simulated() -> None:
     """Draw OPT-13B on four H100, by ZeRO-Offload and by our plan, as the memory-wall study draws measured runs."""
     request = Request(resolve_model("opt-13b"), load_profile("h100x4-80g"), num_devices=4)
@@ -147,6 +174,7 @@ def main() -> None:
     draw_simulated()
     draw_growth()
     draw_loss_curves()
+    draw_largest()
     draw_published()
 
 

@@ -92,11 +92,18 @@ def memory() -> Iterator[tuple[str, ...]]:
         yield what, str(row["num_cases"]), percent(row["mean"]), percent(abs(row["worst"]))
 
 
+def _machine(row: dict[str, Any]) -> str:
+    return f"{row['num_devices']} x {row['machine'].upper().replace('-', ' ')}"
+
+
+def largest_models() -> Iterator[tuple[str, ...]]:
+    for row in result("planning_largest.json")["rows"]:
+        yield _machine(row), row["way"], *(row["largest"].get(kind, "-") for kind in ("never", "nvme"))
+
+
 def long_sequences() -> Iterator[tuple[str, ...]]:
-    words = {"rtx-4090": "RTX 4090", "h100": "H100"}
     for row in result("long_sequences.json")["rows"]:
-        longest = (f"{row['longest_seq_len'][kind]:,}" for kind in ("never", "activations", "nvme"))
-        yield f"{row['num_devices']} x {words[row['machine']]}", row["in_tiles"], *longest
+        yield _machine(row), row["in_tiles"], *(f"{length:,}" for length in row["longest_seq_len"].values())
 
 
 def calibration() -> Iterator[tuple[str, ...]]:
@@ -337,6 +344,7 @@ TABLES = (
     streamed,
     demo,
     memory,
+    largest_models,
     long_sequences,
     calibration,
     capture,
@@ -404,11 +412,9 @@ def test_a_missed_goal_is_said() -> None:
 
 
 def test_commands_are_those_that_made_the_files() -> None:
-    made = {
-        path.name: json.loads(path.read_text(encoding="utf-8")).get("command", "") for path in RESULTS.glob("*.json")
-    }
-    for name, command in made.items():
-        assert command.partition(" --peers")[0] in PAGE, name
+    for path in RESULTS.glob("*.json"):
+        command = json.loads(path.read_text(encoding="utf-8")).get("command", "")
+        assert command.partition(" --peers")[0] in PAGE, path.name
 
 
 def test_every_result_file_is_on_the_page() -> None:
