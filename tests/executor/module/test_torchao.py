@@ -9,9 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
+from tiny import TINY
 from torch import nn
 from training import ReferenceOptimizer, session_options
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from executor.module.quantized import bind_quantized
 from executor.packed import StoredParameter
@@ -22,16 +23,8 @@ from ullage.capture import capture_module
 
 quantization = pytest.importorskip("torchao.quantization")
 
-VOCABULARY, SHAPE = 128, (2, 16)
-CONFIG = LlamaConfig(
-    vocab_size=VOCABULARY,
-    hidden_size=64,
-    intermediate_size=128,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    use_cache=False,
-)
+VOCABULARY, SHAPE = TINY["vocab_size"], (2, 16)
+CONFIG = AutoConfig.for_model(**TINY, use_cache=False)
 
 
 def to_nf4(model: nn.Module) -> None:
