@@ -29,6 +29,8 @@ from hwprofiles.quantity import (
 )
 
 Dtype = Literal["bf16", "fp32"]
+ProductType = Literal[Dtype, "fp8"]
+"""Types of the two matrices of a product; everything else, its output included, has a :data:`Dtype`."""
 
 
 class Device(Frozen):
@@ -39,7 +41,9 @@ class Device(Frozen):
         memory_bytes: capacity that training may use.
         memory_bytes_per_s: bandwidth of that memory.
         num_cores: CPU cores that computing occupies (0 for a GPU).
-        gemm: time of one matrix product against its FLOP, per data type (``fp16`` counts as ``bf16``).
+        gemm: time of one matrix product against its FLOP, per type of its two matrices (``fp16`` counts as ``bf16``).
+            ``fp8`` is there only if the device has such products; its time is that of the product alone, without the
+            casts.
         gemm_rows_half: rows (tokens) at which a product reaches half of the curve's rate, because few rows do not fill
             the device; 0 switches the correction off.
         multiprocessors: number of multiprocessors that share the tiles of a product. In the last wave some of them are
@@ -72,7 +76,7 @@ class Device(Frozen):
     memory_bytes: Bytes
     memory_bytes_per_s: BytesPerSecond
     num_cores: Annotated[int, Field(ge=0)]
-    gemm: dict[Dtype, CurveOverFlop]
+    gemm: dict[ProductType, CurveOverFlop]
     gemm_rows_half: Count
     multiprocessors: Annotated[int, Field(ge=1)] | None = None
     gemm_bytes_per_s: BytesPerSecond | None = None

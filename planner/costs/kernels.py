@@ -3,7 +3,8 @@
 import dataclasses
 from collections.abc import Iterable
 
-from hwprofiles.profile import Dtype
+from hwprofiles.profile import Dtype, HardwareProfile, ProductType
+from hwprofiles.quantity import Curve
 from planner.costs.fabrics import Fabrics
 from planner.costs.layout import Layout
 from planner.costs.resources import RankHardware, Resource
@@ -74,11 +75,12 @@ class KernelCosts:
 
     def _price_product(self, kernel: Gemm) -> tuple[float, float]:
         device = self._rank.profile.device
+        curve, in_bytes = self._curve(kernel), 1 if kernel.fp8 else self._dtype_bytes
         out_bytes = (2 * _FP32 if kernel.accumulates else self._dtype_bytes) * kernel.m * kernel.n
-        num_bytes = kernel.count * (self._dtype_bytes * (kernel.m * kernel.k + kernel.k * kernel.n) + out_bytes)
+        num_bytes = kernel.count * (in_bytes * (kernel.m * kernel.k + kernel.k * kernel.n) + out_bytes)
         # A batch is one kernel, and its products fill the device together. So are groups, but tiles end where they end.
         if kernel.batched or (kernel.grouped and device.kind == "gpu"):
-            time_s = self._rank.read_s(device.gemm[self._dtype], kernel.flop, "GEMM")
+            time_s = self._rank.read_s(curve, kernel.flop, "GEMM")
             if kernel.grouped:
                 time_s *= wave_factor(kernel.m, kernel.n, device.multiprocessors or 1, kernel.count)
             time_s = max(time_s, num_bytes / device.memory_bytes_per_s.value)
@@ -90,10 +92,17 @@ class KernelCosts:
             flop = kernel.flop / kernel.count
             if kernel.m * kernel.n <= _TILE**2:  # mostly start-up, to which idling does not add
                 flop, idle = flop * idle, 1.0
-            time_s = self._rank.read_s(device.gemm[self._dtype], flop, "GEMM") * idle * kernel.count
+            time_s = self._rank.read_s(curve, flop, "GEMM") * idle * kernel.count
         if device.gemm_bytes_per_s:
             time_s += num_bytes / device.gemm_bytes_per_s.value
         return time_s, float(num_bytes)
+
+    def _curve(self, kernel: Gemm) -> Curve:
+        profile = self._rank.profile
+        dtype: ProductType = "fp8" if kernel.fp8 else self._dtype
+        if dtype not in profile.device.gemm:
+            raise ValueError(no_products(profile, dtype))
+        return profile.device.gemm[dtype]
 
     def _inside_unit_s(self, kernel: Collective) -> float:
         """Return the time of a collective inside a unit for which its next kernel waits."""
@@ -105,6 +114,16 @@ class KernelCosts:
             return self._fabrics.all_to_all_s(group, kernel.num_bytes)
         rings = self._fabrics.rings(self._layout.tensor_group, kernel.num_bytes, kernel.num_passes)
         return sum(ring.latency_s for ring in rings) + max((ring.time_s for ring in rings), default=0.0)
+
+
+def no_products(profile: HardwareProfile, dtype: ProductType) -> str:
+    """Return the error that a machine's profile has no products of a type."""
+    has = ", ".join(profile.device.gemm)
+    remedy = "leave out --products fp8, or choose hardware that has them" if dtype == "fp8" else "choose another type"
+    return (
+        f"profile {profile.name} says nothing about products in {dtype}: its device.gemm has {has}; {remedy}, or "
+        "measure them with `ullage calibrate`"
+    )
 
 
 def wave_factor(m: int, n: int, multiprocessors: int, count: int = 1) -> float:

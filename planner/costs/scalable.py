@@ -35,7 +35,7 @@ def all_scalables(hardware: HardwareProfile) -> tuple[Scalable, ...]:
         Scalable("host-link-up", "host link up", ("host_link.up",)),
         Scalable("host-dram", "host DRAM", ("host.dram_bytes_per_s",)),
         Scalable("cpu-optimizer", "CPU optimizer", ("host.optimizer", "host.optimizer_process_params_per_s")),
-        Scalable("device-gemm", "device products", ("device.gemm.bf16", "device.gemm.fp32")),
+        Scalable("device-gemm", "device products", ("device.gemm.bf16", "device.gemm.fp32", "device.gemm.fp8")),
         Scalable(
             "device-attention",
             "device attention",
@@ -78,8 +78,8 @@ def scalables(hardware: HardwareProfile, dtype: str, num_devices: int, *, uses_s
 
 
 def _of_type(scalable: Scalable, dtype: str) -> Scalable:
-    """Leave out curves of other types than ``dtype``."""
-    own = tuple(path for path in scalable.paths if path.endswith((f".{dtype}", f"_{dtype}")))
+    """Leave out curves of other types than ``dtype``, and keep products in fp8, which go beside either."""
+    own = tuple(path for path in scalable.paths if path.endswith((f".{dtype}", f"_{dtype}", ".fp8")))
     return dataclasses.replace(scalable, paths=own) if own else scalable
 
 

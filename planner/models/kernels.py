@@ -22,6 +22,7 @@ class Gemm:
         batched: all products are one kernel and fill the device together.
         grouped: the same, with as many rows for each product as tokens visit an expert (``grouped_mm``).
         accumulates: the result is added to an fp32 sum in device memory.
+        fp8: both matrices are in fp8 (1 B a value), and the result is in the type of activations.
     """
 
     m: int
@@ -31,6 +32,7 @@ class Gemm:
     batched: bool = False
     grouped: bool = False
     accumulates: bool = False
+    fp8: bool = False
 
     @property
     def flop(self) -> int:

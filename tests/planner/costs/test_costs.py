@@ -345,3 +345,30 @@ def test_a_grouped_kernel_is_between_one_product_and_many(rows: int, tiles: int,
     assert cost.compute_s((Gemm(rows * count, n, k),)) <= grouped * (1 + 1e-9)
     assert grouped <= max(cost.compute_s((padded,)), floor_s) * (1 + 1e-9)
     assert num_kernels((Gemm(rows, n, k, count, grouped=True),)) == 1
+
+
+def with_fp8(profile: HardwareProfile, flop_per_s: float) -> HardwareProfile:
+    gemm = {**profile.device.gemm, "fp8": rate(flop_per_s, "flop")}
+    return profile.model_copy(update={"device": profile.device.model_copy(update={"gemm": gemm})})
+
+
+def test_products_in_fp8_have_a_curve_of_their_own_and_inputs_of_one_byte() -> None:
+    gemm = Gemm(m=1000, n=2000, k=500, count=3, fp8=True)
+    fast = with_fp8(machine(), 4e14)
+    assert model(fast).compute_s([gemm]) == pytest.approx(3 * 2 * 1000 * 2000 * 500 / 4e14)
+    assert model(fast, precision=FP32).compute_s([gemm]) == model(fast).compute_s([gemm])
+    # Where moving a product's matrices adds to its time: 1 B for each value of the two, 2 B of the result.
+    moving = fast.model_copy(
+        update={"device": fast.device.model_copy(update={"gemm_bytes_per_s": quantity(1e12, "bytes_per_s")})}
+    )
+    moved_s = 3 * (1000 * 500 + 500 * 2000 + 2 * 1000 * 2000) / 1e12
+    assert model(moving).compute_s([gemm]) == pytest.approx(model(fast).compute_s([gemm]) + moved_s)
+    (scalable,) = (s for s in scalables(fast, "bf16", 1, uses_storage=False) if s.key == "device-gemm")
+    assert model(scaled(fast, scalable, 2.0)).compute_s([gemm]) == pytest.approx(model(fast).compute_s([gemm]) / 2)
+
+
+def test_a_device_without_products_in_fp8_says_so_in_one_line() -> None:
+    with pytest.raises(
+        ValueError, match=r"^profile .* says nothing about products in fp8: .*bf16, fp32; leave out --products fp8.*$"
+    ):
+        model(load_profile("a100-80")).compute_s([Gemm(1024, 1024, 1024, fp8=True)])
