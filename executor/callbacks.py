@@ -1,6 +1,7 @@
-"""Callbacks on the boundaries of a model's modules, and functions to hook tensors and replace attributes."""
+"""Callbacks on the boundaries of a model's modules; functions to hook tensors, replace attributes, keep autocast."""
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -77,3 +78,9 @@ def replace_attribute(module: nn.Module, name: str, value: Any) -> Callable[[], 
             own.pop(name, None)
 
     return undo
+
+
+def same_autocast(tensor: torch.Tensor) -> Callable[[], torch.autocast]:
+    """Return a function that makes a context with the autocast that is on now for a tensor's kind of device."""
+    kind = tensor.device.type
+    return functools.partial(torch.autocast, kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from executor.callbacks import replace_attribute
+from executor.callbacks import replace_attribute, same_autocast
 from executor.memory.recompute_cache import running_again
 
 
@@ -42,20 +42,19 @@ class TiledModule:
     def __init__(self, module: nn.Module, num_tokens: int) -> None:
         self.num_tokens = num_tokens
         self.run: Callable[[Tensor], Tensor] = module.forward
-        self._module = module
         last = getattr(module, "down_proj", None)
         self._last = last if type(last) is nn.Linear else None
-        # The modules that own each trained parameter, by ``id(parameter)``, and its name there.
-        self._owners: dict[int, list[tuple[dict[str, Any], str]]] = {}
+        # The modules that own each parameter, and its name there.
+        self._owners: dict[Tensor, list[tuple[dict[str, Any], str]]] = {}
         for owner in module.modules():
             for name, parameter in owner.named_parameters(recurse=False):
-                self._owners.setdefault(id(parameter), []).append((owner._parameters, name))
+                self._owners.setdefault(parameter, []).append((owner._parameters, name))
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return the module's output for ``[..., width]``."""
         if hidden.shape[:-1].numel() <= self.num_tokens:
             return self.run(hidden)
-        parameters = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
+        parameters = [parameter for parameter in self._owners if parameter.requires_grad]  # some may be frozen later
         if not torch.is_grad_enabled() or not (hidden.requires_grad or parameters):
             return self.in_tiles(hidden)
         anchor = hidden.new_empty(0).requires_grad_()  # makes a node that saves, even if the input needs no gradient
@@ -89,7 +88,7 @@ class TiledModule:
         restored: list[tuple[dict[str, Any], str, Tensor]] = []
         for parameter in parameters:
             aliases.append(parameter.detach().requires_grad_())
-            for owner, name in self._owners[id(parameter)]:
+            for owner, name in self._owners[parameter]:
                 restored.append((owner, name, parameter))
                 owner[name] = aliases[-1]
         undo = None
@@ -122,9 +121,7 @@ class _Tiles(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, saved: Tensor, wants_hidden: bool, tiled: TiledModule, *parameters: Tensor) -> Tensor:
-        kind = saved.device.type
-        ctx.converts = torch.is_autocast_enabled(kind)
-        ctx.autocast = functools.partial(torch.autocast, kind, torch.get_autocast_dtype(kind), ctx.converts)
+        ctx.autocast, ctx.converts = same_autocast(saved), torch.is_autocast_enabled(saved.device.type)
         ctx.saved, ctx.wants_hidden, ctx.tiled, ctx.parameters = saved.grad_fn, wants_hidden, tiled, parameters
         return tiled.in_tiles(saved)
 

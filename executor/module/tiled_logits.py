@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from executor.callbacks import HeadCallbacks, replace_attribute
+from executor.callbacks import HeadCallbacks, replace_attribute, same_autocast
 from executor.distributed.shards import BindingError
 from executor.distributed.vocabulary import RowLosses
 
@@ -199,11 +199,8 @@ class _RowLosses(torch.autograd.Function):
         recipe: _Recipe,
         losses: RowLosses,
     ) -> Tensor:
-        kind = hidden.device.type
-        ctx.autocast = functools.partial(
-            torch.autocast, kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
-        )
         ctx.recipe, ctx.losses = recipe._replace(hidden=hidden.new_empty(0)), losses
+        ctx.autocast = same_autocast(hidden)
         ctx.save_for_backward(hidden, targets)
         module = recipe.head.module
         return torch.cat(

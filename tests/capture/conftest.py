@@ -7,19 +7,11 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "executor"))
 sys.path.insert(0, str(Path(__file__).parent))
 
 import pytest
-import torch
 from amount import short_searches
+from one_thread import one_thread  # noqa: F401 - of all tests of this folder
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _short_searches():
     with short_searches():
         yield
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)

@@ -1,4 +1,4 @@
-"""Lets the tests of this folder share `training.py`, and computes with one thread: sums then have one order."""
+"""Lets the tests of this folder share `training.py`, and computes with one thread."""
 
 import contextlib
 import sys
@@ -10,18 +10,11 @@ sys.path.insert(0, str(Path(__file__).parent / "training_state"))  # test_immuta
 
 import pytest
 import torch
+from one_thread import one_thread  # noqa: F401 - of all tests of this folder
 from virtual import NoVirtualGpuError, install, present
 
 with contextlib.suppress(Exception):  # tests that need it say why there is none
     install()  # before the first backward of this process
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -3,16 +3,7 @@
 import sys
 from pathlib import Path
 
-import pytest
-import torch
+from one_thread import one_thread  # noqa: F401 - of all tests of this folder
 
 for folder in ("weights", "executor", "checkpoint", "checkpoint/faults"):
     sys.path.append(str(Path(__file__).parents[1] / folder))
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from one_thread import one_thread  # noqa: F401 - of all tests here
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -60,15 +61,6 @@ VARIED = FAMILIES | {
 }
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
 BATCHES = [Batch(2, 64, 2), Batch(3, 32, 4), Batch(1, 128, 2, flash_attention=False), Batch(2, 64, 4, False)]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Models this small only lose by sharing their work."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 def make(name: str, batch: Batch, **changes: int) -> tuple[ModelConfig, Any, torch.Tensor]:

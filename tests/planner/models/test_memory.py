@@ -14,6 +14,7 @@ import torch
 from amount import short_searches
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from one_thread import one_thread  # noqa: F401 - of all tests here
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from planner.graph import Batch, Unit, build_graph, units
@@ -48,14 +49,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "opt-narrow": SMALL | {"model_type": "opt", "ffn_dim": 64},
 }
 BENCHMARK.CONFIGS["executed"] = GATED | {"model_type": "llama", "num_hidden_layers": 6, "vocab_size": 2048}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 def check(name: str, dtype: str, activations: str, vocab: int, count: int, batch: tuple[int, int]) -> None:
