@@ -1,8 +1,10 @@
-"""Optimizer state on its way between the forms in which it is kept, saved, and given to users.
+"""Moves optimizer state between the formats of memory, of checkpoints and of users.
 
-On the way, each value of a parameter has each state's value beside it: a scale is repeated for all values of its block.
-So shards, rows and whole parameters are cut and joined as values are. At the end, blocks are made again. If a block has
-several scales then, because its values come from several blocks (of tensor-parallel shards), it is quantized anew.
+[Note: State by value] Moments in 8 bits are codes, with one scale per block of values
+(:mod:`executor.optimizer.blocks`). Shards and rows of a parameter may begin or end inside a block. So before state is
+cut or joined, each scale is repeated for all values of its block: state is then *by value*, and all its tensors are cut
+in the same places. Afterwards, blocks are made again. If the values of a new block come from several old blocks, their
+scales may differ. Such moments are converted to float32 and quantized again.
 """
 
 from collections.abc import Iterable, Mapping
@@ -16,7 +18,7 @@ State = Mapping[str, torch.Tensor]
 
 
 def by_value(state: State) -> dict[str, torch.Tensor]:
-    """Return a parameter's state with scales as those of each value; they may be so already."""
+    """Return a parameter's state by value, see [Note: State by value]. It may be so already."""
     found = dict(state)
     for key, scales_key in SCALES.items():
         scales = found.get(scales_key)
@@ -26,14 +28,15 @@ def by_value(state: State) -> dict[str, torch.Tensor]:
 
 
 def converted(state: State, keys: Iterable[str]) -> dict[str, torch.Tensor]:
-    """Return state with these keys.
+    """Return state with moments as codes or as float32 values.
 
     Args:
-        state: by value, flat, from the beginning of a block on if there are to be scales.
-        keys: with those of scales if moments are to be codes. All others stay as they are.
+        state: flat tensors, by value. If moments are to be codes, the first value is the first of a block.
+        keys: the wanted keys. A moment becomes codes if the key of its scales is among them, and float32 otherwise.
 
     Returns:
-        Scales by block; moments that were codes and are no more are float32.
+        Codes with scales by block, or float32 moments. Moments that had no scales and get none keep their type, and so
+        do tensors that are no moments.
     """
     found = dict(state)
     keys = frozenset(keys)
@@ -49,11 +52,18 @@ def converted(state: State, keys: Iterable[str]) -> dict[str, torch.Tensor]:
 
 
 def _values(codes: torch.Tensor, scales: torch.Tensor, table: Table) -> torch.Tensor:
+    """Return the float32 values of codes, with a scale for each."""
     return torch.from_numpy(table)[codes.int()].mul_(scales)
 
 
 def _blocks(values: torch.Tensor, scales: torch.Tensor | None, table: Table) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return codes, and scales by block, of codes with these scales; or of values, without."""
+    """Return codes and scales by block.
+
+    Args:
+        values: codes, or float values if there are no ``scales``.
+        scales: of each code.
+        table: what each code stands for.
+    """
     if scales is not None:
         first = scales[::BLOCK].clone()
         if torch.equal(spread(first, len(values)).view(torch.int32), scales.contiguous().view(torch.int32)):

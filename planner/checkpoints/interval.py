@@ -32,24 +32,6 @@ def daly_s(cost_s: float, mtbf_s: float) -> float:
     return math.sqrt(2 * cost_s * mtbf_s) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - cost_s
 
 
-def waste(interval_s: float, cost_s: float, mtbf_s: float, *, latency_s: float = 0.0, restart_s: float = 0.0) -> float:
-    """Return the fraction of time that is not progress: checkpoints, and what failures lose.
-
-    ``o/(T+o) + ((T+o)/2 + L + R)/M``, to first order in ``1/M``. On average a failure strikes in the middle of an
-    interval. It loses all work that was not yet written, and a restart follows.
-
-    Args:
-        interval_s: training time between checkpoints, T.
-        cost_s: that one checkpoint adds, o.
-        mtbf_s: mean time between failures, M.
-        latency_s: from a checkpoint's state to its being written, L.
-        restart_s: from a failure to training again, R.
-    """
-    _check(interval_s=interval_s, mtbf_s=mtbf_s)
-    period_s = interval_s + cost_s
-    return cost_s / period_s + (period_s / 2 + latency_s + restart_s) / mtbf_s
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Protection:
     """The cost of one level of checkpoints, and the failures from which it recovers.
@@ -78,7 +60,8 @@ def expected_waste(levels: Sequence[Protection], work_s: Sequence[Values]) -> Va
 
     For a slower level, training progresses at the rate that faster levels leave, so the formulas nest. A failure of a
     faster kind within the ``L`` seconds of a promotion loses that promotion, so the slower level waits for the next
-    checkpoint. To first order the result is the sum of every level's :func:`waste`.
+    checkpoint. To first order the result is the sum of every level's
+    ``o / P + (P / 2 + L + R) / M``: on average a failure strikes in the middle of a period.
 
     Args:
         levels: fastest first.

@@ -4,7 +4,7 @@ Source: github.com/DLYuanGod/MegaTrain, ``infinity/model/cpu_master.py`` and ``e
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from planner.decisions import Decisions, GradientPath, HostUpdate, Place
 from planner.engines.policies import decide
@@ -12,7 +12,7 @@ from planner.engines.setup import Setup
 from planner.habits import Habits
 
 # Layers from one kept input to the next: the default, and as many as large models need.
-BLOCKS = (4, 8)
+_BLOCKS = (4, 8)
 # Two buffers and two templates of a layer: a layer is copied to a buffer two layers before it is used, because a buffer
 # is free as soon as it has been copied to its template.
 _LAYERS_ON_DEVICE, _SLOTS = 4, 3
@@ -25,7 +25,7 @@ _HOST_BYTES = 3
 _HEAD_PERCENT = 16
 
 
-def mega_train(setup: Setup, blocks: Sequence[int] = BLOCKS) -> Iterator[Decisions]:
+def mega_train(setup: Setup) -> Iterator[Decisions]:
     """MegaTrain on one device, with DeepSpeed's CPU Adam.
 
     Embedding, final norm and head stay on the device. A layer is fetched for every use: in forward, and in backward
@@ -37,7 +37,6 @@ def mega_train(setup: Setup, blocks: Sequence[int] = BLOCKS) -> Iterator[Decisio
 
     Args:
         setup: the request, for one device.
-        blocks: layers between two kept inputs, each to be tried.
     """
     precision, weight_bytes = setup.precision, setup.precision.weight_bytes
     if precision.weights == "bf16":
@@ -48,7 +47,7 @@ def mega_train(setup: Setup, blocks: Sequence[int] = BLOCKS) -> Iterator[Decisio
             layers[unit.segment].append(unit.num_weights)
     largest = max((sum(sizes) for sizes in layers.values()), default=0)
     num_units = max(map(len, layers.values()), default=1)
-    for block in blocks:
+    for block in _BLOCKS:
         habits = Habits(
             recompute_block=block,
             sum_bytes=(2 if setup.num_micro_batches == 1 else 3) * weight_bytes,  # the first is copied, others added

@@ -2,14 +2,13 @@
 
 from planner.simulate.kernel import TaskTimes, simulate, solve_speeds
 from planner.simulate.reference import max_min_speeds, simulate_reference
-from planner.simulate.system import FluidSystem, FluidTask, StuckError, fold_capacity
+from planner.simulate.system import FluidSystem, FluidTask, StuckError
 
 __all__ = [
     "FluidSystem",
     "FluidTask",
     "StuckError",
     "TaskTimes",
-    "fold_capacity",
     "max_min_speeds",
     "simulate",
     "simulate_reference",

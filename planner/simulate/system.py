@@ -14,8 +14,8 @@ users. Results do not depend on the order in which simultaneous events are proce
 [Note: Folding] Ranks with equal tasks that start together stay together: max-min fair speeds are unique, and exchanging
 two ranks does not change the system. So one *representative* of R ranks is exact if it gets 1/R of every shared
 resource and the whole of every resource that each rank has alone. If a capacity depends on the number of users, k users
-of the representative stand for R * k (:func:`fold_capacity`). The representative is not exact if ranks differ (fewer of
-them on the last node), start at different times, or compete with a task that exists only once.
+of the representative stand for R * k. The representative is not exact if ranks differ (fewer of them on the last node),
+start at different times, or compete with a task that exists only once.
 """
 
 import dataclasses
@@ -286,15 +286,6 @@ def capacity_rows(capacity: Sequence[Capacity], resource_names: Sequence[str] = 
         raise ValueError(f"resource {name} has no capacity at all; give one number, or one per number of users")
     width = max((len(row) for row in rows), default=1)
     return np.array([row + row[-1:] * (width - len(row)) for row in rows], np.float64).reshape(len(rows), width)
-
-
-def fold_capacity(capacity: Capacity, num_ranks: int) -> Capacity:
-    """Return one rank's capacity of a resource that ``num_ranks`` equal ranks share; see [Note: Folding]."""
-    if not isinstance(capacity, Sequence):
-        return capacity / num_ranks
-    last = len(capacity) - 1
-    users = range(num_ranks, len(capacity) + num_ranks, num_ranks)  # k users of one rank are k * num_ranks of all
-    return [capacity[min(count - 1, last)] / num_ranks for count in users]
 
 
 def pointers(sizes: Sequence[int] | Ints) -> Ints:

@@ -16,7 +16,6 @@ from planner.checkpoints.interval import (
     expected_waste,
     most_lost_s,
     overhead,
-    waste,
 )
 from planner.checkpoints.nesting import ContradictionError, Limits, nest
 
@@ -27,6 +26,12 @@ seconds = st.floats(0.01, 1e5)
 def young_s(cost_s, mtbf_s):
     """The first order: J. W. Young, "A first order approximation to the optimum checkpoint interval", CACM 17(9)."""
     return math.sqrt(2 * cost_s * mtbf_s)
+
+
+def waste(interval_s, cost_s, mtbf_s, *, latency_s, restart_s):
+    """The fraction of time that is not progress, to the first order in 1 / mtbf_s."""
+    period_s = interval_s + cost_s
+    return cost_s / period_s + (period_s / 2 + latency_s + restart_s) / mtbf_s
 
 
 @pytest.mark.parametrize(

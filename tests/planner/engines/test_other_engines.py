@@ -70,7 +70,7 @@ def test_megatrain_fetches_and_computes_every_layer_three_times(num_micro_batche
 
 
 def test_megatrain_keeps_the_input_of_every_block_only() -> None:
-    (blocks, wider) = mega_train(setup(), (4, 8))
+    (blocks, wider) = mega_train(setup())
     buffers = {d.habits.recompute_block: lowered(d) for d in (blocks, wider) if d.habits}
     for block, schedule in buffers.items():
         inputs = [b for b in schedule.buffers if b.label.endswith(" input") and b.first is not None]

@@ -16,7 +16,7 @@ from planner.costs.model import CostModel
 from planner.costs.resources import Resource
 from planner.decisions import BF16, Place
 from planner.lowering import lower
-from planner.simulate import FluidSystem, FluidTask, fold_capacity, simulate
+from planner.simulate import FluidSystem, FluidTask, simulate
 from planner.simulate.machine import SimulatedMachine
 from planner.simulate.system import Capacity, capacity_rows
 
@@ -59,6 +59,15 @@ def check(folded: FluidSystem, capacity: Sequence[Capacity], num_ranks: int, sha
     for start_s, end_s in zip(np.split(ranks.start_s, num_ranks), np.split(ranks.end_s, num_ranks), strict=True):
         np.testing.assert_allclose(start_s, expected.start_s, rtol=1e-9, atol=slack_s)
         np.testing.assert_allclose(end_s, expected.end_s, rtol=1e-9, atol=slack_s)
+
+
+def fold_capacity(capacity: Capacity, num_ranks: int) -> Capacity:
+    """Return one rank's capacity of a resource that ``num_ranks`` equal ranks share."""
+    if not isinstance(capacity, Sequence):
+        return capacity / num_ranks
+    last = len(capacity) - 1
+    users = range(num_ranks, len(capacity) + num_ranks, num_ranks)  # k users of one rank are k * num_ranks of all
+    return [capacity[min(count - 1, last)] / num_ranks for count in users]
 
 
 def fold(capacity: Sequence[Capacity], sharers: Mapping[int, int]) -> list[Capacity]:

@@ -4,6 +4,7 @@ import ast
 import functools
 import importlib.util
 import re
+import runpy
 import shlex
 import sys
 import tempfile
@@ -27,6 +28,7 @@ TRAINING = [
     ROOT / "docs" / "howto" / name for name in ("train.md", "restrictions.md", "weights.md", "data.md")
 ]  # one goes on from the other
 ALONE = [[ROOT / "docs" / "howto" / name] for name in ("models.md", "adapters.md")]
+SOURCE_LINK = re.compile(r"\[`([^`]+)`\]\(((?:\.\./)+[^)]+\.py)\)")
 LINK = re.compile(r"\]\((?!https?://|#)([^)#]+)(?:#[^)]*)?\)")
 
 
@@ -191,8 +193,8 @@ def notes() -> frozenset[str]:
     )
 
 
-def test_contributors_questions_are_two_clicks_away() -> None:
-    """From the README to the list of questions, and from a question to its answer, on GitHub and on the site alike."""
+def test_contributors_questions_are_three_clicks_away() -> None:
+    """From the README to the questions, to an answer, and to the source, in a checkout and on the site alike."""
     heading = "Where do I change something?"
     assert f"(docs/architecture/index.md#{slug(heading)})" in (ROOT / "README.md").read_text(encoding="utf-8")
     page = (ROOT / "docs" / "architecture" / "index.md").read_text(encoding="utf-8")
@@ -200,7 +202,26 @@ def test_contributors_questions_are_two_clicks_away() -> None:
     answers = dict(section.split("\n", 1) for section in sections)
     assert re.findall(r"^- \[(.*)\]\((.*)\)$", contents, re.MULTILINE) == [(q, f"#{slug(q)}") for q in answers]
     assert len(answers) == 5
-    assert all("::" in answer for answer in answers.values())
+    links = {question: set(SOURCE_LINK.findall(answer)) for question, answer in answers.items()}
+    assert all(links.values()), links
+    rows = re.findall(r"^\| \[(.*?)\]\(index\.md(.*?)\) \| (.*) \|$", before_after(), re.MULTILINE)
+    assert [(question, anchor) for question, anchor, _ in rows] == [(q, f"#{slug(q)}") for q in answers]
+    assert {question: set(SOURCE_LINK.findall(cell)) for question, _, cell in rows} == links
+    for reference, target in set().union(*links.values()):
+        assert exists(reference)
+        assert target == f"../../{reference.partition('::')[0]}"
+
+
+def before_after() -> str:
+    return (ROOT / "docs" / "architecture" / "before_after.md").read_text(encoding="utf-8")
+
+
+def test_links_to_source_lead_to_copies_on_the_site() -> None:
+    hooks = runpy.run_path(str(ROOT / "docs" / "site_hooks.py"))
+    page = types.SimpleNamespace(file=types.SimpleNamespace(src_uri="architecture/before_after.md"))
+    shown = hooks["on_page_markdown"](before_after(), page)
+    assert "](../source/planner/optimizers.py.txt)" in shown
+    assert "](../../" not in shown
 
 
 def slug(heading: str) -> str:
