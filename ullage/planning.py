@@ -30,6 +30,7 @@ def plan(
     hardware: str | HardwareProfile | None = None,
     gpus: int | None = None,
     precision: Precision | Dtype | None = None,
+    products: Literal["fp8"] | None = None,
     budget_s: float | None = None,
     lora: str | None = None,
     quantize: Quantization | None = None,
@@ -46,6 +47,8 @@ def plan(
         gpus: devices to train on; they fill one node after another. Default: one.
         precision: type of weights and gradients. Default: that of a captured model; for other models bf16, or fp32 on a
             device that multiplies fp32 more than twice as fast.
+        products: ``"fp8"``: linear layers of hidden layers multiply in fp8, on a device that can. Default: in the type
+            of weights.
         budget_s: time limit of the search in seconds; by default a few seconds.
         lora: train adapters of ``peft`` beside frozen weights: ``"rank=16"``, or another value of ``--lora``. Only for
             a name or a ``config.json``.
@@ -62,7 +65,14 @@ def plan(
     """
     _check_kinds(model, lora, budget_s)
     if isinstance(model, Request):
-        named = {"hardware": hardware, "gpus": gpus, "precision": precision, "lora": lora, "quantize": quantize}
+        named = {
+            "hardware": hardware,
+            "gpus": gpus,
+            "precision": precision,
+            "products": products,
+            "lora": lora,
+            "quantize": quantize,
+        }
         named["batches"] = batches
         given = [name for name, value in named.items() if value is not None]
         if given or options:
@@ -92,9 +102,19 @@ def plan(
         precision = precision or sizes.dtype
     else:
         options = {"seq_len": min(DEFAULT_SEQ_LEN, sizes.max_positions), **options}
-    precision = precision or default_precision(machine.device)
+    precision = _with_products(precision or default_precision(machine.device), products)
     request = Request(sizes, machine, num_devices=1 if gpus is None else gpus, precision=precision, **options)
     return make_plan(request, budget_s=budget_s)
+
+
+def _with_products(precision: Precision | Dtype, products: str | None) -> Precision | Dtype:
+    if products is None:
+        return precision
+    if products != "fp8":
+        raise ValueError(f"products is {products!r}, but must be 'fp8', or be left out; choose one")
+    if isinstance(precision, Precision):
+        return precision.model_copy(update={"products": products})
+    return Precision(weights=precision, products=products)
 
 
 def _check_kinds(model: object, lora: object, budget_s: object) -> None:

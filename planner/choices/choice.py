@@ -70,6 +70,7 @@ def batch_of(
         expert_load=expert_load,
         loss_tile_tokens=decided.loss_tile_tokens,
         layer_tile_tokens=decided.layer_tile_tokens,
+        fp8_products=precision.products == "fp8",
     )
 
 

@@ -71,7 +71,7 @@ def layer_tile_of(model: Model, batch: Batch, units: tuple[Unit, ...], device: D
 
     Arguments as for :func:`tile_of`.
     """
-    if batch.tensor_parallel > 1 or not can_have_tiled_layers(model):
+    if batch.tensor_parallel > 1 or batch.fp8_products or not can_have_tiled_layers(model):
         return None
     if (whole_bytes := _layer_bytes(units)) < _WORTH_OF_LAYERS * device.memory_bytes.value:
         return None

@@ -71,7 +71,8 @@ def variants(job: Job, constraints: Constraints) -> tuple[Variant, ...]:
     Raises:
         ValueError: there is none; the message says why.
     """
-    if OPTIMIZERS[job.optimizer].others:  # see :func:`planner.decisions.check_whole_matrices`
+    # See :func:`planner.decisions.check_whole_matrices`, :func:`planner.models.formulas.float8.check`.
+    if OPTIMIZERS[job.optimizer].others or job.precision.products:
         constraints = constraints.model_copy(update={"tensor_parallel": 1})
     if constraints.micro_batch is None and constraints.global_batch is None:
         constraints = constraints.model_copy(update={"micro_batch": default_micro_batch(job.seq_len)})

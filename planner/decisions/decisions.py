@@ -124,7 +124,7 @@ class Decisions(Sharding):
             and self.reduce_start == "backward"
             and self.pipeline_parallel == 1
             and self.pinned_reads
-            and self.precision in {BF16, FP32}
+            and self.precision.kept in {BF16, FP32}
             and all(unit.activations != "offload-input" for unit in self.units.values())
         )
 

@@ -22,12 +22,15 @@ class Precision(Frozen):
             only one that our executor has.
         master: the type of the master copy; ``None`` is that of the rest of the state, the only one that our executor
             has. A master copy in bf16 is the weight itself.
+        products: the type of the two matrices of products in linear layers of hidden layers, as torchao's
+            ``Float8Linear`` computes them; ``None`` is that of weights. All other types stay.
     """
 
     weights: Literal["bf16", "fp32"]
     state: Literal["bf16"] | None = None
     gradients: Literal["fp32"] | None = None
     master: Literal["bf16"] | None = None
+    products: Literal["fp8"] | None = None
 
     @model_validator(mode="after")
     def _state_fits(self) -> Self:
@@ -40,6 +43,11 @@ class Precision(Frozen):
     def weight_bytes(self) -> Literal[2, 4]:
         """Bytes of one weight."""
         return 2 if self.weights == "bf16" else 4
+
+    @property
+    def kept(self) -> Self:
+        """The same types of what is kept and moved, with products in the type of weights."""
+        return self.model_copy(update={"products": None})
 
     @property
     def gradient_bytes(self) -> Literal[2, 4]:

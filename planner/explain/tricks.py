@@ -192,6 +192,13 @@ def _whole(bench: Bench, field: str) -> Iterator[Decisions]:
             yield whole
 
 
+def _products_in_weights_type(bench: Bench) -> Iterator[Decisions]:
+    precision = bench.decisions.precision
+    if precision.products:
+        for other in _with_less_resident(bench):
+            yield changed(other, precision=precision.kept)
+
+
 TRICKS: tuple[Trick, ...] = (
     Trick(
         "gradients-once",
@@ -255,6 +262,12 @@ TRICKS: tuple[Trick, ...] = (
         "norms and MLPs in tiles of tokens",
         "all tokens at once",
         _without_tiles("layer_tile_tokens"),
+    ),
+    Trick(
+        "fp8-products",
+        "products of hidden layers in fp8",
+        "in the type of weights",
+        _products_in_weights_type,
     ),
     Trick("narrow-state", "optimizer state in fewer bytes", "all of it in fp32", _wide_state),
     Trick("parameter-slots", "several slots for parameters", "one slot: no look-ahead", _options(num_param_slots=1)),

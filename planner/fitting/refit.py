@@ -17,7 +17,7 @@ from hwprofiles.paths import number, quantities, replace
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.quantity import Provenance, Quantity
 from planner.costs.model import CostModel
-from planner.decisions import Decisions
+from planner.decisions import Decisions, Precision
 from planner.graph import Unit
 from planner.schedule.tasks import Lane
 from planner.schedule.timeline import Timeline
@@ -111,7 +111,7 @@ def refit(
         if all(abs(math.log(factor / slower.get(name, 1.0))) < _CLOSE for name, factor in nearer.items()):
             break
         slower = nearer
-        fitted = _slowed(profile, decisions.precision.weights, slower, source)
+        fitted = _slowed(profile, decisions.precision, slower, source)
         simulation = _simulated(fitted, units, decisions, measured)
     predicted_s = simulation.timeline.period_s(simulation.steady)
     return Refit(fitted, slower, predicted_s, statistics.median(measured.period_s(i) for i in iterations))
@@ -128,11 +128,16 @@ def _busy_s(timeline: Timeline, iteration: int) -> dict[str, float]:
     return {name: sum(by_lane.get(lane, 0.0) for lane in lanes) for name, lanes in CLASSES.items()}
 
 
-def _slowed(profile: HardwareProfile, dtype: str, slower: Mapping[str, float], source: str) -> HardwareProfile:
+def _slowed(
+    profile: HardwareProfile, precision: Precision, slower: Mapping[str, float], source: str
+) -> HardwareProfile:
     """Return a profile on which the tasks of each class take longer by the factors in ``slower``."""
+    dtype, products = precision.weights, precision.products
     elementwise = ("device.elementwise", "device.elementwise_fp32")
     attention = (f"device.attention.{dtype}", f"device.attention_backward.{dtype}")
     computing: tuple[str, ...] = (f"device.gemm.{dtype}", *attention, *elementwise)
+    if products:
+        computing = (f"device.gemm.{products}", *computing)
     issues = "launching" if profile.device.kind == "gpu" else "computing"  # the class that includes launch times
     paths = {**_PRICED_BY, "computing": computing}
     paths[issues] = (*paths[issues], "device.issue_s")

@@ -341,6 +341,11 @@ class CapturedModel(_Frozen):
         """
         if (batch.dtype_bytes, batch.tensor_parallel) != (self.batch.dtype_bytes, 1):
             raise ModelConfigError(f"{self.name} was captured {_other_batch(self.batch, batch)}")
+        if batch.fp8_products:
+            raise ModelConfigError(
+                f"{self.name} is captured with the products that its modules have; leave out --products fp8, and "
+                "convert its linear layers with torchao.float8.convert_to_float8_training"
+            )
         graph = Graph()
         source: tuple[str, ...] = ()
         for operator in self.at(_size(batch)).operators():

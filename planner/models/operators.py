@@ -28,6 +28,7 @@ class Batch:
             they are equal.
         loss_tile_tokens: tokens whose logits exist at a time; ``None``: all.
         layer_tile_tokens: tokens for which norms and MLPs compute at a time; ``None``: all.
+        fp8_products: linear layers of hidden layers multiply in fp8; see :mod:`planner.models.formulas.float8`.
     """
 
     micro_batch: int
@@ -43,6 +44,7 @@ class Batch:
     expert_load: tuple[tuple[float, ...], ...] = ()
     loss_tile_tokens: int | None = None
     layer_tile_tokens: int | None = None
+    fp8_products: bool = False
 
     def __post_init__(self) -> None:
         for name in (

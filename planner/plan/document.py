@@ -217,6 +217,8 @@ def describe(decisions: Decisions, units: tuple[Unit, ...]) -> str:
         parts.append(f"loss in tiles of {decisions.loss_tile_tokens} tokens")
     if decisions.layer_tile_tokens:
         parts.append(f"layers in tiles of {decisions.layer_tile_tokens} tokens")
+    if decisions.precision.products:
+        parts.append(f"products of hidden layers in {decisions.precision.products}")
     if decisions.data_parallel > 1:
         parts.append(LAYERS_IN_TURN if decisions.layer_by_layer else f"ZeRO-{decisions.zero_stage}")
     degrees = {"tensor": decisions.tensor_parallel, "pipeline": decisions.pipeline_parallel}

@@ -13,6 +13,7 @@ from planner.bounds.certificate import certify, infeasible, prove_misfits
 from planner.bounds.proof import Certificate, Proof
 from planner.choices.choice import MOST_MICRO_BATCHES, Choice, Constraints
 from planner.choices.variants import Job, Variant, variants
+from planner.costs.kernels import no_products
 from planner.costs.model import CostModel
 from planner.decisions import BF16, FP32, Decisions, Precision, check_whole_matrices
 from planner.engines.setup import Setup
@@ -133,7 +134,7 @@ class Request:
         if self.storage not in get_args(Storage):
             raise ValueError(f"storage is {self.storage!r}, but must be one of {', '.join(get_args(Storage))}")
         check_whole_matrices(self.optimizer, self.tensor_parallel)
-        if (precision := self.job.precision) not in {BF16, FP32}:
+        if (precision := self.job.precision).kept not in {BF16, FP32}:
             raise ValueError(
                 f"precision is {precision!r}, but types of state or gradients can only be simulated so far; give "
                 "'bf16' or 'fp32'"
@@ -148,6 +149,13 @@ class Request:
             raise ValueError(
                 f"profile {self.hardware.name} says nothing about products and attention in {dtype}; choose another "
                 "precision or machine, or measure it with `ullage calibrate`"
+            )
+        if (products := self.job.precision.products) and products not in device.gemm:
+            raise ValueError(no_products(self.hardware, products))
+        if products and (self.tensor_parallel or 1) > 1:
+            raise ValueError(
+                f"tensor_parallel is {self.tensor_parallel}, but in {products} each part of a matrix would have a "
+                f"scale of its own; choose 1, or leave out --products {products}"
             )
         per_node = self.hardware.devices_per_node
         if self.num_devices > per_node and self.hardware.inter_node is None:

@@ -34,6 +34,7 @@ def machine(
     nvme_both: float | None = None,
     nvme_drives: int | None = 4,
     flop_per_s: float = 1e14,
+    fp8_flop_per_s: float | None = None,
     issue_s: float = 1e-5,
 ) -> HardwareProfile:
     """Return a machine: 1e14 FLOP/s, links of 2e10 B/s (3e10 both ways), DRAM of 1e11 B/s, 8 cores (4 update).
@@ -47,7 +48,7 @@ def machine(
         memory_bytes=quantity(gpu_bytes, "bytes"),
         memory_bytes_per_s=quantity(1e12 if kind == "gpu" else 2.5e10, "bytes_per_s"),
         num_cores=0 if kind == "gpu" else 2,
-        gemm=speed,  # type: ignore[arg-type]
+        gemm=speed | ({"fp8": rate(fp8_flop_per_s, "flop")} if fp8_flop_per_s else {}),  # type: ignore[arg-type]
         gemm_rows_half=quantity(rows_half, "count"),
         attention=speed,  # type: ignore[arg-type]
         elementwise=rate(1e12, "bytes"),

@@ -42,6 +42,8 @@ def request_of(
     if args.nodes is not None:
         hardware = _with_nodes(hardware, args.gpus or 1, args.nodes)
     precision = Precision(weights=args.precision) if args.precision else default_precision(hardware.device)
+    if args.products == "fp8":
+        precision = precision.model_copy(update={"products": "fp8"})
     as_on_gpu = hardware.device.kind == "gpu"
     model, seq_len, micro_batch = trained(args, precision, change_model, as_on_gpu=as_on_gpu)
     return Request(

@@ -141,6 +141,13 @@ def add_request_options(parser: argparse.ArgumentParser, *, model_required: bool
         "fast, as CPUs without bf16 instructions do)",
     )
     group.add_argument(
+        "--products",
+        choices=("weights", "fp8"),
+        help="type in which linear layers of hidden layers multiply, forward and backward. weights: that of weights "
+        "(the default). fp8: as torchao's Float8Linear, with a scale for each tensor; for devices that have such "
+        "products (compute capability 8.9 or newer)",
+    )
+    group.add_argument(
         "--optimizer",
         choices=tuple(OPTIMIZERS),
         help="optimizer, and its state per parameter: "

@@ -77,17 +77,20 @@ def batch_line(plan: Plan) -> str:
     decided, items = plan.decisions, counted(plan.model)
     sequences = f"{plan.seq_len} tokens x {decided.micro_batch} sequences"
     accumulated = f" x {decided.num_micro_batches} micro-batches" if decided.num_micro_batches > 1 else ""
+    products = f" with products in {decided.precision.products}" if decided.precision.products else ""
     ranks = "device(s)" if decided.num_devices == decided.data_parallel else "data-parallel rank(s)"
     return (
         f"{sequences if items == 'tokens' else f'{decided.micro_batch} samples'}{accumulated} x "
-        f"{decided.data_parallel} {ranks} = {tokens_per_iteration(plan):,} {items}, {decided.precision.weights}, "
+        f"{decided.data_parallel} {ranks} = {tokens_per_iteration(plan):,} {items}, "
+        f"{decided.precision.weights}{products}, "
         f"{OPTIMIZERS[decided.optimizer].words}, gradients {'clipped' if decided.clip else 'not clipped'}"
     )
 
 
 def mfu(plan: Plan) -> float:
     """Return the model's FLOP/s over the profile's best rate of a matrix product."""
-    best = plan.hardware.device.gemm[plan.decisions.precision.weights].best_rate_per_s()
+    precision = plan.decisions.precision
+    best = plan.hardware.device.gemm[precision.products or precision.weights].best_rate_per_s()
     return plan.prediction.model_flop_per_s / best
 
 

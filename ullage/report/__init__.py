@@ -91,7 +91,7 @@ def _of_plan(plan: Plan, run: RunRecord | None, progress: Progress) -> Part:
         memory_section(views, cost, run),
         traffic_section(views, cost),
         resources_section(views, cost),
-        roofline_section(views, cost, plan.decisions.precision.weights),
+        roofline_section(views, cost),
         engines_section(plan, measured_s),
         tricks_section(bench, progress),
     ]

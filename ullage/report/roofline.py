@@ -37,11 +37,11 @@ class _Lane:
     roof: Callable[[float], float] | None
 
 
-def roofline_section(views: Sequence[View], cost: CostModel, precision: str) -> Section:
+def roofline_section(views: Sequence[View], cost: CostModel) -> Section:
     """Show the roofline of computing, and for every other lane the rate of its tasks against their size."""
     tasks = views[0].timeline.schedule.tasks
     lanes = [lane for lane in Lane if any(task.lane is lane for task in tasks)]
-    known = [found for lane in lanes if (found := _lane(lane, cost, precision)) is not None]
+    known = [found for lane in lanes if (found := _lane(lane, cost)) is not None]
     rows, traces = [], []
     for view in views:
         shares, busies = [], []
@@ -88,19 +88,19 @@ def roofline_section(views: Sequence[View], cost: CostModel, precision: str) -> 
         "share",
     )
     table = Table("Lanes in figures", columns, tuple(sorted(rows, key=lambda row: names.index(row[0]))))
-    compute = _compute(views, cost, precision) if Lane.COMPUTE in lanes else ()
+    compute = _compute(views, cost) if Lane.COMPUTE in lanes else ()
     others = [chart for of in known if of.roof and (chart := _sizes(views, of)) is not None]
     return Section("roofline", "Roofline", "Lanes against the roofline", (), (overview, *compute, *others, table))
 
 
-def _lane(lane: Lane, cost: CostModel, precision: str) -> _Lane | None:
+def _lane(lane: Lane, cost: CostModel) -> _Lane | None:
     """Return a lane with its bounds; ``None`` if the profile has no rate for it."""
     profile, capacity, ranks = cost.profile, cost.capacities(), cost.ranks_per_node
     host, device, fabric = profile.host, profile.device, profile.intra_node or profile.inter_node
     link = link_of(lane)
     found: _Lane | None = None
     if lane is Lane.COMPUTE:
-        best = _best_flop_per_s(cost, precision)
+        best = _best_flop_per_s(cost)
         found = _Lane(lane, "FLOP", best, lambda task: cost.work(task)[0], None)
     elif lane is Lane.GPU_UPDATE:
         best = device.optimizer.best_rate_per_s()
@@ -121,8 +121,9 @@ def _lane(lane: Lane, cost: CostModel, precision: str) -> _Lane | None:
     return found
 
 
-def _best_flop_per_s(cost: CostModel, precision: str) -> float:
-    return cost.profile.device.gemm["fp32" if precision == "fp32" else "bf16"].best_rate_per_s()
+def _best_flop_per_s(cost: CostModel) -> float:
+    precision = cost.precision
+    return cost.profile.device.gemm[precision.products or precision.weights].best_rate_per_s()
 
 
 def _moved(task: Task) -> float:
@@ -149,10 +150,10 @@ def _achieved(view: View, of: _Lane) -> tuple[float, float]:
     return max(totals.values(), key=lambda found: found[1], default=(0.0, 0.0))
 
 
-def _compute(views: Sequence[View], cost: CostModel, precision: str) -> tuple[Chart, ...]:
+def _compute(views: Sequence[View], cost: CostModel) -> tuple[Chart, ...]:
     """Draw FLOP/s over FLOP per byte of device memory, with the roofline of compute and memory rates."""
     device = cost.profile.device
-    best = _best_flop_per_s(cost, precision)
+    best = _best_flop_per_s(cost)
     memory = device.memory_bytes_per_s.value
     traces, intensities = [], []
     for view in views:

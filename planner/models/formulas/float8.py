@@ -1,46 +1,91 @@
-"""Formulas of linear layers whose products are in fp8, as torchao's ``Float8Linear`` computes them eagerly.
+"""Formulas of linear layers whose products are in fp8, as torchao's ``Float8Linear`` computes them.
 
 Scales are dynamic, one for each tensor.
 
-[Note: Casts to fp8] Each of the three products casts both of its matrices, even if an earlier product has cast the same
-tensor (``torchao.float8.float8_linear.matmul_with_hp_or_float8_args``). One cast (``hp_tensor_to_float8_dynamic``) runs
-
-- ``abs`` and ``max`` (``float8_utils.tensor_to_amax``),
-- five kernels on one value that make the scale (``amax_to_scale``): unlike in other lists, they count, because there
-  are 36 of them for each layer, those of products included,
-- a cast to fp32 if the tensor is not, its product with the scale, ``clamp``, a cast to fp8
-  (``float8_training_tensor._ToFloat8ConstrFunc``, ``float8_utils.to_fp8_saturated``).
+[Note: Casts to fp8] Each of the three products casts both of its matrices, even if an earlier one has cast the same
+tensor (``torchao.float8.float8_linear.matmul_with_hp_or_float8_args``). One cast reads the tensor to find its largest
+value, and reads it again to scale it, clamp it and write it in fp8 (``hp_tensor_to_float8_dynamic``). The executor
+compiles it to these two passes. Run one by one, its operators move 33 bytes a value (``abs``, ``max``, ``to``, ``mul``,
+``clamp``, ``to``), and then casts take longer than products in fp8 save.
 
 ``torch._scaled_mm`` wants the first matrix in rows and the second in columns, so both products of backward copy what
-they use transposed (``float8_ops.preprocess_addmm``). It takes the scales' reciprocals: two more kernels on one value.
-
-The list is checked against a traced layer in ``tests/planner/models/test_float8.py``.
+they use transposed (``float8_ops.preprocess_addmm``). It takes the reciprocals of both scales. Unlike in other lists,
+kernels on one value count, because there are 18 of them for each layer.
 """
 
+from typing import TYPE_CHECKING
+
+from planner.models.config import ModelConfig, ModelConfigError
 from planner.models.kernels import Elementwise, Gemm, Kernels, Work, each
 
-GRAIN = 16
-"""``torch._scaled_mm`` needs matrices of which both sides are multiples of this."""
+if TYPE_CHECKING:
+    from planner.models.operators import Batch
 
+_GRAIN = 16
 _INVERSES: Kernels = (Elementwise(8, 2),)
-# Live bytes per element at the peak of a cast: the fp32 value times the scale, its clamped copy, the result.
-_CAST_PEAK_BYTES = 9
+
+
+def fits(inputs: int, outputs: int) -> bool:
+    """Return whether a layer's products can be in fp8: ``torch._scaled_mm`` wants multiples of 16."""
+    return inputs % _GRAIN == 0 == outputs % _GRAIN
+
+
+def check(config: ModelConfig, batch: "Batch") -> None:
+    """Check that a model has linear layers whose products can be in fp8, if a batch wants them.
+
+    Raises:
+        ModelConfigError: naming the rule and the remedy.
+    """
+    if not batch.fp8_products:
+        return
+    if batch.kernels != "transformers":
+        raise ModelConfigError(f"products in fp8 are not known of {batch.kernels} kernels; leave them out")
+    if batch.tensor_parallel > 1 or batch.layer_tile_tokens is not None:
+        name, alone = ("layer_tile_tokens", "none") if batch.tensor_parallel == 1 else ("tensor_parallel", "1")
+        raise ModelConfigError(
+            f"{name} is {getattr(batch, name)}, but in fp8 each part of a tensor would have a scale of its own; choose "
+            f"{alone}, or leave out --products fp8"
+        )
+    if config.family == "gpt2":
+        raise ModelConfigError(
+            f"{config.name} has Conv1D modules, whose products torchao leaves in the type of weights; leave out "
+            "--products fp8, or choose a model with torch.nn.Linear layers"
+        )
+    if not fits(config.hidden_size, config.query_size):
+        raise ModelConfigError(
+            f"{config.name} has products of {config.hidden_size} x {config.query_size}, but products in fp8 need "
+            f"multiples of {_GRAIN}; leave out --products fp8"
+        )
+
+
+def check_rows(rows: int) -> None:
+    """Check that the gradient of a weight can be a product in fp8, of which tokens are the inner side.
+
+    Raises:
+        ModelConfigError: the number of tokens is no multiple of 16.
+    """
+    if rows % _GRAIN:
+        raise ModelConfigError(
+            f"a product has {rows} tokens, but products in fp8 need a multiple of {_GRAIN}; choose another sequence "
+            "length or micro-batch, or leave out --products fp8"
+        )
 
 
 def cast(elements: int, e: int) -> Kernels:
     """Return the kernels that cast a tensor of ``e`` bytes a value to fp8; see [Note: Casts to fp8]."""
-    convert = [e + 4] if e != 4 else []
-    # amax to fp64, clamp, reciprocal, times the largest fp8 value, to fp32
-    scale = (Elementwise(e + 8), Elementwise(16, 3), Elementwise(12))
-    return (*each(elements, 2 * e, e), *scale, *each(elements, *convert, 8, 8, 5))
+    largest = (*each(elements, e), Elementwise(4 + e))  # of each block, then of all
+    return (*largest, *each(elements, e + 1), Elementwise(4 + e))  # the last is the scale itself
 
 
 def float8_linear(rows: int, inputs: int, outputs: int, e: int, *, bias: bool) -> Work:
-    """Return ``y = x W (+ b)`` with products in fp8; saved bytes are those of :func:`.work.linear`.
+    """Return ``y = x W (+ b)`` with products in fp8; it saves the bytes that any linear layer saves.
 
-    Workspace: of a cast, its temporaries beside what is cast before. In backward, the cast gradient of ``y`` and weight
-    are kept until the end, and so is the gradient of ``x``.
+    Workspace: see :func:`casts_bytes`.
+
+    Raises:
+        ModelConfigError: the number of rows does not suit such products.
     """
+    check_rows(rows)
     x, w, y = rows * inputs, inputs * outputs, rows * outputs
     forward = (
         *cast(x, e),
@@ -63,11 +108,13 @@ def float8_linear(rows: int, inputs: int, outputs: int, e: int, *, bias: bool) -
         *_INVERSES,
         Gemm(outputs, inputs, rows, fp8=True),
     )
-    kept_bytes = e * x + y + w
-    workspace_bytes = max(
-        _CAST_PEAK_BYTES * y,
-        y + _CAST_PEAK_BYTES * w,
-        kept_bytes + _CAST_PEAK_BYTES * y,
-        kept_bytes + y + _CAST_PEAK_BYTES * x,
-    )
-    return Work(forward, backward, workspace_bytes=workspace_bytes)
+    return Work(forward, backward, workspace_bytes=e * x + casts_bytes(rows, inputs, outputs))
+
+
+def casts_bytes(rows: int, inputs: int, outputs: int) -> int:
+    """Return the most bytes that casts take in backward, beside the gradient of ``x``.
+
+    They are the results of all casts but those of forward, which are kept until the end, and the copies for a product.
+    """
+    x, w, y = rows * inputs, inputs * outputs, rows * outputs
+    return max(y + 2 * w, 3 * y + w + 2 * x)

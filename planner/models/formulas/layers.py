@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterable
 
 from planner.models.config import ModelConfig
-from planner.models.formulas import experts, fused, megatron, tiled, work
+from planner.models.formulas import experts, float8, fused, megatron, tiled, work
 from planner.models.kernels import Attention, Collective, Work, all_reduce, each
 from planner.models.operators import Batch, Operator
 from planner.models.parameters import ParameterSpec, layer_path, layer_shapes
@@ -140,10 +140,17 @@ def norm_work(config: ModelConfig, batch: Batch, *, around: bool = True) -> Work
 
 def linear(batch: Batch, inputs: int, outputs: int, *, bias: bool) -> Work:
     """Return a projection of every token; see :func:`planner.models.formulas.work.linear`."""
-    project = work.linear(batch.num_tokens, inputs, outputs, batch.dtype_bytes, bias=bias)
+    rows, e = batch.num_tokens, batch.dtype_bytes
+    project = work.linear(rows, inputs, outputs, e, bias=bias, fp8=batch.fp8_products)
     if batch.is_accumulating:
-        project += megatron.accumulate(batch.dtype_bytes, inputs * outputs, *((outputs,) if bias else ()))
+        project += megatron.accumulate(e, inputs * outputs, *((outputs,) if bias else ()))
     return project
+
+
+def _casts_bytes(batch: Batch, inputs: int, outputs: int) -> int:
+    """Return the bytes that casts to fp8 take beside the gradients of a projection; 0 without them."""
+    is_cast = batch.fp8_products and float8.fits(inputs, outputs)
+    return float8.casts_bytes(batch.num_tokens, inputs, outputs) if is_cast else 0
 
 
 def sum_output(batch: Batch, width: int) -> Work:
@@ -248,7 +255,8 @@ def _qkv_work(config: ModelConfig, batch: Batch) -> Work:
         k += work.rms_norm(rows * config.num_key_value_heads, config.head_dim, e, around=False) + share_norm
     v = linear(batch, hidden, key, bias=bias)
     join = share + Work((), each(rows * hidden, 3 * e, 3 * e))  # the input's gradients from q, k and v
-    return work.with_memory(join + q + k + v, rows * hidden * e, rows * (query + 2 * key + hidden) * e)
+    inside_bytes = rows * (query + 2 * key + hidden) * e + _casts_bytes(batch, hidden, query)
+    return work.with_memory(join + q + k + v, rows * hidden * e, inside_bytes)
 
 
 def _core_work(config: ModelConfig, batch: Batch) -> Work:
@@ -288,7 +296,7 @@ def _mlp_parts(config: ModelConfig, batch: Batch, names: _Names, source: str, sk
         up = (Work() if batch.is_fused else Work((), each(rows * hidden, 3 * e))) + up + up
     # Backward computes the gate's gradient after the up projection's. At that time three gradients are alive: that of
     # the gate's output, and one of the input from each of the two products.
-    inside_bytes = rows * (ffn + hidden * (2 if config.is_gated else 1)) * e
+    inside_bytes = rows * (ffn + hidden * (2 if config.is_gated else 1)) * e + _casts_bytes(batch, hidden, ffn)
     saved_bytes = 0 if batch.is_fused else rows * hidden * e
     up = work.with_memory(sum_input_gradient(batch, hidden) + up, saved_bytes, inside_bytes)
     up_bytes = rows * ffn * e * (2 if config.is_gated else 1)

@@ -347,14 +347,9 @@ def test_a_grouped_kernel_is_between_one_product_and_many(rows: int, tiles: int,
     assert num_kernels((Gemm(rows, n, k, count, grouped=True),)) == 1
 
 
-def with_fp8(profile: HardwareProfile, flop_per_s: float) -> HardwareProfile:
-    gemm = {**profile.device.gemm, "fp8": rate(flop_per_s, "flop")}
-    return profile.model_copy(update={"device": profile.device.model_copy(update={"gemm": gemm})})
-
-
 def test_products_in_fp8_have_a_curve_of_their_own_and_inputs_of_one_byte() -> None:
     gemm = Gemm(m=1000, n=2000, k=500, count=3, fp8=True)
-    fast = with_fp8(machine(), 4e14)
+    fast = machine(fp8_flop_per_s=4e14)
     assert model(fast).compute_s([gemm]) == pytest.approx(3 * 2 * 1000 * 2000 * 500 / 4e14)
     assert model(fast, precision=FP32).compute_s([gemm]) == model(fast).compute_s([gemm])
     # Where moving a product's matrices adds to its time: 1 B for each value of the two, 2 B of the result.
@@ -372,3 +367,14 @@ def test_a_device_without_products_in_fp8_says_so_in_one_line() -> None:
         ValueError, match=r"^profile .* says nothing about products in fp8: .*bf16, fp32; leave out --products fp8.*$"
     ):
         model(load_profile("a100-80")).compute_s([Gemm(1024, 1024, 1024, fp8=True)])
+
+
+@settings(max_examples=examples(100), deadline=None)
+@given(
+    *(st.integers(128, 2048).map(lambda size: 16 * size) for _ in range(3)), st.sampled_from(["h100", "h200", "b200"])
+)
+def test_a_large_product_in_fp8_is_never_slower_than_in_bf16(m: int, n: int, k: int, name: str) -> None:
+    cost = CostModel(load_profile(name), UNITS, BF16, 1)
+    kernels = (Gemm(m, n, k, fp8=True), Gemm(m, n, k), Gemm(m, n, 2 * k, fp8=True))  # prices know them by identity
+    own_s, in_bf16_s, longer_s = (cost.compute_s([kernel]) for kernel in kernels)
+    assert own_s < min(in_bf16_s, longer_s)

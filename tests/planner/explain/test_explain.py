@@ -15,7 +15,7 @@ from hwprofiles.paths import number, quantities, replace
 from hwprofiles.quantity import Provenance
 from planner.bounds.certificate import certify
 from planner.choices.variants import variants
-from planner.decisions import Decisions, GradientPath, HostUpdate, Place
+from planner.decisions import Decisions, GradientPath, HostUpdate, Place, Precision
 from planner.explain.limits import binding_proof, bound_rests_on, full_tiers, limits, scalables
 from planner.explain.moves import (
     _runs,
@@ -148,7 +148,9 @@ def test_every_trick_can_be_switched_off() -> None:
         },
     )
     narrow = with_decisions(bench("slow"), optimizer="adamw-8bit")
-    for other in (stage_1, slots, mixed, tiled, narrow):
+    fast = bench("one").plan.model_copy(update={"hardware": machine(gpu_bytes=1.3e8, fp8_flop_per_s=4e14)})
+    in_fp8 = with_decisions(Bench(fast), precision=Precision(weights="bf16", products="fp8"))
+    for other in (stage_1, slots, mixed, tiled, narrow, in_fp8):
         used |= {worth.trick.key for worth in worths(other) if worth.trial}
     assert used == {trick.key for trick in TRICKS}
 

@@ -36,6 +36,7 @@ REQUEST = {
     "--expert-load",
     "--accumulate",
     "--precision",
+    "--products",
     "--no-clip",
     "--optimizer",
     "--device-memory",
