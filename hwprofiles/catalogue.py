@@ -46,7 +46,7 @@ _DISK, _PFS = "large requests past the page cache", "the same in a folder of the
 CATALOGUE: Final[Mapping[str, Entry]] = {
     "device.memory_bytes": Entry("read", "device", "free memory of the GPU; on a host a quarter of the free memory"),
     "device.memory_bytes_per_s": _measured("device", "copies inside the device's memory"),
-    "device.gemm.*": _measured("device", "products of a linear layer: forward, dgrad and wgrad"),
+    "device.gemm.*": _measured("device", "products of a linear layer: forward, and the gradients of input and weight"),
     "device.gemm_rows_half": _measured("device", "products with few and with many rows, of equal FLOP"),
     "device.gemm_bytes_per_s": Entry("unknown", "", "the measured time of products includes transfers"),
     "device.attention.*": _measured("device", "fused causal attention"),

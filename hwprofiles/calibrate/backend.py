@@ -83,7 +83,7 @@ class HostBackend:
     pool_bytes = 128 * 2**20
 
     def __init__(self, num_cores: int, memory_bytes: int, *, quick: bool) -> None:
-        self.name = f"{num_cores} cores of {cpu_name()}"
+        self.name = f"{num_cores} core{'s' if num_cores > 1 else ''} of {cpu_name()}"
         self.device = torch.device("cpu")
         self.num_cores = num_cores
         self.shapes: tuple[tuple[int, ...], tuple[int, ...]] = (

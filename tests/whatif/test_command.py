@@ -24,7 +24,7 @@ def test_screen_tables_and_files_agree(ask, tmp_path, capsys):
     for suffix in ("csv", "parquet"):
         code, out, _ = run(capsys, *ask, *sweep, "--prices", "example", "--table", tmp_path / f"t.{suffix}")
         assert code == 0
-    assert "4 point(s), predicted" in out
+    assert "points, predicted" in out
     assert "2 of 4 points: lacks memory" in out
     study = load_study(tmp_path / "study.json")
     with (tmp_path / "t.csv").open() as file:

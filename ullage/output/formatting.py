@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from planner.schedule.tasks import Lane
+from planner.schedule.tasks import Lane, Tier
 
 _PREFIXES = {-3: "n", -2: "µ", -1: "m", 0: "", 1: "k", 2: "M", 3: "G", 4: "T", 5: "P", 6: "E"}
 _MINUTE_S, _HOUR_S, _DAY_S = 60.0, 3600.0, 86400.0
@@ -43,6 +43,9 @@ LANE_WORDS = {
     Lane.NVME_STATE_OUT: "writing optimizer state to NVMe",
 }
 """The work of each lane in words."""
+
+TIER_WORDS = {Tier.GPU: "one device", Tier.HOST: "one host", Tier.NVME: "drives of one node"}
+"""Whose memory a tier is, in words."""
 
 
 def si(value: float, unit: str) -> str:

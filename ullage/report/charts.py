@@ -331,11 +331,13 @@ def value_text(value: float, unit: str) -> str:
     """Return a value of an axis as text, with a prefix if its unit takes one."""
     if unit == "%":
         return percent(value)
-    return si(value, unit) if unit in PREFIXED else f"{value:,.4g} {unit}".strip()
+    if unit in PREFIXED:
+        return si(value, unit)
+    return f"{value:,.0f} {unit}".strip() if abs(value) >= 1000 else f"{value:.4g} {unit}".strip()
 
 
 def _cell(value: float | str, unit: str) -> str:
-    return value if isinstance(value, str) else value_text(value, unit)
+    return value if isinstance(value, str) else value_text(value + 0.0, unit)  # -0.0 becomes 0.0
 
 
 def _values_at(trace: Trace, at: "np.ndarray[tuple[int], np.dtype[np.float64]]") -> Sequence[float]:

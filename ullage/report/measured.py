@@ -20,7 +20,7 @@ def comparison_section(explained: Explained) -> Section:
     words = [f"{explained.answer[0].upper()}{explained.answer[1:]}.", measured]
     if explained.before:
         words.append(f"Before the plan was changed during training: {explained.before.answer}.")
-    note = "The error follows the predicted figure."
+    note = "In parentheses: the error of the prediction."
     time = Axis("time", "s")
     return Section(
         "comparison",

@@ -11,12 +11,11 @@ from planner.schedule.tasks import Lane, MemoryClass, Tier
 from planner.schedule.timeline import MemoryUse
 from planner.simulate.prediction import capacities
 from ullage.analysis.runs import RunRecord
-from ullage.output.formatting import percent, si
+from ullage.output.formatting import TIER_WORDS, percent, si
 from ullage.report.charts import Axis, Chart, Gantt, Level, Mark, Row, Section, Trace
 from ullage.report.views import View
 
 _TIME = Axis("time since the iteration began", "s")
-_TIERS = {Tier.GPU: "one device", Tier.HOST: "one host", Tier.NVME: "the drives of one node"}
 # A capacity far above the curve would flatten the picture, so it is in the note and not drawn.
 _DRAWN = 0.25
 # Lines are means over this fraction of the period, as a sampling monitor shows them. Behind them is every single task.
@@ -80,7 +79,7 @@ def memory_section(views: Sequence[View], cost: CostModel, run: RunRecord | None
         charts.append(
             Chart(
                 key=f"memory-{tier}",
-                title=f"Memory of {_TIERS[tier]}",
+                title=f"Memory of {TIER_WORDS[tier]}",
                 note=note,
                 x=_TIME,
                 y=Axis("memory", "B"),

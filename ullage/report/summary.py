@@ -6,12 +6,11 @@ from planner.schedule.tasks import Tier
 from planner.simulate.prediction import TierMemory
 from ullage.analysis.provenance import origin_words
 from ullage.analysis.runs import RunRecord
-from ullage.output.formatting import binds, duration, percent, si, signed_percent
+from ullage.output.formatting import TIER_WORDS, binds, duration, percent, si, signed_percent
 from ullage.output.plans import batch_line, gap_line, mfu, model_line, tokens_per_iteration
 from ullage.report.charts import Axis, Chart, Fact, Level, Mark, Section, Summary, Table, Trace
 
 _BILLION = 1e9
-_TIERS = {Tier.GPU: "one device", Tier.HOST: "one host", Tier.NVME: "drives of a node"}
 
 
 def plan_summary(plan: Plan, run: RunRecord | None, measured_s: float | None) -> Summary:
@@ -74,7 +73,9 @@ def plan_summary(plan: Plan, run: RunRecord | None, measured_s: float | None) ->
 
 
 def _fits(memory: dict[Tier, TierMemory], fits: bool) -> Fact:
-    shares = ", ".join(f"{_TIERS[tier]} {percent(use.peak_bytes / use.capacity_bytes)}" for tier, use in memory.items())
+    shares = ", ".join(
+        f"{TIER_WORDS[tier]} {percent(use.peak_bytes / use.capacity_bytes)}" for tier, use in memory.items()
+    )
     if fits:
         return Fact("Fits in memory", "yes", f"predicted peak: {shares}", "good")
     lacking = " and ".join(
@@ -103,7 +104,7 @@ def _losses(run: RunRecord) -> str:
 def memory_by_tier(plan: Plan, run: RunRecord | None) -> Section:
     """Show the peak memory of each tier by class against its capacity."""
     memory = plan.prediction.memory
-    names = [_TIERS[tier] for tier in memory]
+    names = [TIER_WORDS[tier] for tier in memory]
     kinds = sorted({kind for use in memory.values() for kind in use.by_class})
     traces = [
         Trace(
@@ -121,7 +122,7 @@ def memory_by_tier(plan: Plan, run: RunRecord | None) -> Section:
         key="peaks",
         title="Peak memory by tier, as a share of its capacity",
         note="; ".join(
-            f"{_TIERS[tier]}: {si(use.peak_bytes, 'B')} of {si(use.capacity_bytes, 'B')}"
+            f"{TIER_WORDS[tier]}: {si(use.peak_bytes, 'B')} of {si(use.capacity_bytes, 'B')}"
             + (f", {si(run.memory[tier], 'B')} measured" if run is not None and tier in run.memory else "")
             for tier, use in memory.items()
         ),
@@ -132,7 +133,7 @@ def memory_by_tier(plan: Plan, run: RunRecord | None) -> Section:
     )
     rows = tuple(
         (
-            _TIERS[tier],
+            TIER_WORDS[tier],
             *(si(n, "B") if (n := use.by_class.get(kind, 0)) else "" for kind in kinds),
             si(use.peak_bytes, "B"),
             *(() if run is None else (si(run.memory[tier], "B") if tier in run.memory else "-",)),

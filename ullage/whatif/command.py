@@ -9,7 +9,7 @@ from planner.models.registry import list_models, models_with_formulas
 from ullage.cli.default_hardware import print_default_hardware
 from ullage.cli.request_options import given_options
 from ullage.output.console import console, table, write_json
-from ullage.output.formatting import si
+from ullage.output.formatting import UNIT_SYMBOLS, si
 from ullage.output.progress import progress_bar
 from ullage.whatif.design import Space
 from ullage.whatif.fields import ALIASES, Field
@@ -109,18 +109,20 @@ def list_fields(args: argparse.Namespace) -> None:
     if not wanted and not aliases:
         raise StudyError(f"no field has {args.fields!r} in its name or description; `ullage whatif --fields` lists all")
     out = console()
-    rows = table("fields", "field", "unit", "here", "what it is", num_text=2, text={3})
+    rows = table("fields", "field", "here", "what it is", text={2})
     for field in wanted:
         here = "" if field.present is None else _present_words(field)
-        rows.add_row(field.name, field.unit, here, field.words)
+        rows.add_row(field.name, here, field.words)
     out.print(rows)
     if aliases:
-        out.print("also: " + ", ".join(f"{name} is {field}" for name, field in aliases.items()))
+        out.print("other names: " + ", ".join(f"{name} is {field}" for name, field in aliases.items()))
 
 
 def _present_words(field: Field) -> str:
+    if isinstance(field.present, bool):
+        return "yes" if field.present else "no"
     if isinstance(field.present, float):
-        return si(field.present, "").strip()
+        return si(field.present, UNIT_SYMBOLS.get(field.unit, "")).strip()
     return str(field.present)
 
 

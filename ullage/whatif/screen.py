@@ -37,9 +37,9 @@ def study_screen(study: Study, path: Path, table_path: Path | None) -> None:
         out.print()
         out.print(sensitivity_table(study.sensitivities))
         out.print(
-            "elasticity: relative change of the iteration time per relative change of the resource, planned at "
-            f"{1 + study.sensitivities.step:g}x and 1/{1 + study.sensitivities.step:g}x; values below "
-            f"{AS_GOOD_AS_NONE:g} mean no effect",
+            "with less, with more: relative change of the iteration time, divided by that of the resource; planned at "
+            f"1/{1 + study.sensitivities.step:g}x and {1 + study.sensitivities.step:g}x. Between "
+            f"-{AS_GOOD_AS_NONE:g} and +{AS_GOOD_AS_NONE:g} it means no effect",
             soft_wrap=True,
         )
     for line in reasons(study):
@@ -66,17 +66,17 @@ def points_table(study: Study, points: Sequence[Point]) -> Table:
     axes, money = study.axes, study.prices is not None
     certified, run = study.request.certify, study.request.tokens is not None
     currency = study.prices.currency if study.prices else ""
-    columns = [*(axis.name for axis in axes), "iteration", "tokens/s", "device memory", "host memory", "bound by"]
+    columns = [*(axis.name for axis in axes), "iteration", "tokens/s", "device\nmemory", "host\nmemory", "bound by"]
     efficiency = study.answer.efficiency if study.answer else ()
-    columns += ["per device"] if efficiency else []
+    columns += ["efficiency"] if efficiency else []
     saves = any(point.figures and point.figures.checkpoints for point in study.points)
-    columns += ["with failures", "checkpoint every"] if saves else []
-    columns += ["within"] if certified else []
-    columns += [f"{currency}/h", f"{currency}/M tokens"] if money else []
-    columns += ["run takes"] if run else []
-    columns += [f"run {currency}"] if money and run else []
+    columns += ["with\nfailures", "checkpoint\nevery"] if saves else []
+    columns += ["gap"] if certified else []
+    columns += [f"{currency}/h", f"{currency}/M\ntokens"] if money else []
+    columns += ["run\ntakes"] if run else []
+    columns += [f"run\n{currency}"] if money and run else []
     columns += [""] if money else []
-    result = table(f"{len(study.points)} point(s), predicted", *columns, num_text=0)
+    result = table("points, predicted", *columns, num_text=0)
     for point in points:
         row = _row(study, point, saves=saves, certified=certified, money=money, run=run)
         if efficiency and (share := efficiency[study.points.index(point)]) is not None:
@@ -115,7 +115,7 @@ def minimum_table(study: Study, rows: Sequence[Minimum]) -> Table:
 
 def sensitivity_table(found: Sensitivities) -> Table:
     """Return a table with the effect of every resource, largest first."""
-    columns = ("here", "with less", "with more", "one more saves", "another lane binds from")
+    columns = ("here", "with less", "with more", "effect of one more", "another lane binds from")
     result = table("sensitivities, predicted", "resource", *columns)
     for row in found.rows:
         unit = UNIT_SYMBOLS.get(row.unit, "")
@@ -164,7 +164,7 @@ def _row(study: Study, point: Point, *, saves: bool, certified: bool, money: boo
         return [*settings, "-", "-", lacks[Tier.GPU], lacks[Tier.HOST], status]
     used = {tier: percent(peak.peak_bytes / peak.capacity_bytes) for tier, peak in figures.memory.items()}
     row = [*settings, si(figures.iteration_s, "s"), f"{figures.tokens_per_s:,.0f}"]
-    row += [used.get(Tier.GPU, ""), used.get(Tier.HOST, ""), LANE_WORDS[figures.bound_by]]
+    row += [used.get(Tier.GPU, "-"), used.get(Tier.HOST, "-"), LANE_WORDS[figures.bound_by]]
     if saves:
         saved = figures.checkpoints
         row += [f"{figures.goodput_tokens_per_s:,.0f}", every_words(saved)] if saved else ["", ""]

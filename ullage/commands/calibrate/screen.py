@@ -50,7 +50,7 @@ def calibrated(
     out.print()
     found = quantities(profile)
     before = quantities(base) if base else {}
-    rows = table("measured", "quantity", "value", "p10", "p90", "n")
+    rows = table("measured", "quantity", "value", "p10", "p90", "repetitions")
     for name, item in found.items():
         if before.get(name) != item:
             rows.add_row(name, *_shown(item))

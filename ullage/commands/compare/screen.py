@@ -1,14 +1,14 @@
 """A comparison as tables: first the answer, then the causes, largest first."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rich.console import Group, RenderableType
 
 from planner.fitting.attribution import Tasks
-from planner.schedule.tasks import Lane
-from ullage.analysis.comparison import NOTHING, Comparison, Explained, Row, Work, kind_words
+from ullage.analysis.comparison import Comparison, Explained, Row, Work, kind_words
 from ullage.output.console import table
-from ullage.output.formatting import LANE_WORDS, percent, si, signed_s
+from ullage.output.formatting import LANE_WORDS, TIER_WORDS, percent, si, signed_s
 
 _LEAST = 1e-3  # causes below this fraction of the iteration are left out of tables
 
@@ -16,15 +16,16 @@ _LEAST = 1e-3  # causes below this fraction of the iteration are left out of tab
 def render_comparison(comparison: Comparison) -> RenderableType:
     """Return tables of phases, lanes and memory, to print with :func:`ullage.output.console.console`."""
     count = comparison.num_iterations
-    title = f"phases (measured: mean of the middle {comparison.num_read} of {count} iterations)"
+    middle = f"mean of the middle {comparison.num_read} of {count} iterations"
+    title = f"phases (measured: {middle}; error: predicted / measured - 1)"
     if not count:
         title = "phases (not measured: too few iterations had all micro-batches in the planned shape)"
     return Group(
-        _rows(title, comparison.phases),
+        _rows(title, comparison.phases, {}),
         "",
-        _rows("busy time of lanes", comparison.lanes),
+        _rows("busy time of lanes in an iteration", comparison.lanes, LANE_WORDS),
         "",
-        _rows("peak memory", comparison.memory),
+        _rows("peak memory", comparison.memory, TIER_WORDS),
     )
 
 
@@ -36,16 +37,16 @@ def render_explained(explained: Explained) -> RenderableType:
     parts += [_causes(explained), "", _tasks(explained), ""]
     if found.stalls_s:
         parts += [_stalls(explained), ""]
-    parts += [_rows("the critical path by lane", explained.critical, words=True), ""]
+    parts += [_rows("critical path by lane", explained.critical, LANE_WORDS), ""]
     parts += [render_comparison(explained.comparison), ""]
     return Group(*parts, *_refit(explained))
 
 
-def _rows(title: str, rows: Sequence[Row], *, words: bool = False) -> RenderableType:
+def _rows(title: str, rows: Sequence[Row], words: Mapping[Any, str]) -> RenderableType:
     result = table(title, "", "predicted", "measured", "error")
     for row in rows:
         name, *cells = row.cells
-        result.add_row(LANE_WORDS[Lane(name)] if words and name != NOTHING else name, *cells)
+        result.add_row(words.get(name, name), *cells)
     return result
 
 
@@ -92,7 +93,7 @@ def _rate(tasks: Tasks, work: Work) -> str:
 
 def _stalls(explained: Explained) -> RenderableType:
     found = explained.attribution
-    result = table("stalls: gaps on the measured critical path", "before", "per iteration", "of it")
+    result = table("stalls: gaps on the measured critical path", "before", "of an iteration", "share")
     shown = {kind: seconds for kind, seconds in found.stalls_s.items() if seconds >= _LEAST * found.measured_s}
     for kind, seconds in shown.items():
         result.add_row(kind_words(kind), si(seconds, "s"), percent(seconds / found.measured_s))

@@ -19,7 +19,7 @@ from planner.simulate.prediction import TierMemory
 from ullage.analysis.provenance import origin_words
 from ullage.commands.plan.checkpoint_screen import checkpoints_screen
 from ullage.output.console import console, facts, table
-from ullage.output.formatting import binds, percent, si
+from ullage.output.formatting import TIER_WORDS, binds, percent, si
 from ullage.output.plans import batch_line, engine_fits, engine_setting, faster_line, gap_line, mfu, model_line
 from ullage.training.processes import launch_line, ranks_per_node
 
@@ -62,8 +62,7 @@ def memory_table(memory: dict[Tier, TierMemory], allocator: AllocatorUse | None 
         memory: peaks and capacities.
         allocator: bytes that PyTorch's caching allocator would reserve on the device, if known.
     """
-    names = {Tier.GPU: "one device", Tier.HOST: "one host", Tier.NVME: "its NVMe"}
-    result = table("peak memory", "", *(names[tier] for tier in memory))
+    result = table("peak memory", "", *(TIER_WORDS[tier] for tier in memory))
     for memory_class in MemoryClass:
         held = [use.by_class.get(memory_class, 0) for use in memory.values()]
         if any(held):
