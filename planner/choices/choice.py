@@ -15,7 +15,7 @@ from pydantic import Field
 from hwprofiles.quantity import Frozen
 from planner.decisions import Decisions, Precision
 from planner.graph import Batch
-from planner.models.captured import CapturedModel, Model
+from planner.models.captured import CapturedModel, Model, Tiles
 from planner.models.config import ModelConfigError
 from planner.models.formulas import experts
 from planner.models.parameters import layer_shapes
@@ -43,9 +43,9 @@ class Choice(Frozen):
     num_micro_batches: Count = 1
 
     @property
-    def tiles(self) -> dict[str, int | None]:
-        """The tokens of tiles, by field."""
-        return {"loss_tile_tokens": self.loss_tile_tokens, "layer_tile_tokens": self.layer_tile_tokens}
+    def tiles(self) -> Tiles:
+        """The tokens of tiles."""
+        return Tiles(self.loss_tile_tokens, self.layer_tile_tokens)
 
     @property
     def words(self) -> str:
@@ -68,9 +68,8 @@ def batch_of(
         expert_parallel=decided.expert_parallel,
         expert_units=decided.expert_units,
         expert_load=expert_load,
-        loss_tile_tokens=decided.loss_tile_tokens,
-        layer_tile_tokens=decided.layer_tile_tokens,
         fp8_products=precision.products == "fp8",
+        **decided.tiles._asdict(),
     )
 
 

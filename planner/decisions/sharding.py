@@ -8,6 +8,7 @@ from pydantic import Field
 from hwprofiles.quantity import Frozen
 from planner.decisions.precision import BF16, Precision
 from planner.graph import Degrees, Unit
+from planner.models.captured import Tiles
 from planner.optimizers import OPTIMIZERS, Optimizer
 from planner.subgroups import Subgroup, UnitLayout, unit_layout
 
@@ -49,9 +50,9 @@ class Sharding(Frozen):
     subgroup_params: Annotated[int, Field(ge=1)] = 100_000_000
 
     @property
-    def tiles(self) -> dict[str, int | None]:
-        """The tokens of tiles, by field; the model's units depend on them."""
-        return {"loss_tile_tokens": self.loss_tile_tokens, "layer_tile_tokens": self.layer_tile_tokens}
+    def tiles(self) -> Tiles:
+        """The tokens of tiles; the model's units depend on them."""
+        return Tiles(self.loss_tile_tokens, self.layer_tile_tokens)
 
     @property
     def state_bytes_per_param(self) -> float:

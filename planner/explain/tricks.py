@@ -183,7 +183,7 @@ def _without_tiles(field: str) -> Callable[[Bench], Iterator[Decisions]]:
 
 
 def _whole(bench: Bench, field: str) -> Iterator[Decisions]:
-    if bench.decisions.tiles[field] is None:
+    if getattr(bench.decisions, field) is None:
         return
     for other in _with_less_resident(bench):  # what is needed without tiles may be the memory of resident state
         whole = changed(other, **{field: None})

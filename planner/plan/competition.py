@@ -62,7 +62,7 @@ class _Look:
 
     @property
     def num_tiled(self) -> int:
-        return sum(tokens is not None for tokens in self.variant.choice.tiles.values())
+        return sum(tokens is not None for tokens in self.variant.choice.tiles)
 
     @property
     def is_pipeline(self) -> bool:
@@ -173,7 +173,7 @@ def _search(look: _Look, max_simulations: int | None, progress: Progress | None,
 
 def _handed_on(look: _Look, found: Sequence[tuple[_Look, Outcome]]) -> list[Decisions]:
     """Return the best decisions of choices that differ from this one only in tiles."""
-    tiles = look.variant.choice.tiles
+    tiles = look.variant.choice.tiles._asdict()
     return [
         outcome.best.decisions.model_copy(update=tiles)
         for other, outcome in found

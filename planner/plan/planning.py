@@ -295,7 +295,7 @@ def _alone(model: Model, found: Found) -> Model:
         return model
 
     def size(decided: Choice | Decisions) -> Size:
-        return Size(decided.micro_batch, model.seq_len, **decided.tiles)
+        return Size(decided.micro_batch, model.seq_len, *decided.tiles)
 
     compared = [size(rival.choice) for rival in found.rivals]
     without = [each._replace(loss_tile_tokens=None) for each in compared]  # from which tiles were chosen

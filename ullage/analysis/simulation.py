@@ -13,7 +13,7 @@ from planner.engines.policies import interleaved, super_offload, twin_flow
 from planner.engines.setup import Setup
 from planner.engines.zenflow import zen_flow
 from planner.lowering import lower
-from planner.models.captured import Model
+from planner.models.captured import Model, Tiles
 from planner.optimizers import OPTIMIZERS
 from planner.plan.competition import compete
 from planner.plan.document import Plan
@@ -125,7 +125,7 @@ def engine_decisions(plan: Plan, engine: str, setting: str | None = None) -> Dec
     """
     if engine == OURS and setting is None:
         return plan.decisions
-    tiles = {field: getattr(plan.constraints, field) for field in plan.decisions.tiles}
+    tiles = {field: getattr(plan.constraints, field) for field in Tiles._fields}
     request = dataclasses.replace(request_of(plan), **tiles)
     return _decided(request, engine, setting)[1]
 

@@ -88,9 +88,9 @@ LONG = Request(resolve_model("llama-3-8b"), load_profile("h100"), seq_len=65536,
 
 def test_layers_in_tiles_are_compared_if_one_takes_a_fifth_of_the_device() -> None:
     assert [variant.choice.tiles for variant in LONG.variants()] == [
-        {"loss_tile_tokens": None, "layer_tile_tokens": None},
-        {"loss_tile_tokens": 4096, "layer_tile_tokens": None},
-        {"loss_tile_tokens": 2048, "layer_tile_tokens": 8192},
+        (None, None),
+        (4096, None),
+        (2048, 8192),
     ]
     assert layer_tiles(dataclasses.replace(LONG, seq_len=32768)) == [None, None]
     assert layer_tiles(dataclasses.replace(LONG, seq_len=512, layer_tile_tokens=100)) == [100]
