@@ -26,7 +26,7 @@ from ullage.output.formatting import LANE_WORDS, si, signed_percent
 
 CLOSE = 0.01
 """A prediction counts as right if it is off by less than this fraction of the measured iteration."""
-NOTHING = "(idle)"
+_NOTHING = "(idle)"
 """Name on the critical path of time in which no task of the schedule runs."""
 
 
@@ -362,7 +362,7 @@ def _mean_critical_s(timeline: Timeline, iterations: Sequence[int]) -> dict[str,
     for iteration in iterations:
         shares_s = critical_path(timeline, iteration)
         rest_s = timeline.period_s(iteration) - sum(shares_s.values())
-        for name, seconds in [*shares_s.items(), *([(NOTHING, rest_s)] if rest_s > 1e-9 else [])]:
+        for name, seconds in [*shares_s.items(), *([(_NOTHING, rest_s)] if rest_s > 1e-9 else [])]:
             found[name] += seconds / len(iterations)
     return found
 
