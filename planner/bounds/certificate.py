@@ -208,10 +208,10 @@ def _order_s(space: Space, cost: CostModel, decisions: Decisions) -> float:
 def _prove(choice: Choice, space: Space, cost: CostModel, limit_s: float) -> Proof:
     """Prove a bound for one choice and ZeRO stage, or that nothing fits."""
     program = conditions(space, cost, limit_s)
-    # Where nothing is within the limit, a proof without the limit gives a bound above it, unless nothing fits.
+    # If no schedule is within the limit, the proof without the limit gives a bound above it, unless nothing fits.
     solution = solve(program) or solve(conditions(space, cost, NEVER_S))
     if solution is None:
-        # The conditions on memory alone are few, and mostly enough.
+        # The conditions on memory alone come first: they are few, and mostly enough.
         softened = (memory_conditions(space, cost), conditions(space, cost, NEVER_S, soft=True))
         proofs = (_does_not_fit(choice, space, soft) for soft in softened)
         proof = next(filter(None, proofs), None)
@@ -223,7 +223,7 @@ def _prove(choice: Choice, space: Space, cost: CostModel, limit_s: float) -> Pro
 
 def _does_not_fit(choice: Choice, space: Space, program: LinearProgram) -> Proof | None:
     solution = solve(program)
-    if solution is None:  # memory is overrun more than a million times, the most that the conditions allow
+    if solution is None:  # the conditions allow at most a million times the memory
         return None
     overrun = _proven(program, solution.multipliers)
     if overrun <= 0:

@@ -74,13 +74,13 @@ def _always(stage: Stage, space: Space) -> Sum:
     state_bytes = given.state_bytes_per_param - given.resident_weight_bytes_per_param
     units = [unit for segment in stage for unit in segment]
     weights = sum(unit.stored_bytes(given.precision.weight_bytes) for unit in units)
-    # Of units merged into a stage the shards are no larger in sum than their own.
+    # The shard of units that are merged into a stage is at most as large as their own shards together.
     ranks = given.data_parallel if given.zero_stage else 1
     return Sum(("", float(weights) + state_bytes * (sum(unit.num_params for unit in units) / ranks)))
 
 
 def _gradient_bytes(stage: Stage, space: Space) -> float:
-    weight_bytes = space.given.precision.weight_bytes  # ranks reduce them when all are there
+    weight_bytes = space.given.precision.weight_bytes  # ranks reduce gradients when all are there
     return float(sum(weight_bytes * unit.num_params for segment in stage for unit in segment))
 
 

@@ -50,12 +50,12 @@ def repeated_id(cases: Sequence[Case]) -> str | None:
 def _parse(path: Path, position: int, entry: Any) -> Case:
     name = entry.get("id", f"number {position}") if isinstance(entry, dict) else f"number {position}"
     fields = set(entry) if isinstance(entry, dict) else set()
-    # The kind that knows most of the fields, so that one that is missing or misspelt is named as such.
+    # Of the kind with most of these fields: then the error names the field that is missing or misspelt.
     kind = max(_KINDS, key=lambda kind: len(fields & set(kind.model_fields)))
     try:
         return kind.model_validate(entry)
     except ValidationError as error:
-        # A field that is not known tells more than those that are missing in its place.
+        # An unknown field says more than the field that is missing instead of it.
         details = error.errors(include_url=False)
         first = min(details, key=lambda detail: (detail["type"] != "extra_forbidden", len(detail["loc"])))
         field = ".".join(str(part) for part in first["loc"]) or "the case"

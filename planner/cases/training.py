@@ -284,7 +284,7 @@ def decide(case: TrainingCase, setup: Setup) -> Decisions:
 def _engine(case: TrainingCase, setup: Setup) -> Decisions:
     engine = case.engine
     if engine.name == "gpu-only":
-        # Without sharding every rank updates all: the pieces are those of one rank.
+        # Without sharding, every rank updates all parameters, so the pieces are those of one rank.
         whole = setup if case.zero_stage else dataclasses.replace(setup, data_parallel=1)
         chosen = _pick(gpu_only(whole), case, zero_stage=case.zero_stage if setup.data_parallel > 1 else 0)
         return chosen.model_copy(
@@ -301,7 +301,7 @@ def _engine(case: TrainingCase, setup: Setup) -> Decisions:
         candidates = interleaved(setup, (engine.stride,), engine.cpu_optimizer_fraction)
     elif engine.cpu_optimizer_fraction < 1:
         candidates = twin_flow(setup, (engine.cpu_optimizer_fraction,))
-    elif case.offload.optimizer == "nvme":  # its gradients leave through pinned buffers, however others' do
+    elif case.offload.optimizer == "nvme":  # gradients always leave through pinned buffers
         return _pick(zero_infinity(setup), case)
     else:
         candidates = zero_offload(setup)

@@ -21,15 +21,15 @@ from planner.models.config import ModelConfigError
 from planner.models.formulas.ends import tiled_logit_bytes
 from planner.models.sharding import share
 
-_WORTH = 0.1  # a share of the device's memory, of logits
-_WORTH_OF_LAYERS = 0.2  # the same, of one layer
+# Tiles are compared if logits, or one layer, take at least such a share of the device's memory.
+_WORTH, _WORTH_OF_LAYERS = 0.1, 0.2
 # Tokens of a tile, by kind of device. With fewer, a product takes longer to read its weight than to compute.
 _LEAST_TOKENS = {"gpu": 256, "host": 32}
 # Tokens of a tile of layers: each adds to the gradients of weights, which is a pass over them.
 _LEAST_LAYER_TOKENS = {"gpu": 2048, "host": 128}
-_TILE_SHARE = 8  # a tile of a layer may take such a part of what its layer takes besides
-_CAPTURED_TILES = 8  # of layers of captured models, about
-_GAIN = 0.8  # tiles of captured layers are worth it if these then need at most such a share
+_TILE_SHARE = 8  # a tile of a layer may take an eighth of what the rest of its layer takes
+_CAPTURED_TILES = 8  # number of tiles of a captured layer, about
+_GAIN = 0.8  # captured layers are tiled only if they then need at most such a share of their memory
 
 
 def can_be_tiled(model: Model) -> bool:

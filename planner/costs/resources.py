@@ -111,7 +111,7 @@ class RankHardware:
         """Return the time that a curve gives for a size; warn once if it was not measured near that size."""
         reading = curve.read(size)
         low, high = curve.points[0].size, curve.points[-1].size
-        # Below the range a reading is off by no more than the first point's time: not worth a word if that is small.
+        # Below the range, the error is at most the time of the first point. If that is small, there is no warning.
         if reading.extrapolated and (size > high or curve.points[0].median_s > _WORTH_A_WARNING_S):
             self.warnings.setdefault(
                 f"{what} times are extrapolated: {self.profile.name} covers {low:.3g} to {high:.3g} {curve.size_unit}"

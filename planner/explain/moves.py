@@ -200,7 +200,7 @@ def _sample(units: Sequence[str]) -> list[str]:
 def _runs(bench: Bench) -> dict[str, tuple[str, ...]]:
     """Return groups of units by name: of the same part of consecutive layers, treated alike, in forward order."""
     runs: dict[str, list[tuple[str, int, str]]] = {}  # by the first unit's name
-    latest: dict[str, tuple[object, int, str]] = {}  # by part of a layer: how it is treated, the layer, the run
+    latest: dict[str, tuple[object, int, str]] = {}  # by part of a layer: its treatment, its layer, its run
     for name in bench.units:
         match = _LAYER.match(name)
         part = f"{match[1]}.#.{match[3]}" if match else name
@@ -241,7 +241,7 @@ def deadline(bench: Bench, unit: str) -> Deadline | None:
     user = next((task for task in tasks if task.unit == unit and task.op is Op.FORWARD and not task.micro_batch), None)
     if not updates or user is None:
         return None
-    # Back from the forward through what works for this unit in the next iteration: copies and gathers.
+    # In the next iteration, go back from the forward through the copies and gathers of this unit that it waits for.
     waiting, brings = [user.index], set()
     while waiting:
         task = tasks[waiting.pop()]
@@ -252,7 +252,7 @@ def deadline(bench: Bench, unit: str) -> Deadline | None:
     ends_s = [float(timeline.end_s[steady, i]) for i in updates] + [
         float(timeline.end_s[steady + 1, i]) for i in brings
     ]
-    # The path of one iteration holds what its forward waits for, of the iteration before and of its own.
+    # On the critical path are tasks of this iteration and of the one before, which this forward may wait for.
     steps = {(step.iteration - steady, step.task) for step in critical_steps(timeline, steady)}
     own = {(-1, i) for i in updates} | {(0, i) for i in (*updates, *brings)}
     return Deadline(

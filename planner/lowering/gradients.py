@@ -130,7 +130,7 @@ def _wait_for(program: Program, gradient: _Leaving, last: int) -> None:
 def _clip(program: Program, clip: Draft) -> None:
     # The norm is of gradients summed over ranks and micro-batches. Those of host updates are on the host.
     clip.after += tuple(summed(program, unit).key for unit in program.units if unit.num_params)
-    # Of those that stay on the device, it is computed then.
+    # The norm of those that stay on the device is computed by this task.
     staying = Counter[int]()
     for unit in program.units:
         staying[unit.stage] += sum(count for count, _ in unit.amounts.pieces) - unit.amounts.flushed_params

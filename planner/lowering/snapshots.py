@@ -29,7 +29,7 @@ def snapshots(program: Program) -> None:
         snapshot.after_previous += (change.key,)
         ahead.append(snapshot)
         waiting = snapshot
-        if place in _ON_HOST:  # the gate waits for whatever else the change does: no copy is made before it has to
+        if place in _ON_HOST:  # the gate waits for all that the change waits for, so it copies as late as possible
             waiting = gates[change.key] = program.draft(
                 Lane.GATE, Op.GATE, Phase.UPDATE, unit, after=(snapshot.key, *change.after), piece=update.piece
             )

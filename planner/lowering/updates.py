@@ -233,7 +233,7 @@ def _through_nvme(
     """
     decisions = program.decisions
     spilled = spilled_bytes(decisions)
-    # The read waits for the gradient only if it reads the gradient too.
+    # The task that reads state waits for the gradient only if it reads the gradient too.
     swap_in = _place(program, unit, piece, Lane.NVME_STATE_IN, Op.SWAP_IN, ready if spilled else ())
     swap_in.num_bytes = unit.amounts.state_bytes[piece] + spilled * num_params
     ring.take(swap_in)
@@ -249,7 +249,7 @@ def _through_nvme(
     unit.changes.append(swap_out)
     if unit.amounts.params == "nvme":
         return [swap_out]
-    # The step of an engine without overlap ends when everything is written.
+    # In an engine without overlap, the step ends when all state is written.
     return [uploaded or updated] + ([] if decisions.overlap_next_forward else [swap_out])
 
 

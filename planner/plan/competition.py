@@ -101,7 +101,7 @@ def compete(
             progress(looks[-1].found, sum(look.scorer.num_simulations for look in looks))
     looks.sort(key=lambda look: look.found.order)
     found: list[tuple[_Look, Outcome]] = []
-    # A search hands its plan on, and with tiles there is more room for it: so whole logits come first, where they fit.
+    # A search begins with the plans of those before it. Tiles need less memory, so any plan without tiles fits there.
     finalists = sorted(looks[:_MOST_SEARCHES], key=lambda look: (look.found.overload, look.num_tiled))
     for look in finalists:
         if not found or look.bound_s < found[0][1].best.iteration_s * (1 - _WORTH):

@@ -237,7 +237,7 @@ def find(
     rivals = request.variants()
     if proofs := infeasible(rivals):  # a proof saves the search
         raise _infeasible(request, *_closest(request, rivals, proofs), proofs)
-    # A variant of its own: prices remember what they were asked, and threads must not share that.
+    # A new variant, because a cost model caches prices, and threads must not share the cache.
     misfits = pool.submit(prove_misfits, request.variants()[0]) if pool and len(rivals) == 1 else None
     deadline_s = None if budget_s is None else time.monotonic() + budget_s
     found = compete(rivals, request.seq_len, max_simulations, progress, deadline_s)

@@ -96,7 +96,16 @@ def test_rendering_has_all_rows(capsys):
     found = compare(steady(some), some, [0], {Tier.GPU: 100}, {})
     console().print(render_comparison(found))
     text = capsys.readouterr().out
-    for name in ("forward", "backward", "update", "iteration", "computing", "optimizer steps on the CPU", "one device", "+0.0 %"):
+    for name in (
+        "forward",
+        "backward",
+        "update",
+        "iteration",
+        "computing",
+        "optimizer steps on the CPU",
+        "one device",
+        "+0.0 %",
+    ):
         assert name in text
 
 

@@ -17,7 +17,7 @@ from objects import Counting, Failing, Killing, Objects
 from saving import CountingFiles, FailingFiles, KillingFiles, save, step_of
 from test_checkpoint_store import prune_for_ever
 from test_killed_writers import PHASES, killed, shuffled
-from test_power_loss import RecordingFiles, lost
+from test_power_loss import RecordingFiles, check_every_sync_is_needed, lost
 
 from executor.checkpoint import (
     Checkpoint,
@@ -148,12 +148,7 @@ def test_what_came_to_a_level_is_there_when_the_power_is_back(recorded, tmp_path
 
 
 def test_every_sync_of_a_promotion_is_needed(recorded, tmp_path):
-    positions = [number for number, operation in enumerate(recorded) if operation[0] == "acknowledged"]
-    syncs = [i for i in range(positions[0] + 1, positions[1]) if recorded[i][0] in {"sync", "sync_folder"}]
-    assert len(syncs) == 7, "two files, the manifest, three folders, the name"
-    for sync in syncs:
-        log = [operation for number, operation in enumerate(recorded[: positions[1] + 1]) if number != sync]
-        assert lost(log, [len(log) - 1], range(3), tmp_path), f"{recorded[sync]} could be left out"
+    check_every_sync_is_needed(recorded, range(3), tmp_path)
 
 
 def check_failing(root, kind, number, error, after):

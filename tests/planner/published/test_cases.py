@@ -1,9 +1,9 @@
-import copy
 import itertools
 import json
 from pathlib import Path
 
 import pytest
+from changed_data import with_changes
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -28,15 +28,7 @@ PIPELINED = next(name for name in CASES if "g4-tp2-dp1-pp2" in name)
 
 
 def case(name: str, **changes: object) -> TrainingCase:
-    """Return a case with some fields changed; ``engine__stride=3`` reaches into ``engine``."""
-    data = copy.deepcopy(CASES[name])
-    for path, value in changes.items():
-        *outer, last = path.split("__")
-        place = data
-        for key in outer:
-            place = place[key]
-        place[last] = value
-    return TrainingCase.model_validate(data)
+    return TrainingCase.model_validate(with_changes(CASES[name], changes))
 
 
 def decided(some: TrainingCase):

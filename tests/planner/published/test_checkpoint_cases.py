@@ -1,8 +1,8 @@
-import copy
 import json
 from pathlib import Path
 
 import pytest
+from changed_data import with_changes
 
 from hwprofiles.paths import quantities
 from hwprofiles.registry import load_profile
@@ -18,15 +18,7 @@ POLARIS = load_profile("polaris-a100-40g")
 
 
 def case(name: str, **changes: object) -> CheckpointCase:
-    """Return a case with some fields changed; ``checkpoint__engine`` reaches into ``checkpoint``."""
-    data = copy.deepcopy(CASES[name])
-    for path, value in changes.items():
-        *outer, last = path.split("__")
-        place = data
-        for key in outer:
-            place = place[key]
-        place[last] = value
-    return CheckpointCase.model_validate(data)
+    return CheckpointCase.model_validate(with_changes(CASES[name], changes))
 
 
 KNOWN_MISSES = {
@@ -97,13 +89,7 @@ WRONG = {
 
 @pytest.mark.parametrize("message", WRONG)
 def test_broken_files_name_case_and_field(message, tmp_path):
-    data = copy.deepcopy(CASES[THROUGHPUT])
-    for path, value in WRONG[message].items():
-        *outer, last = path.split("__")
-        place = data
-        for key in outer:
-            place = place[key]
-        place[last] = value
+    data = with_changes(CASES[THROUGHPUT], WRONG[message])
     path = tmp_path / "cases.json"
     path.write_text(json.dumps({"schema_version": 1, "cases": [CASES[WHOLE_RUN], data]}))
     with pytest.raises(CaseError, match=f"case {THROUGHPUT}: {message}"):

@@ -16,8 +16,7 @@ _LEAST = 1e-3  # causes below this fraction of the iteration are left out of tab
 def render_comparison(comparison: Comparison) -> RenderableType:
     """Return tables of phases, lanes and memory, to print with :func:`ullage.output.console.console`."""
     count = comparison.num_iterations
-    middle = f"mean of the middle {comparison.num_read} of {count} iterations"
-    title = f"phases (measured: {middle}; error: predicted / measured - 1)"
+    title = f"phases (measured: mean of the middle {comparison.num_read} of {count} iterations)"
     if not count:
         title = "phases (not measured: too few iterations had all micro-batches in the planned shape)"
     return Group(
@@ -26,6 +25,7 @@ def render_comparison(comparison: Comparison) -> RenderableType:
         _rows("busy time of lanes in an iteration", comparison.lanes, LANE_WORDS),
         "",
         _rows("peak memory", comparison.memory, TIER_WORDS),
+        "error: predicted / measured - 1",
     )
 
 
@@ -93,7 +93,7 @@ def _rate(tasks: Tasks, work: Work) -> str:
 
 def _stalls(explained: Explained) -> RenderableType:
     found = explained.attribution
-    result = table("stalls: gaps on the measured critical path", "before", "of an iteration", "share")
+    result = table("stalls in one iteration: gaps on the measured critical path", "before", "time", "share")
     shown = {kind: seconds for kind, seconds in found.stalls_s.items() if seconds >= _LEAST * found.measured_s}
     for kind, seconds in shown.items():
         result.add_row(kind_words(kind), si(seconds, "s"), percent(seconds / found.measured_s))
