@@ -31,7 +31,7 @@ from executor.module.binding import bind, bind_state_dict, no_compile
 from executor.module.empty import take_off_meta
 from executor.module.guards import bind_guards
 from executor.module.naming import PROMPT, Naming, prompts_of
-from executor.module.quantized import bind_quantized
+from executor.module.quantized import bind_quantized, check_products
 from executor.optimizer.table import OptimizerEntry
 from executor.options import SessionOptions, backend_of
 from executor.parking import Moved, Parking
@@ -76,6 +76,7 @@ class Session:
     ) -> None:
         check_decisions(decisions, entry)
         check_units(decisions, units)
+        check_products(model, units)
         self.model = model
         self.decisions = decisions
         self._meter: Meter | None = None

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.flop_counter import flop_registry
 
@@ -193,6 +193,8 @@ class SaveProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if _has_parts(types):
+            return NotImplemented
         output = func(*args, **(kwargs or {}))
         if _is_product(func) and not is_running_again():
             leaves, structure = tree_flatten(output)
@@ -220,6 +222,8 @@ class ReuseProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if _has_parts(types):
+            return NotImplemented
         if not _is_product(func) or is_running_again():
             return func(*args, **(kwargs or {}))
         segment, position = self._segments, self._segments.position
@@ -237,6 +241,11 @@ class ReuseProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
             generator.set_state(state)
         leaves = [leaf.restore(self._backend) if isinstance(leaf, SavedTensor) else leaf for leaf in product.leaves]
         return tree_unflatten(leaves, product.structure)
+
+
+def _has_parts(types: Any) -> bool:
+    """Return whether a class of tensors runs other operators instead, on its parts, as those of ``torchao`` do."""
+    return any(map(is_traceable_wrapper_subclass_type, types))
 
 
 def _is_product(function: Any) -> bool:

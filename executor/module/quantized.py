@@ -7,7 +7,9 @@ import torch
 from torch import nn
 
 from executor.callbacks import replace_attribute
+from executor.distributed.shards import BindingError
 from executor.packed import StoredParameter
+from planner.graph import Gemm, Unit
 
 
 class _FrozenProjection(torch.autograd.Function):
@@ -33,6 +35,39 @@ class _FrozenProjection(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         gradient = gradient.reshape(-1, gradient.shape[-1]).to(ctx.dtype)
         return ctx.backward_of(ctx.module, gradient).view(ctx.shape), None, None, None
+
+
+def is_float8(module: nn.Module) -> bool:
+    """Return whether a module is a linear layer of ``torchao`` whose products are in fp8.
+
+    Its weight is a parameter like any other. Each product casts it, with a scale from the largest value of the whole.
+    """
+    kind = type(module)
+    return kind.__name__ == "Float8Linear" and kind.__module__.startswith("torchao.")
+
+
+def check_products(model: nn.Module, units: tuple[Unit, ...]) -> None:
+    """Check that linear layers multiply in fp8 exactly where the plan says so.
+
+    Raises:
+        BindingError: one does not; says which, and what to do.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    layers: dict[str, Any] = {names[id(m.weight)]: m for m in model.modules() if isinstance(m, nn.Linear)}
+    for operator in (operator for unit in units for operator in unit.operators):
+        for name in operator.parameter_names:
+            if (layer := layers.get(name)) is None:
+                continue
+            shape, given = tuple(layer.weight.shape), is_float8(layer) and not layer.config.emulate
+            planned = {k.fp8 for k in operator.forward if isinstance(k, Gemm) and (k.n, k.k) == shape}
+            if planned == {not given}:
+                raise BindingError(
+                    f"{name} belongs to a {type(layer).__name__}, which multiplies in fp8, but the plan does not; plan "
+                    "with --products fp8, or give ullage.prepare a batch instead of a plan"
+                    if given
+                    else f"the plan multiplies {name} in fp8, but it belongs to a {type(layer).__name__}; convert the "
+                    "model with torchao.float8.convert_to_float8_training, or plan without --products fp8"
+                )
 
 
 def bind_quantized(model: nn.Module) -> list[Callable[[], None]]:

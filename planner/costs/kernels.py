@@ -119,7 +119,9 @@ class KernelCosts:
 def no_products(profile: HardwareProfile, dtype: ProductType) -> str:
     """Return the error that a machine's profile has no products of a type."""
     has = ", ".join(profile.device.gemm)
-    remedy = "leave out --products fp8, or choose hardware that has them" if dtype == "fp8" else "choose another type"
+    remedy = "choose another type"
+    if dtype == "fp8":
+        remedy = "leave out --products fp8 and torchao's convert_to_float8_training, or choose hardware that has them"
     return (
         f"profile {profile.name} says nothing about products in {dtype}: its device.gemm has {has}; {remedy}, or "
         "measure them with `ullage calibrate`"

@@ -113,6 +113,7 @@ class Task:
     group_sizes: tuple[int, ...] = ()  # micro-batches of each iteration; as many as planned if it is empty
     shapes: tuple[tuple[int, int], ...] = ()  # samples and tokens of micro-batches in turn; as planned if it is empty
     frozen: frozenset[str] = frozenset()  # parameters that are planned as frozen
+    products: str = ""  # a recipe of torchao for products in fp8, of all linear layers
 
 
 def make_model(task: Task) -> torch.nn.Module:
@@ -126,6 +127,10 @@ def make_model(task: Task) -> torch.nn.Module:
                     parameter.add_(0.1 * torch.randn_like(parameter))
     for name in task.frozen:
         model.get_parameter(name).requires_grad_(False)
+    if task.products:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # noqa: PLC0415 - takes a second
+
+        convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name(task.products))
     return model.to(task.dtype).train()
 
 
@@ -137,16 +142,17 @@ def model_units(family: str, dtype: torch.dtype = torch.bfloat16, **degrees: int
 
 
 @functools.cache
-def units_with_frozen(family: str, dtype: torch.dtype, frozen: frozenset[str]):
-    """Return the units of a model of which some parameters are frozen, as its capture finds them."""
+def captured_units(family: str, dtype: torch.dtype, frozen: frozenset[str], products: str):
+    """Return the units of a model as its capture finds them."""
     inputs = [f"{name}={MICRO_BATCH}x{SEQ_LEN}:int64" for name in ("input_ids", "labels")]
-    captured = capture_module(make_model(Task(family, dtype, frozen=frozen)), inputs, PRECISION[dtype])
+    model = make_model(Task(family, dtype, frozen=frozen, products=products))
+    captured = capture_module(model, inputs, PRECISION[dtype])
     return units(build_graph(captured, Batch(MICRO_BATCH, SEQ_LEN, dtype.itemsize)))
 
 
 def units_of(task: "Task", decisions: Decisions | None = None):
-    if task.frozen:
-        return units_with_frozen(task.family, task.dtype, task.frozen)
+    if task.frozen or task.products:
+        return captured_units(task.family, task.dtype, task.frozen, task.products)
     degrees = {name: getattr(decisions, name, 1) for name in DEGREES}
     return model_units(task.family, task.dtype, **degrees)
 

@@ -49,7 +49,7 @@ def kernels_of(function: Any, args: Sequence[Any], kwargs: dict[str, Any], outpu
         UnsupportedOperatorError: the cost of the operator is not known.
     """
     name = function.overloadpacket.__name__
-    if function.namespace == "prim" or function.is_view or name in _FREE:
+    if function.namespace == "prim" or name in _FREE or (function.is_view and not _is_copy(args, output)):
         return ()
     if (rule := _PRODUCTS.get(name)) is not None:
         return rule(args, kwargs, output)
@@ -63,6 +63,13 @@ def kernels_of(function: Any, args: Sequence[Any], kwargs: dict[str, Any], outpu
     read = [_num_bytes(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     written = [_num_bytes(leaf) for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
     return tuple(Elementwise(num_bytes) for num_bytes in _passes(name, args, read, written) if num_bytes)
+
+
+def _is_copy(args: Sequence[Any], output: Any) -> bool:
+    """Return whether an operator that makes a view where it can, such as ``contiguous``, has copied its argument."""
+    storages = {leaf.untyped_storage()._cdata for leaf in tree_leaves(args) if isinstance(leaf, Tensor)}
+    results = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+    return any(result.untyped_storage()._cdata not in storages for result in results)
 
 
 def _passes(name: str, args: Sequence[Any], read: list[int], written: list[int]) -> list[int]:
@@ -100,6 +107,11 @@ def _product(args: Sequence[Any], _kwargs: dict[str, Any], _output: Any) -> Kern
 
 def _added_product(args: Sequence[Any], kwargs: dict[str, Any], output: Any) -> Kernels:
     return _product(args[1:3], kwargs, output)
+
+
+def _narrow_product(args: Sequence[Any], _kwargs: dict[str, Any], _output: Any) -> Kernels:
+    """Return a product of matrices in fp8."""
+    return (Gemm(args[0].shape[0], args[1].shape[1], args[0].shape[1], fp8=True),)
 
 
 def _grouped_product(args: Sequence[Any], _kwargs: dict[str, Any], _output: Any) -> Kernels:
@@ -186,6 +198,7 @@ _PRODUCTS: dict[str, Callable[[Sequence[Any], dict[str, Any], Any], Kernels]] = 
     "bmm": _product,
     "addmm": _added_product,
     "baddbmm": _added_product,
+    "_scaled_mm": _narrow_product,
     "_grouped_mm": _grouped_product,
     "linalg_solve_triangular": _triangular_solve,
     "_linalg_solve_ex": _solve,

@@ -79,6 +79,8 @@ class OperatorChecks:
         """
         if function in _PUTS and any(index is not None and index.dtype is torch.bool for index in args[1]):
             return  # the number of values depends on the values of the mask
+        if self._as_on_gpu and function.overloadpacket is torch.ops.aten._scaled_mm:
+            _check_narrow(args[0].shape, args[1].shape)
         leaves, spec = tree_flatten((args, kwargs))
         likes = [
             _Like(leaf.dtype, tuple(leaf.shape), leaf.stride()) if isinstance(leaf, Tensor) else leaf for leaf in leaves
@@ -101,6 +103,15 @@ class OperatorChecks:
         raise RefusedOperatorError(
             f"{call} does not run: {refusal.text}; give its operands types that it takes "
             "(--input-shape SHAPE:TYPE for an input, .to(...) in the module)"
+        )
+
+
+def _check_narrow(one: torch.Size, other: torch.Size) -> None:
+    """Check the sizes of a product in fp8 on a GPU; CPUs have no such rule."""
+    if any(size % _GRAIN for size in (one[1], *other)):
+        raise RefusedOperatorError(
+            f"a product in fp8 of {list(one)} and {list(other)} does not run on a GPU, which needs multiples of "
+            f"{_GRAIN}; leave the layer out with module_filter_fn, or give it such sizes and numbers of tokens"
         )
 
 

@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 
 from executor.callbacks import hook_target
@@ -213,8 +213,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._fakes.know(tensor, known[number])
 
     def __torch_dispatch__(
-        self, func: Any, _types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if any(map(is_traceable_wrapper_subclass_type, types)):
+            return NotImplemented  # the class, such as one of torchao, runs operators on its parts, which come here
         kwargs = kwargs or {}
         if func.overloadpacket.__name__ == "gemm_4bit":
             with self:

@@ -17,6 +17,7 @@ from training import (
     reference,
     train,
     uniform,
+    units_of,
     weights,
 )
 
@@ -39,8 +40,8 @@ def in_memory(task, backend, choose):
     """Return what training in memory gives, with the same modules compiled: not those whose activations leave."""
     model = make_model(task)
     decided = decide(task, choose).units
-    units = tuple(unit for unit in model_units(task.family) if not decided[unit.name].offloads)
-    for module in compiled_modules(model, units, unit_modules(model, model_units(task.family))):
+    units = tuple(unit for unit in units_of(task) if not decided[unit.name].offloads)
+    for module in compiled_modules(model, units, unit_modules(model, units_of(task))):
         module.forward = compile_module(module, "", backend)
     return train(task, model, ReferenceOptimizer(make_optimizer(task, model))), weights(model)
 
@@ -74,6 +75,12 @@ def test_compiled_blocks_give_the_bits_of_the_same_in_memory(family, num_graphs,
     assert set(graphs) == {graphs[0]}, "nothing is compiled again"
     assert not counters["graph_break"], "and nothing interrupts what is compiled"
     assert_same(got, in_memory(task, PLAIN, choose))
+
+
+def test_compiled_products_in_fp8_give_the_bits_of_the_same_in_memory():
+    task = Task("llama", iterations=2, products="tensorwise")
+    choose = uniform("host", "cpu", "recompute")
+    assert_same(executed(task, choose, PLAIN), in_memory(task, PLAIN, choose))
 
 
 def test_losses_are_those_of_training_that_is_not_compiled():

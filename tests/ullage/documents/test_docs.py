@@ -27,7 +27,7 @@ TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
 TRAINING = [
     ROOT / "docs" / "howto" / name for name in ("train.md", "restrictions.md", "weights.md", "data.md")
 ]  # one goes on from the other
-ALONE = [[ROOT / "docs" / "howto" / name] for name in ("models.md", "adapters.md")]
+ALONE = [[ROOT / "docs" / "howto" / name] for name in ("models.md", "adapters.md", "fp8.md")]
 SOURCE_LINK = re.compile(r"\[`([^`]+)`\]\(((?:\.\./)+[^)]+\.py)\)")
 LINK = re.compile(r"\]\((?!https?://|#)([^)#]+)(?:#[^)]*)?\)")
 
