@@ -33,6 +33,12 @@ def test_any_plan_gives_the_bits_of_training_in_memory(plan: tuple[Task, Decisio
     assert_same(planned(task, decisions, abs(seed)), reference(task))
 
 
+def test_frozen_layers_pass_gradients_on() -> None:
+    frozen = frozenset({"model.layers.0.self_attn.q_proj.weight", "model.layers.1.mlp.down_proj.weight"})
+    task = Task("llama", iterations=2, frozen=frozen, products="tensorwise")
+    assert_same(planned(task, decide(task, mixed)), reference(task))
+
+
 @pytest.mark.parametrize(("zero_stage", "choose"), [(3, mixed), (2, uniform("gpu", "cpu", "recompute"))])
 def test_ranks_have_scales_of_their_own_activations(processes: Any, zero_stage: int, choose: Any) -> None:
     """As under ``DistributedDataParallel``; their weights are the same, so that these have the same scales."""
