@@ -105,14 +105,17 @@ def draw_growth() -> None:
 
 
 def draw_loss_curves() -> None:
-    """Draw the loss of training with fp32 state and with narrow moments, for each seed."""
+    """Draw the loss of training with fp32 state and with narrow state, for each seed; without an fp32 copy dashed."""
     rows = json.loads(LOSSES.read_text(encoding="utf-8"))["rows"]
     seeds = list(dict.fromkeys(row["seed"] for row in rows))
     figure, panels = plt.subplots(1, len(seeds), figsize=(9, 3), sharey=True, layout="constrained")
+    colour_of = {"adamw": "first", "adamw-bf16": "second", "adamw-8bit": "third"}
     for axes, seed in zip(panels, seeds, strict=True):
-        for row, colour in zip((r for r in rows if r["seed"] == seed), ("first", "second", "third"), strict=True):
+        for row in (row for row in rows if row["seed"] == seed):
             iterations = [10 * i + 5 for i in range(len(row["curve"]))]
-            axes.plot(iterations, row["curve"], color=COLOUR[colour], lw=1, label=row["optimizer"])
+            name, *master = row["optimizer"].split()
+            style = {"color": COLOUR[colour_of[name]], "ls": "--" if master else "-"}
+            axes.plot(iterations, row["curve"], lw=1, label=row["optimizer"], **style)
         axes.set_title(f"seed {seed}", fontsize=10)
         axes.set_xlabel("iterations")
         axes.grid(alpha=0.3)

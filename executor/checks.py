@@ -3,14 +3,15 @@
 from collections.abc import Mapping
 from typing import Any
 
+from executor.optimizer.reference import ROUNDS, rounds
 from executor.optimizer.table import OptimizerEntry
 from planner.decisions import Decisions
 from planner.graph import Unit
 from planner.optimizers import is_hidden_matrix
 
 
-def check_decisions(decisions: Decisions, entry: OptimizerEntry) -> None:
-    """Check that decisions can be executed with an optimizer.
+def check_decisions(decisions: Decisions, entry: OptimizerEntry, groups: list[dict[str, Any]]) -> None:
+    """Check that decisions can be executed with an optimizer and its groups.
 
     Raises:
         ValueError: they cannot; the error states the reason and the remedy.
@@ -37,6 +38,13 @@ def check_decisions(decisions: Decisions, entry: OptimizerEntry) -> None:
             f"policy {decisions.policy} models another engine, which can be simulated but not executed: plan again, or "
             "set gradient_path to 'once', host_update to 'fused' and pinned_reads to true, and leave out module_hooks, "
             "loop, device_buffer_bytes, max_prefetch_params and max_reuse_params"
+        )
+    in_bf16, planned = decisions.precision.weights == "bf16", decisions.precision.master == "bf16"
+    if in_bf16 and any(rounds(group) is not planned for group in groups):
+        raise ValueError(
+            f"the plan's master copy is {'bf16' if planned else 'fp32'}, but {ROUNDS} is {not planned} in a group of "
+            f"the optimizer; make {entry.torch_class.__name__} with {ROUNDS}={planned}, or plan "
+            f"{'without' if planned else 'with'} --master bf16"
         )
 
 

@@ -21,6 +21,7 @@ from executor.memory.units import ParameterState, UnitState
 from executor.module.guards import check_kinds, check_plain, check_unprepared
 from executor.optimizer.blocks import spread
 from executor.optimizer.passes import cut
+from executor.optimizer.reference import ROUNDS
 from executor.optimizer.table import OptimizerEntry, entry_of
 from executor.options import SessionOptions
 from executor.session import Session
@@ -196,8 +197,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state on the host, in the given optimizer's format and data types.
 
-        If weights are bf16, each parameter also has its float32 ``master``. The call waits for updates. All ranks call
-        it together, and each gets the whole state.
+        If master copies are not weights, each parameter has its float32 ``master`` too. The call waits for updates. All
+        ranks call it together, and each gets the whole state.
 
         Raises:
             OutOfOrderError: in the middle of an iteration, or the session is closed.
@@ -219,7 +220,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state that was returned by :meth:`state_dict` of this class or of the given optimizer's class.
 
-        If there is no ``master``, the model's weights become the master copy. Every rank passes the whole state.
+        If there is no ``master``, weights become the master copy, as planned. Every rank passes the whole state.
 
         Raises:
             ValueError: the groups differ from this optimizer's in number or size.
@@ -240,7 +241,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             }
         )
         for group, their in zip(self.param_groups, theirs, strict=True):
-            group.update({k: v for k, v in their.items() if k != "params"})
+            group.update({k: v for k, v in their.items() if k not in {"params", ROUNDS}})
 
     def switch_plan(self, config: ExecutionConfig, folder: Path) -> int:
         """Switch to another plan between two iterations, and keep weights and state.
@@ -258,7 +259,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             OutOfOrderError: in the middle of an iteration.
             StorageError: there is no room for the file.
         """
-        check_decisions(config.decisions, self.entry)
+        check_decisions(config.decisions, self.entry, self.param_groups)
         now, then = (dataclasses.asdict(one.decisions.degrees) for one in (self._config, config))
         if different := next((name for name in now if now[name] != then[name]), None):
             raise ValueError(
@@ -335,7 +336,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     @property
     def _keeps_master(self) -> bool:
         """Whether there are master copies beside the weights."""
-        return self._config.decisions.precision.weights == "bf16"
+        return not self._config.decisions.precision.master_is_weight
 
     def _keys(self, kind: Optimizer) -> tuple[str, ...]:
         """Return the names of a parameter's saved state: the master copy (if any), then the optimizer's buffers."""

@@ -74,7 +74,7 @@ class Session:
         decisions: Decisions,
         options: SessionOptions,
     ) -> None:
-        check_decisions(decisions, entry)
+        check_decisions(decisions, entry, groups)
         check_units(decisions, units)
         check_products(model, units)
         self.model = model
@@ -112,9 +112,14 @@ class Session:
             )
             self.runtime.state.absent |= absent.buffers
             self.schedule = self.runtime.loop.schedule
-            bf16 = decisions.precision.weights == "bf16"
+            precision, kinds = decisions.precision, {2: np.uint16, 4: np.float32}
             for group in groups:  # else the first update would compile the kernels
-                entry.warm_up(np.uint16 if bf16 else np.float32, group, writes_bf16=bf16)
+                entry.warm_up(
+                    kinds[precision.gradient_bytes],
+                    group,
+                    writes_bf16=not precision.master_is_weight,
+                    master_dtype=kinds[precision.master_bytes],
+                )
             self.access = StateAccess(model, self.runtime, units)
             self._parking = Parking(model, self.runtime, self.access, options.link_bytes_per_s)
             self.driver = driver = IterationDriver(

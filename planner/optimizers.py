@@ -41,8 +41,11 @@ class OptimizerState:
         num_buffers: values per parameter in addition to the master copy, without scales.
         others: the optimizer of all parameters that are no hidden matrices [Note: Hidden matrices]; ``None`` if this
             one takes all.
-        buffer_bytes: of one value beside the master copy, which is fp32.
+        buffer_bytes: of one value beside the master copy.
+        master_bytes: of one value of the master copy.
         block_params: parameters that share one fp32 scale for each of these values [Note: Blocks]; 0 without scales.
+        rounded: the same with a master copy in bf16, which is the weight itself and is rounded stochastically; ``None``
+            if it only has one in fp32.
         wide: the optimizer that has the same buffers in fp32; ``None`` if this one does.
         gpu_update_bytes: what an update on a GPU moves per parameter, if it is made of torch's operators because no
             fused kernel does it [Note: Operators]; ``None`` for about as much as state, gradient and weight are.
@@ -56,7 +59,9 @@ class OptimizerState:
     num_buffers: int
     others: Optimizer | None = None
     buffer_bytes: int = 4
+    master_bytes: int = 4
     block_params: int = 0
+    rounded: "OptimizerState | None" = None
     wide: Optimizer | None = None
     gpu_update_bytes: int | None = None
     gpu_scratch_bytes: int = 0
@@ -80,8 +85,8 @@ class OptimizerState:
 
     @property
     def state_bytes_per_param(self) -> float:
-        """Bytes of an fp32 master copy, and of buffers."""
-        return 4 + self.buffer_bytes_per_param
+        """Bytes of a master copy, and of buffers."""
+        return self.master_bytes + self.buffer_bytes_per_param
 
     def scratch_bytes(self, num_params: int) -> int:
         """Return what an update of so many parameters on a GPU holds beside state and gradient."""
@@ -92,25 +97,39 @@ class OptimizerState:
         return value_bytes * (1 + self.num_buffers)
 
 
+def _rounding(row: OptimizerState, *, gpu_update_bytes: int, host_core_s: float) -> OptimizerState:
+    """Return a row that may have a master copy in bf16, at other costs of an update."""
+    rounded = dataclasses.replace(row, master_bytes=2, gpu_update_bytes=gpu_update_bytes, host_core_s=host_core_s)
+    return dataclasses.replace(row, rounded=rounded)
+
+
 OPTIMIZERS: Final[Mapping[Optimizer, OptimizerState]] = {
     "adamw": OptimizerState("AdamW", 2),
-    "adamw-bf16": OptimizerState(
-        "AdamW with bf16 moments",
-        2,
-        buffer_bytes=2,
-        wide="adamw",
-        gpu_update_bytes=380,
-        gpu_scratch_bytes=24,
-        host_core_s=1.25e-9,
+    "adamw-bf16": _rounding(
+        OptimizerState(
+            "AdamW with bf16 moments",
+            2,
+            buffer_bytes=2,
+            wide="adamw",
+            gpu_update_bytes=380,
+            gpu_scratch_bytes=24,
+            host_core_s=1.25e-9,
+        ),
+        gpu_update_bytes=548,
+        host_core_s=1.5e-9,
     ),
-    "adamw-8bit": OptimizerState(
-        "AdamW with 8-bit moments",
-        2,
-        buffer_bytes=1,
-        block_params=256,
-        wide="adamw",
-        gpu_update_bytes=272,
-        gpu_scratch_bytes=24,
+    "adamw-8bit": _rounding(
+        OptimizerState(
+            "AdamW with 8-bit moments",
+            2,
+            buffer_bytes=1,
+            block_params=256,
+            wide="adamw",
+            gpu_update_bytes=272,
+            gpu_scratch_bytes=24,
+            host_core_s=1.8e-9,
+        ),
+        gpu_update_bytes=440,
         host_core_s=1.8e-9,
     ),
     "sgd": OptimizerState("SGD with momentum", 1),

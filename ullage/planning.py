@@ -46,7 +46,8 @@ def plan(
             ``ullage calibrate`` wrote for this machine, or else ``"a100-80"``.
         gpus: devices to train on; they fill one node after another. Default: one.
         precision: type of weights and gradients. Default: that of a captured model; for other models bf16, or fp32 on a
-            device that multiplies fp32 more than twice as fast.
+            device that multiplies fp32 more than twice as fast. ``Precision(weights="bf16", master="bf16")``: the
+            weight is the optimizer's master copy.
         products: ``"fp8"``: linear layers of hidden layers multiply in fp8, on a device that can. Default: in the type
             of weights.
         budget_s: time limit of the search in seconds; by default a few seconds.

@@ -60,16 +60,19 @@ def our_route(
     kernel: Callable[..., object] = adamw_step,
     params: Any = PARAMS,
     buffers: Sequence[Any] | None = None,
+    rounds: bool = False,
 ) -> Route:
     """Return a call that takes one step with our kernel; in place, the last weights are the next gradient.
 
-    Without ``buffers``, they are moments in fp32.
+    Without ``buffers``, they are moments in fp32. If it ``rounds``, the master copy is bf16, and is the weight.
     """
     rng = np.random.default_rng(0)
-    master = rng.standard_normal(num_params, np.float32)
+    master: Any = rng.standard_normal(num_params, np.float32)
+    if rounds:
+        master = torch.from_numpy(master).bfloat16().view(torch.uint16).numpy()
     state = (master, *(np.zeros((2, num_params), np.float32) if buffers is None else buffers))
     grad = torch.from_numpy(rng.standard_normal(num_params, np.float32)).bfloat16().view(torch.uint16).numpy()
-    weight = grad if in_place else np.zeros(num_params, np.uint16)
+    weight = None if rounds else grad if in_place else np.zeros(num_params, np.uint16)
     step = 0
 
     def run() -> None:

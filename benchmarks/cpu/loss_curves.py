@@ -1,10 +1,10 @@
-"""Does training with narrow moments learn as training with fp32 state does? 1,000 iterations of a small Llama each.
+"""Does training with narrow state learn as training with fp32 state does? 1,000 iterations of a small Llama each.
 
     python benchmarks/cpu/loss_curves.py
 
 The same plans, weights and batches of the built-in text with each optimizer, three seeds of each. The plan offloads a
 part of the state, so updates run on the device and on the CPU. Losses are of training batches, averaged over ten
-iterations.
+iterations. ``--optimizers`` trains with some of them, and keeps what the result file has of the others.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from benchmarks.demo import output_of
 from benchmarks.origin import origin, write_result
 from planner.plan.document import describe, load_plan
 
-OPTIMIZERS = ("adamw", "adamw-bf16", "adamw-8bit")
+OPTIMIZERS = ("adamw", "adamw-bf16", "adamw-8bit", "adamw-bf16 --master bf16", "adamw-8bit --master bf16")
 MODEL = {
     "model_type": "llama",
     "hidden_size": 128,
@@ -40,7 +40,7 @@ def trained(
     """Plan and train; return the loss of each iteration, and where the plan updates."""
     model, plan = folder / "model.json", folder / "plan.json"
     model.write_text(json.dumps(MODEL), encoding="utf-8")
-    options = [*SETTING, "--device-memory", device_memory, "--optimizer", optimizer]
+    options = [*SETTING, "--device-memory", device_memory, "--optimizer", *optimizer.split()]
     output_of("plan", "--model", str(model), *options, "--output", str(plan))
     run = ["--iterations", str(num_iterations), "--seed", str(seed), "--output-dir", str(folder)]
     losses: list[float] = output_of("execute", str(plan), *run, "--allow-other-machine")["losses"]
@@ -55,11 +55,15 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=1000)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--device-memory", default="14MB")
+    parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=OPTIMIZERS)
     arguments = parser.parse_args()
     began = origin("torch", "transformers", "numba", "numpy")
     rows: list[dict[str, Any]] = []
+    if kept := set(OPTIMIZERS) - set(arguments.optimizers):
+        rows = json.loads(arguments.output.read_text(encoding="utf-8"))["rows"]
+        rows = [row for row in rows if row["optimizer"] in kept and row["seed"] in arguments.seeds]
     for seed in arguments.seeds:
-        for optimizer in OPTIMIZERS:
+        for optimizer in arguments.optimizers:
             with tempfile.TemporaryDirectory() as temporary:
                 found = trained(Path(temporary), optimizer, seed, arguments.device_memory, arguments.iterations)
             losses, placement = found
@@ -68,6 +72,7 @@ def main() -> None:
             print(f"seed {seed}, {optimizer}: first {losses[0]:.4f}, mean of the last {LAST} {last:.4f}", flush=True)
             row = {"optimizer": optimizer, "seed": seed, "placement": placement, "first": losses[0], "last": last}
             rows.append(row | {"curve": [round(loss, 5) for loss in tens]})
+    rows.sort(key=lambda row: (row["seed"], OPTIMIZERS.index(row["optimizer"])))
     last_of = {name: [row["last"] for row in rows if row["optimizer"] == name] for name in OPTIMIZERS}
     wide = last_of["adamw"]
     result = {

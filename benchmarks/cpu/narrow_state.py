@@ -4,10 +4,11 @@
 
 As ``benchmarks/cpu/adamw.py``: all routes run in one process and take turns, ratios are medians of the rounds' ratios,
 gradients and weights are bf16. With fp32 state an update moves 28 bytes a parameter, with bf16 moments 20, and with
-8-bit ones 16. A ratio to the copy is that of bytes per second.
+8-bit ones 16. Where the master copy is bf16, and so the weight itself, it is 6 less. A ratio to the copy is that of
+bytes per second.
 
-``bitsandbytes`` is its ``AdamW8bit`` on bf16 weights, which keeps no master copy: it moves 8 bytes a parameter, in
-several passes. Left out where it is not installed.
+``bitsandbytes`` is its ``AdamW8bit`` on bf16 weights, which keeps no master copy and rounds to the nearest: it moves 8
+bytes a parameter, in several passes. Left out where it is not installed.
 """
 
 import argparse
@@ -23,19 +24,22 @@ import torch
 from benchmarks.cpu.adamw import COPIES, PARAMS, Route, copy_routes, our_route, set_threads, time_s
 from benchmarks.origin import origin, write_result
 from executor.optimizer import BYTES_PER_PARAM, WorkerTeam, adamw_8bit, adamw_bf16
+from executor.optimizer.adamw import SeededAdamWParams
 
+ROUNDED = " --master bf16"
+_LESS = 6  # bytes per parameter, where the master copy is bf16
 GOALS = {"of_copy": 0.9, "over_wide": 1.0}
 BITSANDBYTES = "bitsandbytes"
 KERNELS: dict[str, tuple[Callable[..., object], Any, float, Callable[[int], list[Any]]]] = {
     "adamw-bf16": (
         adamw_bf16.adamw_bf16_step,
-        adamw_bf16.AdamWBf16Params(PARAMS.lr),
+        SeededAdamWParams(PARAMS.lr),
         adamw_bf16.BYTES_PER_PARAM,
         lambda count: [np.zeros(count, np.uint16) for _ in range(2)],
     ),
     "adamw-8bit": (
         adamw_8bit.adamw_8bit_step,
-        PARAMS,
+        SeededAdamWParams(PARAMS.lr),
         adamw_8bit.BYTES_PER_PARAM,
         lambda count: [
             np.zeros(size, kind) for size, kind in ((count, np.uint8), (count // 256, np.float32)) for _ in "mv"
@@ -47,8 +51,9 @@ KERNELS: dict[str, tuple[Callable[..., object], Any, float, Callable[[int], list
 
 def narrow_route(name: str, num_params: int, team: WorkerTeam) -> Route:
     """Return a call that takes one step with narrow moments."""
-    step, params, _, buffers = KERNELS[name]
-    return our_route(num_params, team, in_place=False, kernel=step, params=params, buffers=buffers(num_params))
+    step, params, _, buffers = KERNELS[name.removesuffix(ROUNDED)]
+    given = {"kernel": step, "params": params, "buffers": buffers(num_params), "rounds": name.endswith(ROUNDED)}
+    return our_route(num_params, team, in_place=False, **given)
 
 
 def bitsandbytes_route(num_params: int) -> Route:
@@ -65,7 +70,8 @@ def measure(num_params: int, num_threads: int, num_repeats: int) -> list[dict[st
     """Time every route, in turns, and return medians and ratios of each kernel."""
     set_threads(num_threads)
     with WorkerTeam(num_threads) as team:
-        routes = {name: narrow_route(name, num_params, team) for name in KERNELS}
+        names = [name + master for master in ("", ROUNDED) for name in KERNELS]
+        routes = {name: narrow_route(name, num_params, team) for name in names}
         routes |= {"wide": our_route(num_params, team, in_place=False), **copy_routes(num_params, team)}
         if importlib.util.find_spec(BITSANDBYTES):
             routes[BITSANDBYTES] = bitsandbytes_route(num_params)
@@ -73,7 +79,8 @@ def measure(num_params: int, num_threads: int, num_repeats: int) -> list[dict[st
     rounds = [r | {"copy": min(r[name] for name in COPIES)} for r in rounds[1:]]  # the first touches pages
     median_s = {name: statistics.median(r[name] for r in rounds) for name in rounds[0]}
     results = []
-    for name, (_, _, num_bytes, _) in KERNELS.items():
+    for name in names:
+        num_bytes = KERNELS[name.removesuffix(ROUNDED)][2] - _LESS * name.endswith(ROUNDED)
         of_copy = num_bytes / BYTES_PER_PARAM
         result = {
             "optimizer": name,
@@ -84,7 +91,7 @@ def measure(num_params: int, num_threads: int, num_repeats: int) -> list[dict[st
             "wide_of_copy": statistics.median(r["copy"] / r["wide"] for r in rounds),
             "over_wide": statistics.median(r["wide"] / r[name] for r in rounds),
         }
-        if BITSANDBYTES in routes and name == "adamw-8bit":
+        if BITSANDBYTES in routes and name.startswith("adamw-8bit"):
             result["over_bitsandbytes"] = statistics.median(r[BITSANDBYTES] / r[name] for r in rounds)
         results.append(result | {"median_s": {each: median_s[each] for each in (name, "wide", "copy")}})
     return results

@@ -15,7 +15,7 @@ Key = tuple[str, int]
 MODEL_FOLDER: Final = "model"
 OPTIMIZER_FOLDER: Final = "optimizer"
 MASTER: Final = "master"
-"""The first tensor of every piece's state: the weights, in float32."""
+"""The first tensor of every piece's state: the weights, as the optimizer keeps them."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

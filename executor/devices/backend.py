@@ -86,7 +86,8 @@ class Backend(Protocol):
         """Take one optimizer step on the device.
 
         Args:
-            state: master copy, the optimizer's buffers, and the target of new bf16 weights, if there is one.
+            state: master copy, the optimizer's buffers, and the target of new bf16 weights, if the master copy is not
+                the weight.
             gradients: consecutive parts of the gradient.
             rule: the optimizer and its hyper-parameters.
             step: number of this step, from 1.

@@ -259,7 +259,7 @@ def update_on_device(
     num_params = rule.chunk_params(_CHUNK_PARAMS)
     for begin in range(0, len(master), num_params):
         chunk = cut(state, begin, min(begin + num_params, len(master)))
-        scaled = torch.empty_like(chunk[0])
+        scaled = torch.empty_like(chunk[0], dtype=torch.float32)
         _scale_into(scaled, gradients, begin, factor)
         rule.entry.device(chunk[0], tuple(chunk[1:count]), scaled, rule.at(begin).params, step)
         for weight in chunk[count:]:

@@ -1,7 +1,7 @@
 """State on NVMe, and the host buffers for reading and writing it.
 
 [Note: Records] The file of optimizer state has one record per piece. If parameters are on NVMe too, the record begins
-with the piece's weights. In float32 this holds anyway, because the master copy is the weight. So an update writes
+with the piece's weights. If the master copy is the weight, as in float32, this holds anyway. So an update writes
 weights and state at once, and a read of parameters reads the beginning of every piece's record. Each part begins at a
 block.
 """
@@ -50,12 +50,14 @@ class _Layout:
         num_params: number of parameters of the piece.
         weight_bytes, state_bytes, gradient_bytes: bytes of each part; 0 if it is missing.
         kind: the optimizer that updates it.
+        master_bytes: bytes of one value of its master copy.
     """
 
     num_params: int
     weight_bytes: int
     state_bytes: int
     kind: Optimizer
+    master_bytes: int
     gradient_bytes: int
 
     @property
@@ -247,6 +249,7 @@ class StoredState:
                 decisions.stored_weight_bytes(key[0]) * piece.num_params,
                 decisions.state_bytes(piece),
                 piece.kind,
+                decisions.precision.master_bytes,
                 gradient_bytes * piece.num_params,
             )
             for key, piece in pieces.items()
@@ -261,7 +264,7 @@ class StoredState:
         what = "the optimizer state"
         sizes_bytes = [layout.record_bytes for layout in layouts.values()]
         file = RecordFile(folder_of(folder, what) / f"optimizer-rank-{rank}.state", sizes_bytes, 2, what)
-        dtype = torch.float32 if decisions.precision.master_is_weight else torch.bfloat16
+        dtype = torch.bfloat16 if decisions.precision.weights == "bf16" else torch.float32
         return cls(layouts, dtype, ring, landing, file, spilled)
 
     @property
@@ -360,7 +363,8 @@ class StoredState:
     def values(self, key: Key) -> list[StoredValues]:
         """Return the tensors of a piece's state as byte ranges of the file, master copy first."""
         layout = self._layouts[key]
-        sizes = [buffer.num_bytes(layout.num_params) for buffer in state_buffers(layout.kind)]
+        buffers = state_buffers(layout.kind, layout.master_bytes)
+        sizes = [buffer.num_bytes(layout.num_params) for buffer in buffers]
         ends = itertools.accumulate(sizes, initial=layout.state_start)
         return [StoredValues(self.file, self._record[key], *ends_of) for ends_of in itertools.pairwise(ends)]
 
@@ -372,7 +376,7 @@ class StoredState:
 
     def _tensors(self, key: Key, buffer: torch.Tensor) -> tuple[torch.Tensor, ...]:
         layout = self._layouts[key]
-        return state_tensors(buffer[layout.state_start :], layout.num_params, layout.kind)
+        return state_tensors(buffer[layout.state_start :], layout.num_params, layout.kind, layout.master_bytes)
 
     def _read(self, key: Key, buffer: torch.Tensor, start: int) -> None:
         if self.file.is_written(self._record[key]):

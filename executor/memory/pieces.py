@@ -2,10 +2,10 @@
 
 [Note: Layout] A unit's parameters form one flat range, in the order of ``Unit.parameters``, without gaps. Its pieces
 are cut from that range. Pieces with state on the host lie one after another in the host's slabs. Pieces with state on
-the device lie in the device's slabs. In float32, if master copy and weight are in one place, they are the same memory.
-In this case the host's slab of master copies also holds the weights of pieces with state on NVMe
-(:mod:`executor.memory.nvme`), so that a fetch is one copy. If parameters are on NVMe too, the host has no copy of them:
-see [Note: Records] there.
+the device lie in the device's slabs. If the master copy has the type of the weights (in float32, or with a master copy
+in bf16) and both are in one place, they are the same memory. In this case the host's slab of master copies also holds
+the weights of pieces with state on NVMe (:mod:`executor.memory.nvme`), so that a fetch is one copy. If parameters are
+on NVMe too, the host has no copy of them: see [Note: Records] there.
 
 [Note: Shards] Under ZeRO the range is padded to equal shards, one per rank, and a rank has the pieces of its own shard.
 Some parameters may have no part in that shard. Padding is at the end of the range, or between parameters that lie whole
@@ -36,6 +36,7 @@ class Piece:
     Attributes:
         index: number within the unit's shard.
         kind: the optimizer that updates it.
+        master_bytes: bytes of one value of its master copy.
         place: the tier of its state, and where it is updated.
         start, stop: range within the unit; the last piece of the last rank may go beyond, see [Note: Shards].
         offset: its beginning in the host's or the device's slab of master copies; -1 on NVMe.
@@ -51,6 +52,7 @@ class Piece:
 
     index: int
     kind: Optimizer
+    master_bytes: int
     place: Place
     start: int
     stop: int
@@ -76,11 +78,11 @@ class Piece:
     @property
     def state_bytes(self) -> int:
         """Bytes of its state."""
-        return sum(buffer.num_bytes(self.num_params) for buffer in state_buffers(self.kind))
+        return sum(buffer.num_bytes(self.num_params) for buffer in state_buffers(self.kind, self.master_bytes))
 
     def state_in(self, memory: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the tensors of its state in uint8 memory, one after another from the beginning."""
-        return state_tensors(memory, self.num_params, self.kind)
+        return state_tensors(memory, self.num_params, self.kind, self.master_bytes)
 
     @property
     def by_host(self) -> bool:
@@ -123,21 +125,20 @@ class StateBuffer:
         return self.dtype.itemsize * self.length(num_params)
 
 
-MASTER_COPY = StateBuffer(torch.float32)
-
-
 @functools.cache
-def state_buffers(optimizer: Optimizer) -> tuple[StateBuffer, ...]:
-    """Return the tensors of an optimizer's state: the master copy, then its buffers."""
+def state_buffers(optimizer: Optimizer, master_bytes: int = 4) -> tuple[StateBuffer, ...]:
+    """Return the tensors of an optimizer's state: the master copy, with so many bytes a value, then its buffers."""
     return (
-        MASTER_COPY,
+        StateBuffer(_DTYPES[master_bytes]),
         *(StateBuffer(_DTYPES[num_bytes], params) for num_bytes, params in OPTIMIZERS[optimizer].buffers),
     )
 
 
-def state_tensors(memory: torch.Tensor, num_params: int, optimizer: Optimizer) -> tuple[torch.Tensor, ...]:
+def state_tensors(
+    memory: torch.Tensor, num_params: int, optimizer: Optimizer, master_bytes: int
+) -> tuple[torch.Tensor, ...]:
     """Return the flat tensors of a piece's state in uint8 memory, one after another from its beginning."""
-    buffers = state_buffers(optimizer)
+    buffers = state_buffers(optimizer, master_bytes)
     ends = itertools.accumulate((buffer.num_bytes(num_params) for buffer in buffers), initial=0)
     return tuple(
         memory[start:stop].view(buffer.dtype)
@@ -168,6 +169,7 @@ def pieces_of(unit: Unit, decisions: Decisions, start: int) -> tuple[Piece, ...]
             Piece(
                 index=index,
                 kind=kind,
+                master_bytes=decisions.precision.master_bytes,
                 place=place,
                 start=start,
                 stop=start + num_params,

@@ -19,7 +19,7 @@ from executor.distributed.shards import ParameterShard, unshard
 from executor.memory.arenas import ALIGNMENT_BYTES, Arena
 from executor.memory.frozen import FrozenParameter, FrozenState, FrozenWeights
 from executor.memory.nvme import StoredState
-from executor.memory.pieces import MASTER_COPY, Part, Piece, StateBuffer, pieces_of, state_buffers
+from executor.memory.pieces import Part, Piece, StateBuffer, pieces_of, state_buffers
 from executor.memory.units import Moments, ParameterState, StateSlot, UnitState
 from planner.decisions import Decisions, Place
 from planner.graph import Unit
@@ -49,6 +49,7 @@ class ModelState:
 
     Attributes:
         dtype: data type of weights.
+        master_copy: the form of master copies.
         absent: names of parameters and buffers that have no values yet.
         units: state of each unit that has parameters, by name.
         by_name: each parameter with its unit, by the name that the unit uses.
@@ -83,9 +84,10 @@ class ModelState:
         self._host = host
         self._ranks = ranks
         kinds = (decisions.optimizer, OPTIMIZERS[decisions.optimizer].others or decisions.optimizer)
-        self._buffers = max(map(state_buffers, kinds), key=len)[1:]
+        master_bytes = decisions.precision.master_bytes
+        self.master_copy, *self._buffers = max((state_buffers(kind, master_bytes) for kind in kinds), key=len)
         written = tuple(written)
-        self._shifts = {buffer: _shifts(units, written, buffer) for buffer in (MASTER_COPY, *self._buffers)}
+        self._shifts = {buffer: _shifts(units, written, buffer) for buffer in (self.master_copy, *self._buffers)}
         assigned = slots(units, decisions)
         self._slots = [
             gpu.take(f"slot {i}", MemoryClass.PARAMETERS, num_params, self.dtype)
@@ -269,7 +271,7 @@ class ModelState:
         weights = self._slots[slot][:padded] if resident is None or self._decisions.gathers(unit) else resident
         own = weights[start : start + shard] if resident is None or resident is weights else resident
         served = None
-        if dtype is torch.bfloat16 and not on_nvme:
+        if not (self._decisions.precision.master_is_weight or on_nvme):
             served = self._host.take(f"{name} weights", MemoryClass.PARAMETERS, num_served, dtype)
         landing = self.stored.landing.get(name, ()) if self.stored else ()
         spilled = self.stored.spilled if self.stored else None
@@ -286,7 +288,9 @@ class ModelState:
             host_weights=served,
             landing=tuple(self._typed(buffer, p) for buffer, p in zip(landing, pieces, strict=False)),
             host=self._take_moments(self._host, name, on_host, num_stored if served is None and not on_nvme else 0),
-            device=self._take_moments(self._gpu, name, on_gpu, keeps_master=dtype is not torch.float32),
+            device=self._take_moments(
+                self._gpu, name, on_gpu, keeps_master=not self._decisions.precision.master_is_weight
+            ),
             host_gradients=self._host.take(f"{name} gradients", MemoryClass.GRADIENTS, num_leaving, dtype),
             spilled={p.index: self._typed(spilled.rooms[name, p.index], p) for p in pieces if spilled and p.spilled},
             frozen=self.frozen.units.get(name),
@@ -335,8 +339,9 @@ class ModelState:
         )
         if num_masters and not keeps_master:
             return Moments(None, buffers)
-        num_bytes_of = {MemoryClass.OPTIMIZER: 4 * num_masters, MemoryClass.PARAMETERS: 4 * num_weights}
-        return Moments(slab("master", num_bytes_of, MASTER_COPY), buffers)
+        counts = {MemoryClass.OPTIMIZER: num_masters, MemoryClass.PARAMETERS: num_weights}
+        num_bytes_of = {held: self.master_copy.num_bytes(count) for held, count in counts.items()}
+        return Moments(slab("master", num_bytes_of, self.master_copy), buffers)
 
 
 def _shifts(units: Iterable[Unit], written: Iterable[str], buffer: StateBuffer) -> Mapping[str, int]:

@@ -98,7 +98,7 @@ class Moments:
     """Slabs of optimizer state on one tier, ``[num_params of that tier that have it]`` each, or their blocks.
 
     Attributes:
-        master: master copies, float32; ``None`` if the weights themselves are the master copies.
+        master: master copies; ``None`` if the weights themselves are the master copies.
         buffers: the optimizer's buffers, in the order of its entry in :mod:`executor.optimizer.table`.
     """
 
@@ -178,7 +178,7 @@ class UnitState:
         return self.group.all_gather_on_host(shard) if self.group is not None and self.is_sharded else shard
 
     def master(self, piece: Piece) -> torch.Tensor:
-        """Return the float32 master copy of a piece."""
+        """Return the master copy of a piece."""
         moments = self.moments(piece)
         if moments.master is None:
             return self.own(piece)

@@ -40,6 +40,24 @@ class AdamWParams:
         check_params(self, not_negative=("lr", "eps", "weight_decay"), fractions=("beta1", "beta2"))
 
 
+@dataclass(frozen=True, slots=True)
+class SeededAdamWParams(AdamWParams):
+    """Hyper-parameters of AdamW, and what random bits depend on.
+
+    Attributes:
+        seed: of the rounding.
+        parameter: the parameter's number in the optimizer.
+        start: position in the parameter of the first value.
+
+    Raises:
+        ValueError: as those of AdamW.
+    """
+
+    seed: int = 0
+    parameter: int = 0
+    start: int = 0
+
+
 def adamw_factors(params: AdamWParams, step: int) -> tuple[np.float32, ...]:
     """Return the factors of :func:`advanced`."""
     return float32s(

@@ -18,13 +18,14 @@ import numpy.typing as npt
 import torch
 from numba import njit
 
-from executor.optimizer.adamw import MOMENTS, AdamWParams, adamw_factors, advanced
+from executor.optimizer.adamw import MOMENTS, AdamWParams, SeededAdamWParams, adamw_factors, advanced
+from executor.optimizer.adamw_bf16 import round_weights_into, seeds_of
 from executor.optimizer.bf16 import bits_of_float32, float32_of_bits
 from executor.optimizer.blocks import LEAST_SCALE, SCALES, SIGNED, UNSIGNED, Table, borders, decoded, encode
-from executor.optimizer.passes import BLOCK, HostStep, as_float32, store_weight
+from executor.optimizer.passes import BLOCK, HostStep, as_float32, store_master, store_weight
 
 BYTES_PER_PARAM: Final = 12 + 2 * 2 + 4 * 4 / BLOCK
-"""Bytes that an update moves with a bf16 gradient and weight."""
+"""Bytes that an update moves with a bf16 gradient and weight, and a master copy in fp32."""
 
 KEYS: Final = (*MOMENTS, *(SCALES[key] for key in MOMENTS))
 """Keys of codes, then of scales, in a parameter's state."""
@@ -72,9 +73,10 @@ def _update(
     exp_avg_sq_scale: Any,
     grad: Any,
     weight_out: Any,
-    grad_scale: Any,
-    factors: Any,
+    rule: Any,
+    start: Any,
 ) -> None:
+    seeds, grad_scale, factors = rule
     ms, vs = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32)
     for block in range(exp_avg_scale.size):
         begin = block * BLOCK
@@ -87,11 +89,11 @@ def _update(
         m_most, v_most = _ZERO, _ZERO
         for i in range(count):
             g = as_float32(grad[begin + i]) * grad_scale
-            p, m, v = advanced(master[begin + i], ms[i], vs[i], g, factors)
+            p, m, v = advanced(as_float32(master[begin + i]), ms[i], vs[i], g, factors)
             m_most = max(m_most, np.uint32(bits_of_float32(m) & ~_SIGN))
             v_most = max(v_most, np.uint32(bits_of_float32(v) & ~_SIGN))
             ms[i], vs[i] = m, v
-            master[begin + i] = p
+            store_master(master, begin + i, p, seeds, start + begin + i)
             store_weight(weight_out, grad, begin + i, p)
         exp_avg_scale[block], exp_avg_sq_scale[block] = float32_of_bits(m_most), float32_of_bits(v_most)
         m_inverse = _ONE / float32_of_bits(max(m_most, _LEAST_BITS))
@@ -102,12 +104,16 @@ def _update(
 
 
 def _kernel_args(params: AdamWParams, step: int, grad_scale: float) -> tuple[object, ...]:
-    return np.float32(grad_scale), adamw_factors(params, step)
+    seeds = seeds_of(params, step) if isinstance(params, SeededAdamWParams) else ()
+    return ((seeds, np.float32(grad_scale), adamw_factors(params, step)),)
 
 
-adamw_8bit_step: Final = HostStep(_update, MOMENTS, _kernel_args, buffer_dtype="uint8", scales=KEYS[2:])
+adamw_8bit_step: Final = HostStep(
+    _update, MOMENTS, _kernel_args, buffer_dtype="uint8", scales=KEYS[2:], seeded=SeededAdamWParams
+)
 """As :data:`executor.optimizer.adamw.adamw_step` with decoupled weight decay; moments are codes (uint8), and their
-scales (float32) one for each block. The first value is the first of a block."""
+scales (float32) one for each block. The first value is the first of a block. With seeds, the master copy may be bf16
+bits (uint16), see [Note: Stochastic rounding] in :mod:`executor.optimizer.adamw_bf16`."""
 
 
 def adamw_8bit_(
@@ -124,6 +130,8 @@ def adamw_8bit_(
     m = decoded(exp_avg, m_scales, SIGNED).mul_(beta1).add_(gradient.mul_(rest1))
     root = scratch.copy_(v.double().sqrt_())  # rounded once: torch's float32 root on a CPU may be a unit off
     moved = torch.mul(m, step_size, out=gradient).div_(root.mul_(root_bias2_inverse).add_(eps))
-    master.mul_(decay).sub_(moved)
+    weight = master.float()  # the same tensor, if the master copy is float32
+    weight.mul_(decay).sub_(moved)
+    round_weights_into(master, weight, (gradient, scratch), params, step)
     encode(m, exp_avg, m_scales, SIGNED)
     encode(v, exp_avg_sq, v_scales, UNSIGNED)

@@ -7,6 +7,7 @@ numba recompiles a cached kernel only if the kernel's own file changes. After an
 of kernels that call these functions.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -15,6 +16,12 @@ from numba import njit, types
 from numba.extending import intrinsic
 
 _QUIET_NAN_BITS: Final = np.uint16(0x7FC0)
+
+MASK: Final = 0xFFFFFFFF
+SPREAD: Final = 0x9E3779B1  # 2**32 over the golden ratio, odd
+MIXERS: Final = (0x85EBCA6B, 0xC2B2AE35)  # of murmur3's finalizer
+_SPREAD32, _MIXER32_1, _MIXER32_2 = (np.uint32(factor) for factor in (SPREAD, *MIXERS))
+_SHIFT13, _SHIFT16 = np.uint32(13), np.uint32(16)
 
 
 def _bit_cast(source: types.Type, target: types.Type) -> Callable[..., Any]:
@@ -71,3 +78,25 @@ def float32_to_bf16_by(value: Any, noise: Any) -> Any:
     if np.isnan(value):
         return _QUIET_NAN_BITS
     return np.uint16(np.uint32(bits_of_float32(value) + noise) >> np.uint32(16))
+
+
+def _mixed(word: int) -> int:
+    """Return murmur3's finalizer of 32 bits."""
+    for shift, factor in zip((16, 13), MIXERS, strict=True):
+        word = ((word ^ word >> shift) * factor) & MASK
+    return word ^ word >> 16
+
+
+@functools.lru_cache(4096)
+def noise_key(*words: int) -> int:
+    """Return the 32 bits with which positions are hashed, a hash of these words of 32 bits, of which order counts."""
+    return functools.reduce(lambda key, word: _mixed((key * SPREAD + (word & MASK) + 1) & MASK), words, 0)
+
+
+@njit(nogil=True, cache=True)
+def noise_at(position: Any, key: Any) -> Any:
+    """Return the 32 random bits of a position (uint32), see [Note: Stochastic rounding]."""
+    bits = np.uint32(np.uint32(position * _SPREAD32) ^ key)
+    bits = np.uint32(np.uint32(bits ^ np.uint32(bits >> _SHIFT16)) * _MIXER32_1)
+    bits = np.uint32(np.uint32(bits ^ np.uint32(bits >> _SHIFT13)) * _MIXER32_2)
+    return np.uint32(bits ^ np.uint32(bits >> _SHIFT16))

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from numba import types
 from numba.extending import overload
 
-from executor.optimizer.bf16 import bf16_to_float32, float32_to_bf16
+from executor.optimizer.bf16 import bf16_to_float32, float32_to_bf16, float32_to_bf16_by, noise_at
 from executor.optimizer.workers import WorkerTeam
 from planner.optimizers import OPTIMIZERS
 
@@ -30,6 +30,7 @@ Bf16Array = npt.NDArray[np.uint16]
 GradientArray = Bf16Array | Float32Array
 BufferArray = npt.NDArray[np.uint8] | Bf16Array | Float32Array
 _Params = TypeVar("_Params")
+_LOW = np.uint32(0xFFFF)
 
 BLOCK: Final = OPTIMIZERS["adamw-8bit"].block_params
 """Parameters that share a scale, see [Note: Blocks] in :mod:`planner.optimizers`."""
@@ -53,7 +54,8 @@ class HostStep(Generic[_Params]):
         has_buffers: whether an optimizer with these hyper-parameters has the buffers.
         buffer_dtype: of the buffers: ``float32``, ``uint16`` for bf16 bits, or ``uint8`` for codes.
         scales: names of float32 state that comes last, with one value for each :data:`BLOCK` parameters.
-        by_position: whether the kernel also takes, last, where its piece begins.
+        seeded: the class of hyper-parameters with seeds. With these the master copy may be bf16 bits, which is the
+            weight itself. A kernel of such a step also takes, last, where its piece begins.
     """
 
     def __init__(
@@ -65,7 +67,7 @@ class HostStep(Generic[_Params]):
         buffer_dtype: str = "float32",
         *,
         scales: tuple[str, ...] = (),
-        by_position: bool = False,
+        seeded: type | None = None,
     ) -> None:
         self._kernel = kernel
         self._names = ("master", *buffers, *scales)
@@ -73,7 +75,7 @@ class HostStep(Generic[_Params]):
         self._has_buffers = has_buffers
         self._dtypes = ("float32", *(buffer_dtype for _ in buffers), *("float32" for _ in scales))
         self._scales = scales
-        self._by_position = by_position
+        self._seeded = seeded
 
     def __call__(
         self,
@@ -88,11 +90,11 @@ class HostStep(Generic[_Params]):
         """Take the step. The bits do not depend on how ``team`` cuts the range: see [Note: Rounding].
 
         Args:
-            state: weights, float32, and then buffers, each ``[num_params]``, updated; no other arrays may overlap.
-                Scales are ``[blocks]``.
+            state: weights, float32 or rounded to bf16 bits (uint16), and then buffers, each ``[num_params]``, updated;
+                no other arrays may overlap. Scales are ``[blocks]``.
             grad: gradient, float32 or bf16 bits (uint16), ``[num_params]``; only read, unless it is ``weight_out`` too.
-            weight_out: where the new weights go as bf16 bits (uint16), ``[num_params]``; ``None`` in float32 training,
-                where the master copy is the weight.
+            weight_out: where the new weights go as bf16 bits (uint16), ``[num_params]``; ``None`` where the master copy
+                is the weight.
             params: hyper-parameters.
             step: which step this is, from 1.
             grad_scale: multiplies the gradient in float32: the clip factor, one over a loss scale, or their product.
@@ -113,7 +115,7 @@ class HostStep(Generic[_Params]):
         grain = BLOCK if self._scales else 1
 
         def update(start: int, stop: int) -> None:
-            position = (start,) if self._by_position else ()
+            position = (grain * start,) if self._seeded else ()
             self._kernel(*cut(arrays, grain * start, min(grain * stop, len(grad))), *args, *position)
 
         num_grains = -(-len(grad) // grain)
@@ -133,12 +135,15 @@ class HostStep(Generic[_Params]):
         for name, dtype, array in zip(self._names, self._dtypes, held, strict=True):
             if array is not None:
                 length = -(-num_params // BLOCK) if name in self._scales else num_params
-                _check_array(name, array, (dtype,), length)
+                rounds = name == self._names[0] and self._seeded is not None and isinstance(params, self._seeded)
+                _check_array(name, array, (dtype, "uint16") if rounds else (dtype,), length)
             elif name == self._names[0] or self._has_buffers(params):
                 raise ValueError(f"the state has no {name}, but {params} needs one; pass it")
         _check_array("grad", grad, ("uint16", "float32"), num_params, written=False)
         if weight_out is not None:
             _check_array("weight_out", weight_out, ("uint16",), num_params)
+            if held[0] is not None and held[0].dtype == np.uint16:
+                raise ValueError("weight_out is given, but a master copy in bf16 is the weight itself; pass None")
 
 
 def _check_array(
@@ -187,7 +192,7 @@ def float32s(*factors: float) -> tuple[np.float32, ...]:
 
 
 def as_float32(bits: Any) -> Any:
-    """Return a gradient element, bf16 bits or float32, as float32. Kernels only: numba takes the overload below."""
+    """Return a value, bf16 bits or float32, as float32. Kernels only: numba takes the overload below."""
     raise NotImplementedError
 
 
@@ -197,6 +202,26 @@ def store_weight(weight_out: Any, grad: Any, i: int, weight: Any) -> None:
     Kernels only, as above.
     """
     raise NotImplementedError
+
+
+def store_master(master: Any, i: int, weight: Any, seeds: Any, position: Any) -> None:
+    """Write a new weight to the master copy: as it is to float32, or rounded stochastically to bf16 bits.
+
+    Kernels only, as above. ``seeds`` begin with the weights' key, then where the piece that has ``position`` begins.
+    """
+    raise NotImplementedError
+
+
+@overload(store_master)
+def _store_master(master: Any, i: Any, weight: Any, seeds: Any, position: Any) -> Any:  # noqa: ARG001 - as it is called
+    def plain(master: Any, i: Any, weight: Any, seeds: Any, position: Any) -> None:  # noqa: ARG001
+        master[i] = weight
+
+    def rounded(master: Any, i: Any, weight: Any, seeds: Any, position: Any) -> None:
+        noise = noise_at(np.uint32(seeds[1] + np.uint32(position)), seeds[0])
+        master[i] = float32_to_bf16_by(weight, np.uint32(noise & _LOW))
+
+    return rounded if master.dtype == types.uint16 else plain
 
 
 @overload(store_weight)

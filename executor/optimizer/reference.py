@@ -2,13 +2,13 @@
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar, final
+from typing import Any, Final, TypeVar, final
 
 import torch
 
-from executor.optimizer.adamw import MOMENTS, AdamWParams
+from executor.optimizer.adamw import MOMENTS, AdamWParams, SeededAdamWParams
 from executor.optimizer.adamw_8bit import adamw_8bit_
-from executor.optimizer.adamw_bf16 import AdamWBf16Params, adamw_bf16_
+from executor.optimizer.adamw_bf16 import adamw_bf16_
 from executor.optimizer.blocks import SCALES
 from executor.optimizer.lion import LionParams
 from executor.optimizer.muon import MuonParams
@@ -16,6 +16,9 @@ from executor.optimizer.passes import BLOCK
 from planner.optimizers import is_hidden_matrix
 
 _Params = TypeVar("_Params")
+
+ROUNDS: Final = "bf16_stochastic_round"
+"""The key of a group for whether its weights in bf16 are rounded stochastically, and are their own master copies."""
 
 
 class _ByParameter(torch.optim.Optimizer):
@@ -53,6 +56,8 @@ class AdamWBf16(_ByParameter):
         params: parameters, or groups of them.
         lr, betas, eps, weight_decay: as those of ``torch.optim.AdamW``.
         seed: of the rounding.
+        bf16_stochastic_round: round new weights in bf16 stochastically too. Under a plan they have no fp32 master copy:
+            4 bytes of state beside the weight. Weights in float32 are not rounded.
 
     Raises:
         ValueError: a negative ``lr``, ``eps`` or ``weight_decay``, or a beta outside [0, 1).
@@ -66,16 +71,20 @@ class AdamWBf16(_ByParameter):
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
         seed: int = 0,
+        *,
+        bf16_stochastic_round: bool = False,
     ) -> None:
-        AdamWBf16Params(lr, *betas, eps, weight_decay)
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "seed": seed})
+        SeededAdamWParams(lr, *betas, eps, weight_decay)
+        numbers = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "seed": seed}
+        super().__init__(params, {**numbers, ROUNDS: bf16_stochastic_round})
 
     def _update(self, parameter: torch.Tensor, group: dict[str, Any], number: int) -> None:
-        given = AdamWBf16Params(*adam_numbers(group), seed=group["seed"], parameter=number)
+        given = read_seeded(group, number)
         state = self.state[parameter]
         if not state:
             state |= {key: torch.zeros_like(parameter, dtype=torch.bfloat16) for key in MOMENTS}
-        _advance(parameter, state, given, adamw_bf16_, dict.fromkeys(MOMENTS, torch.bfloat16))
+        dtypes = dict.fromkeys(MOMENTS, torch.bfloat16)
+        _advance(parameter, state, given, adamw_bf16_, dtypes, in_place=rounds(group))
 
 
 @final
@@ -89,6 +98,8 @@ class AdamW8bit(_ByParameter):
     Args:
         params: parameters, or groups of them.
         lr, betas, eps, weight_decay: as those of ``torch.optim.AdamW``.
+        bf16_stochastic_round: as that of :class:`AdamWBf16`: 2 bytes of state beside the weight.
+        seed: of the rounding of weights.
 
     Raises:
         ValueError: a negative ``lr``, ``eps`` or ``weight_decay``, or a beta outside [0, 1).
@@ -101,18 +112,22 @@ class AdamW8bit(_ByParameter):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
+        *,
+        bf16_stochastic_round: bool = False,
+        seed: int = 0,
     ) -> None:
         AdamWParams(lr, *betas, eps, weight_decay)
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        numbers = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "seed": seed}
+        super().__init__(params, {**numbers, ROUNDS: bf16_stochastic_round})
 
-    def _update(self, parameter: torch.Tensor, group: dict[str, Any], number: int) -> None:  # noqa: ARG002 - as above
+    def _update(self, parameter: torch.Tensor, group: dict[str, Any], number: int) -> None:
         state = self.state[parameter]
         if not state:
             blocks = -(-parameter.numel() // BLOCK)
             state |= {key: torch.zeros_like(parameter, dtype=torch.uint8) for key in MOMENTS}
             state |= {key: torch.zeros(blocks, device=parameter.device) for key in SCALES.values()}
         dtypes = dict.fromkeys(MOMENTS, torch.uint8) | dict.fromkeys(SCALES.values(), torch.float32)
-        _advance(parameter, state, AdamWParams(*adam_numbers(group)), adamw_8bit_, dtypes)
+        _advance(parameter, state, read_seeded(group, number), adamw_8bit_, dtypes, in_place=rounds(group))
 
 
 @final
@@ -216,8 +231,10 @@ def _advance(
     given: _Params,
     update: Callable[[torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor, _Params, int], None],
     dtypes: Mapping[str, torch.dtype],
+    *,
+    in_place: bool,
 ) -> None:
-    """Take one step of a parameter, whose fp32 values ``update`` takes.
+    """Take one step of a parameter.
 
     Args:
         parameter: it has a gradient.
@@ -225,12 +242,13 @@ def _advance(
         given: hyper-parameters.
         update: the step on a device.
         dtypes: types of buffers, by their keys in the state.
+        in_place: whether ``update`` takes the weights themselves, and not their values in fp32.
     """
     state["step"] = state.get("step", torch.tensor(0.0)) + 1
     shapes = {key: state[key].shape for key in dtypes}
     # torch's load_state_dict() gives buffers the parameter's type.
     buffers = {key: state[key].to(dtype).reshape(-1) for key, dtype in dtypes.items()}
-    weight = parameter.float().reshape(-1)
+    weight = (parameter if in_place else parameter.float()).reshape(-1)
     assert parameter.grad is not None
     gradient = parameter.grad.to(torch.float32, copy=True).reshape(-1)
     update(weight, tuple(buffers.values()), gradient, given, int(state["step"]))
@@ -242,6 +260,16 @@ def adam_numbers(group: Mapping[str, Any]) -> tuple[float, float, float, float, 
     """Return the hyper-parameters of a group of Adam's or AdamW's: rate, both betas, eps and weight decay."""
     beta1, beta2 = map(float, group["betas"])
     return float(group["lr"]), beta1, beta2, float(group["eps"]), float(group["weight_decay"])
+
+
+def read_seeded(group: Mapping[str, Any], number: int = 0) -> SeededAdamWParams:
+    """Return the hyper-parameters of a group of AdamW's that rounds, for the parameter of this number."""
+    return SeededAdamWParams(*adam_numbers(group), seed=int(group.get("seed", 0)), parameter=number)
+
+
+def rounds(group: Mapping[str, Any]) -> bool:
+    """Return whether a group's weights in bf16 are rounded stochastically; those of another optimizer are not."""
+    return bool(group.get(ROUNDS))
 
 
 def read_muon(group: Mapping[str, Any]) -> MuonParams:

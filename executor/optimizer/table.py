@@ -25,14 +25,14 @@ from executor.optimizer import (
     lion_step,
     sgd_step,
 )
-from executor.optimizer.adamw import MOMENTS
+from executor.optimizer.adamw import MOMENTS, SeededAdamWParams
 from executor.optimizer.adamw_8bit import KEYS, adamw_8bit_, adamw_8bit_step
-from executor.optimizer.adamw_bf16 import AdamWBf16Params, adamw_bf16_, adamw_bf16_step
+from executor.optimizer.adamw_bf16 import adamw_bf16_, adamw_bf16_step
 from executor.optimizer.muon import MuonParams, muon_step
-from executor.optimizer.reference import AdamW8bit, AdamWBf16, Lion, Muon, adam_numbers, read_muon
+from executor.optimizer.reference import AdamW8bit, AdamWBf16, Lion, Muon, adam_numbers, read_muon, read_seeded, rounds
 from planner.optimizers import OPTIMIZERS, UPDATED_AT_ONCE, Optimizer
 
-Params = AdamWParams | AdamWBf16Params | SgdParams | AdagradParams | LionParams | MuonParams
+Params = AdamWParams | SeededAdamWParams | SgdParams | AdagradParams | LionParams | MuonParams
 Group = Mapping[str, Any]
 _KERNEL_DTYPES: Final = {1: np.uint8, 2: np.uint16, 4: np.float32}  # of buffers, by the bytes of a value
 
@@ -92,19 +92,22 @@ class OptimizerEntry:
                 )
         return Rule(entry, entry.read(group))
 
-    def warm_up(self, grad_dtype: npt.DTypeLike, group: Group, *, writes_bf16: bool) -> None:
+    def warm_up(
+        self, grad_dtype: npt.DTypeLike, group: Group, *, writes_bf16: bool, master_dtype: npt.DTypeLike = np.float32
+    ) -> None:
         """Compile a group's kernels, or load them from numba's cache, so that the first step does not have to.
 
         Args:
             grad_dtype: of the gradients to come: ``uint16`` (bf16 bits) or ``float32``.
             group: hyper-parameters.
             writes_bf16: whether steps will write bf16 weights, to memory of their own or over bf16 gradients.
+            master_dtype: of the master copy: ``float32``, or ``uint16`` (bf16 bits).
         """
         entry = self.of_group(group)
         if entry.others is not None:
             return  # torch's products are compiled already
         buffers = [np.zeros(1, _KERNEL_DTYPES[num_bytes]) for num_bytes, _ in OPTIMIZERS[entry.planned_as].buffers]
-        state = [np.zeros(1, np.float32), *buffers]
+        state = [np.zeros(1, master_dtype), *buffers]
         grad = np.zeros(1, grad_dtype)
         for weight_out in (np.zeros(1, np.uint16), grad) if writes_bf16 else (None,):
             entry.host(state, grad, weight_out, entry.read(group), 1, 1.0, None)
@@ -119,7 +122,7 @@ class Rule:
 
     def of_parameter(self, number: int, shape: torch.Size) -> "Rule":
         """Return the rule for a parameter of this shape, which has this number among the optimizer's parameters."""
-        if isinstance(self.params, AdamWBf16Params):
+        if isinstance(self.params, SeededAdamWParams):
             return dataclasses.replace(self, params=dataclasses.replace(self.params, parameter=number))
         if isinstance(self.params, MuonParams):
             return dataclasses.replace(self, params=dataclasses.replace(self.params, shape=tuple(shape)))
@@ -127,7 +130,7 @@ class Rule:
 
     def at(self, position: int) -> "Rule":
         """Return the rule for values from this position of a parameter on, where it depends on positions."""
-        if position and isinstance(self.params, AdamWBf16Params):
+        if position and isinstance(self.params, SeededAdamWParams):
             moved = dataclasses.replace(self.params, start=self.params.start + position)
             return dataclasses.replace(self, params=moved)
         return self
@@ -144,8 +147,8 @@ def _read_adam(group: Group, *, decoupled: bool) -> AdamWParams:
     return AdamWParams(*adam_numbers(group), bool(group.get("decoupled_weight_decay", decoupled)))
 
 
-def _read_adamw_bf16(group: Group) -> AdamWBf16Params:
-    return AdamWBf16Params(*adam_numbers(group), seed=int(group["seed"]))
+def _read_adamw_8bit(group: Group) -> AdamWParams:
+    return read_seeded(group) if rounds(group) else _read_adam(group, decoupled=True)
 
 
 def _read_sgd(group: Group) -> SgdParams:
@@ -187,7 +190,7 @@ ENTRIES: Final[tuple[OptimizerEntry, ...]] = (
         torch_class=AdamWBf16,
         planned_as="adamw-bf16",
         buffers=MOMENTS,
-        read=_read_adamw_bf16,
+        read=read_seeded,
         host=adamw_bf16_step,
         device=adamw_bf16_,
         converts=("AdamW", "AdamW8bit"),
@@ -196,7 +199,7 @@ ENTRIES: Final[tuple[OptimizerEntry, ...]] = (
         torch_class=AdamW8bit,
         planned_as="adamw-8bit",
         buffers=KEYS,
-        read=lambda group: _read_adam(group, decoupled=True),
+        read=_read_adamw_8bit,
         host=adamw_8bit_step,
         device=adamw_8bit_,
         converts=("AdamW", "AdamWBf16"),

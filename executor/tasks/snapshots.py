@@ -12,7 +12,7 @@ from executor.checkpoint.source import MASTER, Key, Slice, files_of
 from executor.devices.backend import Backend
 from executor.memory.arenas import Arena
 from executor.memory.nvme import StoredValues
-from executor.memory.pieces import MASTER_COPY, StateBuffer, state_buffers
+from executor.memory.pieces import StateBuffer, state_buffers
 from executor.memory.state import ModelState
 from executor.optimizer.table import OptimizerEntry
 from executor.options import SessionOptions
@@ -115,7 +115,7 @@ class Snapshots:
 
     def _buffer(self, state: str) -> StateBuffer:
         if state == MASTER:
-            return MASTER_COPY
+            return self._state.master_copy
         entry = next(e for e in (self._entry, self._entry.others) if e is not None and state in e.buffers)
         return state_buffers(entry.planned_as)[1 + entry.buffers.index(state)]
 

@@ -45,6 +45,7 @@ class UpdateTasks:
         self._state = state
         self._backend = backend
         self._team = team
+        self._master_is_weight = decisions.precision.master_is_weight
         self._keeps_spent = decisions.num_devices == 1 and decisions.update_start == "step"
         self._updates: dict[int, Mapping[str, ParameterUpdate]] = {}
         self._slot_of: dict[tuple[str, int], SlotPart] = {}
@@ -98,7 +99,7 @@ class UpdateTasks:
         gradient = self._state.nvme.gradient(key) if piece.spilled else unit.gradient(piece)
         # Memory to write weights to, besides the master copy; None if there is none.
         weights = self._state.nvme.weights(key) if unit.on_nvme else unit.host_weight(piece)
-        rounds = weights is not None and weights.dtype is not torch.float32
+        rounds = weights is not None and not self._master_is_weight
         state = [*held, gradient, *([weights] if weights is not None and rounds else [])]
         num_updated = 0
         for run in self._runs(unit, piece, iteration):
@@ -140,7 +141,7 @@ class UpdateTasks:
                 gradients.append(unit.device_gradients.pop((parameter.name, piece.index)))
                 stop = single.stop
             cut = [*run.of(piece, state)]
-            if weights is not None and weights.dtype is not torch.float32:
+            if weights is not None and not self._master_is_weight:
                 cut.append(weights[run.start - piece.start : run.stop - piece.start])
             self._backend.update(cut, gradients, run.update.rule, run.step, run.update.scale)
             self._release_gradients(unit, gradients)

@@ -24,6 +24,7 @@ from executor.memory.pieces import Piece
 from executor.memory.units import ParameterState, UnitState
 from executor.optimizer.blocks import SCALES, spread
 from executor.optimizer.passes import BLOCK, cut
+from executor.optimizer.reference import ROUNDS
 from executor.prepare import OffloadedOptimizer, check_prepared
 from executor.training_state.rng_state import set_rng_state
 from planner.decisions import Place
@@ -80,6 +81,8 @@ def restore(optimizer: OffloadedOptimizer, checkpoint: Checkpoint) -> dict[str, 
         entry.step = int(extra["steps"][entry.shard.name])
     for group, saved in zip(optimizer.param_groups, extra["groups"], strict=True):
         for key, value in saved.items():
+            if key == ROUNDS:  # the plan says what the master copy is
+                continue
             group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
     if len(of_ranks) == collectives.size:
         set_rng_state(extra["rng"])
@@ -238,7 +241,8 @@ def _write_weights(unit: UnitState, piece: Piece, master: torch.Tensor) -> None:
 
 def _read_resident(checkpoint: Checkpoint, unit: UnitState) -> None:
     """Read all resident weights of a unit, if the rank has the state of only one shard."""
-    flat = torch.zeros(unit.parameters[-1].stop)
+    names = [parameter.shard.shard_name for parameter in unit.parameters]
+    flat = torch.zeros(unit.parameters[-1].stop, dtype=_DTYPES[checkpoint.manifest.tensors[names[0]].dtype])
     checkpoint.read(
         ReadRequest(parameter.shard.shard_name, 0, _bytes_of(flat[parameter.start : parameter.stop]))
         for parameter in unit.parameters

@@ -194,7 +194,8 @@ class CostModel:
         device = self.profile.device
         read_s = self._rank.read_s(device.optimizer, task.num_params, "device optimizer")
         products_s = sum(self._products.compute_s(newton_schulz(*shape)) for shape in task.matrices)
-        operator_bytes = OPTIMIZERS[self._kind(task)].gpu_update_bytes if device.kind == "gpu" else None
+        state = self._precision.optimizer_state(self._kind(task))
+        operator_bytes = state.gpu_update_bytes if device.kind == "gpu" else None
         update_bytes = operator_bytes or self._update_bytes(task)
         duration_s = (
             max(self._of_measured(update_bytes) * read_s, self._arithmetic_s(task, device.num_cores)) + products_s
@@ -212,7 +213,8 @@ class CostModel:
 
     def _arithmetic_s(self, task: Work, num_cores: float) -> float:
         """Return the least time of an update on so many cores; 0 without cores: on a GPU."""
-        return task.num_params * OPTIMIZERS[self._kind(task)].host_core_s / num_cores if num_cores else 0.0
+        state = self._precision.optimizer_state(self._kind(task))
+        return task.num_params * state.host_core_s / num_cores if num_cores else 0.0
 
     def _of_measured(self, update_bytes: float) -> float:
         """Return how much longer than AdamW an update takes without its products.

@@ -5,7 +5,6 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from planner.decisions.places import GradientPath, HostUpdate, Place, UnitDecision
-from planner.decisions.precision import BF16, FP32
 from planner.decisions.sharding import Sharding
 from planner.graph import Unit
 from planner.habits import Habits
@@ -124,7 +123,7 @@ class Decisions(Sharding):
             and self.reduce_start == "backward"
             and self.pipeline_parallel == 1
             and self.pinned_reads
-            and self.precision.kept in {BF16, FP32}
+            and self.precision.can_be_kept(self.optimizer)
             and all(unit.activations != "offload-input" for unit in self.units.values())
         )
 
@@ -181,7 +180,7 @@ class Decisions(Sharding):
         return self.fetched_bytes_per_param
 
     def stored_weight_bytes(self, unit: str) -> int:
-        """Return the bytes per parameter of a unit's weights on NVMe: 0 if the fp32 master copy is the weight."""
+        """Return the bytes per parameter of a unit's weights on NVMe: 0 if the master copy is the weight."""
         has_copy = self.units[unit].params == "nvme" and not self.precision.master_is_weight
         return self.precision.weight_bytes if has_copy else 0
 
@@ -202,8 +201,8 @@ class Decisions(Sharding):
     def serves(self, unit: str, place: Place) -> bool:
         """Return whether the host keeps weights for the device, of a unit's subgroups with this update place.
 
-        It keeps weights that it updates and weights that are fetched. If the fp32 master copy is the weight, no extra
-        copy is needed.
+        It keeps weights that it updates and weights that are fetched. If the master copy is the weight, no extra copy
+        is needed.
         """
         params = self.units[unit].params
         if params == "nvme" or (self.master_is_fetched and place is not Place.NVME):

@@ -5,7 +5,7 @@ from typing import Literal, Self
 from pydantic import model_validator
 
 from hwprofiles.quantity import Frozen
-from planner.optimizers import OPTIMIZERS, Optimizer
+from planner.optimizers import OPTIMIZERS, Optimizer, OptimizerState
 
 # Over gradients in buffers: read for the check and for the norm, read and written to scale, written to clear.
 _GRADIENT_PASSES = 5
@@ -20,8 +20,8 @@ class Precision(Frozen):
             only one that our executor has.
         gradients: the type in which gradients are summed over micro-batches and ranks; ``None`` is that of weights, the
             only one that our executor has.
-        master: the type of the master copy; ``None`` is that of the rest of the state, the only one that our executor
-            has. A master copy in bf16 is the weight itself.
+        master: the type of the master copy; ``None`` is fp32, or that of ``state``. A master copy in bf16 is the weight
+            itself. Our executor has it for optimizers that round it stochastically.
         products: the type of the two matrices of products in linear layers of hidden layers, as torchao's
             ``Float8Linear`` computes them; ``None`` is that of weights. All other types stay.
     """
@@ -63,6 +63,16 @@ class Precision(Frozen):
     def master_is_weight(self) -> bool:
         """Whether the optimizer's master copy is the weight itself, if both are in one place."""
         return self.weights == (self.state or self.master or "fp32")
+
+    def optimizer_state(self, optimizer: Optimizer) -> OptimizerState:
+        """Return an optimizer's row, with the costs of rounding the master copy if it is bf16."""
+        row = OPTIMIZERS[optimizer]
+        return row.rounded if self.master and row.rounded else row
+
+    def can_be_kept(self, optimizer: Optimizer) -> bool:
+        """Return whether our executor can keep what an optimizer needs in these types."""
+        known_master = self.master is None or OPTIMIZERS[optimizer].rounded is not None
+        return self.state is None and self.gradients is None and known_master
 
     def state_bytes_per_param(self, optimizer: Optimizer) -> float:
         """Return the bytes of optimizer state per parameter, the master copy included."""

@@ -174,8 +174,9 @@ def _with_less_resident(bench: Bench) -> Iterator[Decisions]:
 
 def _wide_state(bench: Bench) -> Iterator[Decisions]:
     if wide := OPTIMIZERS[bench.decisions.optimizer].wide:
+        precision = bench.decisions.precision.model_copy(update={"master": None})
         for other in _with_less_resident(bench):
-            yield changed(other, optimizer=wide)
+            yield changed(other, optimizer=wide, precision=precision)
 
 
 def _without_tiles(field: str) -> Callable[[Bench], Iterator[Decisions]]:

@@ -134,11 +134,7 @@ class Request:
         if self.storage not in get_args(Storage):
             raise ValueError(f"storage is {self.storage!r}, but must be one of {', '.join(get_args(Storage))}")
         check_whole_matrices(self.optimizer, self.tensor_parallel)
-        if (precision := self.job.precision).kept not in {BF16, FP32}:
-            raise ValueError(
-                f"precision is {precision!r}, but types of state or gradients can only be simulated so far; give "
-                "'bf16' or 'fp32'"
-            )
+        self._check_precision(self.job.precision)
         if self.storage == "nvme" and self.hardware.nvme is None:
             raise ValueError(
                 f"storage is 'nvme', but profile {self.hardware.name} has no nvme; ask for 'activations' or choose a "
@@ -164,6 +160,20 @@ class Request:
                 f"are asked for; ask for at most {per_node}, or choose a larger machine with --hardware (`ullage "
                 "hardware` lists them), or a profile with inter_node"
             )
+
+    def _check_precision(self, precision: Precision) -> None:
+        if precision.can_be_kept(self.optimizer):
+            return
+        if precision.kept == Precision(weights="bf16", master="bf16"):
+            known = " or ".join(name for name, row in OPTIMIZERS.items() if row.rounded)
+            raise ValueError(
+                f"the master copy is bf16, but {self.optimizer} keeps only one in fp32; choose optimizer {known}, or "
+                "leave master out"
+            )
+        raise ValueError(
+            f"precision is {precision!r}, but types of state or gradients can only be simulated so far; give "
+            "'bf16' or 'fp32'"
+        )
 
     def _check_numbers(self) -> None:
         for field in (*Constraints.model_fields, "seq_len", "subgroup_params"):

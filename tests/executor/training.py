@@ -60,6 +60,8 @@ OPTIMIZERS = {
     "adam": functools.partial(torch.optim.Adam, lr=5e-3, betas=(0.9, 0.95)),
     "adamw-bf16": functools.partial(AdamWBf16, lr=5e-3, betas=(0.9, 0.95), seed=3),
     "adamw-8bit": functools.partial(AdamW8bit, lr=5e-3, betas=(0.9, 0.95)),
+    "adamw-bf16-rounded": functools.partial(AdamWBf16, lr=5e-3, betas=(0.9, 0.95), seed=3, bf16_stochastic_round=True),
+    "adamw-8bit-rounded": functools.partial(AdamW8bit, lr=5e-3, betas=(0.9, 0.95), seed=4, bf16_stochastic_round=True),
     "sgd": functools.partial(torch.optim.SGD, lr=0.2, momentum=0.9, dampening=0.1),
     "nesterov": functools.partial(torch.optim.SGD, lr=0.2, momentum=0.9, nesterov=True),
     "sgd-plain": functools.partial(torch.optim.SGD, lr=0.5),
@@ -222,12 +224,13 @@ class ReferenceOptimizer(torch.optim.Optimizer):
                 state = self.state[p]
                 if not state:
                     state["step"] = 0
-                    state["master"] = p.detach().float().reshape(-1).clone()
+                    rounded = group.get("bf16_stochastic_round") and p.dtype is torch.bfloat16
+                    state["master"] = (p.detach() if rounded else p.detach().float()).reshape(-1).clone()
                     sizes = {key: buffer.length(p.numel()) for key, buffer in buffers.items()}
                     state |= {k: torch.full((sizes[k],), initial, dtype=b.dtype) for k, b in buffers.items()}
                 state["step"] += 1
                 arrays = [as_array(state[k]) for k in ("master", *entry.buffers)]
-                weight = None if p.dtype == torch.float32 else as_array(p.reshape(-1))
+                weight = None if p.dtype == state["master"].dtype else as_array(p.reshape(-1))
                 gradient = as_array(p.grad.reshape(-1))
                 entry.host(
                     arrays, gradient, weight, rule.of_parameter(number, p.shape).params, state["step"], self.scale
@@ -283,6 +286,12 @@ def weights(model) -> dict[str, torch.Tensor]:
 
 
 PLANNED_AS = {"adam": "adamw", "nesterov": "sgd", "sgd-plain": "sgd"}
+PLANNED_AS |= {name: name.removesuffix("-rounded") for name in OPTIMIZERS if name.endswith("-rounded")}
+
+
+def precision_of(task: Task) -> Precision:
+    rounded = task.dtype is torch.bfloat16 and task.optimizer.endswith("-rounded")
+    return Precision(weights=PRECISION[task.dtype], master="bf16" if rounded else None)
 
 
 def decide(task: Task, choose, **settings) -> Decisions:
@@ -293,6 +302,7 @@ def decide(task: Task, choose, **settings) -> Decisions:
     subgroup_params = settings.pop("subgroup_params", 3000)
     settings["optimizer"] = PLANNED_AS.get(task.optimizer, task.optimizer)
     settings["clip"] = settings.get("clip", task.max_norm is not None)
+    settings["precision"] = precision_of(task)
     empty = Decisions(policy="test", units={}, subgroup_params=subgroup_params, **settings)
     chosen = {}
     for number, unit in enumerate(units_of(task, empty)):
@@ -307,7 +317,6 @@ def decide(task: Task, choose, **settings) -> Decisions:
         )
     return Decisions(
         policy="test",
-        precision=Precision(weights=PRECISION[task.dtype]),
         num_micro_batches=task.num_micro_batches,
         micro_batch=MICRO_BATCH,
         subgroup_params=subgroup_params,

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 from hypothesis import strategies as st
@@ -64,6 +64,9 @@ def decide(model_units: tuple[Unit, ...], place: Place = Place.CPU, *, recompute
     )
 
 
+NARROW_TYPES: tuple[dict[str, Any], ...] = ({"state": "bf16"}, {"master": "bf16"})
+
+
 @st.composite
 def decisions(draw: st.DrawFn, model_units: tuple[Unit, ...]) -> Decisions:
     """Return anything that can be decided for a model."""
@@ -73,7 +76,9 @@ def decisions(draw: st.DrawFn, model_units: tuple[Unit, ...]) -> Decisions:
     on_device, fsdp2 = gradient_path is GradientPath.ON_DEVICE, gradient_path is GradientPath.FSDP2
     ranks = 1 if on_device else draw(st.sampled_from([1, 1, 2, 4]))
     options = {
-        "precision": draw(st.sampled_from([BF16, FP32, Precision(weights="bf16", state="bf16")])),
+        "precision": draw(
+            st.sampled_from([BF16, FP32, *(Precision(weights="bf16", **types) for types in NARROW_TYPES)])
+        ),
         "optimizer": draw(st.sampled_from(sorted(OPTIMIZERS))),
         "num_micro_batches": draw(st.integers(1, 3)),
         "data_parallel": ranks,

@@ -21,6 +21,8 @@ from planner.verification import job_of, verify
 
 ONE_BUFFER = ("sgd", "adagrad", "lion")
 NARROW = (*ONE_BUFFER, "adamw-bf16", "adamw-8bit")
+ROUNDED = Precision(weights="bf16", master="bf16")
+MOVED = {"adamw-bf16": 20, "adamw-8bit": 16 + 16 / 256}  # bytes of an update per parameter
 HELD = {"adamw": 12, **dict.fromkeys(NARROW, 8), "adamw-8bit": 6 + 8 / 256}  # bytes of state per parameter
 
 
@@ -83,15 +85,18 @@ def test_memory_feeds_an_update_of_fewer_bytes_faster():
 @pytest.mark.part(2)
 @pytest.mark.parametrize("place", [Place.STREAM, Place.CPU, Place.NVME])
 @pytest.mark.parametrize("params", ["gpu", "host"])
-@pytest.mark.parametrize("optimizer", NARROW)
-def test_bounds_hold_where_what_moves_and_holds_state_binds(optimizer, place, params):
+@pytest.mark.parametrize(
+    ("optimizer", "precision"), [*((name, BF16) for name in NARROW), *((name, ROUNDED) for name in MOVED)]
+)
+def test_bounds_hold_where_what_moves_and_holds_state_binds(optimizer, precision, place, params):
     """Drives, links and DRAM are what binds here, so that conditions which ask for AdamW's bytes would fail."""
     units = small_units("demo-llama", 6)
     profile = machine(flop_per_s=1e16, issue_s=1e-9, cpu_params_per_s=1e12, gpu_params_per_s=1e13)
     for clip in (True, False):
         starts = {"update_start": "step" if clip else "backward", "update_order": "forward" if clip else "backward"}
         options = {"clip": clip, "subgroup_params": 1_000_000, "num_state_slots": 3, "num_nvme_slots": 12, **starts}
-        check(units, decide(units, place, params=params, optimizer=optimizer, **options), profile)
+        options |= {"optimizer": optimizer, "precision": precision}
+        check(units, decide(units, place, params=params, **options), profile)
 
 
 @pytest.fixture(scope="module")
@@ -99,15 +104,48 @@ def plans() -> dict[str, Plan]:
     config = resolve_model("demo-llama")
     # A device on which AdamW's state does not fit by half.
     request = Request(config, machine(gpu_bytes=180e6, cpu_params_per_s=2e8), seq_len=128, micro_batch=1)
-    return {name: make_plan(dataclasses.replace(request, optimizer=name), 80) for name in ("adamw", "lion")}
+    requests = {name: dataclasses.replace(request, optimizer=name) for name in ("adamw", "lion")}
+    requests["rounded"] = dataclasses.replace(request, optimizer="adamw-8bit", precision=ROUNDED)
+    return {name: make_plan(each, 80) for name, each in requests.items()}
 
 
-@pytest.mark.parametrize(("optimizer", "moved"), [("adamw-bf16", 20), ("adamw-8bit", 16 + 16 / 256)])
+@pytest.mark.parametrize("optimizer", MOVED)
+@pytest.mark.parametrize("place", [Place.GPU, Place.STREAM, Place.CPU, Place.NVME])
+@pytest.mark.parametrize("params", ["gpu", "host"])
+def test_a_master_copy_in_bf16_takes_two_bytes_less_and_the_place_of_weights(optimizer, place, params):
+    """Weights that are fetched are the master copies, as far as the host has these."""
+    if place is Place.GPU and params == "host":
+        return
+    units = small_units()
+    total = sum(unit.num_params for unit in units)
+
+    def held(precision):
+        decisions = decide(units, place, params=params, optimizer=optimizer, precision=precision)
+        schedule = lower(units, decisions, asynchronous=True)
+        sizes = {tier: dict.fromkeys((MemoryClass.OPTIMIZER, MemoryClass.PARAMETERS), 0) for tier in Tier}
+        for buffer in schedule.buffers:
+            if buffer.memory_class in sizes[buffer.tier]:
+                sizes[buffer.tier][buffer.memory_class] += buffer.num_bytes
+        return sizes
+
+    wide, rounded = held(BF16), held(ROUNDED)
+    tier = {Place.GPU: Tier.GPU, Place.NVME: Tier.NVME}.get(place, Tier.HOST)
+    versions = 2 if tier is Tier.NVME else 1
+    on_device = 2 * (place is Place.GPU)  # there the weight is the master copy
+    less = versions * (2 + on_device) * total
+    assert wide[tier][MemoryClass.OPTIMIZER] - rounded[tier][MemoryClass.OPTIMIZER] == less
+    copies = 2 * total if place is Place.CPU or (params == "host" and place is Place.STREAM) else 0
+    assert wide[Tier.HOST][MemoryClass.PARAMETERS] - rounded[Tier.HOST][MemoryClass.PARAMETERS] == copies
+
+
+@pytest.mark.parametrize(("optimizer", "moved"), MOVED.items())
 def test_narrow_moments_take_fewer_bytes_in_memory_and_in_updates(optimizer, moved):
     for weights in ("bf16", "fp32"):
         precision = Precision(weights=weights)
         assert precision.state_bytes_per_param(optimizer) == HELD[optimizer]
         assert precision.update_bytes_per_param(optimizer) == moved
+    assert ROUNDED.state_bytes_per_param(optimizer) == HELD[optimizer] - 2
+    assert ROUNDED.update_bytes_per_param(optimizer) == moved - 6  # 2 of reading, 2 of writing, 2 of the weight
 
 
 @pytest.mark.parametrize("num_shards", [1, 2, 3])
@@ -123,15 +161,17 @@ def test_parameters_shards_and_subgroups_begin_with_a_block(num_shards, most):
     assert not unit_layout(((512, None), (256, None)), "adamw-8bit", num_shards, most).has_gaps
 
 
-@pytest.mark.parametrize(("optimizer", "moved"), [("adamw-bf16", 20), ("adamw-8bit", 16 + 16 / 256)])
-def test_on_a_gpu_narrow_moments_cost_the_time_and_memory_of_operators(optimizer, moved, monkeypatch):
+@pytest.mark.parametrize("precision", [BF16, ROUNDED], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(("optimizer", "moved"), MOVED.items())
+def test_on_a_gpu_narrow_moments_cost_the_time_and_memory_of_operators(optimizer, moved, precision, monkeypatch):
     monkeypatch.setattr("planner.optimizers.UPDATED_AT_ONCE", 1_000_000)
     units, gpu = small_units(), machine()
-    row = OPTIMIZERS[optimizer]
+    row, moved = precision.optimizer_state(optimizer), moved - 6 * (precision is ROUNDED)
+    assert row.master_bytes == precision.master_bytes
     host = gpu.model_copy(update={"device": gpu.device.model_copy(update={"kind": "host"})})
 
     def updates(name, profile):
-        decisions = decide(units, Place.GPU, optimizer=name)
+        decisions = decide(units, Place.GPU, optimizer=name, precision=BF16 if name == "adamw" else precision)
         schedule = lower(units, decisions, asynchronous=True)
         cost = CostModel.of(profile, units, decisions)
         held = {b.label: b.num_bytes for b in schedule.buffers if b.memory_class is MemoryClass.WORKSPACE}
@@ -145,14 +185,16 @@ def test_on_a_gpu_narrow_moments_cost_the_time_and_memory_of_operators(optimizer
             assert adamw[2].get(name, 0) == 0
 
 
-@pytest.mark.parametrize(("optimizer", "moved"), [("adamw-bf16", 20), ("adamw-8bit", 16 + 16 / 256)])
-def test_on_few_cores_arithmetic_binds_an_update_of_narrow_moments(optimizer, moved):
-    units, core_s = small_units(), OPTIMIZERS[optimizer].host_core_s
+@pytest.mark.parametrize("precision", [BF16, ROUNDED], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(("optimizer", "moved"), MOVED.items())
+def test_on_few_cores_arithmetic_binds_an_update_of_narrow_moments(optimizer, moved, precision):
+    units, core_s = small_units(), precision.optimizer_state(optimizer).host_core_s
+    moved -= 6 * (precision is ROUNDED)
     fast = machine(cpu_params_per_s=1e12)  # a copy of 20 bytes takes 0.2 ns
     for num_cores in (1, 4, 64):
         host = fast.host.model_copy(update={"num_cores": num_cores, "num_optimizer_cores": num_cores})
         profile = fast.model_copy(update={"host": host})
-        decisions = decide(units, Place.CPU, optimizer=optimizer)
+        decisions = decide(units, Place.CPU, optimizer=optimizer, precision=precision)
         cost = CostModel.of(profile, units, decisions)
         for task in lower(units, decisions, asynchronous=True).tasks:
             if task.op is Op.UPDATE:
@@ -167,8 +209,28 @@ def test_less_state_makes_faster_plans_and_lower_bounds(plans):
     assert lion.certificate.bound_s < adamw.certificate.bound_s
 
 
-@pytest.mark.parametrize("name", ["adamw", "lion"])
+def test_a_plan_with_a_master_copy_in_bf16_can_be_executed_and_changes_no_numerics_but_its_own(plans):
+    rounded, adamw = plans["rounded"], plans["adamw"]
+    assert rounded.decisions.executable
+    assert rounded.decisions.precision == ROUNDED
+    assert {row.name for row in adamw.engines if "no master copy" in (row.numerics or "")} == {"megatrain"}
+    assert not any("no master copy" in (row.numerics or "") for row in rounded.engines)
+
+
+@pytest.mark.parametrize("optimizer", sorted(set(OPTIMIZERS) - set(MOVED)))
+def test_other_optimizers_keep_no_master_copy_in_bf16(optimizer):
+    request = Request(resolve_model("demo-llama"), machine(), seq_len=128)
+    with pytest.raises(
+        ValueError, match=f"{optimizer} keeps only one in fp32; choose optimizer adamw-bf16 or adamw-8bit"
+    ):
+        dataclasses.replace(request, optimizer=optimizer, precision=ROUNDED)
+    with pytest.raises(ValueError, match="can only be simulated so far"):
+        dataclasses.replace(request, optimizer=optimizer, precision=Precision(weights="bf16", state="bf16"))
+
+
+@pytest.mark.parametrize("name", ["adamw", "lion", "rounded"])
 def test_plans_of_every_optimizer_are_verified(plans, name):
-    assert job_of(plans[name]).optimizer == name
+    assert job_of(plans[name]).optimizer == plans[name].decisions.optimizer
+    assert job_of(plans[name]).precision == plans[name].decisions.precision
     verified = verify(plans[name])
     assert verified.prediction.iteration_s == pytest.approx(plans[name].prediction.iteration_s, rel=1e-9)

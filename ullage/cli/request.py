@@ -41,7 +41,7 @@ def request_of(
         hardware = hardware.with_device_memory(args.device_memory)
     if args.nodes is not None:
         hardware = _with_nodes(hardware, args.gpus or 1, args.nodes)
-    precision = Precision(weights=args.precision) if args.precision else default_precision(hardware.device)
+    precision = precision_of(args, hardware)
     if args.products == "fp8":
         precision = precision.model_copy(update={"products": "fp8"})
     as_on_gpu = hardware.device.kind == "gpu"
@@ -66,6 +66,19 @@ def request_of(
         optimizer=args.optimizer or "adamw",
         clip=not args.no_clip,
     )
+
+
+def precision_of(args: argparse.Namespace, hardware: HardwareProfile) -> Precision:
+    """Return the types that the options ask for.
+
+    Raises:
+        ValueError: a master copy in bf16 for weights in fp32.
+    """
+    if args.master != "bf16":
+        return Precision(weights=args.precision) if args.precision else default_precision(hardware.device)
+    if args.precision == "fp32":
+        raise ValueError("--master bf16 is for weights in bf16, but --precision is fp32; change one of them")
+    return Precision(weights="bf16", master="bf16")
 
 
 def _with_nodes(hardware: HardwareProfile, num_devices: int, num_nodes: int) -> HardwareProfile:

@@ -156,6 +156,13 @@ def add_request_options(parser: argparse.ArgumentParser, *, model_required: bool
         "but the matrices of layers",
     )
     group.add_argument(
+        "--master",
+        choices=("fp32", "bf16"),
+        help="type of the optimizer's master copy of weights (default: fp32). bf16, with --optimizer "
+        + " or ".join(name for name, state in OPTIMIZERS.items() if state.rounded)
+        + ": the bf16 weight itself, rounded stochastically, so that state takes 2 B/param less and no copy is kept",
+    )
+    group.add_argument(
         "--no-clip", action="store_true", default=None, help="do not clip gradients by their global norm"
     )
     group.add_argument(

@@ -13,12 +13,14 @@ from torch import Tensor, nn
 
 from executor.distributed.ranks import join
 from executor.module.guards import check_kinds, check_plain, check_unprepared
+from executor.optimizer.reference import rounds
 from executor.optimizer.table import entry_of
 from hwprofiles.calibrate.run import FOR_LIBRARIES_BYTES, USABLE_SHARE
 from hwprofiles.machine import available_memory_bytes
 from hwprofiles.profile import Dtype, Fabric, HardwareProfile
 from hwprofiles.quantity import Provenance, Quantity
 from hwprofiles.registry import load_profile
+from planner.decisions import Precision
 from planner.models.captured import CapturedInput, CapturedModel
 from planner.plan.document import Plan, PlanError
 from planner.plan.planning import Request, make_plan
@@ -82,6 +84,7 @@ def plan_here(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, 
 
         def make() -> Plan:
             entry, captured = entry_of(optimizer), capture_live(model, batch, plan_options.get("precision"))
+            rounded = captured.dtype == "bf16" and any(map(rounds, optimizer.param_groups))
             request = Request(
                 captured,
                 machine_now(plan_options, free),
@@ -89,7 +92,7 @@ def plan_here(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, 
                 seq_len=captured.seq_len,
                 micro_batch=captured.micro_batch,
                 num_micro_batches=plan_options.get("num_micro_batches", 1),
-                precision=captured.dtype,
+                precision=Precision(weights=captured.dtype, master="bf16" if rounded else None),
                 optimizer=entry.planned_as,
                 clip=plan_options.get("clip", True),
                 storage=plan_options.get("storage", "activations"),

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
 import torch
 
 from executor.checkpoint import Checkpoint, DamagedError, ReadRequest
@@ -15,6 +14,7 @@ from executor.checkpoint.format.layout import ITEM_BYTES
 from executor.checkpoint.source import MODEL_FOLDER
 from executor.distributed.shards import assemble, whole_name
 from executor.module.naming import Shape
+from executor.weights.files import DTYPES
 from executor.weights.folder import MAX_SHARD_BYTES, WeightsFolder
 from executor.weights.saving import SAVED_DTYPES, Dtype
 
@@ -31,7 +31,7 @@ def export_hf(
     Args:
         checkpoint: a checkpoint of any number of ranks.
         folder: a folder that does not exist.
-        dtype: type of the exported weights; the checkpoint has float32.
+        dtype: type of the exported weights; the checkpoint has float32, or bf16 if that is the master copy.
         max_shard_bytes: maximum bytes of one file, unless a single tensor is larger.
 
     Raises:
@@ -90,10 +90,11 @@ def _values(checkpoint: Checkpoint, weights: dict[str, _Weight]) -> Iterator[tup
 
 
 def _read(checkpoint: Checkpoint, weights: dict[str, _Weight]) -> dict[str, torch.Tensor]:
-    tensors = checkpoint.manifest.tensors
-    parts = {own: torch.empty(tensors[own].shape) for weight in weights.values() for own in weight.own_names}
-    checkpoint.read(ReadRequest(own, 0, values.reshape(-1).numpy().view(np.uint8)) for own, values in parts.items())
-    return {name: _joined(checkpoint, name, weight, parts) for name, weight in weights.items()}
+    records = {own: checkpoint.manifest.tensors[own] for weight in weights.values() for own in weight.own_names}
+    parts = {own: torch.empty(record.shape, dtype=DTYPES[record.dtype]) for own, record in records.items()}
+    checkpoint.read(ReadRequest(own, 0, values.reshape(-1).view(torch.uint8).numpy()) for own, values in parts.items())
+    wide = {own: values.float() for own, values in parts.items()}
+    return {name: _joined(checkpoint, name, weight, wide) for name, weight in weights.items()}
 
 
 def _joined(checkpoint: Checkpoint, name: str, weight: _Weight, parts: dict[str, torch.Tensor]) -> torch.Tensor:

@@ -57,7 +57,7 @@ def prepare(
 
     Args:
         model: an unmodified module. It is converted to the planned type. Under a bf16 plan, the values of a float32
-            model become its master copy.
+            model become its master copy, unless the master copy is bf16 too.
         optimizer: ``torch.optim.AdamW``, ``Adam``, ``SGD``, ``Adagrad``, :class:`ullage.AdamWBf16`,
             :class:`ullage.AdamW8bit`, :class:`ullage.Lion` or :class:`ullage.Muon` over all or some of the model's
             parameters, in any groups. LR schedulers may be built on it or on the result. Parameters that are frozen or
@@ -115,7 +115,8 @@ def warn_about_dtypes(model: nn.Module, plan: Plan) -> None:
     stay = {spec.name for unit in plan.units() for spec in unit.frozen if spec.frozen != "plain"}
     found = {str(parameter.dtype) for name, parameter in model.named_parameters() if name not in stay}
     if others := sorted(found - {str(planned)}):
-        masters = "; the float32 master copies begin with the given values" if planned is torch.bfloat16 else ""
+        keeps = not plan.decisions.precision.master_is_weight
+        masters = "; the float32 master copies begin with the given values" if keeps else ""
         warnings.warn(
             f"the model's weights are {', '.join(others)} and are converted to {planned}, the planned type{masters}; "
             "convert the model before prepare(), or plan with another --precision",

@@ -18,6 +18,7 @@ from torch import nn
 from executor.checkpoint import Outcome
 from executor.checkpoint.levels import check_levels
 from executor.distributed.shards import BindingError
+from executor.optimizer.reference import ROUNDS
 from executor.optimizer.table import torch_class_of
 from executor.prepare import ExecutionConfig
 from executor.session import Session
@@ -406,5 +407,7 @@ def _make(
             adamw = {"lr": lr, **_HYPER_PARAMETERS["adamw"]}
             optimizer = torch_class_of(name)(model.named_parameters(), adamw, lr=lr, **more)
         else:
+            if plan.decisions.precision.master:
+                more = {**more, ROUNDS: True}
             optimizer = torch_class_of(name)(model.parameters(), lr=lr, **more)
     return model, optimizer

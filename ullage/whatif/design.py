@@ -8,12 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from hwprofiles.registry import load_profile
-from planner.decisions import Precision
 from planner.plan.checkpoints import CheckpointRequest
-from planner.plan.planning import Request, default_precision
+from planner.plan.planning import Request
 from ullage.cli.checkpoint_request import checkpoints_of, with_pfs
 from ullage.cli.default_hardware import default_hardware
-from ullage.cli.request import request_of, trained
+from ullage.cli.request import precision_of, request_of, trained
 from ullage.whatif.fields import (
     SUBGROUP_PARAMS,
     Field,
@@ -207,13 +206,11 @@ def _fields(request: StudyRequest, default_hardware: str) -> Fields:
     texts = {name.removeprefix("--").replace("-", "_"): str(text) for name, text in {**first, **request.set}.items()}
     if "model" not in texts:
         raise StudyError("a study needs a model; give --model opt-13b, or --sweep model=opt-13b,opt-30b")
-    named = ("model", "hardware", "input_shape", "precision", "lora", "quantize", "batches")
+    named = ("model", "hardware", "input_shape", "precision", "master", "lora", "quantize", "batches")
     options = {name: Field(name, "option", "").parse(texts[name]) for name in named if name in texts}
     hardware = load_profile(str(options.get("hardware", default_hardware)))
-    default = default_precision(hardware.device)
-    precision = Precision.model_validate({"weights": options.get("precision", default.weights)})
-    as_on_gpu = hardware.device.kind == "gpu"
-    model, *_ = trained(namespace(options), precision, lambda model: model, as_on_gpu=as_on_gpu)
+    as_on_gpu, given = hardware.device.kind == "gpu", namespace(options)
+    model, *_ = trained(given, precision_of(given, hardware), lambda model: model, as_on_gpu=as_on_gpu)
     return Fields(hardware, model)
 
 

@@ -62,7 +62,7 @@ def watched_training(task, decisions, blind=None):
 
 
 @settings(max_examples=examples(20))
-@given(plan=plans(families=FAMILIES, optimizers=("adamw", "adamw-bf16", "adamw-8bit", "muon")))
+@given(plan=plans(families=FAMILIES, optimizers=("adamw", "adamw-bf16", "adamw-8bit", "adamw-8bit-rounded", "muon")))
 def test_no_plan_depends_on_when_streams_run(plan):
     races = watched_training(*plan)
     assert not races.found

@@ -39,6 +39,7 @@ ATOL = {
     "lion": 5e-3,
     "muon": 10 * 0.02 * 3**0.5 * 2**-8,
 }  # of weights after 10 steps
+ATOL |= {f"{name}-rounded": ATOL[name] for name in ("adamw-bf16", "adamw-8bit")}
 
 
 @pytest.mark.part(5)
@@ -156,8 +157,9 @@ def test_state_has_the_format_of_the_stock_optimizer(optimizer):
             mine = state["state"][number][key]
             assert mine.shape == value.shape
             assert mine.dtype == value.dtype
-            # The next code is a unit away.
-            torch.testing.assert_close(mine, value, rtol=1e-4, atol=1.0 if value.dtype is torch.uint8 else 1e-6)
+            # The next code, or the other bf16 neighbour, is a unit away.
+            rtol, atol = {torch.bfloat16: (2**-7, 1e-6), torch.uint8: (0.0, 1.0)}.get(value.dtype, (1e-4, 1e-6))
+            torch.testing.assert_close(mine, value, rtol=rtol, atol=atol)
     theirs.load_state_dict(state)
 
 
@@ -202,9 +204,11 @@ def test_only_the_state_that_the_optimizer_keeps_is_held(optimizer, place):
             num_others = sum(p.numel() for n, p in model.named_parameters() if not is_hidden_matrix(n, p.shape))
             assert held == 8 * num_params + 4 * num_others
         else:
-            grain = PLANNED[optimizer].block_params if optimizer == "adamw-8bit" else 1
+            grain = PLANNED[decisions.optimizer].block_params or 1
             blocks = sum(-(-p.numel() // grain) for p in model.parameters())
-            assert held == decisions.state_bytes_per_param * grain * blocks
+            # If it is the weight, and both are on the device, the master copy is no state.
+            per_param = decisions.state_bytes_per_param - decisions.resident_weight_bytes_per_param * (place == "gpu")
+            assert held == per_param * grain * blocks
         predicted = [b for b in session.schedule.buffers if b.memory_class is MemoryClass.OPTIMIZER and b.tier is tier]
         assert held == sum(b.num_bytes for b in predicted)
 

@@ -1,6 +1,7 @@
 """Checkpoints of training: taken beside it, without a trace in it; and going on from them, under any plan."""
 
 import contextlib
+import copy
 import itertools
 import json
 import shutil
@@ -30,6 +31,7 @@ from planner.schedule.tasks import MemoryClass, Op, Tier
 from ullage.training.exporting import export_hf
 
 ROOM = 4 * 4096
+ROUNDED = ("adamw-bf16-rounded", "adamw-8bit-rounded")
 
 
 @pytest.fixture(autouse=True)
@@ -110,7 +112,7 @@ def test_a_checkpoint_at_every_iteration_leaves_no_trace_and_any_plan_goes_on_fr
 
 
 @pytest.mark.part(2)
-@pytest.mark.parametrize("optimizer", ["adam", "adamw-bf16", "adamw-8bit", "sgd", "adagrad", "lion"])
+@pytest.mark.parametrize("optimizer", ["adam", "adamw-bf16", "adamw-8bit", "sgd", "adagrad", "lion", *ROUNDED])
 def test_every_optimizer_goes_on_bit_for_bit(optimizer, tmp_path):
     task = Task("llama", optimizer=optimizer)
     seen, final, _ = run(task, decide(task, mixed), tmp_path / "saved", every=2)
@@ -126,10 +128,17 @@ def moments(entry):
 
 
 NARROW = ("adamw", "adamw-bf16", "adamw-8bit")
+MASTERS = [
+    ("adamw", ROUNDED[1]),
+    ("adamw-bf16", ROUNDED[0]),
+    (ROUNDED[0], "adamw"),
+    (ROUNDED[1], "adamw-8bit"),
+    ROUNDED,
+]
 
 
 @pytest.mark.part(3)
-@pytest.mark.parametrize(("before", "after"), list(itertools.permutations(NARROW, 2)))
+@pytest.mark.parametrize(("before", "after"), [*itertools.permutations(NARROW, 2), *MASTERS])
 @pytest.mark.parametrize(
     "places", [mixed, uniform("gpu", "gpu"), uniform("host", "nvme")], ids=["mixed", "gpu", "nvme"]
 )
@@ -137,21 +146,28 @@ def test_moments_are_converted_to_the_form_that_the_plan_keeps(before, after, pl
     """Exactly in fp32, to the nearest in bf16, and in 8 bits by the whole blocks of each parameter."""
     saves, loads = (Task("gpt2", iterations=1, optimizer=name) for name in (before, after))
     run(saves, decide(saves, mixed), tmp_path)
-    states = []
+    states, weights = [], []
     for task, choose in ((saves, mixed), (loads, places)):
         decisions = decide(task, choose, subgroup_params=1000)  # cut inside blocks where there are none
         _, optimizer = prepare(task, decisions, checkpoint_buffer_bytes=ROOM)
         with optimizer.session, Checkpoint(tmp_path / "step-00000001") as checkpoint:
             restore(optimizer, checkpoint)
             states.append(optimizer.state_dict()["state"])
+            assert optimizer.param_groups[0].get("bf16_stochastic_round", False) is task.optimizer.endswith("-rounded")
+            weights.append(copy.deepcopy(optimizer.session.full_parameters()))
+    assert all(torch.equal(found, weights[0][name]) for name, found in weights[1].items())
+    after = after.removesuffix("-rounded")
     saved_dtype = {"adamw": torch.float32, "adamw-bf16": torch.bfloat16, "adamw-8bit": torch.uint8}[after]
     for number, entry in states[0].items():
         found = states[1][number]
-        assert torch.equal(found["master"], entry["master"])
+        if "master" in found:  # exactly, also of bf16
+            assert torch.equal(found["master"], entry.get("master", found["master"].bfloat16().float()))
         values = moments(entry)
         expected = (
             converted(values, KEYS) if after == "adamw-8bit" else {k: v.to(saved_dtype) for k, v in values.items()}
         )
+        if after == before.removesuffix("-rounded") == "adamw-8bit":  # as they were
+            expected = {key: entry[key].reshape(-1) for key in KEYS}
         assert all(each.any() for each in values.values())
         assert found[next(iter(values))].dtype is saved_dtype
         assert all(torch.equal(found[key].reshape(-1), each) for key, each in expected.items())
@@ -173,6 +189,7 @@ RANKS = {
     "layers and experts": {"tensor_parallel": 2, "data_parallel": 2, "expert_parallel": 2, "zero_stage": 3},
     "all, from shards": {"data_parallel": 3, "zero_stage": 3},
     "weights, not state": {"data_parallel": 2, "zero_stage": 1},
+    "master copies that are weights": {"data_parallel": 2, "zero_stage": 1},
 }
 
 
@@ -182,10 +199,11 @@ def resident(unit, count):
 
 
 @pytest.mark.part(4)
-@pytest.mark.parametrize("degrees", RANKS.values(), ids=RANKS)
-def test_what_ranks_share_goes_on_on_any_ranks(processes, degrees, tmp_path):
+@pytest.mark.parametrize("shared", RANKS)
+def test_what_ranks_share_goes_on_on_any_ranks(processes, shared, tmp_path):
     """All state is the same, whoever has which part of it; so is training, on ranks of the same degrees."""
-    task = Task("mixtral-shared", iterations=2)
+    task = Task("mixtral-shared", iterations=2, optimizer=ROUNDED[0] if "master copies" in shared else "adamw")
+    degrees = RANKS[shared]
     choose = resident if degrees.get("zero_stage") == 1 else mixed
     there, alone, other = (decide(task, choose, **of) for of in (degrees, {}, {"tensor_parallel": 2}))
     ends = {end for _, _, end in processes.call(there.num_devices, saved, task, there, tmp_path)}

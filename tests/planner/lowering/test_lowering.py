@@ -237,7 +237,8 @@ def test_bytes_are_those_that_decisions_imply(case: Case) -> None:
         updated[task.lane] += task.num_params
     weight, batches = decisions.precision.weight_bytes, decisions.num_micro_batches
     params, state = dict.fromkeys(Place, 0), dict.fromkeys(Place, 0)
-    saved = SAVED_IN_BF16 if decisions.precision.state else SAVED
+    master = 2 if decisions.precision.state or decisions.precision.master else 4
+    saved = SAVED_IN_BF16 if decisions.precision.state else {name: n - 4 + master for name, n in SAVED.items()}
     uploaded = stored_weights = read = leaving = host_gradients = 0
     for unit in case.units:
         decided = decisions.units[unit.name]
@@ -256,7 +257,6 @@ def test_bytes_are_those_that_decisions_imply(case: Case) -> None:
     assert updated[Lane.GPU_UPDATE] == params[Place.GPU] + params[Place.STREAM]
     once, fsdp2 = decisions.gradient_path.is_one_copy, decisions.gradient_path is GradientPath.FSDP2
     leaving += host_gradients
-    master = 2 if decisions.precision.state else 4
     assert moved[Op.FLUSH] == ((master if fsdp2 else weight) * leaving * batches if once else 0)
     if decisions.gradient_path is GradientPath.ON_DEVICE:  # the last sum stays, and with it weights that are masters
         there = weight * params[Place.STREAM] * decisions.precision.master_is_weight

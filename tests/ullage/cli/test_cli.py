@@ -36,6 +36,7 @@ REQUEST = {
     "--expert-load",
     "--accumulate",
     "--precision",
+    "--master",
     "--products",
     "--no-clip",
     "--optimizer",
@@ -173,6 +174,14 @@ BAD_INPUT = {
     "no local profile": (["plan", "--model", "gpt2", "--hardware", "local"], ["ullage calibrate"]),
     "profile without network": (["plan", "--model", "gpt2", "--hardware", "h100x4-80g", "--gpus", "8"], ["inter_node"]),
     "profile without fp32": (["plan", "--model", "gpt2", "--hardware", "{gemm}", "--precision", "fp32"], ["fp32"]),
+    "fp32 weights, bf16 master": (
+        ["plan", "--model", "gpt2", "--precision", "fp32", "--master", "bf16", "--optimizer", "adamw-8bit"],
+        ["--master bf16", "--precision", "change one"],
+    ),
+    "no bf16 master": (
+        ["plan", "--model", "gpt2", "--master", "bf16"],
+        ["adamw keeps only", "adamw-bf16 or adamw-8bit"],
+    ),
     "no output folder": (["plan", "--model", "gpt2", "--output", "{tmp}/no/plan.json"], ["no such folder"]),
     "output is a folder": (["plan", "--model", "gpt2", "--output", "/"], ["--output / is a folder", "name of a file"]),
     "more than any count": (

@@ -11,6 +11,7 @@ import pytest
 from hwprofiles.paths import quantities, replace
 from hwprofiles.quantity import Curve, Provenance, Quantity
 from hwprofiles.registry import load_profile
+from planner.decisions import Precision
 from planner.engines.catalogue import POLICIES
 from planner.models.parameters import num_parameters
 from planner.plan.document import EngineRow, load_plan
@@ -89,6 +90,18 @@ def test_a_narrow_state_says_what_it_saves(tiny_model, tmp_path, capsys):
     assert line.split()[1:] == f"6.03 bytes per parameter, 12 with adamw: {saved} less for each device".split()
 
 
+def test_a_bf16_master_copy_says_what_it_saves_and_counts_the_weight(tiny_model, tmp_path, capsys):
+    arguments = ["plan", "--model", str(tiny_model), "--optimizer", "adamw-8bit", "--master", "bf16", "--seq-len", "64"]
+    assert main([*arguments, "--hardware", "h100", "--output", str(tmp_path / "p.json")]) == 0
+    plan = load_plan(tmp_path / "p.json")
+    assert plan.decisions.precision == Precision(weights="bf16", master="bf16")
+    shard = sum(plan.decisions.shard_params(unit) for unit in plan.units())
+    shown = " ".join(capsys.readouterr().out.split())
+    saved = si((10 - 8 / 256) * shard, "B")
+    assert f"4.03 bytes per parameter with the weight, 14 with adamw: {saved} less for each device" in shown
+    assert "bf16 (also the master copy), AdamW with 8-bit moments" in shown
+
+
 def test_default_hardware_is_named(tiny_model, tmp_path, capsys):
     arguments = ["plan", "--model", str(tiny_model), "--seq-len", "64"]
     assert main([*arguments, "--output", str(tmp_path / "p.json")]) == 0
@@ -129,7 +142,7 @@ def test_a_device_without_bf16_instructions_trains_in_fp32_unless_asked_not_to(t
         return load_plan(path).decisions.precision.weights
 
     assert planned() == "fp32"
-    assert planned("--precision", "bf16") == "bf16"
+    assert planned("--precision", "bf16") == planned("--master", "bf16", "--optimizer", "adamw-bf16") == "bf16"
 
 
 @pytest.fixture

@@ -187,12 +187,11 @@ def loss_curves() -> Iterator[tuple[str, ...]]:
     last = {(row["optimizer"], row["seed"]): row["last"] for row in found["rows"]}
     seeds = list(dict.fromkeys(row["seed"] for row in found["rows"]))
     for number, seed in enumerate(seeds):
-        cells = [str(seed), f"{last['adamw', seed]:.4f}"]
+        yield str(seed), "`adamw`", f"{last['adamw', seed]:.4f}", ""
         for name, differences in found["differences"].items():
             difference = last[name, seed] / last["adamw", seed] - 1
             assert difference == pytest.approx(differences[number])
-            cells += [f"{last[name, seed]:.4f}", percent(difference, 2, "+")]
-        yield tuple(cells)
+            yield str(seed), f"`{name}`", f"{last[name, seed]:.4f}", percent(difference, 2, "+")
 
 
 def simulator() -> Iterator[tuple[str, ...]]:

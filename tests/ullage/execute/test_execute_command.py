@@ -70,16 +70,25 @@ def test_a_run_has_its_first_iterations_however_long_it_was(
 
 
 @pytest.mark.part(3)
-@pytest.mark.parametrize(("optimizer", "lr"), [("muon", "1e-2"), ("sgd", "0.1"), ("adagrad", "1e-2"), ("lion", "1e-3")])
+@pytest.mark.parametrize(
+    ("optimizer", "lr", "types"),
+    [
+        ("adamw-8bit", "1e-2", "--master bf16"),
+        ("muon", "1e-2", "--precision fp32"),
+        ("sgd", "0.1", "--precision fp32"),
+        ("adagrad", "1e-2", "--precision fp32"),
+        ("lion", "1e-3", "--precision fp32"),
+    ],
+)
 def test_every_optimizer_is_planned_and_executed(
-    optimizer: str, lr: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    optimizer: str, lr: str, types: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It learns, and the ledger is that of its own state."""
 
     path, config = tmp_path / "plan.json", tmp_path / "config.json"
     config.write_text(json.dumps(to_hf_config_dict(narrow_llama(3))), encoding="utf-8")
     options = ["--model", str(config), "--hardware", "epyc-turin-2c", "--seq-len", "64", "--micro-batch", "2"]
-    options += ["--device-memory", "22MB", "--precision", "fp32", "--optimizer", optimizer]
+    options += ["--device-memory", "22MB", *types.split(), "--optimizer", optimizer]
     assert main(["plan", *options, "--output", str(path)]) == 0
     assert OPTIMIZERS[optimizer].words in capsys.readouterr().out
     run = ["--iterations", "8", "--lr", lr, "--output-dir", str(tmp_path), "--json"]

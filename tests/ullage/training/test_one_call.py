@@ -102,6 +102,27 @@ def test_a_batch_is_enough_and_its_plan_is_one_like_any_other(tmp_path: Path) ->
     assert losses(*made(plan=BATCH, device_memory="1MB", num_micro_batches=1, storage="never")) == ours
 
 
+@pytest.mark.parametrize("make", [ullage.AdamWBf16, ullage.AdamW8bit])
+def test_an_optimizer_that_rounds_weights_is_planned_without_an_fp32_copy_of_them(make: type) -> None:
+    def train(*, plans: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        net = Net().to(torch.bfloat16)
+        model, optimizer = net, make(net.parameters(), lr=1e-2, bf16_stochastic_round=True)
+        batch = tuple(x.to(torch.bfloat16) if x.is_floating_point() else x for x in BATCH)
+        with contextlib.ExitStack() as stack:
+            if plans:
+                model, optimizer = ullage.prepare(net, optimizer, batch, device_memory=MEMORY, clip=False)
+                stack.enter_context(optimizer.session)
+                assert optimizer.plan.decisions.precision == ullage.Precision(weights="bf16", master="bf16")
+            for _ in range(3):
+                model(*batch).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return [weight.detach().clone() for weight in net.parameters()]
+
+    assert all(torch.equal(mine, whole) for mine, whole in zip(train(plans=True), train(plans=False), strict=True))
+
+
 def test_options_decide(tmp_path: Path) -> None:
     options = {"num_micro_batches": 2, "clip": False, "storage_dir": tmp_path, "hardware": load_profile("local")}
     optimizer = made(plan=BATCH, **options)[1]

@@ -110,10 +110,16 @@ def _narrow_state(plan: Plan) -> dict[str, str]:
     decided = plan.decisions
     if (wide := OPTIMIZERS[decided.optimizer].wide) is None:
         return {}
-    wide_bytes, own_bytes = (decided.precision.state_bytes_per_param(name) for name in (wide, decided.optimizer))
+    own_bytes, wide_bytes = (
+        decided.precision.state_bytes_per_param(decided.optimizer),
+        OPTIMIZERS[wide].state_bytes_per_param,
+    )
+    if decided.precision.master:  # there the weight is part of the state
+        wide_bytes += decided.precision.weight_bytes
     num_params = sum(decided.shard_params(unit) for unit in plan.units()) // decided.pipeline_parallel
     saved = si((wide_bytes - own_bytes) * num_params, "B")
-    words = f"{own_bytes:.3g} bytes per parameter, {wide_bytes} with {wide}: {saved} less for each device"
+    counted = " with the weight" if decided.precision.master else ""
+    words = f"{own_bytes:.3g} bytes per parameter{counted}, {wide_bytes} with {wide}: {saved} less for each device"
     return {"state": words}
 
 
