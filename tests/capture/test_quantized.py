@@ -5,12 +5,13 @@ from pathlib import Path
 import bitsandbytes
 import pytest
 import torch
+from packed_sizes import packed_bytes
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, GPT2Config, LlamaConfig
 
 from planner.models.captured import CapturedModel, CapturedOperator
 from planner.models.kernels import Elementwise, Gemm
-from planner.models.quantization import Quantization, packed_bytes
+from planner.models.quantization import Quantization
 from ullage.capture import capture_module
 from ullage.capture.quantized import quantize
 

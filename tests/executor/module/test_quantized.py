@@ -14,6 +14,7 @@ from amount import ALL
 from bitsandbytes import functional
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from packed_sizes import packed_bytes
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import nn
@@ -28,7 +29,7 @@ from hwprofiles.registry import load_profile
 from planner.costs.model import CostModel
 from planner.decisions import Decisions, Place, Precision, UnitDecision
 from planner.graph import Batch, Unit, build_graph, units
-from planner.models.quantization import Quantization, packed_bytes
+from planner.models.quantization import Quantization
 from planner.schedule.tasks import Tier
 from planner.simulate.machine import run_until_steady
 from planner.simulate.prediction import memory_peaks
