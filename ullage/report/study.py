@@ -261,7 +261,7 @@ def _along(
     return Chart(
         key=f"along-{_key(axis.name)}-{key}",
         title=f"{title[0].upper()}{title[1:]} along {axis.name}",
-        note=f"{axis.words}; every point is planned anew. Points that do not fit are left out.",
+        note=f"{axis.name}: {axis.words}. Every point is planned anew. Points that do not fit are left out.",
         x=up if named else along,
         y=ChartAxis("") if named else up,
         traces=tuple(traces),

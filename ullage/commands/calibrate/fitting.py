@@ -155,7 +155,7 @@ def _print(result: Fit, chosen: Sequence[Case], groups: dict[str, Errors], path:
     from ullage.output.formatting import percent, si  # noqa: PLC0415
 
     out = console()
-    out.print(f"{result.profile.name}: fitted to {len(chosen)} runs")
+    out.print(f"{result.profile.name}: fitted to {len(chosen)} run(s)")
     for case in chosen:
         out.print(f"  {case.id}", soft_wrap=True)
     out.print()
