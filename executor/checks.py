@@ -29,10 +29,6 @@ def check_decisions(decisions: Decisions, entry: OptimizerEntry, groups: list[di
         raise ValueError(
             f"reduce_start is {decisions.reduce_start!r}, which can be simulated but not executed; set it to 'backward'"
         )
-    if products := decisions.precision.products:
-        raise ValueError(
-            f"products are {products!r}, which can be planned but not executed; plan without --products {products}"
-        )
     if not decisions.executable:
         raise ValueError(
             f"policy {decisions.policy} models another engine, which can be simulated but not executed: plan again, or "

@@ -1,10 +1,11 @@
 """Probes of the device: matrix products, attention, elementwise kernels, optimizer, memory."""
 
 import dataclasses
+import functools
 import itertools
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from hwprofiles.quantity import Curve, Quantity
 
 _DTYPES: Mapping[Dtype, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _HEAD_DIM, _NUM_HEADS = 64, 8
+_FP8_GRAIN = 16  # sizes of products in fp8 are multiples of this
 # At most this many matrices of a pool rotate. A pool could hold hundreds of thousands of small ones.
 _MOST_VIEWS = 1024
 # With shorter sequences, a GPU computes a backward in less time than autograd takes to launch it.
@@ -74,9 +76,24 @@ class ComputeProbe:
 
     def gemm(self, dtype: Dtype, rows_half: float, budget_s: float) -> Curve:
         """Measure products of a linear layer: the mean of forward, dgrad and wgrad, corrected for few rows."""
+        return self._products(functools.partial(self._linear_mix, dtype), dtype, rows_half, budget_s)
+
+    def gemm_fp8(self, rows_half: float, budget_s: float) -> Curve | None:
+        """Measure the same products of matrices that are in fp8 already; ``None`` if the device has no such products.
+
+        PyTorch has them on GPUs of compute capability 8.9 or newer, and emulates them on CPUs.
+        """
+        values = self.pools["bf16"].to(torch.float8_e4m3fn)
+        try:
+            self._fp8_mix(values, _FP8_GRAIN, _FP8_GRAIN).call()
+        except (RuntimeError, NotImplementedError):
+            return None
+        return self._products(functools.partial(self._fp8_mix, values), "fp8", rows_half, budget_s)
+
+    def _products(self, mix: Callable[..., Case], dtype: str, rows_half: float, budget_s: float) -> Curve:
         rows, hiddens = self.backend.shapes
         shapes = sorted(itertools.product(rows, hiddens), key=lambda s: (s[0] * s[1] ** 2, s))
-        cases = [self._linear_mix(dtype, r, h, 1 / (1 + rows_half / r)) for r, h in shapes]
+        cases = [mix(r, h, 1 / (1 + rows_half / r)) for r, h in shapes]
         found = sample(cases, self.backend.time_s, budget_s)
         source = f"{dtype} products of a linear layer, mean of forward, dgrad and wgrad, corrected for few rows"
         return build_curve("flop", [c.size for c in cases], found, source)
@@ -190,6 +207,25 @@ class ComputeProbe:
 
         return Case(2.0 * rows * hidden**2, call, correction / 3)
 
+    def _fp8_mix(self, values: torch.Tensor, rows: int, hidden: int, correction: float = 1.0) -> Case:
+        """Return products with the first matrix in rows and the second in columns, as ``_scaled_mm`` wants them."""
+        one = torch.ones((), device=self.backend.device)
+        activations, weights = (self._matrices(values, *shape) for shape in ((rows, hidden), (hidden, hidden)))
+        transposed = self._matrices(values, hidden, rows)
+        kept, gradients = (self._views("bf16", *shape, self.outputs) for shape in ((rows, hidden), (hidden,) * 2))
+        recent = next(activations).clone()
+        recent_transposed = recent.t().contiguous()
+
+        def product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> None:
+            torch._scaled_mm(a, b.t(), one, one, out_dtype=torch.bfloat16, out=out)
+
+        def call() -> None:
+            product(recent, next(weights), next(kept))  # forward
+            product(recent, next(weights))  # dgrad
+            product(recent_transposed, next(transposed), next(gradients))  # wgrad
+
+        return Case(2.0 * rows * hidden**2, call, correction / 3)
+
     def _attention_call(self, dtype: Dtype, shape: tuple[int, int, int, int], *, backward: bool) -> Call:
         """Return a call of attention's forward, or of the backward of a forward that ran before."""
         values = self.pools[dtype][: math.prod(shape)].view(shape)
@@ -225,8 +261,11 @@ class ComputeProbe:
 
     def _views(self, dtype: Dtype, rows: int, columns: int, pool: torch.Tensor | None = None) -> Iterator[torch.Tensor]:
         """Return an endless iterator over matrices in a type's pool, or in another pool."""
+        return self._matrices(self.pools[dtype] if pool is None else pool.view(_DTYPES[dtype]), rows, columns)
+
+    @staticmethod
+    def _matrices(whole: torch.Tensor, rows: int, columns: int) -> Iterator[torch.Tensor]:
         size = rows * columns
-        whole = self.pools[dtype] if pool is None else pool.view(_DTYPES[dtype])
         parts = torch.split(whole[: _MOST_VIEWS * size], size)
         return itertools.cycle([part.view(rows, columns) for part in parts if len(part) == size])
 

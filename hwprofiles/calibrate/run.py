@@ -50,6 +50,7 @@ _SHARES: Final[Mapping[Part, Mapping[str, float]]] = {
         "the host's own time": 2.0,
         "products in bf16": 3.0,
         "products in fp32": 2.5,
+        "products in fp8": 2.0,
         "attention in bf16": 1.0,
         "attention in fp32": 1.0,
         "backward of attention in bf16": 1.0,
@@ -323,6 +324,7 @@ def _probe_device(compute: ComputeProbe, kernels: Kernels, memory: Quantity, ste
     elementwise = compute.elementwise("bf16", steps.begin("elementwise kernels in bf16"))
     elementwise_fp32 = compute.elementwise("fp32", steps.begin("elementwise kernels in fp32"))
     issue_s, step_s = compute.host_s(kernels.host_times, elementwise, steps.begin("the host's own time"))
+    in_fp8 = compute.gemm_fp8(rows_half.value, steps.begin("products in fp8"))
     return Device(
         name=compute.backend.name,
         kind=compute.backend.kind,
@@ -332,6 +334,7 @@ def _probe_device(compute: ComputeProbe, kernels: Kernels, memory: Quantity, ste
         gemm={
             "bf16": compute.gemm("bf16", rows_half.value, steps.begin("products in bf16")),
             "fp32": compute.gemm("fp32", rows_half.value, steps.begin("products in fp32")),
+            **({"fp8": in_fp8} if in_fp8 else {}),
         },
         attention={
             "bf16": compute.attention("bf16", steps.begin("attention in bf16")),

@@ -12,6 +12,7 @@ from typing import Annotated
 
 from pydantic import Field
 
+from hwprofiles.profile import Device
 from hwprofiles.quantity import Frozen
 from planner.decisions import Decisions, Precision
 from planner.graph import Batch
@@ -57,9 +58,13 @@ class Choice(Frozen):
 
 
 def batch_of(
-    decided: Choice | Decisions, seq_len: int, precision: Precision, expert_load: tuple[tuple[float, ...], ...]
+    decided: Choice | Decisions,
+    seq_len: int,
+    precision: Precision,
+    expert_load: tuple[tuple[float, ...], ...],
+    device: Device,
 ) -> Batch:
-    """Return the batch of one forward and backward on a rank."""
+    """Return the batch of one forward and backward on a rank of a device."""
     return Batch(
         decided.micro_batch,
         seq_len,
@@ -68,7 +73,7 @@ def batch_of(
         expert_parallel=decided.expert_parallel,
         expert_units=decided.expert_units,
         expert_load=expert_load,
-        fp8_products=precision.products == "fp8",
+        fp8_products=("emulated" if device.kind == "host" else "device") if precision.products else None,
         **decided.tiles._asdict(),
     )
 

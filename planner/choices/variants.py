@@ -90,7 +90,7 @@ def _tiled(job: Job, choice: Choice, constraints: Constraints) -> Iterator[Choic
         ModelConfigError: the model has nothing that can be computed in the tiles that are wanted.
     """
     _check_tiles(job.model, choice, constraints.loss_tile_tokens, constraints.layer_tile_tokens)
-    batch = batch_of(choice, job.seq_len, job.precision, job.expert_load)
+    batch = batch_of(choice, job.seq_len, job.precision, job.expert_load, job.hardware.device)
     found = [with_tiles(choice, batch.num_tokens, constraints.loss_tile_tokens, constraints.layer_tile_tokens)]
     if choice.pipeline_parallel == 1:
         ways = found.copy()
@@ -101,7 +101,7 @@ def _tiled(job: Job, choice: Choice, constraints: Constraints) -> Iterator[Choic
             # Whole logits take more than any layer, so tiles of layers go with those of the loss, where these are worth
             # it.
             for way in ways:
-                batch = batch_of(way, job.seq_len, job.precision, job.expert_load)
+                batch = batch_of(way, job.seq_len, job.precision, job.expert_load, job.hardware.device)
                 tokens = tile_of(job.model, batch, _units(job.model, batch), job.hardware.device)
                 found.append(with_tiles(way, batch.num_tokens, loss=tokens))
         else:
@@ -139,7 +139,7 @@ def _captured(job: Job, choices: tuple[Choice, ...]) -> tuple[Choice, ...]:
     reasons: list[ModelConfigError] = []
     for choice in choices:
         try:
-            _units(job.model, batch_of(choice, job.seq_len, job.precision, job.expert_load))
+            _units(job.model, batch_of(choice, job.seq_len, job.precision, job.expert_load, job.hardware.device))
         except ModelConfigError as error:
             reasons.append(error)
         else:
@@ -152,7 +152,7 @@ def _captured(job: Job, choices: tuple[Choice, ...]) -> tuple[Choice, ...]:
 def variant(job: Job, choice: Choice, storage: Storage) -> Variant:
     """Return the variant of one choice."""
     setup = Setup(
-        _units(job.model, batch_of(choice, job.seq_len, job.precision, job.expert_load)),
+        _units(job.model, batch_of(choice, job.seq_len, job.precision, job.expert_load, job.hardware.device)),
         **choice.model_dump(),
         precision=job.precision,
         optimizer=job.optimizer,

@@ -28,7 +28,8 @@ class Batch:
             they are equal.
         loss_tile_tokens: tokens whose logits exist at a time; ``None``: all.
         layer_tile_tokens: tokens for which norms and MLPs compute at a time; ``None``: all.
-        fp8_products: linear layers of hidden layers multiply in fp8; see :mod:`planner.models.formulas.float8`.
+        fp8_products: linear layers of hidden layers multiply in fp8, on the ``device``, or ``emulated`` in fp32 as CPUs
+            do; see :mod:`planner.models.formulas.float8`. ``None``: in the type of weights.
     """
 
     micro_batch: int
@@ -44,7 +45,7 @@ class Batch:
     expert_load: tuple[tuple[float, ...], ...] = ()
     loss_tile_tokens: int | None = None
     layer_tile_tokens: int | None = None
-    fp8_products: bool = False
+    fp8_products: Literal["device", "emulated"] | None = None
 
     def __post_init__(self) -> None:
         for name in (

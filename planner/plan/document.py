@@ -125,7 +125,7 @@ class Plan(Frozen):
             ModelConfigError: the model was captured, but not for these decisions.
         """
         decisions = decisions or self.decisions
-        batch = batch_of(decisions, self.seq_len, decisions.precision, self.expert_load)
+        batch = batch_of(decisions, self.seq_len, decisions.precision, self.expert_load, self.hardware.device)
         return units(build_graph(self.model, batch))
 
     def schedule(self, *, takes_snapshots: bool = False) -> Schedule:

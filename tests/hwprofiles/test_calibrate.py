@@ -108,6 +108,8 @@ def test_values_are_plausible_against_each_other(calibrated: Calibrated) -> None
     assert host.dram_bytes_per_s.value > 0.5 * 2 * link.down.time_s(2**24) ** -1 * 2**24
     assert device.gemm["bf16"].best_rate_per_s() > device.gemm["bf16"].points[0].size / 1.0
     assert device.attention["fp32"].best_rate_per_s() < 3 * device.gemm["fp32"].best_rate_per_s()
+    assert device.gemm["fp8"].best_rate_per_s() > 0  # emulated
+    assert device.gemm["fp8"].provenance.origin == "measured"
     assert 0 <= device.gemm_rows_half.value < 2048
     assert link.num_cores_per_copy.value == 1
     assert profile.nvme is not None

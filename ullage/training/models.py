@@ -8,6 +8,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from executor.module.empty import empty_parameters
+from executor.module.float8 import multiply_in_fp8
 from planner.models import num_parameters, to_hf_config_dict
 from planner.models.adapters import Lora
 from planner.models.captured import CapturedModel
@@ -24,7 +25,8 @@ _SHARE_TO_MAKE: Final = 0.8  # of free device memory; weights that are tied late
 def planned_model(plan: Plan, weights: Path | None = None) -> nn.Module:
     """Return a plan's model with random weights. With ``weights``, it is made without values, from their config.json.
 
-    A quantized base is made with its weights, because they cannot be loaded under a plan.
+    A quantized base is made with its weights, because they cannot be loaded under a plan. Layers that the plan
+    multiplies in fp8 are torchao's.
 
     Args:
         plan: the plan.
@@ -32,7 +34,15 @@ def planned_model(plan: Plan, weights: Path | None = None) -> nn.Module:
 
     Raises:
         CaptureError: the function of a captured model does not exist.
+        BindingError: products in fp8 are planned, but torchao or a compiler is missing.
     """
+    model = _made(plan, weights)
+    if plan.decisions.precision.products:
+        multiply_in_fp8(model, plan.units(), torch.device("cpu" if plan.hardware.device.kind == "host" else "cuda"))
+    return model
+
+
+def _made(plan: Plan, weights: Path | None) -> nn.Module:
     if isinstance(plan.model, CapturedModel):
         return _captured(plan.model, weights)
     config = AutoConfig.for_model(**to_hf_config_dict(plan.model))

@@ -77,7 +77,7 @@ def cast(elements: int, e: int) -> Kernels:
     return (*largest, *each(elements, e + 1), Elementwise(4 + e))  # the last is the scale itself
 
 
-def float8_linear(rows: int, inputs: int, outputs: int, e: int, *, bias: bool) -> Work:
+def float8_linear(rows: int, inputs: int, outputs: int, e: int, *, bias: bool, emulated: bool = False) -> Work:
     """Return ``y = x W (+ b)`` with products in fp8; it saves the bytes that any linear layer saves.
 
     Workspace: see :func:`casts_bytes`.
@@ -108,13 +108,31 @@ def float8_linear(rows: int, inputs: int, outputs: int, e: int, *, bias: bool) -
         *_INVERSES,
         Gemm(outputs, inputs, rows, fp8=True),
     )
-    return Work(forward, backward, workspace_bytes=e * x + casts_bytes(rows, inputs, outputs))
+    return Work(forward, backward, workspace_bytes=e * x + casts_bytes(rows, inputs, outputs, e, emulated=emulated))
 
 
-def casts_bytes(rows: int, inputs: int, outputs: int) -> int:
-    """Return the most bytes that casts take in backward, beside the gradient of ``x``.
+def casts_bytes(rows: int, inputs: int, outputs: int, e: int, *, emulated: bool) -> int:
+    """Return the most bytes that casts and their products take in backward, beside the gradient of ``x``.
 
     They are the results of all casts but those of forward, which are kept until the end, and the copies for a product.
+    A product that is emulated takes more; forward's product may then take the most.
     """
     x, w, y = rows * inputs, inputs * outputs, rows * outputs
-    return max(y + 2 * w, 3 * y + w + 2 * x)
+    to_input, to_weight = y + 2 * w, 3 * y + w + 2 * x
+    if not emulated:
+        return max(to_input, to_weight)
+    return max(
+        x + w + _emulation_bytes(rows, outputs, inputs, e),
+        to_input + _emulation_bytes(rows, inputs, outputs, e),
+        to_weight + _emulation_bytes(outputs, inputs, rows, e),
+    )
+
+
+def _emulation_bytes(m: int, n: int, k: int, e: int) -> int:
+    """Return the bytes that ``torch._scaled_mm`` takes on a CPU beside its result: it multiplies in fp32.
+
+    It copies the second matrix, scales both in fp32, one after another, and converts the result
+    (``aten/src/ATen/native/Blas.cpp``).
+    """
+    first, second, result = 4 * m * k, 4 * n * k, (4 + e if e != 4 else 4) * m * n
+    return n * k + first + max(first, 2 * second, second + result)

@@ -149,8 +149,10 @@ def linear(batch: Batch, inputs: int, outputs: int, *, bias: bool) -> Work:
 
 def _casts_bytes(batch: Batch, inputs: int, outputs: int) -> int:
     """Return the bytes that casts to fp8 take beside the gradients of a projection; 0 without them."""
-    is_cast = batch.fp8_products and float8.fits(inputs, outputs)
-    return float8.casts_bytes(batch.num_tokens, inputs, outputs) if is_cast else 0
+    if not batch.fp8_products or not float8.fits(inputs, outputs):
+        return 0
+    emulated = batch.fp8_products == "emulated"
+    return float8.casts_bytes(batch.num_tokens, inputs, outputs, batch.dtype_bytes, emulated=emulated)
 
 
 def sum_output(batch: Batch, width: int) -> Work:

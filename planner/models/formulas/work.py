@@ -9,19 +9,22 @@ import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from typing import Literal
 
 from planner.models.formulas import float8
 from planner.models.kernels import Attention, Gemm, Kernels, Work, each
 
 
-def linear(rows: int, inputs: int, outputs: int, e: int, *, bias: bool, fp8: bool = False) -> Work:
+def linear(
+    rows: int, inputs: int, outputs: int, e: int, *, bias: bool, fp8: Literal["device", "emulated"] | None = None
+) -> Work:
     """Return ``y = x W (+ b)``, without saved bytes and workspace; if asked for and possible, with products in fp8.
 
     The caller counts the saved input, because neighbours may share it. It also counts the gradient of ``y`` while that
     of ``x`` is computed, unless a residual connection keeps that gradient anyway.
     """
     if fp8 and float8.fits(inputs, outputs):
-        return float8.float8_linear(rows, inputs, outputs, e, bias=bias)
+        return float8.float8_linear(rows, inputs, outputs, e, bias=bias, emulated=fp8 == "emulated")
     reduce_bias = each(rows * outputs, e) if bias else ()
     backward = (Gemm(rows, inputs, outputs), Gemm(outputs, inputs, rows), *reduce_bias)
     return Work((Gemm(rows, outputs, inputs),), backward, workspace_bytes=rows * inputs * e)

@@ -1,0 +1,109 @@
+"""Products in fp8 of models that are made for a plan, against torchao's eager layer."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+from torchao.float8 import convert_to_float8_training, float8_linear
+from torchao.float8.float8_linear import Float8Linear
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from executor.distributed.shards import BindingError
+from executor.module import float8
+from executor.module.float8 import multiply_in_fp8
+from planner.graph import Batch, Unit, build_graph, units
+from planner.models import from_hf_config
+from planner.models.formulas.float8 import float8_linear as work_in_fp8
+
+SIZES = {"hidden_size": 64, "intermediate_size": 72, "num_hidden_layers": 2, "num_attention_heads": 2}
+CONFIG = LlamaConfig(**SIZES, num_key_value_heads=1, vocab_size=64, max_position_embeddings=64)
+
+
+def planned() -> tuple[Unit, ...]:
+    sizes = from_hf_config(CONFIG.to_dict(), "tiny")
+    return units(build_graph(sizes, Batch(2, 32, fp8_products="device")))
+
+
+def made() -> nn.Module:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(CONFIG).bfloat16()
+
+
+def trained(model: nn.Module) -> list[torch.Tensor]:
+    """Return loss and gradients."""
+    ids = torch.arange(64).view(2, 32)
+    loss = model(input_ids=ids, labels=ids).loss
+    return [loss, *torch.autograd.grad(loss, list(model.parameters()))]
+
+
+@pytest.fixture
+def casts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Sizes of the tensors that are cast; the cast is not compiled, which takes seconds."""
+    sizes: list[int] = []
+    monkeypatch.setattr(float8_linear, "hp_tensor_to_float8_dynamic", float8_linear.hp_tensor_to_float8_dynamic)
+
+    def listed(function: Any, **_options: Any) -> Any:
+        return lambda values, dtype: sizes.append(values.numel()) or function(values, dtype)
+
+    monkeypatch.setattr(torch, "compile", listed)
+    float8._compiled_cast.cache_clear()
+    yield sizes
+    float8._compiled_cast.cache_clear()
+
+
+def test_losses_and_gradients_are_those_of_torchao_to_the_bit(casts: list[int]) -> None:
+    """Layers whose sides are no multiples of 16, as of this MLP, and the head stay as they are."""
+    expected = convert_to_float8_training(made(), module_filter_fn=lambda _m, name: "self_attn" in name)
+    eager = trained(expected)
+    assert not casts
+    model = made()
+    multiply_in_fp8(model, planned(), torch.device("cpu"))
+    del casts[:]
+    own = trained(model)
+    assert len(casts) == 2 * 4 * 6  # layers, their projections, casts of each
+    assert all(torch.equal(one, other) for one, other in zip(own, eager, strict=True))
+    converted = {name for name, module in model.named_modules() if isinstance(module, Float8Linear)}
+    assert converted == {f"model.layers.{i}.self_attn.{side}_proj" for i in range(2) for side in "qkvo"}
+    assert [*model.state_dict()] == [*made().state_dict()]
+
+
+def test_a_compiled_cast_has_the_bits_of_torchao_and_takes_the_planned_memory() -> None:
+    eager, compiled = made(), made()
+    convert_to_float8_training(eager, module_filter_fn=lambda _m, name: "self_attn" in name)
+    expected = trained(eager)
+    before = float8_linear.hp_tensor_to_float8_dynamic
+    try:
+        multiply_in_fp8(compiled, planned(), torch.device("cpu"))
+        assert all(torch.equal(one, other) for one, other in zip(trained(compiled), expected, strict=True))
+        for rows, inputs, outputs in ((128, 1024, 1024), (256, 1408, 512)):
+            planned_bytes = work_in_fp8(rows, inputs, outputs, 2, bias=False, emulated=True).workspace_bytes
+            measured_bytes = backward_peak_bytes(rows, inputs, outputs)
+            # At the last product there is the gradient of the weight too, which is counted elsewhere.
+            assert planned_bytes <= measured_bytes <= planned_bytes + 2 * inputs * outputs
+    finally:
+        float8_linear.hp_tensor_to_float8_dynamic = before
+
+
+def backward_peak_bytes(rows: int, inputs: int, outputs: int) -> int:
+    layer = Float8Linear.from_float(nn.Linear(inputs, outputs, bias=False, dtype=torch.bfloat16))
+    x = torch.randn(rows, inputs, dtype=torch.bfloat16, requires_grad=True)
+    y = layer(x)
+    gradient = torch.randn_like(y)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        torch.autograd.grad(y, [x, layer.weight], gradient)
+    results: Any = profiler.profiler
+    events = [event for event in results.kineto_results.events() if event.name() == "[memory]"]
+    return max(itertools.accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
+
+
+@pytest.mark.usefixtures("casts")
+def test_without_a_compiler_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_args: Any, **_options: Any) -> Any:
+        raise RuntimeError("no compiler was found\n\nadvice")
+
+    monkeypatch.setattr(torch, "compile", lambda _function, **_options: fails)
+    with pytest.raises(BindingError, match="casts to fp8 cannot be compiled: no compiler was found; plan without"):
+        multiply_in_fp8(made(), planned(), torch.device("cpu"))
