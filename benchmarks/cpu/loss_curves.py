@@ -73,7 +73,8 @@ def main() -> None:
             row = {"optimizer": optimizer, "seed": seed, "placement": placement, "first": losses[0], "last": last}
             rows.append(row | {"curve": [round(loss, 5) for loss in tens]})
     rows.sort(key=lambda row: (row["seed"], OPTIMIZERS.index(row["optimizer"])))
-    last_of = {name: [row["last"] for row in rows if row["optimizer"] == name] for name in OPTIMIZERS}
+    found_of = dict.fromkeys(row["optimizer"] for row in rows)
+    last_of = {name: [row["last"] for row in rows if row["optimizer"] == name] for name in found_of}
     wide = last_of["adamw"]
     result = {
         **began,
@@ -83,9 +84,7 @@ def main() -> None:
         "last": LAST,
         "rows": rows,
         "differences": {
-            name: [n / w - 1 for w, n in zip(wide, last_of[name], strict=True)]
-            for name in OPTIMIZERS
-            if name != "adamw"
+            name: [n / w - 1 for w, n in zip(wide, last_of[name], strict=True)] for name in found_of if name != "adamw"
         },
         "seed_spread": (max(wide) - min(wide)) / statistics.fmean(wide),
     }

@@ -23,6 +23,7 @@ WAYS: Final = {
     "AdamW": (),
     "moments in bf16": ("--optimizer", "adamw-bf16"),
     "moments in 8 bits": ("--optimizer", "adamw-8bit"),
+    "moments in 8 bits, all else in bf16": ("--optimizer", "adamw-8bit", "--master", "bf16"),
     "Muon": ("--optimizer", "muon"),
     "LoRA": ("--lora", "rank=16"),
     "LoRA on NF4": ("--lora", "rank=16", "--quantize", "nf4"),
