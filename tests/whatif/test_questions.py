@@ -115,6 +115,12 @@ def test_the_longest_sequence_fits_and_a_little_longer_one_does_not(tiny, tmp_pa
     assert found.points[1].settings["seq_len"] >= found.points[0].settings["seq_len"]
 
 
+def test_the_longest_sequence_says_where_the_model_ends(tmp_path):
+    _, found = answered("gpt2", "longest", tmp_path, set_={"hardware": "h100", "storage": "never"})
+    assert found.points[0].settings["seq_len"] == 1024
+    assert "sequence length 1280 exceeds the 1024 positions that gpt2 has learned" in found.answer.words[0]
+
+
 def test_the_largest_model_fits_and_the_next_does_not(tiny, tmp_path):
     models = []
     for width in (64, 128, 256, 512, 1024, 2048, 4096):

@@ -271,11 +271,11 @@ def _scale(space: Space, prices: Prices | None, evaluator: Evaluator) -> Study:
 
 
 def _longest(space: Space, prices: Prices | None, evaluator: Evaluator) -> Study:
-    lengths, study = _greatest_that_fits(space, prices, evaluator, "seq_len", _next_length)
+    lengths, refusals, study = _greatest_that_fits(space, prices, evaluator, "seq_len", _next_length)
     model, machine = study.points[0].model, _devices_words(space)
     words = [
         f"{model} trains on sequences of {fits:,} tokens on {machine} with --storage {kind} "
-        f"(no plan was found for {misfits:,})"
+        f"({refusals.get(kind) or f'no plan was found for {misfits:,}'})"
         for kind, (fits, misfits) in lengths.items()
         if fits
     ]
@@ -295,7 +295,7 @@ def _largest(space: Space, prices: Prices | None, evaluator: Evaluator) -> Study
         end = len(names) + 1 if misfits is None else misfits
         return (fits + end) // 2 if end - fits > 1 else None
 
-    places, study = _greatest_that_fits(space, prices, evaluator, "model", following, names)
+    places, _, study = _greatest_that_fits(space, prices, evaluator, "model", following, names)
     machine = _devices_words(space)
     words = [
         f"{names[fits - 1]} is the largest of {len(names)} models that train on {machine} with --storage {kind}"
@@ -313,24 +313,28 @@ def _greatest_that_fits(
     field: str,
     following: Callable[[int, int | None], int | None],
     names: Sequence[str] | None = None,
-) -> tuple[dict[str, tuple[int, int | None]], Study]:
+) -> tuple[dict[str, tuple[int, int | None]], dict[str, str | None], Study]:
     """Find the greatest value of a field that fits, for every value of ``--storage``.
 
     ``following`` takes the greatest number that fits (0: none) and the least that does not, and returns the next number
     to try. If the values of the field are names, ``names`` are the names of the numbers from 1. Return for each kind of
-    storage the greatest number that fits and the least that does not, and the study of the points that fit.
+    storage the greatest number that fits and the least that does not; for each the reason, if the latter is not
+    possible at all; and the study of the points that fit.
     """
     hardware = load_profile(space.hardware)
     given = space.request.set.get("storage")
     kinds = [given] if given else [kind for kind in get_args(Storage) if kind != "nvme" or hardware.nvme]
     known: dict[str, tuple[int, int | None]] = dict.fromkeys(kinds, (0, None))
     tried: dict[tuple[str, int], Case] = {}
+    refusals: dict[str, str | None] = {}
     while open_ := {kind: n for kind, limits in known.items() if (n := following(*limits)) is not None}:
         cases = {kind: _case_with(space, kind, field, names[n - 1] if names else n) for kind, n in open_.items()}
         results = evaluator.results(cases.values(), "fit", f"what fits, of {field}")
         for (kind, number), result in zip(open_.items(), results, strict=True):
             fits, misfits = known[kind]
             known[kind] = (number, misfits) if result.status == "fits" else (fits, number)
+            if result.status != "fits":
+                refusals[kind] = result.reason if result.status == "refused" else None
             tried[kind, number] = cases[kind]
     order = sorted(tried, key=lambda item: (kinds.index(item[0]), item[1]))
     values = tuple(dict.fromkeys(tried[item].settings[field] for item in sorted(order, key=lambda item: item[1])))
@@ -340,7 +344,7 @@ def _greatest_that_fits(
     )
     shown = [item for item in order if item[1] == known[item[0]][0]] or order[:1]
     study = _study(space, prices, evaluator, [tried[item] for item in shown], axes)
-    return known, study
+    return known, refusals, study
 
 
 def _next_length(fits: int, misfits: int | None) -> int | None:
