@@ -4,6 +4,7 @@ Names are imported at their first use. So ``import ullage`` is fast, and plannin
 """
 
 import importlib
+import logging
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -70,6 +71,10 @@ if TYPE_CHECKING:
     from ullage.training.preparing import prepare as prepare
     from ullage.training.trainer import Step as Step
     from ullage.training.trainer import Trainer as Trainer
+
+# `transformers` imports these, which then warn of kernels for other devices or versions. Nothing here needs them.
+for _noisy in ("bitsandbytes.backends.cpu.ops", "torchao", "torch.utils._pytree"):
+    logging.getLogger(_noisy).setLevel(logging.ERROR)
 
 _MODULES = {
     "executor.checkpoint": ("Checkpoint", "checkpoint_at", "CheckpointError", "DamagedError", "Level", "Outcome"),

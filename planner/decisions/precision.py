@@ -45,7 +45,7 @@ class Precision(Frozen):
         return 2 if self.weights == "bf16" else 4
 
     @property
-    def kept(self) -> Self:
+    def without_fp8(self) -> Self:
         """The same types of what is kept and moved, with products in the type of weights."""
         return self.model_copy(update={"products": None})
 

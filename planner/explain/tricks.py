@@ -197,7 +197,7 @@ def _products_in_weights_type(bench: Bench) -> Iterator[Decisions]:
     precision = bench.decisions.precision
     if precision.products:
         for other in _with_less_resident(bench):
-            yield changed(other, precision=precision.kept)
+            yield changed(other, precision=precision.without_fp8)
 
 
 TRICKS: tuple[Trick, ...] = (

@@ -164,7 +164,7 @@ class Request:
     def _check_precision(self, precision: Precision) -> None:
         if precision.can_be_kept(self.optimizer):
             return
-        if precision.kept == Precision(weights="bf16", master="bf16"):
+        if precision.without_fp8 == Precision(weights="bf16", master="bf16"):
             known = " or ".join(name for name, row in OPTIMIZERS.items() if row.rounded)
             raise ValueError(
                 f"the master copy is bf16, but {self.optimizer} keeps only one in fp32; choose optimizer {known}, or "

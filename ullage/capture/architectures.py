@@ -1,7 +1,6 @@
 """Architectures of ``transformers``: make a module and its inputs from a ``config.json``."""
 
 import dataclasses
-import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -15,10 +14,6 @@ from planner.models.config import ModelConfigError
 from planner.models.registry import configuration
 from ullage.capture.inputs import BY_HAND, HEADS, Kind, image_tokens
 from ullage.capture.records import CaptureError
-
-# When they are imported, these warn of kernels for other devices or versions, which nothing here needs.
-for _noisy in ("bitsandbytes.backends.cpu.ops", "torchao", "torch.utils._pytree"):
-    logging.getLogger(_noisy).setLevel(logging.ERROR)
 
 # Names of the maximum sequence length; the first one that a configuration has counts.
 _POSITIONS: Final = ("max_target_positions", "max_position_embeddings", "n_positions", "max_seq_len", "n_ctx")
