@@ -229,7 +229,7 @@ def smaller(plan: Path, path: Path, device_memory_bytes: float) -> Path:
 @pytest.mark.part(2)
 @pytest.mark.parametrize(
     ("device_memory_bytes", "what"),
-    [(4e6, "of gpu memory, but less is free"), (0.97, "at its peak, but has")],
+    [(4e6, "of gpu memory, but less is free"), (0.9, "at its peak, but has")],
     ids=["the arena is too small", "what comes and goes is too much"],
 )
 def test_too_little_memory_prints_the_ledger(plan: Path, tmp_path: Path, device_memory_bytes: float, what: str) -> None:
