@@ -153,11 +153,11 @@ def test_other_mathematics_is_no_witness() -> None:
 class Machine:
     """Stands for a machine: what every engine's process finds is given."""
 
-    num_cores, peers, clock = 1, None, Clock(600.0)
+    num_cores, peers = 1, None
 
     def __init__(self, found: dict[str, Outcome], clock: Clock | None = None) -> None:
         self.found, self.jobs = found, list[Job]()
-        self.clock = clock or self.clock
+        self.clock = clock or Clock(600.0)
 
     def run(self, job: Job, _limit_s: float | None = None) -> Outcome:
         self.jobs.append(job)
