@@ -24,7 +24,7 @@ RUN = HERE.parent / "benchmarks" / "results" / "demo_run.json"
 PUBLISHED = HERE.parent / "benchmarks" / "results" / "published.json"
 SPEED = HERE.parent / "benchmarks" / "results" / "planning_speed.json"
 LOSSES = HERE.parent / "benchmarks" / "results" / "cpu_loss_curves.json"
-LARGEST = HERE.parent / "benchmarks" / "results" / "planning_largest.json"
+LIMITS = HERE.parent / "benchmarks" / "results"
 PUBLISHED_PANELS = (
     ("iteration and end-to-end time (s)", ("iteration", "end to end"), 1.0),
     ("phases: backward and update (s)", ("backward", "update"), 1.0),
@@ -124,29 +124,31 @@ def draw_loss_curves() -> None:
     figure.savefig(HERE / "loss_curves.svg", metadata={"Date": None})
 
 
-def draw_largest() -> None:
-    """Draw the largest model that fits, on each machine and with each technique."""
-    found = json.loads(LARGEST.read_text(encoding="utf-8"))["rows"]
+def draw_limits(question: str, label: str, xlim: tuple[float, float]) -> None:
+    """Draw the largest model or the longest sequence that fits, on each machine and with each technique."""
+    found = json.loads((LIMITS / f"planning_{question}.json").read_text(encoding="utf-8"))["rows"]
     params = list_models()
+    ways = list(dict.fromkeys(row["way"] for row in found))
     machines = list(dict.fromkeys((row["machine"], row["num_devices"]) for row in found))
     figure, panels = plt.subplots(1, len(machines), figsize=(12, 3.4), sharex=True, sharey=True, layout="constrained")
     for axes, machine in zip(panels, machines, strict=True):
         rows = [row for row in found if (row["machine"], row["num_devices"]) == machine]
-        for at, row in enumerate(rows):
-            largest = row["largest"]
+        for row in rows:
+            at, found_with = ways.index(row["way"]), row[question]
             for kind, colour in (("nvme", "second"), ("never", "first")):
-                if kind in largest:
-                    axes.barh(at, params[largest[kind]], color=COLOUR[colour])
-            best = largest.get("nvme", largest["never"])
-            axes.text(params[best], at, f" {best}", va="center", fontsize=7)
-        axes.set_yticks(range(len(rows)), [row["way"] for row in rows], fontsize=8)
-        axes.set(xscale="log", xlabel="parameters", xlim=(5e8, 5e13))
+                if kind in found_with:
+                    axes.barh(at, params.get(found_with[kind], found_with[kind]), color=COLOUR[colour])
+            best = found_with.get("nvme", found_with["never"])
+            words = f" {best:,}" if isinstance(best, int) else f" {best}"
+            axes.text(params.get(best, best), at, words, va="center", fontsize=7)
+        axes.set_yticks(range(len(ways)), ways, fontsize=8)
+        axes.set(xscale="log", xlabel=label, xlim=xlim)
         axes.set_title(f"{machine[1]} x {machine[0]}", fontsize=10)
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].invert_yaxis()
     handles = [plt.Rectangle((0, 0), 1, 1, color=COLOUR[colour]) for colour in ("first", "second")]
     figure.legend(handles, ["device and host", "and NVMe"], loc="outside lower center", ncols=2, frameon=False)
-    figure.savefig(HERE / "largest.svg", metadata={"Date": None})
+    figure.savefig(HERE / f"{question}.svg", metadata={"Date": None})
     plt.close(figure)
 
 
@@ -177,7 +179,8 @@ def main() -> None:
     draw_simulated()
     draw_growth()
     draw_loss_curves()
-    draw_largest()
+    draw_limits("largest", "parameters", (5e8, 5e13))
+    draw_limits("longest", "tokens", (5e3, 1e7))
     draw_published()
 
 

@@ -101,9 +101,10 @@ def largest_models() -> Iterator[tuple[str, ...]]:
         yield _machine(row), row["way"], *(row["largest"].get(kind, "-") for kind in ("never", "nvme"))
 
 
-def long_sequences() -> Iterator[tuple[str, ...]]:
-    for row in result("long_sequences.json")["rows"]:
-        yield _machine(row), row["in_tiles"], *(f"{length:,}" for length in row["longest_seq_len"].values())
+def longest_sequences() -> Iterator[tuple[str, ...]]:
+    for row in result("planning_longest.json")["rows"]:
+        found = (row["longest"].get(kind) for kind in ("never", "activations", "nvme"))
+        yield _machine(row), row["way"], *(f"{length:,}" if length else "-" for length in found)
 
 
 def calibration() -> Iterator[tuple[str, ...]]:
@@ -176,10 +177,11 @@ def adamw() -> Iterator[tuple[str, ...]]:
 
 
 def narrow_state() -> Iterator[tuple[str, ...]]:
-    for row in result("cpu_narrow_state.json")["results"]:
-        ratios = [times(row[key]) for key in ("of_copy", "wide_of_copy", "over_wide")]
-        stock = times(row["over_bitsandbytes"]) if "over_bitsandbytes" in row else ""
-        yield f"`{row['optimizer']}`", f"{row['num_params']:,}", str(row["num_threads"]), *ratios, stock
+    for name in ("Xeon", "EPYC"):
+        found = result(f"cpu_narrow_state_{name.lower()}.json")["results"]
+        for row in (row for row in found if row["num_params"] == 2**26):
+            values = [row.get(key) for key in ("of_copy", "wide_of_copy", "over_wide", "over_bitsandbytes")]
+            yield name, f"`{row['optimizer']}`", str(row["num_threads"]), *(times(v) if v else "" for v in values)
 
 
 def loss_curves() -> Iterator[tuple[str, ...]]:
@@ -344,7 +346,7 @@ TABLES = (
     demo,
     memory,
     largest_models,
-    long_sequences,
+    longest_sequences,
     calibration,
     capture,
     architectures,
