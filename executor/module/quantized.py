@@ -42,8 +42,8 @@ def is_float8(module: nn.Module) -> bool:
 
     Its weight is a parameter like any other. Each product casts it, with a scale from the largest value of the whole.
     """
-    kind = type(module)
-    return kind.__name__ == "Float8Linear" and kind.__module__.startswith("torchao.")
+    kinds = type(module).__mro__
+    return any(kind.__name__ == "Float8Linear" and kind.__module__.startswith("torchao.") for kind in kinds)
 
 
 def check_products(model: nn.Module, units: tuple[Unit, ...]) -> None:

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from executor.distributed.shards import BindingError
 from executor.module.empty import empty_parameters
-from executor.module.float8 import multiply_in_fp8
 from planner.models import num_parameters, to_hf_config_dict
 from planner.models.adapters import Lora
 from planner.models.captured import CapturedModel
@@ -38,6 +38,13 @@ def planned_model(plan: Plan, weights: Path | None = None) -> nn.Module:
     """
     model = _made(plan, weights)
     if plan.decisions.precision.products:
+        try:
+            from executor.module.float8 import multiply_in_fp8  # noqa: PLC0415 - optional
+        except ImportError as error:
+            raise BindingError(
+                "the plan has products in fp8, but torchao is not installed; run `pip install torchao`, or plan "
+                "without --products fp8"
+            ) from error
         multiply_in_fp8(model, plan.units(), torch.device("cpu" if plan.hardware.device.kind == "host" else "cuda"))
     return model
 

@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
-from torchao.float8 import convert_to_float8_training, float8_linear
+from torchao.float8 import convert_to_float8_training
 from torchao.float8.float8_linear import Float8Linear
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from executor.distributed.shards import BindingError
 from executor.module import float8
-from executor.module.float8 import multiply_in_fp8
+from executor.module.float8 import Linear, multiply_in_fp8
 from planner.graph import Batch, Unit, build_graph, units
 from planner.models import from_hf_config
 from planner.models.formulas.float8 import float8_linear as work_in_fp8
@@ -44,7 +44,6 @@ def trained(model: nn.Module) -> list[torch.Tensor]:
 def casts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Sizes of the tensors that are cast; the cast is not compiled, which takes seconds."""
     sizes: list[int] = []
-    monkeypatch.setattr(float8_linear, "hp_tensor_to_float8_dynamic", float8_linear.hp_tensor_to_float8_dynamic)
 
     def listed(function: Any, **_options: Any) -> Any:
         return lambda values, dtype: sizes.append(values.numel()) or function(values, dtype)
@@ -66,6 +65,9 @@ def test_losses_and_gradients_are_those_of_torchao_to_the_bit(casts: list[int]) 
     own = trained(model)
     assert len(casts) == 2 * 2 * 6  # layers, their projections, casts of each
     assert all(torch.equal(one, other) for one, other in zip(own, eager, strict=True))
+    del casts[:]
+    assert all(torch.equal(one, other) for one, other in zip(trained(expected), eager, strict=True))
+    assert not casts, "torchao's own layers keep their casts"
     converted = {name for name, module in model.named_modules() if isinstance(module, Float8Linear)}
     assert converted == {f"model.layers.{i}.self_attn.{side}_proj" for i in range(2) for side in "qo"}
     assert [*model.state_dict()] == [*made().state_dict()]
@@ -75,21 +77,28 @@ def test_a_compiled_cast_has_the_bits_of_torchao_and_takes_the_planned_memory() 
     eager, compiled = made(), made()
     convert_to_float8_training(eager, module_filter_fn=lambda _m, name: name.endswith(FITTING))
     expected = trained(eager)
-    before = float8_linear.hp_tensor_to_float8_dynamic
-    try:
-        multiply_in_fp8(compiled, planned(), torch.device("cpu"))
-        assert all(torch.equal(one, other) for one, other in zip(trained(compiled), expected, strict=True))
-        for rows, inputs, outputs in ((128, 1024, 1024), (256, 1408, 512)):
-            planned_bytes = work_in_fp8(rows, inputs, outputs, 2, bias=False, emulated=True).workspace_bytes
-            measured_bytes = backward_peak_bytes(rows, inputs, outputs)
-            # At the last product there is the gradient of the weight too, which is counted elsewhere.
-            assert planned_bytes <= measured_bytes <= planned_bytes + 2 * inputs * outputs
-    finally:
-        float8_linear.hp_tensor_to_float8_dynamic = before
+    multiply_in_fp8(compiled, planned(), torch.device("cpu"))
+    assert all(torch.equal(one, other) for one, other in zip(trained(compiled), expected, strict=True))
+    for rows, inputs, outputs in ((128, 1024, 1024), (256, 1408, 512)):
+        planned_bytes = work_in_fp8(rows, inputs, outputs, 2, bias=False, emulated=True).workspace_bytes
+        measured_bytes = backward_peak_bytes(rows, inputs, outputs)
+        # At the last product there is the gradient of the weight too, which is counted elsewhere.
+        assert planned_bytes <= measured_bytes <= planned_bytes + 2 * inputs * outputs
+
+
+def test_a_layer_in_a_compiled_module_has_the_same_bits() -> None:
+    layer = Linear.from_float(nn.Linear(64, 32, dtype=torch.bfloat16))
+    expected = Float8Linear.from_float(layer)
+    x = torch.randn(2, 16, 64, dtype=torch.bfloat16, requires_grad=True)
+    found = []
+    for forward in (torch.compile(layer.forward, backend="aot_eager"), expected):
+        y = forward(x)
+        found.append([y, *torch.autograd.grad(y.square().sum(), [x, layer.weight, layer.bias])])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 def backward_peak_bytes(rows: int, inputs: int, outputs: int) -> int:
-    layer = Float8Linear.from_float(nn.Linear(inputs, outputs, bias=False, dtype=torch.bfloat16))
+    layer = Linear.from_float(nn.Linear(inputs, outputs, bias=False, dtype=torch.bfloat16))
     x = torch.randn(rows, inputs, dtype=torch.bfloat16, requires_grad=True)
     y = layer(x)
     gradient = torch.randn_like(y)
