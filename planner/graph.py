@@ -47,12 +47,15 @@ class Unit:
         segment: the decoder layer, which is recomputed as a whole. ``embed`` and ``head`` are segments of their own and
             are never recomputed.
         operators: in forward order.
-        parameters: those that are trained, in order of use. They have gradients and optimizer state, are cut into
-            subgroups, and their number is ``num_params``.
+        parameters: those that are trained, in order of use, weights of products in fp8 behind all others. They have
+            gradients and optimizer state, are cut into subgroups, and their number is ``num_params``.
         shared_units: other units whose parameters it uses (tied embeddings).
         is_first: whether its segment begins with it.
         frozen: parameters that only move with the others.
         differentiated: whether backward goes through its segment; nothing before the first trained parameter is.
+        fp8_parameters: the last of ``parameters``: those that products in fp8 cast, each with a scale of its own. Empty
+            if it also has frozen ones.
+        in_fp8: the same unit where these come in fp8, so that it does not cast them.
     """
 
     name: str
@@ -63,6 +66,8 @@ class Unit:
     is_first: bool = False
     frozen: tuple[ParameterSpec, ...] = ()
     differentiated: bool = True
+    fp8_parameters: tuple[ParameterSpec, ...] = ()
+    in_fp8: "Unit | None" = dataclasses.field(default=None, compare=False, repr=False)
 
     @functools.cached_property
     def num_params(self) -> int:
@@ -266,12 +271,13 @@ def build_graph(config: Model, batch: Batch) -> Graph:
     for operator in first:
         if operator.kind == "rotary":
             graph.add(operator)
-    parts: dict[tuple[object, ...], tuple[Part, ...]] = {}  # equal layers share their kernels
+    ways = (batch, dataclasses.replace(batch, casts_weights=False)) if batch.fp8_products else (batch,)
+    parts: dict[tuple[object, ...], list[tuple[Part, ...]]] = {}  # equal layers share their kernels
     for layer in range(config.num_layers):
         kind = (config.has_experts(layer), experts.load_of(batch, layer))
         if kind not in parts:
             make = megatron_core.layer_parts if batch.is_core else layer_parts
-            parts[kind] = make(config, batch, layer)
+            parts[kind] = [make(config, way, layer) for way in ways]
         hidden = _add_layer(graph, config, layer, parts[kind], hidden)
     _add_chain(graph, head_operators(config, batch, specs), hidden)
     return graph
@@ -292,10 +298,15 @@ def _add_chain(graph: Graph, operators: list[Operator], *source: str) -> str:
     return source[0]
 
 
-def _add_layer(graph: Graph, config: ModelConfig, layer: int, parts: tuple[Part, ...], hidden: str) -> str:
-    path = layer_path(config, layer)
+def _add_layer(graph: Graph, config: ModelConfig, layer: int, ways: list[tuple[Part, ...]], hidden: str) -> str:
+    """Add a layer's operators; the second way, if there is one, has their parts without casts of weights."""
+    path, (parts, *without) = layer_path(config, layer), ways
     outside = {"": hidden, "rotary": f"{root(config)}.rotary_emb"}
-    for part, operator in zip(parts, layer_operators(config, layer, parts), strict=True):
+    operators = layer_operators(config, layer, parts)
+    for others in without:
+        pairs = zip(operators, layer_operators(config, layer, others), strict=True)
+        operators = [dataclasses.replace(o, in_fp8=twin) if o.forward != twin.forward else o for o, twin in pairs]
+    for part, operator in zip(parts, operators, strict=True):
         graph.add(operator, *(outside.get(source) or f"{path}.{source}" for source in part.sources))
     return f"{path}.{parts[-1].name}"
 
@@ -311,12 +322,31 @@ def units(graph: Graph) -> tuple[Unit, ...]:
         shared = {owner[parameter]: None for operator in members for parameter in operator.shared_parameters}
         owned = tuple(spec for operator in members for spec in operator.parameters)
         trained, frozen = (tuple(spec for spec in owned if spec.is_trained is wanted) for wanted in (True, False))
+        in_fp8 = tuple(spec for operator in members for spec in _multiplied_in_fp8(operator))
+        in_fp8 = in_fp8 if all(spec.is_trained for spec in in_fp8) else ()
+        trained = (*(spec for spec in trained if spec not in in_fp8), *in_fp8)
         segment = members[0].segment
         is_first = not result or result[-1].segment != segment
         # Experts that no token visits compute nothing, but are trained all the same.
         reached = segment in differentiated or bool(trained)
-        result.append(Unit(name, segment, members, trained, tuple(shared), is_first, frozen, reached))
+        unit = Unit(name, segment, members, trained, tuple(shared), is_first, frozen, reached, in_fp8)
+        result.append(dataclasses.replace(unit, in_fp8=_without_casts(unit)) if in_fp8 else unit)
     return tuple(result)
+
+
+def _multiplied_in_fp8(operator: Operator) -> tuple[ParameterSpec, ...]:
+    """Return the weights of an operator's products in fp8."""
+    shapes = {(kernel.n, kernel.k) for kernel in operator.forward if isinstance(kernel, Gemm) and kernel.fp8}
+    return tuple(spec for spec in operator.parameters if spec.shape in shapes)
+
+
+def _without_casts(unit: Unit) -> Unit:
+    """Return a unit whose weights of products in fp8 come in fp8."""
+    operators = (
+        dataclasses.replace(operator.in_fp8, parameters=operator.parameters) if operator.in_fp8 else operator
+        for operator in unit.operators
+    )
+    return dataclasses.replace(unit, operators=tuple(operators))
 
 
 def segments(units: Iterable[Unit]) -> list[list[Unit]]:

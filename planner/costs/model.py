@@ -136,7 +136,7 @@ class CostModel:
             return self._launch(task)
         if task.op is Op.UPDATE:
             return self._cpu_update(task) if task.lane is Lane.CPU else self._device_update(task)
-        if task.op is Op.PASS:
+        if task.op in {Op.PASS, Op.CAST}:
             return self._rank.host_pass(task.num_bytes)
         if task.op is Op.SEND:
             return self._send(task)
@@ -180,6 +180,8 @@ class CostModel:
     def kernels_of(self, task: Work) -> tuple[Kernel, ...]:
         """Return the kernels of a task of the compute lane."""
         unit = self._units[task.unit]
+        if task.in_fp8 and unit.in_fp8:
+            unit = unit.in_fp8
         match task.op:
             case Op.FORWARD:
                 return unit.forward

@@ -1,6 +1,7 @@
 """What the planner chooses: per unit, and for the whole iteration."""
 
 from planner.decisions.decisions import FROZEN_ALIGNMENT_BYTES, Decisions, check_whole_matrices
+from planner.decisions.fp8 import Fp8Weights
 from planner.decisions.places import REDUCE_BUCKET_PARAMS, Activations, GradientPath, HostUpdate, Place, UnitDecision
 from planner.decisions.precision import BF16, FP32, Precision
 from planner.decisions.sharding import Sharding
@@ -12,6 +13,7 @@ __all__ = [
     "REDUCE_BUCKET_PARAMS",
     "Activations",
     "Decisions",
+    "Fp8Weights",
     "GradientPath",
     "HostUpdate",
     "Place",

@@ -4,6 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
+from planner.decisions.fp8 import ALIGNMENT_BYTES, Fp8Weights
 from planner.decisions.places import GradientPath, HostUpdate, Place, UnitDecision
 from planner.decisions.sharding import Sharding
 from planner.graph import Unit
@@ -43,6 +44,8 @@ class Decisions(Sharding):
             published times.
         device_buffer_bytes: other device memory of an engine: its buckets and staging buffers.
         clip: whether gradients are clipped by their global norm; every update then waits for the norm.
+        fp8_weights: whether weights of products in fp8 are fetched from the host, and then gathered, in fp8; see [Note:
+            Weights in fp8] in :mod:`planner.decisions.fp8`.
         habits: what else another engine does; ``None`` for ours, and for engines that do nothing else.
     """
 
@@ -65,6 +68,7 @@ class Decisions(Sharding):
     loop: bool = False
     device_buffer_bytes: Annotated[int, Field(ge=0)] = 0
     clip: bool = True
+    fp8_weights: bool = False
     habits: Habits | None = None
     units: dict[str, UnitDecision]
 
@@ -88,6 +92,8 @@ class Decisions(Sharding):
         if self.pipeline_parallel > 1:
             _check_pipeline(self)
         check_whole_matrices(self.optimizer, self.tensor_parallel)
+        if self.fp8_weights:
+            _check_fp8_weights(self)
         for name, unit in self.units.items():
             if unit.fetched and Place.GPU in unit.update:
                 raise ValueError(
@@ -124,6 +130,7 @@ class Decisions(Sharding):
             and self.pipeline_parallel == 1
             and self.pinned_reads
             and self.precision.can_be_kept(self.optimizer)
+            and not self.fp8_weights
             and all(unit.activations != "offload-input" for unit in self.units.values())
         )
 
@@ -188,6 +195,26 @@ class Decisions(Sharding):
         """Return whether a unit's parameters are sharded over ranks (ZeRO-3) and gathered for every use."""
         return self.zero_stage == 3 and self.replicas(unit) > 1 and not self.layer_by_layer
 
+    def fp8_of(self, unit: Unit) -> Fp8Weights | None:
+        """Return how a unit's weights move where they are fetched in fp8; ``None`` where they are not."""
+        if not self.fp8_weights or self.units[unit.name].params != "host" or not unit.fp8_parameters:
+            return None
+        return self.fp8_if_fetched(unit)
+
+    def fp8_if_fetched(self, unit: Unit) -> Fp8Weights | None:
+        """Return the same wherever the unit's parameters are; ``None`` if it has none in fp8, or nothing is saved."""
+        if not self.fp8_weights or not unit.fp8_parameters:
+            return None
+        layout, num_scales = self.layout(unit), len(unit.fp8_parameters)
+        num_ranks = self.replicas(unit) if self.gathers(unit) else 1
+        num_others = layout.starts[-num_scales]
+        fp8 = Fp8Weights(layout.shard_params, num_others, num_scales, num_ranks, self.precision.weight_bytes)
+        return fp8 if fp8.saves and num_others % ALIGNMENT_BYTES == 0 else None
+
+    def moves_fp8(self, unit: Unit) -> bool:
+        """Return whether a unit's weights are fetched in fp8."""
+        return self.fp8_of(unit) is not None
+
     def gathers_ahead(self, num_params: int) -> bool:
         """Return whether collectives of a unit with ``num_params`` parameters overlap with computing."""
         return self.max_prefetch_params is None or num_params <= self.max_prefetch_params
@@ -242,6 +269,21 @@ class Decisions(Sharding):
     def placed_pieces(self, unit: Unit) -> tuple[tuple[int, Place], ...]:
         """Return size and place of each of a unit's subgroups on one rank, in order."""
         return tuple(zip(self.piece_params(unit), self.units[unit.name].update, strict=True))
+
+
+def _check_fp8_weights(decisions: Decisions) -> None:
+    if decisions.precision.products != "fp8":
+        raise ValueError(
+            f"fp8_weights needs products in fp8, not {decisions.precision.products or decisions.precision.weights}; "
+            "plan with --products fp8, or set fp8_weights to false"
+        )
+    if OPTIMIZERS[decisions.optimizer].others:
+        raise ValueError(
+            f"fp8_weights: {OPTIMIZERS[decisions.optimizer].words} needs matrices before other parameters; set "
+            "fp8_weights to false, or choose another optimizer"
+        )
+    if decisions.gradient_path is not GradientPath.ONCE or decisions.habits is not None:
+        raise ValueError(f"fp8_weights: policy {decisions.policy!r} cannot fetch them so; set fp8_weights to false")
 
 
 def _check_on_device(decisions: Decisions) -> None:

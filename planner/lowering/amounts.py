@@ -7,7 +7,7 @@ import dataclasses
 from collections import Counter
 from typing import Literal
 
-from planner.decisions import Decisions, Place, UnitDecision
+from planner.decisions import Decisions, Fp8Weights, Place, UnitDecision
 from planner.graph import Unit
 from planner.optimizers import OPTIMIZERS
 from planner.schedule.tasks import Tier
@@ -26,6 +26,7 @@ class Amounts:
         replicas: the number of ranks with the same part of it at the same time.
         shard_params: parameters that one rank updates.
         padded_params: all trained parameters, padded to equal shards.
+        fp8: how its weights move where they are fetched in fp8; ``None`` where they are not.
         frozen_bytes: bytes of frozen weights that one rank keeps.
         padded_frozen_bytes: bytes of all frozen weights, padded to equal shards.
         gathered: whether its parameters are all-gathered for every use.
@@ -47,6 +48,7 @@ class Amounts:
     replicas: int
     shard_params: int
     padded_params: int
+    fp8: Fp8Weights | None
     frozen_bytes: int
     padded_frozen_bytes: int
     gathered: bool
@@ -86,7 +88,8 @@ class AmountsOf:
         """
         frozen_bytes = unit.frozen_bytes(self._decisions.precision.weight_bytes)
         parts, where = unit.parts(self._degrees), (decided.params, decided.update, decided.streamed_gradients)
-        kind = (unit.num_params, frozen_bytes, parts, *where, unit.extents if self._by_layout else ())
+        fp8 = self._decisions.fp8_of(unit)
+        kind = (unit.num_params, frozen_bytes, parts, *where, fp8, unit.extents if self._by_layout else ())
         if (known := self._known.get(kind)) is None:
             _check(self._decisions, unit, decided)
             known = self._known[kind] = _amounts(self._decisions, unit, decided)
@@ -123,6 +126,7 @@ def _amounts(decisions: Decisions, unit: Unit, decided: UnitDecision) -> Amounts
         replicas=1 if decisions.layer_by_layer else decisions.replicas(unit),
         shard_params=shard,
         padded_params=padded,
+        fp8=(fp8 := decisions.fp8_of(unit)),
         frozen_bytes=frozen_bytes,
         padded_frozen_bytes=decisions.frozen_padded_bytes(unit),
         gathered=gathered,
@@ -137,14 +141,20 @@ def _amounts(decisions: Decisions, unit: Unit, decided: UnitDecision) -> Amounts
         flushed_params=flushed,
         buffer_params=buffer,
         resident_params=shard - flushed - buffer,
-        parameters=_parameters(decisions, name, placed, shard, shard if gathered else padded, frozen_bytes),
+        parameters=_parameters(decisions, name, placed, shard, shard if gathered else padded, frozen_bytes, fp8),
         optimizer=_optimizer(decisions, unit, placed),
         gradients=_gradients(decisions, name, placed, flushed),
     )
 
 
 def _parameters(
-    decisions: Decisions, name: str, placed: Counter[Place], shard: int, resident: int, frozen_bytes: int
+    decisions: Decisions,
+    name: str,
+    placed: Counter[Place],
+    shard: int,
+    resident: int,
+    frozen_bytes: int,
+    fp8: Fp8Weights | None,
 ) -> HeldBytes:
     params, weight_bytes = decisions.units[name].params, decisions.precision.weight_bytes
     on_device = weight_bytes * resident + frozen_bytes if params == "gpu" else 0
@@ -152,7 +162,8 @@ def _parameters(
         on_nvme = decisions.num_state_versions * decisions.stored_weight_bytes(name) * shard
         return _held((Tier.GPU, on_device), (Tier.NVME, on_nvme + frozen_bytes))
     served = sum(n for place, n in placed.items() if decisions.serves(name, place))
-    return _held((Tier.GPU, on_device), (Tier.HOST, weight_bytes * served + (frozen_bytes if params == "host" else 0)))
+    on_host = weight_bytes * served + (frozen_bytes if params == "host" else 0)
+    return _held((Tier.GPU, on_device), (Tier.HOST, on_host + (fp8.host_bytes if fp8 else 0)))
 
 
 def _optimizer(decisions: Decisions, unit: Unit, placed: Counter[Place]) -> HeldBytes:

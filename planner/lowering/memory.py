@@ -40,8 +40,8 @@ def _parameters(program: Program) -> None:
         if unit.amounts.params == "nvme" and unit.name in slots.of_unit:
             slot = slots.of_unit[unit.name]
             read[slot] = max(read[slot], weight_bytes * unit.amounts.shard_params + unit.amounts.frozen_bytes)
-    for slot, (num_params, frozen_bytes) in enumerate(zip(slots.num_params, slots.frozen_bytes, strict=True)):
-        program.hold(Tier.GPU, MemoryClass.PARAMETERS, weight_bytes * num_params + frozen_bytes, f"slot {slot}")
+    for slot, num_bytes in enumerate(slots.sizes(weight_bytes)):
+        program.hold(Tier.GPU, MemoryClass.PARAMETERS, num_bytes, f"slot {slot}")
         program.hold(Tier.HOST, MemoryClass.PARAMETERS, read[slot], f"buffer of slot {slot}")
     for unit in program.units:
         _hold_always(program, unit, MemoryClass.PARAMETERS, unit.amounts.parameters)

@@ -11,6 +11,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Mapping
 
+from planner.decisions import Fp8Weights
 from planner.lowering.program import Draft, LoweredUnit, Program
 from planner.schedule.tasks import Lane, Op
 
@@ -22,27 +23,34 @@ class Slots:
     Attributes:
         of_unit: the slot of every unit that is not resident, by name.
         num_params: trained parameters that each slot holds, padded to equal shards.
+        fp8: of each slot, what it holds instead where trained parameters come in fp8; ``None`` where they do not.
         frozen_bytes: bytes of frozen weights that each slot holds, padded to equal shards.
     """
 
     of_unit: dict[str, int]
     num_params: tuple[int, ...]
+    fp8: tuple[Fp8Weights | None, ...]
     frozen_bytes: tuple[int, ...]
+
+    def sizes(self, weight_bytes: int) -> tuple[int, ...]:
+        """Return the bytes of each slot."""
+        columns = zip(self.num_params, self.fp8, self.frozen_bytes, strict=True)
+        return tuple((fp8.slot_bytes if fp8 else weight_bytes * count) + frozen for count, fp8, frozen in columns)
 
 
 def assign_slots(program: Program) -> Slots:
     """Give every unit that is fetched or gathered a slot in the ring of units of its size."""
-    rings: dict[tuple[int, int], list[LoweredUnit]] = defaultdict(list)
+    rings: dict[tuple[int, Fp8Weights | None, int], list[LoweredUnit]] = defaultdict(list)
     for unit in program.units:
         if needs_slot(unit):
-            rings[unit.amounts.padded_params, unit.amounts.padded_frozen_bytes].append(unit)
+            rings[unit.amounts.padded_params, unit.amounts.fp8, unit.amounts.padded_frozen_bytes].append(unit)
     of_unit: dict[str, int] = {}
-    sizes: list[tuple[int, int]] = []
+    sizes: list[tuple[int, Fp8Weights | None, int]] = []
     for size, ring in rings.items():
         count = min(program.decisions.num_param_slots, len(ring))
         of_unit |= {unit.name: len(sizes) + i % count for i, unit in enumerate(ring)}
         sizes += [size] * count
-    return Slots(of_unit, tuple(count for count, _ in sizes), tuple(num_bytes for _, num_bytes in sizes))
+    return Slots(of_unit, *(zip(*sizes, strict=True) if sizes else ((), (), ())))
 
 
 def needs_slot(unit: LoweredUnit) -> bool:
@@ -137,12 +145,14 @@ def _fill(
     tasks: list[Draft] = []
     if unit.amounts.fetched:
         fetch = program.draft(Lane.H2D, Op.FETCH, user.phase, unit, user.micro_batch, start)
-        fetch.num_bytes = decisions.fetched_bytes_per_param * amounts.shard_params + amounts.frozen_bytes
+        own_bytes = decisions.fetched_bytes_per_param * amounts.shard_params
+        fetch.num_bytes = (amounts.fp8.fetched_bytes if amounts.fp8 else own_bytes) + amounts.frozen_bytes
         tasks.append(fetch)
     if amounts.gathered:
         after = (*start, tasks[0].key) if tasks else start
         gather = program.draft(Lane.COLLECTIVE, Op.GATHER, user.phase, unit, user.micro_batch, after)
-        gather.num_bytes = weight_bytes * amounts.exchanged_params + unit.unit.frozen_bytes(weight_bytes)
+        all_bytes = amounts.fp8.gathered_bytes if amounts.fp8 else weight_bytes * amounts.exchanged_params
+        gather.num_bytes = all_bytes + unit.unit.frozen_bytes(weight_bytes)
         tasks.append(gather)
     tasks[-1].slot = slot
     where = program.behind[anchor.key] if anchor else program.before[program.spine[0].key]

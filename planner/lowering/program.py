@@ -52,6 +52,7 @@ class Draft:
     pinned: bool = dataclasses.field(default=True, init=False)
     stalls: bool = dataclasses.field(default=False, init=False)
     matrices: Shapes = dataclasses.field(default=(), init=False)
+    in_fp8: bool = dataclasses.field(default=False, init=False)
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -59,7 +60,7 @@ class LoweredUnit:
     """A unit, its decision, and its tasks so far.
 
     Attributes:
-        unit: the unit of the model, or the stage of a pipeline.
+        unit: the unit of the model, as it computes here, or the stage of a pipeline.
         amounts: its decision, as amounts.
         activations: the decision on its activations.
         name, num_params: the unit's own.
@@ -128,7 +129,7 @@ class Program:
         stages = itertools.cycle(range(decisions.pipeline_parallel))
         self.units = [
             LoweredUnit(
-                unit,
+                unit.in_fp8 if unit.in_fp8 and decisions.moves_fp8(unit) else unit,
                 amounts_of(unit, decided[unit.name]),
                 decided[unit.name].activations,
                 unit.name,
@@ -173,6 +174,7 @@ class Program:
         """Append a compute task to the spine, and to the unit's tasks of its kind."""
         phase = Phase.FORWARD if op is Op.FORWARD else Phase.BACKWARD
         draft = self.draft(Lane.COMPUTE, op, phase, unit, micro_batch)
+        draft.in_fp8 = unit.amounts.fp8 is not None
         noted.append(draft)
         self.spine.append(draft)
 
@@ -264,6 +266,7 @@ def _made(
             pinned=d.pinned,
             stalls=d.stalls,
             matrices=d.matrices,
+            in_fp8=d.in_fp8,
             stage=d.stage,
             after=afters[i],
             after_previous=afters_previous[i],

@@ -48,6 +48,10 @@ def updates(program: Program) -> None:
                 done.append(updated)
             else:
                 done.append(_streamed(program, streamed, unit, piece, num_params, ready))
+        if done and (fp8 := unit.amounts.fp8):
+            cast = _place(program, unit, -1, Lane.CPU, Op.CAST, tuple(draft.key for draft in done))
+            cast.num_bytes = fp8.cast_bytes
+            done = [cast]
         if done:
             _gate(program, unit, position, done)
     _bound_gradients(program)

@@ -30,6 +30,7 @@ class Batch:
         layer_tile_tokens: tokens for which norms and MLPs compute at a time; ``None``: all.
         fp8_products: linear layers of hidden layers multiply in fp8, on the ``device``, or ``emulated`` in fp32 as CPUs
             do; see :mod:`planner.models.formulas.float8`. ``None``: in the type of weights.
+        casts_weights: whether these products cast their weights; otherwise weights come in fp8.
     """
 
     micro_batch: int
@@ -46,6 +47,7 @@ class Batch:
     loss_tile_tokens: int | None = None
     layer_tile_tokens: int | None = None
     fp8_products: Literal["device", "emulated"] | None = None
+    casts_weights: bool = True
 
     def __post_init__(self) -> None:
         for name in (
@@ -112,6 +114,7 @@ class Operator:
         measured: whether its workspace is the measured peak of its whole unit; otherwise it is what the operator alone
             needs.
         product_bytes: bytes of the outputs of its products, without those that recomputation leaves out.
+        in_fp8: the same operator where its weights come in fp8; ``None`` where that changes nothing.
     """
 
     name: str
@@ -131,6 +134,7 @@ class Operator:
     copies_input: bool = False
     measured: bool = False
     in_tiles: bool = False
+    in_fp8: "Operator | None" = None
 
     @property
     def num_params(self) -> int:

@@ -91,6 +91,7 @@ _amounts = operator.attrgetter(
     "pinned",
     "stalls",
     "matrices",
+    "in_fp8",
     "stage",
 )
 

@@ -32,6 +32,7 @@ class Op(StrEnum):
     FLUSH = "flush"  # gradients: device -> host, where later micro-batches add to earlier ones
     OVERWRITE = "overwrite"  # gradients: device -> host, in place of those of earlier micro-batches
     PASS = "pass"  # a pass over host memory (scaling, casting) in engines that do not fuse it into the update
+    CAST = "cast"  # updated weights to the fp8 copy of them that is fetched
     CLIP = "clip"  # gradient norm over everything, clip coefficient: a barrier
     UPDATE = "update"  # optimizer step of one subgroup, where the lane says
     LOAD = "load"  # optimizer state and gradient: host -> device
@@ -140,6 +141,7 @@ class Task:
         pinned: for copies, whether the host side is pinned memory (the copy is then asynchronous and fast).
         stalls: for copies, whether the device computes nothing meanwhile.
         matrices: shapes of the whole matrices that an update orthogonalizes.
+        in_fp8: whether the unit's weights come in fp8, so that computing does not cast them.
         after: indices of tasks of the same iteration that must have ended; all smaller than ``index``.
         after_previous: indices of tasks of the previous iteration that must have ended.
     """
@@ -160,6 +162,7 @@ class Task:
     pinned: bool = True
     stalls: bool = False
     matrices: Shapes = ()
+    in_fp8: bool = False
     stage: int = 0
     after: tuple[int, ...] = ()
     after_previous: tuple[int, ...] = ()
@@ -216,6 +219,8 @@ class Work(Protocol):
     def stalls(self) -> bool: ...  # noqa: D102
     @property
     def matrices(self) -> Shapes: ...  # noqa: D102
+    @property
+    def in_fp8(self) -> bool: ...  # noqa: D102
     @property
     def stage(self) -> int: ...  # noqa: D102
 

@@ -35,7 +35,7 @@ _OPS = {
     Work.PARAMETERS: (Op.FETCH, Op.GATHER, Op.UPLOAD, Op.READ),
     Work.GRADIENTS: (Op.SCATTER, Op.FLUSH, Op.OVERWRITE, Op.SPILL),
     Work.ACTIVATIONS: (Op.OFFLOAD, Op.EVICT, Op.RECALL, Op.RELOAD, Op.SEND),
-    Work.HOST: (Op.PASS, Op.CLIP, Op.ISSUE, Op.RECEIVE, Op.STEP, Op.LOOP),
+    Work.HOST: (Op.PASS, Op.CAST, Op.CLIP, Op.ISSUE, Op.RECEIVE, Op.STEP, Op.LOOP),
     Work.CHECKPOINT: (Op.CREATE, Op.TOUCH, Op.SNAPSHOT, Op.WRITE, Op.PROMOTE, Op.VERIFY, Op.GATE),
 }
 WORK: Final[dict[Op, Work]] = {op: work for work, ops in _OPS.items() for op in ops}

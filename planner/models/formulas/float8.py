@@ -77,19 +77,22 @@ def cast(elements: int, e: int) -> Kernels:
     return (*largest, *each(elements, e + 1), Elementwise(4 + e))  # the last is the scale itself
 
 
-def float8_linear(rows: int, inputs: int, outputs: int, e: int, *, bias: bool, emulated: bool = False) -> Work:
+def float8_linear(
+    rows: int, inputs: int, outputs: int, e: int, *, bias: bool, emulated: bool = False, casts_weights: bool = True
+) -> Work:
     """Return ``y = x W (+ b)`` with products in fp8; it saves the bytes that any linear layer saves.
 
-    Workspace: see :func:`casts_bytes`.
+    Workspace: see :func:`casts_bytes`. Without ``casts_weights`` the weight is there in fp8, with its scale.
 
     Raises:
         ModelConfigError: the number of rows does not suit such products.
     """
     check_rows(rows)
     x, w, y = rows * inputs, inputs * outputs, rows * outputs
+    weight = cast(w, e) if casts_weights else ()
     forward = (
         *cast(x, e),
-        *cast(w, e),
+        *weight,
         *_INVERSES,
         Gemm(rows, outputs, inputs, fp8=True),
         *(each(y, 2 * e) if bias else ()),
@@ -97,7 +100,7 @@ def float8_linear(rows: int, inputs: int, outputs: int, e: int, *, bias: bool, e
     backward = (
         *(each(y, e) if bias else ()),
         *cast(y, e),
-        *cast(w, e),
+        *weight,
         *each(w, 2),  # in columns
         *_INVERSES,
         Gemm(rows, inputs, outputs, fp8=True),
@@ -108,21 +111,23 @@ def float8_linear(rows: int, inputs: int, outputs: int, e: int, *, bias: bool, e
         *_INVERSES,
         Gemm(outputs, inputs, rows, fp8=True),
     )
-    return Work(forward, backward, workspace_bytes=e * x + casts_bytes(rows, inputs, outputs, e, emulated=emulated))
+    beside = casts_bytes(rows, inputs, outputs, e, emulated=emulated, casts_weights=casts_weights)
+    return Work(forward, backward, workspace_bytes=e * x + beside)
 
 
-def casts_bytes(rows: int, inputs: int, outputs: int, e: int, *, emulated: bool) -> int:
+def casts_bytes(rows: int, inputs: int, outputs: int, e: int, *, emulated: bool, casts_weights: bool = True) -> int:
     """Return the most bytes that casts and their products take in backward, beside the gradient of ``x``.
 
     They are the results of all casts but those of forward, which are kept until the end, and the copies for a product.
     A product that is emulated takes more; forward's product may then take the most.
     """
     x, w, y = rows * inputs, inputs * outputs, rows * outputs
-    to_input, to_weight = y + 2 * w, 3 * y + w + 2 * x
+    cast_w = w if casts_weights else 0
+    to_input, to_weight = y + w + cast_w, 3 * y + cast_w + 2 * x
     if not emulated:
         return max(to_input, to_weight)
     return max(
-        x + w + _emulation_bytes(rows, outputs, inputs, e),
+        x + cast_w + _emulation_bytes(rows, outputs, inputs, e),
         to_input + _emulation_bytes(rows, inputs, outputs, e),
         to_weight + _emulation_bytes(outputs, inputs, rows, e),
     )

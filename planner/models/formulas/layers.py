@@ -141,7 +141,8 @@ def norm_work(config: ModelConfig, batch: Batch, *, around: bool = True) -> Work
 def linear(batch: Batch, inputs: int, outputs: int, *, bias: bool) -> Work:
     """Return a projection of every token; see :func:`planner.models.formulas.work.linear`."""
     rows, e = batch.num_tokens, batch.dtype_bytes
-    project = work.linear(rows, inputs, outputs, e, bias=bias, fp8=batch.fp8_products)
+    fp8, casts_weights = batch.fp8_products, batch.casts_weights
+    project = work.linear(rows, inputs, outputs, e, bias=bias, fp8=fp8, casts_weights=casts_weights)
     if batch.is_accumulating:
         project += megatron.accumulate(e, inputs * outputs, *((outputs,) if bias else ()))
     return project
@@ -151,8 +152,14 @@ def _casts_bytes(batch: Batch, inputs: int, outputs: int) -> int:
     """Return the bytes that casts to fp8 take beside the gradients of a projection; 0 without them."""
     if not batch.fp8_products or not float8.fits(inputs, outputs):
         return 0
-    emulated = batch.fp8_products == "emulated"
-    return float8.casts_bytes(batch.num_tokens, inputs, outputs, batch.dtype_bytes, emulated=emulated)
+    return float8.casts_bytes(
+        batch.num_tokens,
+        inputs,
+        outputs,
+        batch.dtype_bytes,
+        emulated=batch.fp8_products == "emulated",
+        casts_weights=batch.casts_weights,
+    )
 
 
 def sum_output(batch: Batch, width: int) -> Work:

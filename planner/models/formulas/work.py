@@ -16,7 +16,14 @@ from planner.models.kernels import Attention, Gemm, Kernels, Work, each
 
 
 def linear(
-    rows: int, inputs: int, outputs: int, e: int, *, bias: bool, fp8: Literal["device", "emulated"] | None = None
+    rows: int,
+    inputs: int,
+    outputs: int,
+    e: int,
+    *,
+    bias: bool,
+    fp8: Literal["device", "emulated"] | None = None,
+    casts_weights: bool = True,
 ) -> Work:
     """Return ``y = x W (+ b)``, without saved bytes and workspace; if asked for and possible, with products in fp8.
 
@@ -24,7 +31,8 @@ def linear(
     of ``x`` is computed, unless a residual connection keeps that gradient anyway.
     """
     if fp8 and float8.fits(inputs, outputs):
-        return float8.float8_linear(rows, inputs, outputs, e, bias=bias, emulated=fp8 == "emulated")
+        emulated = fp8 == "emulated"
+        return float8.float8_linear(rows, inputs, outputs, e, bias=bias, emulated=emulated, casts_weights=casts_weights)
     reduce_bias = each(rows * outputs, e) if bias else ()
     backward = (Gemm(rows, inputs, outputs), Gemm(outputs, inputs, rows), *reduce_bias)
     return Work((Gemm(rows, outputs, inputs),), backward, workspace_bytes=rows * inputs * e)
