@@ -68,7 +68,7 @@ class Decisions(Sharding):
     loop: bool = False
     device_buffer_bytes: Annotated[int, Field(ge=0)] = 0
     clip: bool = True
-    fp8_weights: bool = False
+    fp8_weights: Literal[True] | None = None
     habits: Habits | None = None
     units: dict[str, UnitDecision]
 
@@ -275,15 +275,15 @@ def _check_fp8_weights(decisions: Decisions) -> None:
     if decisions.precision.products != "fp8":
         raise ValueError(
             f"fp8_weights needs products in fp8, not {decisions.precision.products or decisions.precision.weights}; "
-            "plan with --products fp8, or set fp8_weights to false"
+            "plan with --products fp8, or leave fp8_weights out"
         )
     if OPTIMIZERS[decisions.optimizer].others:
         raise ValueError(
-            f"fp8_weights: {OPTIMIZERS[decisions.optimizer].words} needs matrices before other parameters; set "
-            "fp8_weights to false, or choose another optimizer"
+            f"fp8_weights: {OPTIMIZERS[decisions.optimizer].words} needs matrices before other parameters; leave "
+            "fp8_weights out, or choose another optimizer"
         )
     if decisions.gradient_path is not GradientPath.ONCE or decisions.habits is not None:
-        raise ValueError(f"fp8_weights: policy {decisions.policy!r} cannot fetch them so; set fp8_weights to false")
+        raise ValueError(f"fp8_weights: policy {decisions.policy!r} cannot fetch them so; leave fp8_weights out")
 
 
 def _check_on_device(decisions: Decisions) -> None:

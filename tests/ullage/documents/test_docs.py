@@ -18,6 +18,7 @@ import torch
 
 import ullage
 from hwprofiles.registry import save_profile
+from ullage.analysis.runs import load_run
 from ullage.commands import SUMMARIES, build_parser
 from ullage.main import main
 
@@ -30,6 +31,11 @@ TRAINING = [
 ALONE = [[ROOT / "docs" / "howto" / name] for name in ("models.md", "adapters.md", "fp8.md")]
 SOURCE_LINK = re.compile(r"\[`([^`]+)`\]\(((?:\.\./)+[^)]+\.py)\)")
 LINK = re.compile(r"\]\((?!https?://|#)([^)#]+)(?:#[^)]*)?\)")
+
+
+def test_runs_of_earlier_versions_can_be_read() -> None:
+    """So a new field of plans is left out of files where it has its default: its default is ``None``."""
+    assert load_run(ROOT / "benchmarks" / "results" / "demo_run.json").plan.content_digest
 
 
 def shown(page: Path) -> str:
