@@ -105,7 +105,10 @@ class Progress:
 
     def recompute(self, unit: str) -> None:
         """Recomputation (a forward inside backward) has reached a unit. Raises as :meth:`forward`."""
-        self._reach(self._recompute_ops[unit], unit)
+        op = self._recompute_ops[unit]
+        if not self.is_at(op, unit):
+            self._enter_backward()
+            self._reach(op, unit)
 
     def backward(self, unit: str) -> None:
         """Backward has reached a unit. Raises as :meth:`forward`."""
@@ -119,13 +122,11 @@ class Progress:
 
     def recomputed(self, unit: str) -> None:
         """Recomputation has ended for the segment whose last unit this is. Raises as :meth:`forward`."""
-        self._reach(Op.BACKWARD, unit)
+        if not self.is_at(Op.BACKWARD, unit):
+            self._enter_backward()
+            self._reach(Op.BACKWARD, unit)
 
     def _reach(self, op: Op, unit: str) -> None:
-        if self.is_at(op, unit):
-            return
-        if op is not Op.FORWARD:
-            self._enter_backward()
         self._skip_to(op, unit)
         try:
             task = self._loop.reach(op, unit)

@@ -124,8 +124,8 @@ class LaneMachine:
         """Whether it is closed or has failed."""
         return self._stopped
 
-    def issue(self, task: Task, iteration: int) -> None:
-        """Append a task to its lane. For the caller's lanes, see [Note: Caller lanes].
+    def issue(self, tasks: Sequence[Task], iteration: int) -> None:
+        """Append tasks to their lanes, in this order. For the caller's lanes, see [Note: Caller lanes].
 
         Raises:
             LaneError: a task failed on some lane.
@@ -133,27 +133,26 @@ class LaneMachine:
         """
         if self._stopped:
             self._check()
-        ticket = self._ticket(task, iteration)
-        if (lane_queue := self._queues.get(task.lane)) is not None:
-            with self._lock:
-                self._num_pending += 1
-                if self._room:
-                    self._room.issue(task)
-            lane_queue.put(ticket)
-            return
-        # On a GPU, issuing a compute task overlaps with the task itself.
-        if ended := [t for t in self._open if not (t.task.op is Op.ISSUE and task.lane is Lane.COMPUTE)]:
-            self._end(ended)
-        self._wait_in_caller(self._begin, ticket)
-        if self._stopped:
-            self._check()
-        self.on_caller(task.index)
-        self._open.append(ticket)
+        for_lanes: list[_Ticket] = []
+        for task in tasks:
+            ticket = self._ticket(task, iteration)
+            if task.lane not in CALLER_LANES:
+                for_lanes.append(ticket)
+                continue
+            # End the open task before lanes wake: a lane that finds it open would wait and wake again.
+            self._end_open(before=task)
+            self._send(for_lanes)
+            for_lanes.clear()
+            self._wait_in_caller(self._begin, ticket)
+            if self._stopped:
+                self._check()
+            self.on_caller(task.index)
+            self._open.append(ticket)
+        self._send(for_lanes)
 
     def end_open(self) -> None:
         """End open tasks of the caller's lanes, because the caller leaves them."""
-        if self._open:
-            self._end(list(self._open))
+        self._end_open()
 
     def wait(self) -> None:
         """End open tasks, and wait until all tasks issued so far have ended, on the device's streams too.
@@ -261,7 +260,7 @@ class LaneMachine:
         if (current := self._tickets.get(iteration)) is None:
             self._tickets = {i: tickets for i, tickets in self._tickets.items() if i == iteration - 1}
             current = self._tickets[iteration] = {}
-        after = [current[i] for i in task.after]
+        after = [current[i] for i in task.after] if task.after else []
         if task.after_previous and (previous := self._tickets.get(iteration - 1)):
             after += [previous[i] for i in task.after_previous]
         ticket = current[task.index] = _Ticket(task, iteration, after, self.record)
@@ -271,6 +270,18 @@ class LaneMachine:
                 del self._recorded[min(self._recorded)]
         return ticket
 
+    def _send(self, tickets: Sequence[_Ticket]) -> None:
+        """Append tickets to the queues of their lanes."""
+        if not tickets:
+            return
+        with self._lock:
+            self._num_pending += len(tickets)
+            if self._room:
+                for ticket in tickets:
+                    self._room.issue(ticket.task)
+        for ticket in tickets:
+            self._queues[ticket.task.lane].put(ticket)
+
     def _run_lane(self, lane: Lane) -> None:
         ticket: _Ticket | None = None
         try:
@@ -279,7 +290,7 @@ class LaneMachine:
                     lower_thread_priority()
                 while (ticket := self._queues[lane].get()) is not None and self._begin(ticket):
                     self._perform(ticket.task, ticket.iteration)
-                    self._end([ticket])
+                    self._end(ticket)
         except BaseException as error:  # noqa: BLE001 - the next call that waits or issues raises it
             self._stop(error if isinstance(error, RankError) else _lane_error(ticket, lane, error))
 
@@ -318,25 +329,36 @@ class LaneMachine:
                 ticket.awaited += (turn,)
                 turn.wait()
 
-    def _end(self, tickets: list[_Ticket]) -> None:
-        events = [self._backend.record_event(t.task.lane) for t in tickets]
+    def _end(self, ticket: _Ticket) -> None:
+        """End a ticket of another thread than the caller's."""
+        event = self._backend.record_event(ticket.task.lane)
         with self._lock:
-            self.num_ended += len(tickets)
-            for ticket, event in zip(tickets, events, strict=True):
-                lane = ticket.task.lane
-                on_caller = lane in CALLER_LANES
-                ticket.end = event
-                for turn in ticket.awaited:
-                    turn.notify_all()
-                if self._room:
-                    self._room.end(ticket.task, ticket.iteration, was_issued=not on_caller)
-                if on_caller:
-                    self._open.remove(ticket)
-                else:
-                    self._num_pending -= 1
-                    self._last[lane] = event
+            self._set_end(ticket, event)
+            self._num_pending -= 1
+            self._last[ticket.task.lane] = event
             if not self._num_pending or self._wants_room:
                 self._changed.notify_all()
+
+    def _end_open(self, *, before: Task | None = None) -> None:
+        """End open tickets, ``before`` the caller's next task. The caller wakes no one but lanes that wait for them."""
+        stay = []
+        for ticket in self._open:
+            # On a GPU, issuing a compute task overlaps with the task itself.
+            if before is not None and before.lane is Lane.COMPUTE and ticket.task.op is Op.ISSUE:
+                stay.append(ticket)
+                continue
+            event = self._backend.record_event(ticket.task.lane)
+            with self._lock:
+                self._set_end(ticket, event)
+        self._open = stay
+
+    def _set_end(self, ticket: _Ticket, event: Event) -> None:
+        self.num_ended += 1
+        ticket.end = event
+        for turn in ticket.awaited:
+            turn.notify_all()
+        if self._room:
+            self._room.end(ticket.task, ticket.iteration, was_issued=ticket.task.lane not in CALLER_LANES)
 
     def _stop(self, failure: BaseException | None = None) -> None:
         with self._lock:

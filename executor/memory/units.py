@@ -75,7 +75,7 @@ class FlatGradient(NamedTuple):
 
     def of(self, part: Part) -> torch.Tensor:
         """Return the values of a part."""
-        if part.start == self.start and part.stop - part.start == len(self.values):
+        if part.start == self.start and part.stop - part.start == self.values.numel():
             return self.values  # the most frequent case, without a view
         return self.values[part.start - self.start : part.stop - self.start]
 

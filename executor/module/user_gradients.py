@@ -55,7 +55,7 @@ class UserGradients:
         with unguarded():
             self._num_added = micro_batch + 1
             for name, parts in self._parts.items():
-                if any(part.arrived == iteration for part in parts):
+                if iteration in [part.arrived for part in parts]:
                     whole = parts[0].shard.whole
                     if name not in self._stand_ins:
                         self._stand_ins[name] = OffloadedGradient(whole, name, self)
@@ -97,7 +97,7 @@ class UserGradients:
                 return
             for name, parts in self._parts.items():
                 gradient = parts[0].shard.whole.grad
-                arrived = any(part.arrived == iteration for part in parts)
+                arrived = iteration in [part.arrived for part in parts]
                 if arrived and not isinstance(gradient, OffloadedGradient):
                     raise GradientError(
                         f"the gradient of {name} was {'dropped' if gradient is None else 'replaced'} after micro-batch "

@@ -65,17 +65,18 @@ class WeightVisibility:
             return
         self._shown_for = unit
         used = self._used_by.get(unit, frozenset())
-        with unguarded():
-            for name in self._shown - used:
-                for leaf, _, nothing in self._views.get(name, ()):
-                    leaf.data = nothing
-                for leaf, name_in_model in self._leaves[name]:
-                    guard(leaf, name_in_model)
-            for name in used - self._shown:
-                for leaf, weights, _ in self._views.get(name, ()):
-                    leaf.data = weights
-                for leaf, _ in self._leaves[name]:
-                    lift_guard(leaf)
+        for name in self._shown - used:
+            if name in self._views:
+                with unguarded():
+                    for leaf, _, nothing in self._views[name]:
+                        leaf.data = nothing
+            for leaf, name_in_model in self._leaves[name]:
+                guard(leaf, name_in_model)
+        for name in used - self._shown:
+            for leaf, _ in self._leaves[name]:
+                lift_guard(leaf)
+            for leaf, weights, _ in self._views.get(name, ()):
+                leaf.data = weights
         self._shown = used
 
     def check_unmodified(self) -> None:

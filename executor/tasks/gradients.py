@@ -38,7 +38,7 @@ class GradientTasks:
         self, unit: UnitState, parameter: ParameterState, gradient: torch.Tensor, micro_batch: int, iteration: int
     ) -> None:
         """Take a gradient from autograd, in the thread that runs backward."""
-        flat = gradient.reshape(-1)
+        flat = gradient if gradient.dim() == 1 else gradient.reshape(-1)
         first = parameter.arrived != iteration
         if (collectives := self._collectives) is not None and unit.group is not None:
             collectives.collect(unit, parameter, flat, micro_batch)

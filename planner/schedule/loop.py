@@ -5,6 +5,7 @@ memory, or with CUDA streams (:mod:`executor.devices.lanes`). The loop decides o
 follows from [Note: Semantics] in :mod:`planner.schedule.tasks`, which every machine obeys.
 """
 
+from collections.abc import Sequence
 from typing import Final, Protocol
 
 from planner.schedule.schedule import Schedule
@@ -17,8 +18,8 @@ REACHED: Final = frozenset({Op.FORWARD, Op.RECOMPUTE, Op.REMAKE, Op.BACKWARD, Op
 class Machine(Protocol):
     """Runs the tasks of a schedule."""
 
-    def issue(self, task: Task, iteration: int) -> None:
-        """Append a task to its lane. It runs when [Note: Semantics] allows, perhaps before this call returns."""
+    def issue(self, tasks: Sequence[Task], iteration: int) -> None:
+        """Append tasks to their lanes. They run when [Note: Semantics] allows, perhaps before this call returns."""
         ...
 
 
@@ -38,7 +39,7 @@ class Loop:
         self.iteration = 0
         self._machine = machine
         self._next = 0
-        self._order = [t for t in schedule.tasks if t.op in REACHED]
+        self._order = [*(t for t in schedule.tasks if t.op in REACHED), None]
         self._reached = 0
 
     @property
@@ -48,7 +49,7 @@ class Loop:
 
     def expected(self) -> Task | None:
         """Return the compute (or clip) task that must be reached next in this iteration, if any is left."""
-        return self._order[self._reached] if self._reached < len(self._order) else None
+        return self._order[self._reached]
 
     def reach(self, op: Op, unit: str = "") -> Task:
         """Issue all tasks up to and including the next compute task, which must be ``op`` on ``unit``.
@@ -75,7 +76,6 @@ class Loop:
         self.iteration += 1
 
     def _issue_up_to(self, stop: int) -> None:
-        issue, tasks, iteration = self._machine.issue, self.schedule.tasks, self.iteration
-        for index in range(self._next, stop):
-            issue(tasks[index], iteration)
-        self._next = max(self._next, stop)
+        if stop > self._next:
+            self._machine.issue(self.schedule.tasks[self._next : stop], self.iteration)
+            self._next = stop

@@ -69,10 +69,11 @@ class SimulatedMachine:
         self._capacities = capacities
         self._issued = 0
 
-    def issue(self, task: Task, iteration: int) -> None:
-        """Append a task to its lane."""
-        assert self._issued == iteration * self._schedule.num_tasks + task.index, "the loop issues in order"
-        self._issued += 1
+    def issue(self, tasks: Sequence[Task], iteration: int) -> None:
+        """Append tasks to their lanes."""
+        for task in tasks:
+            assert self._issued == iteration * self._schedule.num_tasks + task.index, "the loop issues in order"
+            self._issued += 1
 
     def run(self) -> Timeline:
         """Simulate the whole iterations issued so far."""

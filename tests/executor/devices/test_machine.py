@@ -109,7 +109,7 @@ def test_a_lane_has_settled_once_it_waits_for_the_caller_alone(schedule, lane):
     ended, issued = set(), []
     with on_host(schedule, lambda task, i: ended.add((i, task.index))) as machine:
         for i, task in itertools.product(range(2), schedule.tasks):
-            machine.issue(task, i)
+            machine.issue([task], i)
             issued.append((i, task))
             machine.settle(lane)
             assert {(i, task.index) for i, task in issued if task.lane is lane} & may_have_ended(issued) <= ended
@@ -139,10 +139,10 @@ def test_a_callers_task_lasts_until_its_next_one():
     with on_host(schedule, lambda task, _: done.append(task.index), record=True) as machine:
         loop = Loop(schedule, machine)
         loop.reach(Op.FORWARD)
-        machine.issue(schedule.tasks[1], 0)
+        machine.issue([schedule.tasks[1]], 0)
         time.sleep(0.05)
         assert not done, "what comes after an open task waits"
-        machine.issue(schedule.tasks[2], 0)
+        machine.issue([schedule.tasks[2]], 0)
         machine.wait()
         assert done == [1]
         first = machine.timeline().of_iteration(0)
@@ -236,7 +236,7 @@ def test_a_failure_reaches_the_caller_and_everything_stops(waiting):
     assert "pass model" in str(error)
     assert "no such core" in str(error)
     assert isinstance(error.__cause__, ValueError)
-    for later in (machine.wait, lambda: machine.issue(schedule.tasks[0], 9)):
+    for later in (machine.wait, lambda: machine.issue([schedule.tasks[0]], 9)):
         assert isinstance(bounded(later), LaneError)
     bounded(machine.close)
     assert not lane_threads()
@@ -263,12 +263,12 @@ def test_a_failure_while_a_caller_looks_is_never_taken_for_closing():
 def test_closing_with_an_open_task_that_others_wait_for_does_not_hang():
     schedule = Schedule((work(0, Lane.COMPUTE, op=Op.FORWARD), work(1, Lane.CPU, after=[0])))
     machine = on_host(schedule, lambda *_: None)
-    machine.issue(schedule.tasks[0], 0)
-    machine.issue(schedule.tasks[1], 0)
+    machine.issue([schedule.tasks[0]], 0)
+    machine.issue([schedule.tasks[1]], 0)
     assert bounded(machine.close) is None
     assert not lane_threads()
     with pytest.raises(RuntimeError, match="closed"):
-        machine.issue(schedule.tasks[0], 1)
+        machine.issue([schedule.tasks[0]], 1)
 
 
 def test_closing_does_not_wait_for_a_task_that_hangs(monkeypatch):
@@ -326,7 +326,7 @@ def perform(task, iteration):
 
 machine = LaneMachine(Schedule(tasks), perform, HostBackend())
 for task in tasks:
-    machine.issue(task, 0)
+    machine.issue([task], 0)
 time.sleep(0.1)
 raise KeyboardInterrupt
 """

@@ -104,13 +104,13 @@ def watched(blind=None):
     A lane that is ``blind`` waits for nothing, which is to be found.
     """
     races = Races()
-    issue, begin, wait = LaneMachine.issue, LaneMachine._begin, LaneMachine.wait
+    make_ticket, begin, wait = LaneMachine._ticket, LaneMachine._begin, LaneMachine.wait
     read, write = RecordFile.read, RecordFile.write
     issued = {}
 
-    def watched_issue(self, task, iteration):
+    def watched_ticket(self, task, iteration):
         issued[iteration, task.index] = races.moment()
-        issue(self, task, iteration)
+        return make_ticket(self, task, iteration)
 
     def watched_begin(self, ticket):
         began = begin(self, ticket)
@@ -144,7 +144,7 @@ def watched(blind=None):
 
     plain_run_lane = LaneMachine._run_lane
     with present() as extension, _collectives(extension, races), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LaneMachine, "issue", watched_issue)
+        patch.setattr(LaneMachine, "_ticket", watched_ticket)
         patch.setattr(LaneMachine, "_begin", watched_begin)
         patch.setattr(LaneMachine, "wait", watched_wait)
         patch.setattr(LaneMachine, "_run_lane", run_lane)

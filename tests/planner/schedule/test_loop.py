@@ -1,5 +1,7 @@
 """The one loop: it issues every task once, in order, and only as far as the caller has come."""
 
+from collections.abc import Sequence
+
 import pytest
 from amount import examples
 from cases import Case, cases, decide, small_units
@@ -18,8 +20,8 @@ class Recorder:
     def __init__(self) -> None:
         self.issued: list[tuple[int, int]] = []
 
-    def issue(self, task: Task, iteration: int) -> None:
-        self.issued.append((iteration, task.index))
+    def issue(self, tasks: Sequence[Task], iteration: int) -> None:
+        self.issued += ((iteration, task.index) for task in tasks)
 
 
 def small_schedule() -> Schedule:

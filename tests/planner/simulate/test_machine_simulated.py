@@ -92,8 +92,8 @@ def test_tasks_are_issued_in_order_and_whole_iterations() -> None:
     schedule = Schedule((Task(0, Lane.CPU, Op.PASS, Phase.UPDATE), Task(1, Lane.CPU, Op.PASS, Phase.UPDATE)))
     simulated = SimulatedMachine(schedule, [Price(0.0, 1.0)] * 2, FREE)
     with pytest.raises(AssertionError, match="issues in order"):
-        simulated.issue(schedule.tasks[1], 0)
-    simulated.issue(schedule.tasks[0], 0)
+        simulated.issue([schedule.tasks[1]], 0)
+    simulated.issue([schedule.tasks[0]], 0)
     with pytest.raises(AssertionError, match="not finished"):
         simulated.run()
 
