@@ -299,13 +299,13 @@ class IterationDriver:
         return self._runtime.actions.gradients.norms(self._loop.iteration)
 
     def _begin_updates(self) -> None:
-        updates = {}
+        updates, by_parameter = {}, self._runtime.state.by_parameter
         numbers = itertools.count()
         for group in self._groups:
             rule = self._entry.rule(group)
             for parameter, number in zip(group["params"], numbers, strict=False):
                 name = self._names[id(parameter)]
-                own = rule.of_parameter(number, parameter.shape)
+                own = rule.of_parameter(number, by_parameter[name][0][1].shard.whole_shape)
                 updates[name] = ParameterUpdate(own, self.gradients.scale(name))
         self._runtime.actions.updates.begin(self._loop.iteration, updates)
         if (ranks := self._runtime.ranks) is not None:

@@ -90,7 +90,9 @@ class Runtime:
         self._team = WorkerTeam(cores.num_updating, cores.of_updates)
         failing.callback(self._team.close)
         self.offloaded = OffloadedActivations(units, decisions, options.storage_dir, rank, self.host, backend)
-        self.actions = Actions(state, decisions, backend, self._team, self.collectives, self.offloaded, self.snapshots)
+        self.actions = Actions(
+            state, decisions, backend, self._team, self.collectives, self.offloaded, self.snapshots, ranks
+        )
         self.machine = LaneMachine(
             schedule,
             self.actions.perform,

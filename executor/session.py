@@ -82,7 +82,7 @@ class Session:
         self._meter: Meter | None = None
         self._undo: list[Callable[[], None]] = []
         backend = backend_of(options)
-        self._ranks = ranks = Ranks(decisions.degrees, backend.device) if decisions.num_devices > 1 else None
+        self._ranks = ranks = Ranks.of(decisions, backend.device)
         self.collectives = HostCollectives(ranks)
         with (
             contextlib.ExitStack() as failing,

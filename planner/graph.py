@@ -103,11 +103,8 @@ class Unit:
 
     @functools.cached_property
     def extents(self) -> tuple[Extent, ...]:
-        """Size of each of its own trained parameters, and the shapes of hidden matrices among them."""
-        return tuple(
-            (spec.num_params, (spec.shape[0], spec.shape[1]) if is_hidden_matrix(spec.name, spec.shape) else None)
-            for spec in self.parameters
-        )
+        """Size of each of its own trained parameters, and the shapes of hidden matrices that they are or belong to."""
+        return tuple((spec.num_params, _hidden_matrix(spec)) for spec in self.parameters)
 
     @functools.cached_property
     def shared_parameters(self) -> tuple[str, ...]:
@@ -244,6 +241,14 @@ class Unit:
         return hidden[-1].output_bytes
 
 
+def _hidden_matrix(spec: ParameterSpec) -> tuple[int, int] | None:
+    """Return the shape of the whole hidden matrix that a parameter is or belongs to; ``None`` if there is none."""
+    if not is_hidden_matrix(spec.name, spec.shape):
+        return None
+    rows, columns = spec.whole_shape or spec.shape
+    return rows, columns
+
+
 def _rerun(unit: Unit, operator: Operator) -> Kernels:
     """Return the kernels of an operator that run again if its segment is recomputed."""
     if not (unit.in_layer and unit.differentiated):
@@ -263,7 +268,7 @@ def build_graph(config: Model, batch: Batch) -> Graph:
     _check_positions(config, batch)
     experts.check(config, batch)
     float8.check(config, batch)
-    config = share(config, batch)
+    whole, config = config, share(config, batch)
     graph = Graph()
     specs = {spec.name: spec for spec in parameters(config)}
     first = embedding_operators(config, batch, specs)
@@ -278,7 +283,7 @@ def build_graph(config: Model, batch: Batch) -> Graph:
         if kind not in parts:
             make = megatron_core.layer_parts if batch.is_core else layer_parts
             parts[kind] = [make(config, way, layer) for way in ways]
-        hidden = _add_layer(graph, config, layer, parts[kind], hidden)
+        hidden = _add_layer(graph, config, whole, layer, parts[kind], hidden)
     _add_chain(graph, head_operators(config, batch, specs), hidden)
     return graph
 
@@ -298,13 +303,15 @@ def _add_chain(graph: Graph, operators: list[Operator], *source: str) -> str:
     return source[0]
 
 
-def _add_layer(graph: Graph, config: ModelConfig, layer: int, ways: list[tuple[Part, ...]], hidden: str) -> str:
+def _add_layer(
+    graph: Graph, config: ModelConfig, whole: ModelConfig, layer: int, ways: list[tuple[Part, ...]], hidden: str
+) -> str:
     """Add a layer's operators; the second way, if there is one, has their parts without casts of weights."""
     path, (parts, *without) = layer_path(config, layer), ways
     outside = {"": hidden, "rotary": f"{root(config)}.rotary_emb"}
-    operators = layer_operators(config, layer, parts)
+    operators = layer_operators(config, whole, layer, parts)
     for others in without:
-        pairs = zip(operators, layer_operators(config, layer, others), strict=True)
+        pairs = zip(operators, layer_operators(config, whole, layer, others), strict=True)
         operators = [dataclasses.replace(o, in_fp8=twin) if o.forward != twin.forward else o for o, twin in pairs]
     for part, operator in zip(parts, operators, strict=True):
         graph.add(operator, *(outside.get(source) or f"{path}.{source}" for source in part.sources))

@@ -7,23 +7,37 @@ ranks have the same sizes, and a rank with fewer parameters has padding. Ranks r
 that updates the matrix, and nothing else is gathered. The price is that a shard is at least as long as its largest
 matrix, however many ranks there are. Matrices go to ranks by size, each to the one that has least so far (Graham, 1969:
 at most 4/3 of the shortest possible shard).
+
+[Note: Shared matrices] Tensor-parallel ranks have parts of the same matrices. Masters and momenta stay divided. For an
+update, the ranks divide the matrices of a subgroup among them in the same way, by size. Each rank sends the parts of
+momenta to those who orthogonalize the matrices, and gets back its own parts of the results: so products are divided
+too. Both exchanges are all-to-alls of 2 B per parameter. Matrices that each rank has whole are its own work.
 """
 
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Self
 
-from planner.models.formulas.work import newton_schulz, orthogonalization_bytes
+from planner.models.formulas.work import (
+    newton_schulz,
+    orthogonalization_bytes,
+    shared_orthogonalization_bytes,
+)
 from planner.models.kernels import flop
 from planner.optimizers import OPTIMIZERS, Optimizer
 
 SECTOR_PARAMS = 128
 """The number of float32 values in 512 B, the smallest sector."""
 
+EXCHANGED_BYTES = 2
+"""Bytes of a value that tensor-parallel ranks exchange: bf16."""
+
 Extent = tuple[int, tuple[int, int] | None]
-"""A parameter's size, and its shape if it is a hidden matrix (see [Note: Hidden matrices] in
-:mod:`planner.optimizers`)."""
+"""A parameter's size, and the shape of the hidden matrix that it is or, on tensor-parallel ranks, belongs to (see
+[Note: Hidden matrices] in :mod:`planner.optimizers`)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,12 +49,14 @@ class Subgroup:
         kind: what updates it.
         matrices: shapes of the whole matrices that an update orthogonalizes; those of the rank that has most to do.
         workspace_bytes: what that needs at most, on any rank, for one matrix after another.
+        exchanged_bytes: what a tensor-parallel rank sends, and gets back, in one update; see [Note: Shared matrices].
     """
 
     num_params: int
     kind: Optimizer
     matrices: tuple[tuple[int, int], ...] = ()
     workspace_bytes: int = 0
+    exchanged_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -84,8 +100,8 @@ def unit_layout(extents: tuple[Extent, ...], optimizer: Optimizer, num_shards: i
             tuple(Subgroup(grain * size, others or optimizer) for size in cut),
             has_gaps=any(size % grain for size in sizes),
         )
-    matrices = _shares([i for i, (_, matrix) in enumerate(extents) if matrix], sizes, num_shards)
-    rest = _shares([i for i, (_, matrix) in enumerate(extents) if not matrix], sizes, num_shards)
+    matrices = shares([i for i, (_, matrix) in enumerate(extents) if matrix], sizes, num_shards)
+    rest = shares([i for i, (_, matrix) in enumerate(extents) if not matrix], sizes, num_shards)
     width, rest_width = (max(sum(sizes[i] for i in share) for share in shares) for shares in (matrices, rest))
     begins = [0] * len(sizes)
     for rank in range(num_shards):
@@ -102,22 +118,27 @@ def unit_layout(extents: tuple[Extent, ...], optimizer: Optimizer, num_shards: i
     return UnitLayout(tuple(begins), width + rest_width, tuple(found), has_gaps=True)
 
 
-def _shares(indices: Sequence[int], sizes: Sequence[int], num_shards: int) -> list[list[int]]:
+def shares(indices: Sequence[int], sizes: Sequence[int], num_shards: int) -> list[list[int]]:
     """Divide parameters, of these sizes, over shards; one shard keeps their order."""
     if num_shards == 1:
         return [list(indices)]
-    shares: list[list[int]] = [[] for _ in range(num_shards)]
+    found: list[list[int]] = [[] for _ in range(num_shards)]
     lengths = [0] * num_shards
     for i in sorted(indices, key=lambda i: -sizes[i]):
         least = lengths.index(min(lengths))
-        shares[least].append(i)
+        found[least].append(i)
         lengths[least] += sizes[i]
-    return shares
+    return found
 
 
-def _cuts(shares: Sequence[Sequence[int]], most: int) -> list[int]:
-    """Return where subgroups begin and end: as few as they can be at places that cut no matrix of any share."""
-    ends = [list(itertools.accumulate(share)) for share in shares]
+def _cuts(lengths: Sequence[Sequence[int]], most: int) -> list[int]:
+    """Return where subgroups begin and end: as few as they can be at places that cut no matrix of any share.
+
+    Args:
+        lengths: of the matrices of each share.
+        most: the most parameters of a subgroup with several.
+    """
+    ends = [list(itertools.accumulate(share)) for share in lengths]
     width = max(of_share[-1] for of_share in ends if of_share)
     allowed = [
         place
@@ -132,20 +153,47 @@ def _cuts(shares: Sequence[Sequence[int]], most: int) -> list[int]:
 
 
 def _between(
-    shares: Sequence[Sequence[int]], extents: Sequence[Extent], start: int, stop: int
-) -> Iterator[tuple[tuple[int, int], ...]]:
-    """Yield the shapes of each share's matrices between two cuts."""
-    for share in shares:
+    divided: Sequence[Sequence[int]], extents: Sequence[Extent], start: int, stop: int
+) -> Iterator[tuple[Extent, ...]]:
+    """Yield the matrices of each share between two cuts."""
+    for share in divided:
         begins = itertools.accumulate((extents[i][0] for i in share), initial=0)
-        inside = (extents[i][1] for i, begin in zip(share, begins, strict=False) if start <= begin < stop)
-        yield tuple(shape for shape in inside if shape)
+        yield tuple(extents[i] for i, begin in zip(share, begins, strict=False) if start <= begin < stop)
 
 
-def _whole(num_params: int, optimizer: Optimizer, of_ranks: Sequence[tuple[tuple[int, int], ...]]) -> Subgroup:
+def _whole(num_params: int, optimizer: Optimizer, of_shards: Sequence[tuple[Extent, ...]]) -> Subgroup:
     """Return a subgroup with the matrices of the rank that has most FLOP, and workspace for those of all."""
-    most = max(of_ranks, key=lambda shapes: sum(flop(newton_schulz(*shape)) for shape in shapes))
-    workspace_bytes = max(map(orthogonalization_bytes, itertools.chain.from_iterable(of_ranks)))
-    return Subgroup(num_params, optimizer, most, workspace_bytes)
+    work = [_Work.of(extents) for extents in of_shards]
+    return Subgroup(
+        num_params,
+        optimizer,
+        max((each.matrices for each in work), key=lambda shapes: sum(flop(newton_schulz(*shape)) for shape in shapes)),
+        max(each.workspace_bytes for each in work),
+        max(each.exchanged_bytes for each in work),
+    )
+
+
+class _Work(NamedTuple):
+    """The most that one of the tensor-parallel ranks does with some matrices; see [Note: Shared matrices]."""
+
+    matrices: tuple[tuple[int, int], ...]
+    workspace_bytes: int
+    exchanged_bytes: int
+
+    @classmethod
+    def of(cls, extents: tuple[Extent, ...]) -> Self:
+        found = [(size, shape) for size, shape in extents if shape]
+        own = tuple(shape for size, shape in found if size == math.prod(shape))
+        shared = [(size, shape) for size, shape in found if size < math.prod(shape)]
+        workspace_bytes = max(map(orthogonalization_bytes, own), default=0)
+        if not shared:
+            return cls(own, workspace_bytes, 0)
+        sizes = [size for size, _ in shared]
+        num_ranks = math.prod(shared[0][1]) // sizes[0]
+        of_ranks = [tuple(shared[i][1] for i in share) for share in shares(range(len(sizes)), sizes, num_ranks)]
+        most = max(of_ranks, key=lambda shapes: sum(flop(newton_schulz(*shape)) for shape in shapes))
+        bytes_of_shared = shared_orthogonalization_bytes(sizes, of_ranks)
+        return cls(own + most, max(workspace_bytes, bytes_of_shared), 2 * EXCHANGED_BYTES * sum(sizes))
 
 
 @functools.lru_cache(4096)  # equal layers have equal subgroups, in every schedule of a search

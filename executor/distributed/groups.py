@@ -92,11 +92,13 @@ class Group:
             num_received: rows from each rank.
             num_sent: rows for each rank.
         """
-        if (group := self._device) is None:
-            received.copy_(sent)
-            return
-        counts = list(num_received), list(num_sent)
-        self._wait(group, lambda: dist.all_to_all_single(received, sent, *counts, group=group, async_op=True))
+        self._all_to_all(self._device, received, sent, num_received, num_sent)
+
+    def all_to_all_on_host(
+        self, received: torch.Tensor, sent: torch.Tensor, num_received: Sequence[int], num_sent: Sequence[int]
+    ) -> None:
+        """Do the same in host memory. See :meth:`all_to_all`."""
+        self._all_to_all(self._hosts, received, sent, num_received, num_sent)
 
     def all_gather_on_host(self, own: torch.Tensor) -> torch.Tensor:
         """All-gather every rank's ``own``, ``[n]``, and return them concatenated in host memory, ``[size * n]``."""
@@ -146,6 +148,20 @@ class Group:
     def _digests(self, value: bytes) -> dict[int, torch.Tensor]:
         digest = torch.frombuffer(bytearray(hashlib.sha256(value).digest()), dtype=torch.uint8)
         return dict(zip(self._ranks, self.all_gather_on_host(digest).view(self.size, -1), strict=True))
+
+    def _all_to_all(
+        self,
+        group: dist.ProcessGroup | None,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        num_received: Sequence[int],
+        num_sent: Sequence[int],
+    ) -> None:
+        if group is None:
+            received.copy_(sent)
+            return
+        counts = list(num_received), list(num_sent)
+        self._wait(group, lambda: dist.all_to_all_single(received, sent, *counts, group=group, async_op=True))
 
     def _reduce(self, values: torch.Tensor, op: dist.ReduceOp.RedOpType) -> None:
         if (group := self._device) is not None:

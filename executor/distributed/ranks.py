@@ -16,7 +16,7 @@ import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, Final, Self, final
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,9 @@ import torch.distributed as dist
 from executor.distributed.groups import Group
 from executor.distributed.mesh import Groups, Mesh
 from executor.distributed.watchdog import LANE_THREAD, SILENCE_S, RankError, Watchdog, describe_mismatch
+from planner.decisions import Decisions
 from planner.graph import Degrees, Unit
+from planner.optimizers import OPTIMIZERS
 
 _POLL_S: Final = 0.1  # how often a thread that waits for a collective checks whether another rank has failed
 _GRACE_S: Final = 5.0  # longest wait, after a failure, for a running collective
@@ -50,12 +52,15 @@ class Ranks:
     Args:
         device: device of the schedule's collectives. They use NCCL on CUDA, gloo elsewhere.
         silence_s: see :data:`executor.distributed.watchdog.SILENCE_S`.
+        shares_matrices: whether tensor-parallel ranks exchange parts of matrices for updates.
 
     Attributes:
         rank, size: this rank's number, and the number of ranks.
         mesh: this rank's position.
         all: group of all ranks over host memory. The caller's thread calls its collectives.
         tensor, experts: this rank's tensor-parallel and expert-parallel groups.
+        matrices: the tensor-parallel group again, for updates; ``None`` if none needs it. Only the lanes of updates use
+            it: one on the device, one on the host.
         num_values: number of values that :meth:`check_same_call` sums. Set once, to the same number on all ranks.
         decision_hash: hash of this rank's decisions that must be the same on all ranks. Set before each update.
         is_waiting: whether the caller's thread waits for a collective now.
@@ -65,7 +70,14 @@ class Ranks:
         ValueError: the number of processes does not match the plan.
     """
 
-    def __init__(self, degrees: Degrees, device: torch.device, *, silence_s: float = SILENCE_S) -> None:
+    def __init__(
+        self,
+        degrees: Degrees,
+        device: torch.device,
+        *,
+        silence_s: float = SILENCE_S,
+        shares_matrices: bool = False,
+    ) -> None:
         size = degrees.num_devices
         join(size)
         self.rank, self.size = dist.get_rank(), size
@@ -89,12 +101,21 @@ class Ranks:
         del everybody  # a group's connections close with its last reference
         self._to_abort, self._aborting = self._on_devices, threading.Lock()
         self.tensor, self.experts = self._group(self.mesh.tensor_groups()), self._group(self.mesh.expert_groups())
+        self.matrices = self._group(self.mesh.tensor_groups()) if shares_matrices else None
         self._replicas = {
             parts: self._group(self.mesh.replicas(parts)) for parts in dict.fromkeys((1, degrees.expert_parallel))
         }
         self._on_failure: Callable[[RankError], None] = lambda _error: None
         self._watchdog.start(self._failed)
         atexit.register(self._at_exit)
+
+    @classmethod
+    def of(cls, decisions: Decisions, device: torch.device) -> Self | None:
+        """Return all ranks of a plan; ``None`` if there is one. For errors, see the class."""
+        if decisions.num_devices == 1:
+            return None
+        shares_matrices = decisions.tensor_parallel > 1 and OPTIMIZERS[decisions.optimizer].others is not None
+        return cls(decisions.degrees, device, shares_matrices=shares_matrices)
 
     def watch(self, on_failure: Callable[[RankError], None], waits_for: Callable[[], tuple[str, int]]) -> None:
         """Register a callback, which another thread calls when another rank fails or is in another call."""

@@ -27,7 +27,7 @@ class MuonParams:
     """Hyper-parameters, as ``torch.optim.Muon`` names and bounds them.
 
     Attributes:
-        shape: of the matrices, without which no step can be taken.
+        shape: of the whole matrices, without which no step can be taken.
 
     Raises:
         ValueError: one is negative or not finite, unknown, or there are 100 iterations or more.
@@ -124,11 +124,21 @@ def muon(
     """
     assert params.shape is not None
     for p, m, g in zip(*(tensor.view(-1, *params.shape) for tensor in (master, *buffers, gradient)), strict=True):
-        m.lerp_(g, 1 - params.momentum)
-        update = g.lerp_(m, params.momentum) if params.nesterov else m
+        update = momentum_update(m, g, params)
         update = newton_schulz(update, params.ns_coefficients, params.eps, params.ns_steps, memory)
-        p.mul_(1 - params.lr * params.weight_decay)
-        p.add_(update, alpha=-params.adjusted_lr)
+        apply_update(p, update, params)
+
+
+def momentum_update(momentum: torch.Tensor, gradient: torch.Tensor, params: MuonParams) -> torch.Tensor:
+    """Update a momentum, float32, and return what is orthogonalized, in the memory of one of the arguments."""
+    momentum.lerp_(gradient, 1 - params.momentum)
+    return gradient.lerp_(momentum, params.momentum) if params.nesterov else momentum
+
+
+def apply_update(master: torch.Tensor, update: torch.Tensor, params: MuonParams) -> None:
+    """Decay a master copy, and add an orthogonalized update to it."""
+    master.mul_(1 - params.lr * params.weight_decay)
+    master.add_(update, alpha=-params.adjusted_lr)
 
 
 def muon_step(

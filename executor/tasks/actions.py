@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Final, NamedTuple, final
 
 from executor.devices.backend import Backend
+from executor.distributed.ranks import Ranks
 from executor.memory.activations import OffloadedActivations
 from executor.memory.pieces import Piece
 from executor.memory.state import ModelState
@@ -31,7 +32,7 @@ class _Short(NamedTuple):
 class Actions:
     """Performs tasks on a model's state. Each method runs in the thread of the task's lane.
 
-    ``collectives`` is ``None`` if there is one rank, and ``snapshots`` if there are no checkpoints.
+    ``collectives`` and ``ranks`` are ``None`` if there is one rank, and ``snapshots`` if there are no checkpoints.
 
     Attributes:
         gradients: collects, flushes and spills gradients.
@@ -47,6 +48,7 @@ class Actions:
         collectives: ScheduleCollectives | None,
         offloaded: OffloadedActivations,
         snapshots: Snapshots | None,
+        ranks: Ranks | None = None,
     ) -> None:
         self._state = state
         self._backend = backend
@@ -54,7 +56,7 @@ class Actions:
         self._snapshots = snapshots
         self._short: dict[int, _Short] = {}
         self.gradients = GradientTasks(state, decisions, backend, team, collectives)
-        self.updates = UpdateTasks(state, decisions, backend, team)
+        self.updates = UpdateTasks(state, decisions, backend, team, None if ranks is None else ranks.matrices)
         self._by_op: dict[Op, Callable[[Task, int], None]] = {
             Op.READ: lambda task, _iteration: self.read(state.units[task.unit]),
             Op.FETCH: lambda task, _iteration: self.fetch(state.units[task.unit]),

@@ -1,16 +1,20 @@
 """Optimizer updates of pieces: on the host, on the device, and streamed through the device."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, final
 
 import numpy as np
 import torch
 
 from executor.devices.backend import Backend, as_array, update_on_host
+from executor.distributed.groups import Group
+from executor.distributed.matrices import MatrixPart, update_matrices
+from executor.distributed.shards import ParameterShard
 from executor.memory.pieces import Piece
 from executor.memory.state import ModelState
 from executor.memory.units import ParameterState, SlotPart, UnitState
 from executor.optimizer import WorkerTeam
+from executor.optimizer.muon import MuonParams
 from executor.optimizer.passes import cut
 from executor.optimizer.table import Rule
 from planner.decisions import Decisions, Place
@@ -31,18 +35,34 @@ class _Run(NamedTuple):
     stop: int
     update: ParameterUpdate
     step: int
+    shard: ParameterShard | None = None  # of a matrix that ranks share, which is a run of its own
 
     def of(self, piece: Piece, state: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Return the same range of a piece's tensors, master copy first."""
         return cut(state, self.start - piece.start, self.stop - piece.start)
+
+    def part(self, gradient: torch.Tensor, *state: torch.Tensor) -> MatrixPart:
+        """Return the part of a shared matrix that it is; ``state`` is master copy, momentum, target of weights."""
+        params = self.update.rule.params
+        assert self.shard is not None
+        assert isinstance(params, MuonParams)
+        return MatrixPart(self.shard, params, self.update.scale, gradient, *state)
 
 
 @final
 class UpdateTasks:
     """Performs updates, and copies the state of streamed pieces to the device and back."""
 
-    def __init__(self, state: ModelState, decisions: Decisions, backend: Backend, team: WorkerTeam) -> None:
+    def __init__(
+        self,
+        state: ModelState,
+        decisions: Decisions,
+        backend: Backend,
+        team: WorkerTeam,
+        matrices: Group | None = None,
+    ) -> None:
         self._state = state
+        self._matrices = matrices
         self._backend = backend
         self._team = team
         self._master_is_weight = decisions.precision.master_is_weight
@@ -101,12 +121,8 @@ class UpdateTasks:
         weights = self._state.nvme.weights(key) if unit.on_nvme else unit.host_weight(piece)
         rounds = weights is not None and not self._master_is_weight
         state = [*held, gradient, *([weights] if weights is not None and rounds else [])]
-        num_updated = 0
-        for run in self._runs(unit, piece, iteration):
-            num_updated += run.stop - run.start
-            update_on_host(
-                run.of(piece, state), run.update.rule, run.step, run.update.scale, self._team, self._state.update_memory
-            )
+        num_updated = self._run_on_host(self._runs(unit, piece, iteration), piece, state)
+        if num_updated:
             unit.changed.add(piece.index)
             if stored is not None:
                 stored.set_changed(key)
@@ -119,6 +135,22 @@ class UpdateTasks:
             np.copyto(as_array(weights), as_array(held[0]))
         elif piece.in_place:
             self._restore_dropped(unit, piece, weights, held[0], iteration)
+
+    def _run_on_host(self, runs: Iterable[_Run], piece: Piece, state: Sequence[torch.Tensor]) -> int:
+        """Update ranges of a piece, given its state, gradient and target of weights; return the number of values."""
+        num_updated, shared, memory = 0, list[MatrixPart](), self._state.update_memory
+        for run in runs:
+            num_updated += run.stop - run.start
+            if run.shard is None:
+                tensors = run.of(piece, state)
+                update_on_host(tensors, run.update.rule, run.step, run.update.scale, self._team, memory)
+            else:
+                master, momentum, gradient, *weights = run.of(piece, state)
+                shared.append(run.part(gradient, master, momentum, *weights))
+        if shared:
+            assert self._matrices is not None
+            update_matrices(shared, self._matrices, self._matrices.all_to_all_on_host, memory)
+        return num_updated
 
     def _restore_dropped(
         self, unit: UnitState, piece: Piece, weights: torch.Tensor, master: torch.Tensor, iteration: int
@@ -133,7 +165,7 @@ class UpdateTasks:
     def _update_on_device(self, unit: UnitState, piece: Piece, state: tuple[torch.Tensor, ...], iteration: int) -> None:
         """Update with a gradient that stayed on the device, and write the resident weights, if there are any."""
         weights = unit.own(piece) if unit.on_device else None
-        singles = self._parameter_runs(unit, piece, iteration)
+        singles, shared = self._parameter_runs(unit, piece, iteration), list[MatrixPart]()
         for run in self._runs(unit, piece, iteration):
             gradients, stop = list[torch.Tensor](), run.start
             while stop < run.stop:
@@ -143,8 +175,13 @@ class UpdateTasks:
             cut = [*run.of(piece, state)]
             if weights is not None and not self._master_is_weight:
                 cut.append(weights[run.start - piece.start : run.stop - piece.start])
-            self._backend.update(cut, gradients, run.update.rule, run.step, run.update.scale)
-            self._release_gradients(unit, gradients)
+            if run.shard is None:
+                self._backend.update(cut, gradients, run.update.rule, run.step, run.update.scale)
+                self._release_gradients(unit, gradients)
+            else:
+                shared.append(run.part(*gradients, *cut))
+        self._update_shared(shared)
+        self._release_gradients(unit, [part.gradient for part in shared])
         for parameter in unit.parameters:  # gradients that the user dropped
             unit.device_gradients.pop((parameter.name, piece.index), None)
 
@@ -170,9 +207,14 @@ class UpdateTasks:
         if slot is None:
             return
         if piece.leaves:
+            shared = list[MatrixPart]()
             for run in self._runs(unit, piece, iteration):
                 *cut, weights = run.of(piece, (*slot.state, slot.weights))
-                self._backend.update(cut, [weights], run.update.rule, run.step, run.update.scale)
+                if run.shard is None:
+                    self._backend.update(cut, [weights], run.update.rule, run.step, run.update.scale)
+                else:
+                    shared.append(run.part(weights, *cut))
+            self._update_shared(shared)
         else:
             self._update_on_device(unit, piece, slot.state, iteration)
         # Write the whole piece: parameters without an update get the same bits again.
@@ -180,6 +222,11 @@ class UpdateTasks:
             unit.own(piece).copy_(slot.state[0])
         elif unit.host_weights is not None:
             slot.weights.copy_(slot.state[0])
+
+    def _update_shared(self, shared: Sequence[MatrixPart]) -> None:
+        if shared:
+            assert self._matrices is not None
+            update_matrices(shared, self._matrices, self._matrices.all_to_all)
 
     def _parameter_runs(self, unit: UnitState, piece: Piece, iteration: int) -> Iterator[tuple[ParameterState, _Run]]:
         """Yield each parameter of a piece that got a gradient and is updated, with its range."""
@@ -190,13 +237,18 @@ class UpdateTasks:
             update = updates[parameter.shard.name]
             for part in parameter.parts_in(piece):
                 here = update._replace(rule=update.rule.at(part.start - parameter.start))
-                yield parameter, _Run(part.start, part.stop, here, parameter.step)
+                is_shared = self._matrices is not None and piece.kind == "muon" and parameter.shard.dim is not None
+                yield (
+                    parameter,
+                    _Run(part.start, part.stop, here, parameter.step, parameter.shard if is_shared else None),
+                )
 
     def _runs(self, unit: UnitState, piece: Piece, iteration: int) -> Iterator[_Run]:
         """Yield the ranges of a piece that are updated. Adjacent ranges with the same update are merged."""
         open_run: _Run | None = None
         for _, run in self._parameter_runs(unit, piece, iteration):
-            if open_run and (open_run.stop, open_run.update, open_run.step) == (run.start, run.update, run.step):
+            same = open_run and (open_run.stop, open_run.update, open_run.step) == (run.start, run.update, run.step)
+            if open_run and same and open_run.shard is run.shard is None:
                 open_run = open_run._replace(stop=run.stop)
                 continue
             if open_run:

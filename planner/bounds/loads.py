@@ -59,7 +59,15 @@ class Loads:
     def _per_param(self, subgroup: Subgroup, lane: Lane) -> dict[Key, float]:
         if (lane, subgroup) not in self._updates:
             load: Load = defaultdict(Sum)
-            task = Task(0, lane, Op.UPDATE, Phase.UPDATE, num_params=subgroup.num_params, matrices=subgroup.matrices)
+            task = Task(
+                0,
+                lane,
+                Op.UPDATE,
+                Phase.UPDATE,
+                num_bytes=subgroup.exchanged_bytes,
+                num_params=subgroup.num_params,
+                matrices=subgroup.matrices,
+            )
             self.charge(load, task, Sum(("", 1.0)))
             self._updates[lane, subgroup] = {key: amount[""] / subgroup.num_params for key, amount in load.items()}
         return self._updates[lane, subgroup]

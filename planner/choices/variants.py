@@ -14,7 +14,7 @@ from planner.engines.setup import Setup
 from planner.graph import Batch, Unit, build_graph, units
 from planner.models.captured import CapturedModel, Model
 from planner.models.config import ModelConfigError
-from planner.optimizers import OPTIMIZERS, Optimizer
+from planner.optimizers import Optimizer
 from planner.terms import Storage, default_micro_batch
 
 
@@ -71,8 +71,7 @@ def variants(job: Job, constraints: Constraints) -> tuple[Variant, ...]:
     Raises:
         ValueError: there is none; the message says why.
     """
-    # See :func:`planner.decisions.check_whole_matrices`, :func:`planner.models.formulas.float8.check`.
-    if OPTIMIZERS[job.optimizer].others or job.precision.products:
+    if job.precision.products:  # see :func:`planner.models.formulas.float8.check`
         constraints = constraints.model_copy(update={"tensor_parallel": 1})
     if constraints.micro_batch is None and constraints.global_batch is None:
         constraints = constraints.model_copy(update={"micro_batch": default_micro_batch(job.seq_len)})

@@ -89,6 +89,13 @@ class Fabrics:
         slowest_s = max((sent / fabric.bytes_per_s.value for fabric, sent in levels), default=0.0)
         return slowest_s + sum(_latency_s(fabric, size - 1) for fabric, _ in levels)
 
+    def exchanges_s(self, group: Group, num_bytes: int) -> float:
+        """Return the time in which ranks send parts of matrices and take results back, ``num_bytes`` per rank in all.
+
+        See [Note: Shared matrices] in :mod:`planner.subgroups`.
+        """
+        return 2 * self.all_to_all_s(group, num_bytes / 2) if num_bytes else 0.0
+
     def between(self, stage: int, other: int) -> Fabric:
         """Return the fabric of a rank's transfer to its counterpart in another pipeline stage.
 

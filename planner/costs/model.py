@@ -33,6 +33,8 @@ _ACCUMULATE_PASSES = 3
 _STAGED_PASSES = {"up": 4, "down": 1}
 # A core with 8 lanes of fp32 and two multiply-adds a cycle has 64 at 2 GHz; instructions for bf16 would be faster.
 _HOST_FLOP_PER_CORE_S = 50e9
+# What gloo exchanges between processes of one machine, an order of magnitude: it copies through sockets.
+_HOST_EXCHANGE_BYTES_PER_S = 1e9
 _STORAGE_READS = frozenset({Lane.NVME_READ, Lane.NVME_STATE_IN})
 _STORAGE_WRITES = frozenset({Lane.NVME_WRITE, Lane.NVME_STATE_OUT})
 
@@ -196,6 +198,7 @@ class CostModel:
         device = self.profile.device
         read_s = self._rank.read_s(device.optimizer, task.num_params, "device optimizer")
         products_s = sum(self._products.compute_s(newton_schulz(*shape)) for shape in task.matrices)
+        products_s += self._fabrics.exchanges_s(self.layout.tensor_group, task.num_bytes)
         state = self._precision.optimizer_state(self._kind(task))
         operator_bytes = state.gpu_update_bytes if device.kind == "gpu" else None
         update_bytes = operator_bytes or self._update_bytes(task)
@@ -226,20 +229,27 @@ class CostModel:
         return update_bytes / BF16.update_bytes_per_param("adamw")
 
     def _host_products_s(self, task: Work) -> float:
-        """Return the time of Muon's products on the host, by the cores that update.
+        """Return the time of Muon's products on the host, by the cores that update, and of exchanges before and after.
 
         If the device is a share of the host's cores, they are as fast as its own. Profiles of GPUs do not have products
         on the host: an assumed rate stands in for them.
         """
         device, host, ranks = self.profile.device, self.profile.host, self.ranks_per_node
         kernels = [kernel for shape in task.matrices for kernel in newton_schulz(*shape)]
+        exchanges_s = self._fabrics.exchanges_s(self.layout.tensor_group, task.num_bytes)
         if device.kind == "host":
-            return self._products.compute_s(kernels) * device.num_cores * ranks / host.num_optimizer_cores
+            return exchanges_s + self._products.compute_s(kernels) * device.num_cores * ranks / host.num_optimizer_cores
         if kernels:
             self._rank.warnings.setdefault(
                 f"Muon's products on the host are assumed to run at {_HOST_FLOP_PER_CORE_S / 1e9:g} GFLOP/s a core"
             )
-        return flop(kernels) * ranks / (_HOST_FLOP_PER_CORE_S * host.num_optimizer_cores)
+        if task.num_bytes:
+            exchanges_s = max(exchanges_s, task.num_bytes / _HOST_EXCHANGE_BYTES_PER_S)
+            self._rank.warnings.setdefault(
+                "tensor-parallel ranks are assumed to exchange parts of Muon's matrices in host memory at "
+                f"{_HOST_EXCHANGE_BYTES_PER_S / 1e9:g} GB/s each"
+            )
+        return exchanges_s + flop(kernels) * ranks / (_HOST_FLOP_PER_CORE_S * host.num_optimizer_cores)
 
     def _cpu_update(self, task: Work) -> Price:
         """Price an update on the rank's share of the node, because all ranks update at the same time."""

@@ -9,7 +9,7 @@ from planner.decisions.places import GradientPath, HostUpdate, Place, UnitDecisi
 from planner.decisions.sharding import Sharding
 from planner.graph import Unit
 from planner.habits import Habits
-from planner.optimizers import OPTIMIZERS, Optimizer
+from planner.optimizers import OPTIMIZERS
 
 
 class Decisions(Sharding):
@@ -91,7 +91,6 @@ class Decisions(Sharding):
             )
         if self.pipeline_parallel > 1:
             _check_pipeline(self)
-        check_whole_matrices(self.optimizer, self.tensor_parallel)
         if self.fp8_weights:
             _check_fp8_weights(self)
         for name, unit in self.units.items():
@@ -333,19 +332,6 @@ def _check_pipeline(decisions: Decisions) -> None:
                 f"unit {name}: pipeline_parallel {decisions.pipeline_parallel} keeps everything on the devices; set "
                 "params and update to 'gpu'"
             )
-
-
-def check_whole_matrices(optimizer: Optimizer, tensor_parallel: int | None) -> None:
-    """Check that ranks have whole matrices, if the optimizer needs them.
-
-    Raises:
-        ValueError: they share them.
-    """
-    if tensor_parallel and tensor_parallel > 1 and OPTIMIZERS[optimizer].others:
-        raise ValueError(
-            f"tensor_parallel is {tensor_parallel}, but {OPTIMIZERS[optimizer].words} works on whole matrices; set it "
-            "to 1, or choose another optimizer"
-        )
 
 
 FROZEN_ALIGNMENT_BYTES = 16

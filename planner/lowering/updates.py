@@ -148,7 +148,8 @@ def _place(program: Program, unit: LoweredUnit, piece: int, lane: Lane, op: Op, 
 def _update(program: Program, unit: LoweredUnit, piece: int, lane: Lane, num_params: int, after: Keys) -> Draft:
     update = _place(program, unit, piece, lane, Op.UPDATE, after)
     update.num_params = num_params
-    update.matrices = unit.amounts.subgroups[piece].matrices
+    subgroup = unit.amounts.subgroups[piece]
+    update.matrices, update.num_bytes = subgroup.matrices, subgroup.exchanged_bytes
     unit.updates.append(update)
     return update
 

@@ -20,11 +20,14 @@ class ParameterSpec:
     Attributes:
         frozen: how it is kept if it is frozen; ``None`` if it is trained. What is frozen has no gradient, no master
             copy, no optimizer state and no update.
+        whole_shape: the shape of the parameter of which tensor-parallel ranks have parts; ``None`` if it is not
+            divided.
     """
 
     name: str
     shape: tuple[int, ...]
     frozen: FrozenFormat | None = None
+    whole_shape: tuple[int, ...] | None = None
 
     @property
     def num_params(self) -> int:

@@ -15,7 +15,7 @@ from planner.choices.choice import MOST_MICRO_BATCHES, Choice, Constraints
 from planner.choices.variants import Job, Variant, variants
 from planner.costs.kernels import no_products
 from planner.costs.model import CostModel
-from planner.decisions import BF16, FP32, Decisions, Precision, check_whole_matrices
+from planner.decisions import BF16, FP32, Decisions, Precision
 from planner.engines.setup import Setup
 from planner.models.captured import CapturedModel, Model, Size
 from planner.optimizers import OPTIMIZERS, Optimizer
@@ -133,7 +133,6 @@ class Request:
             raise ValueError(f"optimizer is {self.optimizer!r}, but must be one of {', '.join(OPTIMIZERS)}; choose one")
         if self.storage not in get_args(Storage):
             raise ValueError(f"storage is {self.storage!r}, but must be one of {', '.join(get_args(Storage))}")
-        check_whole_matrices(self.optimizer, self.tensor_parallel)
         self._check_precision(self.job.precision)
         if self.storage == "nvme" and self.hardware.nvme is None:
             raise ValueError(

@@ -130,7 +130,8 @@ class Task:
         unit: name of the unit it works on, or ``""`` for the whole model.
         micro_batch: which forward+backward of the iteration it belongs to.
         piece: index of the subgroup within the unit, or -1 for the whole unit.
-        num_bytes: bytes copied, gathered, scattered or passed over; 0 otherwise.
+        num_bytes: bytes copied, gathered, scattered or passed over, or exchanged for an update by tensor-parallel
+            ranks; 0 otherwise.
         num_params: parameters that this rank updates, or whose squared gradients it sums (``FLUSH``); 0 otherwise.
         num_kernels: kernels that the host issues (``ISSUE``); 0 otherwise.
         num_tensors: parameter tensors that the host goes through (``STEP``); 0 otherwise.

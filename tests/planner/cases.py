@@ -32,11 +32,15 @@ MODELS = ("demo-llama", "gpt2", "opt-125m")  # the last two have tied embeddings
 
 @functools.cache
 def small_units(
-    model: str = "demo-llama", num_layers: int = 2, micro_batch: int = 1, frozen: frozenset[str] = frozenset()
+    model: str = "demo-llama",
+    num_layers: int = 2,
+    micro_batch: int = 1,
+    frozen: frozenset[str] = frozenset(),
+    tensor_parallel: int = 1,
 ) -> tuple[Unit, ...]:
     """Return the units of a model that has lost most of its layers, with some parameters ``frozen``."""
     config = resolve_model(model).model_copy(update={"num_layers": num_layers})
-    graph = build_graph(config, Batch(micro_batch, seq_len=64))
+    graph = build_graph(config, Batch(micro_batch, seq_len=64, tensor_parallel=tensor_parallel))
     for name, operator in graph.operators.items():
         specs = tuple(
             dataclasses.replace(spec, frozen="plain" if spec.name in frozen else None) for spec in operator.parameters

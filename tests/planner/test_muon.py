@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 
 import pytest
 from amount import examples
@@ -12,12 +13,13 @@ from machines import machine
 from test_bounds import check
 
 from planner.costs.model import CostModel
-from planner.decisions import Decisions, Place
+from planner.decisions import Place
 from planner.engines.catalogue import POLICIES, policies_of
 from planner.lowering import lower
 from planner.lowering.amounts import AmountsOf
 from planner.models import resolve_model
-from planner.models.formulas.work import newton_schulz, orthogonalization_bytes
+from planner.models.formulas.work import newton_schulz, operand_bytes, orthogonalization_bytes
+from planner.models.kernels import flop
 from planner.optimizers import is_hidden_matrix
 from planner.plan.document import Plan
 from planner.plan.planning import Request, make_plan
@@ -135,12 +137,14 @@ def test_an_update_takes_its_pass_over_memory_and_its_products(lane):
 @given(st.data())
 def test_bounds_hold_for_anything_that_can_be_decided(data):
     """Of our engine; what others do, they do with other optimizers."""
-    units = small_units(data.draw(st.sampled_from(["demo-llama", "opt-125m"])), 2)
+    tensor_parallel = data.draw(st.sampled_from([1, 2]))
+    units = small_units(data.draw(st.sampled_from(["demo-llama", "opt-125m"])), 2, tensor_parallel=tensor_parallel)
     ranks = data.draw(st.sampled_from([1, 2, 3]))
     zero_stage = data.draw(st.integers(0, 3)) if ranks > 1 else 0
     options = {
         "optimizer": "muon",
         "data_parallel": ranks,
+        "tensor_parallel": tensor_parallel,
         "zero_stage": zero_stage,
         "subgroup_params": data.draw(st.sampled_from([100_000, 10**8])),
         "clip": data.draw(st.booleans()),
@@ -171,18 +175,47 @@ def test_engines_that_have_no_muon_are_left_out(plan):
     assert policies_of("lion") == list(POLICIES)
 
 
-def test_tensor_parallel_ranks_have_no_whole_matrices():
+def test_tensor_parallel_ranks_divide_matrices_and_their_products():
+    """Each has a half of every matrix, orthogonalizes about a half of them, and says what that exchanges and holds."""
+    whole, shared = (small_units("demo-llama", tensor_parallel=ranks) for ranks in (1, 2))
+    of_one, of_two = (
+        [subgroup for unit in units for subgroup in decide(units, **options).subgroups(unit) if subgroup.matrices]
+        for units, options in ((whole, {}), (shared, {"tensor_parallel": 2}))
+        for options in [options | {"optimizer": "muon"}]
+    )
+    for one, two in zip(of_one, of_two, strict=True):
+        assert 2 * two.num_params == one.num_params
+        assert two.exchanged_bytes == 4 * two.num_params
+        assert not one.exchanged_bytes
+        flop_of = [sum(flop(newton_schulz(*shape)) for shape in each.matrices) for each in (one, two)]
+        assert set(two.matrices) < set(one.matrices) or len(two.matrices) < len(one.matrices)
+        assert flop_of[0] / 2 <= flop_of[1] < flop_of[0]
+        sent, received = 2 * two.num_params, max(2 * sum(map(math.prod, two.matrices)), 0)
+        assert two.workspace_bytes >= sent + received + max(map(operand_bytes, two.matrices))
+
+
+@pytest.mark.parametrize("lane", [Lane.CPU, Lane.GPU_UPDATE])
+def test_the_exchange_is_part_of_the_price(lane):
+    profile = machine(devices_per_node=2)
+    units = small_units("demo-llama", tensor_parallel=2)
+    decided = decide(units, Place.CPU if lane is Lane.CPU else Place.GPU, optimizer="muon", tensor_parallel=2)
+    cost = CostModel.of(profile, units, decided)
+    updates = [t for t in lower(units, decided, asynchronous=True).tasks if t.op is Op.UPDATE and t.matrices]
+    assert updates
+    for task in updates:
+        alone_s = cost.price(dataclasses.replace(task, num_bytes=0)).duration_s
+        exchanges_s = cost.price(task).duration_s - alone_s
+        fabric = profile.intra_node
+        assert exchanges_s > task.num_bytes / 2 / fabric.bytes_per_s.value
+        if lane is Lane.CPU:
+            assert exchanges_s == pytest.approx(task.num_bytes / 1e9)
+    assert any("parts of Muon's matrices in host memory" in w for w in cost.warnings) is (lane is Lane.CPU)
+
+
+def test_ranks_that_share_layers_are_among_the_choices():
     config = resolve_model("demo-llama")
-    with pytest.raises(ValueError, match="tensor_parallel is 2, but Muon works on whole matrices; set it to 1"):
-        Request(config, machine(), num_devices=2, tensor_parallel=2, optimizer="muon")
-    with pytest.raises(ValueError, match="tensor_parallel is 2, but Muon"):
-        Decisions(policy="test", units={}, tensor_parallel=2, optimizer="muon")
-    requested = Request(config, machine(devices_per_node=2), num_devices=2, seq_len=128, global_batch=4)
-    choices = {
-        name: {variant.choice.tensor_parallel for variant in dataclasses.replace(requested, optimizer=name).variants()}
-        for name in ("lion", "muon")
-    }
-    assert choices == {"lion": {1, 2}, "muon": {1}}
+    request = Request(config, machine(devices_per_node=2), num_devices=2, seq_len=128, global_batch=4, optimizer="muon")
+    assert {variant.choice.tensor_parallel for variant in request.variants()} == {1, 2}
 
 
 def test_units_of_one_size_with_other_matrices_are_laid_out_apart():

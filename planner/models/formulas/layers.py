@@ -400,12 +400,20 @@ def has_learned_positions(config: ModelConfig) -> bool:
     return config.family in {"opt", "gpt2"}
 
 
-def layer_operators(config: ModelConfig, layer: int, parts: Iterable[Part]) -> list[Operator]:
-    """Return one layer's operators; their kernels are the objects of ``parts``, shared by all equal layers."""
+def layer_operators(config: ModelConfig, whole: ModelConfig, layer: int, parts: Iterable[Part]) -> list[Operator]:
+    """Return one layer's operators; their kernels are the objects of ``parts``, shared by all equal layers.
+
+    Args:
+        config: sizes of one rank's share of the model.
+        whole: sizes of the model.
+        layer: the layer.
+        parts: see :func:`layer_parts`.
+    """
     path, segment = layer_path(config, layer), f"layers.{layer}"
     specs: dict[str, list[ParameterSpec]] = {}
-    for name, shape in layer_shapes(config, layer):
-        specs.setdefault(name.rpartition(".")[0], []).append(ParameterSpec(f"{path}.{name}", shape))
+    for (name, shape), (_, of_all) in zip(layer_shapes(config, layer), layer_shapes(whole, layer), strict=True):
+        spec = ParameterSpec(f"{path}.{name}", shape, whole_shape=None if of_all == shape else of_all)
+        specs.setdefault(name.rpartition(".")[0], []).append(spec)
     return [
         Operator(
             f"{path}.{part.name}",
@@ -433,4 +441,6 @@ def _cut(spec: ParameterSpec, experts: tuple[int, int] | None) -> ParameterSpec:
     if experts is None or experts == (0, spec.shape[0]):
         return spec
     first, count = experts
-    return dataclasses.replace(spec, name=f"{spec.name}[{first}:{first + count}]", shape=(count, *spec.shape[1:]))
+    whole = (count, *spec.whole_shape[1:]) if spec.whole_shape else None
+    name, shape = f"{spec.name}[{first}:{first + count}]", (count, *spec.shape[1:])
+    return dataclasses.replace(spec, name=name, shape=shape, whole_shape=whole)

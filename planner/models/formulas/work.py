@@ -7,8 +7,9 @@ kernel: ``2 * e`` reads one tensor and writes one, ``3 * e`` reads two and write
 
 import dataclasses
 import functools
+import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 from planner.models.formulas import float8
@@ -292,4 +293,27 @@ def orthogonalization_bytes(shape: tuple[int, int]) -> int:
     They are the matrix before and after an iteration, and two products of the smaller side.
     """
     short, long = sorted(shape)
-    return 4 * short * long + 2 * (2 * short * long + 2 * short**2)
+    return 4 * short * long + operand_bytes(shape)
+
+
+def operand_bytes(shape: tuple[int, int]) -> int:
+    """Return the bytes of the bf16 operands among :func:`orthogonalization_bytes`."""
+    short, long = sorted(shape)
+    return 2 * (2 * short * long + 2 * short**2)
+
+
+def shared_orthogonalization_bytes(sizes: Sequence[int], of_ranks: Sequence[Sequence[tuple[int, int]]]) -> int:
+    """Return the most bytes that Muon's update of matrices needs on a rank that has parts of them.
+
+    These are the parts in bf16 that it sends; then its scaled gradients in fp32, one after another, or the matrices
+    that it receives, and the operands of one of them.
+
+    Args:
+        sizes: of the rank's part of each matrix, ``[n]``.
+        of_ranks: shapes of the matrices that each rank orthogonalizes.
+    """
+    received = (
+        sum(2 * math.prod(shape) for shape in shapes) + max(map(operand_bytes, shapes), default=0)
+        for shapes in of_ranks
+    )
+    return 2 * sum(sizes) + max(4 * max(sizes), *received)

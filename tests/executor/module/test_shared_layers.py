@@ -65,7 +65,10 @@ def in_the_simplest_way(processes, task, tensor_parallel):
 
 
 @settings(max_examples=examples(6), deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
-@given(plans(families=["gpt2-shared", "llama-shared"], degrees={"tensor_parallel": 2}), st.integers(0, 99))
+@given(
+    plans(families=["gpt2-shared", "llama-shared"], degrees={"tensor_parallel": 2}, optimizers=["adamw", "muon"]),
+    st.integers(0, 99),
+)
 def test_any_plan_of_one_degree_gives_the_same_bits(processes, plan, seed):
     """Clipping, groups, schedules, accumulation, recomputation; and as without shares, but for rounding."""
     task, decisions = plan
@@ -75,7 +78,8 @@ def test_any_plan_of_one_degree_gives_the_same_bits(processes, plan, seed):
         different = [name for name in theirs[1] if ours[1][name].tobytes() != theirs[1][name].tobytes()]
         assert not different, different
     losses, _ = reference(task, 1, decisions)
-    assert expected[0][0] == pytest.approx(losses[0], rel=2e-2 if task.dtype is torch.bfloat16 else 1e-5)
+    bound = 1e-5 if task.optimizer == "adamw" else 2**-10  # Muon orthogonalizes in bf16
+    assert expected[0][0] == pytest.approx(losses[0], rel=2e-2 if task.dtype is torch.bfloat16 else bound)
 
 
 WIDE = {"vocab_size": 2000, "use_cache": False, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -1,0 +1,134 @@
+"""Muon's updates of matrices of which tensor-parallel ranks have parts.
+
+See [Note: Shared matrices] in :mod:`planner.subgroups`. The arithmetic is that of :mod:`executor.optimizer.muon`. What
+is exchanged is rounded to bf16 there too, so parts get the bits that the whole matrix would get.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from executor.distributed.groups import Group
+from executor.distributed.shards import ParameterShard
+from executor.optimizer.muon import MuonParams, apply_update, momentum_update, newton_schulz
+from planner.models.formulas.work import shared_orthogonalization_bytes
+from planner.subgroups import shares
+
+
+class MatrixPart(NamedTuple):
+    """This rank's part of a matrix, with all that its update needs.
+
+    Attributes:
+        shard: which part it is.
+        params: hyper-parameters, with the shape of the whole matrix.
+        scale: factor of the gradient.
+        gradient: flat.
+        master, momentum: float32, flat.
+        weight_out: where new weights are written, flat, perhaps over the gradient; ``None``: nowhere.
+    """
+
+    shard: ParameterShard
+    params: MuonParams
+    scale: float
+    gradient: torch.Tensor
+    master: torch.Tensor
+    momentum: torch.Tensor
+    weight_out: torch.Tensor | None = None
+
+    @property
+    def size(self) -> int:
+        """Number of values."""
+        return len(self.master)
+
+
+Exchange = Callable[[torch.Tensor, torch.Tensor, Sequence[int], Sequence[int]], None]
+"""An all-to-all, see :meth:`executor.distributed.groups.Group.all_to_all`."""
+
+
+def update_matrices(
+    parts: Sequence[MatrixPart], group: Group, exchange: Exchange, memory: torch.Tensor | None = None
+) -> None:
+    """Take one step of Muon for matrices that a group shares. All its ranks call this together.
+
+    Args:
+        parts: of the same matrices in the same order on all ranks.
+        group: the ranks.
+        exchange: its all-to-all for the memory that the parts are in.
+        memory: uint8 workspace, on the same device, see
+            :func:`planner.models.formulas.work.shared_orthogonalization_bytes`; ``None``: it is allocated.
+    """
+    of_ranks = shares(range(len(parts)), [part.size for part in parts], group.size)
+    num_sent = [sum(parts[i].size for i in share) for share in of_ranks]
+    num_received = [num_sent[group.rank]] * group.size
+    shapes = [[_matrix(parts[i]) for i in share] for share in of_ranks]
+    num_bytes = shared_orthogonalization_bytes([part.size for part in parts], shapes)
+    if memory is None:
+        memory = torch.empty(num_bytes, dtype=torch.uint8, device=parts[0].master.device)
+    values = memory[:num_bytes].view(torch.bfloat16)
+    sent = values[len(values) - sum(num_sent) :]
+    received, operands = values[: sum(num_received)], values[sum(num_received) : len(values) - sum(num_sent)]
+
+    order = [parts[i] for share in of_ranks for i in share]
+    places = torch.split(sent, [part.size for part in order])
+    for part, place in zip(order, places, strict=True):
+        gradient = memory[: 4 * part.size].view(torch.float32).copy_(part.gradient).mul_(part.scale)
+        place.copy_(momentum_update(part.momentum, gradient, part.params))
+    exchange(_as_bytes(received), _as_bytes(sent), *_in_bytes(num_received, num_sent))
+    for i, of_matrix in zip(of_ranks[group.rank], _by_matrix(received, parts, of_ranks[group.rank]), strict=True):
+        _orthogonalize(parts[i], of_matrix, operands)
+    exchange(_as_bytes(sent), _as_bytes(received), *_in_bytes(num_sent, num_received))
+    for part, place in zip(order, places, strict=True):
+        apply_update(part.master, place, part.params)
+        if part.weight_out is not None:
+            part.weight_out.copy_(part.master)
+
+
+def _matrix(part: MatrixPart) -> tuple[int, int]:
+    assert part.params.shape is not None
+    rows, columns = part.params.shape
+    return rows, columns
+
+
+def _by_matrix(received: torch.Tensor, parts: Sequence[MatrixPart], own: Sequence[int]) -> list[list[torch.Tensor]]:
+    """Return, for each of the rank's own matrices, the parts that all ranks have sent."""
+    stops = itertools.accumulate(parts[i].size for i in own)
+    if not own:
+        return []
+    by_rank = received.view(-1, sum(parts[i].size for i in own))
+    return [[row[stop - parts[i].size : stop] for row in by_rank] for i, stop in zip(own, stops, strict=True)]
+
+
+def _orthogonalize(part: MatrixPart, of_ranks: Sequence[torch.Tensor], operands: torch.Tensor) -> None:
+    """Orthogonalize a whole matrix that the ranks have parts of, in place."""
+    shape = _matrix(part)
+    whole = operands[: math.prod(shape)].view(shape)
+    for rank, values in enumerate(of_ranks):
+        _of_rank(part.shard, rank, whole).copy_(_unfused(part.shard, values))
+    params = part.params
+    result = newton_schulz(whole, params.ns_coefficients, params.eps, params.ns_steps, operands)
+    for rank, values in enumerate(of_ranks):
+        _unfused(part.shard, values).copy_(_of_rank(part.shard, rank, result))
+
+
+def _of_rank(shard: ParameterShard, rank: int, whole: torch.Tensor) -> torch.Tensor:
+    """Return the view of a rank's part of a whole matrix, with fused parts in a dimension of their own."""
+    dim = shard.dim
+    assert dim is not None
+    sizes = (shard.num_fused, shard.mesh.degrees.tensor_parallel, -1)
+    return torch.unflatten(whole, dim, sizes).select(dim + 1, rank)
+
+
+def _unfused(shard: ParameterShard, values: torch.Tensor) -> torch.Tensor:
+    assert shard.dim is not None
+    return torch.unflatten(values.view(shard.shape), shard.dim, (shard.num_fused, -1))
+
+
+def _as_bytes(values: torch.Tensor) -> torch.Tensor:
+    return values.view(torch.uint8)  # gloo does not take all types
+
+
+def _in_bytes(*counts: Sequence[int]) -> tuple[list[int], ...]:
+    return tuple([torch.bfloat16.itemsize * count for count in each] for each in counts)
