@@ -3,25 +3,29 @@
 The format is in :mod:`executor.optimizer.blocks`. The step of the weights uses moments before they are quantized. Codes
 are the nearest ones, as those of ``bitsandbytes`` on a GPU. Its CPU build finds them in a table of 65,536 equal steps,
 which merges all second moments below 1/65,536 of the largest.
-
-[Note: Codes] The search for the nearest of 256 values is a single look-up here. The bits of a float32 are ordered as
-the values are, once those of negative ones are flipped. Their upper 16 bits choose an entry of a table. No two borders
-between codes share these bits, so an entry has the lowest code there, and the lower 16 bits of the border above which
-the code is one higher.
 """
 
-import itertools
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from numba import njit
 
 from executor.optimizer.adamw import MOMENTS, AdamWParams, SeededAdamWParams, adamw_factors, advanced
 from executor.optimizer.adamw_bf16 import round_weights_into, seeds_of
-from executor.optimizer.bf16 import bits_of_float32, float32_of_bits
-from executor.optimizer.blocks import LEAST_SCALE, SCALES, SIGNED, UNSIGNED, Table, borders, decoded, encode
+from executor.optimizer.bf16 import bits_of_float32, float32_of_bits, noise_at
+from executor.optimizer.blocks import (
+    LEAST_SCALE,
+    SCALES,
+    SIGNED,
+    UNSIGNED,
+    decode_signed,
+    decode_unsigned,
+    decoded,
+    encode,
+    encode_signed,
+    encode_unsigned,
+)
 from executor.optimizer.passes import BLOCK, HostStep, as_float32, store_master, store_weight
 
 BYTES_PER_PARAM: Final = 12 + 2 * 2 + 4 * 4 / BLOCK
@@ -30,38 +34,8 @@ BYTES_PER_PARAM: Final = 12 + 2 * 2 + 4 * 4 / BLOCK
 KEYS: Final = (*MOMENTS, *(SCALES[key] for key in MOMENTS))
 """Keys of codes, then of scales, in a parameter's state."""
 
-_SIGN, _LOW, _SHIFT, _ALL = np.uint32(1 << 31), np.uint32(0xFFFF), np.uint32(16), np.uint32(0xFFFFFFFF)
-_SIGN_SHIFT, _ZERO, _ONE = np.int32(31), np.uint32(0), np.float32(1)
+_MAGNITUDE, _ZERO, _ONE = np.uint32(0x7FFFFFFF), np.uint32(0), np.float32(1)
 _LEAST_BITS = LEAST_SCALE.view(np.uint32)
-
-
-def _lookup(values: Table) -> npt.NDArray[np.uint32]:
-    """Return the table of [Note: Codes]: codes in the upper 16 bits, ends of borders in the lower ones."""
-    ends, between = np.arange(1 << 16, dtype=np.uint32) << _SHIFT, borders(values)
-    lowest, highest = (
-        np.searchsorted(between, np.where(keys & _SIGN, keys ^ _SIGN, keys ^ _ALL).view(np.float32))
-        for keys in (ends, ends | _LOW)
-    )
-    bits = between.view(np.uint32)
-    border_keys = np.where(bits & _SIGN, bits ^ _ALL, bits ^ _SIGN)
-    assert all(a < b for a, b in itertools.pairwise(border_keys >> _SHIFT)), "one border in 16 bits"
-    above = np.full(1 << 16, _LOW)  # nothing is above
-    above[border_keys >> _SHIFT] = border_keys & _LOW
-    lowest[lowest > highest] = highest[lowest > highest]  # of negative NaN
-    return lowest.astype(np.uint32) << _SHIFT | above
-
-
-_SIGNED_LOOKUP, _UNSIGNED_LOOKUP = _lookup(SIGNED), _lookup(UNSIGNED)
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
-def code_of(value: Any, lookup: Any) -> Any:
-    """Return the code (uint8) of a value that has been divided by its scale, see [Note: Codes]."""
-    bits = bits_of_float32(value)
-    negative = np.uint32(np.int32(bits) >> _SIGN_SHIFT)
-    key = np.uint32(bits ^ np.uint32(negative | _SIGN))
-    entry = lookup[np.uint32(key >> _SHIFT)]
-    return np.uint8(np.uint32(entry >> _SHIFT) + np.uint32(np.uint32(key & _LOW) > np.uint32(entry & _LOW)))
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -76,35 +50,32 @@ def _update(
     rule: Any,
     start: Any,
 ) -> None:
-    seeds, grad_scale, factors = rule
+    (key, first), grad_scale, factors = rule
     ms, vs = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32)
     for block in range(exp_avg_scale.size):
         begin = block * BLOCK
         count = min(BLOCK, master.size - begin)
-        m_scale, v_scale = exp_avg_scale[block], exp_avg_sq_scale[block]
-        for i in range(count):  # three loops, because each of them is vectorised
-            ms[i] = SIGNED[exp_avg[begin + i]] * m_scale
-            vs[i] = UNSIGNED[exp_avg_sq[begin + i]] * v_scale
+        position = np.uint32(first + np.uint32(start + begin))
+        m_codes, v_codes = exp_avg[begin : begin + count], exp_avg_sq[begin : begin + count]
+        decode_signed(m_codes, exp_avg_scale[block], ms)
+        decode_unsigned(v_codes, exp_avg_sq_scale[block], vs)
         # The largest magnitudes as bits: in integers, NaN is larger than all numbers, and no flag is needed.
         m_most, v_most = _ZERO, _ZERO
         for i in range(count):
             g = as_float32(grad[begin + i]) * grad_scale
             p, m, v = advanced(as_float32(master[begin + i]), ms[i], vs[i], g, factors)
-            m_most = max(m_most, np.uint32(bits_of_float32(m) & ~_SIGN))
-            v_most = max(v_most, np.uint32(bits_of_float32(v) & ~_SIGN))
+            m_most = max(m_most, np.uint32(bits_of_float32(m) & _MAGNITUDE))
+            v_most = max(v_most, np.uint32(bits_of_float32(v) & _MAGNITUDE))
             ms[i], vs[i] = m, v
-            store_master(master, begin + i, p, seeds, start + begin + i)
+            store_master(master, begin + i, p, noise_at(np.uint32(position + np.uint32(i)), key))
             store_weight(weight_out, grad, begin + i, p)
         exp_avg_scale[block], exp_avg_sq_scale[block] = float32_of_bits(m_most), float32_of_bits(v_most)
-        m_inverse = _ONE / float32_of_bits(max(m_most, _LEAST_BITS))
-        v_inverse = _ONE / float32_of_bits(max(v_most, _LEAST_BITS))
-        for i in range(count):
-            exp_avg[begin + i] = code_of(ms[i] * m_inverse, _SIGNED_LOOKUP)
-            exp_avg_sq[begin + i] = code_of(vs[i] * v_inverse, _UNSIGNED_LOOKUP)
+        encode_signed(ms, _ONE / float32_of_bits(max(m_most, _LEAST_BITS)), m_codes)
+        encode_unsigned(vs, _ONE / float32_of_bits(max(v_most, _LEAST_BITS)), v_codes)
 
 
 def _kernel_args(params: AdamWParams, step: int, grad_scale: float) -> tuple[object, ...]:
-    seeds = seeds_of(params, step) if isinstance(params, SeededAdamWParams) else ()
+    seeds = seeds_of(params, step) if isinstance(params, SeededAdamWParams) else (_ZERO, _ZERO)
     return ((seeds, np.float32(grad_scale), adamw_factors(params, step)),)
 
 

@@ -5,9 +5,10 @@
 is rounded up with a probability of its distance from the lower neighbour, and its expected value is exact. The random
 bits are a hash of the seed, the step, the parameter's number in the optimizer and the value's position in the
 parameter. So neither the placement, nor subgroups, nor how many ranks share the state change any bit. Each moment takes
-16 of the hash's 32 bits. A weight takes 16 bits of a second hash, whose key is made of one more word. Host and device
-hash alike, and do the same operations in the same order, each rounded once. The step of the weights uses moments before
-they are rounded.
+16 of the hash's 32 bits. A weight takes the upper 16 bits of their product with an odd number: a function of both
+halves, which is uniform beside either of them alone, and costs less than a second hash. Host and device hash alike, and
+do the same operations in the same order, each rounded once. The step of the weights uses moments before they are
+rounded.
 """
 
 from typing import Any, Final
@@ -23,18 +24,16 @@ from executor.optimizer.passes import HostStep, as_float32, store_master, store_
 BYTES_PER_PARAM: Final = 20
 """Bytes that an update moves with a bf16 gradient and weight, and a master copy in fp32."""
 
-_OF_WEIGHTS: Final = 1  # the word that their key has more
 _SHIFT16, _LOW = np.uint32(16), np.uint32(0xFFFF)
 
 
-def _key(params: SeededAdamWParams, step: int, *more: int) -> int:
-    return noise_key(params.seed, params.seed >> 32, params.parameter, step, *more)
+def _key(params: SeededAdamWParams, step: int) -> int:
+    return noise_key(params.seed, params.seed >> 32, params.parameter, step)
 
 
-def seeds_of(params: SeededAdamWParams, step: int) -> tuple[np.uint32, np.uint32, np.uint32]:
-    """Return the key of weights, the position of the first value, and the key of moments."""
-    keys = _key(params, step, _OF_WEIGHTS), params.start & MASK, _key(params, step)
-    return np.uint32(keys[0]), np.uint32(keys[1]), np.uint32(keys[2])
+def seeds_of(params: SeededAdamWParams, step: int) -> tuple[np.uint32, np.uint32]:
+    """Return the key of random bits, and the position of the first value."""
+    return np.uint32(_key(params, step)), np.uint32(params.start & MASK)
 
 
 def _kernel_args(params: SeededAdamWParams, step: int, grad_scale: float) -> tuple[object, ...]:
@@ -53,7 +52,7 @@ def _update(
     factors: Any,
     begin: Any,
 ) -> None:
-    first, key = np.uint32(seeds[1] + np.uint32(begin)), seeds[2]
+    key, first = seeds[0], np.uint32(seeds[1] + np.uint32(begin))
     for i in range(master.size):
         g = as_float32(grad[i]) * grad_scale
         m, v = bf16_to_float32(exp_avg[i]), bf16_to_float32(exp_avg_sq[i])
@@ -61,7 +60,7 @@ def _update(
         noise = noise_at(np.uint32(first + np.uint32(i)), key)
         exp_avg[i] = float32_to_bf16_by(m, np.uint32(noise & _LOW))
         exp_avg_sq[i] = float32_to_bf16_by(v, np.uint32(noise >> _SHIFT16))
-        store_master(master, i, p, seeds, begin + i)
+        store_master(master, i, p, noise)
         store_weight(weight_out, grad, i, p)
 
 
@@ -103,8 +102,8 @@ def round_weights_into(
     if weight is master:
         return
     noise, shifted = (values.view(torch.int32) for values in scratch)
-    _noise_into(noise, shifted, params.start, _key(params, step, _OF_WEIGHTS))
-    _round_into(master, weight, noise.bitwise_and_(0xFFFF))
+    _noise_into(noise, shifted, params.start, _key(params, step))
+    _round_into(master, weight, noise.mul_(_signed(SPREAD)).bitwise_right_shift_(16).bitwise_and_(0xFFFF))
 
 
 def _noise_into(bits: torch.Tensor, shifted: torch.Tensor, start: int, key: int) -> None:
@@ -113,8 +112,7 @@ def _noise_into(bits: torch.Tensor, shifted: torch.Tensor, start: int, key: int)
     ``shifted``, int32, is overwritten.
     """
     torch.arange(len(bits), dtype=torch.int32, out=bits)
-    bits.add_(_signed(start & MASK)).mul_(_signed(SPREAD))
-    bits.bitwise_xor_(_signed(key))
+    bits.add_(_signed(start & MASK)).bitwise_xor_(_signed(key))
 
     def mix(shift: int) -> None:
         bits.bitwise_xor_(torch.bitwise_right_shift(bits, shift, out=shifted).bitwise_and_(MASK >> shift))

@@ -96,7 +96,13 @@ def noise_key(*words: int) -> int:
 @njit(nogil=True, cache=True)
 def noise_at(position: Any, key: Any) -> Any:
     """Return the 32 random bits of a position (uint32), see [Note: Stochastic rounding]."""
-    bits = np.uint32(np.uint32(position * _SPREAD32) ^ key)
+    bits = np.uint32(position ^ key)
     bits = np.uint32(np.uint32(bits ^ np.uint32(bits >> _SHIFT16)) * _MIXER32_1)
     bits = np.uint32(np.uint32(bits ^ np.uint32(bits >> _SHIFT13)) * _MIXER32_2)
     return np.uint32(bits ^ np.uint32(bits >> _SHIFT16))
+
+
+@njit(nogil=True, cache=True)
+def noise_of_weight(noise: Any) -> Any:
+    """Return 16 random bits more, of the 32 at a position, see [Note: Stochastic rounding]."""
+    return np.uint32(np.uint32(noise * _SPREAD32) >> _SHIFT16)

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from numba import types
 from numba.extending import overload
 
-from executor.optimizer.bf16 import bf16_to_float32, float32_to_bf16, float32_to_bf16_by, noise_at
+from executor.optimizer.bf16 import bf16_to_float32, float32_to_bf16, float32_to_bf16_by, noise_of_weight
 from executor.optimizer.workers import WorkerTeam
 from planner.optimizers import OPTIMIZERS
 
@@ -30,7 +30,6 @@ Bf16Array = npt.NDArray[np.uint16]
 GradientArray = Bf16Array | Float32Array
 BufferArray = npt.NDArray[np.uint8] | Bf16Array | Float32Array
 _Params = TypeVar("_Params")
-_LOW = np.uint32(0xFFFF)
 
 BLOCK: Final = OPTIMIZERS["adamw-8bit"].block_params
 """Parameters that share a scale, see [Note: Blocks] in :mod:`planner.optimizers`."""
@@ -204,22 +203,21 @@ def store_weight(weight_out: Any, grad: Any, i: int, weight: Any) -> None:
     raise NotImplementedError
 
 
-def store_master(master: Any, i: int, weight: Any, seeds: Any, position: Any) -> None:
+def store_master(master: Any, i: int, weight: Any, noise: Any) -> None:
     """Write a new weight to the master copy: as it is to float32, or rounded stochastically to bf16 bits.
 
-    Kernels only, as above. ``seeds`` begin with the weights' key, then where the piece that has ``position`` begins.
+    Kernels only, as above. ``noise`` is of the position.
     """
     raise NotImplementedError
 
 
 @overload(store_master)
-def _store_master(master: Any, i: Any, weight: Any, seeds: Any, position: Any) -> Any:  # noqa: ARG001 - as it is called
-    def plain(master: Any, i: Any, weight: Any, seeds: Any, position: Any) -> None:  # noqa: ARG001
+def _store_master(master: Any, i: Any, weight: Any, noise: Any) -> Any:  # noqa: ARG001 - as it is called
+    def plain(master: Any, i: Any, weight: Any, noise: Any) -> None:  # noqa: ARG001
         master[i] = weight
 
-    def rounded(master: Any, i: Any, weight: Any, seeds: Any, position: Any) -> None:
-        noise = noise_at(np.uint32(seeds[1] + np.uint32(position)), seeds[0])
-        master[i] = float32_to_bf16_by(weight, np.uint32(noise & _LOW))
+    def rounded(master: Any, i: Any, weight: Any, noise: Any) -> None:
+        master[i] = float32_to_bf16_by(weight, noise_of_weight(noise))
 
     return rounded if master.dtype == types.uint16 else plain
 

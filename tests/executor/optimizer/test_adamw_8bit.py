@@ -6,11 +6,25 @@ import torch
 from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numba import njit
 
 from executor.memory.moments import by_value, converted
 from executor.optimizer import AdamWParams, WorkerTeam
 from executor.optimizer.adamw_8bit import KEYS, adamw_8bit_, adamw_8bit_step
-from executor.optimizer.blocks import SCALES, SIGNED, UNSIGNED, borders, decoded, encode
+from executor.optimizer.blocks import (
+    HAS_VBMI,
+    NEAR,
+    SCALES,
+    SIGNED,
+    UNSIGNED,
+    borders,
+    decoded,
+    decoder,
+    encode,
+    encode_signed,
+    encode_unsigned,
+    position_function,
+)
 from executor.optimizer.passes import BLOCK, cut
 from executor.optimizer.table import entry_of
 from ullage import AdamW8bit
@@ -99,6 +113,84 @@ def test_device_threads_and_cuts_give_the_same_bits(num_params, seed, step, data
     joined = [torch.cat(of_parts) for of_parts in zip(*parts, strict=True)]
     for whole, *others in zip(expected, in_threads, on_device, joined, strict=True):
         assert all(torch.equal(whole, other) for other in others)
+
+
+@njit
+def positions(values, position):
+    found = np.empty(values.size, np.int64)
+    for i in range(values.size):
+        found[i] = position(values[i])
+    return found
+
+
+@njit
+def encoded(values, factor, codes, encode_block):
+    for start in range(0, values.size, BLOCK):
+        encode_block(values[start : start + BLOCK], factor, codes[start : start + BLOCK])
+
+
+@njit
+def decoded_by(codes, scale, values, decode_block):
+    decode_block(codes, scale, values)
+
+
+@pytest.mark.parametrize(("table", "encode_block"), [(SIGNED, encode_signed), (UNSIGNED, encode_unsigned)])
+def test_kernels_encode_by_arithmetic_to_the_nearest_code(table, encode_block):
+    """Around every border and every value, among zeros (which are far from borders), and at random."""
+    signed = table is SIGNED
+    ends = borders(table)
+    points = np.concatenate([ends, table, [0, -0.0, np.nextafter(np.float32(1), np.float32(2)), np.nan]])
+    close = [points]
+    for shift in range(1, 20):
+        close += [(points.view(np.int32) + side * shift).view(np.float32) for side in (1, -1)]
+    rng = np.random.default_rng(0)
+    size = rng.uniform(0, 1, 1 << 16) * 10.0 ** rng.uniform(-9, 0, 1 << 16)
+    random = size * rng.choice([-1, 1], size.size)
+    values = np.concatenate([*close, random, np.linspace(-1, 1, 1 << 16)]).astype(np.float32)
+    values = values[(np.abs(values) < 1.5) | np.isnan(values)]
+    if not signed:
+        values = np.abs(values)
+    values = np.resize(values, -(-len(values) // BLOCK) * BLOCK)
+    nearest = torch.bucketize(torch.from_numpy(values), torch.from_numpy(ends)).numpy()
+    for factor in (1.0, 0.5):
+        codes = np.zeros(len(values), np.uint8)
+        encoded((values / np.float32(factor)).astype(np.float32), np.float32(factor), codes, encode_block)
+        assert np.array_equal(codes, nearest)
+    some = slice(5 * len(points))
+    alone = np.zeros((5 * len(points), BLOCK), np.float32)  # no other value makes the block compare with borders
+    alone[:, 7] = values[some]
+    codes = np.zeros(alone.size, np.uint8)
+    encoded(alone.ravel(), np.float32(1), codes, encode_block)
+    assert np.array_equal(codes.reshape(alone.shape)[:, 7], nearest[some])
+
+
+@pytest.mark.parametrize("table", [SIGNED, UNSIGNED])
+def test_positions_of_borders_are_closer_to_whole_numbers_than_kernels_rely_on(table):
+    signed = table is SIGNED
+    position, bits = position_function(table, signed=signed)
+    ends = borders(table)
+    ends = ends[ends > 0][:-1]  # of the last, values are compared with it
+    whole = np.arange(len(ends)) + (1 if signed else 2)
+    for steps in (-1, 0, 1):
+        off = positions((ends.view(np.int32) + steps).view(np.float32), position) - (whole << bits)
+        assert np.abs(off).max() < NEAR
+
+
+@pytest.mark.parametrize(
+    ("table", "in_registers"),
+    [
+        (SIGNED, False),
+        pytest.param(UNSIGNED, True, marks=pytest.mark.skipif(not HAS_VBMI, reason="a processor without VBMI")),
+    ],
+)
+def test_kernels_decode_what_the_table_has(table, in_registers):
+    codes = np.random.default_rng(0).permutation(np.arange(3 * 256) % 256).astype(np.uint8)
+    scale = np.float32(0.3)
+    for part in (codes, codes[:BLOCK], codes[5:200], codes[:1], codes[:0]):
+        values = np.full(len(part) + 1, 7, np.float32)
+        decoded_by(part, scale, values, decoder(table, in_registers=in_registers))
+        assert np.array_equal(values[:-1], table[part] * scale)
+        assert values[-1] == 7
 
 
 @pytest.fixture(scope="module")
