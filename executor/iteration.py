@@ -238,6 +238,7 @@ class IterationDriver:
         self._runtime.check_unparked()
         self._runtime.doing = f"iteration {self._loop.iteration + 1}"
         self._access.end_evaluation()
+        self._access.cast_due()
         self.visibility.check_unmodified()
         kind, dtype = self._runtime.backend.device.type, self._runtime.state.dtype
         if torch.is_autocast_enabled(kind) and (other := torch.get_autocast_dtype(kind)) != dtype:

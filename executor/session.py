@@ -128,6 +128,10 @@ class Session:
             failing.callback(driver.visibility.release)
             self._undo += driver.hook_parameters()
             self._undo += bind_quantized(model)
+            if decisions.fp8_weights:
+                from executor.module.float8 import bind_fp8_weights  # noqa: PLC0415 - needs torchao
+
+                self._undo += bind_fp8_weights(model, self.runtime.state.units.values())
             bind(model, units, decisions, self.runtime.offloaded, driver, self._undo, options.compile_backend)
             self._undo += split_experts(model, units, shards, ranks and ranks.experts, driver)
             if ranks is not None and decisions.tensor_parallel > 1:

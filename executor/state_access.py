@@ -40,7 +40,7 @@ class StateAccess:
         )
         self._current_in = _NEVER  # the next iteration when resident weights were last made current
         self._in_slot: dict[int, str] = {}
-        self._gathered = "", torch.empty(0)  # while parked: the unit and its all-gathered frozen weights
+        self._gathered = ("", 0), torch.empty(0)  # weights that ranks gathered on the host: unit, address, values
         self._is_changing = False
         self.is_evaluating = False
 
@@ -82,6 +82,9 @@ class StateAccess:
             yield
         finally:  # after an error, too, some values may have changed
             self._is_changing = False
+            for unit in self._state.units.values():
+                if unit.fp8 is not None:
+                    unit.fp8.is_due = True
             self._current_in = _NEVER
             self.is_evaluating = False  # make_current() has waited for its tasks
 
@@ -153,6 +156,7 @@ class StateAccess:
             return
         self._current_in = runtime.loop.iteration
         self._in_slot.clear()
+        self._gathered = ("", 0), torch.empty(0)
         for unit in self._state.units.values():
             for piece in unit.pieces:
                 if unit.on_device and piece.by_host:
@@ -163,7 +167,7 @@ class StateAccess:
     def forget_current(self) -> None:
         """Note that the device has lost its weights, so that they are copied there before their next use."""
         self._current_in = _NEVER
-        self._gathered = "", torch.empty(0)
+        self._gathered = ("", 0), torch.empty(0)
 
     def evaluate(self, unit: str) -> None:
         """Bring all weights that a unit uses to the device, for a forward without training.
@@ -192,9 +196,18 @@ class StateAccess:
             self.is_evaluating = False
             self._runtime.check_same_call(needed=self._gather_at_each_use)
 
+    def cast_due(self) -> None:
+        """Cast weights that were set since their last cast, before an iteration fetches them in fp8."""
+        due = [unit for unit in self._state.units.values() if unit.fp8 is not None and unit.fp8.is_due]
+        self._runtime.check_same_call(needed=bool(due))
+        for unit in due:
+            self._runtime.actions.cast(unit)
+
     def _shard_weights(self, unit: UnitState, parameter: ParameterState) -> torch.Tensor:
         if not unit.on_nvme and (unit.slot < 0 or not unit.is_sharded):
             return unit.weight_of(parameter)
+        if unit.fp8 is not None:
+            return unit.weight_of(parameter, self._gathered_on_host(unit, unit.served()))
         self._fill_slot(unit)
         return unit.weight_of(parameter, unit.device_weights).to("cpu", copy=True)
 
@@ -208,9 +221,12 @@ class StateAccess:
         stored = frozen.host if len(frozen.host) else frozen.own
         if not frozen.is_sharded:
             return stored[own] if frozen.file is None else stored[own].clone()
-        if self._gathered[0] != unit.name:
-            self._gathered = unit.name, unit.unsharded(stored)
-        return self._gathered[1][own]
+        return self._gathered_on_host(unit, stored)[own]
+
+    def _gathered_on_host(self, unit: UnitState, own: torch.Tensor) -> torch.Tensor:
+        if self._gathered[0] != (key := (unit.name, own.data_ptr())):
+            self._gathered = key, unit.unsharded(own)
+        return self._gathered[1]
 
     def _fill_slot(self, unit: UnitState) -> None:
         if self._in_slot.get(unit.slot) != unit.name:
@@ -218,6 +234,8 @@ class StateAccess:
             if unit.on_nvme:
                 actions.synchronize()  # the last unit may still be copied from the same buffer
                 actions.read(unit)
+            if unit.fp8 is not None and unit.fp8.is_due:
+                actions.cast(unit)
             if not unit.on_device:
                 actions.fetch(unit)
             if unit.is_sharded:

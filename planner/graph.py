@@ -329,7 +329,7 @@ def units(graph: Graph) -> tuple[Unit, ...]:
         shared = {owner[parameter]: None for operator in members for parameter in operator.shared_parameters}
         owned = tuple(spec for operator in members for spec in operator.parameters)
         trained, frozen = (tuple(spec for spec in owned if spec.is_trained is wanted) for wanted in (True, False))
-        in_fp8 = tuple(spec for operator in members for spec in _multiplied_in_fp8(operator))
+        in_fp8 = tuple(spec for operator in members for spec in multiplied_in_fp8(operator))
         in_fp8 = in_fp8 if all(spec.is_trained for spec in in_fp8) else ()
         trained = (*(spec for spec in trained if spec not in in_fp8), *in_fp8)
         segment = members[0].segment
@@ -341,7 +341,7 @@ def units(graph: Graph) -> tuple[Unit, ...]:
     return tuple(result)
 
 
-def _multiplied_in_fp8(operator: Operator) -> tuple[ParameterSpec, ...]:
+def multiplied_in_fp8(operator: Operator) -> tuple[ParameterSpec, ...]:
     """Return the weights of an operator's products in fp8."""
     shapes = {(kernel.n, kernel.k) for kernel in operator.forward if isinstance(kernel, Gemm) and kernel.fp8}
     return tuple(spec for spec in operator.parameters if spec.shape in shapes)

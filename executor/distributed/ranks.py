@@ -1,10 +1,11 @@
 """All ranks of a plan: their process groups, and how they stop if one rank fails.
 
-[Note: Groups] All ranks must call the collectives of one process group in the same order. Three kinds of groups ensure
+[Note: Groups] All ranks must call the collectives of one process group in the same order. Four kinds of groups ensure
 that. Only the thread of the collective lane uses the groups for collectives of the schedule. That lane is first-in
 first-out, and all ranks have the same schedule. Collectives inside modules use the groups of tensor- or expert-parallel
-ranks, in the order of the model's program. All other collectives (norms, initial values, saved states) use groups over
-host memory, in the order of the caller's program. No collective waits for ever: see [Note: Failed ranks].
+ranks, in the order of the model's program. The lane of updates on the CPU has groups of its own over host memory, for
+casts of weights. All other collectives (norms, initial values, saved states) use groups over host memory, in the order
+of the caller's program. No collective waits for ever: see [Note: Failed ranks].
 """
 
 import atexit
@@ -51,6 +52,7 @@ class Ranks:
 
     Args:
         device: device of the schedule's collectives. They use NCCL on CUDA, gloo elsewhere.
+        casts: whether the schedule has casts of weights, which need :meth:`casting`.
         silence_s: see :data:`executor.distributed.watchdog.SILENCE_S`.
         shares_matrices: whether tensor-parallel ranks exchange parts of matrices for updates.
 
@@ -75,6 +77,7 @@ class Ranks:
         degrees: Degrees,
         device: torch.device,
         *,
+        casts: bool = False,
         silence_s: float = SILENCE_S,
         shares_matrices: bool = False,
     ) -> None:
@@ -102,8 +105,10 @@ class Ranks:
         self._to_abort, self._aborting = self._on_devices, threading.Lock()
         self.tensor, self.experts = self._group(self.mesh.tensor_groups()), self._group(self.mesh.expert_groups())
         self.matrices = self._group(self.mesh.tensor_groups()) if shares_matrices else None
-        self._replicas = {
-            parts: self._group(self.mesh.replicas(parts)) for parts in dict.fromkeys((1, degrees.expert_parallel))
+        kinds = dict.fromkeys((1, degrees.expert_parallel))
+        self._replicas = {parts: self._group(self.mesh.replicas(parts)) for parts in kinds}
+        self._casting = {
+            parts: self._group(self.mesh.replicas(parts), on_hosts=True) for parts in (kinds if casts else ())
         }
         self._on_failure: Callable[[RankError], None] = lambda _error: None
         self._watchdog.start(self._failed)
@@ -115,7 +120,8 @@ class Ranks:
         if decisions.num_devices == 1:
             return None
         shares_matrices = decisions.tensor_parallel > 1 and OPTIMIZERS[decisions.optimizer].others is not None
-        return cls(decisions.degrees, device, shares_matrices=shares_matrices)
+        casts = decisions.fp8_weights is not None
+        return cls(decisions.degrees, device, casts=casts, shares_matrices=shares_matrices)
 
     def watch(self, on_failure: Callable[[RankError], None], waits_for: Callable[[], tuple[str, int]]) -> None:
         """Register a callback, which another thread calls when another rank fails or is in another call."""
@@ -141,6 +147,10 @@ class Ranks:
         Only the thread of the collective lane uses this group.
         """
         return self._replicas[unit.parts(self.mesh.degrees)]
+
+    def casting(self, unit: Unit) -> Group:
+        """Return the same ranks as :meth:`replicas`, over host memory, for casts of the unit's weights alone."""
+        return self._casting[unit.parts(self.mesh.degrees)]
 
     # Collectives of the caller's thread, over host memory.
 
@@ -238,21 +248,22 @@ class Ranks:
             sys.stderr.flush()
             os._exit(1)
 
-    def _group(self, groups: Groups) -> Group:
-        """Make all groups of one kind, on all ranks; return this rank's group."""
+    def _group(self, groups: Groups, *, on_hosts: bool = False) -> Group:
+        """Make all groups of one kind, on all ranks; return this rank's group, which may be over host memory alone."""
+        on_device = self._on_device and not on_hosts
         for ranks in groups:
             device = hosts = None
             if len(ranks) > 1:
-                device = dist.new_group(ranks, backend="nccl" if self._on_device else "gloo", timeout=_TIMEOUT)
-                hosts = dist.new_group(ranks, backend="gloo", timeout=_TIMEOUT)
-                if self._on_device and self.rank in ranks:
+                device = dist.new_group(ranks, backend="nccl" if on_device else "gloo", timeout=_TIMEOUT)
+                hosts = None if on_hosts else dist.new_group(ranks, backend="gloo", timeout=_TIMEOUT)
+                if on_device and self.rank in ranks:
                     # Connect now, not in the first iteration: it takes seconds, and memory that the plan leaves free.
                     dist.all_reduce(torch.zeros(1, device="cuda"), group=device, async_op=True).wait()
                     torch.cuda.synchronize()
             if self.rank in ranks:
-                mine = Group(ranks, self.rank, device=device, hosts=hosts, on_device=self._on_device, wait=self._wait)
+                mine = Group(ranks, self.rank, device=device, hosts=hosts, on_device=on_device, wait=self._wait)
                 self._groups += [group for group in (device, hosts) if group is not None]
-                if device is not None and self._on_device:
+                if device is not None and on_device:
                     self._on_devices.append(device)
         self._parts.append(mine)
         return mine

@@ -17,6 +17,7 @@ import torch
 from executor.distributed.ranks import Ranks
 from executor.distributed.shards import ParameterShard, unshard
 from executor.memory.arenas import ALIGNMENT_BYTES, Arena
+from executor.memory.fp8_weights import Fp8Copy, Range
 from executor.memory.frozen import FrozenParameter, FrozenState, FrozenWeights
 from executor.memory.nvme import StoredState
 from executor.memory.pieces import Part, Piece, StateBuffer, pieces_of, state_buffers
@@ -90,8 +91,10 @@ class ModelState:
         self._shifts = {buffer: _shifts(units, written, buffer) for buffer in (self.master_copy, *self._buffers)}
         assigned = slots(units, decisions)
         self._slots = [
-            gpu.take(f"slot {i}", MemoryClass.PARAMETERS, num_params, self.dtype)
-            for i, num_params in enumerate(assigned.num_params)
+            gpu.take(f"slot {i}", MemoryClass.PARAMETERS, fp8.slot_bytes, torch.uint8)
+            if fp8
+            else gpu.take(f"slot {i}", MemoryClass.PARAMETERS, num_params, self.dtype)
+            for i, (num_params, fp8) in enumerate(zip(assigned.num_params, assigned.fp8, strict=True))
         ]
         self.state_slots = self._take_state_slots(units)
         workspace_bytes = host_workspace_bytes(units, decisions)
@@ -245,7 +248,7 @@ class ModelState:
                 yield shard.on_this_rank(self._ranks.all.broadcast(of_all) if self._ranks else of_all).reshape(-1)
             self.by_name[parameter.name] = unit, parameter
             self.by_parameter.setdefault(shard.name, []).append((unit, parameter))
-            shard.leaf.data = unit.device_weights[parameter.start : parameter.stop].view(shard.shape)
+            shard.leaf.data = unit.shown(parameter)
 
         self.set_weights(unit, values_of, reads=False)
 
@@ -269,6 +272,14 @@ class ModelState:
             num_resident = shard if self._decisions.gathers(unit) else padded
             resident = self._gpu.take(f"{name} weights", MemoryClass.PARAMETERS, num_resident, dtype)
         weights = self._slots[slot][:padded] if resident is None or self._decisions.gathers(unit) else resident
+        parameters = _parameters(unit, self._decisions, pieces, shards)
+        fp8 = None
+        if (sizes := self._decisions.fp8_of(unit)) is not None:
+            held = self._host.take(f"{name} weights in fp8", MemoryClass.PARAMETERS, sizes.host_bytes, torch.uint8)
+            ranges = tuple(Range(each.start, each.stop) for each in parameters[-sizes.num_scales :])
+            casting = self._ranks.casting(unit) if self._ranks and sizes.num_ranks > 1 else None
+            fp8 = Fp8Copy(sizes, casting, ranges, self._slots[slot], held)
+            weights = without_values(torch.Size([padded]), dtype, weights.device)
         own = weights[start : start + shard] if resident is None or resident is weights else resident
         served = None
         if not (self._decisions.precision.master_is_weight or on_nvme):
@@ -277,7 +288,7 @@ class ModelState:
         spilled = self.stored.spilled if self.stored else None
         return UnitState(
             name=name,
-            parameters=_parameters(unit, self._decisions, pieces, shards),
+            parameters=parameters,
             pieces=pieces,
             group=group,
             start=start,
@@ -294,6 +305,7 @@ class ModelState:
             host_gradients=self._host.take(f"{name} gradients", MemoryClass.GRADIENTS, num_leaving, dtype),
             spilled={p.index: self._typed(spilled.rooms[name, p.index], p) for p in pieces if spilled and p.spilled},
             frozen=self.frozen.units.get(name),
+            fp8=fp8,
         )
 
     def _typed(self, buffer: torch.Tensor, piece: Piece) -> torch.Tensor:

@@ -8,6 +8,7 @@ import torch
 
 from executor.distributed.groups import Group
 from executor.distributed.shards import ParameterShard
+from executor.memory.fp8_weights import Fp8Copy
 from executor.memory.frozen import FrozenWeights
 from executor.memory.pieces import Part, Piece, state_buffers
 from executor.optimizer.passes import BLOCK
@@ -128,6 +129,8 @@ class UnitState:
         host_gradients: gradients of pieces that have their own memory for them, in the type of the weights.
         spilled: host memory of gradients that go on to NVMe, by piece.
         frozen: the weights that are not trained; ``None`` if there are none.
+        fp8: where its weights are fetched in fp8, what it has instead of ``device_weights`` and ``own_weights``, which
+            then have only shapes; else ``None``.
         buckets: gradients that the ranks have not reduced yet, by the micro-batch after which they will be.
         flushing: gradients on their way to the host, by micro-batch, then by parameter.
         device_gradients: gradients that stay on the device, by parameter and piece.
@@ -151,6 +154,7 @@ class UnitState:
     host_gradients: torch.Tensor
     spilled: Mapping[int, torch.Tensor]
     frozen: FrozenWeights | None = None
+    fp8: Fp8Copy | None = None
     buckets: dict[int, GradientBucket] = dataclasses.field(default_factory=dict)
     flushing: dict[int, dict[str, FlatGradient]] = dataclasses.field(default_factory=dict)
     device_gradients: dict[tuple[str, int], torch.Tensor] = dataclasses.field(default_factory=dict)
@@ -272,7 +276,9 @@ class UnitState:
 
     def fetches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield the copies of a fetch, each as target on the device and source."""
-        if not self.on_nvme and self.parameters:
+        if self.fp8 is not None:
+            yield from self.fp8.fetches(self.served())
+        elif not self.on_nvme and self.parameters:
             yield self.own_weights, self.served()
         for piece, landed in zip(self.pieces, self.landing, strict=False):
             yield self.own(piece), landed
@@ -281,7 +287,9 @@ class UnitState:
 
     def gathers(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield the all-gathers of all weights, each as target on the device and the rank's shard."""
-        if len(self.own_weights) < len(self.device_weights):
+        if self.fp8 is not None:
+            yield from self.fp8.gathers()
+        elif len(self.own_weights) < len(self.device_weights):
             yield self.device_weights, self.own_weights
         if self.frozen is not None and self.frozen.is_sharded:
             yield self.frozen.device, self.frozen.own
@@ -291,6 +299,12 @@ class UnitState:
         yield from (parameter.shard for parameter in self.parameters)
         if self.frozen is not None:
             yield from (parameter.shard for parameter in self.frozen.parameters)
+
+    def shown(self, parameter: ParameterState) -> torch.Tensor:
+        """Return the view of the slot or block that a parameter is while the unit computes; NaN if it is in fp8."""
+        in_others = self.fp8 is not None and parameter.start < self.fp8.sizes.num_others
+        flat = self.fp8.others if self.fp8 is not None and in_others else self.device_weights
+        return self.weight_of(parameter, flat)
 
     def weight_of(self, parameter: ParameterState, flat: torch.Tensor | None = None) -> torch.Tensor:
         """Return a view of a shard's current weights. All updates, uploads and all-gathers must be done.

@@ -9,20 +9,21 @@ So it is compiled once for each type, whatever the shapes.
 """
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
-from torchao.float8 import convert_to_float8_training
+from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 from torchao.float8.float8_linear import Float8Linear
 from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole
 from torchao.float8.float8_utils import tensor_to_scale, to_fp8_saturated
 
+from executor.callbacks import replace_attribute
 from executor.distributed.shards import BindingError
-from planner.graph import Gemm, Unit
-from planner.models.formulas.float8 import fits
+from executor.memory.units import UnitState
+from planner.graph import Unit, multiplied_in_fp8
 
 _WARM_UP = 4096  # values
 
@@ -33,10 +34,34 @@ class Linear(Float8Linear):  # type: ignore[misc]  # torchao has no types
 
     def forward(self, values: Tensor) -> Tensor:
         """Return the output, as torchao's layer does."""
-        if torch.is_autocast_enabled():
-            values = values.to(torch.get_autocast_gpu_dtype())
-        output: Tensor = _Product.apply(values, self.weight.t(), self.linear_mm_config)  # type: ignore[no-untyped-call]
-        return output if self.bias is None else output + self.bias.to(output.dtype)
+        return _multiply(self, values)
+
+
+def bind_fp8_weights(model: nn.Module, units: Iterable[UnitState]) -> Iterator[Callable[[], None]]:
+    """Let layers multiply by the weights that are fetched in fp8; yield functions that undo it.
+
+    Raises:
+        BindingError: a layer does not cast as planned.
+    """
+    for unit, fp8 in ((unit, unit.fp8) for unit in units if unit.fp8):
+        for i, parameter in enumerate(unit.parameters[-len(fp8.ranges) :]):
+            layer = model.get_submodule(parameter.shard.name.rpartition(".")[0])
+            if layer.config != Float8LinearConfig():
+                raise BindingError(
+                    f"the plan fetches {parameter.shard.name} in fp8 with one scale, but its layer has another "
+                    'configuration of torchao; convert the model with the recipe "tensorwise", or plan with '
+                    "fp8_weights false"
+                )
+            moved = fp8.matrix(i, parameter.shard.shape).t(), fp8.scales.data[i]
+            yield replace_attribute(layer, "forward", functools.partial(_multiply, layer, moved=moved))
+
+
+def _multiply(layer: Any, values: Tensor, *, moved: tuple[Tensor | None, Tensor | None] = (None, None)) -> Tensor:
+    """Return a layer's output. ``moved`` is its weight in fp8, transposed, and its scale, if these are there."""
+    if torch.is_autocast_enabled():
+        values = values.to(torch.get_autocast_gpu_dtype())
+    output: Tensor = _Product.apply(values, layer.weight.t(), layer.linear_mm_config, *moved)  # type: ignore[no-untyped-call]
+    return output if layer.bias is None else output + layer.bias.to(output.dtype)
 
 
 def multiply_in_fp8(model: nn.Module, units: Iterable[Unit], device: torch.device) -> None:
@@ -59,34 +84,44 @@ def multiply_in_fp8(model: nn.Module, units: Iterable[Unit], device: torch.devic
 
 def _layers_in_fp8(units: Iterable[Unit]) -> set[str]:
     """Return the names of the linear layers that a plan multiplies in fp8."""
-    operators = (operator for unit in units for operator in unit.operators)
-    chosen = (o for o in operators if any(isinstance(kernel, Gemm) and kernel.fp8 for kernel in o.forward))
-    specs = (spec for operator in chosen for spec in operator.parameters)
-    return {spec.name.rpartition(".")[0] for spec in specs if len(spec.shape) == 2 and fits(*spec.shape)}
+    specs = (spec for unit in units for operator in unit.operators for spec in multiplied_in_fp8(operator))
+    return {spec.name.rpartition(".")[0] for spec in specs}
 
 
 @torch._dynamo.allow_in_graph
 class _Product(torch.autograd.Function):
-    """torchao's ``matmul_with_hp_or_float8_args`` with compiled casts: ``values @ weight`` and its gradients."""
+    """torchao's ``matmul_with_hp_or_float8_args`` with compiled casts: ``values @ weight`` and its gradients.
+
+    If the weight is there in fp8, with its scale, ``weight`` has no values, but takes the gradient.
+    """
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, weight: Tensor, config: Any) -> Tensor:
-        ctx.save_for_backward(values, weight)
-        ctx.config = config
+    def forward(
+        ctx: Any, values: Tensor, weight: Tensor, config: Any, bits: Tensor | None, scale: Tensor | None
+    ) -> Tensor:
+        ctx.save_for_backward(values, *((weight,) if bits is None else (bits, scale)))
+        ctx.config, ctx.dtype = config, weight.dtype
         rows = _cast(values, torch.float8_e4m3fn, GemmInputRole.INPUT, config).reshape(-1, values.shape[-1])
-        output = torch.mm(rows, _cast(weight, torch.float8_e4m3fn, GemmInputRole.WEIGHT, config))
+        output = torch.mm(rows, _weight(ctx, *((weight,) if bits is None else (bits, scale))))
         return output.reshape(*values.shape[:-1], output.shape[-1])
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        values, weight = ctx.saved_tensors
+        values, *weight = ctx.saved_tensors
         gradient, rows = gradient.reshape(-1, gradient.shape[-1]), values.reshape(-1, values.shape[-1])
         first = _cast(gradient, torch.float8_e5m2, GemmInputRole.GRAD_OUTPUT, ctx.config)
-        narrow_weight = _cast(weight, torch.float8_e4m3fn, GemmInputRole.WEIGHT, ctx.config)
+        narrow_weight = _weight(ctx, *weight)
         of_values = torch.mm(first, narrow_weight.t()).reshape(values.shape)
         again = _cast(gradient, torch.float8_e5m2, GemmInputRole.GRAD_OUTPUT, ctx.config)
         of_weight = torch.mm(again.t(), _cast(rows, torch.float8_e4m3fn, GemmInputRole.INPUT, ctx.config))
-        return of_values, of_weight.t(), None
+        return of_values, of_weight.t(), None, None, None
+
+
+def _weight(ctx: Any, weight: Tensor, scale: Tensor | None = None) -> Any:
+    """Return the weight in fp8: as it is if it has a scale, else cast."""
+    if scale is None:
+        return _cast(weight, torch.float8_e4m3fn, GemmInputRole.WEIGHT, ctx.config)
+    return _narrow(weight, scale, ctx.dtype, GemmInputRole.WEIGHT, ctx.config)
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype, role: GemmInputRole, config: Any) -> Any:
@@ -95,9 +130,11 @@ def _cast(tensor: Tensor, dtype: torch.dtype, role: GemmInputRole, config: Any) 
     cast = _row_cast if torch.compiler.is_compiling() else _compiled_cast()  # a compiled module compiles it itself
     bits, scale = cast(turned.detach().contiguous().view(-1), dtype)
     bits = bits.view(turned.shape)
-    return Float8TrainingTensor(
-        bits if turned is tensor else bits.t(), scale, tensor.dtype, linear_mm_config=config, gemm_input_role=role
-    )
+    return _narrow(bits if turned is tensor else bits.t(), scale, tensor.dtype, role, config)
+
+
+def _narrow(bits: Tensor, scale: Tensor, dtype: torch.dtype, role: GemmInputRole, config: Any) -> Any:
+    return Float8TrainingTensor(bits, scale, dtype, linear_mm_config=config, gemm_input_role=role)
 
 
 def _row_cast(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -52,6 +52,7 @@ class Actions:
     ) -> None:
         self._state = state
         self._backend = backend
+        self._team = team
         self._collectives = collectives
         self._snapshots = snapshots
         self._short: dict[int, _Short] = {}
@@ -67,6 +68,7 @@ class Actions:
             Op.UPDATE: self.updates.update,
             Op.STORE: self.updates.store,
             Op.UPLOAD: self._upload,
+            Op.CAST: lambda task, _iteration: self.cast(state.units[task.unit]),
             Op.SWAP_IN: self._swap_in,
             Op.SWAP_OUT: lambda task, _iteration: state.nvme.swap_out((task.unit, task.piece)),
             Op.OFFLOAD: lambda task, _iteration: offloaded.offload(task.unit),
@@ -126,6 +128,11 @@ class Actions:
         """All-gather a unit's weights on the device."""
         assert self._collectives is not None
         self._collectives.all_gather(unit)
+
+    def cast(self, unit: UnitState) -> None:
+        """Cast the host's weights of a unit that are fetched in fp8. All ranks that have shards call this together."""
+        assert unit.fp8 is not None
+        unit.fp8.cast(unit.served(), self._team)
 
     def upload(self, unit: UnitState, piece: Piece) -> None:
         """Copy weights that the host has updated to the device."""

@@ -129,7 +129,6 @@ class Decisions(Sharding):
             and self.pipeline_parallel == 1
             and self.pinned_reads
             and self.precision.can_be_kept(self.optimizer)
-            and not self.fp8_weights
             and all(unit.activations != "offload-input" for unit in self.units.values())
         )
 

@@ -15,8 +15,8 @@ class Fp8Weights:
     the weights of products in fp8. The host has an fp8 copy of the rank's shard of the whole range, a byte for each
     value (those of the others are unused), and a scale for each weight. It casts them anew when the shard has been
     updated, from its own weights, which stay. A slot on the device has an fp8 block of the whole padded range; then,
-    from the next multiple of 16 bytes on, the others in the type of weights; then the scales. Each rank brings the
-    first ``min(shard, others)`` values of its shard to the others' block, which so begins with all others.
+    from the next multiple of 16 bytes on, the others in the type of weights; then, aligned, the scales. Each rank
+    brings the first ``min(shard, others)`` values of its shard to the others' block, which so begins with all others.
 
     Attributes:
         shard_params: values of the unit's flat range in one rank's shard.
@@ -64,7 +64,8 @@ class Fp8Weights:
     @property
     def slot_bytes(self) -> int:
         """Bytes of a slot, without frozen weights."""
-        return self.others_start_bytes + self.weight_bytes * self.num_ranks * self.own_others + self.scales_bytes
+        others_bytes = self.weight_bytes * self.num_ranks * self.own_others
+        return -(-(self.others_start_bytes + others_bytes) // _SCALE_BYTES) * _SCALE_BYTES + self.scales_bytes
 
     @property
     def host_bytes(self) -> int:

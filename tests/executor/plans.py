@@ -32,7 +32,8 @@ def plans(
 
     If it ``freezes``, some parameters are planned as frozen: all of some units, and any of others.
 
-    Of the task, what is ``given`` stays, and of its clipping nothing is drawn then.
+    Of the task, what is ``given`` stays, and of its clipping nothing is drawn then. If products in fp8 are planned by
+    formulas, weights may be fetched in fp8.
     """
     size = draw(st.sampled_from(sizes))
     zero_stage = draw(st.integers(0, 3)) if size > 1 else 0
@@ -78,6 +79,7 @@ def plans(
         update_order=draw(st.sampled_from(["forward", "backward"])),
         update_start="step" if clip else draw(st.sampled_from(["step", "backward"])),
         overlap_next_forward=draw(st.booleans()),
+        fp8_weights=draw(st.sampled_from([True, True, None])) if task.products == "fp8" else None,
     )
 
 

@@ -115,7 +115,7 @@ class Task:
     group_sizes: tuple[int, ...] = ()  # micro-batches of each iteration; as many as planned if it is empty
     shapes: tuple[tuple[int, int], ...] = ()  # samples and tokens of micro-batches in turn; as planned if it is empty
     frozen: frozenset[str] = frozenset()  # parameters that are planned as frozen
-    products: str = ""  # a recipe of torchao for products in fp8, of all linear layers
+    products: str = ""  # a recipe of torchao for products in fp8, of all linear layers; "fp8": planned by formulas
 
 
 def make_model(task: Task) -> torch.nn.Module:
@@ -132,15 +132,18 @@ def make_model(task: Task) -> torch.nn.Module:
     if task.products:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # noqa: PLC0415 - takes a second
 
-        convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name(task.products))
+        recipe = "tensorwise" if task.products == "fp8" else task.products
+        converts = (lambda _, name: name != "lm_head") if task.products == "fp8" else None
+        config = Float8LinearConfig.from_recipe_name(recipe)
+        convert_to_float8_training(model, config=config, module_filter_fn=converts)
     return model.to(task.dtype).train()
 
 
 @functools.cache
-def model_units(family: str, dtype: torch.dtype = torch.bfloat16, **degrees: int):
+def model_units(family: str, dtype: torch.dtype = torch.bfloat16, **options: Any):
     """Return the units of one rank."""
     config = from_hf_config(CONFIGS[family]().to_dict(), family)
-    return units(build_graph(config, Batch(MICRO_BATCH, SEQ_LEN, dtype.itemsize, **degrees)))
+    return units(build_graph(config, Batch(MICRO_BATCH, SEQ_LEN, dtype.itemsize, **options)))
 
 
 @functools.cache
@@ -153,10 +156,10 @@ def captured_units(family: str, dtype: torch.dtype, frozen: frozenset[str], prod
 
 
 def units_of(task: "Task", decisions: Decisions | None = None):
-    if task.frozen or task.products:
+    if task.frozen or task.products not in {"", "fp8"}:
         return captured_units(task.family, task.dtype, task.frozen, task.products)
     degrees = {name: getattr(decisions, name, 1) for name in DEGREES}
-    return model_units(task.family, task.dtype, **degrees)
+    return model_units(task.family, task.dtype, fp8_products="emulated" if task.products else None, **degrees)
 
 
 def groups(model: torch.nn.Module) -> list[dict[str, Any]]:
@@ -291,7 +294,8 @@ PLANNED_AS |= {name: name.removesuffix("-rounded") for name in OPTIMIZERS if nam
 
 def precision_of(task: Task) -> Precision:
     rounded = task.dtype is torch.bfloat16 and task.optimizer.endswith("-rounded")
-    return Precision(weights=PRECISION[task.dtype], master="bf16" if rounded else None)
+    products = "fp8" if task.products == "fp8" else None
+    return Precision(weights=PRECISION[task.dtype], master="bf16" if rounded else None, products=products)
 
 
 def decide(task: Task, choose, **settings) -> Decisions:

@@ -80,10 +80,11 @@ def test_a_compiled_cast_has_the_bits_of_torchao_and_takes_the_planned_memory() 
     multiply_in_fp8(compiled, planned(), torch.device("cpu"))
     assert all(torch.equal(one, other) for one, other in zip(trained(compiled), expected, strict=True))
     for rows, inputs, outputs in ((128, 1024, 1024), (256, 1408, 512)):
-        planned_bytes = work_in_fp8(rows, inputs, outputs, 2, bias=False, emulated=True).workspace_bytes
-        measured_bytes = backward_peak_bytes(rows, inputs, outputs)
-        # At the last product there is the gradient of the weight too, which is counted elsewhere.
-        assert planned_bytes <= measured_bytes <= planned_bytes + 2 * inputs * outputs
+        for casts in (True, False):
+            work = work_in_fp8(rows, inputs, outputs, 2, bias=False, emulated=True, casts_weights=casts)
+            measured_bytes = backward_peak_bytes(rows, inputs, outputs, casts_weights=casts)
+            # At the last product there is the gradient of the weight too, which is counted elsewhere.
+            assert work.workspace_bytes <= measured_bytes <= work.workspace_bytes + 2 * inputs * outputs
 
 
 def test_a_layer_in_a_compiled_module_has_the_same_bits() -> None:
@@ -97,10 +98,13 @@ def test_a_layer_in_a_compiled_module_has_the_same_bits() -> None:
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
-def backward_peak_bytes(rows: int, inputs: int, outputs: int) -> int:
+def backward_peak_bytes(rows: int, inputs: int, outputs: int, *, casts_weights: bool) -> int:
     layer = Linear.from_float(nn.Linear(inputs, outputs, bias=False, dtype=torch.bfloat16))
     x = torch.randn(rows, inputs, dtype=torch.bfloat16, requires_grad=True)
-    y = layer(x)
+    moved = None, None
+    if not casts_weights:
+        moved = torch.zeros(outputs, inputs, dtype=torch.float8_e4m3fn).t(), torch.ones(())
+    y = float8._multiply(layer, x, moved=moved)
     gradient = torch.randn_like(y)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         torch.autograd.grad(y, [x, layer.weight], gradient)

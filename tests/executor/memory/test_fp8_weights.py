@@ -1,0 +1,150 @@
+"""Training whose weights are fetched and gathered in fp8, against the model that torchao converted, in memory."""
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from amount import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plans import mixed, plans
+from rank_programs import around_training, parked_on_the_way, saved, trained
+from rank_references import reference as on_ranks
+from rank_references import trained_in_memory
+from ranks import assert_same_bits
+from training import (
+    Task,
+    assert_memory_is_stated,
+    assert_same,
+    decide,
+    delay,
+    make_model,
+    prepare,
+    reference,
+    train,
+    uniform,
+    units_of,
+)
+
+from executor.distributed.shards import BindingError
+from executor.memory.fp8_weights import Fp8Copy
+from planner.decisions import Decisions, Fp8Weights
+from planner.schedule.tasks import MemoryClass, Tier
+
+float8 = pytest.importorskip("torchao.float8")
+
+TASK = Task("llama", num_micro_batches=2, iterations=3, products="fp8")
+OPTIMIZERS = ("adamw", "adamw-8bit", "adamw-bf16-rounded", "sgd", "lion")
+
+
+@settings(max_examples=examples(60, fewest=8))
+@given(plans(families=("llama", "llama-tied", "qwen3"), optimizers=OPTIMIZERS, products="fp8"), st.integers(0, 99))
+def test_any_plan_gives_the_bits_of_training_in_memory(plan: tuple[Task, Decisions], seed: int) -> None:
+    """On lanes of any speed; and it takes the memory that the plan states."""
+    task, decisions = plan
+    model, optimizer = prepare(task, decisions)
+    with optimizer.session:
+        assert_memory_is_stated(optimizer.session)
+        delay(optimizer.session, seed)
+        seen = train(task, model, optimizer)
+        final = {name: weight.clone() for name, weight in optimizer.session.full_parameters().items()}
+    assert_same((seen, final), reference(task))
+
+
+def test_slots_have_a_byte_for_each_weight() -> None:
+    task, held = Task("llama", torch.float32, products="fp8"), []
+    for decisions in (decide(task, uniform("host", "cpu")), given := moving(task)):
+        _, optimizer = prepare(task, decisions)
+        with optimizer.session as session:
+            held.append(session.memory()[Tier.GPU].static_bytes[MemoryClass.PARAMETERS])
+    shorter = {
+        4 * given.padded_params(u) - given.fp8_of(u).slot_bytes for u in units_of(task, given) if given.moves_fp8(u)
+    }
+    assert len(shorter) == 2  # attention, MLP
+    assert held[0] - held[1] == given.num_param_slots * sum(shorter)
+
+
+def test_scales_are_aligned_behind_shards_of_odd_length() -> None:
+    sizes = Fp8Weights(shard_params=33, num_others=48, num_scales=2, num_ranks=3, weight_bytes=2)
+    slot, host = (torch.zeros(num_bytes, dtype=torch.uint8) for num_bytes in (sizes.slot_bytes, sizes.host_bytes))
+    held = Fp8Copy(sizes, None, (), slot, host)
+    held.scales[:] = torch.tensor([3.0, 5.0])
+    held.others[:] = 7.0
+    assert held.scales.tolist() == [3.0, 5.0]
+
+
+@pytest.mark.part(2)
+@pytest.mark.parametrize("size", [2, 1])
+def test_training_goes_on_under_the_other_setting(processes: Any, size: int, tmp_path: Path) -> None:
+    """From a checkpoint; the weights that come from it are cast before the first fetch."""
+    narrow = moving(TASK, mixed, data_parallel=size, zero_stage=3 if size > 1 else 0)
+    wide = narrow.model_copy(update={"fp8_weights": None})
+    for i, (first, second) in enumerate([(narrow, wide), (wide, narrow)]):
+        straight = processes.call(size, saved, TASK, first, tmp_path / f"{i}")
+        resumed = processes.call(size, saved, TASK, second, tmp_path / f"{i}-again", 1, tmp_path / f"{i}")
+        for (_, seen, end), (_, again, same) in zip(straight, resumed, strict=True):
+            assert again == seen[3:]  # two losses and a norm of each step
+            assert end == same
+
+
+@pytest.mark.part(2)
+@pytest.mark.parametrize("size", [2, 1])
+def test_evaluating_saving_and_loading_between_steps(processes: Any, size: int) -> None:
+    """Weights that are set from outside are cast before they are used; the closed model has its own casts again."""
+    task = Task("llama", torch.float32, products="fp8", iterations=2)
+    given = {"data_parallel": size, "zero_stage": 3 if size > 1 else 0}
+    narrow = [moving(task, choose, **given) for choose in (mixed, uniform("host", "stream", "recompute"))]
+    for decisions, more in itertools.pairwise((*narrow, narrow[0])):
+        assert processes.call(size, around_training, task, decisions, more) == [[]] * size
+
+
+@pytest.mark.part(2)
+@pytest.mark.parametrize("size", [2, 1])
+def test_parking(processes: Any, size: int) -> None:
+    decisions = moving(TASK, mixed, data_parallel=size, zero_stage=3 if size > 1 else 0)
+    straight = processes.call(size, trained, TASK, decisions)
+    for found, expected in zip(processes.call(size, parked_on_the_way, TASK, decisions), straight, strict=True):
+        assert found[0] == expected[0]
+        assert all(found[1][name].tobytes() == weight.tobytes() for name, weight in expected[1].items())
+
+
+def test_layers_must_cast_with_one_scale() -> None:
+    task, model = Task("llama", products="fp8"), make_model(Task("llama"))
+    config = float8.Float8LinearConfig.from_recipe_name("rowwise")
+    float8.convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: name != "lm_head")
+    with pytest.raises(BindingError, match=r"fetches model.layers.0.\S+ in fp8 with one scale, but its layer has ano"):
+        prepare(task, moving(task), model)
+
+
+def moving(task: Task, choose: Any = None, **settings: Any) -> Decisions:
+    """Return decisions under which weights really move in fp8."""
+    decisions = decide(task, choose or uniform("host", "cpu"), fp8_weights=True, **settings)
+    assert any(decisions.moves_fp8(unit) for unit in units_of(task, decisions))
+    return decisions
+
+
+@pytest.mark.part(2)
+@pytest.mark.parametrize(
+    ("size", "task", "choose"),
+    [
+        (2, TASK, mixed),
+        (2, Task("llama", torch.float32, products="fp8", iterations=2), uniform("host", "stream", "recompute")),
+        (3, TASK, uniform("host", "nvme")),
+        (4, Task("llama", optimizer="adamw-bf16-rounded", products="fp8", iterations=2), uniform("host", "cpu")),
+    ],
+    ids=str,
+)
+def test_ranks_agree_on_scales(processes: Any, size: int, task: Task, choose: Any) -> None:
+    """Each casts its own part of a weight, with the scale of the whole; shards may begin inside of a weight."""
+    decisions = moving(task, choose, data_parallel=size, zero_stage=3)
+    expected = processes.call(size, trained_in_memory, task, decisions)
+    for (seen, final), (losses, weights) in zip(processes.call(size, trained, task, decisions), expected, strict=True):
+        assert seen == losses
+        assert not [name for name, weight in weights.items() if final[name].tobytes() != weight.tobytes()]
+
+
+def test_ranks_without_shards_cast_for_themselves(processes: Any) -> None:
+    decisions = moving(TASK, data_parallel=2)
+    assert_same_bits(processes.call(2, trained, TASK, decisions), on_ranks(TASK, 2, decisions))
