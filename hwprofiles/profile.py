@@ -32,6 +32,9 @@ Dtype = Literal["bf16", "fp32"]
 ProductType = Literal[Dtype, "fp8"]
 """Types of the two matrices of a product; everything else, its output included, has a :data:`Dtype`."""
 
+NarrowUpdate = Literal["adamw-bf16", "adamw-8bit", "adamw-bf16-rounded", "adamw-8bit-rounded"]
+"""Updates of optimizers with state in fewer bytes; ``rounded`` with a master copy in bf16."""
+
 
 class Device(Frozen):
     """The device that computes.
@@ -132,6 +135,8 @@ class Host(Frozen):
         optimizer_by_threads: rate of one large update against its threads, if it was measured.
         optimizer_process_params_per_s: the highest rate of one process if its threads are bound to some of the cores,
             even if no other process runs; ``None``: a lone process uses all cores.
+        narrow_update_s: time of one core for one parameter of an update with state in fewer bytes, whose arithmetic may
+            take longer than memory; ``None``: constants of the planner stand in.
         elementwise_bytes_per_s: rate of elementwise passes on the host other than the optimizer (casts, scaling), on
             ``num_optimizer_cores``.
         fresh_bytes_per_s: rate at which one process touches newly allocated memory (page faults, zeroing); ``None`` if
@@ -149,6 +154,7 @@ class Host(Frozen):
     num_optimizer_cores: Annotated[int, Field(ge=1)]
     optimizer_by_threads: dict[int, ParamsPerSecond] | None = None
     optimizer_process_params_per_s: ParamsPerSecond | None = None
+    narrow_update_s: dict[NarrowUpdate, Seconds] | None = None
     elementwise_bytes_per_s: BytesPerSecond
     fresh_bytes_per_s: BytesPerSecond | None = None
     serialise_bytes_per_s: BytesPerSecond | None = None

@@ -51,8 +51,9 @@ class OptimizerState:
             fused kernel does it [Note: Operators]; ``None`` for about as much as state, gradient and weight are.
         gpu_scratch_bytes: what such an update holds meanwhile, the scaled gradient included, per parameter that it
             updates at once.
-        host_core_s: what one core needs for the arithmetic of one parameter on the host. It counts where that is more
-            than memory needs: ``benchmarks/cpu/narrow_state.py`` measures both.
+        host_core_s: what one core needs for one parameter on the host, where that is more than memory needs. It is for
+            profiles without ``narrow_update_s``, and is that of an AMD EPYC with AVX-512: ``core_s_per_param`` of one
+            thread in ``benchmarks/results/cpu_narrow_state_epyc.json``.
     """
 
     words: str

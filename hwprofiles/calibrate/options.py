@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hwprofiles.catalogue import PARTS, Part
-from hwprofiles.profile import HardwareProfile
+from hwprofiles.profile import HardwareProfile, NarrowUpdate
 
 NAME_PATTERN = r"[a-z0-9][a-z0-9._-]*"  # as in HardwareProfile; checked before half a minute of measuring
 
@@ -27,6 +27,10 @@ DeviceAdamW = Callable[[Any, Any, Any, Any, Any], object]
 
 #: ``sum_of_squares(bits)``: the sum of squares of a flat bfloat16 gradient (as uint16).
 SumOfSquares = Callable[[Array], float]
+
+#: ``narrow_updates(num_params)``: compiled updates with state in fewer bytes. Each is a call that takes a step over so
+#: many parameters in the calling thread.
+NarrowUpdates = Callable[[int], Mapping[NarrowUpdate, Callable[[], object]]]
 
 #: ``progress(step, done_s, total_s)``: called before each step and once after the last; seconds are of the budget.
 Progress = Callable[[str, float, float], None]
@@ -61,6 +65,7 @@ class Kernels:
     device_adamw: DeviceAdamW
     sum_of_squares: SumOfSquares
     host_times: MeasureHost
+    narrow_updates: NarrowUpdates
 
 
 class CalibrationError(ValueError):

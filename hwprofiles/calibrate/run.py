@@ -29,7 +29,7 @@ from hwprofiles.calibrate.options import (
 )
 from hwprofiles.calibrate.sampling import quantity
 from hwprofiles.calibrate.saving import probe_saving
-from hwprofiles.calibrate.traffic import TrafficProbe, fewest_threads, optimizer_by_threads
+from hwprofiles.calibrate.traffic import TrafficProbe, fewest_threads, narrow_update_s, optimizer_by_threads
 from hwprofiles.catalogue import Part
 from hwprofiles.machine import available_memory_bytes, cpu_name, num_cores, profile_name, this_machine
 from hwprofiles.profile import Device, Fabric, HardwareProfile, Host, Link, Storage
@@ -62,6 +62,7 @@ _SHARES: Final[Mapping[Part, Mapping[str, float]]] = {
     "cpu": {
         "optimizer against threads": 1.5,
         "optimizer on the host": 2.5,
+        "updates with state in fewer bytes": 1.0,
         "host memory": 1.0,
         "checkpoints": 1.0,
     },
@@ -244,6 +245,7 @@ class _Probes:
             "num_optimizer_cores": cores,
             "optimizer_by_threads": by_threads,
             "optimizer": traffic.optimizer(begin("optimizer on the host")),
+            "narrow_update_s": narrow_update_s(kernels.narrow_updates, begin("updates with state in fewer bytes")),
             "elementwise_bytes_per_s": traffic.elementwise_bytes_per_s(begin("host memory")),
             **probe_saving(begin("checkpoints"))._asdict(),
         }

@@ -18,7 +18,7 @@ import torch
 from hwprofiles.calibrate.backend import Backend, adamw_cases
 from hwprofiles.calibrate.compute import optimizer_sizes
 from hwprofiles.calibrate.disk import Disk
-from hwprofiles.calibrate.options import CpuAdamW, Pair
+from hwprofiles.calibrate.options import CpuAdamW, NarrowUpdates, Pair
 from hwprofiles.calibrate.sampling import (
     NUM_WINDOWS,
     Call,
@@ -30,15 +30,18 @@ from hwprofiles.calibrate.sampling import (
     rate,
     sample,
     sample_groups,
+    seconds,
     team_clock,
+    wall_clock,
 )
-from hwprofiles.profile import Link
+from hwprofiles.profile import Link, NarrowUpdate
 from hwprofiles.quantity import Curve, Quantity
 
 ADAMW_BYTES_PER_PARAM = 28  # reads and writes of fp32 master, m, v (24), bf16 gradient in (2), bf16 weight out (2)
 NOTICEABLE = 1.05  # a smaller slow-down is noise
 _THREADS_PARAMS = 2**23
 _GOOD_ENOUGH = 0.97  # fraction of the best rate; what more threads add beyond it is noise
+_NARROW_PARAMS = 2**21  # more than caches hold
 _PAIR_BYTES = 8 * 2**20
 _PAIR_PARAMS = 2**21
 _POOL_PARAMS = 2**24
@@ -70,6 +73,15 @@ def optimizer_by_threads(cpu_adamw: CpuAdamW, num_cores: int, budget_s: float) -
         count: rate(_THREADS_PARAMS, time, "params_per_s", f"CPU AdamW, {count} threads")
         for count, time in zip(counts, found, strict=False)
     }
+
+
+def narrow_update_s(narrow_updates: NarrowUpdates, budget_s: float) -> dict[NarrowUpdate, Quantity]:
+    """Measure the time of one thread per parameter of each update with state in fewer bytes."""
+    calls = narrow_updates(_NARROW_PARAMS)
+    found = {
+        name: sample([Case(_NARROW_PARAMS, call)], wall_clock, budget_s / len(calls))[0] for name, call in calls.items()
+    }
+    return {name: seconds(one, _NARROW_PARAMS, f"{name} by one thread") for name, one in found.items()}
 
 
 def fewest_threads(rates: dict[int, Quantity], at_most: int) -> int:

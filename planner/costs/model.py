@@ -203,7 +203,7 @@ class CostModel:
         operator_bytes = state.gpu_update_bytes if device.kind == "gpu" else None
         update_bytes = operator_bytes or self._update_bytes(task)
         duration_s = (
-            max(self._of_measured(update_bytes) * read_s, self._arithmetic_s(task, device.num_cores)) + products_s
+            self._with_arithmetic(self._of_measured(update_bytes) * read_s, task, device.num_cores) + products_s
         )
         return Price(0.0, duration_s, self._kernels.on_device(duration_s, update_bytes * task.num_params))
 
@@ -216,10 +216,21 @@ class CostModel:
         """Return the bytes per parameter that an update moves."""
         return self._precision.update_bytes_per_param(self._kind(task))
 
-    def _arithmetic_s(self, task: Work, num_cores: float) -> float:
-        """Return the least time of an update on so many cores; 0 without cores: on a GPU."""
-        state = self._precision.optimizer_state(self._kind(task))
-        return task.num_params * state.host_core_s / num_cores if num_cores else 0.0
+    def _with_arithmetic(self, memory_s: float, task: Work, num_cores: float) -> float:
+        """Return the time of an update on so many cores, at least that of its arithmetic; on a GPU there are none."""
+        kind = self._kind(task)
+        core_s = self._precision.optimizer_state(kind).host_core_s
+        if not num_cores or not core_s:
+            return memory_s
+        name = f"{kind}-rounded" if self._precision.master else kind
+        measured = next((s for key, s in (self.profile.host.narrow_update_s or {}).items() if key == name), None)
+        arithmetic_s = task.num_params * (measured.value if measured else core_s) / num_cores
+        if measured is None and arithmetic_s > memory_s:
+            self._rank.warnings.setdefault(
+                f"updates with {name} are assumed to take {core_s * 1e9:.2g} ns per parameter and core, as on an AMD "
+                "EPYC; `ullage calibrate --only cpu` measures it"
+            )
+        return max(memory_s, arithmetic_s)
 
     def _of_measured(self, update_bytes: float) -> float:
         """Return how much longer than AdamW an update takes without its products.
@@ -260,11 +271,8 @@ class CostModel:
         duration_s *= self._of_measured(self._update_bytes(task))
         # It is at most as fast as memory and arithmetic allow.
         num_bytes = self._update_bytes(task) * task.num_params
-        duration_s = max(
-            duration_s,
-            num_bytes * ranks / host.dram_bytes_per_s.value,
-            self._arithmetic_s(task, host.num_optimizer_cores / ranks),
-        )
+        duration_s = max(duration_s, num_bytes * ranks / host.dram_bytes_per_s.value)
+        duration_s = self._with_arithmetic(duration_s, task, host.num_optimizer_cores / ranks)
         duration_s += self._host_products_s(task)
         if duration_s <= 0:
             return Price(0.0, 0.0)

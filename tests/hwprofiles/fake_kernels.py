@@ -2,12 +2,12 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
 from hwprofiles.calibrate import CalibrationReport, HostTimes, Kernels
-from hwprofiles.profile import HardwareProfile
+from hwprofiles.profile import HardwareProfile, NarrowUpdate
 
 
 def cpu_adamw(master: Any, exp_avg: Any, exp_avg_sq: Any, grad: Any, weight: Any, num_threads: int) -> None:
@@ -26,6 +26,7 @@ KERNELS = Kernels(
     device_adamw=lambda *_state: None,
     sum_of_squares=lambda bits: float(np.square(bits, dtype=np.float64).sum()),
     host_times=lambda _device: HOST,
+    narrow_updates=lambda num_params: {name: np.zeros(num_params).sum for name in get_args(NarrowUpdate)},
 )
 
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -41,7 +41,7 @@ from hwprofiles.calibrate.sampling import (
     wall_clock,
 )
 from hwprofiles.calibrate.traffic import fewest_threads, fit_capacity
-from hwprofiles.profile import HardwareProfile, Storage
+from hwprofiles.profile import HardwareProfile, NarrowUpdate, Storage
 from hwprofiles.quantity import Provenance, Quantity
 
 
@@ -388,6 +388,13 @@ def test_rates_against_threads_are_in_the_profile(calibrated: Calibrated) -> Non
     assert min(host.optimizer_by_threads) == 1
     assert max(host.optimizer_by_threads) <= host.num_cores
     assert host.num_optimizer_cores in host.optimizer_by_threads
+
+
+def test_updates_with_state_in_fewer_bytes_are_timed_per_parameter(calibrated: Calibrated) -> None:
+    found = calibrated.profile.host.narrow_update_s
+    assert found is not None
+    assert set(found) == set(get_args(NarrowUpdate))
+    assert all(0 < each.value < 1e-8 and each.provenance.num_samples for each in found.values()), "a sum takes less"
 
 
 def test_work_of_other_threads_is_timed_whole() -> None:

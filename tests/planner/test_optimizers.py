@@ -1,12 +1,18 @@
 """Other optimizers than AdamW: less state to hold and to move, in plans, prices, bounds and certificates."""
 
 import dataclasses
+from typing import get_args
 
 import pytest
+from amount import examples
 from cases import decide, small_units
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from machines import machine
 from test_bounds import check
 
+from hwprofiles.profile import NarrowUpdate
+from hwprofiles.quantity import Provenance, Quantity
 from planner.costs.model import CostModel
 from planner.decisions import BF16, Place, Precision
 from planner.lowering import lower
@@ -200,6 +206,43 @@ def test_on_few_cores_arithmetic_binds_an_update_of_narrow_moments(optimizer, mo
             if task.op is Op.UPDATE:
                 expected = task.num_params * max(core_s / num_cores, moved / 1e11)
                 assert cost.price(task).duration_s == pytest.approx(expected)
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(st.sampled_from(get_args(NarrowUpdate)), st.floats(0, 1e-7), st.integers(1, 64), st.sampled_from(["cpu", "gpu"]))
+def test_a_measured_time_per_core_replaces_the_constant_and_no_update_is_faster_than_memory(
+    name, core_s, num_cores, place
+):
+    units, given_machine = small_units(), machine(cpu_params_per_s=1e10)
+    optimizer, rounded, _ = name.partition("-rounded")
+    decisions = decide(units, Place(place), optimizer=optimizer, precision=ROUNDED if rounded else BF16)
+    device = {"kind": "host", "num_cores": num_cores} if place == "gpu" else {}
+
+    def cost_with(core_s):
+        measured = Quantity(value=core_s, unit="s", provenance=Provenance(origin="measured", source="here"))
+        host = {"num_cores": num_cores, "num_optimizer_cores": num_cores, "narrow_update_s": {name: measured}}
+        parts = {"host": host, "device": device}
+        changed = {part: getattr(given_machine, part).model_copy(update=update) for part, update in parts.items()}
+        return CostModel.of(given_machine.model_copy(update=changed), units, decisions)
+
+    cost, memory = cost_with(core_s), cost_with(0.0)
+    updates = [task for task in lower(units, decisions, asynchronous=True).tasks if task.op is Op.UPDATE]
+    assert updates
+    for task in updates:
+        memory_s = memory.price(task).duration_s
+        assert memory_s > 0
+        assert cost.price(task).duration_s == pytest.approx(max(memory_s, task.num_params * core_s / num_cores))
+    assert not any("per parameter and core" in warning for warning in cost.warnings)
+
+
+def test_a_constant_that_binds_is_named_in_a_warning():
+    units = small_units()
+    decisions = decide(units, Place.CPU, optimizer="adamw-8bit")
+    for params_per_s, binds in ((1e12, True), (1e3, False)):
+        cost = CostModel.of(machine(cpu_params_per_s=params_per_s), units, decisions)
+        cost.prices(lower(units, decisions, asynchronous=True))
+        found = [warning for warning in cost.warnings if "adamw-8bit are assumed to take" in warning]
+        assert bool(found) is binds
 
 
 def test_less_state_makes_faster_plans_and_lower_bounds(plans):

@@ -1,14 +1,20 @@
 """The executor's kernels for calibration."""
 
-from typing import Any
+import itertools
+from collections.abc import Callable
+from typing import Any, get_args
 
+import numpy as np
 import torch
 
-from executor.devices.backend import sum_of_squares
+from executor.devices.backend import as_array, sum_of_squares
 from executor.devices.cuda import update_on_device
+from executor.memory.pieces import state_buffers
 from executor.optimizer import AdamWParams, WorkerTeam, adamw_step
+from executor.optimizer.adamw import SeededAdamWParams
 from executor.optimizer.table import ENTRIES, Rule
 from hwprofiles.calibrate import Kernels
+from hwprofiles.profile import NarrowUpdate
 from ullage.this_machine.probe import host_times
 
 
@@ -27,4 +33,30 @@ def kernels() -> Kernels:
         state = master, exp_avg, exp_avg_sq, weight
         update_on_device(state, [grad], rule, step=1, scale=0.5)  # a scale as in clipping
 
-    return Kernels(cpu_adamw=step, device_adamw=device_step, sum_of_squares=sum_of_squares, host_times=host_times)
+    return Kernels(
+        cpu_adamw=step,
+        device_adamw=device_step,
+        sum_of_squares=sum_of_squares,
+        host_times=host_times,
+        narrow_updates=_narrow_updates,
+    )
+
+
+def _narrow_updates(num_params: int) -> dict[NarrowUpdate, Callable[[], object]]:
+    """See :data:`hwprofiles.calibrate.options.NarrowUpdates`."""
+    found = {name: _narrow_update(name, num_params) for name in get_args(NarrowUpdate)}
+    for update in found.values():
+        update()  # compiles it
+    return found
+
+
+def _narrow_update(name: NarrowUpdate, num_params: int) -> Callable[[], object]:
+    planned, rounded, _ = name.partition("-rounded")
+    entry = next(entry for entry in ENTRIES if entry.planned_as == planned)
+    generator = torch.Generator().manual_seed(0)
+    values = [torch.randn(num_params, generator=generator) for _ in range(2)]
+    master, gradient = (as_array(v) for v in (values[0].bfloat16() if rounded else values[0], values[1].bfloat16()))
+    buffers = [as_array(torch.zeros(b.length(num_params), dtype=b.dtype)) for b in state_buffers(entry.planned_as)[1:]]
+    weight = None if rounded else np.zeros(num_params, np.uint16)
+    steps = itertools.count(1)
+    return lambda: entry.host([master, *buffers], gradient, weight, SeededAdamWParams(), next(steps))
