@@ -18,11 +18,14 @@ so the least iteration time under all rows is a lower bound for every schedule:
   before it, and the unit's own activations, workspace and gradient. Other parameters are in slots [Note: Static slots].
   There is at least one slot for each size of units, and one more for each unit that is kept between two uses while
   another unit of its size is used.
+- *weights in fp8*: if weights that are fetched from the host are fetched in fp8, the device casts the others, and the
+  host casts these within the window. Windows and recomputation count no casts on the device.
 - *rates* are the best of a curve. A subgroup takes as long per parameter as the cheapest subgroup of its unit.
 
 Yes-or-no decisions become fractions, so the bound also covers mixtures that cannot be run. Variables (``U`` is a unit,
 ``S`` a segment): ``U:gpu|stream|cpu|nvme`` are shares of its updates; ``U:host`` and ``U:onnvme`` say where its
-parameters are; ``U:fills`` and ``U:reads`` count how often they are copied to the device and read from NVMe;
+parameters are; ``U:fills``, ``U:wide`` and ``U:reads`` count how often they are copied to the device, gathered in their
+own type where that may be fp8, and read from NVMe;
 ``U:spill`` is the share of gradients that wait on NVMe; ``S:recompute|offload|evict`` say what happens to activations.
 """
 

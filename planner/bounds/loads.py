@@ -5,7 +5,7 @@ from collections import defaultdict
 from planner.bounds.program import Sum
 from planner.costs.model import CostModel
 from planner.costs.resources import Resource
-from planner.decisions import Decisions
+from planner.decisions import Decisions, Fp8Weights
 from planner.graph import Unit
 from planner.models.kernels import num_kernels
 from planner.schedule.tasks import Lane, Op, Phase, Task
@@ -33,7 +33,7 @@ class Loads:
         self.weight_bytes = given.precision.weight_bytes
         self.capacity: dict[Key, float] = dict.fromkeys(Lane, 1.0)
         self.capacity |= dict(cost.capacities().items())
-        self._passes: dict[tuple[str, Op], Load] = {}
+        self._passes: dict[tuple[str, Op, bool], Load] = {}
         self._updates: dict[tuple[Lane, Subgroup], dict[Key, float]] = {}
 
     def charge(self, load: Load, task: Task, by: Sum) -> None:
@@ -89,21 +89,32 @@ class Loads:
             load[resource].plus(by, num_bytes * min(1.0, self.capacity[resource] / best))
 
     def computing(self, unit: Unit, op: Op) -> Load:
-        """Return the load of one pass through a unit, including the host's time to issue it."""
-        if (known := self._passes.get((unit.name, op))) is not None:
+        """Return the load of one pass through a unit, including the host's time to issue it: the least it can be."""
+        return self._pass(unit, op, in_fp8=self.given.fp8_if_fetched(unit) is not None)
+
+    def casting(self, unit: Unit, op: Op) -> Load:
+        """Return what comes on top where a unit's weights do not come in fp8; nothing where they never do."""
+        load: Load = defaultdict(Sum)
+        if self.given.fp8_if_fetched(unit) is not None:
+            for key, amount in self._pass(unit, op, in_fp8=False).items():
+                load[key].plus(amount).plus(self.computing(unit, op)[key], -1.0)
+        return load
+
+    def _pass(self, unit: Unit, op: Op, *, in_fp8: bool) -> Load:
+        if (known := self._passes.get((unit.name, op, in_fp8))) is not None:
             return known
-        load = self._passes[unit.name, op] = defaultdict(Sum)
-        kernels = getattr(unit, _COMPUTE[op])
-        self.charge(load, Task(0, Lane.COMPUTE, op, Phase.BACKWARD, unit.name), Sum(("", 1.0)))
+        load = self._passes[unit.name, op, in_fp8] = defaultdict(Sum)
+        self.charge(load, Task(0, Lane.COMPUTE, op, Phase.BACKWARD, unit.name, in_fp8=in_fp8), Sum(("", 1.0)))
         if self.cost.asynchronous:
+            kernels = getattr((unit.in_fp8 if in_fp8 else None) or unit, _COMPUTE[op])
             issue = Task(0, Lane.LAUNCH, Op.ISSUE, Phase.BACKWARD, num_kernels=num_kernels(kernels))
             self.charge(load, issue, Sum(("", 1.0)))
         return load
 
-    def gather(self, load: Load, unit: Unit, by: Sum) -> None:
+    def gather(self, load: Load, unit: Unit, by: Sum, in_fp8: Fp8Weights | None = None) -> None:
         """Add a collective that gathers a unit's parameters: after an update alone, those that are trained."""
         gathers = self.given.gathers(unit)
-        num_bytes = self.weight_bytes * self.given.exchanged_params(unit)
+        num_bytes = in_fp8.gathered_bytes if in_fp8 else self.weight_bytes * self.given.exchanged_params(unit)
         num_bytes += unit.frozen_bytes(self.weight_bytes) if gathers else 0
         self.charge(load, Task(0, Lane.COLLECTIVE, Op.GATHER, Phase.FORWARD, unit.name, num_bytes=num_bytes), by)
 

@@ -47,6 +47,8 @@ class Memory:
             for place in (Place.CPU, Place.STREAM):
                 host[f"{name}:{place}"] += self.on.given.placed_state_bytes_per_param(unit) * shard
             host[self._weights_or_gradients(unit)] += float(self.on.weight_bytes * shard)
+            fp8 = self.on.given.fp8_if_fetched(unit)
+            host.plus(self.on.fetched(unit), float(fp8.host_bytes if fp8 else 0))
             on_nvme = Sum((f"{name}:{Place.NVME}", 1.0)) if self.on.stores(nvme=True) else Sum()
             versions = self.on.given.num_state_versions
             nvme.plus(on_nvme, float(versions * self.on.given.placed_state_bytes_per_param(unit) * shard))
@@ -118,7 +120,8 @@ class Memory:
             for unit in segment:
                 inside += unit.saved_bytes
                 held = Sum((always, 1.0)).plus({saved[number - 1]: 1.0} if number else {})
-                workspace_bytes = least_workspace_bytes(unit, self.on.weight_bytes)
+                computes = (unit.in_fp8 if self.on.given.fp8_if_fetched(unit) else None) or unit
+                workspace_bytes = least_workspace_bytes(computes, self.on.weight_bytes)
                 held[""] += (inside + workspace_bytes + self.on.weight_bytes * unit.num_params) * scale
                 if f"{segment[0].segment}:recompute" in program.boxes and segment[0].operators[0].copies_input:
                     held[f"{segment[0].segment}:recompute"] += segment[0].activation_output_bytes * scale
@@ -144,15 +147,19 @@ class Memory:
         held = Sum()
         for size_name, units in rings.items():
             size = units[0].stored_bytes(self.on.weight_bytes) * scale
+            least = {unit.name: min(size, self._fp8_slot_bytes(unit, size / scale) * scale) for unit in units}
             ring = self.on.program.variable(f"{RING}{size_name}", 0.0, size * len(units))
             held[ring] = 1.0
-            self.rings[ring] = (size, units)
+            self.rings[ring] = (min(least.values()), units)
             held_between = {
-                gap: self.on.chain(f"{ring} kept {gap}", (Sum((f"{unit.name}:kept {gap}", size)) for unit in units))
+                gap: self.on.chain(
+                    f"{ring} kept {gap}", (Sum((f"{unit.name}:kept {gap}", least[unit.name])) for unit in units)
+                )
                 for gap, _ in self.on.gaps()
             }
             for i, unit in enumerate(units):
                 needed = Sum(("", size)) if self.on.given.gathers(unit) else Sum().plus(self.on.away(unit), size)
+                needed.plus(self.on.fetched(unit), least[unit.name] - size)
                 at_last = Sum().plus(needed).plus({held_between["at last"][i - 1]: 1.0} if i else {})
                 self.on.program.at_least(f"{ring} at the backward of {unit.name}", Sum((ring, 1.0)), at_last)
                 if self.on.repeats > 1:
@@ -160,6 +167,11 @@ class Memory:
                     earlier.plus(Sum((held_between["between"][-1], 1.0), (held_between["between"][i], -1.0)))
                     self.on.program.at_least(f"{ring} at an earlier backward of {unit.name}", Sum((ring, 1.0)), earlier)
         return held
+
+    def _fp8_slot_bytes(self, unit: Unit, own_bytes: float) -> float:
+        """Return the bytes of a slot for a unit that is fetched in fp8, or its own bytes if it never is."""
+        fp8 = self.on.given.fp8_if_fetched(unit)
+        return fp8.slot_bytes + unit.frozen_bytes(self.on.weight_bytes) if fp8 else own_bytes
 
     def _resident_gradient(self, unit: Unit, scale: float) -> Sum:
         if not unit.num_params:

@@ -9,7 +9,7 @@ from planner.costs.model import CostModel
 from planner.costs.resources import Resource
 from planner.decisions import Place
 from planner.graph import Unit, segments
-from planner.schedule.tasks import Lane, Op
+from planner.schedule.tasks import Lane, Op, Phase, Task
 
 # Ways not to keep activations, and the task that makes them again.
 AGAIN = (("recompute", Op.RECOMPUTE), ("offload", Op.REMAKE), ("evict", Op.REMAKE))
@@ -111,6 +111,11 @@ class Placement:
             reads = Sum((program.variable(f"{name}:reads", 0.0, uses), 1.0))
             program.at_least(f"{name}: read for every use", reads, Sum((there, uses)).plus(reused, -1.0))
             program.at_least(f"{name}: read once at least", reads, Sum((there, 1.0)))
+        if self.given.gathers(unit) and self.given.fp8_if_fetched(unit):
+            wide = Sum((program.variable(f"{name}:wide", 0.0, uses), 1.0))
+            program.at_least(
+                f"{name}: gathered in its own type", wide, Sum().plus(fills).plus(self.fetched(unit), -uses)
+            )
         if self.given.gathers(unit) and away:
             fetches = Sum((program.variable(f"{name}:fetches", 0.0, uses), 1.0))
             program.at_least(f"{name}: fetched for every use", fetches, Sum().plus(away, uses).plus(reused, -1.0))
@@ -138,6 +143,29 @@ class Placement:
         names = [f"{unit.name}:{where}" for where in ("host", "onnvme")]
         return Sum(*((name, 1.0) for name in names if name in self.program.boxes))
 
+    def fetched(self, unit: Unit) -> Sum:
+        """Return the share of a unit's parameters that is on the host."""
+        name = f"{unit.name}:host"
+        return Sum((name, 1.0)) if name in self.program.boxes else Sum()
+
+    def comes(self, load: Load, unit: Unit) -> None:
+        """Add one copy of a unit's parameters to the device from where they are, perhaps in fp8."""
+        away, own_bytes = self.away(unit), self.own_bytes(unit)
+        if fp8 := self.given.fp8_if_fetched(unit):
+            host = self.fetched(unit)
+            num_bytes = fp8.fetched_bytes + self.given.frozen_shard_bytes(unit)
+            self.loads.copy(load, Resource.LINK_DOWN, num_bytes, host)
+            away.plus(host, -1.0)
+        self.loads.copy(load, Resource.LINK_DOWN, own_bytes, away)
+
+    def gathered(self, load: Load, unit: Unit) -> None:
+        """Add one all-gather of a unit's parameters, perhaps in fp8."""
+        every, host = Sum(("", 1.0)), self.fetched(unit)
+        if fp8 := self.given.fp8_if_fetched(unit):
+            self.loads.gather(load, unit, host, fp8)
+            every.plus(host, -1.0)
+        self.loads.gather(load, unit, every)
+
     def on_host(self, unit: Unit) -> Sum:
         """Return the share of a unit that the host updates."""
         names = [f"{unit.name}:{place}" for place in (Place.CPU, Place.NVME)]
@@ -155,7 +183,7 @@ class Placement:
         return stored.plus({back: float(self.weight_bytes * shard)} if back in self.program.boxes else {})
 
     def updates(self, load: Load, unit: Unit) -> None:
-        """Add the update itself, and the copy of streamed state to the device."""
+        """Add the update itself, the copy of streamed state to the device, and the cast of weights on the host."""
         self.loads.update(load, unit, Lane.CPU, self.on_host(unit))
         streamed = Sum((f"{unit.name}:{Place.STREAM}", 1.0))
         self.loads.update(load, unit, Lane.GPU_UPDATE, Sum((f"{unit.name}:{Place.GPU}", 1.0)).plus(streamed))
@@ -163,6 +191,9 @@ class Placement:
         self.loads.copy(load, Resource.LINK_DOWN, self.given.placed_state_bytes_per_param(unit) * shard, streamed)
         gradient = Sum((f"{unit.name}:{Place.STREAM}", 1.0), (f"{unit.name}:stays", -1.0))
         self.loads.copy(load, Resource.LINK_DOWN, self.weight_bytes * shard, gradient)
+        if fp8 := self.given.fp8_if_fetched(unit):
+            cast = Task(0, Lane.CPU, Op.CAST, Phase.UPDATE, num_bytes=fp8.cast_bytes)
+            self.loads.charge(load, cast, self.fetched(unit))
 
     def chain(self, what: str, amounts: Iterable[Sum], numbers: Sequence[int] = ()) -> list[str]:
         """Return variables for the running sums of ``amounts``, with ``numbers`` (0, 1, ...) in their names."""

@@ -114,12 +114,11 @@ class Windows:
         if unit.num_params:
             self.on.updates(load, unit)
             num_bytes = self.on.weight_bytes * self.on.given.placed_params(unit)
-            comes = Sum((f"{unit.name}:upload", 1.0)).plus(self.on.away(unit) if unit.forward else {})
-            self.on.loads.copy(load, Resource.LINK_DOWN, num_bytes, comes)
-            if unit.frozen and unit.forward:  # they come with those that are trained
-                self.on.loads.copy(load, Resource.LINK_DOWN, self.on.given.frozen_shard_bytes(unit), self.on.away(unit))
+            self.on.loads.copy(load, Resource.LINK_DOWN, num_bytes, Sum((f"{unit.name}:upload", 1.0)))
+            if unit.forward:
+                self.on.comes(load, unit)
             if (self.on.given.gathers(unit) and unit.forward) or self.on.given.regathers(unit):
-                self.on.loads.gather(load, unit, Sum(("", 1.0)))
+                self.on.gathered(load, unit)
         return load
 
     def _longest(
@@ -181,8 +180,8 @@ class Windows:
         load = self._loads_of_coming[unit.name] = defaultdict(Sum)
         if f"{unit.name}:fills" in self.on.program.boxes:
             if self.on.given.gathers(unit):
-                self.on.loads.gather(load, unit, Sum(("", 1.0)))
-            self.on.loads.copy(load, Resource.LINK_DOWN, self.on.own_bytes(unit), self.on.away(unit))
+                self.on.gathered(load, unit)
+            self.on.comes(load, unit)
         return load
 
     def _through_nvme(self, spans: Mapping[int, str]) -> None:

@@ -25,6 +25,7 @@ class Work:
         for unit in self.on.units:
             self._pass(unit, Op.FORWARD, every)
             self._pass(unit, Op.BACKWARD, every)
+            self._casts(unit)
             self._work_of(unit)
         for segment in self.on.segments:
             for way, op in AGAIN:
@@ -49,6 +50,13 @@ class Work:
     def _pass(self, unit: Unit, op: Op, by: Sum) -> None:
         for key, amount in self.on.loads.computing(unit, op).items():
             self.total[key].plus(by, amount[""])
+
+    def _casts(self, unit: Unit) -> None:
+        """Add the casts of weights in forward and backward where weights do not come in fp8."""
+        repeats = float(self.on.repeats)
+        for op in (Op.FORWARD, Op.BACKWARD):
+            for key, amount in self.on.loads.casting(unit, op).items():
+                self.total[key].plus(Sum(("", repeats)).plus(self.on.fetched(unit), -repeats), amount[""])
 
     def _work_of(self, unit: Unit) -> None:
         """Add the load of a unit's weights, gradients and updates in an iteration."""
@@ -78,12 +86,21 @@ class Work:
     def _bring(self, unit: Unit) -> None:
         """Add the load of bringing a unit's weights to the device, and of its storage."""
         total, name = self.total, unit.name
+        fp8, boxes = self.on.given.fp8_if_fetched(unit), self.on.program.boxes
         if self.on.given.gathers(unit) and unit.forward:
-            self.on.loads.gather(total, unit, Sum((f"{name}:fills", 1.0)))
-        fetched = next((v for v in (f"{name}:fetches", f"{name}:fills") if v in self.on.program.boxes), None)
+            fills, wide = Sum((f"{name}:fills", 1.0)), Sum((f"{name}:wide", 1.0)) if fp8 else Sum()
+            self.on.loads.gather(total, unit, fills.plus(wide, -1.0), fp8)
+            self.on.loads.gather(total, unit, wide)
+        fetched = next((v for v in (f"{name}:fetches", f"{name}:fills") if v in boxes), None)
         if fetched and self.on.away(unit):
-            fetch = Task(0, Lane.H2D, Op.FETCH, Phase.FORWARD, num_bytes=self.on.own_bytes(unit))
-            self.on.loads.charge(total, fetch, Sum((fetched, 1.0)))
+            reads = Sum((f"{name}:reads", 1.0)) if fp8 and f"{name}:reads" in boxes else Sum()
+            frozen_bytes, own_bytes = self.on.given.frozen_shard_bytes(unit), self.on.own_bytes(unit)
+            for num_bytes, by in (
+                (fp8.fetched_bytes + frozen_bytes if fp8 else own_bytes, Sum((fetched, 1.0)).plus(reads, -1.0)),
+                (own_bytes, reads),
+            ):
+                fetch = Task(0, Lane.H2D, Op.FETCH, Phase.FORWARD, num_bytes=num_bytes)
+                self.on.loads.charge(total, fetch, by)
         if self.on.stores(nvme=True):
             self._storage_work(unit)
 

@@ -8,7 +8,7 @@ parallelism.
 
 import itertools
 from collections.abc import Iterator
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -40,6 +40,7 @@ class Choice(Frozen):
     expert_units: Count = 1
     loss_tile_tokens: Count | None = None
     layer_tile_tokens: Count | None = None
+    fp8_weights: Literal[True] | None = None
     micro_batch: Count = 1
     num_micro_batches: Count = 1
 
@@ -92,6 +93,7 @@ class Constraints(Frozen):
             to be worth moving.
         loss_tile_tokens: tokens whose logits exist at a time; see [Note: Tiles] in :mod:`planner.choices.tiles`.
         layer_tile_tokens: tokens for which norms and MLPs compute at a time; see there.
+        fp8_weights: whether weights of products in fp8 are fetched in fp8; by default, where that is faster.
         storage: storage that may be used beside device and host; see :data:`planner.terms.Storage`.
     """
 
@@ -105,6 +107,7 @@ class Constraints(Frozen):
     expert_units: Count | None = None
     loss_tile_tokens: Count | None = None
     layer_tile_tokens: Count | None = None
+    fp8_weights: bool | None = None
     storage: Storage = "never"
 
     def choices(self, model: Model, devices_per_node: int) -> tuple[Choice, ...]:

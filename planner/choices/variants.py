@@ -14,7 +14,7 @@ from planner.engines.setup import Setup
 from planner.graph import Batch, Unit, build_graph, units
 from planner.models.captured import CapturedModel, Model
 from planner.models.config import ModelConfigError
-from planner.optimizers import Optimizer
+from planner.optimizers import OPTIMIZERS, Optimizer
 from planner.terms import Storage, default_micro_batch
 
 
@@ -62,6 +62,7 @@ class Variant:
         """All its schedules, of every ZeRO stage."""
         reduce_start = "step" if self.choice.pipeline_parallel > 1 else "backward"
         given = {**self.setup.given, "policy": "any", "reduce_start": reduce_start, "units": {}}
+        given["fp8_weights"] = self.setup.fp8_weights
         return Space(self.setup.units, Decisions.model_validate(given), self.setup.storage)
 
 
@@ -79,7 +80,17 @@ def variants(job: Job, constraints: Constraints) -> tuple[Variant, ...]:
     if isinstance(job.model, CapturedModel):
         choices = _captured(job, choices)
     tiled = (option for choice in choices for option in _tiled(job, choice, constraints))
-    return tuple(variant(job, choice, constraints.storage) for choice in tiled)
+    found = (option for choice in tiled for option in _fetched(job, choice, constraints.fp8_weights))
+    return tuple(variant(job, choice, constraints.storage) for choice in found)
+
+
+def _fetched(job: Job, choice: Choice, wanted: bool | None) -> Iterator[Choice]:
+    """Yield a choice with weights fetched in their own type, and in fp8 where they can be."""
+    can = job.precision.products and not OPTIMIZERS[job.optimizer].others and choice.pipeline_parallel == 1
+    if not (wanted and can):
+        yield choice
+    if can and wanted is not False:
+        yield choice.model_copy(update={"fp8_weights": True})
 
 
 def _tiled(job: Job, choice: Choice, constraints: Constraints) -> Iterator[Choice]:

@@ -1,6 +1,6 @@
 """What the planner chooses: per unit, and for the whole iteration."""
 
-from planner.decisions.decisions import FROZEN_ALIGNMENT_BYTES, Decisions
+from planner.decisions.decisions import FROZEN_ALIGNMENT_BYTES, Decisions, check_fp8_weights
 from planner.decisions.fp8 import Fp8Weights
 from planner.decisions.places import REDUCE_BUCKET_PARAMS, Activations, GradientPath, HostUpdate, Place, UnitDecision
 from planner.decisions.precision import BF16, FP32, Precision
@@ -20,4 +20,5 @@ __all__ = [
     "Precision",
     "Sharding",
     "UnitDecision",
+    "check_fp8_weights",
 ]

@@ -6,10 +6,11 @@ from pydantic import Field, model_validator
 
 from planner.decisions.fp8 import ALIGNMENT_BYTES, Fp8Weights
 from planner.decisions.places import GradientPath, HostUpdate, Place, UnitDecision
+from planner.decisions.precision import Precision
 from planner.decisions.sharding import Sharding
 from planner.graph import Unit
 from planner.habits import Habits
-from planner.optimizers import OPTIMIZERS
+from planner.optimizers import OPTIMIZERS, Optimizer
 
 
 class Decisions(Sharding):
@@ -44,8 +45,8 @@ class Decisions(Sharding):
             published times.
         device_buffer_bytes: other device memory of an engine: its buckets and staging buffers.
         clip: whether gradients are clipped by their global norm; every update then waits for the norm.
-        fp8_weights: whether weights of products in fp8 are fetched from the host, and then gathered, in fp8; see [Note:
-            Weights in fp8] in :mod:`planner.decisions.fp8`.
+        fp8_weights: weights of products in fp8 are fetched from the host, and then gathered, in fp8; see [Note: Weights
+            in fp8] in :mod:`planner.decisions.fp8`. ``None``: in the type of weights.
         habits: what else another engine does; ``None`` for ours, and for engines that do nothing else.
     """
 
@@ -200,8 +201,8 @@ class Decisions(Sharding):
         return self.fp8_if_fetched(unit)
 
     def fp8_if_fetched(self, unit: Unit) -> Fp8Weights | None:
-        """Return the same wherever the unit's parameters are; ``None`` if it has none in fp8, or nothing is saved."""
-        if not self.fp8_weights or not unit.fp8_parameters:
+        """Return the same wherever the unit's parameters are; ``None`` if it cannot be so, or nothing is saved."""
+        if not self.fp8_weights or not unit.fp8_parameters or self.regathers(unit):
             return None
         layout, num_scales = self.layout(unit), len(unit.fp8_parameters)
         num_ranks = self.replicas(unit) if self.gathers(unit) else 1
@@ -269,19 +270,30 @@ class Decisions(Sharding):
         return tuple(zip(self.piece_params(unit), self.units[unit.name].update, strict=True))
 
 
+def check_fp8_weights(precision: Precision, optimizer: Optimizer) -> None:
+    """Check that weights can be fetched in fp8.
+
+    Raises:
+        ValueError: products are in another type, or the optimizer lays weights out in its own way.
+    """
+    if precision.products != "fp8":
+        raise ValueError(
+            f"fp8_weights needs products in fp8, not {precision.weights}; plan with --products fp8, or leave "
+            "fp8_weights out"
+        )
+    if OPTIMIZERS[optimizer].others:
+        raise ValueError(
+            f"fp8_weights: {OPTIMIZERS[optimizer].words} needs matrices before other parameters; leave fp8_weights "
+            "out, or choose another optimizer"
+        )
+
+
 def _check_fp8_weights(decisions: Decisions) -> None:
-    if decisions.precision.products != "fp8":
+    check_fp8_weights(decisions.precision, decisions.optimizer)
+    if decisions.gradient_path is GradientPath.FSDP2 or decisions.habits is not None:
         raise ValueError(
-            f"fp8_weights needs products in fp8, not {decisions.precision.products or decisions.precision.weights}; "
-            "plan with --products fp8, or leave fp8_weights out"
+            f"fp8_weights: policy {decisions.policy!r} fetches them in another type; leave fp8_weights out"
         )
-    if OPTIMIZERS[decisions.optimizer].others:
-        raise ValueError(
-            f"fp8_weights: {OPTIMIZERS[decisions.optimizer].words} needs matrices before other parameters; leave "
-            "fp8_weights out, or choose another optimizer"
-        )
-    if decisions.gradient_path is not GradientPath.ONCE or decisions.habits is not None:
-        raise ValueError(f"fp8_weights: policy {decisions.policy!r} cannot fetch them so; leave fp8_weights out")
 
 
 def _check_on_device(decisions: Decisions) -> None:

@@ -272,6 +272,7 @@ def _mixed(setup: Setup, mix: Mix) -> Decisions:
         num_gradient_slots=mix.num_gradient_slots,
         num_nvme_slots=mix.num_nvme_slots,
         spill_gradients=mix.spill > 0,
+        fp8_weights=setup.fp8_weights,
         update_start="step" if setup.clip else "backward",
         update_order="forward" if setup.clip else "backward",
         units=units,

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from planner.decisions import BF16, Decisions, Precision
 from planner.graph import Degrees, Unit
@@ -72,6 +72,7 @@ class Setup:
         subgroup_params: parameters in one subgroup.
         tensor_parallel, pipeline_parallel, expert_parallel, expert_units, loss_tile_tokens,
             layer_tile_tokens: see :class:`planner.decisions.Decisions`.
+        fp8_weights: whether our own policy fetches weights in fp8; see there.
         storage: what our own policy may use in addition to device and host.
     """
 
@@ -89,13 +90,14 @@ class Setup:
     expert_units: int = 1
     loss_tile_tokens: int | None = None
     layer_tile_tokens: int | None = None
+    fp8_weights: Literal[True] | None = None
     storage: Storage = "never"
 
     @property
     def given(self) -> dict[str, Any]:
-        """The fields that all decisions for this setup have in common."""
+        """The fields that all decisions for this setup have in common, of every engine."""
         common = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        del common["units"], common["storage"]
+        del common["units"], common["fp8_weights"], common["storage"]
         return common
 
     @functools.cached_property

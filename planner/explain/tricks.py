@@ -197,7 +197,13 @@ def _products_in_weights_type(bench: Bench) -> Iterator[Decisions]:
     precision = bench.decisions.precision
     if precision.products:
         for other in _with_less_resident(bench):
-            yield changed(other, precision=precision.without_fp8)
+            yield changed(other, precision=precision.without_fp8, fp8_weights=None)
+
+
+def _weights_in_own_type(bench: Bench) -> Iterator[Decisions]:
+    if bench.decisions.fp8_weights:
+        for other in _with_less_resident(bench):  # slots need more memory
+            yield changed(other, fp8_weights=None)
 
 
 TRICKS: tuple[Trick, ...] = (
@@ -269,6 +275,12 @@ TRICKS: tuple[Trick, ...] = (
         "products of hidden layers in fp8",
         "in the type of weights",
         _products_in_weights_type,
+    ),
+    Trick(
+        "fp8-weights",
+        "weights fetched from the host in fp8",
+        "in their own type, cast for every use",
+        _weights_in_own_type,
     ),
     Trick("narrow-state", "optimizer state in fewer bytes", "all of it in fp32", _wide_state),
     Trick("parameter-slots", "several slots for parameters", "one slot: no look-ahead", _options(num_param_slots=1)),

@@ -112,7 +112,17 @@ def compete(
     if not engines:  # a pipeline won
         engines = compare(rivals, seq_len, deadline_s)
     num_simulations = sum(look.scorer.num_simulations for look in looks)
-    return Competition(best_look.variant, outcome.best, engines, num_simulations)
+    return Competition(*_plainest(rivals, best_look.variant, outcome.best), engines, num_simulations)
+
+
+def _plainest(rivals: Sequence[Variant], winner: Variant, best: Candidate) -> tuple[Variant, Candidate]:
+    """Return the same plan without fetches in fp8 if it has none; it is a plan of another choice."""
+    if not any(map(best.decisions.moves_fp8, winner.setup.units)):
+        without = {"fp8_weights": None}
+        for rival in rivals:
+            if rival.choice == winner.choice.model_copy(update=without):
+                return rival, dataclasses.replace(best, decisions=best.decisions.model_copy(update=without))
+    return winner, best
 
 
 def compare(
@@ -172,12 +182,12 @@ def _search(look: _Look, max_simulations: int | None, progress: Progress | None,
 
 
 def _handed_on(look: _Look, found: Sequence[tuple[_Look, Outcome]]) -> list[Decisions]:
-    """Return the best decisions of choices that differ from this one only in tiles."""
-    tiles = look.variant.choice.tiles._asdict()
+    """Return the best decisions of choices that differ from this one only in tiles, or in how weights are fetched."""
+    own = look.variant.choice.tiles._asdict() | {"fp8_weights": look.variant.choice.fp8_weights}
     return [
-        outcome.best.decisions.model_copy(update=tiles)
+        outcome.best.decisions.model_copy(update=own)
         for other, outcome in found
-        if other.variant.choice.model_copy(update=tiles) == look.variant.choice
+        if other.variant.choice.model_copy(update=own) == look.variant.choice
     ]
 
 

@@ -213,6 +213,8 @@ def describe(decisions: Decisions, units: tuple[Unit, ...]) -> str:
         parts.append(f"{recomputed} of {len(decisions.units)} units recomputed" if recomputed else "activations kept")
     fetched = {where: sum(unit.params == where for unit in decisions.units.values()) for where in ("host", "nvme")}
     parts += [f"parameters of {count} units on the {where}" for where, count in fetched.items() if count]
+    if any(map(decisions.moves_fp8, units)):
+        parts.append("weights fetched in fp8")
     if decisions.loss_tile_tokens:
         parts.append(f"loss in tiles of {decisions.loss_tile_tokens} tokens")
     if decisions.layer_tile_tokens:

@@ -15,7 +15,7 @@ from planner.choices.choice import MOST_MICRO_BATCHES, Choice, Constraints
 from planner.choices.variants import Job, Variant, variants
 from planner.costs.kernels import no_products
 from planner.costs.model import CostModel
-from planner.decisions import BF16, FP32, Decisions, Precision
+from planner.decisions import BF16, FP32, Decisions, Precision, check_fp8_weights
 from planner.engines.setup import Setup
 from planner.models.captured import CapturedModel, Model, Size
 from planner.optimizers import OPTIMIZERS, Optimizer
@@ -102,6 +102,7 @@ class Request:
         expert_units: units into which a rank's experts of a layer are divided.
         loss_tile_tokens: tokens whose logits exist at a time; as many as a micro-batch has, or more: all.
         layer_tile_tokens: tokens for which norms and MLPs compute at a time; likewise.
+        fp8_weights: whether weights of products in fp8 are fetched from the host, and gathered, in fp8.
         expert_load: shares of all visits that go to each expert; see :class:`planner.graph.Batch`.
         storage: storage that may be used beside device and host; see :data:`planner.terms.Storage`.
     """
@@ -123,6 +124,7 @@ class Request:
     expert_units: int | None = None
     loss_tile_tokens: int | None = None
     layer_tile_tokens: int | None = None
+    fp8_weights: bool | None = None
     expert_load: tuple[tuple[float, ...], ...] = ()
     storage: Storage = "never"
 
@@ -152,6 +154,8 @@ class Request:
                 f"tensor_parallel is {self.tensor_parallel}, but in {products} each part of a matrix would have a "
                 f"scale of its own; choose 1, or leave out --products {products}"
             )
+        if self.fp8_weights:
+            check_fp8_weights(self.job.precision, self.optimizer)
         per_node = self.hardware.devices_per_node
         if self.num_devices > per_node and self.hardware.inter_node is None:
             raise ValueError(
@@ -177,7 +181,7 @@ class Request:
     def _check_numbers(self) -> None:
         for field in (*Constraints.model_fields, "seq_len", "subgroup_params"):
             value = getattr(self, field)
-            if field == "storage" or value is None:
+            if field in {"storage", "fp8_weights"} or value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{field} is {value!r}, but must be a whole number of at least 1")

@@ -93,7 +93,8 @@ def search(
     engines = _starts(setup, scorer)
     # We must be able to run a plan. So another engine's placement is driven by our engine, which is never slower.
     driven = [scorer.score(_driven_by_us(setup, candidate.decisions)) for candidate in engines.values()]
-    driven += [candidate for candidate in engines.values() if candidate.decisions.executable]
+    if not setup.fp8_weights:  # engines know nothing of them
+        driven += [candidate for candidate in engines.values() if candidate.decisions.executable]
     driven += map(scorer.score, seeds)
     enough_s, kinds = NEVER_S, get_args(Storage)
     for kind in kinds[: kinds.index(setup.storage) + 1]:  # first plans that need less storage
@@ -290,6 +291,7 @@ def _driven_by_us(setup: Setup, decisions: Decisions) -> Decisions:
             "device_buffer_bytes": 0,
             "spill_gradients": False,
             "pinned_reads": True,
+            "fp8_weights": setup.fp8_weights,
             "num_nvme_slots": Mix(0, 0, 0).num_nvme_slots,
             "clip": setup.clip,
             "update_start": "backward" if early else "step",

@@ -37,10 +37,17 @@ def small_units(
     micro_batch: int = 1,
     frozen: frozenset[str] = frozenset(),
     tensor_parallel: int = 1,
+    *,
+    in_fp8: bool = False,
 ) -> tuple[Unit, ...]:
-    """Return the units of a model that has lost most of its layers, with some parameters ``frozen``."""
+    """Return the units of a model that has lost most of its layers, with some parameters ``frozen``.
+
+    With ``in_fp8`` its products are in fp8.
+    """
     config = resolve_model(model).model_copy(update={"num_layers": num_layers})
-    graph = build_graph(config, Batch(micro_batch, seq_len=64, tensor_parallel=tensor_parallel))
+    products = "device" if in_fp8 else None
+    batch = Batch(micro_batch, seq_len=64, tensor_parallel=tensor_parallel, fp8_products=products)
+    graph = build_graph(config, batch)
     for name, operator in graph.operators.items():
         specs = tuple(
             dataclasses.replace(spec, frozen="plain" if spec.name in frozen else None) for spec in operator.parameters
@@ -72,8 +79,8 @@ NARROW_TYPES: tuple[dict[str, Any], ...] = ({"state": "bf16"}, {"master": "bf16"
 
 
 @st.composite
-def decisions(draw: st.DrawFn, model_units: tuple[Unit, ...]) -> Decisions:
-    """Return anything that can be decided for a model."""
+def decisions(draw: st.DrawFn, model_units: tuple[Unit, ...], *, in_fp8: bool = False) -> Decisions:
+    """Return anything that can be decided for a model, if ``in_fp8``, with products in fp8."""
     clip = draw(st.booleans())
     # Engines with habits have tests of their own.
     gradient_path = draw(st.sampled_from([path for path in GradientPath if path is not GradientPath.BUFFERED]))
@@ -103,6 +110,10 @@ def decisions(draw: st.DrawFn, model_units: tuple[Unit, ...]) -> Decisions:
         "num_gradient_slots": draw(st.integers(1, 4)),
         "spill_gradients": draw(st.booleans()),
     }
+    if in_fp8:
+        options["precision"] = options["precision"].model_copy(update={"products": "fp8"})
+        can = OPTIMIZERS[options["optimizer"]].others is None and not fsdp2
+        options["fp8_weights"] = draw(st.sampled_from([True, True, None])) if can else None
     empty = Decisions(policy="random", units={}, **options)
     segments = sorted({unit.segment for unit in model_units if unit.recompute})
     activations = {segment: draw(st.sampled_from(get_args(Activations))) for segment in segments}
@@ -135,10 +146,11 @@ class Case:
     decisions: Decisions
     asynchronous: bool
     frozen: frozenset[str] = frozenset()
+    in_fp8: bool = False
 
     @property
     def units(self) -> tuple[Unit, ...]:
-        return small_units(self.model, self.num_layers, frozen=self.frozen)
+        return small_units(self.model, self.num_layers, frozen=self.frozen, in_fp8=self.in_fp8)
 
     @functools.cached_property
     def schedule(self) -> Schedule:
@@ -146,12 +158,13 @@ class Case:
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> Case:
-    """Return a random case."""
-    model, num_layers = draw(st.sampled_from(MODELS)), draw(st.integers(1, 3))
+def cases(draw: st.DrawFn, *, in_fp8: bool = False) -> Case:
+    """Return a random case; if ``in_fp8``, one whose products are in fp8, and perhaps the weights that move."""
+    models = [model for model in MODELS if not (in_fp8 and model == "gpt2")]
+    model, num_layers = draw(st.sampled_from(models)), draw(st.integers(1, 3))
     frozen = draw(masks(small_units(model, num_layers)))
-    chosen = draw(decisions(small_units(model, num_layers, frozen=frozen)))
-    return Case(model, num_layers, chosen, draw(st.booleans()), frozen)
+    chosen = draw(decisions(small_units(model, num_layers, frozen=frozen, in_fp8=in_fp8), in_fp8=in_fp8))
+    return Case(model, num_layers, chosen, draw(st.booleans()), frozen, in_fp8)
 
 
 @st.composite

@@ -39,6 +39,7 @@ class Walk(WalkedMemory):
 
     def _weights(self, task: Task) -> None:
         """Every use finds the weights of this iteration, updated as often as iterations have passed."""
+        self.expect(task.in_fp8, self.decisions.moves_fp8(self.units[task.unit]), "its weights in fp8:")
         for name in (task.unit, *self.units[task.unit].shared_units):
             if not self.units[name].num_weights or not self.units[name].forward:
                 continue
@@ -134,12 +135,19 @@ class Walk(WalkedMemory):
             self.expect(name, task.unit, "in the host buffer")
         else:
             version = self._version(task.unit, "host weights")
+        if self.decisions.moves_fp8(self.units[task.unit]):
+            self.expect(self.read(("fp8 copy", task.unit), 0), version, "weights in fp8 of version")
         # A shard that is about to be gathered lands in its place in the slot.
         self.write(
             ("slot", self.slot_of[task.unit]),
             (task.unit, "shard", version) if task.unit in self.gathers else (task.unit, version),
         )
         self.expect(task.slot, -1 if task.unit in self.gathers else self.slot_of[task.unit], "its slot as")
+
+    def _cast(self, task: Task) -> None:
+        """The host casts a unit's weights when all of them are updated."""
+        self.expect((task.lane, task.piece), (Lane.CPU, -1), "its lane and piece as")
+        self.write(("fp8 copy", task.unit), self._version(task.unit, "host weights"))
 
     def _gather(self, task: Task) -> None:
         if task.unit not in self.gathers:

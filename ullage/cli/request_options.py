@@ -148,6 +148,12 @@ def add_request_options(parser: argparse.ArgumentParser, *, model_required: bool
         "products (compute capability 8.9 or newer)",
     )
     group.add_argument(
+        "--fp8-weights",
+        choices=("yes", "no"),
+        help="with --products fp8: copy weights of these products from the host, and gather them, in fp8. The host "
+        "casts them once after each update (default: where that is faster)",
+    )
+    group.add_argument(
         "--optimizer",
         choices=tuple(OPTIMIZERS),
         help="optimizer, and its state per parameter: "

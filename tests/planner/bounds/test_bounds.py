@@ -22,7 +22,7 @@ from planner.bounds.windows import Windows
 from planner.bounds.work import Work
 from planner.choices.space import NEVER_S, ROOM, Space
 from planner.costs.model import CostModel
-from planner.decisions import Decisions, Place
+from planner.decisions import Decisions, Place, Precision
 from planner.graph import Unit
 from planner.lowering import lower
 from planner.schedule.tasks import Tier
@@ -46,6 +46,7 @@ def machines(draw: st.DrawFn) -> HardwareProfile:
         rows_half=draw(st.sampled_from([0, 500])),
         via_host_link=draw(st.booleans()),
         nvme_both=draw(st.sampled_from([None, 9e9])),
+        fp8_flop_per_s=2e14,
     )
 
 
@@ -171,6 +172,13 @@ def test_no_schedule_is_faster_than_the_bound_where_it_just_fits(case: Case, pro
     event(f"{check(case.units, case.decisions, profile):.1f} of the period")
 
 
+@settings(SLOW, max_examples=150 if ALL else 15)
+@given(cases(in_fp8=True), machines())
+def test_nor_is_one_whose_weights_move_in_fp8(case: Case, profile: HardwareProfile) -> None:
+    moved = sum(map(case.decisions.moves_fp8, case.units))
+    event(f"{moved} units, {check(case.units, case.decisions, profile):.1f} of the period")
+
+
 SPEEDS = ({"flop_per_s": 1e16, "issue_s": 1e-9}, {"flop_per_s": 1e14}, {"flop_per_s": 3e12, "cpu_params_per_s": 1e9})
 OURS = {"num_param_slots": 2, "zero_stage": 3}
 
@@ -192,6 +200,24 @@ def test_bounds_of_plain_schedules_hold_and_are_near(speed, ranks, place):
         decisions = decide(units, place, recompute=recompute, params=params, **OURS, **options, **starts)
         # What is streamed need not leave the device before, but ours does, once for each micro-batch.
         assert check(units, decisions, profile) > (0.35 if place is Place.STREAM else 0.5)
+
+
+@pytest.mark.part(5)
+@pytest.mark.parametrize("speed", SPEEDS, ids=["links bind", "balanced", "computing binds"])
+@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("place", [Place.CPU, Place.STREAM, Place.NVME])
+def test_bounds_of_weights_fetched_in_fp8_hold_and_are_near(speed, ranks, place):
+    """Conditions that count more bytes, casts or memory than there are would fail here."""
+    units = small_units("demo-llama", 6, in_fp8=True)
+    profile = machine(devices_per_node=4, fp8_flop_per_s=2e16, **{"cpu_params_per_s": 2e8, **speed})
+    repeats = 3 if (ranks == 4) == (place in {Place.CPU, Place.STREAM}) else 1
+    narrow = Precision(weights="bf16", products="fp8")
+    for clip, recompute in itertools.product((True, False), (True, False)):
+        options = {"data_parallel": ranks, "num_micro_batches": repeats, "subgroup_params": 10_000_000, "clip": clip}
+        starts = {"update_start": "step" if clip else "backward", "update_order": "forward" if clip else "backward"}
+        fetched = {"precision": narrow, "fp8_weights": True, "params": "host"}
+        decisions = decide(units, place, recompute=recompute, **fetched, **OURS, **options, **starts)
+        assert check(units, decisions, profile) > 0.4
 
 
 @pytest.mark.part(7)  # two that differ in all

@@ -22,7 +22,7 @@ DENSE = small_units("demo-llama")
 
 
 @settings(SLOW, max_examples=examples(60))
-@given(cases(), st.integers(0, 2**32 - 1))
+@given(st.one_of(cases(), cases(in_fp8=True)), st.integers(0, 2**32 - 1))
 def test_memory_is_never_negative_and_covers_what_is_always_held(case: Case, seed: int) -> None:
     timeline = run(case.schedule, *random_prices(case.schedule, seed), NUM_ITERATIONS)
     assume(timeline.period_s(1) > 0)

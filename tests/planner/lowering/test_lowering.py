@@ -29,7 +29,7 @@ SLOW = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @settings(SLOW, max_examples=examples(250))
-@given(cases())
+@given(st.one_of(cases(), cases(in_fp8=True)))
 def test_safe_under_any_timing(case: Case) -> None:
     schedule = case.schedule
     assert violations(schedule, case.units, case.decisions, ordered_by_rules(schedule)) == []

@@ -68,6 +68,37 @@ def test_weights_may_be_in_fp32() -> None:
     assert True in products(plan)["up"]
 
 
+def small(**options: object) -> Request:
+    """Return a request of which weights have to be fetched, several times an iteration."""
+    small = machine(fp8_flop_per_s=1e16, flop_per_s=1e16, gpu_bytes=5e7)
+    return request(**{"hardware": small, "num_micro_batches": 4, **options})
+
+
+def test_weights_that_are_fetched_are_fetched_in_fp8_where_that_is_faster() -> None:
+    plan, wide = make_plan(small(), 40), make_plan(small(fp8_weights=False), 40)
+    assert (plan.decisions.fp8_weights, wide.decisions.fp8_weights) == (True, None)
+    assert plan.prediction.iteration_s < 0.9 * wide.prediction.iteration_s
+    assert "weights fetched in fp8" in str(plan)
+    assert plan.decisions == make_plan(small(fp8_weights=True), 40).decisions
+    assert {proof.choice.fp8_weights for proof in plan.certificate.proofs} == {None, True}
+    assert plan.certificate.bound_s <= plan.prediction.iteration_s
+    again = verify(Plan.model_validate_json(plan.to_json()))
+    assert again.prediction.iteration_s == pytest.approx(plan.prediction.iteration_s, rel=1e-9)
+    trial = without(Bench(plan), next(trick for trick in TRICKS if trick.key == "fp8-weights"))
+    assert trial is not None
+    assert trial.decisions.fp8_weights is None
+    assert trial.iteration_s > 1.1 * plan.prediction.iteration_s
+    # Where nothing is fetched, a plan does not say that it would be.
+    assert make_plan(request(), 20).decisions.fp8_weights is None
+
+
+def test_only_products_in_fp8_have_weights_in_fp8() -> None:
+    with pytest.raises(ValueError, match=r"^fp8_weights needs products in fp8, not bf16; plan with --products fp8"):
+        request(precision="bf16", fp8_weights=True)
+    assert [v.choice.fp8_weights for v in request(precision="bf16").variants()] == [None]
+    assert [v.choice.fp8_weights for v in request(optimizer="muon", fp8_weights=False).variants()] == [None]
+
+
 def test_devices_without_such_products_are_refused_in_one_line() -> None:
     for name in list_profiles():
         has = "fp8" in load_profile(name).device.gemm

@@ -11,6 +11,7 @@ import pytest
 from amount import examples
 from cases import Case, cases
 from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from hwprofiles.registry import load_profile
 from planner.costs.model import CostModel
@@ -112,7 +113,7 @@ def test_broken_buffers_are_named(fields: dict[str, int], message: str) -> None:
 
 
 @settings(deadline=None, max_examples=examples(50), suppress_health_check=[HealthCheck.too_slow])
-@given(cases())
+@given(st.one_of(cases(), cases(in_fp8=True)))
 def test_arrays_that_are_lowered_say_the_same_as_tasks(case: Case) -> None:
     """A search simulates the arrays, an executor runs the tasks."""
     lowered = case.schedule.arrays

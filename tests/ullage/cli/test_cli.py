@@ -38,6 +38,7 @@ REQUEST = {
     "--precision",
     "--master",
     "--products",
+    "--fp8-weights",
     "--no-clip",
     "--optimizer",
     "--device-memory",

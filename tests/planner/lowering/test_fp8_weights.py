@@ -1,0 +1,159 @@
+"""Weights of products in fp8 that are fetched, and gathered, in fp8: what moves, what is held, and what is computed."""
+
+import math
+
+import numpy as np
+import pytest
+from amount import examples
+from cases import Case, cases, decide, small_units
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from planner.decisions import BF16, FP32, Decisions, Fp8Weights, GradientPath, Place, Precision
+from planner.graph import Unit
+from planner.lowering import lower, slots
+from planner.models.formulas.float8 import cast
+from planner.models.kernels import Elementwise, Kernel
+from planner.schedule.schedule import Schedule
+from planner.schedule.tasks import Lane, MemoryClass, Op, Task, Tier
+
+SLOW = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+NARROW = Precision(weights="bf16", products="fp8")
+SCALE_BYTES = 4
+
+
+def moved_in_fp8(unit: Unit) -> set[str]:
+    """Return the names of the weights that should: those of projections, which are no norms, biases or tables."""
+    return {
+        spec.name
+        for operator in unit.operators
+        for spec in operator.parameters
+        if operator.kind in {"qkv", "output", "up", "down"} and len(spec.shape) == 2
+    }
+
+
+def of(schedule: Schedule, op: Op, unit: Unit) -> list[Task]:
+    return [task for task in schedule.tasks if task.op is op and task.unit == unit.name]
+
+
+@settings(SLOW, max_examples=examples(150))
+@given(cases(in_fp8=True))
+def test_bytes_of_every_move_and_place_follow_from_sizes_and_ranks(case: Case) -> None:
+    """All that the planner says of a unit, worked out again from its parameters."""
+    decisions, schedule, assigned = case.decisions, case.schedule, slots(case.units, case.decisions)
+    plain = decisions.model_copy(update={"fp8_weights": None})
+    other = lower(case.units, plain, asynchronous=case.asynchronous)
+    e = decisions.precision.weight_bytes
+    assume(any(map(decisions.moves_fp8, case.units)))
+    for unit in case.units:
+        narrow, ranks = moved_in_fp8(unit), decisions.replicas(unit) if decisions.gathers(unit) else 1
+        if not decisions.moves_fp8(unit):
+            for op in (Op.FETCH, Op.GATHER):
+                assert {t.num_bytes for t in of(schedule, op, unit)} == {t.num_bytes for t in of(other, op, unit)}
+            assert not of(schedule, Op.CAST, unit)
+            continue
+        assert {spec.name for spec in unit.parameters} >= narrow == {spec.name for spec in unit.fp8_parameters}
+        assert decisions.units[unit.name].params == "host"
+        grain = 256 if decisions.optimizer == "adamw-8bit" else 1
+        sizes = [math.ceil(spec.num_params / grain) * grain for spec in unit.parameters]
+        others = sum(sizes[: -len(narrow)])
+        shard = math.ceil(sum(sizes) / grain / decisions.replicas(unit)) * grain if decisions.zero_stage else sum(sizes)
+        own = shard + e * min(shard, others)
+        frozen = decisions.frozen_shard_bytes(unit)
+        scales = SCALE_BYTES * len(narrow)
+        assert {task.num_bytes for task in of(schedule, Op.FETCH, unit)} == {own + scales + frozen}
+        gathered = {task.num_bytes for task in of(schedule, Op.GATHER, unit)}
+        assert gathered == ({ranks * own + unit.frozen_bytes(e)} if ranks > 1 else set())
+        held = {b.label: b.num_bytes for b in schedule.buffers if b.memory_class is MemoryClass.PARAMETERS}
+        block = math.ceil(ranks * shard / 16) * 16
+        slot_bytes = math.ceil((block + e * ranks * min(shard, others)) / 4) * 4 + scales + frozen * ranks
+        assert held[f"slot {assigned.of_unit[unit.name]}"] == slot_bytes
+        assert on_host(schedule, unit) == on_host(other, unit) + shard + scales
+        (casting,) = of(schedule, Op.CAST, unit)
+        assert casting.num_bytes == (2 * e + 1) * shard
+        assert (casting.lane, casting.piece) == (Lane.CPU, -1)
+
+
+def on_host(schedule: Schedule, unit: Unit) -> int:
+    return sum(
+        b.num_bytes
+        for b in schedule.buffers
+        if (b.label, b.tier, b.memory_class) == (unit.name, Tier.HOST, MemoryClass.PARAMETERS)
+    )
+
+
+@given(
+    st.integers(1, 40).map(lambda n: 16 * n), st.integers(1, 60).map(lambda n: 16 * n), st.sampled_from([1, 2, 3, 4, 8])
+)
+def test_the_parts_that_ranks_bring_to_a_slot_are_all_weights_in_order(others: int, narrow: int, ranks: int) -> None:
+    """Played with values: the concatenation of what ranks bring begins with all other values."""
+    shard = math.ceil((others + narrow) / ranks)
+    fp8 = Fp8Weights(shard, others, 1, ranks, weight_bytes=2)
+    flat = np.arange(ranks * shard)
+    brought = np.concatenate([each[: fp8.own_others] for each in np.split(flat, ranks)])
+    assert len(brought) >= others
+    assert (brought[:others] == flat[:others]).all()
+    assert fp8.gathered_bytes == len(flat) + 2 * len(brought)
+    assert 0 <= fp8.slot_bytes - fp8.others_start_bytes - 2 * len(brought) - fp8.scales_bytes < SCALE_BYTES
+    assert 0 <= fp8.others_start_bytes - len(flat) < 16
+
+
+def test_nothing_but_the_casts_of_weights_is_gone() -> None:
+    for unit in small_units(in_fp8=True):
+        if not unit.fp8_parameters:
+            assert unit.in_fp8 is None
+            continue
+        assert unit.in_fp8 is not None
+        gone = [kernel for spec in unit.fp8_parameters for kernel in one_by_one(cast(spec.num_params, 2))]
+        for kernels, fewer in ((unit.forward, unit.in_fp8.forward), (unit.backward, unit.in_fp8.backward)):
+            assert sorted(map(repr, one_by_one(kernels))) == sorted(map(repr, [*one_by_one(fewer), *gone]))
+        assert unit.in_fp8.saved_bytes == unit.saved_bytes
+        assert unit.in_fp8.workspace_bytes < unit.workspace_bytes
+        assert unit.in_fp8.parameters == unit.parameters
+
+
+def one_by_one(kernels: tuple[Kernel, ...]) -> list[Kernel]:
+    return [
+        each
+        for kernel in kernels
+        for each in ([Elementwise(kernel.num_bytes)] * kernel.count if isinstance(kernel, Elementwise) else [kernel])
+    ]
+
+
+@pytest.mark.parametrize("params", ["gpu", "nvme"])
+def test_what_is_not_fetched_from_the_host_stays_as_it_is(params: str) -> None:
+    units = small_units(in_fp8=True)
+    plain, narrow = (
+        decide(units, Place.NVME, params=params, precision=NARROW, fp8_weights=flag, data_parallel=2, zero_stage=3)
+        for flag in (None, True)
+    )
+    one, other = (lower(units, decisions, asynchronous=True) for decisions in (plain, narrow))
+    assert (one.tasks, one.buffers) == (other.tasks, other.buffers)
+
+
+@pytest.mark.parametrize("precision", [BF16, FP32])
+def test_without_products_in_fp8_there_is_nothing_to_move_so(precision: Precision) -> None:
+    with pytest.raises(ValueError, match=f"fp8_weights needs products in fp8, not {precision.weights}; plan with"):
+        Decisions(policy="test", units={}, precision=precision, fp8_weights=True)
+    for unit in small_units():
+        assert (unit.fp8_parameters, unit.in_fp8) == ((), None)
+        used = dict.fromkeys(spec for operator in unit.operators for spec in operator.parameters)
+        assert unit.parameters == tuple(used)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"optimizer": "muon"}, "Muon needs matrices before other parameters"),
+        ({"gradient_path": GradientPath.FSDP2}, "policy 'test' fetches them in another type"),
+    ],
+)
+def test_refusals(options: dict[str, object], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Decisions(policy="test", units={}, precision=NARROW, fp8_weights=True, **options)  # type: ignore[arg-type]
+
+
+def test_units_with_large_other_weights_are_left_alone() -> None:
+    """With many ranks each brings as many values in the weights' type as its shard has, which saves nothing."""
+    assert Fp8Weights(1000, 400, 2, 1, 2).saves
+    assert not Fp8Weights(400, 400, 2, 8, 2).saves
