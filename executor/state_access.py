@@ -40,7 +40,7 @@ class StateAccess:
         )
         self._current_in = _NEVER  # the next iteration when resident weights were last made current
         self._in_slot: dict[int, str] = {}
-        self._gathered = ("", 0), torch.empty(0)  # weights that ranks gathered on the host: unit, address, values
+        self._gathered = "", torch.empty(0)  # a unit, and its weights that ranks gathered on the host
         self._is_changing = False
         self.is_evaluating = False
 
@@ -156,7 +156,7 @@ class StateAccess:
             return
         self._current_in = runtime.loop.iteration
         self._in_slot.clear()
-        self._gathered = ("", 0), torch.empty(0)
+        self._gathered = "", torch.empty(0)
         for unit in self._state.units.values():
             for piece in unit.pieces:
                 if unit.on_device and piece.by_host:
@@ -167,7 +167,7 @@ class StateAccess:
     def forget_current(self) -> None:
         """Note that the device has lost its weights, so that they are copied there before their next use."""
         self._current_in = _NEVER
-        self._gathered = ("", 0), torch.empty(0)
+        self._gathered = "", torch.empty(0)
 
     def evaluate(self, unit: str) -> None:
         """Bring all weights that a unit uses to the device, for a forward without training.
@@ -224,8 +224,8 @@ class StateAccess:
         return self._gathered_on_host(unit, stored)[own]
 
     def _gathered_on_host(self, unit: UnitState, own: torch.Tensor) -> torch.Tensor:
-        if self._gathered[0] != (key := (unit.name, own.data_ptr())):
-            self._gathered = key, unit.unsharded(own)
+        if self._gathered[0] != unit.name:
+            self._gathered = unit.name, unit.unsharded(own)
         return self._gathered[1]
 
     def _fill_slot(self, unit: UnitState) -> None:

@@ -82,6 +82,19 @@ def trained_on_gpu(rank: int, _size: int, task: Task, decisions: Decisions, blin
     return seen, list(races.found)
 
 
+def read_after_each_step(rank: int, _size: int, task: Task, decisions: Decisions, name: str) -> list[bytes]:
+    """Return what a weight is after each step, and at the end what it is among all."""
+    model, optimizer = prepare(task, decisions)
+    found = []
+    with optimizer.session as session:
+
+        def read(_iteration: int) -> None:
+            found.append(session.access.weights(name).view(torch.uint8).numpy().tobytes())
+
+        train(task, model, optimizer, rank=rank, after_step=read)
+        return [*found, session.full_parameters()[name].view(torch.uint8).numpy().tobytes()]
+
+
 def saved(rank: int, _size: int, task: Task, decisions: Decisions, folder, start: int = 0, source=None):
     """Train with a checkpoint after every iteration, from ``source``'s of ``start`` on.
 

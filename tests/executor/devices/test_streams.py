@@ -69,6 +69,15 @@ def test_no_plan_depends_on_when_streams_run(plan):
     assert not races.pageable, "copies from or to memory that is not registered wait for the device"
 
 
+@pytest.mark.parametrize("place", ["cpu", "stream", "nvme"])
+def test_weights_are_cast_when_they_are_there_and_fetched_when_they_are_cast(place, monkeypatch):
+    float8 = pytest.importorskip("executor.module.float8")
+    monkeypatch.setattr(float8, "_compiled_cast", lambda: float8._row_cast)  # nothing compiles for this device
+    task = Task("llama", iterations=3, products="fp8")
+    decisions = decide(task, uniform("host", place, "keep" if place == "cpu" else "recompute"), fp8_weights=True)
+    assert not watched_training(task, decisions).found
+
+
 @pytest.mark.parametrize("place", ["gpu", "stream"])
 def test_products_of_muon_stay_on_their_stream(place):
     task = Task("llama", iterations=2, optimizer="muon")

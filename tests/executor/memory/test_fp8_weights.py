@@ -1,6 +1,7 @@
 """Training whose weights are fetched and gathered in fp8, against the model that torchao converted, in memory."""
 
 import itertools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plans import mixed, plans
-from rank_programs import around_training, parked_on_the_way, saved, trained
+from rank_failures import failed
+from rank_programs import around_training, parked_on_the_way, read_after_each_step, saved, trained
 from rank_references import reference as on_ranks
 from rank_references import trained_in_memory
 from ranks import assert_same_bits
@@ -18,6 +20,7 @@ from training import (
     Task,
     assert_memory_is_stated,
     assert_same,
+    batches,
     decide,
     delay,
     make_model,
@@ -28,8 +31,11 @@ from training import (
     units_of,
 )
 
+from executor.devices.lanes import LaneError
 from executor.distributed.shards import BindingError
+from executor.distributed.watchdog import RankError
 from executor.memory.fp8_weights import Fp8Copy
+from executor.weights import load
 from planner.decisions import Decisions, Fp8Weights
 from planner.schedule.tasks import MemoryClass, Tier
 
@@ -108,6 +114,53 @@ def test_parking(processes: Any, size: int) -> None:
     for found, expected in zip(processes.call(size, parked_on_the_way, TASK, decisions), straight, strict=True):
         assert found[0] == expected[0]
         assert all(found[1][name].tobytes() == weight.tobytes() for name, weight in expected[1].items())
+
+
+def test_weights_that_are_loaded_later(tmp_path: Path) -> None:
+    make_model(Task("llama", TASK.dtype)).save_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = make_model(TASK)
+    model, optimizer = prepare(TASK, moving(TASK, mixed), model)
+    with optimizer.session:
+        load(optimizer, tmp_path)
+        seen = train(TASK, model, optimizer)
+        final = {name: weight.clone() for name, weight in optimizer.session.full_parameters().items()}
+    assert_same((seen, final), reference(TASK))
+
+
+def test_a_weight_that_ranks_share_is_read_after_each_step(processes: Any) -> None:
+    decisions = moving(TASK, data_parallel=2, zero_stage=3)
+    for found in processes.call(2, read_after_each_step, TASK, decisions, "model.layers.1.mlp.up_proj.weight"):
+        assert len(set(found)) == TASK.iterations
+        assert found[-1] == found[-2]
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_going_back_to_an_earlier_state(*, evaluates: bool) -> None:
+    """In one session, whose casts are those of later weights then."""
+    task = Task("llama", products="fp8", iterations=2, schedule=False)
+    model, optimizer = prepare(task, moving(task))
+    with optimizer.session:
+        train(task, model, optimizer)
+        before = optimizer.state_dict()
+        seen = [train(task, model, optimizer)]
+        optimizer.load_state_dict(before)
+        if evaluates:
+            with torch.no_grad():
+                tokens = batches(task)[0, 0]
+                assert model(input_ids=tokens, labels=tokens).loss.item() == seen[0][0]
+        seen.append(train(task, model, optimizer))
+    assert seen[0] == seen[1]
+
+
+def test_a_rank_that_fails_in_a_cast_ends_all(processes: Any) -> None:
+    """Though the others wait for it inside of theirs."""
+    task = Task("llama", iterations=50, products="fp8")
+    processes.begin(2, failed, task, moving(task, data_parallel=2, zero_stage=3), "cast")
+    first, second = processes.results(2)
+    assert isinstance(second, LaneError)
+    assert isinstance(first, RankError)
+    assert re.search("rank 1 failed: LaneError: lane cpu in cast .*a broken cable", str(first)), first
 
 
 def test_layers_must_cast_with_one_scale() -> None:

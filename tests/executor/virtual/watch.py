@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 import executor.devices.backend
 import executor.distributed.groups
+import executor.memory.fp8_weights
 import executor.session
 import executor.tasks.updates
 from executor.devices.backend import as_array
@@ -152,6 +153,7 @@ def watched(blind=None):
         patch.setattr(RecordFile, "write", watched_write)
         patch.setattr(executor.devices.backend, "as_array", watched_array)
         patch.setattr(executor.tasks.updates, "as_array", watched_array)
+        patch.setattr(executor.memory.fp8_weights, "as_array", watched_array)
         patch.setattr(executor.session, "backend_of", lambda _options: _Backend(races, blind))
         extension.observe(races)
         try:
