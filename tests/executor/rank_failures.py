@@ -2,11 +2,13 @@
 
 import contextlib
 import dataclasses
+import errno
 import os
 import signal
+import time
 
 import torch
-from rank_programs import resumed
+from rank_programs import resumed, saved
 from training import (
     Task,
     batches,
@@ -15,10 +17,33 @@ from training import (
     train,
 )
 
-from executor.checkpoint import Checkpoint, DamagedError
+from executor.checkpoint import Checkpoint, DamagedError, Files
 from executor.distributed.ranks import Ranks
+from executor.tasks.actions import Actions
 from planner.decisions import Decisions
 from planner.schedule.tasks import Op
+
+
+class FullDrive(Files):
+    """A drive without room."""
+
+    def allocate(self, _fd, _num_bytes):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def killed(rank: int, size: int, task: Task, decisions: Decisions, folder):
+    """Train as ``saved``, until the third backward scatters a gradient and there is a checkpoint: then be killed."""
+    perform = Actions.perform
+
+    def killing(self, task_, iteration):
+        if iteration == 2 and task_.op is Op.SCATTER:
+            while not list(folder.glob("step-*")):
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+        perform(self, task_, iteration)
+
+    Actions.perform = killing
+    saved(rank, size, task, decisions, folder)
 
 
 def failed(rank: int, _size: int, task: Task, decisions: Decisions, moment: str) -> None:

@@ -51,7 +51,7 @@ class Processes:
     def results(self, size: int, timeout_s: float = 600.0) -> list:
         """Return what the first processes returned or raised, and what remains of one that is gone."""
         found = []
-        for pipe in self._pipes[:size]:
+        for worker, pipe in zip(self.workers, self._pipes[:size], strict=False):
             if not pipe.poll(timeout_s):
                 for rank in range(size):  # or what they answer later would be taken for the next call's
                     self.workers[rank].kill()
@@ -61,6 +61,7 @@ class Processes:
             try:
                 found.append(pipe.recv())
             except EOFError as error:
+                worker.join()  # its pipe closes before it has ended
                 found.append(error)
         return found
 

@@ -1,5 +1,6 @@
 """What ranks run that train: all of it is called in another process, which finds it by its name."""
 
+import dataclasses
 import hashlib
 import os
 import re
@@ -7,8 +8,10 @@ import warnings
 from collections import Counter
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
+import training
 import transformers
 from training import (
     CONFIGS,
@@ -95,14 +98,32 @@ def read_after_each_step(rank: int, _size: int, task: Task, decisions: Decisions
         return [*found, session.full_parameters()[name].view(torch.uint8).numpy().tobytes()]
 
 
-def saved(rank: int, _size: int, task: Task, decisions: Decisions, folder, start: int = 0, source=None):
+def by_name(rank: int, size: int, program, task: Task, decisions: Decisions, *arguments):
+    """Call a program for a model that is planned by its name, with products in fp8; casts are not compiled."""
+    plain = make_model
+
+    def make(task):
+        model = plain(dataclasses.replace(task, products=""))
+        float8.multiply_in_fp8(model, units_of(task, decisions), torch.device("cpu"))
+        return model
+
+    from executor.module import float8  # noqa: PLC0415 - needs torchao, and takes a second
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(float8, "_compiled_cast", lambda: float8._row_cast)
+        patch.setattr(training, "make_model", make)
+        patch.setitem(globals(), "make_model", make)
+        return program(rank, size, task, decisions, *arguments)
+
+
+def saved(rank: int, _size: int, task: Task, decisions: Decisions, folder, start: int = 0, source=None, files=None):
     """Train with a checkpoint after every iteration, from ``source``'s of ``start`` on.
 
     Return a digest of all state at the beginning, losses and norms, and a digest at the end.
     """
     model, optimizer = prepare(task, decisions, checkpoint_buffer_bytes=1)
-    outcomes = []
-    with optimizer.session, Checkpoints(optimizer, Level(folder, keep=100), on_outcome=outcomes.append) as checkpoints:
+    outcomes, level = [], Level(folder, keep=100)
+    with optimizer.session, Checkpoints(optimizer, level, on_outcome=outcomes.append, files=files) as checkpoints:
         if start:
             with Checkpoint((source or folder) / f"step-{start:08d}") as checkpoint:
                 restore(optimizer, checkpoint)
@@ -119,7 +140,7 @@ def saved(rank: int, _size: int, task: Task, decisions: Decisions, folder, start
             checkpoints.save(step)
         checkpoints.finish()
         end = _digest(optimizer)
-    assert all(outcome.error is None for outcome in outcomes), outcomes
+    assert all((outcome.error is None) == (files is None) for outcome in outcomes), outcomes
     return begin, seen, end
 
 

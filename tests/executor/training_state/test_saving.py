@@ -12,6 +12,7 @@ import torch
 from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rank_failures import FullDrive
 from rank_programs import resumed, saved
 from safetensors.torch import load_file
 from test_numerics import mixed, plans
@@ -280,12 +281,8 @@ def _values(folder, step, name):
 
 
 def test_a_full_drive_costs_checkpoints_and_not_training(tmp_path):
-    class Full(Files):
-        def allocate(self, _fd, _num_bytes):
-            raise OSError(28, "No space left on device")
-
     task = Task("gpt2")
-    seen, final, outcomes = run(task, decide(task, mixed), tmp_path / "full", files=Full())
+    seen, final, outcomes = run(task, decide(task, mixed), tmp_path / "full", files=FullDrive())
     assert_same((flat(seen), final), reference(task))
     assert all("make room, or keep fewer" in outcome.error for outcome in outcomes)
     assert len(outcomes) == 4
