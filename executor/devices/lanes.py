@@ -6,6 +6,7 @@ ends when the caller's next task is issued, or at :meth:`LaneMachine.end_open`.
 """
 
 import atexit
+import contextlib
 import dataclasses
 import math
 import queue
@@ -13,7 +14,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Final, Self, final
+from typing import Final, final
 
 from executor.checkpoint.files.flusher import lower_thread_priority
 from executor.devices.backend import Backend, Event
@@ -54,7 +55,7 @@ class _Ticket:
 
 
 @final
-class LaneMachine:
+class LaneMachine(contextlib.AbstractContextManager["LaneMachine"]):
     """Runs a schedule on any backend. :class:`planner.schedule.loop.Loop` walks the schedule.
 
     Args:
@@ -161,8 +162,13 @@ class LaneMachine:
             LaneError: a task failed on some lane.
             RuntimeError: the machine is closed.
         """
+
+        def until_idle() -> None:
+            with self._changed:
+                self._changed.wait_for(lambda: self._stopped or not self._num_pending)
+
         self.end_open()
-        self._wait_in_caller(self._wait_for_all)
+        self._wait_in_caller(until_idle)
         self._check()
         for event in list(self._last.values()):
             self._backend.event_time_s(event)
@@ -249,9 +255,6 @@ class LaneMachine:
                 RuntimeWarning,
                 stacklevel=2,
             )
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_exc_info: object) -> None:
         self.close()
@@ -375,10 +378,6 @@ class LaneMachine:
             raise self._failure
         if stopped:
             raise RuntimeError("the session and its lanes are closed; prepare() the model again to continue training")
-
-    def _wait_for_all(self) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._stopped or not self._num_pending)
 
     def _wait_in_caller(self, wait: Callable[..., object], *args: object) -> None:
         """Let the caller wait for tasks. If it is interrupted, close."""
