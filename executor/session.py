@@ -7,7 +7,7 @@ session then issues the schedule's tasks up to that point (:mod:`executor.iterat
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any, Self, final
+from typing import Any, final
 
 import numpy as np
 import torch
@@ -45,7 +45,7 @@ from planner.schedule.timeline import Timeline
 
 
 @final
-class Session:
+class Session(contextlib.AbstractContextManager["Session"]):
     """Executes decisions on a model. :func:`executor.prepare.prepare_session` makes it.
 
     Args:
@@ -414,9 +414,6 @@ class Session:
     def _undo_all(self) -> None:
         while self._undo:
             self._undo.pop()()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
         if error is not None and self._ranks is not None:  # the other ranks do not close now

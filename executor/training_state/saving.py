@@ -5,7 +5,7 @@ import dataclasses
 import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Self, final
+from typing import Any, final
 
 from executor.checkpoint import (
     Checkpoint,
@@ -46,7 +46,7 @@ class Resumed:
 
 
 @final
-class Checkpoints:
+class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
     """Saves checkpoints of a prepared model and its optimizer, and restores them.
 
     Args:
@@ -206,9 +206,6 @@ class Checkpoints:
             self._session.runtime.snapshots.engine = None
         self._flusher.close()
         self.levels.close()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_exc_info: object) -> None:
         self.close()

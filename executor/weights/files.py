@@ -6,7 +6,7 @@ import math
 import mmap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final, NamedTuple, Self, final
+from typing import Any, Final, NamedTuple, final
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -72,7 +72,7 @@ class _Place(NamedTuple):
 
 
 @final
-class WeightFiles:
+class WeightFiles(contextlib.AbstractContextManager["WeightFiles"]):
     """The safetensors files of a folder.
 
     Args:
@@ -134,9 +134,6 @@ class WeightFiles:
             with contextlib.suppress(BufferError):  # the file still has views
                 mapped.close()
         self._mapped.clear()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_exc_info: object) -> None:
         self.close()

@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Final, Self, final
+from typing import Final, final
 
 import torch
 from safetensors import SafetensorError
@@ -25,7 +25,7 @@ _NAMES: Final[Mapping[torch.dtype, Dtype]] = {dtype: name for name, dtype in DTY
 
 
 @final
-class WeightsFolder:
+class WeightsFolder(contextlib.AbstractContextManager["WeightsFolder"]):
     """A new folder of weights. Use it in a ``with`` statement, and call :meth:`commit` at the end.
 
     Until :meth:`commit`, it has another name. So if the process is killed or the drive is full, no folder has the final
@@ -102,9 +102,6 @@ class WeightsFolder:
             self._files.sync_folder(self.path)
             self._files.rename(self.path, self._folder)
             self._files.sync_folder(self._folder.parent)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_exc_info: object) -> None:
         remove_tree(self._files, self.path)  # after the rename, there is nothing to remove

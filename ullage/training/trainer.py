@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final, Literal, Self, Unpack, final
+from typing import Any, Final, Literal, Unpack, final
 
 import numpy as np
 import torch
@@ -74,7 +74,7 @@ class Step:
 
 
 @final
-class Trainer:
+class Trainer(contextlib.AbstractContextManager["Trainer"]):
     """Trains a plan's model on tokens, one iteration at a time.
 
     Iterate over the trainer: every :class:`Step` is one iteration. If the plan clips, gradients are clipped to a norm
@@ -277,9 +277,6 @@ class Trainer:
                 self.save()
             self.saver.close(waits=has_state, brings_down=has_state)
         self.session.close(give_back=give_back)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is None:

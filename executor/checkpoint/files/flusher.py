@@ -11,13 +11,14 @@ into a buffer of the same chunk, with a gap for the leased bytes.
 """
 
 import collections
+import contextlib
 import dataclasses
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Final, Self, final
+from typing import Final, final
 
 import numpy as np
 import numpy.typing as npt
@@ -135,7 +136,7 @@ class Lease:
 
 
 @final
-class Flusher:
+class Flusher(contextlib.AbstractContextManager["Flusher"]):
     """Threads that write from a ring of buffers, or from leases.
 
     Args:
@@ -283,9 +284,6 @@ class Flusher:
             deadline_s = time.monotonic() + (0.0 if self._hung_at == self._num_ended else self.patience_s)
         for thread in self._threads:
             thread.join(max(deadline_s - time.monotonic(), 0))
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_exc_info: object) -> None:
         self.close()

@@ -14,7 +14,7 @@ import queue
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from typing import Final, Self, final
+from typing import Final, final
 
 import numpy as np
 import xxhash
@@ -54,7 +54,7 @@ class ReadRequest:
 
 
 @final
-class Checkpoint:
+class Checkpoint(contextlib.AbstractContextManager["Checkpoint"]):
     """A checkpoint in a folder or at a URL. Every chunk is checked when it is read, see [Note: Read ahead].
 
     Args:
@@ -121,9 +121,6 @@ class Checkpoint:
         if self._readers is not None:
             self._readers.close()
             self._readers = None
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_exc_info: object) -> None:
         self.close()

@@ -7,13 +7,14 @@ and its point is planned again. A lock on the file ensures that only one process
 the lock when that process ends, even by a kill.
 """
 
+import contextlib
 import fcntl
 import hashlib
 import json
 import os
 from pathlib import Path
 from types import TracebackType
-from typing import Final, Self
+from typing import Final
 
 from pydantic import ValidationError
 
@@ -26,7 +27,7 @@ class StoreError(ValueError):
     """A store cannot be used; the message contains the remedy."""
 
 
-class Store:
+class Store(contextlib.AbstractContextManager["Store"]):
     """Results by key, in a file; see [Note: Store].
 
     Args:
@@ -46,9 +47,6 @@ class Store:
         except BaseException:
             os.close(self._file)
             raise
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         os.close(self._file)
