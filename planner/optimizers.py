@@ -52,8 +52,8 @@ class OptimizerState:
         gpu_scratch_bytes: what such an update holds meanwhile, the scaled gradient included, per parameter that it
             updates at once.
         host_core_s: what one core needs for one parameter on the host, where that is more than memory needs. It is for
-            profiles without ``narrow_update_s``, and is that of an AMD EPYC with AVX-512: ``core_s_per_param`` of one
-            thread in ``benchmarks/results/cpu_narrow_state_epyc.json``.
+            profiles without ``narrow_update_s``. An AMD EPYC with AVX-512 needs that: see one thread in
+            ``benchmarks/results/cpu_narrow_state_epyc.json``.
     """
 
     words: str
@@ -114,10 +114,10 @@ OPTIMIZERS: Final[Mapping[Optimizer, OptimizerState]] = {
             wide="adamw",
             gpu_update_bytes=372,
             gpu_scratch_bytes=24,
-            host_core_s=1.25e-9,
+            host_core_s=0.65e-9,
         ),
         gpu_update_bytes=548,
-        host_core_s=1.5e-9,
+        host_core_s=0.6e-9,
     ),
     "adamw-8bit": _rounding(
         OptimizerState(
@@ -128,10 +128,10 @@ OPTIMIZERS: Final[Mapping[Optimizer, OptimizerState]] = {
             wide="adamw",
             gpu_update_bytes=272,
             gpu_scratch_bytes=24,
-            host_core_s=1.8e-9,
+            host_core_s=1.45e-9,
         ),
         gpu_update_bytes=448,
-        host_core_s=1.8e-9,
+        host_core_s=1.5e-9,
     ),
     "sgd": OptimizerState("SGD with momentum", 1),
     "adagrad": OptimizerState("Adagrad", 1),

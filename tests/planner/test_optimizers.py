@@ -1,6 +1,8 @@
 """Other optimizers than AdamW: less state to hold and to move, in plans, prices, bounds and certificates."""
 
 import dataclasses
+import json
+from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -233,6 +235,16 @@ def test_a_measured_time_per_core_replaces_the_constant_and_no_update_is_faster_
         assert memory_s > 0
         assert cost.price(task).duration_s == pytest.approx(max(memory_s, task.num_params * core_s / num_cores))
     assert not any("per parameter and core" in warning for warning in cost.warnings)
+
+
+@pytest.mark.parametrize("name", get_args(NarrowUpdate))
+def test_constants_are_what_the_benchmark_measured(name):
+    results = Path(__file__).parents[2] / "benchmarks" / "results" / "cpu_narrow_state_epyc.json"
+    optimizer, rounded, _ = name.partition("-rounded")
+    wanted = {"optimizer": optimizer + " --master bf16" * bool(rounded), "num_threads": 1, "num_params": 2**24 + 2**16}
+    (row,) = (r for r in json.loads(results.read_text("utf-8"))["results"] if wanted.items() <= r.items())
+    state = (ROUNDED if rounded else BF16).optimizer_state(optimizer)
+    assert state.host_core_s == pytest.approx(row["core_s_per_param"], rel=0.05)
 
 
 def test_a_constant_that_binds_is_named_in_a_warning():
