@@ -7,10 +7,10 @@ gradients and weights are bf16. With fp32 state an update moves 28 bytes a param
 8-bit ones 16. Where the master copy is bf16, and so the weight itself, it is 6 less. A ratio to the copy is that of
 bytes per second.
 
-Where two threads take half of one thread's time, though both get less of the copy's bandwidth each, it is arithmetic
-that binds: ``core_s_per_param`` stays, and ``bytes_per_core_s`` is what a core can move at most. More cores would help
-then, until memory binds. A division and a square root are most of AdamW's own arithmetic. Encoding two moments in 8 bits
-takes more than that, and a hash for stochastic rounding less.
+Where two threads take half of one thread's time, arithmetic binds: ``core_s_per_param`` stays, although a core has less
+bandwidth, and ``bytes_per_core_s`` is what it moves at most. More cores would help then, until memory binds. A division
+and a square root are most of AdamW's own arithmetic. Encoding two moments in 8 bits takes longer than that, and a hash
+for stochastic rounding less.
 
 Numbers of parameters are 2^16 above a power of two. Without that, arrays of 2^26 values begin so far from each other
 that their lines compete for the same banks of memory: updates then take far longer.

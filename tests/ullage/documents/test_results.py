@@ -184,14 +184,6 @@ def narrow_state() -> Iterator[tuple[str, ...]]:
             yield name, f"`{row['optimizer']}`", str(row["num_threads"]), *(times(v) if v else "" for v in values)
 
 
-def narrow_cores() -> Iterator[tuple[str, ...]]:
-    rows = [row for row in result("cpu_narrow_state_epyc.json")["results"] if row["num_params"] >= 2**26]
-    for optimizer in dict.fromkeys(row["optimizer"] for row in rows):
-        one, two = (next(r for r in rows if (r["optimizer"], r["num_threads"]) == (optimizer, n)) for n in (1, 2))
-        core_ns = (f"{row['core_s_per_param'] * 1e9:.2f} ns" for row in (one, two))
-        yield f"`{optimizer}`", *core_ns, *(f"{row['bytes_per_core_s'] / 1e9:.1f} GB/s" for row in (one, two))
-
-
 def loss_curves() -> Iterator[tuple[str, ...]]:
     found = result("cpu_loss_curves.json")
     last = {(row["optimizer"], row["seed"]): row["last"] for row in found["rows"]}
@@ -362,7 +354,6 @@ TABLES = (
     peers,
     adamw,
     narrow_state,
-    narrow_cores,
     loss_curves,
     launcher,
     simulator,
