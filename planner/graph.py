@@ -11,7 +11,7 @@ from planner.models.formulas import experts, float8, megatron_core
 from planner.models.formulas.ends import embedding_operators, head_operators
 from planner.models.formulas.layers import Part, layer_operators, layer_parts
 from planner.models.kernels import Attention, Collective, Elementwise, Gemm, Kernel, Kernels, num_kernels
-from planner.models.operators import Batch, Graph, Operator
+from planner.models.operators import Batch, Graph, Operator, weight_of
 from planner.models.parameters import ParameterSpec, layer_path, parameters, root
 from planner.models.patterns import Degrees, Pattern
 from planner.models.sharding import share
@@ -329,7 +329,8 @@ def units(graph: Graph) -> tuple[Unit, ...]:
         shared = {owner[parameter]: None for operator in members for parameter in operator.shared_parameters}
         owned = tuple(spec for operator in members for spec in operator.parameters)
         trained, frozen = (tuple(spec for spec in owned if spec.is_trained is wanted) for wanted in (True, False))
-        in_fp8 = tuple(spec for operator in members for spec in multiplied_in_fp8(operator))
+        names = {weight for operator in members for weight in multiplied_in_fp8(operator)}
+        in_fp8 = tuple(spec for spec in owned if spec.name in names)
         in_fp8 = in_fp8 if all(spec.is_trained for spec in in_fp8) else ()
         trained = (*(spec for spec in trained if spec not in in_fp8), *in_fp8)
         segment = members[0].segment
@@ -341,10 +342,12 @@ def units(graph: Graph) -> tuple[Unit, ...]:
     return tuple(result)
 
 
-def multiplied_in_fp8(operator: Operator) -> tuple[ParameterSpec, ...]:
-    """Return the weights of an operator's products in fp8."""
+def multiplied_in_fp8(operator: Operator) -> set[str]:
+    """Return the names of the weights of an operator's products in fp8."""
     shapes = {(kernel.n, kernel.k) for kernel in operator.forward if isinstance(kernel, Gemm) and kernel.fp8}
-    return tuple(spec for spec in operator.parameters if spec.shape in shapes)
+    if operator.measured:  # what runs in one captured module may be the first to see another's parameters
+        return {weight_of(operator)} if shapes else set()
+    return {spec.name for spec in operator.parameters if spec.shape in shapes}
 
 
 def _without_casts(unit: Unit) -> Unit:

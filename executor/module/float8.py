@@ -70,7 +70,8 @@ def multiply_in_fp8(model: nn.Module, units: Iterable[Unit], device: torch.devic
     Raises:
         BindingError: the casts cannot be compiled.
     """
-    names = _layers_in_fp8(units)
+    operators = (operator for unit in units for operator in unit.operators)
+    names = {weight.rpartition(".")[0] for operator in operators for weight in multiplied_in_fp8(operator)}
     convert_to_float8_training(model, module_filter_fn=lambda _module, name: name in names)
     for name in names:
         model.get_submodule(name).__class__ = Linear
@@ -80,12 +81,6 @@ def multiply_in_fp8(model: nn.Module, units: Iterable[Unit], device: torch.devic
     except (TorchDynamoException, RuntimeError) as error:
         what = " ".join(str(error).strip().split("\n\n")[0].split())
         raise BindingError(f"casts to fp8 cannot be compiled: {what}; plan without --products fp8") from error
-
-
-def _layers_in_fp8(units: Iterable[Unit]) -> set[str]:
-    """Return the names of the linear layers that a plan multiplies in fp8."""
-    specs = (spec for unit in units for operator in unit.operators for spec in multiplied_in_fp8(operator))
-    return {spec.name.rpartition(".")[0] for spec in specs}
 
 
 @torch._dynamo.allow_in_graph
@@ -109,12 +104,15 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         values, *weight = ctx.saved_tensors
         gradient, rows = gradient.reshape(-1, gradient.shape[-1]), values.reshape(-1, values.shape[-1])
-        first = _cast(gradient, torch.float8_e5m2, GemmInputRole.GRAD_OUTPUT, ctx.config)
-        narrow_weight = _weight(ctx, *weight)
-        of_values = torch.mm(first, narrow_weight.t()).reshape(values.shape)
-        again = _cast(gradient, torch.float8_e5m2, GemmInputRole.GRAD_OUTPUT, ctx.config)
-        of_weight = torch.mm(again.t(), _cast(rows, torch.float8_e4m3fn, GemmInputRole.INPUT, ctx.config))
-        return of_values, of_weight.t(), None, None, None
+        of_values = of_weight = None
+        if ctx.needs_input_grad[0]:
+            first = _cast(gradient, torch.float8_e5m2, GemmInputRole.GRAD_OUTPUT, ctx.config)
+            of_values = torch.mm(first, _weight(ctx, *weight).t()).reshape(values.shape)
+            del first
+        if ctx.needs_input_grad[1]:  # not where weights are frozen, which torchao's own layer does not ask
+            again = _cast(gradient, torch.float8_e5m2, GemmInputRole.GRAD_OUTPUT, ctx.config)
+            of_weight = torch.mm(again.t(), _cast(rows, torch.float8_e4m3fn, GemmInputRole.INPUT, ctx.config)).t()
+        return of_values, of_weight, None, None, None
 
 
 def _weight(ctx: Any, weight: Tensor, scale: Tensor | None = None) -> Any:

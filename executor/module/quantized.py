@@ -9,7 +9,7 @@ from torch import nn
 from executor.callbacks import replace_attribute
 from executor.distributed.shards import BindingError
 from executor.packed import StoredParameter
-from planner.graph import Gemm, Unit
+from planner.graph import Unit, multiplied_in_fp8
 
 
 class _FrozenProjection(torch.autograd.Function):
@@ -54,20 +54,18 @@ def check_products(model: nn.Module, units: tuple[Unit, ...]) -> None:
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     layers: dict[str, Any] = {names[id(m.weight)]: m for m in model.modules() if isinstance(m, nn.Linear)}
-    for operator in (operator for unit in units for operator in unit.operators):
-        for name in operator.parameter_names:
-            if (layer := layers.get(name)) is None:
-                continue
-            shape, given = tuple(layer.weight.shape), is_float8(layer) and not layer.config.emulate
-            planned = {k.fp8 for k in operator.forward if isinstance(k, Gemm) and (k.n, k.k) == shape}
-            if planned == {not given}:
-                raise BindingError(
-                    f"{name} belongs to a {type(layer).__name__}, which multiplies in fp8, but the plan does not; plan "
-                    "with --products fp8, or give ullage.prepare a batch instead of a plan"
-                    if given
-                    else f"the plan multiplies {name} in fp8, but it belongs to a {type(layer).__name__}; convert the "
-                    "model with torchao.float8.convert_to_float8_training, or plan without --products fp8"
-                )
+    operators = (operator for unit in units for operator in unit.operators)
+    planned = {weight for operator in operators for weight in multiplied_in_fp8(operator)}
+    for name, layer in layers.items():
+        given = is_float8(layer) and not layer.config.emulate
+        if given is not (name in planned):
+            raise BindingError(
+                f"{name} belongs to a {type(layer).__name__}, which multiplies in fp8, but the plan does not; plan "
+                "with --products fp8, or give ullage.prepare a batch instead of a plan"
+                if given
+                else f"the plan multiplies {name} in fp8, but it belongs to a {type(layer).__name__}; convert the "
+                "model with torchao.float8.convert_to_float8_training, or plan without --products fp8"
+            )
 
 
 def bind_quantized(model: nn.Module) -> list[Callable[[], None]]:

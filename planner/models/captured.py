@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, PrivateAttr, T
 
 from planner.models.adapters import Lora
 from planner.models.config import ModelConfig, ModelConfigError
+from planner.models.formulas.conversion import in_fp8
 from planner.models.kernels import Attention, Elementwise, Gemm, flop
 from planner.models.operators import Batch, Graph, Operator
 from planner.models.parameters import ParameterSpec
@@ -337,18 +338,15 @@ class CapturedModel(_Frozen):
         """Return the operators as a chain; see :func:`planner.graph.build_graph`.
 
         Raises:
-            ModelConfigError: it was not captured for the batch, and cannot be.
+            ModelConfigError: it was not captured for the batch, and cannot be; or products in fp8 are wanted, of which
+                it has none.
         """
         if (batch.dtype_bytes, batch.tensor_parallel) != (self.batch.dtype_bytes, 1):
             raise ModelConfigError(f"{self.name} was captured {_other_batch(self.batch, batch)}")
-        if batch.fp8_products:
-            raise ModelConfigError(
-                f"{self.name} is captured with the products that its modules have; leave out --products fp8, and "
-                "convert its linear layers with torchao.float8.convert_to_float8_training"
-            )
         graph = Graph()
         source: tuple[str, ...] = ()
-        for operator in self.at(_size(batch)).operators():
+        operators = self.at(_size(batch)).operators()
+        for operator in in_fp8(self.name, operators, batch) if batch.fp8_products else operators:
             source = (graph.add(operator, *source),)
         return graph
 

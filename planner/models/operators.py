@@ -165,3 +165,8 @@ class Graph:
         self.operators[operator.name] = operator
         self.sources[operator.name] = sources
         return operator.name
+
+
+def weight_of(operator: Operator) -> str:
+    """Return the name that the weight of a captured operator's module has, if it has one."""
+    return f"{operator.name.partition('#')[0]}.weight"

@@ -13,7 +13,7 @@ they use transposed (``float8_ops.preprocess_addmm``). It takes the reciprocals 
 kernels on one value count, because there are 18 of them for each layer.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 from planner.models.config import ModelConfig, ModelConfigError
 from planner.models.kernels import Elementwise, Gemm, Kernels, Work, each
@@ -38,14 +38,7 @@ def check(config: ModelConfig, batch: "Batch") -> None:
     """
     if not batch.fp8_products:
         return
-    if batch.kernels != "transformers":
-        raise ModelConfigError(f"products in fp8 are not known of {batch.kernels} kernels; leave them out")
-    if batch.tensor_parallel > 1 or batch.layer_tile_tokens is not None:
-        name, alone = ("layer_tile_tokens", "none") if batch.tensor_parallel == 1 else ("tensor_parallel", "1")
-        raise ModelConfigError(
-            f"{name} is {getattr(batch, name)}, but in fp8 each part of a tensor would have a scale of its own; choose "
-            f"{alone}, or leave out --products fp8"
-        )
+    check_batch(batch)
     if config.family == "gpt2":
         raise ModelConfigError(
             f"{config.name} has Conv1D modules, whose products torchao leaves in the type of weights; leave out "
@@ -55,6 +48,22 @@ def check(config: ModelConfig, batch: "Batch") -> None:
         raise ModelConfigError(
             f"{config.name} has products of {config.hidden_size} x {config.query_size}, but products in fp8 need "
             f"multiples of {_GRAIN}; leave out --products fp8"
+        )
+
+
+def check_batch(batch: "Batch") -> None:
+    """Check that a batch's products can be in fp8.
+
+    Raises:
+        ModelConfigError: naming the rule and the remedy.
+    """
+    if batch.kernels != "transformers":
+        raise ModelConfigError(f"products in fp8 are not known of {batch.kernels} kernels; leave them out")
+    if batch.tensor_parallel > 1 or batch.layer_tile_tokens is not None:
+        name, alone = ("layer_tile_tokens", "none") if batch.tensor_parallel == 1 else ("tensor_parallel", "1")
+        raise ModelConfigError(
+            f"{name} is {getattr(batch, name)}, but in fp8 each part of a tensor would have a scale of its own; choose "
+            f"{alone}, or leave out --products fp8"
         )
 
 
@@ -88,42 +97,59 @@ def float8_linear(
         ModelConfigError: the number of rows does not suit such products.
     """
     check_rows(rows)
-    x, w, y = rows * inputs, inputs * outputs, rows * outputs
-    weight = cast(w, e) if casts_weights else ()
-    forward = (
-        *cast(x, e),
-        *weight,
-        *_INVERSES,
-        Gemm(rows, outputs, inputs, fp8=True),
-        *(each(y, 2 * e) if bias else ()),
-    )
-    backward = (
-        *(each(y, e) if bias else ()),
-        *cast(y, e),
-        *weight,
-        *each(w, 2),  # in columns
-        *_INVERSES,
-        Gemm(rows, inputs, outputs, fp8=True),
-        *cast(y, e),
-        *cast(x, e),
-        *each(y, 2),  # in rows
-        *each(x, 2),  # in columns
-        *_INVERSES,
-        Gemm(outputs, inputs, rows, fp8=True),
-    )
+    products = Products.of(rows, inputs, outputs, e, bias=bias, casts_weights=casts_weights)
+    backward = (*(each(rows * outputs, e) if bias else ()), *products.to_input, *products.to_weight)
     beside = casts_bytes(rows, inputs, outputs, e, emulated=emulated, casts_weights=casts_weights)
-    return Work(forward, backward, workspace_bytes=e * x + beside)
+    return Work(products.forward, backward, workspace_bytes=e * rows * inputs + beside)
+
+
+class Products(NamedTuple):
+    """The kernels of each of a layer's three products, casts included: output, gradient of input and of weight."""
+
+    forward: Kernels
+    to_input: Kernels
+    to_weight: Kernels
+
+    @classmethod
+    def of(cls, rows: int, inputs: int, outputs: int, e: int, *, bias: bool, casts_weights: bool) -> Self:
+        """Return them; see :func:`float8_linear`."""
+        x, w, y = rows * inputs, inputs * outputs, rows * outputs
+        weight = cast(w, e) if casts_weights else ()
+        return cls(
+            (
+                *cast(x, e),
+                *weight,
+                *_INVERSES,
+                Gemm(rows, outputs, inputs, fp8=True),
+                *(each(y, 2 * e) if bias else ()),
+            ),
+            (
+                *cast(y, e),
+                *weight,
+                *each(w, 2),  # in columns
+                *_INVERSES,
+                Gemm(rows, inputs, outputs, fp8=True),
+            ),
+            (
+                *cast(y, e),
+                *cast(x, e),
+                *each(y, 2),  # in rows
+                *each(x, 2),  # in columns
+                *_INVERSES,
+                Gemm(outputs, inputs, rows, fp8=True),
+            ),
+        )
 
 
 def casts_bytes(rows: int, inputs: int, outputs: int, e: int, *, emulated: bool, casts_weights: bool = True) -> int:
     """Return the most bytes that casts and their products take in backward, beside the gradient of ``x``.
 
-    They are the results of all casts but those of forward, which are kept until the end, and the copies for a product.
-    A product that is emulated takes more; forward's product may then take the most.
+    They are the results of the casts for one product, and its copies. A product that is emulated takes more; forward's
+    product may then take the most.
     """
     x, w, y = rows * inputs, inputs * outputs, rows * outputs
     cast_w = w if casts_weights else 0
-    to_input, to_weight = y + w + cast_w, 3 * y + cast_w + 2 * x
+    to_input, to_weight = y + w + cast_w, 2 * (x + y)
     if not emulated:
         return max(to_input, to_weight)
     return max(
