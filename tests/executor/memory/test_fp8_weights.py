@@ -46,7 +46,10 @@ OPTIMIZERS = ("adamw", "adamw-8bit", "adamw-bf16-rounded", "sgd", "lion")
 
 
 @settings(max_examples=examples(60, fewest=8))
-@given(plans(families=("llama", "llama-tied", "qwen3"), optimizers=OPTIMIZERS, products="fp8"), st.integers(0, 99))
+@given(
+    plans(families=("llama", "llama-tied", "qwen3", "mixtral"), optimizers=OPTIMIZERS, products="fp8"),
+    st.integers(0, 99),
+)
 def test_any_plan_gives_the_bits_of_training_in_memory(plan: tuple[Task, Decisions], seed: int) -> None:
     """On lanes of any speed; and it takes the memory that the plan states."""
     task, decisions = plan
@@ -57,6 +60,14 @@ def test_any_plan_gives_the_bits_of_training_in_memory(plan: tuple[Task, Decisio
         seen = train(task, model, optimizer)
         final = {name: weight.clone() for name, weight in optimizer.session.full_parameters().items()}
     assert_same((seen, final), reference(task))
+
+
+def test_compiled_modules_have_the_same_bits() -> None:
+    model, optimizer = prepare(TASK, moving(TASK, mixed), compile_backend="aot_eager")
+    with optimizer.session:
+        seen = train(TASK, model, optimizer)
+        final = {name: weight.clone() for name, weight in optimizer.session.full_parameters().items()}
+    assert_same((seen, final), reference(TASK))
 
 
 def test_slots_have_a_byte_for_each_weight() -> None:
