@@ -40,7 +40,7 @@ class StateAccess:
         )
         self._current_in = _NEVER  # the next iteration when resident weights were last made current
         self._in_slot: dict[int, str] = {}
-        self._gathered = "", torch.empty(0)  # a unit, and its weights that ranks gathered on the host
+        self._gathered = "", torch.empty(0)  # a unit and a type, and its weights that ranks gathered on the host
         self._is_changing = False
         self.is_evaluating = False
 
@@ -224,8 +224,8 @@ class StateAccess:
         return self._gathered_on_host(unit, stored)[own]
 
     def _gathered_on_host(self, unit: UnitState, own: torch.Tensor) -> torch.Tensor:
-        if self._gathered[0] != unit.name:
-            self._gathered = unit.name, unit.unsharded(own)
+        if self._gathered[0] != (what := f"{unit.name} {own.dtype}"):  # trained or frozen, which are bytes
+            self._gathered = what, unit.unsharded(own)
         return self._gathered[1]
 
     def _fill_slot(self, unit: UnitState) -> None:

@@ -43,17 +43,21 @@ def bind_fp8_weights(model: nn.Module, units: Iterable[UnitState]) -> Iterator[C
     Raises:
         BindingError: a layer does not cast as planned.
     """
+    owners: dict[int, list[nn.Module]] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            owners.setdefault(id(parameter), []).append(module)
     for unit, fp8 in ((unit, unit.fp8) for unit in units if unit.fp8):
-        for i, parameter in enumerate(unit.parameters[-len(fp8.ranges) :]):
-            layer = model.get_submodule(parameter.shard.name.rpartition(".")[0])
-            if layer.config != Float8LinearConfig():
-                raise BindingError(
-                    f"the plan fetches {parameter.shard.name} in fp8 with one scale, but its layer has another "
-                    'configuration of torchao; convert the model with the recipe "tensorwise", or plan with '
-                    "fp8_weights false"
-                )
-            moved = fp8.matrix(i, parameter.shard.shape).t(), fp8.scales.data[i]
-            yield replace_attribute(layer, "forward", functools.partial(_multiply, layer, moved=moved))
+        for i, held in enumerate(unit.parameters[-len(fp8.ranges) :]):
+            moved = fp8.matrix(i, held.shard.shape).t(), fp8.scales.data[i]
+            for layer in owners[id(held.shard.whole)]:
+                if getattr(layer, "config", None) != Float8LinearConfig():
+                    raise BindingError(
+                        f"the plan fetches {held.shard.name} in fp8 with one scale, but a {type(layer).__name__} reads "
+                        'it otherwise; convert the model with the recipe "tensorwise" of torchao, or plan with '
+                        "--fp8-weights no"
+                    )
+                yield replace_attribute(layer, "forward", functools.partial(_multiply, layer, moved=moved))
 
 
 def _multiply(layer: Any, values: Tensor, *, moved: tuple[Tensor | None, Tensor | None] = (None, None)) -> Tensor:

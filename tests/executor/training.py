@@ -150,9 +150,11 @@ def model_units(family: str, dtype: torch.dtype = torch.bfloat16, **options: Any
 def captured_units(family: str, dtype: torch.dtype, frozen: frozenset[str], products: str):
     """Return the units of a model as its capture finds them."""
     inputs = [f"{name}={MICRO_BATCH}x{SEQ_LEN}:int64" for name in ("input_ids", "labels")]
-    model = make_model(Task(family, dtype, frozen=frozen, products=products))
+    by_plan = products == "fp8"
+    model = make_model(Task(family, dtype, frozen=frozen, products="" if by_plan else products))
     captured = capture_module(model, inputs, PRECISION[dtype])
-    return units(build_graph(captured, Batch(MICRO_BATCH, SEQ_LEN, dtype.itemsize)))
+    fp8 = "emulated" if by_plan else None
+    return units(build_graph(captured, Batch(MICRO_BATCH, SEQ_LEN, dtype.itemsize, fp8_products=fp8)))
 
 
 def units_of(task: "Task", decisions: Decisions | None = None):

@@ -118,11 +118,16 @@ def test_evaluating_saving_and_loading_between_steps(processes: Any, size: int) 
 
 
 @pytest.mark.part(2)
-@pytest.mark.parametrize("size", [2, 1])
-def test_parking(processes: Any, size: int) -> None:
-    decisions = moving(TASK, mixed, data_parallel=size, zero_stage=3 if size > 1 else 0)
-    straight = processes.call(size, trained, TASK, decisions)
-    for found, expected in zip(processes.call(size, parked_on_the_way, TASK, decisions), straight, strict=True):
+@pytest.mark.parametrize(
+    ("size", "frozen"),
+    [(2, frozenset({"model.layers.0.input_layernorm.weight", "model.layers.1.input_layernorm.weight"})), (1, ())],
+    ids=["2", "1"],
+)
+def test_parking(processes: Any, size: int, frozen: Any) -> None:
+    task = Task("llama", num_micro_batches=2, iterations=3, products="fp8", frozen=frozenset(frozen))
+    decisions = moving(task, mixed, data_parallel=size, zero_stage=3 if size > 1 else 0)
+    straight = processes.call(size, trained, task, decisions)
+    for found, expected in zip(processes.call(size, parked_on_the_way, task, decisions), straight, strict=True):
         assert found[0] == expected[0]
         assert all(found[1][name].tobytes() == weight.tobytes() for name, weight in expected[1].items())
 
@@ -178,7 +183,7 @@ def test_layers_must_cast_with_one_scale() -> None:
     task, model = Task("llama", products="fp8"), make_model(Task("llama"))
     config = float8.Float8LinearConfig.from_recipe_name("rowwise")
     float8.convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: name != "lm_head")
-    with pytest.raises(BindingError, match=r"fetches model.layers.0.\S+ in fp8 with one scale, but its layer has ano"):
+    with pytest.raises(BindingError, match=r"fetches model.layers.0.\S+ in fp8 with one scale, but a Float8Linear rea"):
         prepare(task, moving(task), model)
 
 
