@@ -202,21 +202,22 @@ def test_bounds_of_plain_schedules_hold_and_are_near(speed, ranks, place):
         assert check(units, decisions, profile) > (0.35 if place is Place.STREAM else 0.5)
 
 
-@pytest.mark.part(5)
 @pytest.mark.parametrize("speed", SPEEDS, ids=["links bind", "balanced", "computing binds"])
 @pytest.mark.parametrize("ranks", [1, 4])
-@pytest.mark.parametrize("place", [Place.CPU, Place.STREAM, Place.NVME])
-def test_bounds_of_weights_fetched_in_fp8_hold_and_are_near(speed, ranks, place):
+def test_bounds_of_weights_fetched_in_fp8_hold_and_are_near(speed, ranks):
     """Conditions that count more bytes, casts or memory than there are would fail here."""
     units = small_units("demo-llama", 6, in_fp8=True)
-    profile = machine(devices_per_node=4, fp8_flop_per_s=2e16, **{"cpu_params_per_s": 2e8, **speed})
-    repeats = 3 if (ranks == 4) == (place in {Place.CPU, Place.STREAM}) else 1
     narrow = Precision(weights="bf16", products="fp8")
-    for clip, recompute in itertools.product((True, False), (True, False)):
+    for clip, place in itertools.product((True, False), (Place.CPU, Place.STREAM, Place.NVME)):
+        # Without clipping updates are fast, there is one slot of each size, and gathers take long: one device a node.
+        # With many micro-batches copies of weights bind.
+        repeats = 3 if clip or place is not Place.CPU else 12
+        rates = {"fp8_flop_per_s": 2e16, **speed, "cpu_params_per_s": 2e8 if clip else 1e11}
+        profile = machine(devices_per_node=4 if clip else 1, **rates)
         options = {"data_parallel": ranks, "num_micro_batches": repeats, "subgroup_params": 10_000_000, "clip": clip}
-        starts = {"update_start": "step" if clip else "backward", "update_order": "forward" if clip else "backward"}
-        fetched = {"precision": narrow, "fp8_weights": True, "params": "host"}
-        decisions = decide(units, place, recompute=recompute, **fetched, **OURS, **options, **starts)
+        options |= {"update_start": "step" if clip else "backward", "update_order": "forward" if clip else "backward"}
+        options |= {"num_param_slots": 1 + clip, "zero_stage": 3, "recompute": place is Place.CPU}
+        decisions = decide(units, place, precision=narrow, fp8_weights=True, params="host", **options)
         assert check(units, decisions, profile) > 0.4
 
 

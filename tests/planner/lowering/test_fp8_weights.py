@@ -1,17 +1,21 @@
 """Weights of products in fp8 that are fetched, and gathered, in fp8: what moves, what is held, and what is computed."""
 
+import dataclasses
 import math
 
 import numpy as np
 import pytest
 from amount import examples
 from cases import Case, cases, decide, small_units
+from hazards import violations
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from walked import ordered_by_rules
 
 from planner.decisions import BF16, FP32, Decisions, Fp8Weights, GradientPath, Place, Precision
 from planner.graph import Unit
 from planner.lowering import lower, slots
+from planner.lowering.amounts import AmountsOf
 from planner.models.formulas.float8 import cast
 from planner.models.kernels import Elementwise, Kernel
 from planner.schedule.schedule import Schedule
@@ -118,6 +122,26 @@ def one_by_one(kernels: tuple[Kernel, ...]) -> list[Kernel]:
         for kernel in kernels
         for each in ([Elementwise(kernel.num_bytes)] * kernel.count if isinstance(kernel, Elementwise) else [kernel])
     ]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("place", [Place.CPU, Place.STREAM, Place.NVME])
+def test_a_cast_comes_after_all_updates_and_before_the_next_fetch(place: Place, ranks: int, *, overlap: bool) -> None:
+    units, options = small_units(in_fp8=True), {"precision": NARROW, "fp8_weights": True, "params": "host"}
+    options |= {"data_parallel": ranks, "zero_stage": 3, "subgroup_params": 400_000, "overlap_next_forward": overlap}
+    decisions = decide(units, place, num_micro_batches=2, **options)
+    schedule = lower(units, decisions, asynchronous=True)
+    assert len([task for task in schedule.tasks if task.op is Op.CAST]) == sum(map(decisions.moves_fp8, units)) > 0
+    assert violations(schedule, units, decisions, ordered_by_rules(schedule)) == []
+
+
+def test_units_of_one_size_have_amounts_of_their_own() -> None:
+    unit = small_units(in_fp8=True)[1]
+    decisions = decide((unit,), precision=NARROW, fp8_weights=True, params="host")
+    amounts_of, decided = AmountsOf(decisions), decisions.units[unit.name]
+    assert amounts_of(unit, decided).fp8 is not None
+    assert amounts_of(dataclasses.replace(unit, fp8_parameters=(), in_fp8=None), decided).fp8 is None
 
 
 @pytest.mark.parametrize("params", ["gpu", "nvme"])

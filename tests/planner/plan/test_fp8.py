@@ -5,13 +5,17 @@ from machines import machine
 
 from hwprofiles.registry import list_profiles, load_profile
 from planner.decisions import FP32, Precision
+from planner.engines.policies import mixed
+from planner.engines.setup import Mix
 from planner.explain.trial import Bench
 from planner.explain.tricks import TRICKS, without
 from planner.graph import Gemm
 from planner.models import resolve_model
 from planner.models.config import ModelConfigError
+from planner.plan.competition import _plainest
 from planner.plan.document import Plan
 from planner.plan.planning import Request, make_plan
+from planner.search import Candidate
 from planner.verification import verify
 
 IN_FP8 = Precision(weights="bf16", products="fp8")
@@ -90,6 +94,19 @@ def test_weights_that_are_fetched_are_fetched_in_fp8_where_that_is_faster() -> N
     assert trial.iteration_s > 1.1 * plan.prediction.iteration_s
     # Where nothing is fetched, a plan does not say that it would be.
     assert make_plan(request(), 20).decisions.fp8_weights is None
+
+
+def test_plans_with_fp8_weights_that_fetch_nothing() -> None:
+    """They are plans of the choice without; if it was asked for, no engine takes their place."""
+    plain, narrow = rivals = request().variants()
+    resident = mixed(narrow.setup, Mix(99, 0, 99))
+    candidate = Candidate(resident, 1.0, {})
+    assert resident.fp8_weights
+    found, same = _plainest(rivals, narrow, candidate)
+    assert (found.choice, same.decisions) == (plain.choice, resident.model_copy(update={"fp8_weights": None}))
+    asked = make_plan(request(fp8_weights=True), 1)
+    assert (asked.decisions.fp8_weights, asked.certificate.proofs[0].choice.fp8_weights) == (True, True)
+    verify(asked)
 
 
 def test_only_products_in_fp8_have_weights_in_fp8() -> None:
