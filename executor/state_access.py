@@ -198,7 +198,7 @@ class StateAccess:
 
     def cast_due(self) -> None:
         """Cast weights that were set since their last cast, before an iteration fetches them in fp8."""
-        due = [unit for unit in self._state.units.values() if unit.fp8 is not None and unit.fp8.is_due]
+        due = [unit for unit in self._state.units.values() if unit.fp8 is not None and unit.fp8.must_cast]
         self._runtime.check_same_call(needed=bool(due))
         for unit in due:
             self._runtime.actions.cast(unit)
@@ -207,7 +207,8 @@ class StateAccess:
         if not unit.on_nvme and (unit.slot < 0 or not unit.is_sharded):
             return unit.weight_of(parameter)
         if unit.fp8 is not None:
-            return unit.weight_of(parameter, self._gathered_on_host(unit, unit.served()))
+            own = unit.own_weights if unit.on_device else unit.served()
+            return unit.weight_of(parameter, self._gathered_on_host(unit, own))
         self._fill_slot(unit)
         return unit.weight_of(parameter, unit.device_weights).to("cpu", copy=True)
 
@@ -234,7 +235,7 @@ class StateAccess:
             if unit.on_nvme:
                 actions.synchronize()  # the last unit may still be copied from the same buffer
                 actions.read(unit)
-            if unit.fp8 is not None and unit.fp8.is_due:
+            if unit.fp8 is not None and unit.fp8.must_cast:
                 actions.cast(unit)
             if not unit.on_device:
                 actions.fetch(unit)

@@ -19,7 +19,7 @@ from executor.distributed.groups import Group
 from executor.optimizer import WorkerTeam
 from executor.optimizer.bf16 import bits_of_float32, float32_of_bits
 from executor.optimizer.passes import as_float32
-from planner.decisions import Fp8Weights
+from planner.decisions.fp8 import CAST_AT_ONCE, Fp8Weights
 
 _LARGEST_E4M3: Final = 448.0
 _SMALLEST_DIVISOR: Final = 1e-12  # torchao.float8.float8_utils.EPS
@@ -45,14 +45,14 @@ class Range(NamedTuple):
 
 @dataclasses.dataclass(slots=True)
 class Fp8Copy:
-    """Memory of a unit whose weights of products in fp8 are fetched in fp8.
+    """Memory of a unit whose weights of products in fp8 are fetched or gathered in fp8.
 
     Attributes:
         sizes: of the memory.
-        group: ranks that have shards of the unit, over host memory, for casts alone; ``None`` if it is not sharded.
+        group: ranks that have shards of the unit, for casts alone; ``None`` if it is not sharded.
         ranges: range of each weight in the unit.
         slot: uint8, the memory on the device.
-        host: uint8, the memory on the host: the scales, then the copy of the shard.
+        host: uint8, on the host: the scales, then the copy of the shard; empty if the shard is on the device.
         is_due: whether the host's weights have changed since they were cast, other than by an update of the schedule.
     """
 
@@ -62,6 +62,11 @@ class Fp8Copy:
     slot: torch.Tensor
     host: torch.Tensor
     is_due: bool = True
+
+    @property
+    def must_cast(self) -> bool:
+        """Whether the host's weights have to be cast before the next fetch."""
+        return self.is_due and len(self.host) > 0
 
     @property
     def others(self) -> torch.Tensor:
@@ -106,6 +111,28 @@ class Fp8Copy:
         scales[:] = scales_of(largest)
         cast_to_fp8(values, scales, own, as_array(self.host[self.sizes.scales_bytes :]), team)
         self.is_due = False
+
+    def cast_on_device(self, weights: torch.Tensor) -> None:
+        """Cast a shard on the device, ``[shard]``, into its part of the slot. All ranks of the group call it together.
+
+        The arithmetic is torchao's, a chunk at a time.
+        """
+        start, others = self._rank * self.sizes.shard_params, self._own(self.others)
+        own = [each.within(start, start + self.sizes.shard_params) for each in self.ranges]
+        largest = torch.zeros(len(own), dtype=torch.float32, device=weights.device)
+        for i, (first, last) in enumerate(own):
+            if first < last:
+                largest[i] = torch.linalg.vector_norm(weights[first:last], torch.inf, dtype=torch.float32)
+        if self.group is not None:
+            self.group.all_reduce_max(largest.view(torch.int32))  # NaN is the largest
+        self.scales.copy_(_LARGEST_E4M3 / largest.double().clamp_(min=_SMALLEST_DIVISOR))
+        out = self._own(self._block)
+        for scale, (first, last) in zip(torch.split(self.scales, 1), own, strict=True):
+            for begin in range(first, last, CAST_AT_ONCE):
+                chunk = slice(begin, min(begin + CAST_AT_ONCE, last))
+                scaled = torch.mul(weights[chunk], scale).clamp_(-_LARGEST_E4M3, _LARGEST_E4M3)
+                out[chunk].view(torch.float8_e4m3fn).copy_(scaled)
+        others.copy_(weights[: len(others)])
 
     @property
     def _block(self) -> torch.Tensor:

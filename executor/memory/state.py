@@ -275,10 +275,10 @@ class ModelState:
         parameters = _parameters(unit, self._decisions, pieces, shards)
         fp8 = None
         if (sizes := self._decisions.fp8_of(unit)) is not None:
-            held = self._host.take(f"{name} weights in fp8", MemoryClass.PARAMETERS, sizes.host_bytes, torch.uint8)
-            ranges = tuple(Range(each.start, each.stop) for each in parameters[-sizes.num_scales :])
-            casting = self._ranks.casting(unit) if self._ranks and sizes.num_ranks > 1 else None
-            fp8 = Fp8Copy(sizes, casting, ranges, self._slots[slot], held)
+            count, ranges = 0 if on_device else sizes.host_bytes, parameters[-sizes.num_scales :]
+            held = self._host.take(f"{name} weights in fp8", MemoryClass.PARAMETERS, count, torch.uint8)
+            casting = group if on_device else self._ranks.casting(unit) if self._ranks and sizes.num_ranks > 1 else None
+            fp8 = Fp8Copy(sizes, casting, tuple(Range(p.start, p.stop) for p in ranges), self._slots[slot], held)
             weights = without_values(torch.Size([padded]), dtype, weights.device)
         own = weights[start : start + shard] if resident is None or resident is weights else resident
         served = None

@@ -48,6 +48,8 @@ class ScheduleCollectives:
     def all_gather(self, unit: UnitState) -> None:
         """All-gather a unit's weights on the device from the ranks' shards."""
         assert unit.group is not None
+        if unit.fp8 is not None and unit.on_device:
+            unit.fp8.cast_on_device(unit.own_weights)
         for whole, own in unit.gathers():
             unit.group.all_gather(whole, own)
 

@@ -18,8 +18,8 @@ so the least iteration time under all rows is a lower bound for every schedule:
   before it, and the unit's own activations, workspace and gradient. Other parameters are in slots [Note: Static slots].
   There is at least one slot for each size of units, and one more for each unit that is kept between two uses while
   another unit of its size is used.
-- *weights in fp8*: if weights that are fetched from the host are fetched in fp8, the device casts the others, and the
-  host casts these within the window. Windows and recomputation count no casts on the device.
+- *weights in fp8*: if weights that are fetched or gathered come in fp8, the device casts the others, and the host casts
+  those that are fetched within the window. Windows and recomputation count no casts on the device, nor do gathers.
 - *rates* are the best of a curve. A subgroup takes as long per parameter as the cheapest subgroup of its unit.
 
 Yes-or-no decisions become fractions, so the bound also covers mixtures that cannot be run. Variables (``U`` is a unit,

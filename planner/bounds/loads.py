@@ -90,12 +90,12 @@ class Loads:
 
     def computing(self, unit: Unit, op: Op) -> Load:
         """Return the load of one pass through a unit, including the host's time to issue it: the least it can be."""
-        return self._pass(unit, op, in_fp8=self.given.fp8_if_fetched(unit) is not None)
+        return self._pass(unit, op, in_fp8=self.given.fp8_if_moved(unit) is not None)
 
     def casting(self, unit: Unit, op: Op) -> Load:
         """Return what comes on top where a unit's weights do not come in fp8; nothing where they never do."""
         load: Load = defaultdict(Sum)
-        if self.given.fp8_if_fetched(unit) is not None:
+        if self.given.fp8_if_moved(unit) is not None:
             for key, amount in self._pass(unit, op, in_fp8=False).items():
                 load[key].plus(amount).plus(self.computing(unit, op)[key], -1.0)
         return load

@@ -47,7 +47,7 @@ class Memory:
             for place in (Place.CPU, Place.STREAM):
                 host[f"{name}:{place}"] += self.on.given.placed_state_bytes_per_param(unit) * shard
             host[self._weights_or_gradients(unit)] += float(self.on.weight_bytes * shard)
-            fp8 = self.on.given.fp8_if_fetched(unit)
+            fp8 = self.on.given.fp8_if_moved(unit)
             host.plus(self.on.fetched(unit), float(fp8.host_bytes if fp8 else 0))
             on_nvme = Sum((f"{name}:{Place.NVME}", 1.0)) if self.on.stores(nvme=True) else Sum()
             versions = self.on.given.num_state_versions
@@ -120,7 +120,7 @@ class Memory:
             for unit in segment:
                 inside += unit.saved_bytes
                 held = Sum((always, 1.0)).plus({saved[number - 1]: 1.0} if number else {})
-                computes = (unit.in_fp8 if self.on.given.fp8_if_fetched(unit) else None) or unit
+                computes = (unit.in_fp8 if self.on.given.fp8_if_moved(unit) else None) or unit
                 workspace_bytes = least_workspace_bytes(computes, self.on.weight_bytes)
                 held[""] += (inside + workspace_bytes + self.on.weight_bytes * unit.num_params) * scale
                 if f"{segment[0].segment}:recompute" in program.boxes and segment[0].operators[0].copies_input:
@@ -159,7 +159,7 @@ class Memory:
             }
             for i, unit in enumerate(units):
                 needed = Sum(("", size)) if self.on.given.gathers(unit) else Sum().plus(self.on.away(unit), size)
-                needed.plus(self.on.fetched(unit), least[unit.name] - size)
+                needed.plus(self.on.moved_in_fp8(unit), least[unit.name] - size)
                 at_last = Sum().plus(needed).plus({held_between["at last"][i - 1]: 1.0} if i else {})
                 self.on.program.at_least(f"{ring} at the backward of {unit.name}", Sum((ring, 1.0)), at_last)
                 if self.on.repeats > 1:
@@ -170,7 +170,7 @@ class Memory:
 
     def _fp8_slot_bytes(self, unit: Unit, own_bytes: float) -> float:
         """Return the bytes of a slot for a unit that is fetched in fp8, or its own bytes if it never is."""
-        fp8 = self.on.given.fp8_if_fetched(unit)
+        fp8 = self.on.given.fp8_if_moved(unit)
         return fp8.slot_bytes + unit.frozen_bytes(self.on.weight_bytes) if fp8 else own_bytes
 
     def _resident_gradient(self, unit: Unit, scale: float) -> Sum:
@@ -184,7 +184,7 @@ class Memory:
         held = self._rings(scale)
         saved_bytes = self.on.given.resident_weight_bytes_per_param
         largest = max(self.on.given.placed_params(unit) for unit in self.on.units)
-        most_bytes = max(map(self.on.given.placed_state_bytes_per_param, self.on.units))
+        most_bytes = max(map(self.on.streamed_bytes_per_param, self.on.units))
         slot = self.on.program.variable(STATE_SLOT, 0.0, most_bytes * largest * scale)
         held[slot] += 1.0
         for unit in (unit for unit in self.on.units if unit.num_weights):
@@ -197,7 +197,7 @@ class Memory:
             held[f"{unit.name}:{Place.GPU}"] += (state_bytes - saved_bytes) * shard * scale
             # The largest streamed subgroup is at least as large as the mean.
             mean = shard / len(self.on.given.placed_subgroups(unit))
-            streamed = Sum((f"{unit.name}:{Place.STREAM}", state_bytes * mean * scale))
+            streamed = Sum((f"{unit.name}:{Place.STREAM}", self.on.streamed_bytes_per_param(unit) * mean * scale))
             self.on.program.at_least(f"{unit.name}: fits the state slot", Sum((slot, 1.0)), streamed)
         return held
 

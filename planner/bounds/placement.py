@@ -111,10 +111,10 @@ class Placement:
             reads = Sum((program.variable(f"{name}:reads", 0.0, uses), 1.0))
             program.at_least(f"{name}: read for every use", reads, Sum((there, uses)).plus(reused, -1.0))
             program.at_least(f"{name}: read once at least", reads, Sum((there, 1.0)))
-        if self.given.gathers(unit) and self.given.fp8_if_fetched(unit):
+        if self.given.gathers(unit) and self.given.fp8_if_moved(unit):
             wide = Sum((program.variable(f"{name}:wide", 0.0, uses), 1.0))
             program.at_least(
-                f"{name}: gathered in its own type", wide, Sum().plus(fills).plus(self.fetched(unit), -uses)
+                f"{name}: gathered in its own type", wide, Sum().plus(fills).plus(self.moved_in_fp8(unit), -uses)
             )
         if self.given.gathers(unit) and away:
             fetches = Sum((program.variable(f"{name}:fetches", 0.0, uses), 1.0))
@@ -148,10 +148,17 @@ class Placement:
         name = f"{unit.name}:host"
         return Sum((name, 1.0)) if name in self.program.boxes else Sum()
 
+    def moved_in_fp8(self, unit: Unit) -> Sum:
+        """Return the share of a unit's parameters that come in fp8, if any do: fetched, or gathered from devices."""
+        if not self.given.gathers(unit):
+            return self.fetched(unit)
+        name = f"{unit.name}:onnvme"
+        return Sum(("", 1.0)).plus(Sum((name, 1.0)) if name in self.program.boxes else {}, -1.0)
+
     def comes(self, load: Load, unit: Unit) -> None:
         """Add one copy of a unit's parameters to the device from where they are, perhaps in fp8."""
         away, own_bytes = self.away(unit), self.own_bytes(unit)
-        if fp8 := self.given.fp8_if_fetched(unit):
+        if fp8 := self.given.fp8_if_moved(unit):
             host = self.fetched(unit)
             num_bytes = fp8.fetched_bytes + self.given.frozen_shard_bytes(unit)
             self.loads.copy(load, Resource.LINK_DOWN, num_bytes, host)
@@ -160,10 +167,10 @@ class Placement:
 
     def gathered(self, load: Load, unit: Unit) -> None:
         """Add one all-gather of a unit's parameters, perhaps in fp8."""
-        every, host = Sum(("", 1.0)), self.fetched(unit)
-        if fp8 := self.given.fp8_if_fetched(unit):
-            self.loads.gather(load, unit, host, fp8)
-            every.plus(host, -1.0)
+        every, narrow = Sum(("", 1.0)), self.moved_in_fp8(unit)
+        if fp8 := self.given.fp8_if_moved(unit):
+            self.loads.gather(load, unit, narrow, fp8)
+            every.plus(narrow, -1.0)
         self.loads.gather(load, unit, every)
 
     def on_host(self, unit: Unit) -> Sum:
@@ -175,10 +182,14 @@ class Placement:
         """Return the share of a unit's gradient that is copied to the host."""
         return self.on_host(unit).plus(Sum((f"{unit.name}:{Place.STREAM}", 1.0), (f"{unit.name}:stays", -1.0)))
 
+    def streamed_bytes_per_param(self, unit: Unit) -> float:
+        """Return the bytes of state per parameter that streaming copies, and that a slot for it holds."""
+        return self.given.placed_state_bytes_per_param(unit) - self.given.unstreamed_weight_bytes_per_param
+
     def state_out(self, unit: Unit) -> Sum:
         """Return the bytes of streamed state and new weights that are copied back to the host."""
         shard = self.given.placed_params(unit)
-        stored = Sum((f"{unit.name}:{Place.STREAM}", float(self.given.placed_state_bytes_per_param(unit) * shard)))
+        stored = Sum((f"{unit.name}:{Place.STREAM}", float(self.streamed_bytes_per_param(unit) * shard)))
         back = f"{unit.name}:back"
         return stored.plus({back: float(self.weight_bytes * shard)} if back in self.program.boxes else {})
 
@@ -188,10 +199,10 @@ class Placement:
         streamed = Sum((f"{unit.name}:{Place.STREAM}", 1.0))
         self.loads.update(load, unit, Lane.GPU_UPDATE, Sum((f"{unit.name}:{Place.GPU}", 1.0)).plus(streamed))
         shard = self.given.placed_params(unit)
-        self.loads.copy(load, Resource.LINK_DOWN, self.given.placed_state_bytes_per_param(unit) * shard, streamed)
+        self.loads.copy(load, Resource.LINK_DOWN, self.streamed_bytes_per_param(unit) * shard, streamed)
         gradient = Sum((f"{unit.name}:{Place.STREAM}", 1.0), (f"{unit.name}:stays", -1.0))
         self.loads.copy(load, Resource.LINK_DOWN, self.weight_bytes * shard, gradient)
-        if fp8 := self.given.fp8_if_fetched(unit):
+        if fp8 := self.given.fp8_if_moved(unit):
             cast = Task(0, Lane.CPU, Op.CAST, Phase.UPDATE, num_bytes=fp8.cast_bytes)
             self.loads.charge(load, cast, self.fetched(unit))
 

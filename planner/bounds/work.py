@@ -56,7 +56,7 @@ class Work:
         repeats = float(self.on.repeats)
         for op in (Op.FORWARD, Op.BACKWARD):
             for key, amount in self.on.loads.casting(unit, op).items():
-                self.total[key].plus(Sum(("", repeats)).plus(self.on.fetched(unit), -repeats), amount[""])
+                self.total[key].plus(Sum(("", repeats)).plus(self.on.moved_in_fp8(unit), -repeats), amount[""])
 
     def _work_of(self, unit: Unit) -> None:
         """Add the load of a unit's weights, gradients and updates in an iteration."""
@@ -86,7 +86,7 @@ class Work:
     def _bring(self, unit: Unit) -> None:
         """Add the load of bringing a unit's weights to the device, and of its storage."""
         total, name = self.total, unit.name
-        fp8, boxes = self.on.given.fp8_if_fetched(unit), self.on.program.boxes
+        fp8, boxes = self.on.given.fp8_if_moved(unit), self.on.program.boxes
         if self.on.given.gathers(unit) and unit.forward:
             fills, wide = Sum((f"{name}:fills", 1.0)), Sum((f"{name}:wide", 1.0)) if fp8 else Sum()
             self.on.loads.gather(total, unit, fills.plus(wide, -1.0), fp8)

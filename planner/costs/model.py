@@ -339,14 +339,20 @@ class CostModel:
 
     def _collective(self, task: Work) -> Price:
         """Price a collective over data-parallel ranks, with its levels inside and between nodes."""
-        rings = self._fabrics.rings(self.layout.replicas(self._parts(task)), task.num_bytes)
+        group = self.layout.replicas(self._parts(task))
+        rings = self._fabrics.rings(group, task.num_bytes)
         duration_s = max((ring.time_s for ring in rings), default=0.0)
+        latency_s = sum(ring.latency_s for ring in rings)
+        if task.op is Op.GATHER and task.num_params:  # the shard is cast first, with scales that ranks agree on
+            num_bytes = (2 * self._dtype_bytes + 1) * task.num_params
+            duration_s += self._rank.read_s(self.profile.device.elementwise, num_bytes, "elementwise")
+            latency_s += sum(ring.latency_s for ring in self._fabrics.rings(group, 0, num_rounds=2))
         uses: list[tuple[Resource, float]] = [(Resource.FABRIC, 1.0)]
         for ring in rings:
             if ring.fabric.via_host_link and ring.time_s > 0:
                 best = self.profile.host_link.down.best_rate_per_s() / self._rank.ranks_per_uplink
                 uses += [(Resource.LINK_DOWN, min(ring.num_bytes / ring.time_s, best))]
-        return Price(sum(ring.latency_s for ring in rings), duration_s, tuple(sorted(uses)))
+        return Price(latency_s, duration_s, tuple(sorted(uses)))
 
     def _send(self, task: Work) -> Price:
         """Price one rank's transfer to another stage. The outer stages exchange the tied embedding's gradient."""

@@ -45,8 +45,8 @@ class Decisions(Sharding):
             published times.
         device_buffer_bytes: other device memory of an engine: its buckets and staging buffers.
         clip: whether gradients are clipped by their global norm; every update then waits for the norm.
-        fp8_weights: weights of products in fp8 are fetched from the host, and then gathered, in fp8; see [Note: Weights
-            in fp8] in :mod:`planner.decisions.fp8`. ``None``: in the type of weights.
+        fp8_weights: weights of products in fp8 are fetched from the host, and gathered, in fp8; see [Note: Weights in
+            fp8] in :mod:`planner.decisions.fp8`. ``None``: in the type of weights.
         habits: what else another engine does; ``None`` for ours, and for engines that do nothing else.
     """
 
@@ -195,12 +195,12 @@ class Decisions(Sharding):
         return self.zero_stage == 3 and self.replicas(unit) > 1 and not self.layer_by_layer
 
     def fp8_of(self, unit: Unit) -> Fp8Weights | None:
-        """Return how a unit's weights move where they are fetched in fp8; ``None`` where they are not."""
-        if not self.fp8_weights or self.units[unit.name].params != "host" or not unit.fp8_parameters:
-            return None
-        return self.fp8_if_fetched(unit)
+        """Return how a unit's weights move where they are fetched or gathered in fp8; ``None`` where they are not."""
+        params = self.units[unit.name].params
+        moves = params == "host" or (params == "gpu" and self.gathers(unit))
+        return self.fp8_if_moved(unit) if moves else None
 
-    def fp8_if_fetched(self, unit: Unit) -> Fp8Weights | None:
+    def fp8_if_moved(self, unit: Unit) -> Fp8Weights | None:
         """Return the same wherever the unit's parameters are; ``None`` if it cannot be so, or nothing is saved."""
         if not self.fp8_weights or not unit.fp8_parameters or self.regathers(unit):
             return None
@@ -211,7 +211,7 @@ class Decisions(Sharding):
         return fp8 if fp8.saves and num_others % ALIGNMENT_BYTES == 0 else None
 
     def moves_fp8(self, unit: Unit) -> bool:
-        """Return whether a unit's weights are fetched in fp8."""
+        """Return whether a unit's weights are fetched or gathered in fp8."""
         return self.fp8_of(unit) is not None
 
     def gathers_ahead(self, num_params: int) -> bool:

@@ -4,17 +4,20 @@ import dataclasses
 
 ALIGNMENT_BYTES = 16
 """``torch._scaled_mm`` wants matrices that begin at a multiple of it."""
+CAST_AT_ONCE = 1 << 22
+"""Values of a resident shard that are cast at once on a device."""
 _SCALE_BYTES = 4
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fp8Weights:
-    """Sizes of one unit's trained weights where those of its products in fp8 are fetched in fp8.
+    """Sizes of one unit's trained weights where those of its products in fp8 are fetched or gathered in fp8.
 
     [Note: Weights in fp8] A unit's flat range begins with its other parameters, such as norms and biases, and ends with
     the weights of products in fp8. The host has an fp8 copy of the rank's shard of the whole range, a byte for each
     value (those of the others are unused), and a scale for each weight. It casts them anew when the shard has been
-    updated, from its own weights, which stay. A slot on the device has an fp8 block of the whole padded range; then,
+    updated, from its own weights, which stay. A shard that is resident on the device (ZeRO-3) has no such copy: each
+    gather casts it, straight into the slot. A slot on the device has an fp8 block of the whole padded range; then,
     from the next multiple of 16 bytes on, the others in the type of weights; then, aligned, the scales. Each rank
     brings the first ``min(shard, others)`` values of its shard to the others' block, which so begins with all others.
 
@@ -76,6 +79,11 @@ class Fp8Weights:
     def cast_bytes(self) -> int:
         """Bytes of host memory that a cast moves: it reads a shard to find the largest values, and again to cast it."""
         return (2 * self.weight_bytes + 1) * self.shard_params
+
+    @property
+    def device_cast_workspace_bytes(self) -> int:
+        """Bytes that a cast of a resident shard takes on the device: a chunk in fp32."""
+        return 4 * min(self.shard_params, CAST_AT_ONCE)
 
     @property
     def saves(self) -> bool:

@@ -278,7 +278,7 @@ TRICKS: tuple[Trick, ...] = (
     ),
     Trick(
         "fp8-weights",
-        "weights fetched from the host in fp8",
+        "weights fetched or gathered in fp8",
         "in their own type, cast for every use",
         _weights_in_own_type,
     ),

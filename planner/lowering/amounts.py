@@ -26,7 +26,7 @@ class Amounts:
         replicas: the number of ranks with the same part of it at the same time.
         shard_params: parameters that one rank updates.
         padded_params: all trained parameters, padded to equal shards.
-        fp8: how its weights move where they are fetched in fp8; ``None`` where they are not.
+        fp8: how its weights move where they are fetched or gathered in fp8; ``None`` where they are not.
         frozen_bytes: bytes of frozen weights that one rank keeps.
         padded_frozen_bytes: bytes of all frozen weights, padded to equal shards.
         gathered: whether its parameters are all-gathered for every use.
@@ -163,7 +163,7 @@ def _parameters(
         return _held((Tier.GPU, on_device), (Tier.NVME, on_nvme + frozen_bytes))
     served = sum(n for place, n in placed.items() if decisions.serves(name, place))
     on_host = weight_bytes * served + (frozen_bytes if params == "host" else 0)
-    return _held((Tier.GPU, on_device), (Tier.HOST, on_host + (fp8.host_bytes if fp8 else 0)))
+    return _held((Tier.GPU, on_device), (Tier.HOST, on_host + (fp8.host_bytes if fp8 and params == "host" else 0)))
 
 
 def _optimizer(decisions: Decisions, unit: Unit, placed: Counter[Place]) -> HeldBytes:

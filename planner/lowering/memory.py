@@ -174,6 +174,10 @@ def _workspace(program: Program, fresh: Fresh) -> None:
                 subgroup = unit.amounts.subgroups[update.piece]
                 num_bytes = subgroup.workspace_bytes + OPTIMIZERS[subgroup.kind].scratch_bytes(subgroup.num_params)
                 program.hold_while(MemoryClass.WORKSPACE, num_bytes, f"{unit.name} update", update, update)
+    for draft in program.drafts:
+        if draft.op is Op.GATHER and (fp8 := program.named[draft.unit].amounts.fp8) and draft.num_params:
+            label = f"{draft.unit} cast"
+            program.hold_while(MemoryClass.WORKSPACE, fp8.device_cast_workspace_bytes, label, draft, draft)
     program.hold(
         Tier.HOST, MemoryClass.WORKSPACE, host_workspace_bytes(program.model, program.decisions), "update workspace"
     )

@@ -153,6 +153,8 @@ def _fill(
         gather = program.draft(Lane.COLLECTIVE, Op.GATHER, user.phase, unit, user.micro_batch, after)
         all_bytes = amounts.fp8.gathered_bytes if amounts.fp8 else weight_bytes * amounts.exchanged_params
         gather.num_bytes = all_bytes + unit.unit.frozen_bytes(weight_bytes)
+        if amounts.fp8 and not amounts.fetched:
+            gather.num_params = amounts.shard_params
         tasks.append(gather)
     tasks[-1].slot = slot
     where = program.behind[anchor.key] if anchor else program.before[program.spine[0].key]

@@ -48,7 +48,7 @@ def updates(program: Program) -> None:
                 done.append(updated)
             else:
                 done.append(_streamed(program, streamed, unit, piece, num_params, ready))
-        if done and (fp8 := unit.amounts.fp8):
+        if done and unit.amounts.fetched and (fp8 := unit.amounts.fp8):
             cast = _place(program, unit, -1, Lane.CPU, Op.CAST, tuple(draft.key for draft in done))
             cast.num_bytes = fp8.cast_bytes
             done = [cast]

@@ -132,7 +132,8 @@ class Task:
         piece: index of the subgroup within the unit, or -1 for the whole unit.
         num_bytes: bytes copied, gathered, scattered or passed over, or exchanged for an update by tensor-parallel
             ranks; 0 otherwise.
-        num_params: parameters that this rank updates, or whose squared gradients it sums (``FLUSH``); 0 otherwise.
+        num_params: parameters that this rank updates, whose squared gradients it sums (``FLUSH``), or that it casts
+            before (``GATHER``); 0 otherwise.
         num_kernels: kernels that the host issues (``ISSUE``); 0 otherwise.
         num_tensors: parameter tensors that the host goes through (``STEP``); 0 otherwise.
         num_modules: modules whose hooks the host runs (``ISSUE``); 0 otherwise.

@@ -151,7 +151,7 @@ def add_request_options(parser: argparse.ArgumentParser, *, model_required: bool
         "--fp8-weights",
         choices=("yes", "no"),
         help="with --products fp8: copy weights of these products from the host, and gather them, in fp8. The host "
-        "casts them once after each update (default: where that is faster)",
+        "casts them once after each update, the device before each gather (default: where that is faster)",
     )
     group.add_argument(
         "--optimizer",

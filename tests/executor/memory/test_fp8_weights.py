@@ -202,6 +202,10 @@ def moving(task: Task, choose: Any = None, **settings: Any) -> Decisions:
         (2, Task("llama", torch.float32, products="fp8", iterations=2), uniform("host", "stream", "recompute")),
         (3, TASK, uniform("host", "nvme")),
         (4, Task("llama", optimizer="adamw-bf16-rounded", products="fp8", iterations=2), uniform("host", "cpu")),
+        # Shards that are resident are cast at each gather.
+        (2, TASK, uniform("gpu", "gpu")),
+        (3, Task("llama", torch.float32, products="fp8", iterations=2), uniform("gpu", "stream", "recompute")),
+        (4, Task("llama", optimizer="adamw-bf16-rounded", products="fp8", iterations=2), uniform("gpu", "cpu")),
     ],
     ids=str,
 )

@@ -63,12 +63,14 @@ def test_a_full_drive_costs_checkpoints_and_no_bits(processes: Any, tmp_path: Pa
     assert not list((tmp_path / "full").iterdir())
 
 
-def test_a_virtual_gpu_sees_the_same_losses_and_no_race(processes: Any) -> None:
+@pytest.mark.parametrize("fp8_weights", [None, True])
+def test_a_virtual_gpu_sees_the_same_losses_and_no_race(processes: Any, *, fp8_weights: bool | None) -> None:
+    """Also of what casts weights: the host those that are fetched, gathers those that are on the device."""
     try:
         install()
     except NoVirtualGpuError as error:
         pytest.skip(str(error))
-    decisions = decided(2, 3)
+    decisions = decided(2, 3, fp8_weights=fp8_weights)
     on_gpu = processes.call(2, by_name, trained_on_gpu, TASK, decisions)
     in_memory = processes.call(2, by_name, trained, TASK, decisions)
     for (seen, races), (losses, _) in zip(on_gpu, in_memory, strict=True):

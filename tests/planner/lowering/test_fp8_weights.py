@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from walked import ordered_by_rules
 
 from planner.decisions import BF16, FP32, Decisions, Fp8Weights, GradientPath, Place, Precision
+from planner.decisions.fp8 import CAST_AT_ONCE
 from planner.graph import Unit
 from planner.lowering import lower, slots
 from planner.lowering.amounts import AmountsOf
@@ -57,7 +58,8 @@ def test_bytes_of_every_move_and_place_follow_from_sizes_and_ranks(case: Case) -
             assert not of(schedule, Op.CAST, unit)
             continue
         assert {spec.name for spec in unit.parameters} >= narrow == {spec.name for spec in unit.fp8_parameters}
-        assert decisions.units[unit.name].params == "host"
+        fetched = decisions.units[unit.name].params == "host"
+        assert fetched or ranks > 1
         grain = 256 if decisions.optimizer == "adamw-8bit" else 1
         sizes = [math.ceil(spec.num_params / grain) * grain for spec in unit.parameters]
         others = sum(sizes[: -len(narrow)])
@@ -65,14 +67,25 @@ def test_bytes_of_every_move_and_place_follow_from_sizes_and_ranks(case: Case) -
         own = shard + e * min(shard, others)
         frozen = decisions.frozen_shard_bytes(unit)
         scales = SCALE_BYTES * len(narrow)
-        assert {task.num_bytes for task in of(schedule, Op.FETCH, unit)} == {own + scales + frozen}
-        gathered = {task.num_bytes for task in of(schedule, Op.GATHER, unit)}
-        assert gathered == ({ranks * own + unit.frozen_bytes(e)} if ranks > 1 else set())
+        assert {task.num_bytes for task in of(schedule, Op.FETCH, unit)} == (
+            {own + scales + frozen} if fetched else set()
+        )
+        gathered = {(task.num_bytes, task.num_params) for task in of(schedule, Op.GATHER, unit)}
+        cast_params = 0 if fetched else shard
+        assert gathered == ({(ranks * own + unit.frozen_bytes(e), cast_params)} if ranks > 1 else set())
         held = {b.label: b.num_bytes for b in schedule.buffers if b.memory_class is MemoryClass.PARAMETERS}
         block = math.ceil(ranks * shard / 16) * 16
         slot_bytes = math.ceil((block + e * ranks * min(shard, others)) / 4) * 4 + scales + frozen * ranks
         assert held[f"slot {assigned.of_unit[unit.name]}"] == slot_bytes
-        assert on_host(schedule, unit) == on_host(other, unit) + shard + scales
+        assert on_host(schedule, unit) == on_host(other, unit) + (shard + scales if fetched else 0)
+        casts = [b for b in schedule.buffers if b.label == f"{unit.name} cast"]
+        if not fetched:
+            assert not of(schedule, Op.CAST, unit)
+            tasks = [schedule.tasks[b.first] for b in casts]
+            assert [task.index for task in tasks] == [task.index for task in of(schedule, Op.GATHER, unit)]
+            assert {(b.tier, b.num_bytes) for b in casts} == {(Tier.GPU, 4 * min(shard, CAST_AT_ONCE))}
+            continue
+        assert not casts
         (casting,) = of(schedule, Op.CAST, unit)
         assert casting.num_bytes == (2 * e + 1) * shard
         assert (casting.lane, casting.piece) == (Lane.CPU, -1)
@@ -144,12 +157,13 @@ def test_units_of_one_size_have_amounts_of_their_own() -> None:
     assert amounts_of(dataclasses.replace(unit, fp8_parameters=(), in_fp8=None), decided).fp8 is None
 
 
-@pytest.mark.parametrize("params", ["gpu", "nvme"])
-def test_what_is_not_fetched_from_the_host_stays_as_it_is(params: str) -> None:
+@pytest.mark.parametrize(("params", "degrees"), [("gpu", {}), ("nvme", {"data_parallel": 2, "zero_stage": 3})])
+def test_what_is_neither_fetched_from_the_host_nor_gathered_from_devices_stays_as_it_is(
+    params: str, degrees: dict[str, int]
+) -> None:
     units = small_units(in_fp8=True)
     plain, narrow = (
-        decide(units, Place.NVME, params=params, precision=NARROW, fp8_weights=flag, data_parallel=2, zero_stage=3)
-        for flag in (None, True)
+        decide(units, Place.NVME, params=params, precision=NARROW, fp8_weights=flag, **degrees) for flag in (None, True)
     )
     one, other = (lower(units, decisions, asynchronous=True) for decisions in (plain, narrow))
     assert (one.tasks, one.buffers) == (other.tasks, other.buffers)
