@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from executor.devices.backend import as_array
-from executor.memory.fp8_weights import Range, cast_to_fp8, largest_bits, scales_of
+from executor.memory.fp8_weights import Fp8Copy, Range, cast_to_fp8, largest_bits, scales_of
 from executor.optimizer import WorkerTeam
+from planner.decisions import Fp8Weights
 
 float8_utils = pytest.importorskip("torchao.float8.float8_utils")
 
@@ -28,16 +29,29 @@ def casts(values: torch.Tensor, ranges: list[Range], num_threads: int) -> tuple[
 
 
 def assert_as_torchao(values: torch.Tensor, ranges: list[Range], num_threads: int = 1) -> None:
-    """The sign of a NaN is left alone: torch's own depends on where in a row of values it is."""
+    """On the host, and on a device. The sign of a NaN is left alone: torch's own depends on its place in a row."""
     scales, out = casts(values, ranges, num_threads)
+    scales_there, out_there = casts_on_device(values, ranges)
     expected = np.full(len(values), 77, np.uint8)
-    for scale, (start, stop) in zip(scales, ranges, strict=True):
+    for i, (scale, (start, stop)) in enumerate(zip(scales, ranges, strict=True)):
         part = values[start:stop]
         its_scale = float8_utils.tensor_to_scale(part, NARROW)
         np.testing.assert_array_equal(scale, its_scale.numpy())
+        np.testing.assert_array_equal(scales_there[i], its_scale.numpy())
         narrow = float8_utils.to_fp8_saturated(part.float() * its_scale, NARROW)
         expected[start:stop] = narrow.view(torch.uint8).numpy()
-    np.testing.assert_array_equal(*(np.where(bits == 0xFF, 0x7F, bits) for bits in (out, expected)))
+    for found in (out, out_there):
+        np.testing.assert_array_equal(*(np.where(bits == 0xFF, 0x7F, bits) for bits in (found, expected)))
+
+
+def casts_on_device(values: torch.Tensor, ranges: list[Range]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the same from a slot, which the values before the first range reach in their own type."""
+    sizes = Fp8Weights(len(values), ranges[0].start, len(ranges), 1, values.itemsize)
+    slot = torch.full((sizes.slot_bytes,), 77, dtype=torch.uint8)
+    copy = Fp8Copy(sizes, None, tuple(ranges), slot, torch.empty(0, dtype=torch.uint8))
+    copy.cast_on_device(values)
+    assert torch.equal(copy.others.view(torch.uint8), values[: sizes.num_others].view(torch.uint8))
+    return copy.scales.numpy(), slot[: len(values)].numpy()
 
 
 @settings(max_examples=examples(100, fewest=20))
