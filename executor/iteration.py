@@ -61,6 +61,7 @@ class IterationDriver:
         self._entry = entry
         self._groups = groups
         self._names = {id(shard.whole): shard.name for shard in shards.values()}
+        self._shapes = {shard.name: shard.whole_shape for shard in shards.values()}
         self._last_short = -2  # the latest iteration that ended before all its micro-batches had run
         self._last_other = -2  # the latest iteration with a batch of another shape than planned
         self._model_trains = False  # a training forward is under way
@@ -300,13 +301,13 @@ class IterationDriver:
         return self._runtime.actions.gradients.norms(self._loop.iteration)
 
     def _begin_updates(self) -> None:
-        updates, by_parameter = {}, self._runtime.state.by_parameter
+        updates = {}
         numbers = itertools.count()
         for group in self._groups:
             rule = self._entry.rule(group)
             for parameter, number in zip(group["params"], numbers, strict=False):
                 name = self._names[id(parameter)]
-                own = rule.of_parameter(number, by_parameter[name][0][1].shard.whole_shape)
+                own = rule.of_parameter(number, self._shapes[name])
                 updates[name] = ParameterUpdate(own, self.gradients.scale(name))
         self._runtime.actions.updates.begin(self._loop.iteration, updates)
         if (ranks := self._runtime.ranks) is not None:
