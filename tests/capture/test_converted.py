@@ -106,7 +106,7 @@ def test_which_layers_are_converted() -> None:
     chosen = in_fp8(units(build_graph(captured, Batch(32, 1, fp8_products="device"))))
     assert chosen == {f"{block}.{name}.weight" for block in "01" for name in ("up", "gate_proj")}
     with pytest.raises(
-        ModelConfigError, match=r"has no torch.nn.Linear in a hidden layer .*; leave out --products fp8$"
+        ModelConfigError, match=r"has no torch.nn.Linear in a hidden layer .*, or leave out --products fp8$"
     ):
         graph_of("gpt2")
     with pytest.raises(ModelConfigError, match="layer_tile_tokens is 32, but in fp8 each part"):
@@ -115,7 +115,9 @@ def test_which_layers_are_converted() -> None:
 
 def test_rows_that_are_no_multiple_of_16_leave_a_layer_as_it_is() -> None:
     captured = capture_module(made("llama"), ["input_ids=1x24:int64", "labels=1x24:int64"], "bf16", as_on_gpu=False)
-    with pytest.raises(ModelConfigError, match="sides and rows are multiples of 16"):
+    with pytest.raises(
+        ModelConfigError, match=r"tokens of a micro-batch, are multiples of 16, .*another --micro-batch"
+    ):
         build_graph(captured, Batch(1, 24, fp8_products="device"))
 
 

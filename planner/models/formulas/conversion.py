@@ -37,8 +37,8 @@ def in_fp8(name: str, operators: Iterable[Operator], batch: Batch) -> tuple[Oper
     }
     if not chosen:
         raise ModelConfigError(
-            f"{name} has no torch.nn.Linear in a hidden layer whose sides and rows are multiples of 16, as products in "
-            "fp8 need; leave out --products fp8"
+            f"{name} has no torch.nn.Linear in a hidden layer whose sides, and tokens of a micro-batch, are multiples "
+            "of 16, as products in fp8 need; choose another --micro-batch or --seq-len, or leave out --products fp8"
         )
     result = []
     for operator in found:
