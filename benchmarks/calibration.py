@@ -2,6 +2,7 @@
 
     python benchmarks/calibration.py                about nine minutes; best while nothing else runs
     python benchmarks/calibration.py --quick        about a minute and a half
+    python benchmarks/calibration.py --read A B     compare two profiles that one machine was measured for before
 
 Each calibration is a process of its own, as a user would start it. Of every quantity the spread of its repetitions
 (p10, p90, their number) is kept beside the ratio of both values; of each prediction, the iteration time of one plan
@@ -32,15 +33,24 @@ from ullage.commands.hardware.screen import differences
 
 RESULTS = Path(__file__).parent / "results"
 
-# What is predicted: model, device memory, tokens per sequence, sequences per micro-batch. Some are bound by computing,
-# some, with hardly any tokens, by updates and copies.
-SETTINGS: tuple[tuple[str, float, int, int], ...] = (
-    ("demo-llama", 180e6, 256, 2),
-    ("demo-llama", 120e6, 16, 1),
-    ("gpt2", 700e6, 512, 1),
-    ("gpt2", 400e6, 16, 1),
-    ("opt-350m", 1.2e9, 128, 1),
-)
+# What is predicted on each kind of device: model, device memory, tokens per sequence, sequences per micro-batch. Some
+# are bound by computing, some, with hardly any tokens, by updates and copies.
+SETTINGS: dict[str, tuple[tuple[str, float, int, int], ...]] = {
+    "host": (
+        ("demo-llama", 180e6, 256, 2),
+        ("demo-llama", 120e6, 16, 1),
+        ("gpt2", 700e6, 512, 1),
+        ("gpt2", 400e6, 16, 1),
+        ("opt-350m", 1.2e9, 128, 1),
+    ),
+    "gpu": (
+        ("qwen2.5-0.5b", 70e9, 2048, 8),
+        ("llama-3.2-1b", 16e9, 2048, 4),
+        ("llama-3.2-1b", 8e9, 256, 1),
+        ("llama-3.2-3b", 20e9, 2048, 4),
+        ("llama-3.1-8b", 40e9, 4096, 4),
+    ),
+}
 
 
 def calibrated(path: Path, *, quick: bool) -> HardwareProfile:
@@ -86,21 +96,25 @@ def main() -> None:
     """Calibrate twice, predict, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="the quick calibration")
+    parser.add_argument("--read", nargs=2, metavar=("FIRST", "SECOND"), help="profiles to compare; measure nothing")
     parser.add_argument("--output", type=Path, default=RESULTS / "calibration.json")
     args = parser.parse_args()
     began, loads = origin("torch", "numba", "numpy"), []
-    with tempfile.TemporaryDirectory() as folder:
-        profiles = []
-        for number in range(2):
-            loads.append(os.getloadavg()[0])
-            profiles.append(calibrated(Path(folder) / f"{number}.json", quick=args.quick))
+    if args.read:
+        profiles = [load_profile(name) for name in args.read]
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            profiles = []
+            for number in range(2):
+                loads.append(os.getloadavg()[0])
+                profiles.append(calibrated(Path(folder) / f"{number}.json", quick=args.quick))
     first, second = (quantities(profile) for profile in profiles)
     repeated: dict[str, dict[str, Any]] = {
         d.path: {"first": described(first[d.path]), "second": described(second[d.path]), "ratio": d.ratio}
         for d in differences(*profiles)
         if d.ratio is not None and d.path in first and not d.path.endswith(("memory_bytes", "capacity_bytes"))
     }
-    predictions = [prediction(setting, profiles) for setting in SETTINGS]
+    predictions = [prediction(setting, profiles) for setting in SETTINGS[profiles[0].device.kind]]
     ratios = [max(q["ratio"], 1 / q["ratio"]) for q in repeated.values()]
     worst = max((p[kind] for p in predictions for kind in ("ratio", "own_ratio")), key=lambda r: max(r, 1 / r))
     summary = {

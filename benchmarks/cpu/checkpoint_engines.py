@@ -29,7 +29,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,11 @@ SIZES = {"llama-22m": 250_000_000, "llama-41m": 330_000_000, "llama-79m": 500_00
 """Models, and the memory of the device, which holds weights and activations, and no optimizer."""
 
 FREQUENCIES = (10, 5, 4, 3, 2, 1)
+PEERS: Mapping[str, Callable[[Tensors], Engine]] = {
+    "torch.save": Blocking,
+    "checkfreq": CheckFreq,
+    "torchsnapshot": TorchSnapshot,
+}
 POLICIES = {
     "torch.save": "deepspeed",
     "checkfreq": "checkfreq-async",
@@ -106,6 +111,8 @@ def predicted(
         forward=phases.forward_s * whole, backward=phases.backward_s * whole, update=max(phases.update_s * whole, 1e-6)
     )
     schedule, training = iteration(known)
+    if name not in POLICIES:
+        return f"there is no policy for {name}"
     engine = policy(POLICIES[name])
     state = [Shard(num_bytes, Tier.HOST, schedule.tasks[-1].index)]
     num_iterations, every = run
@@ -135,6 +142,7 @@ class Study:
         folder: where checkpoints go.
         num_iterations: of a run.
         frequencies: iterations from one checkpoint to the next.
+        peers: engines beside ours, by name.
         absent: why engines are not there, by name.
     """
 
@@ -143,6 +151,7 @@ class Study:
     folder: Path
     num_iterations: int
     frequencies: Sequence[int]
+    peers: Mapping[str, Callable[[Tensors], Engine]] = dataclasses.field(default_factory=lambda: PEERS)
     absent: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def measure(self, num_rounds: int) -> dict[str, Any]:
@@ -153,11 +162,12 @@ class Study:
         state = training.state()
         num_bytes = num_bytes_of(state)
         ours = Ours(training, self.folder)
-        engines: dict[str, Engine] = {"torch.save": Blocking(state), "checkfreq": CheckFreq(state)}
-        try:
-            engines["torchsnapshot"] = TorchSnapshot(state)
-        except ImportError as error:
-            self.absent["torchsnapshot"] = str(error)
+        engines: dict[str, Engine] = {}
+        for name, make in self.peers.items():
+            try:
+                engines[name] = make(state)
+            except ImportError as error:
+                self.absent[name] = str(error)
         engines["ours"] = ours
         runs: list[tuple[str, int]] = [("none", 1), *((name, k) for k in self.frequencies for name in engines)]
         found: dict[tuple[str, int], list[dict[str, float]]] = {run: [] for run in runs}

@@ -1,4 +1,4 @@
-"""Checkpoint engines that run without a GPU, each durable when it says so."""
+"""Checkpoint engines, each durable when it says so."""
 
 import os
 import threading
@@ -103,6 +103,42 @@ class TorchSnapshot:
         into = self._library.StateDict(**{name: torch.empty_like(tensor) for name, tensor in self._state.items()})
         self._library.Snapshot(str(folder / f"{step}")).restore({"state": into})
         return dict(into), self._state
+
+
+class DcpAsync(Blocking):
+    """``torch.distributed.checkpoint.async_save``, one in flight."""
+
+    def __init__(self, state: Tensors) -> None:
+        super().__init__(state)
+        self._thread = threading.Thread()
+
+    def save(self, folder: Path, step: int) -> None:
+        """Stage, when the last one has been written."""
+        from torch.distributed.checkpoint.state_dict_saver import async_save  # noqa: PLC0415 - not in every build
+
+        self.finish()
+        path = folder / f"{step}"
+        written: Any = async_save(dict(self._state), checkpoint_id=path)
+
+        def write() -> None:
+            written.result()
+            sync_all(path)
+
+        self._thread = threading.Thread(target=write)
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Wait for the library's thread, and until files are durable."""
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def load(self, folder: Path, step: int) -> tuple[Tensors, Tensors]:
+        """Load one."""
+        from torch.distributed.checkpoint.state_dict_loader import load  # noqa: PLC0415 - not in every build
+
+        into = {name: torch.empty_like(tensor) for name, tensor in self._state.items()}
+        load(into, checkpoint_id=folder / f"{step}")
+        return into, self._state
 
 
 class Ours:

@@ -21,8 +21,9 @@ class Training:
 
     def __init__(self, plan: ullage.Plan, job: Job) -> None:
         torch.set_num_threads(job.num_threads)
-        keep_freed_memory()
-        self._model = make_model(job.cell, "cpu")
+        if job.device == "cpu":
+            keep_freed_memory()
+        self._model = make_model(job.cell, job.device, home="cpu")
         optimizer = torch.optim.AdamW(self._model.parameters(), **adamw_options(job))
         self._model, self.optimizer = ullage.prepare(self._model, optimizer, plan, checkpoint_buffer_bytes=BUFFER_BYTES)
         torch.set_num_threads(job.num_threads)
@@ -36,8 +37,9 @@ class Training:
 
     def iterate(self) -> None:
         """Train one iteration."""
-        for tokens in next(self._batches):
-            loss_of(self._model, tokens).backward()  # type: ignore[no-untyped-call]
+        batch = next(self._batches)
+        for tokens in batch:
+            (loss_of(self._model, tokens) / len(batch)).backward()  # type: ignore[no-untyped-call]
         self.optimizer.clip_grad_norm_(1.0)
         self.optimizer.step()
         self.step += 1
@@ -52,6 +54,7 @@ def plan_for(cell: Cell, profile: HardwareProfile) -> ullage.Plan:
             profile,
             seq_len=cell.seq_len,
             micro_batch=cell.micro_batch,
+            num_micro_batches=cell.num_micro_batches,
             precision=Precision(weights=cell.dtype),
         )
     )

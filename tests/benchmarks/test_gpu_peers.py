@@ -6,6 +6,7 @@ import os
 import runpy
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -113,27 +114,42 @@ print(json.dumps([sorted(places), torch.cuda.max_memory_reserved() / num_params]
     assert 2 <= peaks[1] < 2.5  # bytes per parameter: bf16 alone
 
 
-@pytest.mark.part(0)
 def test_what_was_executed_is_kept(tmp_path: Path) -> None:
-    model, results = tmp_path / "tiny", tmp_path / "results"
+    model, out, archive = tmp_path / "tiny", tmp_path / "results", tmp_path / "all.tar.gz"
     model.mkdir()
-    results.mkdir()
+    out.mkdir()
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 256}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 2048}
     (model / "config.json").write_text(json.dumps({"model_type": "llama"} | sizes | heads))
     profile = load_profile("epyc-turin-2c").model_copy(update={"measured_on": None})
-    (results / "profile.json").write_text(profile.model_dump_json())
-    environment = {"OUT": str(results), "STAGES": "execute", "MODELS": str(model / "config.json"), "BUDGET_S": "250"}
-    environment |= {"PYTHON": sys.executable, "WHEELS": str(tmp_path / "none"), "BATCH": "--seq-len 64"}
+    (out / "profile.json").write_text(profile.model_dump_json())
+    (out / "stages").mkdir()
+    (out / "stages" / "doctor.json").write_text("{}")  # of an earlier call
+    environment = {"OUT": str(out), "STAGES": "agreement checkpoints", "BUDGET_S": "250", "ARCHIVE": str(archive)}
+    environment |= {"PYTHON": sys.executable, "WHEELS": str(tmp_path / "none")}
+    environment["PLANS"] = f"--only mixed fetched --model {model / 'config.json'} --seq-len 64"
+    environment["CHECKPOINTS"] = f"--tiny --rounds 1 --iterations 2 --folder {tmp_path}"
     command = ["bash", str(ROOT / "benchmarks" / "gpu" / "run.sh")]
-    subprocess.run(command, env=os.environ | environment, check=True, capture_output=True, timeout=300)
-    assert json.loads((results / "stages" / "execute-tiny.json").read_text())["code"] == 0
-    saved = {path.name for path in (results / "tiny").iterdir()}
-    assert saved == {"plan.json", "run.json", "trace.json.gz", "summary.json"}
-    with gzip.open(results / "tiny" / "trace.json.gz", "rt") as file:
+    done = subprocess.run(command, env=os.environ | environment, check=False, capture_output=True, timeout=300)
+    assert done.returncode == 0, done.stdout.decode()[-3000:]
+    found = json.loads((out / "agreement.json").read_text())
+    assert found["rows"].keys() == {"mixed", "fetched"}
+    assert found["not_run"]["planned"] == "not asked for"
+    mixed, fetched = found["rows"]["mixed"], found["rows"]["fetched"]
+    assert mixed["error"] == pytest.approx(mixed["predicted"] / mixed["measured"] - 1)
+    assert "refitted_error" in fetched  # by the profile that is fitted to the other
+    assert "refitted_error" not in mixed
+    placed = json.loads((out / "agreement" / "mixed" / "plan.json").read_text())["decisions"]["units"]
+    assert {place for unit in placed.values() for place in unit["update"]} == {"cpu", "gpu", "stream"}
+    with gzip.open(out / "agreement" / "fetched" / "trace.json.gz", "rt") as file:
         events = json.load(file)["traceEvents"]
     processes = {event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert {name.split()[0] for name in processes} == {"predicted", "measured"}
+    assert json.loads((out / "checkpoints.json").read_text())["lost"].keys() == {"torch.save", "dcp.async_save", "ours"}
+    assert {path.stem for path in (out / "stages").iterdir()} == {"doctor", "agreement", "checkpoints"}
+    with tarfile.open(archive) as kept:
+        names = {name.removeprefix("./") for name in kept.getnames()}
+    assert {"agreement.json", "checkpoints.json", "logs/agreement.txt", "agreement/mixed/run.json"} <= names
 
 
 def test_a_stage_that_fails_or_takes_too_long_stops_no_other(tmp_path: Path) -> None:
