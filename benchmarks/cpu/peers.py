@@ -2,6 +2,7 @@
 
     python benchmarks/cpu/peers.py --peers PEERS --quick        about three minutes where nothing else runs
     python benchmarks/cpu/peers.py --peers PEERS                about fifteen
+    python benchmarks/cpu/peers.py --peers PEERS --bf16-state   weights in bf16 that are their own master copies
 
 Beside other programs neither the times nor the ratios mean much: threads that wait for one another at the end of every
 kernel suffer out of proportion.
@@ -17,6 +18,7 @@ has to be on the host; the peers on a CPU have no device to run out of.
 """
 
 import argparse
+import dataclasses
 import os
 import subprocess
 import sys
@@ -30,6 +32,7 @@ from hwprofiles.registry import load_profile
 from planner.plan.planning import default_precision
 
 OUTPUT = Path(__file__).parents[1] / "results" / "cpu_peers.json"
+_BF16_STATE_BYTES = 420_000_000
 TINY = (Cell("llama-tiny", "fp32", 2, 32, 2, 1.0, 3_000_000, 1),)
 
 
@@ -61,6 +64,9 @@ def main() -> None:
     add_arguments(parser, OUTPUT)
     parser.add_argument("--quick", action="store_true", help="two cells, one setting per peer, one process per row")
     parser.add_argument(
+        "--bf16-state", action="store_true", help="master copies and moments in bf16, in the first cell alone"
+    )
+    parser.add_argument(
         "--tiny", action="store_true", help="a tiny model and one process per row: does it work at all?"
     )
     args = parser.parse_args()
@@ -69,6 +75,8 @@ def main() -> None:
     profiles = {n: load_profile(args.profile) if args.profile else calibrated(n) for n in sorted({few, num_cores})}
     dtype = default_precision(profiles[few].device).weights
     chosen = TINY if args.tiny else cells(num_cores, dtype, quick=args.quick)
+    if args.bf16_state:
+        chosen = (dataclasses.replace(chosen[0], dtype="bf16", state="bf16", device_memory_bytes=_BF16_STATE_BYTES),)
     quick = args.quick or args.tiny
     rounds = Rounds(1 if quick else 3, 2, 4 if quick else 5, quick=quick)
     compare(args, "cpu", chosen, profiles, rounds)

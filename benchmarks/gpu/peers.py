@@ -5,20 +5,22 @@
 
 Cells are trained one after another, the most important first: 8k tokens per step, without clipping and with it, where
 peers have to be beaten; 64k, where training in memory has to be matched; the largest model that trains at all, which
-may use all of the device, since no host of 128 GiB holds it; then the rest of four models by six batches. What --budget
-leaves no time for is not begun, and named.
+may use all of the device, since no host of 128 GiB holds it; weights in bf16 that are their own master copies, beside
+engines that keep nothing else; then the rest of four models by seven batches. What --budget leaves no time for is not
+begun, and named.
 
 Peers are installed by ``pip install --target PEERS -r benchmarks/requirements-peers.txt``; one that is not there is a
 row that says so. The device's memory is bounded for all but the ceiling, by PyTorch's allocator, as soon as the
 engine is made, so that what an engine keeps on it is paid for. Where the model does not fit at all, its rows say so.
 Losses are held to training in memory; where that does not fit the device, to those of other engines, and a row that
-nobody else can be set beside says that it is not checked. Every row states the types of master copy, moments and
-gradients that it keeps, and whether gradients are clipped; only rows with equal master copies and moments are compared.
+nobody else can be set beside says that it is not checked. All rows of a cell have master copies and moments of one
+type, and each states which, that of its gradients, and whether they are clipped.
 """
 
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 from benchmarks.peers.command import Rounds, add_arguments, compare
 from benchmarks.peers.jobs import Cell
@@ -28,18 +30,25 @@ from ullage.cli.arguments import parse_bytes
 from ullage.this_machine.kernels import kernels
 
 OUTPUT = Path(__file__).parents[1] / "results" / "gpu" / "peers.json"
-# sequences, tokens of each, micro-batches, norm, whether peers recompute
-SHAPES = {
-    "small": (1, 2048, 1, 1.0, False),
-    "large": (4, 2048, 1, 0.0, True),
-    "larger": (8, 2048, 1, 1.0, True),
-    "long": (2, 4096, 1, 1.0, True),
-    "accumulated": (1, 2048, 8, 1.0, False),
-    "tokens-64k": (4, 2048, 8, 0.0, True),
+# sequences, tokens of each, micro-batches, norm, whether peers recompute, type of master copy and moments
+SHAPES: dict[str, tuple[int, int, int, float, bool, Literal["fp32", "bf16"]]] = {
+    "small": (1, 2048, 1, 1.0, False, "fp32"),
+    "large": (4, 2048, 1, 0.0, True, "fp32"),
+    "larger": (8, 2048, 1, 1.0, True, "fp32"),
+    "long": (2, 4096, 1, 1.0, True, "fp32"),
+    "accumulated": (1, 2048, 8, 1.0, False, "fp32"),
+    "tokens-64k": (4, 2048, 8, 0.0, True, "fp32"),
+    "all-bf16": (4, 4096, 1, 0.0, True, "bf16"),
 }
 _LARGEST = "llama-2-13b"
 MODELS = ("llama-3.2-3b", "llama-2-7b", "llama-3.1-8b", _LARGEST)
-FIRST = (("llama-2-7b", "large"), ("llama-2-7b", "long"), ("llama-3.2-3b", "tokens-64k"), (_LARGEST, "small"))
+FIRST = (
+    ("llama-2-7b", "large"),
+    ("llama-2-7b", "long"),
+    ("llama-3.2-3b", "tokens-64k"),
+    (_LARGEST, "small"),
+    ("llama-3.1-8b", "all-bf16"),
+)
 
 
 def chosen(models: Sequence[str] | None, shapes: Sequence[str] | None) -> tuple[tuple[str, str], ...]:
@@ -52,11 +61,11 @@ def chosen(models: Sequence[str] | None, shapes: Sequence[str] | None) -> tuple[
 
 def cell_of(model: str, shape: str, device_bytes: int | None, threads: int) -> Cell:
     """Return a cell; without ``device_bytes`` 20 GB of the device are used, or all of it for the largest model."""
-    micro_batch, seq_len, accumulation, max_norm, recompute = SHAPES[shape]
+    micro_batch, seq_len, accumulation, max_norm, recompute, state = SHAPES[shape]
     batch = (micro_batch, seq_len, accumulation, max_norm)
     if device_bytes is None and model != _LARGEST:
         device_bytes = 20_000_000_000
-    return Cell(model, "bf16", *batch, device_bytes, threads, recompute)
+    return Cell(model, "bf16", *batch, device_bytes, threads, recompute, state)
 
 
 def main() -> None:

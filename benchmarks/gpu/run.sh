@@ -113,7 +113,7 @@ if compgen -G "$WHEELS/*.whl" > /dev/null; then
 fi
 for name in $STAGES; do
     case "$name" in
-        doctor) stage doctor 30 bash -c examine ;;
+        doctor) stage doctor 45 bash -c examine ;;
         tests) stage tests 90 "$PYTHON" -m pytest -q --rootdir . tests/executor/devices/test_cuda.py ;;
         calibrate) stage calibrate 120 "$PYTHON" -m ullage calibrate --quick --output "$OUT/profile.json" ;;
         again) stage again 90 "$PYTHON" -m ullage calibrate --quick --output "$OUT/profile_again.json" ;;

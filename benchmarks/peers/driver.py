@@ -14,7 +14,7 @@ import ullage
 from benchmarks.origin import origin, write_result
 from benchmarks.peers.jobs import Cell, Job, Outcome, model_config
 from benchmarks.peers.processes import Runner
-from benchmarks.peers.rows import Row
+from benchmarks.peers.rows import Rounding, Row
 from benchmarks.peers.summary import IN_MEMORY, Reference, cell_summary, verdict
 from hwprofiles.profile import HardwareProfile
 from planner.decisions import Precision
@@ -24,7 +24,7 @@ _BUILD_LIMIT_S = 420.0
 _PACKAGES = ("torch", "transformers", "numba", "numpy", "deepspeed", "torchao")
 _PLANNED_SHARE = 0.95  # of a bound that PyTorch's allocator enforces: it rounds, and holds workspaces of libraries too
 # Of training in memory, per parameter: weights and gradients in both types, and both moments; see engines.InMemory.
-_IN_MEMORY_BYTES = {"bf16": 20, "fp32": 16}
+_IN_MEMORY_BYTES = {("bf16", "fp32"): 20, ("fp32", "fp32"): 16, ("bf16", "bf16"): 8}  # by Cell.dtype and Cell.state
 _TUNED_ITERATIONS = (1, 3)  # warm-up and timed: enough to rank settings
 
 
@@ -69,9 +69,9 @@ class Comparison:
         self._folder = folder
         self._begin = origin(*_PACKAGES, beside=runner.peers, gpu=settings.device == "cuda")
         self._outcomes: dict[Cell, dict[str, list[Outcome]]] = {
-            cell: {row.name: [] for row in settings.rows} for cell in settings.cells
+            cell: {row.name: [] for row in self._rows(cell)} for cell in settings.cells
         }
-        self._references: dict[Cell, Reference] = {}
+        self._references: dict[Cell, dict[Rounding, Reference]] = {cell: {} for cell in settings.cells}
         self._plans: dict[Cell, str] = {}
         self._chosen: dict[tuple[Cell, str], dict[str, Any]] = {}
         self._tried: dict[Cell, dict[str, list[dict[str, Any]]]] = {cell: {} for cell in settings.cells}
@@ -88,12 +88,15 @@ class Comparison:
             self._not_begun.remove(cell)
             self._plan(cell)
             self._refer(cell)
-            for row in self._settings.rows:
+            for row in self._rows(cell):
                 self._tune(cell, row)
             for _ in range(self._settings.num_rounds):
-                for row in self._settings.rows:
+                for row in self._rows(cell):
                     self._measure(cell, row)
         return self._write()
+
+    def _rows(self, cell: Cell) -> list[Row]:
+        return [row for row in self._settings.rows if cell.state in row.states]
 
     def _build(self) -> None:
         """Let DeepSpeed compile its optimizer before anything is timed."""
@@ -118,7 +121,8 @@ class Comparison:
             seq_len=cell.seq_len,
             micro_batch=cell.micro_batch,
             num_micro_batches=cell.num_micro_batches,
-            precision=Precision(weights=cell.dtype),
+            precision=Precision(weights=cell.dtype, master="bf16" if cell.state == "bf16" else None),
+            optimizer="adamw-bf16" if cell.state == "bf16" else "adamw",
             clip=cell.max_norm > 0,
         )
         try:
@@ -138,19 +142,21 @@ class Comparison:
 
         Where that cannot be, engines are held to one another.
         """
-        settings = {"fused": False} | self._recompute(cell)
         too_large = self._too_large(cell)
-        outcome = Outcome(error=too_large) if too_large else self._runner.run(self._job(cell, "in_memory", settings))
-        if outcome.error is None:
-            self._references[cell] = Reference(IN_MEMORY, outcome.losses)
-            self._say(f"{cell.name}: reference, losses {outcome.losses[0]:.4f} -> {outcome.losses[-1]:.4f}")
-        else:
-            self._notes.setdefault("references", {})[cell.name] = outcome.error
-            self._say(f"{cell.name}: engines are held to one another, not to {IN_MEMORY}: {outcome.error}")
+        for rounding in dict.fromkeys(row.rounding(cell) for row in self._rows(cell)):
+            settings = {"fused": False, "rounding": rounding} | self._recompute(cell)
+            job = self._job(cell, "in_memory", settings)
+            outcome = Outcome(error=too_large) if too_large else self._runner.run(job)
+            if outcome.error is None:
+                self._references[cell][rounding] = Reference(IN_MEMORY, outcome.losses)
+                self._say(f"{cell.name}: reference, losses {outcome.losses[0]:.4f} -> {outcome.losses[-1]:.4f}")
+            else:
+                self._notes.setdefault("references", {})[cell.name] = outcome.error
+                self._say(f"{cell.name}: engines are held to one another, not to {IN_MEMORY}: {outcome.error}")
 
     def _too_large(self, cell: Cell) -> str | None:
         """Return why training in memory need not be tried on a GPU, if so: trying takes time that others need."""
-        needed_bytes = _IN_MEMORY_BYTES[cell.dtype] * num_parameters(model_config(cell.model))
+        needed_bytes = _IN_MEMORY_BYTES[cell.dtype, cell.state] * num_parameters(model_config(cell.model))
         device_bytes = self._begin.get("gpu_bytes", math.inf)
         if needed_bytes <= device_bytes:
             return None
@@ -175,7 +181,8 @@ class Comparison:
         tried = self._tried[cell].setdefault(row.name, [])
         for settings in candidates:
             outcome = self._runner.run(self._job(cell, row.engine, settings, *_TUNED_ITERATIONS))
-            references = (self._references[cell],) if cell in self._references else ()
+            known = self._references[cell].get(row.rounding(cell))
+            references = (known,) if known else ()
             status, why = verdict([outcome], references, cell)
             tried.append({"settings": settings, "status": status, "why": why, "iteration_s": _median(outcome)})
             self._say(f"{cell.name}: {row.name} {settings}: {tried[-1]['iteration_s']:.3f} s {why}")
@@ -224,7 +231,7 @@ class Comparison:
             cell.name: {
                 **dataclasses.asdict(cell),
                 **self._summary(cell),
-                "settings": {row.name: self._chosen.get((cell, row.name)) for row in self._settings.rows},
+                "settings": {row.name: self._chosen.get((cell, row.name)) for row in self._rows(cell)},
                 "tried": self._tried[cell],
             }
             for cell in self._settings.cells
@@ -245,8 +252,7 @@ class Comparison:
     def _summary(self, cell: Cell) -> dict[str, Any]:
         gemm = self._settings.profiles[cell.compute_threads].device.gemm.get(cell.dtype)
         peak_flop_per_s = gemm.best_rate_per_s() if gemm else None
-        reference = self._references.get(cell)
-        return cell_summary(cell, self._settings.rows, self._outcomes[cell], reference, peak_flop_per_s)
+        return cell_summary(cell, self._rows(cell), self._outcomes[cell], self._references[cell], peak_flop_per_s)
 
     @staticmethod
     def _recompute(cell: Cell) -> dict[str, Any]:
@@ -275,7 +281,8 @@ def table(cells: dict[str, Any], rows: Sequence[str]) -> str:
         if cell["reference"] != IN_MEMORY:
             lines.append(f"  losses are held to those of {cell['reference']}")
         for row in rows:
-            found = cell["rows"][row]
+            if (found := cell["rows"].get(row)) is None:
+                continue
             if "tokens_per_s" in found:
                 figures = (
                     f"{found['tokens_per_s']:9.0f} tokens/s {found['iteration_s']:8.3f} s "

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from benchmarks.peers.jobs import Job
 from benchmarks.peers.training import (
+    DTYPES,
     Trainer,
     adamw_options,
     layers_of,
@@ -22,6 +23,7 @@ from benchmarks.peers.training import (
     recompute_layers,
     schedule_of,
 )
+from executor.optimizer.reference import AdamWBf16
 
 # Engine, and the package that has to be there for it.
 PACKAGES = {"zero2": "deepspeed", "zero3": "deepspeed", "zenflow": "deepspeed", "torchao": "torchao"}
@@ -31,7 +33,8 @@ PACKAGES = {"zero2": "deepspeed", "zero3": "deepspeed", "zenflow": "deepspeed", 
 class InMemory:
     """Plain PyTorch, everything on the device: what offloading is compared with.
 
-    Settings: ``fused`` (of AdamW; without it the loop over parameters, as the reference), ``recompute``.
+    Settings: ``fused`` (of AdamW; without it the loop over parameters, as the reference), ``recompute``, ``rounding``
+    (of weights that are their own master copies; ``stochastic``: as ours, by a loop over parameters too).
     """
 
     def __init__(self, job: Job) -> None:
@@ -41,11 +44,15 @@ class InMemory:
         if job.setting("recompute", default=False):
             recompute_layers(self._model)
         self._weights = list(self._model.parameters())
-        whole = job.cell.dtype == "fp32"
+        whole = job.cell.weights_are_masters
         self._masters = self._weights if whole else [nn.Parameter(w.detach().float()) for w in self._weights]
         self._gradients = [] if whole else [torch.empty_like(master) for master in self._masters]
         fused = bool(job.setting("fused", default=True))
-        self._optimizer = torch.optim.AdamW(self._masters, **adamw_options(job), fused=fused, foreach=False)
+        self._optimizer: torch.optim.Optimizer
+        if job.setting("rounding", default="nearest") == "stochastic":
+            self._optimizer = AdamWBf16(self._masters, **adamw_options(job), bf16_stochastic_round=True)
+        else:
+            self._optimizer = torch.optim.AdamW(self._masters, **adamw_options(job), fused=fused, foreach=False)
         self._scheduler = schedule_of(self._optimizer)
 
     def backward(self, tokens: Tensor) -> Tensor:
@@ -80,7 +87,7 @@ class InMemory:
 
 @final
 class Fsdp2:
-    """``fully_shard`` with ``CPUOffloadPolicy`` on one rank: fp32 parameters, gradients and states on the host.
+    """``fully_shard`` with ``CPUOffloadPolicy`` on one rank: parameters, gradients and states on the host, in one type.
 
     Settings: ``reshard`` (after forward), ``fused`` (of AdamW, else foreach), ``recompute``.
     """
@@ -93,10 +100,10 @@ class Fsdp2:
         self._cell, self._device = job.cell, job.device
         on_gpu = job.device == "cuda"
         dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
-        self._model: Any = make_model(job.cell, job.device, torch.float32, home="cpu")
+        self._model: Any = make_model(job.cell, job.device, DTYPES[job.cell.state], home="cpu")
         if job.setting("recompute", default=False):
             recompute_layers(self._model)
-        dtype = torch.bfloat16 if job.cell.dtype == "bf16" else None
+        dtype = None if job.cell.weights_are_masters else torch.bfloat16
         options: dict[str, Any] = {
             "mesh": init_device_mesh(job.device, (1,)),
             "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None),
@@ -149,8 +156,8 @@ class Fsdp2:
 class TorchAo:
     """torchao's ``CPUOffloadOptimizer``: weights and gradients on the GPU, AdamW per parameter on the host.
 
-    It updates host copies in the weights' own type, so states are fp32 only if weights are: they are, and computing in
-    bf16 is autocast's. Settings: ``offload_gradients``, ``recompute``.
+    It updates host copies in the weights' own type, so states are fp32 only if weights are: then computing in bf16 is
+    autocast's. Settings: ``offload_gradients``, ``recompute``.
     """
 
     def __init__(self, job: Job) -> None:
@@ -160,7 +167,7 @@ class TorchAo:
         if offload_gradients and job.cell.num_micro_batches > 1:
             raise NotImplementedError("offload_gradients is not compatible with accumulation")
         self._cell, self._device = job.cell, job.device
-        self._model: Any = make_model(job.cell, job.device, torch.float32)
+        self._model: Any = make_model(job.cell, job.device, DTYPES[job.cell.state])
         if job.setting("recompute", default=False):
             recompute_layers(self._model)
         self._optimizer = CPUOffloadOptimizer(
@@ -172,7 +179,7 @@ class TorchAo:
 
     def backward(self, tokens: Tensor) -> Tensor:
         """See :class:`Trainer`."""
-        with torch.autocast(self._device, torch.bfloat16, enabled=self._cell.dtype == "bf16"):
+        with torch.autocast(self._device, torch.bfloat16, enabled=not self._cell.weights_are_masters):
             loss = loss_of(self._model, tokens)
         (loss / self._cell.num_micro_batches).backward()  # type: ignore[no-untyped-call]
         return loss.detach()

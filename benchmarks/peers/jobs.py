@@ -52,7 +52,9 @@ class Cell:
 
     Attributes:
         model: see :func:`model_config`.
-        dtype: in which forward and backward compute; states are fp32 always.
+        dtype: in which forward and backward compute.
+        state: type of the master copy of weights and of the moments. ``bf16``, where that computes: the weights are the
+            master copy, so nothing else is kept, 8 bytes a parameter with gradients.
         micro_batch: sequences per forward.
         seq_len: tokens of each.
         num_micro_batches: forwards per optimizer step.
@@ -73,18 +75,25 @@ class Cell:
     device_memory_bytes: int | None = None
     compute_threads: int = 0
     recompute: bool = False
+    state: Literal["bf16", "fp32"] = "fp32"
 
     @property
     def name(self) -> str:
         """A short name, unique among cells of one run."""
         threads = f"-{self.compute_threads}t" if self.compute_threads else ""
         batch = f"{self.micro_batch}x{self.seq_len}-acc{self.num_micro_batches}"
-        return f"{self.model}-{self.dtype}-{batch}-clip{self.max_norm:g}{threads}"
+        state = "-bf16state" if self.state == "bf16" else ""
+        return f"{self.model}-{self.dtype}-{batch}-clip{self.max_norm:g}{threads}{state}"
 
     def like(self, other: "Cell") -> bool:
         """Return whether what is the best setting for another cell is taken as the best for this one too."""
-        mine, theirs = ((c.model, c.dtype, c.compute_threads, c.recompute) for c in (self, other))
+        mine, theirs = ((c.model, c.dtype, c.compute_threads, c.recompute, c.state) for c in (self, other))
         return mine == theirs
+
+    @property
+    def weights_are_masters(self) -> bool:
+        """Whether the optimizer updates the weights themselves, and keeps no copy in another type."""
+        return self.dtype == self.state
 
     @property
     def num_tokens(self) -> int:

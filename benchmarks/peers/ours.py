@@ -33,7 +33,9 @@ class Ours:
         if job.device == "cpu":
             keep_freed_memory()
         self._model = make_model(job.cell, job.device, home="cpu")
-        optimizer = torch.optim.AdamW(self._model.parameters(), **adamw_options(job))
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(self._model.parameters(), **adamw_options(job))
+        if job.cell.state == "bf16":
+            optimizer = ullage.AdamWBf16(self._model.parameters(), **adamw_options(job), bf16_stochastic_round=True)
         self._scheduler = schedule_of(optimizer)
         self._model, self._optimizer = ullage.prepare(self._model, optimizer, self._plan)
         self._session = self._optimizer.session

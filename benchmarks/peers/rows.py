@@ -5,36 +5,8 @@ from typing import Any, Literal
 
 from benchmarks.peers.jobs import Cell
 
+Rounding = Literal["nearest", "stochastic"]
 Kind = Literal["ours", "peer", "ceiling", "other mathematics"]
-
-
-@dataclasses.dataclass(frozen=True)
-class State:
-    """Types of what an engine keeps between passes. Rows are compared where master copy and moments have equal types.
-
-    Attributes:
-        master: the copy of the weights that is updated.
-        moments: of the optimizer.
-        gradients: as they wait for the update; ``weights``: in the type that forward computes in. ``None``: not known.
-    """
-
-    master: Literal["fp32", "bf16"] = "fp32"
-    moments: Literal["fp32", "bf16"] = "fp32"
-    gradients: Literal["fp32", "bf16", "weights"] | None = "fp32"
-
-    def of(self, cell: Cell) -> dict[str, Any]:
-        """Return it for a cell, with whether gradients are clipped."""
-        gradients = cell.dtype if self.gradients == "weights" else self.gradients
-        return {
-            "master": self.master,
-            "moments": self.moments,
-            "gradients": gradients,
-            "clipping": cell.max_norm > 0,
-        }
-
-    def equals(self, other: "State") -> bool:
-        """Return whether what is updated has the same types."""
-        return (self.master, self.moments) == (other.master, other.moments)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,16 +18,27 @@ class Row:
         engine: see :data:`benchmarks.peers.engines.ENGINES`.
         kind: ``peer`` rows compete for the best; ``ceiling`` is no offloading; what trains with other mathematics is
             shown, but competes with nobody.
-        state: what it keeps.
+        gradients: their type as they wait for the update: that of the ``state`` or of ``weights``; ``None``: unknown.
+        states: types of master copy and moments that it can train with; see :attr:`Cell.state`.
         cpu, cuda: settings to try on that kind of device, the likeliest first; none: it is not tried unless named.
     """
 
     name: str
     engine: str
     kind: Kind = "peer"
-    state: State = State()
+    gradients: Literal["state", "weights"] | None = "state"
+    states: tuple[str, ...] = ("fp32",)
     cpu: tuple[dict[str, Any], ...] = ({},)
     cuda: tuple[dict[str, Any], ...] = ({},)
+
+    def state(self, cell: Cell) -> dict[str, Any]:
+        """Return the types that it keeps in a cell, and whether gradients are clipped."""
+        gradients = {"state": cell.state, "weights": cell.dtype, None: None}[self.gradients]
+        return {"master": cell.state, "moments": cell.state, "gradients": gradients, "clipping": cell.max_norm > 0}
+
+    def rounding(self, cell: Cell) -> Rounding:
+        """Return how weights are rounded after an update: ours in bf16 stochastically, so they train differently."""
+        return "stochastic" if self.kind == "ours" and cell.state == "bf16" else "nearest"
 
     def candidates(self, device: str, *, recompute: bool, quick: bool) -> tuple[dict[str, Any], ...]:
         """Return the settings to try, all with recomputation or none; with ``quick`` the likeliest alone."""
@@ -69,18 +52,21 @@ _SPIN = {"spin": True}
 _ZENFLOW = {"topk_ratio": 0.1, "update_interval": 4, "select_interval": 1000, "select_strategy": "step"}
 _SMALLER = 2 * 10**7  # subgroups of 1e8 would leave a small model in one piece, and Twin-Flow nothing to split
 _LARGER = 4 * 10**8
+_BOTH = ("fp32", "bf16")
 ROWS: tuple[Row, ...] = (
-    Row("ours", "ours", "ours", State(gradients="weights")),
-    Row("in-memory", "in_memory", "ceiling", State(gradients="weights"), cpu=({}, _ONE_THREAD, _SPIN)),
+    Row("ours", "ours", "ours", "weights", _BOTH),
+    Row("in-memory", "in_memory", "ceiling", "weights", _BOTH, cpu=({}, _ONE_THREAD, _SPIN)),
     Row(
         "zero-2-offload",
         "zero2",
+        states=_BOTH,
         cpu=({}, {"overlap_comm": False}, _ONE_THREAD, _SPIN),
         cuda=({}, {"overlap_comm": False}, {"bucket_size": 10**8}),
     ),
     Row(
         "zero-3-offload",
         "zero3",
+        states=_BOTH,
         cpu=({}, _ONE_THREAD, _SPIN),
         cuda=({}, {"sub_group_size": _LARGER}, {"overlap_comm": False}, {"sub_group_size": 10**9}),
     ),
@@ -88,6 +74,7 @@ ROWS: tuple[Row, ...] = (
     Row(
         "zero-3-params",
         "zero3",
+        states=_BOTH,
         cpu=(),
         cuda=(
             {"offload_param": True},
@@ -110,15 +97,16 @@ ROWS: tuple[Row, ...] = (
     Row(
         "fsdp2",
         "fsdp2",
+        states=_BOTH,
         cpu=({}, {"reshard": False}, _ONE_THREAD, _SPIN),
         cuda=({}, {"reshard": False}, {"fused": False}),
     ),
-    Row("torchao", "torchao", cuda=({}, {"offload_gradients": True})),
+    Row("torchao", "torchao", states=_BOTH, cuda=({}, {"offload_gradients": True})),
     Row(
         "zenflow",
         "zenflow",
         "other mathematics",
-        State(gradients=None),
+        None,
         cpu=(),
         cuda=({"zenflow": _ZENFLOW}, {"zenflow": _ZENFLOW | {"overlap_step": True}}),
     ),

@@ -1,6 +1,8 @@
 """From outcomes to figures: the gate of correctness, medians, and ratios paired by round.
 
-A row counts if its losses are those of a reference: training in memory with the stock loop. Where that does not fit, or
+A row counts if its losses are those of a reference: training in memory with the stock loop. Weights that are their own
+master copies are rounded stochastically by ours, and to nearest by others. Losses then differ by as much as those of a
+wrong rate, so ours is held to training in memory with the same rounding. Where that does not fit, or
 fails, a row is held to those of other engines, and counts if they agree with at least one that shares no code with it:
 what two engines that were written apart find alike is taken as right. So a wrong engine fails with or without company,
 and where just two engines train and disagree, neither counts. A row that nobody can be set beside is ``not checked``:
@@ -15,7 +17,7 @@ from typing import Any
 
 from benchmarks.peers.engines import PACKAGES
 from benchmarks.peers.jobs import Cell, Outcome, model_config
-from benchmarks.peers.rows import Row
+from benchmarks.peers.rows import Rounding, Row
 from planner.models.parameters import num_parameters
 
 # Most that a loss may be off the reference's, relative, in any iteration. Engines that train alike stay within a tenth
@@ -46,14 +48,19 @@ def loss_error(losses: Sequence[float], reference: Sequence[float]) -> float:
 
 
 def references_of(
-    row: Row, rows: Sequence[Row], outcomes: Mapping[str, Sequence[Outcome]], in_memory: Reference | None
+    cell: Cell,
+    row: Row,
+    rows: Sequence[Row],
+    outcomes: Mapping[str, Sequence[Outcome]],
+    in_memory: Mapping[Rounding, Reference],
 ) -> tuple[Reference, ...]:
     """Return what a row is held to: training in memory, or else all rows of engines that share no code with its own."""
-    if in_memory is not None:
-        return (in_memory,)
+    rounding = row.rounding(cell)
+    if rounding in in_memory:
+        return (in_memory[rounding],)
     found = []
     for other in rows:
-        if other.kind != "other mathematics" and _code(other) != _code(row):
+        if other.kind != "other mathematics" and _code(other) != _code(row) and other.rounding(cell) == rounding:
             ended = next((outcome for outcome in outcomes[other.name] if outcome.error is None), None)
             found += [Reference(other.name, ended.losses)] if ended else []
     return tuple(found)
@@ -96,7 +103,7 @@ def row_summary(cell: Cell, row: Row, outcomes: Sequence[Outcome], references: S
     status, why = verdict(outcomes, references, cell)
     if row.kind == "other mathematics" and status == "failed":
         status = "other mathematics"
-    result: dict[str, Any] = {"status": status, "why": why, "kind": row.kind, "state": row.state.of(cell)}
+    result: dict[str, Any] = {"status": status, "why": why, "kind": row.kind, "state": row.state(cell)}
     whole = [outcome for outcome in outcomes if outcome.error is None]
     if not whole:
         return result
@@ -133,7 +140,7 @@ def cell_summary(
     cell: Cell,
     rows: Sequence[Row],
     outcomes: Mapping[str, Sequence[Outcome]],
-    in_memory: Reference | None,
+    in_memory: Mapping[Rounding, Reference],
     peak_flop_per_s: float | None = None,
 ) -> dict[str, Any]:
     """Return all rows of a cell and how ours compares; ratios above 1 mean that ours is faster.
@@ -142,19 +149,19 @@ def cell_summary(
         cell: what was trained.
         rows: by whom.
         outcomes: what came of it, by row.
-        in_memory: losses of training in memory; ``None``: there are none, and engines are held to one another.
+        in_memory: losses of training in memory; where there are none, engines are held to one another.
         peak_flop_per_s: that ``mfu`` is a share of: the best rate that the profile has for one matrix product. The
             model's FLOP are 6 for each parameter and token (Kaplan et al. 2020, table 1), recomputed ones not counted.
     """
     table = {
-        row.name: row_summary(cell, row, outcomes[row.name], references_of(row, rows, outcomes, in_memory))
+        row.name: row_summary(cell, row, outcomes[row.name], references_of(cell, row, rows, outcomes, in_memory))
         for row in rows
     }
     result: dict[str, Any] = {
         "rows": table,
         "num_tokens": cell.num_tokens,
         "tolerance": TOLERANCES[cell.dtype],
-        "reference": in_memory.name if in_memory else "other engines" if any(outcomes.values()) else None,
+        "reference": IN_MEMORY if in_memory else "other engines" if any(outcomes.values()) else None,
         "model_flop_per_token": 6 * num_parameters(model_config(cell.model)),
         "peak_flop_per_s": peak_flop_per_s,
     }
@@ -165,8 +172,7 @@ def cell_summary(
     own = next((row for row in rows if row.kind == "ours" and row.name in counted), None)
     if own is None:
         return result
-    ours, equal = own.name, {row.name for row in rows if row.state.equals(own.state)}
-    counted = {name: row for name, row in counted.items() if name in equal}
+    ours = own.name
     peers = {name: row["iteration_s"] for name, row in counted.items() if row["kind"] == "peer"}
     if peers:
         best = min(peers, key=peers.__getitem__)

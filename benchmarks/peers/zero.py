@@ -11,6 +11,7 @@ from benchmarks.peers.jobs import BETAS, EPS, WEIGHT_DECAY, Job
 from benchmarks.peers.training import loss_of, make_model, recompute_layers, schedule_of
 
 _NEVER = 2**31 - 1
+_BF16_STATE = ("bf16_master_weights_and_grads", "bf16_optimizer_states")
 # Parameters of no plan are gathered on one rank, so all of them may as well stay; see DeepSpeed's configuration.
 _PERSISTENT = 10**15
 
@@ -50,7 +51,7 @@ def configuration(job: Job) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": cell.micro_batch,
         "gradient_accumulation_steps": cell.num_micro_batches,
         "gradient_clipping": cell.max_norm,
-        "bf16": {"enabled": cell.dtype == "bf16"},
+        "bf16": {"enabled": True, **dict.fromkeys(_BF16_STATE, cell.state == "bf16")} if cell.dtype == "bf16" else {},
         "zero_optimization": zero,
         "optimizer": {"type": "AdamW", "params": optimizer},
         "wall_clock_breakdown": False,

@@ -15,7 +15,7 @@ from benchmarks.peers import driver
 from benchmarks.peers.driver import Comparison, Settings, table
 from benchmarks.peers.jobs import Cell, Job, Outcome
 from benchmarks.peers.processes import Clock, Runner
-from benchmarks.peers.rows import ROWS, Row, State, rows_for
+from benchmarks.peers.rows import ROWS, Row, rows_for
 from benchmarks.peers.summary import IN_MEMORY, TOLERANCES, Reference, cell_summary, paired_ratio, verdict
 from benchmarks.peers.worker import run
 from benchmarks.peers.zero import configuration
@@ -29,6 +29,7 @@ OURS, PEER, CEILING = (
     Row("memory", "in_memory", "ceiling"),
 )
 REFERENCE = Reference(IN_MEMORY, (3.0, 2.0))
+IN_CELL = {"nearest": REFERENCE}
 
 
 @pytest.fixture
@@ -81,7 +82,7 @@ def outcome(iteration_s: float, loss: float = 2.0) -> Outcome:
 def test_what_fails_the_gate_is_no_best_peer() -> None:
     rows = (OURS, PEER, dataclasses.replace(PEER, name="other"), CEILING)
     outcomes = {"ours": [outcome(2)], "peer": [outcome(1, loss=2.1)], "other": [outcome(3)], "memory": [outcome(1)]}
-    summary = cell_summary(CELL, rows, outcomes, REFERENCE)
+    summary = cell_summary(CELL, rows, outcomes, IN_CELL)
     assert summary["reference"] == IN_MEMORY
     assert summary["rows"]["ours"]["checked_against"] == [IN_MEMORY]
     assert summary["rows"]["peer"]["status"] == "failed"
@@ -89,7 +90,7 @@ def test_what_fails_the_gate_is_no_best_peer() -> None:
     assert summary["ours_over_best_peer"] == pytest.approx(1.5)
     assert summary["ours_over_in_memory"] == pytest.approx(0.5)
     outcomes["ours"] = [outcome(2, loss=2.1)]
-    assert "ours_over_best_peer" not in cell_summary(CELL, rows, outcomes, REFERENCE)
+    assert "ours_over_best_peer" not in cell_summary(CELL, rows, outcomes, IN_CELL)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +114,7 @@ def test_without_a_reference_engines_are_held_to_one_another(
         row.name: [outcome(2, loss)] if loss else [Outcome(error="OutOfMemoryError")]
         for row, loss in zip(rows, losses, strict=True)
     }
-    summary = cell_summary(CELL, rows, ran, None)
+    summary = cell_summary(CELL, rows, ran, {})
     assert tuple(summary["rows"][row.name]["status"] for row in rows) == statuses
     assert summary["reference"] == "other engines"
     assert ("best_peer" in summary) == (statuses[0] == "ok")
@@ -122,31 +123,51 @@ def test_without_a_reference_engines_are_held_to_one_another(
         assert summary["rows"]["ours"]["checked_against"]
 
 
-def test_only_rows_of_equal_state_are_compared() -> None:
-    lower = dataclasses.replace(PEER, name="lower", state=State(master="bf16", moments="bf16", gradients="bf16"))
-    rows = (OURS, PEER, lower, dataclasses.replace(CEILING, state=lower.state))
-    ran = {OURS.name: [outcome(2)], PEER.name: [outcome(3)], "lower": [outcome(1)], CEILING.name: [outcome(1)]}
-    summary = cell_summary(CELL, rows, ran, Reference(IN_MEMORY, outcome(1).losses))
-    assert summary["best_peer"] == PEER.name
-    assert "ours_over_in_memory" not in summary
-    assert summary["rows"]["lower"]["status"] == "ok"
-    assert summary["rows"]["lower"]["state"]["master"] == "bf16"
+def test_stochastic_rounding_is_held_to_its_own_kind() -> None:
+    cell = dataclasses.replace(CELL, dtype="bf16", state="bf16")
+    rows = (OURS, PEER, dataclasses.replace(PEER, name="third", engine="fsdp2"), CEILING)
+    ran = {OURS.name: [outcome(2, 2.2)], PEER.name: [outcome(3)], "third": [outcome(4)], CEILING.name: [outcome(1)]}
+    nearest, stochastic = REFERENCE, Reference(IN_MEMORY, (3.0, 2.2))
+    summary = cell_summary(cell, rows, ran, {"nearest": nearest, "stochastic": stochastic})
+    assert {row["status"] for row in summary["rows"].values()} == {"ok"}
+    assert summary["ours_over_best_peer"] == pytest.approx(1.5)
     assert "state bf16/bf16/bf16" in table({"cell": summary}, [row.name for row in rows])
+    alone = cell_summary(cell, rows[:3], ran, {})
+    assert [row["status"] for row in alone["rows"].values()] == ["not checked", "ok", "ok"]  # peers are no witnesses
+    swapped = cell_summary(cell, rows, ran, {"nearest": stochastic, "stochastic": nearest})
+    assert {row["status"] for row in swapped["rows"].values()} == {"failed"}
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_every_row_states_what_it_keeps(dtype: str) -> None:
-    cell = dataclasses.replace(CELL, dtype=dtype, max_norm=1.0)
-    states = {row.name: row.state.of(cell) for row in ROWS}
-    assert all(state["clipping"] for state in states.values())
-    assert {(state["master"], state["moments"]) for state in states.values()} == {("fp32", "fp32")}
+@pytest.mark.parametrize(("dtype", "state"), [("bf16", "fp32"), ("fp32", "fp32"), ("bf16", "bf16")])
+def test_every_row_states_what_it_keeps(dtype: str, state: str) -> None:
+    cell = dataclasses.replace(CELL, dtype=dtype, max_norm=1.0, state=state)
+    states = {row.name: row.state(cell) for row in ROWS if state in row.states}
+    assert {"ours", "in-memory", "fsdp2", "torchao", "zero-3-params"} <= states.keys()
+    assert ("twin-flow" in states) == (state == "fp32")
+    assert all(found["clipping"] for found in states.values())
+    assert {(found["master"], found["moments"]) for found in states.values()} == {(state, state)}
     assert states["ours"]["gradients"] == dtype
-    assert states["fsdp2"]["gradients"] == "fp32"
+    assert states["fsdp2"]["gradients"] == state
+
+
+@pytest.mark.usefixtures("threads")
+def test_weights_that_are_master_copies_are_trained_alike(tmp_path: Path) -> None:
+    """Ours is what plain training with the same rounding is, and DeepSpeed is told to keep nothing else."""
+    cell = dataclasses.replace(CELL, dtype="bf16", state="bf16")
+    rows = (dataclasses.replace(OURS, states=("bf16",)), dataclasses.replace(CEILING, states=("bf16",)))
+    settings = Settings((cell,), rows, "cpu", {1: load_profile("epyc-turin-2c")}, 1, 2, 4, True, tmp_path / "out.json")
+    result = Comparison(settings, Here(), tmp_path).run()  # type: ignore[arg-type]
+    (found,) = result["cells"].values()
+    assert {name: row["status"] for name, row in found["rows"].items()} == {"ours": "ok", "memory": "ok"}
+    assert found["rows"]["ours"]["loss_error"] < TOLERANCES["bf16"] / 10
+    bf16 = configuration(Job(cell, "zero2"))["bf16"]
+    assert bf16 == {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+    assert set(configuration(Job(dataclasses.replace(cell, state="fp32"), "zero2"))["bf16"].values()) == {True, False}
 
 
 def test_other_mathematics_is_no_witness() -> None:
     zen = Row("zen", "zenflow", "other mathematics")
-    summary = cell_summary(CELL, (OURS, zen), {"ours": [outcome(1)], "zen": [outcome(1)]}, None)
+    summary = cell_summary(CELL, (OURS, zen), {"ours": [outcome(1)], "zen": [outcome(1)]}, {})
     assert summary["rows"]["ours"]["status"] == "not checked"
 
 
@@ -193,6 +214,16 @@ def test_a_cell_too_large_for_memory_is_compared(
     assert why.startswith("not tried: weights, gradients and moments take 0.0 GB" if large else "OutOfMemory")
     assert sum(job.engine == "in_memory" for job in machine.jobs) == (0 if large else 2)
     assert "held to those of other engines" in table(result["cells"], ["ours"])
+
+
+class Here(Machine):
+    """Runs engines in this process."""
+
+    def __init__(self) -> None:
+        super().__init__({})
+
+    def run(self, job: Job, _limit_s: float | None = None) -> Outcome:
+        return run(job)
 
 
 class Ticks:
