@@ -1,7 +1,7 @@
 """What our planner would reach where a streaming engine was measured: ``python benchmarks/published/streamed.py``.
 
-Same model, kernels, budget of device memory, bf16 state and tokens per step. Our engine cannot execute bf16 state yet,
-so this is a prediction beside a measurement. Our planner also chooses how many tokens pass at a time.
+Same model, kernels, budget of device memory, bf16 state and tokens per step. Nobody has run our plans, so this is a
+prediction beside a measurement. Our planner also chooses how many tokens pass at a time.
 """
 
 import dataclasses
