@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from training import Task, decide, prepare, reference, train, uniform
+from training import OPTIMIZERS, Task, decide, prepare, reference, train, uniform
 
 import executor.devices.cuda
 from executor.devices.cuda import Clock, CudaBackend, update_on_device
@@ -56,6 +56,21 @@ def test_places_agree_with_each_other():
             curves.append(train(task, model, optimizer))
     for curve in curves[1:]:
         assert curve == pytest.approx(curves[0], rel=0.01)
+
+
+@pytest.mark.part(4)
+@pytest.mark.parametrize("optimizer", sorted(OPTIMIZERS))
+def test_every_optimizer_steps_on_the_device_as_on_the_host(optimizer):
+    """A device may round a product and a sum once, and not twice: so bits may differ, and losses hardly."""
+    task = Task("llama", iterations=ITERATIONS, optimizer=optimizer)
+    curves = []
+    for place in ("gpu", "cpu", "stream"):
+        model, wrapped = prepare(task, decide(task, uniform("gpu", place)), device="cuda")
+        with wrapped.session:
+            curves.append(train(task, model, wrapped))
+    for curve in curves[1:]:
+        assert curve == pytest.approx(curves[0], rel=0.01)
+    assert curves[0][0] != pytest.approx(curves[0][-1], rel=1e-3)
 
 
 class Runtime:
