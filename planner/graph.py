@@ -55,7 +55,7 @@ class Unit:
         differentiated: whether backward goes through its segment; nothing before the first trained parameter is.
         fp8_parameters: the last of ``parameters``: those that products in fp8 cast, each with a scale of its own. Empty
             if it also has frozen ones.
-        in_fp8: the same unit where these come in fp8, so that it does not cast them.
+        fp8_twin: the same unit where these come in fp8, so that it does not cast them.
     """
 
     name: str
@@ -67,7 +67,7 @@ class Unit:
     frozen: tuple[ParameterSpec, ...] = ()
     differentiated: bool = True
     fp8_parameters: tuple[ParameterSpec, ...] = ()
-    in_fp8: "Unit | None" = dataclasses.field(default=None, compare=False, repr=False)
+    fp8_twin: "Unit | None" = dataclasses.field(default=None, compare=False, repr=False)
 
     @functools.cached_property
     def num_params(self) -> int:
@@ -312,7 +312,7 @@ def _add_layer(
     operators = layer_operators(config, whole, layer, parts)
     for others in without:
         pairs = zip(operators, layer_operators(config, whole, layer, others), strict=True)
-        operators = [dataclasses.replace(o, in_fp8=twin) if o.forward != twin.forward else o for o, twin in pairs]
+        operators = [dataclasses.replace(o, fp8_twin=twin) if o.forward != twin.forward else o for o, twin in pairs]
     for part, operator in zip(parts, operators, strict=True):
         graph.add(operator, *(outside.get(source) or f"{path}.{source}" for source in part.sources))
     return f"{path}.{parts[-1].name}"
@@ -330,15 +330,15 @@ def units(graph: Graph) -> tuple[Unit, ...]:
         owned = tuple(spec for operator in members for spec in operator.parameters)
         trained, frozen = (tuple(spec for spec in owned if spec.is_trained is wanted) for wanted in (True, False))
         names = {weight for operator in members for weight in multiplied_in_fp8(operator)}
-        in_fp8 = tuple(spec for spec in owned if spec.name in names)
-        in_fp8 = in_fp8 if all(spec.is_trained for spec in in_fp8) else ()
-        trained = (*(spec for spec in trained if spec not in in_fp8), *in_fp8)
+        narrow = tuple(spec for spec in owned if spec.name in names)
+        narrow = narrow if all(spec.is_trained for spec in narrow) else ()
+        trained = (*(spec for spec in trained if spec not in narrow), *narrow)
         segment = members[0].segment
         is_first = not result or result[-1].segment != segment
         # Experts that no token visits compute nothing, but are trained all the same.
         reached = segment in differentiated or bool(trained)
-        unit = Unit(name, segment, members, trained, tuple(shared), is_first, frozen, reached, in_fp8)
-        result.append(dataclasses.replace(unit, in_fp8=_without_casts(unit)) if in_fp8 else unit)
+        unit = Unit(name, segment, members, trained, tuple(shared), is_first, frozen, reached, narrow)
+        result.append(dataclasses.replace(unit, fp8_twin=_without_casts(unit)) if narrow else unit)
     return tuple(result)
 
 
@@ -353,7 +353,7 @@ def multiplied_in_fp8(operator: Operator) -> set[str]:
 def _without_casts(unit: Unit) -> Unit:
     """Return a unit whose weights of products in fp8 come in fp8."""
     operators = (
-        dataclasses.replace(operator.in_fp8, parameters=operator.parameters) if operator.in_fp8 else operator
+        dataclasses.replace(operator.fp8_twin, parameters=operator.parameters) if operator.fp8_twin else operator
         for operator in unit.operators
     )
     return dataclasses.replace(unit, operators=tuple(operators))

@@ -106,15 +106,15 @@ class Loads:
         load = self._passes[unit.name, op, in_fp8] = defaultdict(Sum)
         self.charge(load, Task(0, Lane.COMPUTE, op, Phase.BACKWARD, unit.name, in_fp8=in_fp8), Sum(("", 1.0)))
         if self.cost.asynchronous:
-            kernels = getattr((unit.in_fp8 if in_fp8 else None) or unit, _COMPUTE[op])
+            kernels = getattr((unit.fp8_twin if in_fp8 else None) or unit, _COMPUTE[op])
             issue = Task(0, Lane.LAUNCH, Op.ISSUE, Phase.BACKWARD, num_kernels=num_kernels(kernels))
             self.charge(load, issue, Sum(("", 1.0)))
         return load
 
-    def gather(self, load: Load, unit: Unit, by: Sum, in_fp8: Fp8Weights | None = None) -> None:
+    def gather(self, load: Load, unit: Unit, by: Sum, fp8: Fp8Weights | None = None) -> None:
         """Add a collective that gathers a unit's parameters: after an update alone, those that are trained."""
         gathers = self.given.gathers(unit)
-        num_bytes = in_fp8.gathered_bytes if in_fp8 else self.weight_bytes * self.given.exchanged_params(unit)
+        num_bytes = fp8.gathered_bytes if fp8 else self.weight_bytes * self.given.exchanged_params(unit)
         num_bytes += unit.frozen_bytes(self.weight_bytes) if gathers else 0
         self.charge(load, Task(0, Lane.COLLECTIVE, Op.GATHER, Phase.FORWARD, unit.name, num_bytes=num_bytes), by)
 

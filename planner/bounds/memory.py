@@ -120,7 +120,7 @@ class Memory:
             for unit in segment:
                 inside += unit.saved_bytes
                 held = Sum((always, 1.0)).plus({saved[number - 1]: 1.0} if number else {})
-                computes = (unit.in_fp8 if self.on.given.fp8_if_moved(unit) else None) or unit
+                computes = (unit.fp8_twin if self.on.given.fp8_if_moved(unit) else None) or unit
                 workspace_bytes = least_workspace_bytes(computes, self.on.weight_bytes)
                 held[""] += (inside + workspace_bytes + self.on.weight_bytes * unit.num_params) * scale
                 if f"{segment[0].segment}:recompute" in program.boxes and segment[0].operators[0].copies_input:

@@ -182,8 +182,8 @@ class CostModel:
     def kernels_of(self, task: Work) -> tuple[Kernel, ...]:
         """Return the kernels of a task of the compute lane."""
         unit = self._units[task.unit]
-        if task.in_fp8 and unit.in_fp8:
-            unit = unit.in_fp8
+        if task.in_fp8 and unit.fp8_twin:
+            unit = unit.fp8_twin
         match task.op:
             case Op.FORWARD:
                 return unit.forward

@@ -129,7 +129,7 @@ class Program:
         stages = itertools.cycle(range(decisions.pipeline_parallel))
         self.units = [
             LoweredUnit(
-                unit.in_fp8 if unit.in_fp8 and decisions.moves_fp8(unit) else unit,
+                unit.fp8_twin if unit.fp8_twin and decisions.moves_fp8(unit) else unit,
                 amounts_of(unit, decided[unit.name]),
                 decided[unit.name].activations,
                 unit.name,

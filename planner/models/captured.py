@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, PrivateAttr, T
 
 from planner.models.adapters import Lora
 from planner.models.config import ModelConfig, ModelConfigError
-from planner.models.formulas.conversion import in_fp8
+from planner.models.formulas.conversion import with_fp8_products
 from planner.models.kernels import Attention, Elementwise, Gemm, flop
 from planner.models.operators import Batch, Graph, Operator
 from planner.models.parameters import ParameterSpec
@@ -346,7 +346,7 @@ class CapturedModel(_Frozen):
         graph = Graph()
         source: tuple[str, ...] = ()
         operators = self.at(_size(batch)).operators()
-        for operator in in_fp8(self.name, operators, batch) if batch.fp8_products else operators:
+        for operator in with_fp8_products(self.name, operators, batch) if batch.fp8_products else operators:
             source = (graph.add(operator, *source),)
         return graph
 

@@ -114,7 +114,7 @@ class Operator:
         measured: whether its workspace is the measured peak of its whole unit; otherwise it is what the operator alone
             needs.
         product_bytes: bytes of the outputs of its products, without those that recomputation leaves out.
-        in_fp8: the same operator where its weights come in fp8; ``None`` where that changes nothing.
+        fp8_twin: the same operator where its weights come in fp8; ``None`` where that changes nothing.
     """
 
     name: str
@@ -134,7 +134,7 @@ class Operator:
     copies_input: bool = False
     measured: bool = False
     in_tiles: bool = False
-    in_fp8: "Operator | None" = None
+    fp8_twin: "Operator | None" = None
 
     @property
     def num_params(self) -> int:

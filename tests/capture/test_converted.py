@@ -67,7 +67,7 @@ def test_products_and_casts_are_those_of_the_formulas(family: str) -> None:
         graph_of(family),
         build_graph(from_hf_config(config_of(family).to_dict(), family), Batch(2, 32, fp8_products="device")),
     )
-    for way in (lambda o: o, lambda o: o.in_fp8 or o):
+    for way in (lambda o: o, lambda o: o.fp8_twin or o):
         for part in ("forward", "backward", "again"):
             captured, formulas = (Counter(kernels_in(graph, part, way)) for graph in graphs)
             assert formulas[Elementwise(6)] > 0  # the last kernels of casts: of one value

@@ -14,7 +14,7 @@ _STAY = ("gate", "router")
 _ADAPTER = "lora_"
 
 
-def in_fp8(name: str, operators: Iterable[Operator], batch: Batch) -> tuple[Operator, ...]:
+def with_fp8_products(name: str, operators: Iterable[Operator], batch: Batch) -> tuple[Operator, ...]:
     """Return a captured model's operators with products in fp8 in the linear layers of hidden layers.
 
     These are ``torch.nn.Linear`` modules whose sides and rows are multiples of 16, without routers and adapters.
@@ -47,7 +47,7 @@ def in_fp8(name: str, operators: Iterable[Operator], batch: Batch) -> tuple[Oper
             continue
         has_bias = f"{spec.name.rpartition('.')[0]}.bias" in owners
         with_casts, twin = (_converted(operator, spec, batch, has_bias, casts) for casts in (True, False))
-        result.append(dataclasses.replace(with_casts, in_fp8=twin))
+        result.append(dataclasses.replace(with_casts, fp8_twin=twin))
     return tuple(result)
 
 

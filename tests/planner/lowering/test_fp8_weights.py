@@ -118,15 +118,15 @@ def test_the_parts_that_ranks_bring_to_a_slot_are_all_weights_in_order(others: i
 def test_nothing_but_the_casts_of_weights_is_gone() -> None:
     for unit in small_units(in_fp8=True):
         if not unit.fp8_parameters:
-            assert unit.in_fp8 is None
+            assert unit.fp8_twin is None
             continue
-        assert unit.in_fp8 is not None
+        assert unit.fp8_twin is not None
         gone = [kernel for spec in unit.fp8_parameters for kernel in one_by_one(cast(spec.num_params, 2))]
-        for kernels, fewer in ((unit.forward, unit.in_fp8.forward), (unit.backward, unit.in_fp8.backward)):
+        for kernels, fewer in ((unit.forward, unit.fp8_twin.forward), (unit.backward, unit.fp8_twin.backward)):
             assert sorted(map(repr, one_by_one(kernels))) == sorted(map(repr, [*one_by_one(fewer), *gone]))
-        assert unit.in_fp8.saved_bytes == unit.saved_bytes
-        assert unit.in_fp8.workspace_bytes < unit.workspace_bytes
-        assert unit.in_fp8.parameters == unit.parameters
+        assert unit.fp8_twin.saved_bytes == unit.saved_bytes
+        assert unit.fp8_twin.workspace_bytes < unit.workspace_bytes
+        assert unit.fp8_twin.parameters == unit.parameters
 
 
 def one_by_one(kernels: tuple[Kernel, ...]) -> list[Kernel]:
@@ -154,7 +154,7 @@ def test_units_of_one_size_have_amounts_of_their_own() -> None:
     decisions = decide((unit,), precision=NARROW, fp8_weights=True, params="host")
     amounts_of, decided = AmountsOf(decisions), decisions.units[unit.name]
     assert amounts_of(unit, decided).fp8 is not None
-    assert amounts_of(dataclasses.replace(unit, fp8_parameters=(), in_fp8=None), decided).fp8 is None
+    assert amounts_of(dataclasses.replace(unit, fp8_parameters=(), fp8_twin=None), decided).fp8 is None
 
 
 @pytest.mark.parametrize(("params", "degrees"), [("gpu", {}), ("nvme", {"data_parallel": 2, "zero_stage": 3})])
@@ -174,7 +174,7 @@ def test_without_products_in_fp8_there_is_nothing_to_move_so(precision: Precisio
     with pytest.raises(ValueError, match=f"fp8_weights needs products in fp8, not {precision.weights}; plan with"):
         Decisions(policy="test", units={}, precision=precision, fp8_weights=True)
     for unit in small_units():
-        assert (unit.fp8_parameters, unit.in_fp8) == ((), None)
+        assert (unit.fp8_parameters, unit.fp8_twin) == ((), None)
         used = dict.fromkeys(spec for operator in unit.operators for spec in operator.parameters)
         assert unit.parameters == tuple(used)
 
