@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Final, TypeVar, final
+from typing import Any, Final, final
 
 import torch
 
@@ -14,8 +14,6 @@ from executor.optimizer.lion import LionParams
 from executor.optimizer.muon import MuonParams
 from executor.optimizer.passes import BLOCK
 from planner.optimizers import is_hidden_matrix
-
-_Params = TypeVar("_Params")
 
 ROUNDS: Final = "bf16_stochastic_round"
 """The key of a group for whether its weights in bf16 are rounded stochastically, and are their own master copies."""
@@ -46,8 +44,53 @@ class _ByParameter(torch.optim.Optimizer):
         return loss
 
 
+class _NarrowAdamW(_ByParameter):
+    """AdamW with narrow moments.
+
+    Attributes:
+        _step: takes a step on a device.
+        _dtypes: types of its buffers, by their keys in a parameter's state.
+    """
+
+    _step: Callable[[torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor, SeededAdamWParams, int], None]
+    _dtypes: Mapping[str, torch.dtype]
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        seed: int = 0,
+        *,
+        bf16_stochastic_round: bool = False,
+    ) -> None:
+        AdamWParams(lr, *betas, eps, weight_decay)  # which checks them
+        numbers = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "seed": seed}
+        super().__init__(params, {**numbers, ROUNDS: bf16_stochastic_round})
+
+    def _update(self, parameter: torch.Tensor, group: dict[str, Any], number: int) -> None:
+        state = self.state[parameter]
+        if not state:
+            lengths = dict.fromkeys(SCALES.values(), -(-parameter.numel() // BLOCK))
+            state |= {
+                key: parameter.new_zeros(lengths.get(key, parameter.shape), dtype=dtype)
+                for key, dtype in self._dtypes.items()
+            }
+        state["step"] = state.get("step", torch.tensor(0.0)) + 1
+        # torch's load_state_dict() gives buffers the parameter's type.
+        buffers = {key: state[key].to(dtype).reshape(-1) for key, dtype in self._dtypes.items()}
+        weight = (parameter if rounds(group) else parameter.float()).reshape(-1)
+        assert parameter.grad is not None
+        gradient = parameter.grad.to(torch.float32, copy=True).reshape(-1)
+        self._step(weight, tuple(buffers.values()), gradient, read_seeded(group, number), int(state["step"]))
+        parameter.copy_(weight.view(parameter.shape))
+        state |= {key: values.view(state[key].shape) for key, values in buffers.items()}
+
+
 @final
-class AdamWBf16(_ByParameter):
+class AdamWBf16(_NarrowAdamW):
     """``torch.optim.AdamW`` with moments in bf16, rounded stochastically: 8 bytes of state a parameter instead of 12.
 
     The same seed gives the same bits, see [Note: Stochastic rounding] in :mod:`executor.optimizer.adamw_bf16`.
@@ -63,32 +106,12 @@ class AdamWBf16(_ByParameter):
         ValueError: a negative ``lr``, ``eps`` or ``weight_decay``, or a beta outside [0, 1).
     """
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
-        seed: int = 0,
-        *,
-        bf16_stochastic_round: bool = False,
-    ) -> None:
-        SeededAdamWParams(lr, *betas, eps, weight_decay)
-        numbers = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "seed": seed}
-        super().__init__(params, {**numbers, ROUNDS: bf16_stochastic_round})
-
-    def _update(self, parameter: torch.Tensor, group: dict[str, Any], number: int) -> None:
-        given = read_seeded(group, number)
-        state = self.state[parameter]
-        if not state:
-            state |= {key: torch.zeros_like(parameter, dtype=torch.bfloat16) for key in MOMENTS}
-        dtypes = dict.fromkeys(MOMENTS, torch.bfloat16)
-        _advance(parameter, state, given, adamw_bf16_, dtypes, in_place=rounds(group))
+    _step = staticmethod(adamw_bf16_)
+    _dtypes = dict.fromkeys(MOMENTS, torch.bfloat16)
 
 
 @final
-class AdamW8bit(_ByParameter):
+class AdamW8bit(_NarrowAdamW):
     """``torch.optim.AdamW`` with moments in 8 bits: 6 bytes of state a parameter instead of 12.
 
     Moments have the format of ``bitsandbytes.optim.AdamW8bit``, see :mod:`executor.optimizer.blocks`: in the state of a
@@ -105,29 +128,8 @@ class AdamW8bit(_ByParameter):
         ValueError: a negative ``lr``, ``eps`` or ``weight_decay``, or a beta outside [0, 1).
     """
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
-        *,
-        bf16_stochastic_round: bool = False,
-        seed: int = 0,
-    ) -> None:
-        AdamWParams(lr, *betas, eps, weight_decay)
-        numbers = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "seed": seed}
-        super().__init__(params, {**numbers, ROUNDS: bf16_stochastic_round})
-
-    def _update(self, parameter: torch.Tensor, group: dict[str, Any], number: int) -> None:
-        state = self.state[parameter]
-        if not state:
-            blocks = -(-parameter.numel() // BLOCK)
-            state |= {key: torch.zeros_like(parameter, dtype=torch.uint8) for key in MOMENTS}
-            state |= {key: torch.zeros(blocks, device=parameter.device) for key in SCALES.values()}
-        dtypes = dict.fromkeys(MOMENTS, torch.uint8) | dict.fromkeys(SCALES.values(), torch.float32)
-        _advance(parameter, state, read_seeded(group, number), adamw_8bit_, dtypes, in_place=rounds(group))
+    _step = staticmethod(adamw_8bit_)
+    _dtypes = dict.fromkeys(MOMENTS, torch.uint8) | dict.fromkeys(SCALES.values(), torch.float32)
 
 
 @final
@@ -223,37 +225,6 @@ def _loss_of(closure: Callable[[], float] | None) -> float | None:
         return None
     with torch.enable_grad():
         return closure()
-
-
-def _advance(
-    parameter: torch.Tensor,
-    state: dict[str, Any],
-    given: _Params,
-    update: Callable[[torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor, _Params, int], None],
-    dtypes: Mapping[str, torch.dtype],
-    *,
-    in_place: bool,
-) -> None:
-    """Take one step of a parameter.
-
-    Args:
-        parameter: it has a gradient.
-        state: what the optimizer holds of it.
-        given: hyper-parameters.
-        update: the step on a device.
-        dtypes: types of buffers, by their keys in the state.
-        in_place: whether ``update`` takes the weights themselves, and not their values in fp32.
-    """
-    state["step"] = state.get("step", torch.tensor(0.0)) + 1
-    shapes = {key: state[key].shape for key in dtypes}
-    # torch's load_state_dict() gives buffers the parameter's type.
-    buffers = {key: state[key].to(dtype).reshape(-1) for key, dtype in dtypes.items()}
-    weight = (parameter if in_place else parameter.float()).reshape(-1)
-    assert parameter.grad is not None
-    gradient = parameter.grad.to(torch.float32, copy=True).reshape(-1)
-    update(weight, tuple(buffers.values()), gradient, given, int(state["step"]))
-    parameter.copy_(weight.view(parameter.shape))
-    state |= {key: values.view(shapes[key]) for key, values in buffers.items()}
 
 
 def adam_numbers(group: Mapping[str, Any]) -> tuple[float, float, float, float, float]:
