@@ -176,10 +176,10 @@ class HostBackend:
         self, state: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], rule: Rule, step: int, scale: float
     ) -> None:
         """See :class:`Backend`. It uses the kernel of updates on the host, so the bits are the same."""
-        count, begin = 1 + len(rule.entry.buffers), 0
+        begin = 0
         for gradient in gradients:
             part = cut(state, begin, begin + len(gradient))
-            update_on_host((*part[:count], gradient, *part[count:]), rule, step, scale, self._team)
+            update_on_host(part, gradient, rule, step, scale, self._team)
             begin += len(gradient)
 
     @contextlib.contextmanager
@@ -202,7 +202,8 @@ class HostBackend:
 
 
 def update_on_host(
-    state: tuple[torch.Tensor, ...],
+    state: Sequence[torch.Tensor],
+    gradient: torch.Tensor,
     rule: Rule,
     step: int,
     scale: float,
@@ -212,18 +213,18 @@ def update_on_host(
     """Take one optimizer step in host memory.
 
     Args:
-        state: master copy, the optimizer's buffers, gradient, and the target of new bf16 weights, if there is one.
+        state: master copy, the optimizer's buffers, and the target of new bf16 weights, if there is one.
+        gradient: of the same length.
         rule: the optimizer and its hyper-parameters.
         step: number of this step, from 1.
         scale: factor of the gradient.
         team: threads to run on; ``None`` for the calling thread.
         memory: uint8 workspace for rules that need one; ``None``: they allocate it.
     """
-    arrays = [as_array(tensor) for tensor in state]
-    count = 1 + len(rule.entry.buffers)
-    held, grad, weight_out = arrays[:count], arrays[count], arrays[count + 1 :]
+    arrays, count = [as_array(tensor) for tensor in state], 1 + len(rule.entry.buffers)
+    weight_out = arrays[count] if len(arrays) > count else None
     more = () if rule.entry.others is None else (memory,)
-    rule.entry.host(held, grad, weight_out[0] if weight_out else None, rule.params, step, scale, team, *more)
+    rule.entry.host(arrays[:count], as_array(gradient), weight_out, rule.params, step, scale, team, *more)
 
 
 def sum_of_squares_on_host(tensor: torch.Tensor) -> torch.Tensor:

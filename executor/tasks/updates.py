@@ -1,6 +1,6 @@
 """Optimizer updates of pieces: on the host, on the device, and streamed through the device."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, final
 
 import numpy as np
@@ -41,12 +41,19 @@ class _Run(NamedTuple):
         """Return the same range of a piece's tensors, master copy first."""
         return cut(state, self.start - piece.start, self.stop - piece.start)
 
-    def part(self, gradient: torch.Tensor, *state: torch.Tensor) -> MatrixPart:
-        """Return the part of a shared matrix that it is; ``state`` is master copy, momentum, target of weights."""
-        params = self.update.rule.params
-        assert self.shard is not None
-        assert isinstance(params, MuonParams)
-        return MatrixPart(self.shard, params, self.update.scale, gradient, *state)
+
+class _Step(NamedTuple):
+    """The update of a range: consecutive parts of its gradient; its master copy, buffers and target of weights."""
+
+    run: _Run
+    gradients: Sequence[torch.Tensor]
+    state: Sequence[torch.Tensor]
+
+    def part(self, shard: ParameterShard) -> MatrixPart:
+        """Return the part of a shared matrix that it is."""
+        rule, scale = self.run.update
+        assert isinstance(rule.params, MuonParams)
+        return MatrixPart(shard, rule.params, scale, *self.gradients, *self.state)
 
 
 @final
@@ -120,8 +127,10 @@ class UpdateTasks:
         # Memory to write weights to, besides the master copy; None if there is none.
         weights = self._state.nvme.weights(key) if unit.on_nvme else unit.host_weight(piece)
         rounds = weights is not None and not self._master_is_weight
-        state = [*held, gradient, *([weights] if weights is not None and rounds else [])]
-        num_updated = self._run_on_host(self._runs(unit, piece, iteration), piece, state)
+        state = [*held, *([weights] if weights is not None and rounds else [])]
+        runs = list(self._runs(unit, piece, iteration))
+        self._take([_Step(run, run.of(piece, [gradient]), run.of(piece, state)) for run in runs], on_host=True)
+        num_updated = sum(run.stop - run.start for run in runs)
         if num_updated:
             unit.changed.add(piece.index)
             if stored is not None:
@@ -136,21 +145,22 @@ class UpdateTasks:
         elif piece.in_place:
             self._restore_dropped(unit, piece, weights, held[0], iteration)
 
-    def _run_on_host(self, runs: Iterable[_Run], piece: Piece, state: Sequence[torch.Tensor]) -> int:
-        """Update ranges of a piece, given its state, gradient and target of weights; return the number of values."""
-        num_updated, shared, memory = 0, list[MatrixPart](), self._state.update_memory
-        for run in runs:
-            num_updated += run.stop - run.start
-            if run.shard is None:
-                tensors = run.of(piece, state)
-                update_on_host(tensors, run.update.rule, run.step, run.update.scale, self._team, memory)
+    def _take(self, steps: Sequence[_Step], *, on_host: bool = False) -> None:
+        """Take steps one after another, and at last those of matrices that ranks share, together."""
+        memory = self._state.update_memory if on_host else None
+        for run, gradients, state in steps:
+            rule, scale = run.update
+            if run.shard is not None:
+                continue
+            if on_host:
+                update_on_host(state, gradients[0], rule, run.step, scale, self._team, memory)
             else:
-                master, momentum, gradient, *weights = run.of(piece, state)
-                shared.append(run.part(gradient, master, momentum, *weights))
+                self._backend.update(state, gradients, rule, run.step, scale)
+        shared = [step.part(step.run.shard) for step in steps if step.run.shard is not None]
         if shared:
             assert self._matrices is not None
-            update_matrices(shared, self._matrices, self._matrices.all_to_all_on_host, memory)
-        return num_updated
+            exchange = self._matrices.all_to_all_on_host if on_host else self._matrices.all_to_all
+            update_matrices(shared, self._matrices, exchange, memory)
 
     def _restore_dropped(
         self, unit: UnitState, piece: Piece, weights: torch.Tensor, master: torch.Tensor, iteration: int
@@ -164,24 +174,17 @@ class UpdateTasks:
 
     def _update_on_device(self, unit: UnitState, piece: Piece, state: tuple[torch.Tensor, ...], iteration: int) -> None:
         """Update with a gradient that stayed on the device, and write the resident weights, if there are any."""
-        weights = unit.own(piece) if unit.on_device else None
-        singles, shared = self._parameter_runs(unit, piece, iteration), list[MatrixPart]()
+        targets = (unit.own(piece),) if unit.on_device and not self._master_is_weight else ()
+        singles, steps = self._parameter_runs(unit, piece, iteration), list[_Step]()
         for run in self._runs(unit, piece, iteration):
             gradients, stop = list[torch.Tensor](), run.start
             while stop < run.stop:
                 parameter, single = next(singles)
                 gradients.append(unit.device_gradients.pop((parameter.name, piece.index)))
                 stop = single.stop
-            cut = [*run.of(piece, state)]
-            if weights is not None and not self._master_is_weight:
-                cut.append(weights[run.start - piece.start : run.stop - piece.start])
-            if run.shard is None:
-                self._backend.update(cut, gradients, run.update.rule, run.step, run.update.scale)
-                self._release_gradients(unit, gradients)
-            else:
-                shared.append(run.part(*gradients, *cut))
-        self._update_shared(shared)
-        self._release_gradients(unit, [part.gradient for part in shared])
+            steps.append(_Step(run, gradients, run.of(piece, (*state, *targets))))
+        self._take(steps)
+        self._release_gradients(unit, [gradient for step in steps for gradient in step.gradients])
         for parameter in unit.parameters:  # gradients that the user dropped
             unit.device_gradients.pop((parameter.name, piece.index), None)
 
@@ -207,14 +210,8 @@ class UpdateTasks:
         if slot is None:
             return
         if piece.leaves:
-            shared = list[MatrixPart]()
-            for run in self._runs(unit, piece, iteration):
-                *cut, weights = run.of(piece, (*slot.state, slot.weights))
-                if run.shard is None:
-                    self._backend.update(cut, [weights], run.update.rule, run.step, run.update.scale)
-                else:
-                    shared.append(run.part(weights, *cut))
-            self._update_shared(shared)
+            runs = self._runs(unit, piece, iteration)
+            self._take([_Step(run, run.of(piece, [slot.weights]), run.of(piece, slot.state)) for run in runs])
         else:
             self._update_on_device(unit, piece, slot.state, iteration)
         # Write the whole piece: parameters without an update get the same bits again.
@@ -222,11 +219,6 @@ class UpdateTasks:
             unit.own(piece).copy_(slot.state[0])
         elif unit.host_weights is not None:
             slot.weights.copy_(slot.state[0])
-
-    def _update_shared(self, shared: Sequence[MatrixPart]) -> None:
-        if shared:
-            assert self._matrices is not None
-            update_matrices(shared, self._matrices, self._matrices.all_to_all)
 
     def _parameter_runs(self, unit: UnitState, piece: Piece, iteration: int) -> Iterator[tuple[ParameterState, _Run]]:
         """Yield each parameter of a piece that got a gradient and is updated, with its range."""
