@@ -219,7 +219,7 @@ class StateAccess:
             self._fill_slot(unit)
             return frozen.device[own].to("cpu", copy=True)
         frozen.read()
-        stored = frozen.host if len(frozen.host) else frozen.own
+        stored = frozen.stored
         if not frozen.is_sharded:
             return stored[own] if frozen.file is None else stored[own].clone()
         return self._gathered_on_host(unit, stored)[own]

@@ -96,6 +96,11 @@ class Curve(Frozen):
     points: Annotated[tuple[CurvePoint, ...], Field(min_length=1)]
     provenance: Provenance
 
+    @property
+    def unit(self) -> str:
+        """The unit of its rates."""
+        return f"{self.size_unit}_per_s"
+
     @model_validator(mode="after")
     def _monotone(self) -> Self:
         for a, b in itertools.pairwise(self.points):

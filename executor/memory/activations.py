@@ -21,7 +21,7 @@ from executor.callbacks import ModuleCallbacks
 from executor.devices.backend import Backend
 from executor.direct_io import BLOCK_BYTES, in_blocks
 from executor.memory.arenas import Arena
-from executor.memory.nvme_files import RecordFile, as_bytes, folder_of
+from executor.memory.nvme_files import RecordFile, folder_of, whole_blocks
 from executor.memory.recompute_cache import (
     ReuseProducts,
     SavedTensor,
@@ -109,12 +109,12 @@ class OffloadedActivations:
     def evict(self, unit: str) -> None:
         """Write a unit's offloaded activations to NVMe."""
         assert self.file is not None
-        self.file.write(self._record[unit], as_bytes(_in_blocks(self._room[unit])))
+        self.file.write(self._record[unit], whole_blocks(self._room[unit]))
 
     def recall(self, unit: str) -> None:
         """Read a unit's offloaded activations from NVMe into host memory."""
         assert self.file is not None
-        self.file.read(self._record[unit], as_bytes(_in_blocks(self._room[unit])))
+        self.file.read(self._record[unit], whole_blocks(self._room[unit]))
 
     def close(self) -> None:
         """Remove the file. Closing twice is allowed."""
@@ -157,11 +157,6 @@ def _take_ring(rooms: OffloadRooms, of_model: Sequence[Sequence[Unit]], host: Ar
         cut = torch.split(slot[: sum(parts)], parts)
         found |= {name: part[: rooms.on_nvme[name]] for name, part in zip(names, cut, strict=True)}
     return found
-
-
-def _in_blocks(room: torch.Tensor) -> torch.Tensor:
-    """Return a part of a slot, extended to whole blocks."""
-    return room.as_strided((in_blocks(len(room)),), (1,))
 
 
 def _assign(segment: SegmentActivations, unit: str, room_bytes: int) -> None:

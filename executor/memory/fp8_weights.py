@@ -16,6 +16,7 @@ from numba import njit
 
 from executor.devices.backend import as_array
 from executor.distributed.groups import Group
+from executor.memory.pieces import DTYPES
 from executor.optimizer import WorkerTeam
 from executor.optimizer.bf16 import bits_of_float32, float32_of_bits
 from executor.optimizer.passes import as_float32
@@ -71,7 +72,7 @@ class Fp8Copy:
     @property
     def others(self) -> torch.Tensor:
         """Weights on the device that come in their own type, flat. The unit's range begins with them."""
-        dtype = torch.bfloat16 if self.sizes.weight_bytes == torch.bfloat16.itemsize else torch.float32
+        dtype = DTYPES[self.sizes.weight_bytes]
         start, count = self.sizes.others_start_bytes, self.sizes.num_ranks * self.sizes.own_others
         return self.slot[start : start + dtype.itemsize * count].view(dtype)
 

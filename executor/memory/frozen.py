@@ -13,11 +13,12 @@ from typing import NamedTuple, Self, final
 
 import torch
 
-from executor.direct_io import BLOCK_BYTES, in_blocks
+from executor.direct_io import BLOCK_BYTES
 from executor.distributed.ranks import Ranks
 from executor.distributed.shards import ParameterShard
 from executor.memory.arenas import Arena
-from executor.memory.nvme_files import RecordFile, as_bytes, folder_of
+from executor.memory.nvme_files import RecordFile, folder_of, whole_blocks
+from executor.memory.pieces import DTYPES
 from planner.decisions import Decisions
 from planner.graph import Unit
 from planner.lowering.parameters import Slots
@@ -86,10 +87,15 @@ class FrozenWeights:
         """Whether ranks keep only shards."""
         return len(self.own) < len(self.device)
 
+    @property
+    def stored(self) -> torch.Tensor:
+        """The shard where it is kept, or where it is read to from NVMe."""
+        return self.host if len(self.host) else self.own
+
     def read(self) -> None:
         """Read the bytes from NVMe into host memory, if they are there."""
         if self.file is not None:
-            self.file.read(self.record, as_bytes(_in_blocks(self.host)))
+            self.file.read(self.record, whole_blocks(self.host))
 
     def set_values(self, values_of: Callable[[FrozenParameter], Iterable[torch.Tensor]]) -> None:
         """Set the parameters, wherever they are kept.
@@ -100,7 +106,7 @@ class FrozenWeights:
         """
         if self.file is not None and self.file.is_written(self.record):
             self.read()
-        stored = self.host if len(self.host) else self.own
+        stored = self.stored
         for parameter in self.parameters:
             start = parameter.start - self.start
             for values in values_of(parameter):
@@ -111,7 +117,7 @@ class FrozenWeights:
                 start += len(part)
                 del values, part  # or they would be held until there are others
         if self.file is not None:
-            self.file.write(self.record, as_bytes(_in_blocks(self.host)))
+            self.file.write(self.record, whole_blocks(self.host))
 
     def move_in(self, absent: Collection[str], ranks: Ranks | None) -> None:
         """Copy the parameters in, one after another, and let them live in the slot or block."""
@@ -207,15 +213,10 @@ class FrozenState:
 
 
 def _ranges(unit: Unit, decisions: Decisions, shards: Mapping[str, ParameterShard]) -> tuple[FrozenParameter, ...]:
-    weights = torch.bfloat16 if decisions.precision.weights == "bf16" else torch.float32
+    weights = DTYPES[decisions.precision.weight_bytes]
     result, start = [], 0
     for spec in sorted(unit.frozen, key=lambda spec: spec.frozen == "plain"):
         stop, shard = start + spec.stored_bytes(weights.itemsize), shards[spec.name]
         result.append(FrozenParameter(shard, weights if spec.frozen == "plain" else shard.whole.dtype, start, stop))
         start = stop
     return tuple(result)
-
-
-def _in_blocks(room: torch.Tensor) -> torch.Tensor:
-    """Return host memory of a record, extended to whole blocks."""
-    return room.as_strided((in_blocks(len(room)),), (1,))

@@ -18,7 +18,7 @@ import torch
 from executor.direct_io import BLOCK_BYTES, in_blocks
 from executor.memory.arenas import Arena
 from executor.memory.nvme_files import RecordFile, as_bytes, folder_of
-from executor.memory.pieces import state_buffers, state_tensors
+from executor.memory.pieces import DTYPES, state_buffers, state_tensors
 from planner.decisions import Decisions, Place
 from planner.graph import Unit
 from planner.lowering.storage import SpillRooms
@@ -264,7 +264,7 @@ class StoredState:
         what = "the optimizer state"
         sizes_bytes = [layout.record_bytes for layout in layouts.values()]
         file = RecordFile(folder_of(folder, what) / f"optimizer-rank-{rank}.state", sizes_bytes, 2, what)
-        dtype = torch.bfloat16 if decisions.precision.weights == "bf16" else torch.float32
+        dtype = DTYPES[decisions.precision.weight_bytes]
         return cls(layouts, dtype, ring, landing, file, spilled)
 
     @property

@@ -199,6 +199,11 @@ def as_bytes(buffer: torch.Tensor) -> memoryview:
     return buffer.numpy().data
 
 
+def whole_blocks(room: torch.Tensor) -> memoryview:
+    """Return the same for the room of a record, extended to whole blocks."""
+    return as_bytes(room.as_strided((in_blocks(len(room)),), (1,)))
+
+
 def folder_of(folder: Path | None, what: str) -> Path:
     """Return the folder for a plan's state on NVMe.
 

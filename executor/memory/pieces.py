@@ -26,7 +26,8 @@ from planner.optimizers import OPTIMIZERS, Optimizer
 NUM_BUFFERS = max(len(state.buffers) for state in OPTIMIZERS.values())
 """The most buffers that any optimizer has beside the master copy, scales included."""
 
-_DTYPES = {1: torch.uint8, 2: torch.bfloat16, 4: torch.float32}
+DTYPES = {1: torch.uint8, 2: torch.bfloat16, 4: torch.float32}
+"""Types of weights and state, by the bytes of a value."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -129,8 +130,8 @@ class StateBuffer:
 def state_buffers(optimizer: Optimizer, master_bytes: int = 4) -> tuple[StateBuffer, ...]:
     """Return the tensors of an optimizer's state: the master copy, with so many bytes a value, then its buffers."""
     return (
-        StateBuffer(_DTYPES[master_bytes]),
-        *(StateBuffer(_DTYPES[num_bytes], params) for num_bytes, params in OPTIMIZERS[optimizer].buffers),
+        StateBuffer(DTYPES[master_bytes]),
+        *(StateBuffer(DTYPES[num_bytes], params) for num_bytes, params in OPTIMIZERS[optimizer].buffers),
     )
 
 

@@ -20,7 +20,7 @@ from executor.memory.arenas import ALIGNMENT_BYTES, Arena
 from executor.memory.fp8_weights import Fp8Copy, Range
 from executor.memory.frozen import FrozenParameter, FrozenState, FrozenWeights
 from executor.memory.nvme import StoredState
-from executor.memory.pieces import Part, Piece, StateBuffer, pieces_of, state_buffers
+from executor.memory.pieces import DTYPES, Part, Piece, StateBuffer, pieces_of, state_buffers
 from executor.memory.units import Moments, ParameterState, StateSlot, UnitState
 from planner.decisions import Decisions, Place
 from planner.graph import Unit
@@ -79,7 +79,7 @@ class ModelState:
         written: Iterable[str] = (),
     ) -> None:
         self.absent = {shard.name for shard in shards.values() if shard.is_absent}
-        self.dtype = torch.bfloat16 if decisions.precision.weights == "bf16" else torch.float32
+        self.dtype = DTYPES[decisions.precision.weight_bytes]
         self._decisions = decisions
         self._gpu = gpu
         self._host = host
@@ -156,7 +156,7 @@ class ModelState:
 
     def _give_frozen_back(self, frozen: FrozenWeights, *, lost: bool) -> None:
         """Make frozen parameters views of the memory that holds them. Those on NVMe get new memory."""
-        stored = frozen.host if len(frozen.host) else frozen.own
+        stored = frozen.stored
         if frozen.file is not None and not lost:
             frozen.read()
             stored = stored.clone()

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator
 
 from hwprofiles.paths import number, quantities
 from hwprofiles.profile import HardwareProfile
-from hwprofiles.quantity import Curve
 from planner.bounds.conditions import conditions
 from planner.bounds.program import LinearProgram
 from planner.bounds.proof import Proof
@@ -107,7 +106,6 @@ def limits(bench: Bench, progress: Callable[[int, int], object] = lambda *_: Non
 def _limit(bench: Bench, scalable: Scalable, derivative: "_BoundDerivative") -> Limit:
     item = quantities(bench.plan.hardware)[scalable.paths[0]]
     value, own_s = number(item), bench.own.iteration_s
-    unit = f"{item.size_unit}_per_s" if isinstance(item, Curve) else item.unit
     bound_elasticity = derivative.elasticity(scalable)
     worth = {
         "bound_elasticity": bound_elasticity,
@@ -115,12 +113,12 @@ def _limit(bench: Bench, scalable: Scalable, derivative: "_BoundDerivative") -> 
     }
     if scalable.tier is not None:
         needed = bench.own.peak_bytes(scalable.tier) / value
-        return Limit(scalable, value, unit, 0.0, own_s, None, None, fits_from=needed, **worth)
+        return Limit(scalable, value, item.unit, 0.0, own_s, None, None, fits_from=needed, **worth)
     (more_s, _), (less_s, _) = (_at(bench, scalable, factor) for factor in (1 + _STEP, 1 / (1 + _STEP)))
     return Limit(
         scalable,
         value,
-        unit,
+        item.unit,
         elasticity=math.log(more_s / less_s) / (2 * math.log1p(_STEP)),
         best_iteration_s=_at(bench, scalable, _FARTHEST)[0],
         below=_crossing(bench, scalable, value, 0.5),

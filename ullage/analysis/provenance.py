@@ -24,8 +24,6 @@ def spread(item: Quantity | Curve) -> tuple[float, float] | None:
 
 def unit_and_value(item: Quantity | Curve) -> tuple[str, float]:
     """Return a quantity's value, or the best rate of a curve, with its unit."""
-    if isinstance(item, Curve):
-        return UNIT_SYMBOLS[f"{item.size_unit}_per_s"], number(item)
     return UNIT_SYMBOLS.get(item.unit, ""), number(item)
 
 

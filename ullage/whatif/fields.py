@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from hwprofiles.changes import CHANGED, CHANGES
 from hwprofiles.paths import counts, number, quantities, replace
 from hwprofiles.profile import HardwareProfile
-from hwprofiles.quantity import Curve, Quantity
+from hwprofiles.quantity import Curve
 from planner.costs.scalable import Scalable, all_scalables, scalables, scaled
 from planner.models.captured import CapturedModel, Model
 from planner.models.config import ModelConfig, ModelConfigError
@@ -252,17 +252,13 @@ def _machine_fields(hardware: HardwareProfile) -> Iterator[Field]:
     for scalable in all_scalables(hardware):
         item = has[scalable.paths[0]]
         words = f"{scalable.words}; scales {', '.join(scalable.paths)}"
-        yield Field(scalable.key, "machine", words, _unit(item), present=number(item))
+        yield Field(scalable.key, "machine", words, item.unit, present=number(item))
     for path, item in has.items():
         words = "the whole curve; its value is the best rate" if isinstance(item, Curve) else ""
-        yield Field(path, "machine", words, _unit(item), present=number(item))
+        yield Field(path, "machine", words, item.unit, present=number(item))
     for path, count in counts(hardware).items():
         switch = isinstance(count, bool)
         yield Field(path, "machine", _WORDS.get(path, ""), whole=not switch, switch=switch, present=count)
-
-
-def _unit(item: Quantity | Curve) -> str:
-    return f"{item.size_unit}_per_s" if isinstance(item, Curve) else item.unit
 
 
 @functools.cache
