@@ -154,8 +154,9 @@ class Progress:
         expected = self._loop.expected()
         found = f"the model reached {op} {unit}, but the plan expects"
         rule = (
-            f"Every forward needs its backward, and every {self._num_micro_batches} of them an optimizer.step(); "
-            "evaluate under torch.no_grad()"
+            "Every forward needs its backward and "
+            + ("" if self._num_micro_batches == 1 else f"every {self._num_micro_batches} of them ")
+            + "an optimizer.step(); evaluate under torch.no_grad()"
         )
         if op is not Op.FORWARD or unit != self._first:
             return f"{error}. {rule}"

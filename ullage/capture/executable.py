@@ -39,7 +39,15 @@ def check_executable(recording: Recording, captured: CapturedModel) -> None:
             "the forward of the module that owns it"
         )
     backward = [(position, ends[visit]) for visit, position in recording.arrivals if visit in ends]
+    if recording.returns_loss:  # a hook on the loss reports the last unit
+        backward.insert(0, (0, found[-1].name))
     if (name := _unseen(recording.backward, backward, names)) is not None:
+        owner = recording.model.get_submodule(name.rpartition(".")[0])
+        if next(owner.children(), None) is not None:
+            raise CaptureError(
+                f"the weight {name} belongs to a module that calls other modules, and backward reads it where no hook "
+                "is; move it into a small module of its own, whose forward does what is done with it"
+            )
         raise CaptureError(
             f"the weight {name} reaches the loss by another way than the output of its module (an attribute, or an "
             "object that is no tuple, list, dict or dataclass), so its backward is not noticed; return it from "

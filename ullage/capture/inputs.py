@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import torch
@@ -34,6 +34,25 @@ class Kind:
     inputs: Callable[[Any, int, int], Inputs]
     has_tokens: bool = True
     has_images: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Example:
+    """What a capture takes from an example batch, beside shapes and types.
+
+    Attributes:
+        arguments: arguments that are no tensors, by keyword.
+        values: values of inputs, by number of the input, of models whose shapes depend on them (positions of images).
+    """
+
+    arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    values: Mapping[int, Tensor] = dataclasses.field(default_factory=dict)
+
+    def known(self, inputs: Inputs, dtype: torch.dtype) -> dict[int, Tensor]:
+        """Return the inputs whose values count, by number: those of this example, and what rows begin with."""
+        found = {number: begun(spec) for number, spec in enumerate(inputs) if spec.begins}
+        found |= {number: value for number, value in self.values.items() if value.shape == inputs[number].shape}
+        return {number: value.to(dtype) if value.is_floating_point() else value for number, value in found.items()}
 
 
 def _ids(name: str, *shape: int, begins: tuple[tuple[int, int], ...] = ()) -> CapturedInput:

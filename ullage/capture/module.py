@@ -30,13 +30,13 @@ from ullage.capture.architectures import architecture
 from ullage.capture.assembly import assemble, repeated
 from ullage.capture.executable import check_executable
 from ullage.capture.fakes import VALUES
-from ullage.capture.inputs import begun, tensor_of
+from ullage.capture.inputs import Example, tensor_of
 from ullage.capture.kernels import UnsupportedOperatorError
 from ullage.capture.operator_checks import RefusedOperatorError
 from ullage.capture.partitioning import partition
 from ullage.capture.quantized import check_formats, is_packed, pack
 from ullage.capture.recording import OUTPUTS_LOSS, record
-from ullage.capture.records import DTYPES, CaptureError, LongLoopError, Recording
+from ullage.capture.records import DTYPES, CaptureError, LongLoopError, NeedsValuesError, Recording
 from ullage.capture.repeats import Repeats, UnequalError
 from ullage.capture.tiles.token_wise import TokenWise
 
@@ -122,10 +122,11 @@ def capture_module(
     *,
     name: str = "",
     as_on_gpu: bool = True,
+    example: Example | None = None,
 ) -> CapturedModel:
     """Capture an existing module, or one that ``make`` returns; see :func:`capture`. The module does not change.
 
-    Inputs may be texts as for ``--input-shape``.
+    Inputs may be texts as for ``--input-shape``. An ``example`` has what else the module is called with.
     """
     given = tuple(CapturedInput.read(spec) if isinstance(spec, str) else spec for spec in inputs)
 
@@ -133,9 +134,10 @@ def capture_module(
 
     def again(size: Size) -> CapturedModel:
         inputs = resized(given, size.micro_batch, size.seq_len)
-        return _capture(make, inputs, dtype, size.tiles, name=name, as_on_gpu=as_on_gpu, token_wise=token_wise)
+        return captured(inputs, tiles=size.tiles, token_wise=token_wise)
 
-    return _capture(make, given, dtype, NO_TILES, name=name, as_on_gpu=as_on_gpu).freed(again)
+    captured = functools.partial(_capture, make, dtype=dtype, name=name, as_on_gpu=as_on_gpu, example=example)
+    return captured(given, tiles=NO_TILES).freed(again)
 
 
 def _capture(
@@ -147,6 +149,7 @@ def _capture(
     name: str,
     as_on_gpu: bool,
     token_wise: list[str] | None = None,
+    example: Example | None = None,
 ) -> CapturedModel:
     """Capture a module. ``token_wise`` keeps the paths of modules for tiles from one size to the next."""
     token_wise = [] if token_wise is None else token_wise
@@ -162,13 +165,23 @@ def _capture(
     check_adapters(model)
     _check_statistics(model, name, DTYPES[dtype])
     recorded = functools.partial(
-        _recorded, model, given, dtype, tiles, name, as_on_gpu=as_on_gpu, token_wise=token_wise
+        _recorded,
+        model,
+        given,
+        dtype,
+        tiles,
+        name,
+        as_on_gpu=as_on_gpu,
+        token_wise=token_wise,
+        example=example or Example(),
     )
     try:
         try:
             return recorded(Repeats(model, _MANY_EVENTS if can_be_continued(given, tiles) else None))
         except LongLoopError:
-            again = functools.partial(_capture, make, dtype=dtype, tiles=tiles, name=name, as_on_gpu=as_on_gpu)
+            again = functools.partial(
+                _capture, make, dtype=dtype, tiles=tiles, name=name, as_on_gpu=as_on_gpu, example=example
+            )
             return continued(again, given) or recorded(Repeats(model))
     except UnequalError:
         return recorded(None)
@@ -184,6 +197,7 @@ def _recorded(
     *,
     as_on_gpu: bool,
     token_wise: list[str],
+    example: Example,
 ) -> CapturedModel:
     """Record a model and return the captured model.
 
@@ -191,16 +205,12 @@ def _recorded(
         LongLoopError: forward has more events than ``repeats`` allows.
         UnequalError: blocks that were skipped as copies must be recorded.
     """
-    # Before fake tensors exist, because later conversions would be fake too.
-    known = {
-        number: begun(spec).to(DTYPES[dtype]) if spec.dtype == "float" else begun(spec)
-        for number, spec in enumerate(inputs)
-        if spec.begins
-    }
+    known = example.known(inputs, DTYPES[dtype])  # before fake tensors exist, because conversions would be fake too
     with FakeTensorMode(allow_non_fake_inputs=True), _faked(model, DTYPES[dtype]):
         with _as_capture_errors(name, model), _default_positions():
             args = [tensor_of(spec, DTYPES[dtype]) for spec in inputs if not spec.name]
             named = {spec.name: tensor_of(spec, DTYPES[dtype]) for spec in inputs if spec.name}
+            named |= example.arguments
             recorded = functools.partial(record, model.train(), args, named, as_on_gpu=as_on_gpu, known=known)
             tiled = []
             if tiles.layer_tile_tokens is not None:
@@ -408,7 +418,7 @@ def _as_capture_errors(name: str, model: nn.Module | None = None) -> Iterator[No
     except (CaptureError, UnsupportedOperatorError, RefusedOperatorError) as error:
         raise CaptureError(f"{name}{_at(inside)}: {error}") from error
     except VALUES as error:
-        raise CaptureError(
+        raise NeedsValuesError(
             f"{name}{_at(inside)}: {error.func} needs the values of a tensor, but a capture has no values (control "
             "flow or shapes that depend on data, .item(), boolean masks); compute the same for all values, as "
             "torch.where does"

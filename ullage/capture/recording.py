@@ -58,7 +58,7 @@ def record(
     Args:
         model: a model in training mode.
         args: positional arguments.
-        kwargs: keyword arguments.
+        kwargs: keyword arguments; those that are no tensors at the end.
         tiles: number of tokens for which the loss, and the modules ``tiled``, are computed at a time.
         tiled: modules to compute in tiles.
         as_on_gpu: record GPU kernels if they differ from those of a CPU.
@@ -72,7 +72,7 @@ def record(
         RefusedOperatorError: a real kernel refuses the arguments of an operator.
         UnsupportedOperatorError: the cost of an operator is not known.
     """
-    inputs = [*args, *kwargs.values()]
+    inputs = [given for given in (*args, *kwargs.values()) if isinstance(given, Tensor)]
     recorder = _Recorder(model, inputs, OperatorChecks(as_on_gpu=as_on_gpu), known or {}, repeats, tiled, token_wise)
     with contextlib.ExitStack() as stack:
         if as_on_gpu:

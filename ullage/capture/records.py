@@ -129,6 +129,11 @@ class Recording:
         """Forward events that ran in place of copied blocks, or between a copied block and the next block."""
         return frozenset(index for copy in self.copies for index in range(copy.first, copy.stop))
 
+    @property
+    def returns_loss(self) -> bool:
+        """Whether the loss is a scalar that the model itself returned. See ``find_loss`` in ``recording.py``."""
+        return not self.loss.startswith("the mean")
+
     def is_copied(self, name: str) -> bool:
         """Return whether a parameter is in a copied block."""
         return name.startswith(self._copied)
@@ -140,6 +145,10 @@ class Recording:
 
 class CaptureError(ValueError):
     """A model cannot be captured; the message contains the remedy."""
+
+
+class NeedsValuesError(CaptureError):
+    """A model cannot be captured without the values of its inputs."""
 
 
 def nodes(root: Any) -> Iterator[Any]:

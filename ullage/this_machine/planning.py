@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import functools
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -25,8 +26,9 @@ from planner.models.captured import CapturedInput, CapturedModel
 from planner.plan.document import Plan, PlanError
 from planner.plan.planning import Request, make_plan
 from planner.terms import Storage
+from ullage.capture.inputs import Example
 from ullage.capture.module import capture_module
-from ullage.capture.records import DTYPES
+from ullage.capture.records import DTYPES, NeedsValuesError
 from ullage.cli.arguments import parse_bytes
 from ullage.output.progress import search_progress
 from ullage.this_machine.checks import check_tokens, check_trainable
@@ -34,6 +36,8 @@ from ullage.this_machine.profile import profile_here
 
 Batch = Mapping[str, Tensor] | Sequence[Tensor] | Tensor
 """The inputs of a model: ``model(**batch)``, ``model(*batch)`` or ``model(batch)``."""
+
+_PLAIN: Final = (bool, int, float, str, type(None))
 
 _INTEGERS: Final[dict[torch.dtype, Literal["int64", "int32", "bool"]]] = {
     torch.int64: "int64",
@@ -118,8 +122,16 @@ def capture_live(model: nn.Module, batch: Batch, precision: Dtype | None = None)
     if precision is not None and precision not in DTYPES:
         raise ValueError(f"precision is {precision!r}, which cannot be planned; give one of {', '.join(DTYPES)}")
     dtype = precision or _dtype_of(model)
-    captured = capture_module(model, _inputs(batch), dtype, as_on_gpu=torch.cuda.is_available())
-    return captured.of_one_size()  # the planner cannot change the size of the user's batches
+    arguments, inputs = _inputs(batch)
+    specs = [_input(name, value, position) for position, (name, value) in enumerate(inputs)]
+    captured = functools.partial(capture_module, model, specs, dtype, as_on_gpu=torch.cuda.is_available())
+    try:
+        found = captured(example=Example(arguments))
+    except NeedsValuesError:
+        # Positions, but no data: a branch that depends on data may be another one in the next batch.
+        values = {number: value.cpu() for number, (_, value) in enumerate(inputs) if not value.is_floating_point()}
+        found = captured(example=Example(arguments, values))
+    return found.of_one_size()  # the planner cannot change the size of the user's batches
 
 
 def _dtype_of(model: nn.Module) -> Literal["bf16", "fp32"]:
@@ -138,7 +150,8 @@ def _dtype_of(model: nn.Module) -> Literal["bf16", "fp32"]:
     )
 
 
-def _inputs(batch: Batch) -> list[CapturedInput]:
+def _inputs(batch: Batch) -> tuple[dict[str, object], list[tuple[str, Any]]]:
+    """Return what a model is called with: arguments that are no tensors, and tensors with their keywords, if any."""
     if isinstance(batch, Tensor):
         named = [("", batch)]
     elif isinstance(batch, Mapping):
@@ -154,13 +167,16 @@ def _inputs(batch: Batch) -> list[CapturedInput]:
         )
     if not named:
         raise ValueError("the example batch is empty; give one batch of your loop, the largest")
-    return [_input(name, value, position) for position, (name, value) in enumerate(named)]
+    arguments: dict[str, object] = {name: value for name, value in named if name and isinstance(value, _PLAIN)}
+    return arguments, [(name, value) for name, value in named if name not in arguments]
 
 
 def _input(name: str, value: object, position: int) -> CapturedInput:
     words = f"{name or f'input {position + 1}'} of the example batch"
     if not isinstance(value, Tensor):
-        raise TypeError(f"{words} is {type(value).__name__}, not a tensor; give the inputs of the model as tensors")
+        raise TypeError(
+            f"{words} is {type(value).__name__}, not a tensor; give tensors, and numbers, texts and None by keyword"
+        )
     if not value.dim() or not value.numel():
         raise ValueError(
             f"{words} has shape {list(value.shape)}, but must have the micro-batch as its first dimension and no "

@@ -106,6 +106,7 @@ def prepare(
         )
     if "precision" not in plan_options:
         warn_about_dtypes(model, plan)
+    _warn_of_parameters_left_out(model, optimizer)
     return prepare_planned(model, optimizer, plan, cast("Settings", given))
 
 
@@ -120,6 +121,22 @@ def warn_about_dtypes(model: nn.Module, plan: Plan) -> None:
         warnings.warn(
             f"the model's weights are {', '.join(others)} and are converted to {planned}, the planned type{masters}; "
             "convert the model before prepare(), or plan with another --precision",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+
+def _warn_of_parameters_left_out(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Warn if parameters want gradients, but the optimizer does not have them: another optimizer would get none."""
+    has = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    left = [
+        name for name, parameter in model.named_parameters() if parameter.requires_grad and id(parameter) not in has
+    ]
+    if left:
+        warnings.warn(
+            f"the optimizer lacks {len(left)} of the parameters that require gradients ({left[0]}, ...): a plan leaves "
+            "them as they are, and another optimizer gets no gradients of them; give one optimizer all that you train, "
+            "in groups, and freeze the rest before prepare(), which also saves memory",
             RuntimeWarning,
             stacklevel=3,
         )

@@ -48,6 +48,20 @@ def step(model, optimizer, size):
     optimizer.step()
 
 
+def test_parameters_that_the_optimizer_lacks_are_named_because_another_optimizer_would_not_train_them(
+    plan: Plan,
+) -> None:
+    net = Net()
+    with pytest.warns(RuntimeWarning, match=r"lacks 2 of the parameters that require gradients \(last.weight, ...\)"):
+        _, optimizer = ullage.prepare(net, torch.optim.AdamW(net.first.parameters()), plan)
+    optimizer.session.close()
+    net.last.requires_grad_(False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _, optimizer = ullage.prepare(net, torch.optim.AdamW(net.first.parameters()), plan)
+    optimizer.session.close()
+
+
 def test_a_batch_that_is_larger_than_planned_is_reported_once(plan: Plan) -> None:
     model, optimizer = ullage.prepare(net := Net(), torch.optim.AdamW(net.parameters()), plan)
     with optimizer.session:

@@ -1,0 +1,83 @@
+"""``ullage.prepare`` with models that are called with more than tensors, or whose shapes depend on values."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import ullage
+from hwprofiles.registry import load_profile
+
+IMAGE = 9  # the token in whose place the images go
+WIDTH = 32
+
+
+class Seeing(nn.Module):
+    """Puts images in the place of tokens, as LLaVA does, and scales its scores at the end, as CLIP does."""
+
+    def __init__(self, *, scales: bool = False) -> None:
+        super().__init__()
+        self.tokens, self.sight = nn.Embedding(10, WIDTH), nn.Linear(8, WIDTH)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, 64), nn.ReLU(), nn.Linear(64, WIDTH)) for _ in "ab")
+        self.head = nn.Linear(WIDTH, 10)
+        self.scale = nn.Parameter(torch.tensor(2.0)) if scales else 1.0
+
+    def forward(self, ids, images, with_loss=False, mask=None):
+        assert mask is None
+        x = self.tokens(ids)
+        x = x.index_put((ids == IMAGE,), self.sight(images).flatten(0, 1))
+        for block in self.blocks:
+            x = x + block(x)
+        scores = self.head(x) * self.scale
+        return nn.functional.cross_entropy(scores.flatten(0, 1), ids.flatten()) if with_loss else scores
+
+
+def batch() -> dict[str, object]:
+    ids = torch.randint(IMAGE, (4, 6))
+    ids[:, 1:3] = IMAGE
+    return {"ids": ids, "images": torch.randn(4, 2, 8), "with_loss": True, "mask": None}
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+    torch.manual_seed(1)
+    losses = []
+    for _ in range(3):
+        loss = model(**batch())
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("scales", [False, True])
+def test_values_arguments_and_a_weight_beside_the_modules_train_as_in_memory(scales: bool) -> None:
+    torch.manual_seed(0)
+    model = Seeing(scales=scales)
+    alone = copy.deepcopy(model)
+    expected = train(alone, torch.optim.AdamW(alone.parameters(), lr=1e-2))
+    machine = load_profile("epyc-turin-2c")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer = ullage.prepare(model, optimizer, batch(), hardware=machine, device_memory=68_000)
+    assert any(unit.params == "host" for unit in optimizer.plan.decisions.units.values())
+    with optimizer.session:
+        assert train(model, optimizer) == pytest.approx(expected, rel=1e-5)
+    for name, weight in alone.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name], weight, rtol=1e-4, atol=1e-5)
+
+
+def test_a_weight_that_backward_reads_between_modules_is_refused_with_the_remedy() -> None:
+    class Scores(Seeing):
+        def forward(self, ids, images):
+            return super().forward(ids, images)
+
+    model, inputs = Scores(scales=True), batch()
+    with pytest.raises(ullage.CaptureError, match=r"scale belongs to a module that calls other .* module of its own"):
+        ullage.prepare(
+            model,
+            torch.optim.AdamW(model.parameters()),
+            {"ids": inputs["ids"], "images": inputs["images"]},
+            hardware=load_profile("epyc-turin-2c"),
+        )
