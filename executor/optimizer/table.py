@@ -261,7 +261,13 @@ def entry_of(optimizer: torch.optim.Optimizer) -> OptimizerEntry:
     name = own.__name__
     if name in {entry.torch_class.__name__ for entry in ENTRIES}:  # another library's
         name = f"{own.__module__}.{name}"
-    raise ValueError(f"the optimizer is {name}, but only {known} can be executed; use one of them")
+    remedy = "use one of them"
+    if own.__module__.startswith("bitsandbytes") and "Adam" in own.__name__ and optimizer.args.optim_bits == 8:
+        remedy = (
+            "use ullage.AdamW8bit, whose state is that of bitsandbytes in 8 bits (in a Trainer: "
+            "optimizer_cls_and_kwargs=(ullage.AdamW8bit, {'lr': ...}))"
+        )
+    raise ValueError(f"the optimizer is {name}, but only {known} can be executed; {remedy}")
 
 
 def torch_class_of(planned: Optimizer) -> Callable[..., torch.optim.Optimizer]:

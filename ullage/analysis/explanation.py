@@ -224,8 +224,10 @@ def move_words(bench: Bench, unit: str, decision: UnitDecision) -> str:
     """Return the differences between a decision and the plan's, in words."""
     own = bench.decisions.units[unit]
     changes = []
-    if decision.update != own.update or decision.streamed_gradients != own.streamed_gradients:
+    if decision.update != own.update:
         changes.append(f"updated {_update_words(decision)}")
+    elif decision.streamed_gradients != own.streamed_gradients:
+        changes.append("gradients stay" if decision.streamed_gradients == "gpu" else "gradients leave and come back")
     if decision.params != own.params:
         changes.append(f"parameters {PARAMS[decision.params]}")
     if decision.activations != own.activations:

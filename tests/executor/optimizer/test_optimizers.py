@@ -2,6 +2,7 @@
 
 import copy
 
+import bitsandbytes
 import pytest
 import torch
 from amount import examples
@@ -242,3 +243,13 @@ def test_a_subclass_is_not_the_optimizer():
 
     with pytest.raises(ValueError, match="the optimizer is Own, but only"):
         entry_of(Own([torch.nn.Parameter(torch.zeros(3))]))
+
+
+@pytest.mark.parametrize("name", ["AdamW8bit", "PagedAdamW8bit"])
+def test_instead_of_an_8_bit_adam_of_bitsandbytes_ours_is_proposed(name):
+    optimizer = getattr(bitsandbytes.optim, name)([torch.nn.Parameter(torch.zeros(3))])
+    with pytest.raises(ValueError, match=r"can be executed; use ullage\.AdamW8bit, .*optimizer_cls_and_kwargs="):
+        entry_of(optimizer)
+    other = bitsandbytes.optim.AdamW32bit([torch.nn.Parameter(torch.zeros(3))])
+    with pytest.raises(ValueError, match="can be executed; use one of them"):
+        entry_of(other)

@@ -4,10 +4,13 @@ import json
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from planner.decisions import Place, UnitDecision
 from planner.plan.document import Plan
+from ullage.analysis.explanation import move_words
 
 Cli = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -83,6 +86,15 @@ def test_the_json_of_a_plan(cli: Cli, plan_path: Path, plan: Plan) -> None:
                 "iteration_s",
                 "takes_over",
             }
+
+
+def test_a_move_of_gradients_alone_does_not_repeat_where_the_unit_is_updated() -> None:
+    own = UnitDecision(params="host", activations="recompute", update=(Place.STREAM, Place.CPU))
+    bench = SimpleNamespace(decisions=SimpleNamespace(units={"mlp": own}))
+    for gradients, words in (("host", "gradients leave and come back"), ("gpu", "gradients stay")):
+        own = own.model_copy(update={"streamed_gradients": "gpu" if gradients == "host" else "host"})
+        bench.decisions.units["mlp"] = own
+        assert move_words(bench, "mlp", own.model_copy(update={"streamed_gradients": gradients})) == words
 
 
 def test_a_unit_is_explained(cli: Cli, plan_path: Path) -> None:
