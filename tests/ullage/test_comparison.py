@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hwprofiles.paths import number, quantities
 from hwprofiles.registry import load_profile
 from planner.costs.resources import Price, Resource
+from planner.fitting.attribution import Tasks
 from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import Lane, Op, Phase, Task, Tier
 from planner.schedule.timeline import Timeline
@@ -16,7 +17,7 @@ from planner.simulate.machine import Simulation, run
 from ullage.analysis.comparison import Row, compare, explain_run
 from ullage.analysis.runs import RunRecord, load_run, rows, save_run
 from ullage.analysis.simulation import simulate
-from ullage.commands.compare.screen import render_comparison
+from ullage.commands.compare.screen import count_words, render_comparison
 from ullage.main import main
 from ullage.output.console import console
 from ullage.output.formatting import si
@@ -169,6 +170,11 @@ def test_the_answer_names_what_was_wrong_and_how_much_it_explains(plan, tmp_path
     assert explained.main.seconds == pytest.approx(explained.error_s, rel=1e-6)
     assert explained.error_s > 0
     assert {row.name for row in explained.critical if row.measured} >= {"cpu"}
+
+
+def test_tasks_that_ran_without_a_plan_are_not_so_many_of_none():
+    ran = Tasks(Lane.CPU, Op.UPDATE, num_planned=0, num_ran=18, predicted_s=0.0, measured_s=1.0, explains_s=None)
+    assert count_words(ran) == "18 (0 planned)"
 
 
 @pytest.mark.parametrize("option", ["--trace", "--refit"])

@@ -71,10 +71,9 @@ def _tasks(explained: Explained) -> RenderableType:
     result = table("kinds of tasks, in one iteration", "", *columns)
     for tasks in explained.attribution.tasks:
         work = explained.work[tasks.lane, tasks.op]
-        count = f"{tasks.num_ran}" + ("" if tasks.num_ran == tasks.num_planned else f" of {tasks.num_planned}")
         result.add_row(
             kind_words((tasks.lane, tasks.op)),
-            count,
+            count_words(tasks),
             si(work.amount, work.unit) if work.unit else "-",
             si(tasks.predicted_s, "s"),
             si(tasks.measured_s, "s"),
@@ -83,6 +82,11 @@ def _tasks(explained: Explained) -> RenderableType:
             "-" if tasks.explains_s is None else signed_s(tasks.explains_s),
         )
     return result
+
+
+def count_words(tasks: Tasks) -> str:
+    """Return how many tasks ran, and how many were planned if that differs."""
+    return f"{tasks.num_ran}" + ("" if tasks.num_ran == tasks.num_planned else f" ({tasks.num_planned} planned)")
 
 
 def _rate(tasks: Tasks, work: Work) -> str:
