@@ -262,7 +262,8 @@ def entry_of(optimizer: torch.optim.Optimizer) -> OptimizerEntry:
     if name in {entry.torch_class.__name__ for entry in ENTRIES}:  # another library's
         name = f"{own.__module__}.{name}"
     remedy = "use one of them"
-    if own.__module__.startswith("bitsandbytes") and "Adam" in own.__name__ and optimizer.args.optim_bits == 8:
+    settings = getattr(optimizer, "args", None)  # of bitsandbytes
+    if "Adam" in own.__name__ and getattr(settings, "optim_bits", None) == 8:
         remedy = (
             "use ullage.AdamW8bit, whose state is that of bitsandbytes in 8 bits (in a Trainer: "
             "optimizer_cls_and_kwargs=(ullage.AdamW8bit, {'lr': ...}))"

@@ -36,7 +36,7 @@ from ullage.capture.operator_checks import RefusedOperatorError
 from ullage.capture.partitioning import partition
 from ullage.capture.quantized import check_formats, is_packed, pack
 from ullage.capture.recording import OUTPUTS_LOSS, record
-from ullage.capture.records import DTYPES, CaptureError, LongLoopError, NeedsValuesError, Recording
+from ullage.capture.records import DTYPES, CaptureError, LongLoopError, Recording
 from ullage.capture.repeats import Repeats, UnequalError
 from ullage.capture.tiles.token_wise import TokenWise
 
@@ -418,7 +418,7 @@ def _as_capture_errors(name: str, model: nn.Module | None = None) -> Iterator[No
     except (CaptureError, UnsupportedOperatorError, RefusedOperatorError) as error:
         raise CaptureError(f"{name}{_at(inside)}: {error}") from error
     except VALUES as error:
-        raise NeedsValuesError(
+        raise CaptureError(
             f"{name}{_at(inside)}: {error.func} needs the values of a tensor, but a capture has no values (control "
             "flow or shapes that depend on data, .item(), boolean masks); compute the same for all values, as "
             "torch.where does"

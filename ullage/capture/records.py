@@ -147,10 +147,6 @@ class CaptureError(ValueError):
     """A model cannot be captured; the message contains the remedy."""
 
 
-class NeedsValuesError(CaptureError):
-    """A model cannot be captured without the values of its inputs."""
-
-
 def nodes(root: Any) -> Iterator[Any]:
     """Yield all autograd nodes behind ``root``."""
     seen, left = {root}, [root]

@@ -26,9 +26,10 @@ from planner.models.captured import CapturedInput, CapturedModel
 from planner.plan.document import Plan, PlanError
 from planner.plan.planning import Request, make_plan
 from planner.terms import Storage
+from ullage.capture.fakes import VALUES
 from ullage.capture.inputs import Example
 from ullage.capture.module import capture_module
-from ullage.capture.records import DTYPES, NeedsValuesError
+from ullage.capture.records import DTYPES, CaptureError
 from ullage.cli.arguments import parse_bytes
 from ullage.output.progress import search_progress
 from ullage.this_machine.checks import check_tokens, check_trainable
@@ -127,7 +128,9 @@ def capture_live(model: nn.Module, batch: Batch, precision: Dtype | None = None)
     captured = functools.partial(capture_module, model, specs, dtype, as_on_gpu=torch.cuda.is_available())
     try:
         found = captured(example=Example(arguments))
-    except NeedsValuesError:
+    except CaptureError as error:
+        if not isinstance(error.__cause__, VALUES):
+            raise
         # Positions, but no data: a branch that depends on data may be another one in the next batch.
         values = {number: value.cpu() for number, (_, value) in enumerate(inputs) if not value.is_floating_point()}
         found = captured(example=Example(arguments, values))
