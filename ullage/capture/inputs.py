@@ -55,6 +55,9 @@ class Example:
         return {number: value.to(dtype) if value.is_floating_point() else value for number, value in found.items()}
 
 
+NO_EXAMPLE: Final = Example()
+
+
 def _ids(name: str, *shape: int, begins: tuple[tuple[int, int], ...] = ()) -> CapturedInput:
     return CapturedInput(name=name, shape=shape, dtype="int64", begins=begins)
 

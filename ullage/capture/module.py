@@ -30,7 +30,7 @@ from ullage.capture.architectures import architecture
 from ullage.capture.assembly import assemble, repeated
 from ullage.capture.executable import check_executable
 from ullage.capture.fakes import VALUES
-from ullage.capture.inputs import Example, tensor_of
+from ullage.capture.inputs import NO_EXAMPLE, Example, tensor_of
 from ullage.capture.kernels import UnsupportedOperatorError
 from ullage.capture.operator_checks import RefusedOperatorError
 from ullage.capture.partitioning import partition
@@ -70,8 +70,7 @@ def capture(
         CaptureError: the function does not exist, or its module cannot be captured.
         ValueError: a required library is not installed.
     """
-    job = _Job(factory, dtype, lora, quantization, as_on_gpu)
-    given = tuple(inputs)
+    job, given = _Job(factory, dtype, lora, quantization, as_on_gpu), tuple(inputs)
     return job.captured(given).freed(functools.partial(job.captured_again, given))
 
 
@@ -122,21 +121,31 @@ def capture_module(
     *,
     name: str = "",
     as_on_gpu: bool = True,
-    example: Example | None = None,
 ) -> CapturedModel:
     """Capture an existing module, or one that ``make`` returns; see :func:`capture`. The module does not change.
 
-    Inputs may be texts as for ``--input-shape``. An ``example`` has what else the module is called with.
+    Inputs may be texts as for ``--input-shape``.
     """
     given = tuple(CapturedInput.read(spec) if isinstance(spec, str) else spec for spec in inputs)
+    return capture_called(make, given, dtype, NO_EXAMPLE, name=name, as_on_gpu=as_on_gpu)
 
+
+def capture_called(
+    make: Callable[[], nn.Module] | nn.Module,
+    given: tuple[CapturedInput, ...],
+    dtype: Literal["bf16", "fp32"],
+    example: Example,
+    *,
+    name: str = "",
+    as_on_gpu: bool,
+) -> CapturedModel:
+    """Capture as :func:`capture_module` does. The ``example`` has what else the module is called with."""
     token_wise: list[str] = []
+    captured = functools.partial(_capture, make, dtype=dtype, name=name, as_on_gpu=as_on_gpu, example=example)
 
     def again(size: Size) -> CapturedModel:
-        inputs = resized(given, size.micro_batch, size.seq_len)
-        return captured(inputs, tiles=size.tiles, token_wise=token_wise)
+        return captured(resized(given, size.micro_batch, size.seq_len), tiles=size.tiles, token_wise=token_wise)
 
-    captured = functools.partial(_capture, make, dtype=dtype, name=name, as_on_gpu=as_on_gpu, example=example)
     return captured(given, tiles=NO_TILES).freed(again)
 
 
@@ -149,31 +158,22 @@ def _capture(
     name: str,
     as_on_gpu: bool,
     token_wise: list[str] | None = None,
-    example: Example | None = None,
+    example: Example = NO_EXAMPLE,
 ) -> CapturedModel:
     """Capture a module. ``token_wise`` keeps the paths of modules for tiles from one size to the next."""
     token_wise = [] if token_wise is None else token_wise
+    _check_inputs(given)
     if isinstance(make, nn.Module):
         model, name = make, name or type(make).__name__
     else:
         name = name or f"{make.__module__}:{make.__qualname__}"
-        _check_inputs(given)
         model = _made(make, name)
-    _check_inputs(given)
     _check_parameters(model, name)
     check_formats(model, name)
     check_adapters(model)
     _check_statistics(model, name, DTYPES[dtype])
     recorded = functools.partial(
-        _recorded,
-        model,
-        given,
-        dtype,
-        tiles,
-        name,
-        as_on_gpu=as_on_gpu,
-        token_wise=token_wise,
-        example=example or Example(),
+        _recorded, model, given, dtype, tiles, name, example, as_on_gpu=as_on_gpu, token_wise=token_wise
     )
     try:
         try:
@@ -193,11 +193,11 @@ def _recorded(
     dtype: Literal["bf16", "fp32"],
     tiles: Tiles,
     name: str,
+    example: Example,
     repeats: Repeats | None,
     *,
     as_on_gpu: bool,
     token_wise: list[str],
-    example: Example,
 ) -> CapturedModel:
     """Record a model and return the captured model.
 

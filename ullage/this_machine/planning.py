@@ -28,7 +28,7 @@ from planner.plan.planning import Request, make_plan
 from planner.terms import Storage
 from ullage.capture.fakes import VALUES
 from ullage.capture.inputs import Example
-from ullage.capture.module import capture_module
+from ullage.capture.module import capture_called
 from ullage.capture.records import DTYPES, CaptureError
 from ullage.cli.arguments import parse_bytes
 from ullage.output.progress import search_progress
@@ -124,16 +124,16 @@ def capture_live(model: nn.Module, batch: Batch, precision: Dtype | None = None)
         raise ValueError(f"precision is {precision!r}, which cannot be planned; give one of {', '.join(DTYPES)}")
     dtype = precision or _dtype_of(model)
     arguments, inputs = _inputs(batch)
-    specs = [_input(name, value, position) for position, (name, value) in enumerate(inputs)]
-    captured = functools.partial(capture_module, model, specs, dtype, as_on_gpu=torch.cuda.is_available())
+    specs = tuple(_input(name, value, position) for position, (name, value) in enumerate(inputs))
+    captured = functools.partial(capture_called, model, specs, dtype, as_on_gpu=torch.cuda.is_available())
     try:
-        found = captured(example=Example(arguments))
+        found = captured(Example(arguments))
     except CaptureError as error:
         if not isinstance(error.__cause__, VALUES):
             raise
         # Positions, but no data: a branch that depends on data may be another one in the next batch.
         values = {number: value.cpu() for number, (_, value) in enumerate(inputs) if not value.is_floating_point()}
-        found = captured(example=Example(arguments, values))
+        found = captured(Example(arguments, values))
     return found.of_one_size()  # the planner cannot change the size of the user's batches
 
 
