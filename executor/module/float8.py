@@ -15,6 +15,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
+from torch._guards import TracingContext
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 from torchao.float8.float8_linear import Float8Linear
 from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole
@@ -129,7 +130,8 @@ def _weight(ctx: Any, weight: Tensor, scale: Tensor | None = None) -> Any:
 def _cast(tensor: Tensor, dtype: torch.dtype, role: GemmInputRole, config: Any) -> Any:
     """Return a tensor in fp8, for its role in products with torchao's ``LinearMMConfig``."""
     turned = tensor.t() if tensor.dim() == 2 and not tensor.is_contiguous() else tensor
-    cast = _row_cast if torch.compiler.is_compiling() else _compiled_cast()  # a compiled module compiles it itself
+    traced = TracingContext.try_get() is not None  # by a compiled module, which compiles the cast itself
+    cast = _row_cast if traced else _compiled_cast()
     bits, scale = cast(turned.detach().contiguous().view(-1), dtype)
     bits = bits.view(turned.shape)
     return _narrow(bits if turned is tensor else bits.t(), scale, tensor.dtype, role, config)

@@ -10,6 +10,7 @@ import contextlib
 import contextvars
 import copy
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple, final
@@ -206,17 +207,18 @@ class Naming:
             mapping = conversion_mapping.get_model_conversion_mapping(self.base, add_legacy=False)
             mapping = [each for each in mapping if not isinstance(each, core_model_loading.PrefixChange)]
         renamings, converters = _renamings_and_converters([each.reverse_transform() for each in mapping[::-1]])
-        by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
 
         def renamed(name: str) -> str:
-            return core_model_loading.apply_renamings(name, renamings)
+            return functools.reduce(lambda found, renaming: renaming.rename_source_key(found)[0], renamings, name)
 
         conversions: dict[str, Conversion] = {}
         for name in names:
-            key, pattern = core_model_loading.apply_converters(name, converters)
-            if pattern is None:
-                key = renamed(name)
-            converter = None if pattern is None else by_pattern[pattern]
+            for converter in converters:
+                key, pattern = converter.rename_source_key(name)
+                if pattern is not None:
+                    break
+            else:
+                key, pattern, converter = renamed(name), None, None
             conversion = conversions.setdefault(key, Conversion(key, [], converter, renamed, self.base))
             conversion.sources.append((pattern or "", name))  # type: ignore[attr-defined]  # a list until it is returned
         yield from conversions.values()
