@@ -27,6 +27,7 @@ _SMALL_SEGMENT_BYTES = 2 * 2**20
 _LARGE_SEGMENT_BYTES = 20 * 2**20
 _MIN_OWN_SEGMENT_BYTES = 10 * 2**20
 _SEGMENT_GRAIN_BYTES = 2 * 2**20
+_NUM_REPEATED = 3  # iterations: segments of one remain for the next
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -183,28 +184,25 @@ class CachingAllocator:
         del pool[bisect.bisect_left(pool, block.order, key=lambda b: b.order)]
 
 
-def replay(timeline: Timeline, iteration: int, capacity_bytes: int, num_iterations: int = 3) -> AllocatorUse:
+def replay(timeline: Timeline, iteration: int, capacity_bytes: int) -> AllocatorUse:
     """Return the allocator's peaks for the buffers of a steady iteration; in a pipeline, of the largest stage.
-
-    The iteration is repeated, because segments of one iteration remain for the next.
 
     Args:
         timeline: the timeline of a schedule with buffers.
         iteration: the steady iteration.
         capacity_bytes: of the device.
-        num_iterations: how often to repeat it.
     """
     spans = [(buffer, held) for buffer, held in buffer_spans(timeline, iteration) if buffer.tier is Tier.GPU]
     period_s = timeline.period_s(iteration)
     peaks = []
     for stage in range(timeline.schedule.num_stages):
         own = [(buffer.num_bytes, held) for buffer, held in spans if buffer.stage == stage]
-        peaks.append(_replay(own, period_s, capacity_bytes, num_iterations))
+        peaks.append(_replay(own, period_s, capacity_bytes))
     return functools.reduce(AllocatorUse.highest, peaks)
 
 
 def _replay(
-    spans: Sequence[tuple[int, tuple[float, float] | None]], period_s: float, capacity_bytes: int, num_iterations: int
+    spans: Sequence[tuple[int, tuple[float, float] | None]], period_s: float, capacity_bytes: int
 ) -> AllocatorUse:
     """Return the peaks of one device for buffers, each with its bytes and its life (``None``: always held)."""
     allocator = CachingAllocator(capacity_bytes)
@@ -216,7 +214,7 @@ def _replay(
         elif held[1] > held[0] and period_s > 0:
             for taken, moment_s in ((True, held[0]), (False, held[1])):
                 later, within_s = divmod(moment_s, period_s)  # equal times must stay equal in every repetition
-                events += [(i + later, within_s, taken, i, number, num_bytes) for i in range(num_iterations)]
+                events += [(i + later, within_s, taken, i, number, num_bytes) for i in range(_NUM_REPEATED)]
     # At one instant, buffers are freed before others are allocated (False sorts first).
     for _, _, taken, i, number, size in sorted(events):
         if taken:

@@ -82,11 +82,6 @@ def _forward_order(bench: Bench) -> Iterator[Decisions]:
         yield from _options(update_order="backward")(bench)
 
 
-def _early(bench: Bench) -> Iterator[Decisions]:
-    if bench.decisions.update_start == "backward":
-        yield bench.changed(update_start="step")
-
-
 def _early_reduction(bench: Bench) -> Iterator[Decisions]:
     if bench.decisions.data_parallel > 1 and bench.decisions.update_start == "step":
         yield from _options(reduce_start="step")(bench)
@@ -167,9 +162,7 @@ def _all_gradients_leave(bench: Bench) -> Iterator[Decisions]:
 def _with_less_resident(bench: Bench) -> Iterator[Decisions]:
     """Yield the plan's decisions, and those with resident state streamed or on the CPU."""
     yield bench.decisions
-    if (resident := bench.pieces(Place.GPU)) and bench.decisions.pipeline_parallel == 1:
-        for instead in (Place.STREAM, Place.CPU):
-            yield bench.placed(dict.fromkeys(resident, instead))
+    yield from _resident_state(bench)
 
 
 def _wide_state(bench: Bench) -> Iterator[Decisions]:
@@ -179,18 +172,17 @@ def _wide_state(bench: Bench) -> Iterator[Decisions]:
             yield changed(other, optimizer=wide, precision=precision)
 
 
-def _without_tiles(field: str) -> Callable[[Bench], Iterator[Decisions]]:
-    return lambda bench: _whole(bench, field)
+def _without_tiles(field: str) -> Off:
+    def off(bench: Bench) -> Iterator[Decisions]:
+        if getattr(bench.decisions, field) is None:
+            return
+        for other in _with_less_resident(bench):  # what is needed without tiles may be the memory of resident state
+            whole = changed(other, **{field: None})
+            with suppress(ModelConfigError):  # a captured model may be known with tiles only
+                bench.plan.units(whole)
+                yield whole
 
-
-def _whole(bench: Bench, field: str) -> Iterator[Decisions]:
-    if getattr(bench.decisions, field) is None:
-        return
-    for other in _with_less_resident(bench):  # what is needed without tiles may be the memory of resident state
-        whole = changed(other, **{field: None})
-        with suppress(ModelConfigError):  # a captured model may be known with tiles only
-            bench.plan.units(whole)
-            yield whole
+    return off
 
 
 def _products_in_weights_type(bench: Bench) -> Iterator[Decisions]:
@@ -226,7 +218,7 @@ TRICKS: tuple[Trick, ...] = (
         _options(overlap_next_forward=False),
     ),
     Trick("forward-order", "updates in the order of the next forward", "in the order of backward", _forward_order),
-    Trick("early-updates", "updates start during backward", "they start at the step", _early),
+    Trick("early-updates", "updates start during backward", "they start at the step", _options(update_start="step")),
     Trick(
         "several-places",
         "CPU, resident, streamed updates at once",

@@ -143,7 +143,7 @@ def compare(
 def closest(rival: Variant, scorer: Scorer) -> Candidate:
     """Return the candidate of a choice that lacks least memory, if nothing fits."""
     if rival.choice.pipeline_parallel > 1:
-        return search_pipeline(rival.setup, scorer).best
+        return search_pipeline(rival.setup, scorer)
     tried = list(smallest(rival.setup))
     if rival.cost.profile.one_memory:  # it is the device's
         tried += gpu_only(rival.setup)
@@ -171,7 +171,7 @@ def _engines(found: Sequence[tuple[_Look, Outcome]]) -> dict[str, tuple[Variant,
 
 def _look(variant: Variant, scorer: Scorer) -> Candidate:
     if variant.choice.pipeline_parallel > 1:
-        return search_pipeline(variant.setup, scorer).best
+        return search_pipeline(variant.setup, scorer)
     return first_look(variant.setup, scorer)
 
 

@@ -3,25 +3,18 @@
 Later stages have fewer micro-batches in flight, so more of their layers can keep activations in the same memory.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from planner.decisions import Decisions, Place, UnitDecision
 from planner.engines.setup import Setup
 from planner.lowering.pipeline import deal
-from planner.search import Candidate, Outcome, Scorer
+from planner.search import Candidate, Scorer, best_of
 
 
-def search_pipeline(setup: Setup, scorer: Scorer, progress: Callable[[Candidate, int], None] | None = None) -> Outcome:
+def search_pipeline(setup: Setup, scorer: Scorer) -> Candidate:
     """Find decisions for a pipeline: for every ZeRO stage, by bisection, the most activations that fit."""
-    best: Candidate | None = None
-    for stage in (0, 1) if setup.data_parallel > 1 else (0,):
-        for candidate in _halved(setup, scorer, stage):
-            if best is None or candidate.order < best.order:
-                best = candidate
-                if progress:
-                    progress(best, scorer.num_simulations)
-    assert best is not None
-    return Outcome(best, {}, scorer.num_simulations)
+    stages = (0, 1) if setup.data_parallel > 1 else (0,)
+    return best_of(candidate for stage in stages for candidate in _halved(setup, scorer, stage))
 
 
 def _halved(setup: Setup, scorer: Scorer, zero_stage: int) -> Iterator[Candidate]:
