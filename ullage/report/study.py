@@ -50,7 +50,7 @@ def _summary(study: Study, fitting: Sequence[Point]) -> Summary:
         )
     ]
     if fitting:
-        fastest = max(fitting, key=lambda point: _figures(point).goodput_tokens_per_s)
+        fastest = max(fitting, key=lambda point: point.goodput_tokens_per_s)
         figures = _figures(fastest)
         facts.append(
             Fact(
@@ -107,7 +107,7 @@ def _settings(study: Study, point: Point) -> str:
 def _answer_section(study: Study) -> Section:
     """List all points, the fastest first."""
     axes, currency = study.axes, study.prices.currency if study.prices else ""
-    ordered = sorted(study.points, key=lambda point: -(point.figures.goodput_tokens_per_s if point.figures else 0.0))
+    ordered = sorted(study.points, key=lambda point: -point.goodput_tokens_per_s)
     columns = [axis.name for axis in axes] or ["machine"]
     saves = any(point.figures and point.figures.checkpoints for point in study.points)
     columns += ["iteration", "tokens/s", *(["checkpoint every"] if saves else [])]
@@ -205,7 +205,7 @@ def _no_plan(study: Study, points: Sequence[Point]) -> str:
 
 
 def _speed(point: Point) -> float:
-    return _figures(point).goodput_tokens_per_s
+    return point.goodput_tokens_per_s
 
 
 # -- curves -------------------------------------------------------------------------------------------------------
@@ -392,14 +392,12 @@ def _money_section(study: Study, fitting: Sequence[Point], currency: str) -> Sec
     """Show cost against time, and the Pareto front."""
     tokens = study.request.tokens
     priced = [point for point in fitting if point.cost is not None]
-    front = sorted(
-        (point for point in priced if point.on_front), key=lambda point: _figures(point).goodput_tokens_per_s
-    )
+    front = sorted((point for point in priced if point.on_front), key=lambda point: point.goodput_tokens_per_s)
     others = [point for point in priced if not point.on_front]
     others = others[:: max(math.ceil(len(others) / _MOST_POINTS), 1)]
 
     def trace(name: str, points: Sequence[Point], mark: Mark, colour: str) -> Trace:
-        x = [_figures(point).goodput_tokens_per_s for point in points]
+        x = [point.goodput_tokens_per_s for point in points]
         texts = [f"{_point_words(study, point)}, {_cost(point):,.3g} {currency} per million tokens" for point in points]
         return Trace(name, x, [_cost(point) for point in points], mark, colour, texts=texts)
 

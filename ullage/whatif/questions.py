@@ -6,17 +6,15 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, get_args
 
-from hwprofiles import __version__
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.registry import LOCAL, list_profiles, load_profile
 from planner.terms import Storage
 from ullage.output.formatting import duration, percent
 from ullage.whatif.design import Case, Space
 from ullage.whatif.fields import of_machine, scalables_of
-from ullage.whatif.money import charged
 from ullage.whatif.prices import Prices
-from ullage.whatif.running.runner import Evaluator
-from ullage.whatif.study import Answer, Axis, Minimum, Point, Question, Study, StudyError
+from ullage.whatif.running.runner import Evaluator, planned_study
+from ullage.whatif.study import Answer, Axis, Cost, Minimum, Point, Question, Study, StudyError
 from ullage.whatif.values import Number
 
 COMPARES_MACHINES: Final[frozenset[Question | None]] = frozenset({"fits", "cheapest"})
@@ -144,31 +142,29 @@ def _cheapest(space: Space, prices: Prices | None, evaluator: Evaluator) -> Stud
     ]
     study = _study(space, prices, evaluator, cases)
     currency = prices.currency
-    priced = [(at, point) for at, point in enumerate(study.points) if point.cost and point.cost.run is not None]
+    priced = [(at, p, p.cost) for at, p in enumerate(study.points) if p.cost and p.cost.run is not None]
     if not priced:
         return _answered(study, "cheapest", [f"no machine with a price trains {cases[0].model}"], [])
-    by_cost = sorted(priced, key=lambda item: (item[1].cost.run if item[1].cost else 0.0, item[0]))
-    in_time = [item for item in by_cost if item[1].cost and item[1].cost.in_time is not False]
-    fastest = min(priced, key=lambda item: item[1].cost.run_s if item[1].cost and item[1].cost.run_s else math.inf)
+    by_cost = sorted(priced, key=lambda item: (item[2].run or 0.0, item[0]))
+    in_time = [item for item in by_cost if item[2].in_time is not False]
+    fastest = min(priced, key=lambda item: item[2].run_s or math.inf)
     words = []
     if request.deadline_s and in_time:
-        words.append(f"Cheapest within {duration(request.deadline_s)}: {_offer_words(in_time[0][1], currency)}")
+        words.append(f"Cheapest within {duration(request.deadline_s)}: {_offer_words(*in_time[0][1:], currency)}")
     elif request.deadline_s:
         words.append(f"None of the {len(priced)} machines that fit ends the run within {duration(request.deadline_s)}")
     if not request.deadline_s or by_cost[0] not in in_time[:1]:
-        words.append(f"Cheapest without a deadline: {_offer_words(by_cost[0][1], currency)}")
-    words.append(f"Fastest: {_offer_words(fastest[1], currency)}")
-    order = [at for at, _ in (*in_time, *by_cost)]
+        words.append(f"Cheapest without a deadline: {_offer_words(*by_cost[0][1:], currency)}")
+    words.append(f"Fastest: {_offer_words(*fastest[1:], currency)}")
+    order = [at for at, _, _ in (*in_time, *by_cost)]
     return _answered(study, "cheapest", words, list(dict.fromkeys(order)))
 
 
-def _offer_words(point: Point, currency: str) -> str:
-    assert point.cost is not None
-    assert point.cost.run is not None
-    assert point.cost.run_s is not None
+def _offer_words(point: Point, cost: Cost, currency: str) -> str:
+    assert cost.run_s is not None
     return (
-        f"{point.settings['gpus']} x {point.hardware}, {point.cost.run:,.0f} {currency} in "
-        f"{duration(point.cost.run_s)} ({point.cost.per_million_tokens:.3g} {currency} per million tokens, predicted)"
+        f"{point.settings['gpus']} x {point.hardware}, {cost.run:,.0f} {currency} in {duration(cost.run_s)} "
+        f"({cost.per_million_tokens:.3g} {currency} per million tokens, predicted)"
     )
 
 
@@ -189,17 +185,16 @@ def _upgrade(space: Space, prices: Prices | None, evaluator: Evaluator) -> Study
     study = _study(space, prices, evaluator, labelled, (axis,))
     present = study.points[0].figures
     fits = [(at, point) for at, point in enumerate(study.points) if point.figures and at]
-    order = sorted(fits, key=lambda item: -(item[1].figures.goodput_tokens_per_s if item[1].figures else 0.0))
+    order = sorted(fits, key=lambda item: -item[1].goodput_tokens_per_s)
     if present is None:
         words = [f"Without a change there is no plan: {study.points[0].result.reason}"]
         words += [f"with {order[0][1].settings['change']} there is one"] if order else []
         return _answered(study, "upgrade", words, [at for at, _ in order])
+    gains = [(point, point.goodput_tokens_per_s / present.goodput_tokens_per_s - 1) for _, point in order]
     faster = [
-        (at, p)
-        for at, p in order
-        if p.figures and p.figures.goodput_tokens_per_s > present.goodput_tokens_per_s * (1 + _MATTERS)
+        f"{p.settings['change']}: {percent(gain)} more tokens/s (predicted)" for p, gain in gains if gain > _MATTERS
     ]
-    words = [_gain_words(point, present.goodput_tokens_per_s) for _, point in faster[:3]]
+    words = faster[:3]
     if not words:
         words = ["Doubling any one resource makes training at most 1 % faster (predicted)"]
     else:
@@ -210,28 +205,18 @@ def _upgrade(space: Space, prices: Prices | None, evaluator: Evaluator) -> Study
     return _answered(study, "upgrade", words, [0, *(at for at, _ in order)])
 
 
-def _gain_words(point: Point, tokens_per_s: float) -> str:
-    assert point.figures is not None
-    gain = point.figures.goodput_tokens_per_s / tokens_per_s - 1
-    return f"{point.settings['change']}: {percent(gain)} more tokens/s (predicted)"
-
-
 def _cheapest_change(points: Sequence[Point]) -> str | None:
     """Return which change with a known price lowers the cost per token most, in words."""
-    charged_for = [p for p in points[1:] if p.cost and _is_charged(p, points[0])]
-    present = points[0].cost
-    if present is None or not charged_for:
+    if (present := points[0].cost) is None:
         return None
-    best = min(charged_for, key=lambda point: point.cost.per_million_tokens if point.cost else math.inf)
-    assert best.cost is not None
-    change = best.cost.per_million_tokens / present.per_million_tokens - 1
+    # A change without a price is not necessarily free.
+    charged_for = [(p, p.cost) for p in points[1:] if p.cost and p.cost.per_hour != present.per_hour]
+    if not charged_for:
+        return None
+    best, cost = min(charged_for, key=lambda item: item[1].per_million_tokens)
+    change = cost.per_million_tokens / present.per_million_tokens - 1
     verdict = f"{percent(abs(change))} {'less' if change < 0 else 'more'} per token than without a change"
     return f"Best upgrade for its price: {best.settings['change']}, {verdict}"
-
-
-def _is_charged(point: Point, present: Point) -> bool:
-    """Return whether a change has a price. A change without a price is not necessarily free."""
-    return bool(point.cost and present.cost and point.cost.per_hour != present.cost.per_hour)
 
 
 def _scale(space: Space, prices: Prices | None, evaluator: Evaluator) -> Study:
@@ -414,16 +399,7 @@ def _study(
             axis.model_copy(update={"values": tuple(dict.fromkeys(case.settings[axis.name] for case in cases))})
             for axis in (_HARDWARE, _GPUS)
         )
-    points, notes = charged(evaluator.points(cases, space.effort), prices, space.request)
-    return Study(
-        program_version=__version__,
-        request=space.request,
-        axes=axes,
-        prices=prices,
-        points=tuple(points),
-        complete=True,
-        notes=tuple(notes),
-    )
+    return planned_study(space, cases, axes, prices, evaluator)
 
 
 def _answered(study: Study, question: Question, words: Sequence[str], points: Sequence[int]) -> Study:

@@ -187,4 +187,4 @@ def _points_to_show(study: Study) -> list[Point]:
         return [study.points[position] for position in study.answer.points[:_MOST_ANSWERS]]
     if len(study.points) <= _MOST_ROWS:
         return list(study.points)
-    return sorted(study.points, key=lambda p: -(p.figures.goodput_tokens_per_s if p.figures else 0))[:_MOST_ROWS]
+    return sorted(study.points, key=lambda p: -p.goodput_tokens_per_s)[:_MOST_ROWS]

@@ -226,6 +226,11 @@ class Point(Frozen):
         """Figures of the point, if it fits."""
         return self.result.figures if self.result.status == "fits" else None
 
+    @property
+    def goodput_tokens_per_s(self) -> float:
+        """See :class:`Figures`; 0 if the point does not fit."""
+        return self.figures.goodput_tokens_per_s if self.figures else 0.0
+
 
 class Side(Frozen):
     """The result of planning with more or less of a resource.

@@ -11,7 +11,7 @@ from ullage.whatif.prices import Prices
 from ullage.whatif.running.point import Effort
 from ullage.whatif.running.store import Store
 from ullage.whatif.running.workers import Runner, Task
-from ullage.whatif.study import Point, Result, Study
+from ullage.whatif.study import Axis, Point, Result, Study
 
 Progress = Callable[[str, int, int], None]
 
@@ -65,7 +65,7 @@ class Evaluator:
                 ) from None
         return [self._result(case) for case in wanted]
 
-    def points(self, cases: Iterable[Case], effort: Effort, what: str = "planning") -> list[Point]:
+    def points(self, cases: Iterable[Case], effort: Effort) -> list[Point]:
         """Return points with their results; see :meth:`results`."""
         planned = list(cases)
         return [
@@ -77,7 +77,7 @@ class Evaluator:
                 key=case.key,
                 result=result,
             )
-            for case, result in zip(planned, self.results(planned, effort, what), strict=True)
+            for case, result in zip(planned, self.results(planned, effort), strict=True)
         ]
 
     def _result(self, case: Case) -> Result:
@@ -103,17 +103,24 @@ def run_study(space: Space, prices: Prices | None, evaluator: Evaluator) -> Stud
         InterruptedStudyError: see :meth:`Evaluator.results`.
         OSError: the store cannot be written.
     """
-    request = space.request
     cases = list(tracked(space.cases(), len(space), evaluator.progress))
-    points, notes = charged(evaluator.points(cases, space.effort), prices, request)
+    study = planned_study(space, cases, space.axes, prices, evaluator)
+    return study.model_copy(update={"notes": (*study.notes, *_warnings(study.points))})
+
+
+def planned_study(
+    space: Space, cases: Iterable[Case], axes: tuple[Axis, ...], prices: Prices | None, evaluator: Evaluator
+) -> Study:
+    """Return a study of some points with their costs. It raises as :func:`run_study`."""
+    points, notes = charged(evaluator.points(cases, space.effort), prices, space.request)
     return Study(
         program_version=__version__,
-        request=request,
-        axes=space.axes,
+        request=space.request,
+        axes=axes,
         prices=prices,
         points=tuple(points),
         complete=True,
-        notes=(*notes, *_warnings(points)),
+        notes=tuple(notes),
     )
 
 
