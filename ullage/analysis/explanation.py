@@ -1,7 +1,6 @@
 """The data of `ullage explain`: reasons for the decisions of a plan."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, Self
 
 from planner.decisions import Place, UnitDecision
@@ -21,8 +20,7 @@ from planner.explain.trial import Bench, Trial, bounding_lane
 from planner.explain.tricks import Worth, worths
 from planner.schedule.tasks import Lane, Tier
 from ullage.output.formatting import percent, si
-
-Progress = Callable[[str, int, int], None]
+from ullage.output.progress import Report
 
 PLACES = {
     Place.GPU: "on the device",
@@ -64,7 +62,7 @@ class PlanExplained:
     limits: tuple[Limit, ...]
 
     @classmethod
-    def of(cls, bench: Bench, *, every: bool, progress: Progress) -> Self:
+    def of(cls, bench: Bench, *, every: bool, progress: Report) -> Self:
         """Simulate the plan with one change at a time. ``every``: try moves of all units, not of some in each group."""
         return cls(
             bench=bench,
@@ -156,7 +154,7 @@ class UnitExplained:
     about: Alternative | None
 
     @classmethod
-    def of(cls, bench: Bench, unit: str, progress: Progress) -> Self:
+    def of(cls, bench: Bench, unit: str, progress: Report) -> Self:
         """Simulate the plan with every other decision for the unit."""
         found = alternatives(bench, unit, lambda done, total: progress(f"moving {unit}", done, total))
         return cls(bench, unit, deadline(bench, unit), found, *why(bench, found))

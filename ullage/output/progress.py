@@ -9,10 +9,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from planner.search import Candidate
 
+Report = Callable[[str, int, int], None]
+"""Takes the present step in words, the steps done, and all steps (0: unknown)."""
+
 
 @contextlib.contextmanager
-def progress_bar(*, time_left: bool = False) -> Iterator[Callable[[str, int, int], None]]:
-    """Yield a function that takes the present step in words, the steps done, and all steps (0: unknown).
+def progress_bar(*, time_left: bool = False) -> Iterator[Report]:
+    """Yield a function that shows the present step.
 
     Args:
         time_left: show the steps done and the time for the remaining steps.

@@ -1,6 +1,6 @@
 """Reports: one HTML file about plans, runs and studies. :func:`report_on` returns its content as data."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from hwprofiles.files import read_json
@@ -8,6 +8,7 @@ from planner.explain.trial import Bench
 from planner.plan.document import Plan, PlanError, load_plan
 from ullage.analysis.comparison import explain_run
 from ullage.analysis.runs import RunRecord, load_run
+from ullage.output.progress import Report
 from ullage.report.charts import Fact, Part, Table
 from ullage.report.checkpoints import checkpoints_section
 from ullage.report.engines import engines_section, offload_section, tricks_section
@@ -19,7 +20,6 @@ from ullage.report.summary import memory_by_tier, plan_summary
 from ullage.report.views import View
 from ullage.whatif.study import Study, load_study
 
-Progress = Callable[[str, int, int], None]
 Source = Plan | RunRecord | Study
 _MAKERS = "`ullage plan`, `ullage execute` or `ullage whatif`"
 
@@ -49,7 +49,7 @@ def load(path: Path) -> Source:
     raise ReportError(f"{path} is not a plan, run or study; give a file that {_MAKERS} wrote")
 
 
-def report_on(source: Source, progress: Progress) -> Part:
+def report_on(source: Source, progress: Report) -> Part:
     """Return the part of a report about one file. ``progress`` is called with each step in words."""
     if isinstance(source, Study):
         return study_part(source)
@@ -74,7 +74,7 @@ def _with_origin(fact: Fact) -> str:
     return fact.value + (f", {origins[0][1]}" if origins else "")
 
 
-def _of_plan(plan: Plan, run: RunRecord | None, progress: Progress) -> Part:
+def _of_plan(plan: Plan, run: RunRecord | None, progress: Report) -> Part:
     progress("simulating", 0, 0)
     bench = Bench(plan)
     views = [View.predicted_by(bench.simulation)]

@@ -1,6 +1,6 @@
 """Alternatives to the plan: other engines, the plan without one technique, and other shares of state off the device."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from planner.decisions import Decisions, Place
 from planner.explain.trial import Bench, Trial
@@ -11,9 +11,8 @@ from ullage.analysis.explanation import change, lacks
 from ullage.analysis.runs import RunRecord
 from ullage.output.formatting import percent, si, signed_percent
 from ullage.output.plans import engine_fits, engine_setting
+from ullage.output.progress import Report
 from ullage.report.charts import Axis, Chart, Level, Mark, Section, Table, Trace
-
-Progress = Callable[[str, int, int], None]
 
 _STEPS = 10  # steps of the share of state that is off the device
 
@@ -86,7 +85,7 @@ def _engine_words(row: EngineRow, ours_s: float) -> str:
     return f"{si(row.iteration_s, 's')}, {ratio:.2f} x{'' if row.fits else ', ' + engine_fits(row)}"
 
 
-def tricks_section(bench: Bench, progress: Progress) -> Section:
+def tricks_section(bench: Bench, progress: Report) -> Section:
     """Show the effect of each technique: the plan simulated without it."""
     found = worths(bench, lambda done: progress("switching tricks off", done, 0))
     used = [(worth.trick, worth.trial) for worth in found if worth.trial is not None]
@@ -132,9 +131,7 @@ def _worth_words(bench: Bench, trial: Trial) -> str:
     return f"{si(seconds, 's')} ({signed_percent(share)})" + ("" if trial.fits else f", {lacks(trial)}")
 
 
-def offload_section(
-    bench: Bench, run: RunRecord | None, measured_s: float | None, progress: Progress
-) -> Section | None:
+def offload_section(bench: Bench, run: RunRecord | None, measured_s: float | None, progress: Report) -> Section | None:
     """Show the cost and savings of offloading: the plan with more and less optimizer state off the device."""
     pieces = bench.pieces()
     if not pieces or bench.decisions.pipeline_parallel > 1:

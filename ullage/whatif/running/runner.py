@@ -2,9 +2,10 @@
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 from hwprofiles import __version__
+from ullage.output.progress import Report
 from ullage.whatif.design import Case, Space
 from ullage.whatif.money import charged
 from ullage.whatif.prices import Prices
@@ -12,8 +13,6 @@ from ullage.whatif.running.point import Effort
 from ullage.whatif.running.store import Store
 from ullage.whatif.running.workers import Runner, Task
 from ullage.whatif.study import Axis, Point, Result, Study
-
-Progress = Callable[[str, int, int], None]
 
 
 class InterruptedStudyError(KeyboardInterrupt):
@@ -32,7 +31,7 @@ class Evaluator:
 
     store: Store
     runner: Runner
-    progress: Progress = lambda *_: None
+    progress: Report = lambda *_: None
 
     def results(self, cases: Iterable[Case], effort: Effort, what: str = "planning") -> list[Result]:
         """Return the results of points. Points whose results are in the store are not planned again.
@@ -124,7 +123,7 @@ def planned_study(
     )
 
 
-def tracked(cases: Iterable[Case], total: int, progress: Progress) -> Iterator[Case]:
+def tracked(cases: Iterable[Case], total: int, progress: Report) -> Iterator[Case]:
     """Yield points, and report each to ``progress``, because making the points takes time too."""
     for done, case in enumerate(cases):
         progress("preparing", done, total)
