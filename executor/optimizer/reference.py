@@ -121,8 +121,8 @@ class AdamW8bit(_NarrowAdamW):
     Args:
         params: parameters, or groups of them.
         lr, betas, eps, weight_decay: as those of ``torch.optim.AdamW``.
-        bf16_stochastic_round: as that of :class:`AdamWBf16`: 2 bytes of state beside the weight.
         seed: of the rounding of weights.
+        bf16_stochastic_round: as that of :class:`AdamWBf16`: 2 bytes of state beside the weight.
 
     Raises:
         ValueError: a negative ``lr``, ``eps`` or ``weight_decay``, or a beta outside [0, 1).
