@@ -13,9 +13,12 @@ from typing import Any
 import pytest
 from forked import completed
 
+from benchmarks.gpu.agreement import SETTINGS, planned, summary
 from benchmarks.gpu.stand_in import stand_in
 from hwprofiles.machine import available_memory_bytes, num_cores
 from hwprofiles.registry import load_profile
+from planner.plan.document import load_plan
+from ullage.analysis.simulation import simulate
 
 ROOT = Path(__file__).parents[2]
 HEAD = """
@@ -114,6 +117,36 @@ print(json.dumps([sorted(places), torch.cuda.max_memory_reserved() / num_params]
     assert 2 <= peaks[1] < 2.5  # bytes per parameter: bf16 alone
 
 
+@pytest.mark.parametrize("name", ["mixed", "fetched", "activations on the host"])
+def test_one_kind_of_placement_everywhere(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.gpu.agreement._PLANNING_S", 0.2)
+    setting = SETTINGS[name]._replace(model="demo-llama", seq_len=64)
+    path = tmp_path / "plan.json"
+    assert planned(setting, load_profile("h100"), path) is None
+    plan = load_plan(path)
+    units = plan.decisions.units.values()
+    assert setting.placing is not None
+    assert {place for unit in units for place in unit.update} == set(setting.placing.update)
+    assert setting.placing.params in {unit.params for unit in units}
+    assert setting.placing.activations in {unit.activations for unit in units}
+    assert plan.prediction.iteration_s == pytest.approx(simulate(plan).period_s, rel=1e-6)
+
+
+def test_means_leave_out_what_is_compiled() -> None:
+    def found(error: float, **more: float) -> dict[str, Any]:
+        return {"error": error, "over_bound": 1.2, "memory": {"gpu": {"error": -error / 10}}, **more}
+
+    rows = {"mixed": found(0.01), "planned": found(-0.03, refitted_error=0.02), "compiled": found(0.5)}
+    said = summary(rows)
+    assert said["num_runs"] == 2
+    assert said["time"] == {"mean": pytest.approx(0.02), "worst": -0.03, "worst_case": "planned"}
+    assert said["time_after_refit"]["mean"] == pytest.approx(0.02)
+    assert said["memory"] == {"mean": pytest.approx(0.002), "worst": 0.003, "worst_case": "planned, gpu"}
+    assert said["over_bound_of_own_plans"] == {"planned": 1.2}
+    assert summary({"compiled": found(0.5)}) == {"num_runs": 0}
+
+
+@pytest.mark.part(0)
 def test_what_was_executed_is_kept(tmp_path: Path) -> None:
     model, out, archive = tmp_path / "tiny", tmp_path / "results", tmp_path / "all.tar.gz"
     model.mkdir()
