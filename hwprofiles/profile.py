@@ -68,8 +68,8 @@ class Device(Frozen):
             scheduler, data); ``None``: not known, taken as 0.
         hook_s: host time of the hooks around one module in one pass, in engines that gather parameters by Python hooks
             (DeepSpeed ZeRO-3); ``None``: not known, taken as 0.
-        loop_s: host time that the scripts of published runs spend between iterations (logging, data, waiting for the
-            device); ``None`` without published runs.
+        loop_s: host time that the scripts of published runs spend outside of the phases of an iteration with one
+            micro-batch (reports of memory, logging, data); ``None`` without published runs.
         exchange_s: host time around one exchange between pipeline stages, from the arrival of a stage's input to its
             first kernel. The device is idle meanwhile. ``None``: not known, taken as 0.
     """

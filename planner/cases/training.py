@@ -101,7 +101,11 @@ class Offload(Strict):
 
 
 class Measured(Strict):
-    """What was measured, as far as it was: milliseconds, and GB (1e9) that the allocator had handed out at most."""
+    """What was measured, as far as it was.
+
+    Milliseconds, and what the allocator had handed out at most: GiB, which DeepSpeed's log calls GB
+    (``utils.py::see_memory_usage``).
+    """
 
     forward_ms: Amount | None = None
     backward_ms: Amount | None = None
@@ -131,7 +135,7 @@ class TrainingCase(Case):
             Metric.BACKWARD: (measured.backward_ms, 1e-3),
             Metric.UPDATE: (measured.update_ms, 1e-3),
             Metric.ITERATION: (measured.iteration_ms, 1e-3),
-            Metric.PEAK_GPU: (measured.peak_gpu_allocated_gb, 1e9),
+            Metric.PEAK_GPU: (measured.peak_gpu_allocated_gb, 2**30),
         }
         return {metric: value * unit for metric, (value, unit) in found.items() if value is not None}
 

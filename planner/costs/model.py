@@ -33,6 +33,8 @@ _ACCUMULATE_PASSES = 3
 _STAGED_PASSES = {"up": 4, "down": 1}
 # A core with 8 lanes of fp32 and two multiply-adds a cycle has 64 at 2 GHz; instructions for bf16 would be faster.
 _HOST_FLOP_PER_CORE_S = 50e9
+# [Note: Reports] in :mod:`planner.lowering.compute`.
+_REPORTS_PER_MICRO_BATCH, _REPORTS_PER_STEP = 4, 2
 # What gloo exchanges between processes of one machine, an order of magnitude: it copies through sockets.
 _HOST_EXCHANGE_BYTES_PER_S = 1e9
 _STORAGE_READS = frozenset({Lane.NVME_READ, Lane.NVME_STATE_IN})
@@ -156,8 +158,10 @@ class CostModel:
         host_s += _seconds(device.step_s) * task.num_tensors
         if task.num_params and device.gradient_norm is not None:
             host_s += self._rank.read_s(device.gradient_norm, task.num_params, "gradient norm")
-        of_its_own = {Op.LOOP: device.loop_s, Op.RECEIVE: device.exchange_s}
-        return Price(_seconds(of_its_own[task.op]) if task.op in of_its_own else host_s, 0.0)
+        if task.op is Op.LOOP:
+            num_reports = _REPORTS_PER_MICRO_BATCH * (task.micro_batch + 1) + _REPORTS_PER_STEP
+            host_s = _seconds(device.loop_s) * num_reports / (_REPORTS_PER_MICRO_BATCH + _REPORTS_PER_STEP)
+        return Price(_seconds(device.exchange_s) if task.op is Op.RECEIVE else host_s, 0.0)
 
     def compute_s(self, kernels: Iterable[Kernel]) -> float:
         """Return the time that kernels take on the device, one after another."""

@@ -13,6 +13,9 @@ from planner.lowering.workspace import backward_workspace_bytes
 from planner.optimizers import OPTIMIZERS
 from planner.schedule.tasks import Lane, MemoryClass, Op, Tier
 
+# DeepSpeed keeps the optimizer's gradients of device updates in fp32 (``stage3.py::initialize_optimizer_states``).
+_BUFFER_BYTES_PER_PARAM = 4
+
 
 def memory(program: Program) -> None:
     """Add all buffers: parameters, slots, optimizer state, gradients, activations and workspace."""
@@ -81,7 +84,7 @@ def _gradients_of(program: Program, unit: LoweredUnit, maker: LoweredUnit, tied:
     gradient_bytes, ranks = decisions.precision.gradient_bytes, amounts.replicas
     host, resident = amounts.flushed_params, amounts.resident_params
     if amounts.buffer_params:
-        num_bytes = gradient_bytes * amounts.buffer_params
+        num_bytes = _BUFFER_BYTES_PER_PARAM * amounts.buffer_params
         program.hold(Tier.GPU, MemoryClass.GRADIENTS, num_bytes, f"{unit.name} buffer", unit.stage)
     _hold_always(program, unit, MemoryClass.GRADIENTS, amounts.gradients)
     if unit.spill and decisions.gradient_path is not GradientPath.ONCE:  # other engines allocate on demand

@@ -46,10 +46,36 @@ def test_published_runs_are_predicted_within_a_factor_of_two(name):
     assert outcome.converged
     phases = sum(outcome.values[metric] for metric in (Metric.FORWARD, Metric.BACKWARD, Metric.UPDATE))
     loop_s = quantities(load_profile(some.hardware)).get("device.loop_s")
-    assert outcome.values[Metric.ITERATION] == pytest.approx(phases + (number(loop_s) if loop_s else 0))
+    # Six reports of memory: four in the micro-batch, two around the step.
+    num_micro_batches = some.batch.global_batch // (some.batch.micro_batch * some.parallel.data_parallel)
+    reports_s = number(loop_s) * (4 * num_micro_batches + 2) / 6 if loop_s else 0
+    assert outcome.values[Metric.ITERATION] == pytest.approx(phases + reports_s)
     for metric, measured in some.measurements().items():
         if metric in {Metric.ITERATION, Metric.PEAK_GPU}:
             assert 0.5 < outcome.values[metric] / measured < 2
+
+
+def test_every_micro_batch_reports_its_memory():
+    some = case(BLOCKING)
+    loop_s = number(quantities(load_profile(some.hardware))["device.loop_s"])
+    outside = []
+    for num_micro_batches in (1, 2, 5):
+        batch = some.batch.micro_batch * some.parallel.data_parallel * num_micro_batches
+        values = case(BLOCKING, batch__global_batch=batch).predict(load_profile(some.hardware)).values
+        phases = sum(values[metric] for metric in (Metric.FORWARD, Metric.BACKWARD, Metric.UPDATE))
+        outside.append(values[Metric.ITERATION] - phases)
+    assert outside == pytest.approx([loop_s, loop_s * 10 / 6, loop_s * 22 / 6])
+
+
+def test_device_updates_keep_gradients_in_fp32():
+    some = case(TWIN_FLOW)
+    decisions, places, sizes = decided(some)
+    on_device = sum(size for place, size in zip(places, sizes, strict=True) if place is Place.GPU)
+    units, _ = setup_of(some)
+    buffers = lower(units, decisions, asynchronous=True).buffers
+    held = sum(buffer.num_bytes for buffer in buffers if buffer.label.endswith(" buffer"))
+    assert on_device > 0
+    assert held == 4 * on_device
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if CASES[name]["engine"]["name"] == "gpu-only"])

@@ -28,6 +28,8 @@ def figures() -> dict[str, tuple[str, ...]]:
     """Return what must stand in one row of the README's table, by result file."""
     summaries = {(s["group"], s["quantity"]): s for s in result("published.json")["summaries"]}
     offloaded = summaries["file offloaded_update.json", "iteration"]
+    later = [row for row in result("published_held_out.json")["rows"] if row["file"] != "in_memory_mpt"]
+    unseen = sum(abs(row["iteration"]["first_error"]) for row in later) / len(later)
     executed = result("planning_memory.json")["summary"]["executed"]
     cells = result("cpu_peers.json")["cells"].values()
     assert all(cell["rows"]["ours"]["status"] == "ok" for cell in cells)
@@ -41,6 +43,7 @@ def figures() -> dict[str, tuple[str, ...]]:
             f"{num_cores} CPU cores",
         ),
         "published.json": (f"{offloaded['num_cases']} published runs", f"| {percent(offloaded['mean'])} |"),
+        "published_held_out.json": (f"{len(later)} runs found later", f"| {percent(unseen)} |"),
         "planning_memory.json": (
             f"{executed['num_cases']} executed plans",
             f"{percent(executed['mean'])} mean, {percent(abs(executed['worst']))} worst error",
