@@ -52,13 +52,13 @@ def short(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(loops, "_LONGER", 6)
     monkeypatch.setattr(loops, "_PROOF", 10)
     seen: list[int] = []
-    recorded = module._recorded
+    recorded = module._Capture._recorded
 
-    def counted(model: nn.Module, inputs: tuple, *args: object, **kwargs: object) -> CapturedModel:
+    def counted(self: module._Capture, model: nn.Module, inputs: tuple, *args: object) -> CapturedModel:
         seen.append(inputs[0].shape[1])
-        return recorded(model, inputs, *args, **kwargs)
+        return recorded(self, model, inputs, *args)
 
-    monkeypatch.setattr(module, "_recorded", counted)
+    monkeypatch.setattr(module._Capture, "_recorded", counted)
     return seen
 
 

@@ -15,7 +15,7 @@ from benchmarks.capture.tiny import TINY
 from planner.graph import Batch, build_graph, units
 from planner.models.captured import NO_TILES, CapturedInput, CapturedModel
 from ullage.capture.architectures import architecture
-from ullage.capture.module import _capture, _recorded
+from ullage.capture.module import _Capture
 from ullage.capture.repeats import Repeats
 
 UNLIKE = {"gpt_neo", "lfm2", "swin", "convnext", "jamba"}  # their depth is given otherwise, or no block is like another
@@ -34,11 +34,8 @@ def both(make: Callable[[], nn.Module], inputs: tuple[CapturedInput, ...]) -> tu
     with torch.device("meta"):
         model, again = make(), make()
     num_copies = sum(not runs for runs in Repeats(again)._runs.values())
-    return (
-        _capture(make, inputs, "fp32", NO_TILES, name="x", as_on_gpu=False),
-        _recorded(model, inputs, "fp32", NO_TILES, "x", None, as_on_gpu=False, token_wise=[]),
-        num_copies,
-    )
+    job = _Capture(make, "x", "fp32", as_on_gpu=False)
+    return job.of(inputs), job._recorded(model, inputs, NO_TILES, None), num_copies
 
 
 def shape(captured: CapturedModel) -> list[Any]:

@@ -93,15 +93,7 @@ class _Job:
             args = architecture(self.factory), self.lora, self.quantization, DTYPES[self.dtype]
             make = functools.partial(make_adapted, *args)
             put_in = {"lora": self.lora, "quantization": self.quantization}
-        captured = _capture(
-            make,
-            inputs,
-            self.dtype,
-            tiles,
-            name=self.factory,
-            as_on_gpu=self.as_on_gpu,
-            token_wise=self.token_wise,
-        )
+        captured = _Capture(make, self.factory, self.dtype, self.as_on_gpu, self.token_wise).of(inputs, tiles)
         return captured.model_copy(update=put_in)
 
     def captured_again(self, inputs: tuple[CapturedInput, ...], size: Size) -> CapturedModel:
@@ -140,95 +132,90 @@ def capture_called(
     as_on_gpu: bool,
 ) -> CapturedModel:
     """Capture as :func:`capture_module` does. The ``example`` has what else the module is called with."""
-    token_wise: list[str] = []
-    captured = functools.partial(_capture, make, dtype=dtype, name=name, as_on_gpu=as_on_gpu, example=example)
+    if not name:
+        name = type(make).__name__ if isinstance(make, nn.Module) else f"{make.__module__}:{make.__qualname__}"
+    job = _Capture(make, name, dtype, as_on_gpu, example=example)
 
     def again(size: Size) -> CapturedModel:
-        return captured(resized(given, size.micro_batch, size.seq_len), tiles=size.tiles, token_wise=token_wise)
+        return job.of(resized(given, size.micro_batch, size.seq_len), size.tiles)
 
-    return captured(given, tiles=NO_TILES).freed(again)
-
-
-def _capture(
-    make: Callable[[], nn.Module] | nn.Module,
-    given: tuple[CapturedInput, ...],
-    dtype: Literal["bf16", "fp32"],
-    tiles: Tiles,
-    *,
-    name: str,
-    as_on_gpu: bool,
-    token_wise: list[str] | None = None,
-    example: Example = NO_EXAMPLE,
-) -> CapturedModel:
-    """Capture a module. ``token_wise`` keeps the paths of modules for tiles from one size to the next."""
-    token_wise = [] if token_wise is None else token_wise
-    _check_inputs(given)
-    if isinstance(make, nn.Module):
-        model, name = make, name or type(make).__name__
-    else:
-        name = name or f"{make.__module__}:{make.__qualname__}"
-        model = _made(make, name)
-    _check_parameters(model, name)
-    check_formats(model, name)
-    check_adapters(model)
-    _check_statistics(model, name, DTYPES[dtype])
-    recorded = functools.partial(
-        _recorded, model, given, dtype, tiles, name, example, as_on_gpu=as_on_gpu, token_wise=token_wise
-    )
-    try:
-        try:
-            return recorded(Repeats(model, _MANY_EVENTS if can_be_continued(given, tiles) else None))
-        except LongLoopError:
-            again = functools.partial(
-                _capture, make, dtype=dtype, tiles=tiles, name=name, as_on_gpu=as_on_gpu, example=example
-            )
-            return continued(again, given) or recorded(Repeats(model))
-    except UnequalError:
-        return recorded(None)
+    return job.of(given).freed(again)
 
 
-def _recorded(
-    model: nn.Module,
-    inputs: tuple[CapturedInput, ...],
-    dtype: Literal["bf16", "fp32"],
-    tiles: Tiles,
-    name: str,
-    example: Example,
-    repeats: Repeats | None,
-    *,
-    as_on_gpu: bool,
-    token_wise: list[str],
-) -> CapturedModel:
-    """Record a model and return the captured model.
+@dataclasses.dataclass(frozen=True)
+class _Capture:
+    """A module to capture with any inputs.
 
-    Raises:
-        LongLoopError: forward has more events than ``repeats`` allows.
-        UnequalError: blocks that were skipped as copies must be recorded.
+    Attributes:
+        make: the module, or a function that makes it.
+        name: its name.
+        dtype, as_on_gpu: see :func:`capture`.
+        token_wise: paths of modules for tiles, kept from one size to the next.
+        example: what else the module is called with.
     """
-    known = example.known(inputs, DTYPES[dtype])  # before fake tensors exist, because conversions would be fake too
-    with FakeTensorMode(allow_non_fake_inputs=True), _faked(model, DTYPES[dtype]):
-        with _as_capture_errors(name, model), _default_positions():
-            args = [tensor_of(spec, DTYPES[dtype]) for spec in inputs if not spec.name]
-            named = {spec.name: tensor_of(spec, DTYPES[dtype]) for spec in inputs if spec.name}
-            named |= example.arguments
-            recorded = functools.partial(record, model.train(), args, named, as_on_gpu=as_on_gpu, known=known)
-            tiled = []
-            if tiles.layer_tile_tokens is not None:
-                if not token_wise:
-                    seen = TokenWise(model)
-                    first = recorded(repeats=repeats and Repeats(model), token_wise=seen)
-                    token_wise += _with_copies(seen.found(), first)
-                    model.zero_grad()
-                tiled = [model.get_submodule(path) for path in token_wise]
-            recording = recorded(tiles, tiled, repeats=repeats)
-        captured = assemble(
-            recording, partition(recording), factory=name, inputs=inputs, dtype=dtype, seq_len=tokens_of(inputs)
-        )
-        captured = repeated(captured, recording)
-        captured = captured.model_copy(update={"num_logits": _num_logits(model, recording), **tiles._asdict()})
-        with _as_capture_errors(name):
-            check_executable(recording, captured)
-        return captured
+
+    make: Callable[[], nn.Module] | nn.Module
+    name: str
+    dtype: Literal["bf16", "fp32"]
+    as_on_gpu: bool
+    token_wise: list[str] = dataclasses.field(default_factory=list)
+    example: Example = NO_EXAMPLE
+
+    def of(self, inputs: tuple[CapturedInput, ...], tiles: Tiles = NO_TILES) -> CapturedModel:
+        _check_inputs(inputs)
+        model = self.make if isinstance(self.make, nn.Module) else _made(self.make, self.name)
+        _check_parameters(model, self.name)
+        check_formats(model, self.name)
+        check_adapters(model)
+        _check_statistics(model, self.name, DTYPES[self.dtype])
+        recorded = functools.partial(self._recorded, model, inputs, tiles)
+        try:
+            try:
+                return recorded(Repeats(model, _MANY_EVENTS if can_be_continued(inputs, tiles) else None))
+            except LongLoopError:
+                return continued(self.of, inputs) or recorded(Repeats(model))
+        except UnequalError:
+            return recorded(None)
+
+    def _recorded(
+        self, model: nn.Module, inputs: tuple[CapturedInput, ...], tiles: Tiles, repeats: Repeats | None
+    ) -> CapturedModel:
+        """Record a model and return the captured model.
+
+        Raises:
+            LongLoopError: forward has more events than ``repeats`` allows.
+            UnequalError: blocks that were skipped as copies must be recorded.
+        """
+        dtype = DTYPES[self.dtype]
+        known = self.example.known(inputs, dtype)  # before fake tensors exist, because conversions would be fake too
+        with FakeTensorMode(allow_non_fake_inputs=True), _faked(model, dtype):
+            with _as_capture_errors(self.name, model), _default_positions():
+                args = [tensor_of(spec, dtype) for spec in inputs if not spec.name]
+                named = {spec.name: tensor_of(spec, dtype) for spec in inputs if spec.name}
+                named |= self.example.arguments
+                recorded = functools.partial(record, model.train(), args, named, as_on_gpu=self.as_on_gpu, known=known)
+                tiled = []
+                if tiles.layer_tile_tokens is not None:
+                    if not self.token_wise:
+                        seen = TokenWise(model)
+                        first = recorded(repeats=repeats and Repeats(model), token_wise=seen)
+                        self.token_wise.extend(_with_copies(seen.found(), first))
+                        model.zero_grad()
+                    tiled = [model.get_submodule(path) for path in self.token_wise]
+                recording = recorded(tiles, tiled, repeats=repeats)
+            captured = assemble(
+                recording,
+                partition(recording),
+                factory=self.name,
+                inputs=inputs,
+                dtype=self.dtype,
+                seq_len=tokens_of(inputs),
+            )
+            captured = repeated(captured, recording)
+            captured = captured.model_copy(update={"num_logits": _num_logits(model, recording), **tiles._asdict()})
+            with _as_capture_errors(self.name):
+                check_executable(recording, captured)
+            return captured
 
 
 def _with_copies(paths: list[str], recording: Recording) -> list[str]:
