@@ -14,7 +14,7 @@ segment's forward and backward (``scheduler.py::ModelExecutePlan.auto``), so the
 FLOP.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from planner.lowering.program import LoweredUnit, Program
 from planner.models.kernels import flop
@@ -27,13 +27,13 @@ SEGMENTS_OF_STAGE = 3
 """Segments in a stage of forward, of which backward has one; see [Note: Round robin]."""
 
 
-def backward(segment: Sequence[LoweredUnit]) -> Iterator[tuple[Op, LoweredUnit]]:
-    """Yield what the backward of a segment computes, in order: perhaps its forward again, then its backward."""
+def lay_backward(program: Program, segment: Sequence[LoweredUnit], micro_batch: int) -> None:
+    """Append what the backward of a segment computes, in order: perhaps its forward again, then its backward."""
     if again := AGAIN.get(segment[0].activations):
         for unit in segment:
-            yield again, unit
+            program.lay(unit.agains, again, unit, micro_batch)
     for unit in reversed(segment):
-        yield Op.BACKWARD, unit
+        program.lay(unit.backwards, Op.BACKWARD, unit, micro_batch)
 
 
 def compute_by_layer(program: Program) -> None:
@@ -48,8 +48,7 @@ def compute_by_layer(program: Program) -> None:
         for micro_batch in range(count):
             for unit in segment if segment is last else ():
                 program.lay(unit.forwards, Op.FORWARD, unit, micro_batch)
-            for op, unit in backward(segment):
-                program.lay(unit.backwards if op is Op.BACKWARD else unit.agains, op, unit, micro_batch)
+            lay_backward(program, segment, micro_batch)
     habits = program.decisions.habits
     if habits is not None and not habits.publishes_late:
         _fill(program)

@@ -9,7 +9,7 @@ end of the iteration; its ``micro_batch`` is the last one and tells how many the
 from collections import Counter
 
 from planner.lowering import pipeline
-from planner.lowering.by_layer import AGAIN, backward, compute_by_layer
+from planner.lowering.by_layer import AGAIN, compute_by_layer, lay_backward
 from planner.lowering.program import Program
 from planner.schedule.tasks import Lane, Op, Phase
 
@@ -56,8 +56,7 @@ def _compute_in_turn(program: Program) -> None:
         for number, segment in reversed(list(enumerate(program.segments))):
             if block and AGAIN.get(segment[0].activations):
                 _first_pass(program, number, block, micro_batch)
-            for op, unit in backward(segment):
-                program.lay(unit.backwards if op is Op.BACKWARD else unit.agains, op, unit, micro_batch)
+            lay_backward(program, segment, micro_batch)
 
 
 def _first_pass(program: Program, number: int, block: int, micro_batch: int) -> None:
