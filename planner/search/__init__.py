@@ -93,8 +93,6 @@ def search(
     engines = _starts(setup, scorer)
     # We must be able to run a plan. So another engine's placement is driven by our engine, which is never slower.
     driven = [scorer.score(_driven_by_us(setup, candidate.decisions)) for candidate in engines.values()]
-    if not setup.fp8_weights:  # engines know nothing of them
-        driven += [candidate for candidate in engines.values() if candidate.decisions.executable]
     driven += map(scorer.score, seeds)
     enough_s, kinds = NEVER_S, get_args(Storage)
     for kind in kinds[: kinds.index(setup.storage) + 1]:  # first plans that need less storage

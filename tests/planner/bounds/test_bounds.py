@@ -25,7 +25,7 @@ from planner.costs.model import CostModel
 from planner.decisions import Decisions, Place, Precision
 from planner.graph import Unit
 from planner.lowering import lower
-from planner.schedule.tasks import Tier
+from planner.schedule.tasks import Op, Tier
 from planner.simulate.machine import run_until_steady
 from planner.simulate.prediction import memory_peaks
 from planner.terms import Storage
@@ -219,6 +219,23 @@ def test_bounds_of_weights_fetched_in_fp8_hold_and_are_near(speed, ranks):
         options |= {"num_param_slots": 1 + clip, "zero_stage": 3, "recompute": place is Place.CPU}
         decisions = decide(units, place, precision=narrow, fp8_weights=True, params="host", **options)
         assert check(units, decisions, profile) > 0.4
+
+
+@pytest.mark.parametrize("fp8_weights", [True, None])
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_conditions_charge_a_fetch_with_what_it_takes(ranks: int, fp8_weights: bool | None) -> None:
+    units, precision = small_units("demo-llama", in_fp8=True), Precision(weights="bf16", products="fp8")
+    options = {"precision": precision, "fp8_weights": fp8_weights, "data_parallel": ranks, "zero_stage": 3}
+    decisions = decide(units, params="host", **options)
+    cost = CostModel.of(machine(devices_per_node=4, fp8_flop_per_s=2e14), units, decisions)
+    fetches = {
+        t.unit: cost.price(t).duration_s for t in lower(units, decisions, asynchronous=True).tasks if t.op is Op.FETCH
+    }
+    assert fetches.keys() == {unit.name for unit in units}
+    program = conditions(Space(units, decisions.model_copy(update={"units": {}})), cost, NEVER_S)
+    charged = dict(next(row.terms for row in program.rows if row.name == "work: h2d"))
+    for name, duration_s in fetches.items():
+        assert -charged[f"{name}:{'fetches' if ranks > 1 else 'fills'}"] == pytest.approx(duration_s, rel=1e-9)
 
 
 @pytest.mark.part(7)  # two that differ in all

@@ -12,7 +12,7 @@ from planner.explain.tricks import TRICKS, without
 from planner.graph import Gemm
 from planner.models import resolve_model
 from planner.models.config import ModelConfigError
-from planner.plan.competition import _plainest
+from planner.plan.competition import _plainest, compete
 from planner.plan.document import Plan
 from planner.plan.planning import Request, make_plan
 from planner.search import Candidate
@@ -104,6 +104,11 @@ def test_plans_with_fp8_weights_that_fetch_nothing() -> None:
     assert resident.fp8_weights
     found, same = _plainest(rivals, narrow, candidate)
     assert (found.choice, same.decisions) == (plain.choice, resident.model_copy(update={"fp8_weights": None}))
+    at_once = {"model": resolve_model("demo-llama").model_copy(update={"num_layers": 1})}
+    at_once |= {"hardware": machine(fp8_flop_per_s=4e14, issue_s=1e-9)}  # whoever fetches is slower
+    plain, narrow = request(**at_once).variants()
+    competition = compete((narrow, plain), 256, 1)  # the first of two that are equal
+    assert (competition.winner, competition.best.decisions.fp8_weights) == (plain, None)
     asked = make_plan(request(fp8_weights=True), 1)
     assert (asked.decisions.fp8_weights, asked.certificate.proofs[0].choice.fp8_weights) == (True, True)
     verify(asked)
