@@ -8,8 +8,9 @@ import signal
 import sys
 from collections.abc import Sequence
 
+from hwprofiles.installation import InstallationError
 from ullage.cli.exit_codes import BAD_INPUT, BROKEN_PIPE, SIGNALLED
-from ullage.cli.installation import InstallationError, check_packages
+from ullage.cli.installation import check_packages
 from ullage.cli.interruption import consistent_interrupt
 from ullage.commands import SUMMARIES, build_parser
 

@@ -259,6 +259,27 @@ def _segment_module(model: nn.Module, segment: list[Unit]) -> nn.Module:
     return model.get_submodule(".".join(shared))
 
 
+def _checkpoint(call: Callable[..., Any], bound: inspect.BoundArguments, **settings: Any) -> Any:
+    """Call a function with activation checkpointing.
+
+    An exception in forward passes it by, because torch 2.11 leaves checkpoint's hooks in place while one is kept.
+    """
+    failed: list[BaseException] = []
+
+    def kept(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return call(*args, **kwargs)
+        except BaseException as error:
+            if in_backward():
+                raise
+            failed.append(error)
+
+    output = checkpoint(kept, *bound.args, use_reentrant=False, **settings, **bound.kwargs)
+    if failed:
+        raise failed.pop()  # the list holds it no longer, so no cycle keeps tensors
+    return output
+
+
 def _recompute(
     module: nn.Module, last_unit: str, callbacks: ModuleCallbacks, offload: SegmentOffload | None
 ) -> Callable[[], None]:
@@ -294,9 +315,9 @@ def _recompute(
         bound = signature.bind(*args, **kwargs)
         call = with_own_caches if _drop_caches(bound.arguments, layer) else run
         if offload is None or not callbacks.trains:
-            return checkpoint(call, *bound.args, use_reentrant=False, **bound.kwargs)
+            return _checkpoint(call, bound)
         with offload.forward(bound.args) as modes:
-            return checkpoint(call, *bound.args, use_reentrant=False, context_fn=modes, **bound.kwargs)
+            return _checkpoint(call, bound, context_fn=modes)
 
     return replace_attribute(module, "forward", forward)
 

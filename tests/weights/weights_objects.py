@@ -135,5 +135,6 @@ def print_peak():
 
 
 def peak_bytes():
-    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text("utf-8"))
-    return int(found[1]) << 10
+    """Return the peak without pages of libraries, which a forked process has once it reads them."""
+    found = dict(re.findall(r"(\w+):\s+(\d+) kB", Path("/proc/self/status").read_text("utf-8")))
+    return int(found["VmHWM"]) - int(found["RssFile"]) << 10

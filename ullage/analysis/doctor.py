@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from hwprofiles import __version__
+from hwprofiles.installation import check_versions
 from hwprofiles.machine import available_memory_bytes, cpu_name, num_cores
 
 _PACKAGES: Final = ("torch", "transformers", "numba", "scipy", "highspy", "pydantic", "rich")
@@ -55,7 +56,7 @@ def failure_of(found: Mapping[str, Any]) -> dict[str, str] | None:
     """Return the first problem in the facts of :func:`examine`, and its remedy; ``None`` if there is no problem."""
     if found["missing"]:
         errors = "; ".join(f"{name} ({error})" for name, error in found["missing"].items())
-        return {"what": f"packages cannot be imported: {errors}", "remedy": "pip install 'ullage[execute]'"}
+        return {"what": f"packages cannot be used: {errors}", "remedy": "pip install 'ullage[execute]'"}
     if found["gpus"] and found["num_usable_gpus"] == 0:
         return {
             "what": "the driver has a GPU, but torch cannot use it",
@@ -91,10 +92,11 @@ def _gpu(line: str) -> dict[str, Any]:
 
 
 def _missing() -> dict[str, str]:
-    """Return the import error of each package that cannot be imported, also because a shared library is missing."""
+    """Return the error of each package that is too old, or whose import fails, also for want of a shared library."""
     missing = {}
     for name in _PACKAGES:
         try:
+            check_versions([name])
             importlib.import_module(name)
         except (ImportError, OSError) as error:
             missing[name] = str(error)

@@ -27,7 +27,7 @@ _GRAIN = 16
 _LARGEST_SIZE = 2**48  # larger integers are marks such as "to the end"
 _OTHER, _MOST_OTHERS = (torch.float32, torch.int64, torch.bool), 1024
 _PUTS = frozenset({torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default})
-_NARROW = frozenset({torch.bfloat16, torch.float16})
+_NARROW = frozenset({torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2})
 
 
 class RefusedOperatorError(ValueError):
@@ -125,7 +125,9 @@ class _Refusal:
     @classmethod
     def of(cls, error: Exception) -> "_Refusal":
         lines = str(error).strip().splitlines()
-        return cls(lines[0] if lines else type(error).__name__, isinstance(error, NotImplementedError))
+        # torch 2.11 has no kernel on the CPU for one scale a row, and says so by an assertion.
+        lacks_kernel = isinstance(error, NotImplementedError) or "for CPU backend" in str(error)
+        return cls(lines[0] if lines else type(error).__name__, lacks_kernel)
 
 
 @dataclasses.dataclass(frozen=True)

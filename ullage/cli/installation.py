@@ -3,11 +3,9 @@
 import importlib.util
 from pathlib import Path
 
+from hwprofiles.installation import InstallationError
+
 PACKAGES = ("hwprofiles", "planner", "executor", "ullage")
-
-
-class InstallationError(ImportError):
-    """Python would import another distribution's package in place of Ullage's."""
 
 
 def check_packages() -> None:

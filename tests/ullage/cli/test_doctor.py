@@ -73,5 +73,5 @@ def test_a_package_that_cannot_be_imported_is_the_first_failure(tmp_path: Path) 
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 1
     words = " ".join(done.stdout.split())
-    assert "packages cannot be imported: highspy (libhighs.so is not there)" in words
+    assert "packages cannot be used: highspy (libhighs.so is not there)" in words
     assert "pip install" in words
