@@ -155,6 +155,7 @@ class Parking:
         master = None if device.master is None else place[id(device.master)]
         unit.device = Moments(master, tuple(place[id(buffer)] for buffer in device.buffers))
         unit.own_weights = place.get(id(own), own)
+        unit.views.clear()
         self._undo.append(_restore_unit(unit, device, own, unit.frozen))
         if unit.frozen is not None and (there := place.get(id(unit.frozen.own))) is not None:
             unit.frozen = dataclasses.replace(unit.frozen, own=there)
@@ -169,6 +170,7 @@ def _restore_unit(
 ) -> Callable[[], None]:
     def undo() -> None:
         unit.device, unit.own_weights, unit.frozen = device, own, frozen
+        unit.views.clear()
 
     return undo
 

@@ -97,11 +97,11 @@ class Backend(Protocol):
     def meter(self) -> contextlib.AbstractContextManager["Meter"]:
         """Return a context that measures all device memory except that of :meth:`empty`."""
 
-    def sum_of_squares_on_host(self, tensor: torch.Tensor, team: WorkerTeam) -> torch.Tensor:
-        """Return :meth:`sum_of_squares` of a tensor in host memory, as a scalar on the device. Returns when done."""
+    def sum_of_squares_on_host(self, tensor: torch.Tensor, team: WorkerTeam) -> float:
+        """Return :meth:`sum_of_squares` of a tensor in host memory."""
 
-    def sum_of_squares(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the sum of squares of a flat tensor, a float64 scalar on the tensor's device."""
+    def sum_of_squares(self, tensor: torch.Tensor) -> torch.Tensor | float:
+        """Return the sum of squares of a flat tensor; or, if the device still computes it, its root, a scalar there."""
 
 
 class HostBackend:
@@ -149,7 +149,9 @@ class HostBackend:
         """See :class:`Backend`."""
         assert destination.dtype == source.dtype
         # numpy copies in this thread alone; torch would start a thread pool in every lane.
-        np.copyto(destination.view(torch.uint8).numpy(), source.view(torch.uint8).numpy())
+        if destination.dtype is not torch.float32:
+            destination, source = destination.view(torch.uint8), source.view(torch.uint8)
+        np.copyto(destination.numpy(), source.numpy())
 
     def accumulate(self, destination: torch.Tensor, source: torch.Tensor, *, first: bool) -> None:
         """See :class:`Backend`."""
@@ -192,13 +194,13 @@ class HostBackend:
             finally:
                 self._meter = None
 
-    def sum_of_squares_on_host(self, tensor: torch.Tensor, team: WorkerTeam) -> torch.Tensor:  # noqa: ARG002
+    def sum_of_squares_on_host(self, tensor: torch.Tensor, team: WorkerTeam) -> float:  # noqa: ARG002
         """See :class:`Backend`. It uses one thread, because the other cores compute at that time."""
-        return sum_of_squares_on_host(tensor)
+        return sum_of_squares(as_array(tensor))
 
-    def sum_of_squares(self, tensor: torch.Tensor) -> torch.Tensor:
+    def sum_of_squares(self, tensor: torch.Tensor) -> float:
         """See :class:`Backend`."""
-        return sum_of_squares_on_host(tensor)
+        return sum_of_squares(as_array(tensor))
 
 
 def update_on_host(
@@ -227,18 +229,10 @@ def update_on_host(
     rule.entry.host(arrays[:count], as_array(gradient), weight_out, rule.params, step, scale, team, *more)
 
 
-def sum_of_squares_on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sum of squares of a flat tensor in host memory, added up in float64, as a float64 scalar.
-
-    In float64 the order of summation changes only the sixteenth digit. So a float32 norm does not depend on how
-    parameters are cut into pieces.
-    """
-    return torch.tensor(sum_of_squares(as_array(tensor)), dtype=torch.float64)
-
-
 def as_array(tensor: torch.Tensor) -> Array:
     """Return the numpy view of a tensor in host memory. The view of bf16 is uint16, its bits."""
-    tensor = tensor.detach()
+    if tensor.requires_grad:
+        tensor = tensor.detach()
     array: Array = (tensor.view(torch.uint16) if tensor.dtype is torch.bfloat16 else tensor).numpy()
     return array
 
@@ -270,5 +264,9 @@ def _scale(values: Array, factor: np.float32) -> None:
 
 
 def sum_of_squares(values: Array) -> float:
-    """Return the sum of squares of a flat array, added up in float64. A uint16 array holds bits of bf16."""
+    """Return the sum of squares of a flat array, added up in float64. A uint16 array holds bits of bf16.
+
+    In float64 the order of summation changes only the sixteenth digit. So a float32 norm does not depend on how
+    parameters are cut into pieces.
+    """
     return float(_sum_squares(values))

@@ -38,14 +38,14 @@ _CHUNK_PARAMS: Final = 1 << 24
 class _Event:
     """A CUDA event that returns to its pool when nothing refers to it any more."""
 
-    def __init__(self, pool: "collections.deque[torch.cuda.Event]") -> None:
+    def __init__(self, pool: "collections.deque[torch.cuda.Event]", stream: torch.cuda.Stream | None = None) -> None:
         self._pool = pool
         try:
             self.event = pool.pop()
         except IndexError:
             # Blocking: a thread that spins would take a core from the updates on the host.
             self.event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
-        self.event.record()
+        self.event.record(stream)
 
     def __del__(self) -> None:
         self._pool.append(self.event)
@@ -96,6 +96,7 @@ class CudaBackend:
         zero = _Event(self._pool)
         torch.cuda.synchronize(self.device)
         self._clock = Clock(zero, time.perf_counter())
+        self._lane = threading.local()  # its stream, so that no task has to ask for it
         self._passing: torch.Tensor | None = None  # buffers for gradients that are accumulated on the host
 
     @contextlib.contextmanager
@@ -110,11 +111,13 @@ class CudaBackend:
         priority = 0 if lane is Lane.GPU_UPDATE else -1
         stream = torch.cuda.Stream(self.device, priority=priority)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(stream):
+            self._lane.stream = stream
             yield
+            self._lane.stream = None
 
     def record_event(self, lane: Lane) -> Event:
         """Return the host's time, or an event on the current stream."""
-        return time.perf_counter() if lane in _HOST_LANES else _Event(self._pool)
+        return time.perf_counter() if lane in _HOST_LANES else _Event(self._pool, self._stream())
 
     def wait_event(self, lane: Lane, event: Event) -> None:
         """Make the current stream, or the calling thread, wait for a CUDA event.
@@ -122,10 +125,10 @@ class CudaBackend:
         A time on the host has already passed.
         """
         if isinstance(event, _Event):
-            if lane in _HOST_LANES | _PACED_LANES:
+            if lane in _HOST_LANES or lane in _PACED_LANES:
                 event.event.synchronize()
             else:
-                torch.cuda.current_stream(self.device).wait_event(event.event)
+                self._stream().wait_event(event.event)
 
     def event_time_s(self, event: Event) -> float:
         """Return the time of an event, on the host's clock."""
@@ -206,7 +209,7 @@ class CudaBackend:
                 add()
             passing = half[: len(values)]
             passing.copy_(values, non_blocking=True)
-            arriving.append((target, passing, torch.cuda.current_stream(self.device).record_event()))
+            arriving.append((target, passing, self._stream().record_event()))
         while arriving:
             add()
 
@@ -220,7 +223,7 @@ class CudaBackend:
 
     def record_stream(self, tensor: torch.Tensor) -> None:
         """Keep the allocator from reusing a tensor's memory before the current stream has finished with it."""
-        tensor.record_stream(torch.cuda.current_stream(self.device))
+        tensor.record_stream(self._stream())
 
     def update(
         self, state: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], rule: Rule, step: int, scale: float
@@ -232,16 +235,21 @@ class CudaBackend:
         """Read the counts of torch's allocator."""
         return _CudaMeter()
 
-    def sum_of_squares_on_host(self, tensor: torch.Tensor, team: WorkerTeam) -> torch.Tensor:
+    def sum_of_squares_on_host(self, tensor: torch.Tensor, team: WorkerTeam) -> float:
         """Sum with the team's threads, which run no updates just before clipping."""
         values, sums = as_array(tensor), list[float]()
         team.run(lambda start, stop: sums.append(sum_of_squares(values[start:stop])), len(values))
-        return torch.tensor(math.fsum(sums), dtype=torch.float64).to(self.device)
+        return math.fsum(sums)
 
     def sum_of_squares(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the sum of squares, on the device. The norm is computed in float32."""
+        """Return the norm, computed in float32: one kernel. Its square is taken with all others, in float64."""
         norm: torch.Tensor = torch.linalg.vector_norm(tensor, dtype=torch.float32)
-        return norm.double().square()
+        return norm
+
+    def _stream(self) -> torch.cuda.Stream:
+        """Return the stream of this thread's lane, or the caller's current one."""
+        stream: torch.cuda.Stream = getattr(self._lane, "stream", None) or torch.cuda.current_stream(self.device)
+        return stream
 
 
 def update_on_device(

@@ -1,8 +1,9 @@
 """State of units and parameters: views of the memory that :mod:`executor.memory.state` takes."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -16,6 +17,9 @@ from planner.decisions import Place
 from planner.optimizers import Optimizer
 
 NEVER = -1
+
+_Of = TypeVar("_Of", Piece, Part)
+_View = TypeVar("_View")
 
 
 @dataclasses.dataclass(slots=True)
@@ -31,7 +35,7 @@ class ParameterState:
         step: number of its updates. The next update counts as soon as its gradient has arrived.
         arrived: the latest iteration in which its gradient arrived.
         flushed: the latest iteration in which its gradient reached the host.
-        squares: sums of squares of its latest gradient, part by part.
+        squares: sums of squares of its latest gradient, part by part, as the backend returns them.
         leaving, staying: the parts whose gradients go to the host, and those whose gradients stay on the device.
     """
 
@@ -44,7 +48,7 @@ class ParameterState:
     step: int = 0
     arrived: int = NEVER
     flushed: int = NEVER
-    squares: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    squares: list[torch.Tensor | float] = dataclasses.field(default_factory=list)
     leaving: tuple[Part, ...] = dataclasses.field(init=False)
     staying: tuple[Part, ...] = dataclasses.field(init=False)
 
@@ -107,6 +111,20 @@ class Moments:
     buffers: tuple[torch.Tensor, ...]
 
 
+def _cached(view: Callable[["UnitState", _Of], _View]) -> Callable[["UnitState", _Of], _View]:
+    """Let a method keep its views of each piece or part: to slice memory costs host time in every task."""
+
+    @functools.wraps(view)
+    def kept(unit: "UnitState", of: _Of) -> _View:
+        key = view.__name__, of.start
+        if key not in unit.views:
+            unit.views[key] = view(unit, of)
+        found: _View = unit.views[key]
+        return found
+
+    return kept
+
+
 @dataclasses.dataclass(slots=True)
 class UnitState:
     """State of one unit.
@@ -136,6 +154,7 @@ class UnitState:
         device_gradients: gradients that stay on the device, by parameter and piece.
         spent: gradients that updates on the device have read, held until the unit's next forward [Note: Spent].
         changed: pieces that the host has updated since their last upload.
+        views: of the memory above, by method and start. Clear it when that memory becomes another.
     """
 
     name: str
@@ -160,6 +179,7 @@ class UnitState:
     device_gradients: dict[tuple[str, int], torch.Tensor] = dataclasses.field(default_factory=dict)
     spent: list[torch.Tensor] = dataclasses.field(default_factory=list)
     changed: set[int] = dataclasses.field(default_factory=set)
+    views: dict[tuple[str, int], Any] = dataclasses.field(default_factory=dict)
 
     @property
     def is_sharded(self) -> bool:
@@ -181,6 +201,7 @@ class UnitState:
         """Return a whole tensor from the ranks' shards, flat, on the host. All ranks call this together."""
         return self.group.all_gather_on_host(shard) if self.group is not None and self.is_sharded else shard
 
+    @_cached
     def master(self, piece: Piece) -> torch.Tensor:
         """Return the master copy of a piece."""
         moments = self.moments(piece)
@@ -189,6 +210,7 @@ class UnitState:
         start = piece.offset if piece.place is Place.GPU else piece.served
         return moments.master[start : start + piece.num_params]
 
+    @_cached
     def own(self, piece: Piece) -> torch.Tensor:
         """Return a piece's weights on the device."""
         return self.own_weights[piece.start - self.start : piece.stop - self.start]
@@ -232,6 +254,7 @@ class UnitState:
             else:
                 self.device_gradients[key] = values.clone() if copy else values
 
+    @_cached
     def state(self, piece: Piece) -> tuple[torch.Tensor, ...]:
         """Return all optimizer state of a piece, master copy first."""
         return (self.master(piece), *self.buffers(piece))
@@ -241,6 +264,7 @@ class UnitState:
         assert piece.place is not Place.NVME
         return self.device if piece.place is Place.GPU else self.host
 
+    @_cached
     def gradient(self, piece: Piece) -> torch.Tensor:
         """Return a piece's gradient in host memory."""
         if piece.in_place:
@@ -251,6 +275,12 @@ class UnitState:
             return self.spilled[piece.index]
         return self.host_gradients[piece.arrival : piece.arrival + piece.num_params]
 
+    @_cached
+    def arrival(self, part: Part) -> torch.Tensor:
+        """Return a part's gradient in host memory."""
+        return self.gradient(part.piece)[part.within]
+
+    @_cached
     def host_weight(self, piece: Piece) -> torch.Tensor | None:
         """Return a piece's weights in host memory; ``None`` if there are none beside the master copy."""
         if self.on_nvme:

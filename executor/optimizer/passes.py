@@ -12,6 +12,7 @@ got both as two arrays, LLVM's code would notice at run time that they overlap a
 instructions, three times slower. So it gets one array, for which numba compiles another version of the kernel.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Generic, TypeVar, final
@@ -30,6 +31,9 @@ Bf16Array = npt.NDArray[np.uint16]
 GradientArray = Bf16Array | Float32Array
 BufferArray = npt.NDArray[np.uint8] | Bf16Array | Float32Array
 _Params = TypeVar("_Params")
+
+_FLOAT32: Final[np.dtype[Any]] = np.dtype("float32")
+_BITS: Final[np.dtype[Any]] = np.dtype("uint16")  # of bf16
 
 BLOCK: Final = OPTIMIZERS["adamw-8bit"].block_params
 """Parameters that share a scale, see [Note: Blocks] in :mod:`planner.optimizers`."""
@@ -70,9 +74,9 @@ class HostStep(Generic[_Params]):
     ) -> None:
         self._kernel = kernel
         self._names = ("master", *buffers, *scales)
-        self._kernel_args = kernel_args
+        self._kernel_args = functools.lru_cache(maxsize=4)(kernel_args)  # an iteration's pieces have the same
         self._has_buffers = has_buffers
-        self._dtypes = ("float32", *(buffer_dtype for _ in buffers), *("float32" for _ in scales))
+        self._dtypes = (_FLOAT32, *(np.dtype(buffer_dtype) for _ in buffers), *(_FLOAT32 for _ in scales))
         self._scales = scales
         self._seeded = seeded
 
@@ -107,7 +111,7 @@ class HostStep(Generic[_Params]):
         master, *buffers = state
         held = (master, *(buffers if self._has_buffers(params) else [None] * len(buffers)))
         self._check(held, grad, weight_out, params)
-        in_place = weight_out is not None and weight_out.ctypes.data == grad.ctypes.data
+        in_place = weight_out is not None and np.may_share_memory(weight_out, grad)  # then they are the same
         arrays = (*held, grad, IN_PLACE if in_place else weight_out)
         args = self._kernel_args(params, step, grad_scale)
 
@@ -135,25 +139,26 @@ class HostStep(Generic[_Params]):
             if array is not None:
                 length = -(-num_params // BLOCK) if name in self._scales else num_params
                 rounds = name == self._names[0] and self._seeded is not None and isinstance(params, self._seeded)
-                _check_array(name, array, (dtype, "uint16") if rounds else (dtype,), length)
+                _check_array(name, array, (dtype, _BITS) if rounds else (dtype,), length)
             elif name == self._names[0] or self._has_buffers(params):
                 raise ValueError(f"the state has no {name}, but {params} needs one; pass it")
-        _check_array("grad", grad, ("uint16", "float32"), num_params, written=False)
+        _check_array("grad", grad, (_BITS, _FLOAT32), num_params, written=False)
         if weight_out is not None:
-            _check_array("weight_out", weight_out, ("uint16",), num_params)
-            if held[0] is not None and held[0].dtype == np.uint16:
+            _check_array("weight_out", weight_out, (_BITS,), num_params)
+            if held[0] is not None and held[0].dtype == _BITS:
                 raise ValueError("weight_out is given, but a master copy in bf16 is the weight itself; pass None")
 
 
 def _check_array(
-    name: str, array: npt.NDArray[Any], dtypes: tuple[str, ...], num_params: int, *, written: bool = True
+    name: str, array: npt.NDArray[Any], dtypes: tuple[np.dtype[Any], ...], num_params: int, *, written: bool = True
 ) -> None:
-    if array.dtype.name not in dtypes:
-        remedy = "; a bf16 tensor is passed as tensor.view(torch.uint16).numpy()" if "uint16" in dtypes else ""
-        raise ValueError(f"{name} has dtype {array.dtype}, but must be {' or '.join(dtypes)}{remedy}")
+    if array.dtype not in dtypes:
+        remedy = "; a bf16 tensor is passed as tensor.view(torch.uint16).numpy()" if _BITS in dtypes else ""
+        raise ValueError(f"{name} has dtype {array.dtype}, but must be {' or '.join(map(str, dtypes))}{remedy}")
     if array.shape != (num_params,):
         raise ValueError(f"{name} has shape {array.shape}, but must be flat and as long as master: ({num_params},)")
-    if not (array.flags.c_contiguous and array.flags.aligned and (array.flags.writeable or not written)):
+    flags = array.flags
+    if not (flags.c_contiguous and flags.aligned and (flags.writeable or not written)):
         raise ValueError(f"{name} must be contiguous, aligned{' and writeable' if written else ''}; pass a plain slice")
 
 
@@ -162,6 +167,8 @@ def cut(arrays: Sequence[Any], start: int, stop: int) -> tuple[Any, ...]:
 
     Those that are shorter than the first have one value for each :data:`BLOCK` of its. Then ``start`` is a multiple.
     """
+    if start == 0 and stop >= len(arrays[0]):
+        return tuple(arrays)
     blocks = slice(start // BLOCK, -(-stop // BLOCK))
     return tuple(
         each if each is None or not len(each) else each[start:stop] if len(each) == len(arrays[0]) else each[blocks]

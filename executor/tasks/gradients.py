@@ -1,6 +1,5 @@
 """Moves gradients from autograd to where the update reads them."""
 
-import itertools
 from collections.abc import Iterator
 from typing import final
 
@@ -61,7 +60,7 @@ class GradientTasks:
         All gradients must have been flushed. Keys are names of whole parameters. Each norm is that of the whole
         parameter, even if this rank holds only a part.
         """
-        sums: dict[str, list[torch.Tensor]] = {}
+        sums: dict[str, list[torch.Tensor | float]] = {}
         first: dict[str, tuple[UnitState, ParameterState]] = {}
         for unit, parameter in self._state.parameters():
             if parameter.arrived != iteration:
@@ -74,9 +73,11 @@ class GradientTasks:
         if not sums:
             return {}
         # Copy one tensor to the host and one back, because each copy waits for the device.
-        all_terms = [term for of_parameter in sums.values() for term in of_parameter]
-        squares = iter(torch.stack(all_terms).tolist() if all_terms else ())
-        totals = [sum(itertools.islice(squares, len(terms))) for terms in sums.values()]
+        on_device = [term for terms in sums.values() for term in terms if isinstance(term, torch.Tensor)]
+        squares = iter(torch.stack(on_device).double().square().tolist() if on_device else ())
+        totals = [
+            sum(next(squares) if isinstance(term, torch.Tensor) else term for term in terms) for terms in sums.values()
+        ]
         if self._collectives is not None:
             totals = self._collectives.sum_squares(tuple(first.values()), totals)
         norms = torch.tensor(totals, dtype=torch.float64).sqrt().to(torch.float32).to(self._backend.device)
@@ -104,7 +105,7 @@ class GradientTasks:
 
     def _flush_one(self, unit: UnitState, parameter: ParameterState, gradient: FlatGradient, iteration: int) -> None:
         for part in parameter.leaving:
-            target, source = unit.gradient(part.piece)[part.within], gradient.of(part)
+            target, source = unit.arrival(part), gradient.of(part)
             if self._num_micro_batches == 1:
                 self._backend.copy(target, source)
             else:
@@ -114,10 +115,10 @@ class GradientTasks:
 
     def _squares(
         self, unit: UnitState, parameter: ParameterState, gradient: FlatGradient | None
-    ) -> Iterator[torch.Tensor]:
+    ) -> Iterator[torch.Tensor | float]:
         for part in parameter.leaving:
             if self._num_micro_batches == 1:  # the device is faster, and the copy to the host may still run
                 assert gradient is not None
                 yield self._backend.sum_of_squares(gradient.of(part))
             else:
-                yield self._backend.sum_of_squares_on_host(unit.gradient(part.piece)[part.within], self._team)
+                yield self._backend.sum_of_squares_on_host(unit.arrival(part), self._team)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import transformers
 
-from executor.devices.backend import as_array, sum_of_squares_on_host
+from executor.devices.backend import as_array, sum_of_squares
 from executor.memory.pieces import state_buffers
 from executor.optimizer.reference import AdamW8bit, AdamWBf16, Lion, Muon
 from executor.optimizer.table import entry_of
@@ -209,8 +209,8 @@ class ReferenceOptimizer(torch.optim.Optimizer):
 
     def clip_grad_norm_(self, max_norm):
         parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        squares = [sum_of_squares_on_host(p.grad.reshape(-1)) for p in parameters]
-        norms = torch.stack(squares).sqrt().float()
+        squares = [sum_of_squares(as_array(p.grad.reshape(-1))) for p in parameters]
+        norms = torch.tensor(squares, dtype=torch.float64).sqrt().float()
         total = torch.linalg.vector_norm(norms)
         self.scale = float(torch.clamp(max_norm / (total + 1e-6), max=1.0))
         return total
