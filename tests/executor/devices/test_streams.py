@@ -6,6 +6,7 @@ freed before something else has certainly ended is found in any run, however the
 that is a little wrong.
 """
 
+import contextlib
 import gc
 import itertools
 from collections import Counter
@@ -18,8 +19,9 @@ from plans import mixed, plans
 from rank_programs import trained_on_gpu
 from rank_references import reference as of_processes
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 from training import Task, batches, decide, prepare, train, uniform
-from virtual import NoVirtualGpuError, install
+from virtual import NoVirtualGpuError, install, present
 from virtual.races import Races
 from virtual.watch import watched
 
@@ -31,7 +33,7 @@ from executor.tasks.actions import Actions
 from executor.tasks.updates import UpdateTasks
 from executor.training_state.restoring import restore
 from executor.training_state.saving import Checkpoints
-from planner.schedule.tasks import Lane, Tier
+from planner.schedule.tasks import Lane, Op, Tier
 from ullage.data.batches import to_device
 
 FAMILIES = ("gpt2", "gpt2-untied", "llama", "llama-tied", "qwen3", "mixtral", "opt")
@@ -341,6 +343,42 @@ def test_memory_that_another_stream_still_uses_is_not_free(gpu, recorded):  # no
         install().observe(None)
     assert bool(races.found) != recorded
     assert total.item() == 1000
+
+
+def test_tasks_of_lanes_give_the_host_little_to_do(monkeypatch):
+    """Their threads share the interpreter with the caller. What can be kept for the next iteration is not made anew."""
+    found, perform = Counter(), Actions.perform
+
+    class Operators(TorchDispatchMode):
+        def __init__(self, op):
+            super().__init__()
+            self.op = op
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            found[self.op, func.__name__.partition(".")[0]] += 1
+            return func(*args, **(kwargs or {}))
+
+    def counted(self, task, iteration):
+        with Operators(task.op) if iteration else contextlib.nullcontext():
+            perform(self, task, iteration)
+
+    monkeypatch.setattr(Actions, "perform", counted)
+    task = Task("llama", torch.float32, iterations=3)
+    with present():
+        model, optimizer = prepare(task, decide(task, uniform("host", "cpu")), device="cuda")
+        with optimizer.session as session:
+            train(task, model, optimizer)
+            units = [unit for unit in session.runtime.state.units.values() if unit.parameters]
+    counts = [len(parameter.leaving) for unit in units for parameter in unit.parameters]
+    assert {key: count for key, count in found.items() if key[0] is Op.FLUSH} == {
+        (Op.FLUSH, "copy_"): 2 * sum(counts),
+        (Op.FLUSH, "linalg_vector_norm"): 2 * sum(counts),
+        (Op.FLUSH, "slice"): 4 * sum(count for count in counts if count > 1),
+        (Op.FLUSH, "record_stream"): 2 * len(counts),
+    }
+    assert {name for op, name in found if op is Op.FETCH} == {"copy_"}
+    # detach makes numpy's arrays, and pieces are sliced where the rules of their parameters differ.
+    assert {name for op, name in found if op is Op.UPDATE} == {"detach", "slice"}
 
 
 def test_only_overlapping_accesses_of_which_one_writes_are_races():
