@@ -77,9 +77,9 @@ def load_profile(text: str) -> HardwareProfile:
     if path.suffix == ".json" or len(path.parts) > 1:
         raise ProfileError(f"{text}: there is no such file; give the path of a profile, or one of {', '.join(names)}")
     near = difflib.get_close_matches(text.lower(), names, n=3, cutoff=0.4)
-    hint = f"did you mean {' or '.join(near)}? " if near else ""
+    hint = f"did you mean {' or '.join(near)}? Built-in" if near else "built-in"
     raise ProfileError(
-        f"unknown hardware {text!r}; {hint}Built-in profiles are {', '.join(names)}; the path of a JSON file works too"
+        f"unknown hardware {text!r}; {hint} profiles are {', '.join(names)}; the path of a JSON file works too"
     )
 
 

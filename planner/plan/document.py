@@ -252,6 +252,8 @@ _TIERS = {Tier.GPU: "the device", Tier.HOST: "the host", Tier.NVME: "NVMe"}
 
 def gigabytes(num_bytes: int) -> str:
     """Return a size in words."""
+    if num_bytes < 1000:
+        return f"{num_bytes} B"
     return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.3g} MB"
 
 

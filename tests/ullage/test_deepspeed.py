@@ -112,8 +112,9 @@ def test_types_clipping_optimizer_and_auto(tmp_path):
     )
     assert found.settings.reduce_bucket_params == request.model.hidden_size**2
     assert (found.settings.prefetch_params, found.subgroup_params) == (50_000_000, 100_000_000)
-    plain = read(tmp_path, {"gradient_clipping": 1.0}).request
-    assert (plain.precision.weights, plain.clip) == ("fp32", True)
+    plain = read(tmp_path, {"gradient_clipping": 1.0})
+    assert (plain.request.precision.weights, plain.request.clip) == ("fp32", True)
+    assert any(note.startswith("neither bf16 nor fp16 is on: weights are fp32") for note in plain.assumed)
 
 
 def test_what_is_not_known_or_not_simulated_is_named(tmp_path):
@@ -191,6 +192,9 @@ def test_both_are_predicted_side_by_side(tmp_path, capsys):
     assert found["theirs"]["iteration_s"] >= by_engine["zero-offload"] * 0.999, "its subgroups are larger"
     assert found["theirs"]["memory_bytes"]["gpu"] > 0
     assert any("DeepSpeed is bound by" in reason for reason in found["reasons"])
+    assert main(arguments) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "2 sequences of 512 tokens x 1 micro-batch(es), bf16, AdamW" in shown
 
 
 @pytest.fixture(scope="module")

@@ -36,10 +36,13 @@ def parse_bytes(text: str) -> int:
     """Return the bytes of a size such as ``150MB``, ``1.5GiB`` or ``2e9`` (kB, MB, GB, TB are powers of 1000).
 
     Raises:
-        argparse.ArgumentTypeError: the text is not a size, or less than one byte.
+        argparse.ArgumentTypeError: the text is not a size, is less than one byte, or seems to lack its unit.
     """
     rule = "a size; give bytes with an optional unit: 150MB, 1.5GiB, 2e9"
-    return round(_amount(text, _BYTES | _BINARY_BYTES, rule, least=1))
+    found = round(_amount(text, _BYTES | _BINARY_BYTES, rule, least=1))
+    if found < 1000 and text.strip()[-1].isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is {found} bytes; give the unit that is meant, as in {text}GB")
+    return found
 
 
 def positive_int(text: str) -> int:

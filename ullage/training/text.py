@@ -111,7 +111,7 @@ def read_tokens(path: Path, dtype: TokenDtype | None = None) -> Tokens:
     try:
         tokens = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, EOFError) as error:
-        raise ValueError(f"{path} is not a whole .npy file ({error}); write it with numpy.save") from error
+        raise ValueError(f"{path} is not a whole .npy file of numbers; write it with numpy.save") from error
     if not isinstance(tokens, np.ndarray) or tokens.ndim != 1 or tokens.dtype.kind != "u":
         raise ValueError(
             f"{path} holds {getattr(tokens, 'dtype', 'several arrays')}{list(getattr(tokens, 'shape', ()))}; save "
@@ -122,9 +122,11 @@ def read_tokens(path: Path, dtype: TokenDtype | None = None) -> Tokens:
 
 def _mapped(path: Path, dtype: np.dtype[Any]) -> Tokens:
     num_bytes = check_regular(path)
-    if not num_bytes or num_bytes % dtype.itemsize:
+    if not num_bytes:
+        raise ValueError(f"{path} is empty; give a file to train on")
+    if num_bytes % dtype.itemsize:
         raise ValueError(
-            f"{path} has {num_bytes} bytes, but must have a positive multiple of {dtype.itemsize} ({dtype.name}); "
-            "give a complete file, and the type of its tokens"
+            f"{path} has {num_bytes} bytes, but must have a multiple of {dtype.itemsize} ({dtype.name}); give a "
+            "complete file, and the type of its tokens"
         )
     return np.memmap(path, dtype, mode="r")

@@ -23,7 +23,7 @@ from ullage.output.formatting import LANE_WORDS, binds, duration, percent, si, s
         ("4 tib", 4 * 2**40),
         ("5TB", 5_000_000_000_000),
         (".5kb", 500),
-        ("7", 7),
+        ("1000", 1000),
         ("7B", 7),
     ],
 )
@@ -37,6 +37,11 @@ def test_sizes(text, num_bytes):
 def test_no_sizes(text):
     with pytest.raises(argparse.ArgumentTypeError, match="give bytes with an optional unit"):
         parse_bytes(text)
+
+
+def test_a_small_number_lacks_its_unit():
+    with pytest.raises(argparse.ArgumentTypeError, match="'24' is 24 bytes; give the unit that is meant, as in 24GB"):
+        parse_bytes("24")
 
 
 @pytest.mark.parametrize("text", ["0", "-3", "1.5", "x", "", "²"])

@@ -156,18 +156,25 @@ def side_by_side(found: Imported) -> SideBySide:
     return SideBySide(found, theirs, plan, Iteration.of(ours, ours.simulate()))
 
 
+def _precision(config: Config, assumed: list[str]) -> Precision:
+    switches = {"bf16": config.bf16.enabled, "fp16": config.fp16.enabled}
+    on = [name for name, enabled in switches.items() if enabled is True]
+    if not on and AUTO in switches.values():
+        assumed.append("the type of weights is 'auto': bf16")
+        return BF16
+    if not on:
+        assumed.append("neither bf16 nor fp16 is on: weights are fp32, as in DeepSpeed; --precision sets another type")
+        return Precision(weights="fp32")
+    if "fp16" in on:
+        assumed.append("fp16 is simulated as bf16, which has the same bytes and rates")
+    return BF16
+
+
 def _with_types(config: Config, request: Request, given: Callable[[str], bool], assumed: list[str]) -> Request:
     """Return the request with the configuration's types, optimizer and clipping."""
     changes: dict[str, Any] = {}
     if not given("precision"):
-        switches = {"bf16": config.bf16.enabled, "fp16": config.fp16.enabled}
-        on = [name for name, enabled in switches.items() if enabled is True]
-        if not on and AUTO in switches.values():
-            assumed.append("the type of weights is 'auto': bf16")
-            on = ["bf16"]
-        if "fp16" in on:
-            assumed.append("fp16 is simulated as bf16, which has the same bytes and rates")
-        changes["precision"] = BF16 if on else Precision(weights="fp32")
+        changes["precision"] = _precision(config, assumed)
     if not given("optimizer"):
         name = config.optimizer.type if config.optimizer else "AdamW"
         if config.optimizer is None:

@@ -1,5 +1,6 @@
 """The screen of `ullage import-deepspeed`."""
 
+from planner.optimizers import OPTIMIZERS
 from planner.plan.document import describe
 from planner.schedule.tasks import Tier
 from ullage.analysis.iteration import Iteration
@@ -18,7 +19,8 @@ def side_by_side_screen(found: SideBySide) -> None:
         rows.add_row("Ullage", *_cells(found.our_iteration, tiers))
     summary = {
         "training": f"{request.model.name} on {request.num_devices} device(s) of {request.hardware.name}: "
-        f"{request.micro_batch} sequences of {request.seq_len} tokens x {request.num_micro_batches} micro-batch(es)",
+        f"{request.micro_batch} sequences of {request.seq_len} tokens x {request.num_micro_batches} micro-batch(es), "
+        f"{request.precision.weights}, {OPTIMIZERS[request.optimizer].words}",
         "DeepSpeed": f"{words(found.imported.settings)}, "
         + describe(found.theirs.subject.decisions, found.theirs.subject.workload.units),
     }
