@@ -20,7 +20,7 @@ def side_by_side_screen(found: SideBySide) -> None:
     summary = {
         "training": f"{request.model.name} on {request.num_devices} device(s) of {request.hardware.name}: "
         f"{request.micro_batch} sequences of {request.seq_len} tokens x {request.num_micro_batches} micro-batch(es), "
-        f"{request.precision.weights}, {OPTIMIZERS[request.optimizer].words}",
+        f"{found.theirs.subject.decisions.precision.weights}, {OPTIMIZERS[request.optimizer].words}",
         "DeepSpeed": f"{words(found.imported.settings)}, "
         + describe(found.theirs.subject.decisions, found.theirs.subject.workload.units),
     }
