@@ -14,7 +14,7 @@ from planner.models.kernels import Attention, Elementwise, Kernels, Work, each
 def repeated(rows: int, tile: int, kernels: Callable[[int], Kernels]) -> Kernels:
     """Return the kernels of all tiles; ``kernels`` gives those of one, which has so many tokens."""
     num_whole, rest = divmod(rows, tile)
-    sizes = {tile: num_whole} | ({rest: 1} if rest else {})
+    sizes = ({tile: num_whole} if num_whole else {}) | ({rest: 1} if rest else {})
     return tuple(
         dataclasses.replace(kernel, count=kernel.count * count)
         for size, count in sizes.items()
