@@ -287,8 +287,8 @@ def test_plain_training_needs_most_device_memory(recompute: bool) -> None:
             peaks[name, places(decisions).count(Place.GPU)] = held
     most = peaks.pop(("gpu-only", len(places(next(gpu_only(setup()))))))
     half = len(places(next(gpu_only(setup())))) / 2
-    # Nothing held against the same, held a little longer: Twin-Flow with nothing on the CPU keeps its gradient buffer.
-    assert most >= 0.9 * max(peaks.values())
+    # Nothing held against the same and more: Twin-Flow with nothing on the CPU keeps its gradient buffer, in fp32.
+    assert most >= 0.85 * max(peaks.values())
     assert most > max(peak for (_, num_gpu), peak in peaks.items() if num_gpu <= half)
 
 
