@@ -161,6 +161,11 @@ def _export(args: argparse.Namespace) -> int:
 
 def _prune(args: argparse.Namespace) -> int:
     store = store_at(args.place)
+    if args.keep < MIN_CHECKPOINTS:
+        raise ValueError(
+            f"--keep {args.keep} is too few, because one checkpoint may be damaged; give --keep {MIN_CHECKPOINTS} or "
+            "more"
+        )
     removed = [str(path) for path in store.prune(args.keep)]
     store.remove_spares()
     if args.json:

@@ -228,6 +228,7 @@ BAD_INPUT = {
     "failures at no time": (["plan", "--model", "gpt2", "--mtbf", "soon"], ["'soon'", "6h"]),
     "overhead of all": (["plan", "--model", "gpt2", "--mtbf", "6h", "--max-checkpoint-overhead", "120%"], ["1%"]),
     "limits without failures": (["plan", "--model", "gpt2", "--max-lost-work", "9m"], ["without --mtbf", "--mtbf 6h"]),
+    "one checkpoint of many": (["checkpoint", "prune", "{tmp}", "--keep", "1"], ["--keep 1 is too few", "--keep 2"]),
     "one checkpoint": (["plan", "--model", "gpt2", "--mtbf", "6h", "--keep", "1"], ["--keep 1", "at least 2"]),
     "a second pfs": (
         ["plan", "--model", "gpt2", "--hardware", "polaris-a100-40g", "--mtbf", "6h", "--pfs-bandwidth", "2GB"],
