@@ -35,7 +35,7 @@ from ullage.output.progress import search_progress
 from ullage.this_machine.checks import check_tokens, check_trainable
 from ullage.this_machine.profile import profile_here
 
-Batch = Mapping[str, Tensor] | Sequence[Tensor] | Tensor
+Batch = Mapping[str, Any] | Sequence[Tensor] | Tensor
 """The inputs of a model: ``model(**batch)``, ``model(*batch)`` or ``model(batch)``."""
 
 _PLAIN: Final = (bool, int, float, str, type(None))
