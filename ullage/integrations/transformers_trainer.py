@@ -13,9 +13,12 @@ from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from executor.prepare import OffloadedOptimizer
+from hwprofiles.installation import check_versions
 from planner.plan.document import Plan, PlanError
 from ullage.this_machine.checks import check_options
 from ullage.training.preparing import Options, prepare
+
+check_versions(["accelerate"])  # an older one wraps models that are prepared
 
 _Trainer = TypeVar("_Trainer", bound=transformers.Trainer)
 
