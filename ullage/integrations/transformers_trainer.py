@@ -4,6 +4,7 @@ import contextlib
 import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final, TypeVar, Unpack, cast
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from executor.prepare import OffloadedOptimizer
 from hwprofiles.installation import check_versions
@@ -152,8 +154,16 @@ class _Offloaded(transformers.Trainer):
             return None
         return super()._get_grad_norm(model, grad_norm)  # type: ignore[no-untyped-call]
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the model on rank 0. Before transformers 5.23, the other ranks do not come to :meth:`_save`."""
+        self._has_gathered = False
+        super().save_model(output_dir, _internal_call)
+        if self._is_shared and not self._has_gathered and self.model is not None:
+            self.model.state_dict()
+
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Save the model on rank 0; all ranks gather the weights together."""
+        self._has_gathered = True
         if state_dict is None and self._is_shared and self.model is not None:
             state_dict = self.model.state_dict()
         super()._save(output_dir, state_dict)
@@ -164,6 +174,18 @@ class _Offloaded(transformers.Trainer):
             assert self._offloaded is not None
             self._offloaded.state_dict()
         super()._save_optimizer_and_scheduler(output_dir)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Load both into host memory. For several ranks, the trainer would load all state onto every GPU."""
+        if checkpoint is None or not self._is_shared:
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        optimizer, scheduler = (Path(checkpoint) / name for name in (OPTIMIZER_NAME, SCHEDULER_NAME))
+        if optimizer.exists() and scheduler.exists():
+            assert self.optimizer is not None
+            assert self.lr_scheduler is not None
+            self.optimizer.load_state_dict(torch.load(optimizer, map_location="cpu", weights_only=True))
+            self.lr_scheduler.load_state_dict(torch.load(scheduler, map_location="cpu", weights_only=True))
 
     @property
     def _is_shared(self) -> bool:

@@ -119,6 +119,25 @@ def test_a_trainer_trains_as_in_memory_and_goes_on_from_its_checkpoints(tiny_mod
     same_weights(plain.model, again.model)
 
 
+def test_state_that_ranks_share_is_loaded_into_host_memory(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU of several, the stock trainer would load the state of all parameters onto the device."""
+    made = ullage.offloaded(Trainer)
+    ours = trainer(made, tiny_model, tmp_path, max_steps=1, save_steps=1)
+    ours.train()
+    moved, load = [], torch.load
+    monkeypatch.setattr(torch, "load", lambda *args, **kw: moved.append(kw["map_location"]) or load(*args, **kw))
+    monkeypatch.setattr(made, "_is_shared", True)
+    ours._load_optimizer_and_scheduler(str(tmp_path / "checkpoint-1"))
+    assert moved == ["cpu", "cpu"]
+    moved.clear()
+    ours._load_optimizer_and_scheduler(str(tmp_path / "checkpoint-2"))  # there is none
+    assert moved == []
+    monkeypatch.undo()
+    ours.close()
+
+
 def test_evaluating_before_training_and_training_twice(tiny_model: Path, tmp_path: Path) -> None:
     found = []
     for made in (Trainer, ullage.offloaded(Trainer)):
