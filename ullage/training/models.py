@@ -42,8 +42,8 @@ def planned_model(plan: Plan, weights: Path | None = None) -> nn.Module:
             from executor.module.float8 import multiply_in_fp8  # noqa: PLC0415 - optional
         except ImportError as error:
             raise BindingError(
-                "the plan has products in fp8, but torchao is not installed; run `pip install torchao`, or plan "
-                "without --products fp8"
+                f"the plan has products in fp8, but torchao cannot be imported: {error}; pip install one that fits "
+                f"torch {torch.__version__}, or plan without --products fp8"
             ) from error
         multiply_in_fp8(model, plan.units(), torch.device("cpu" if plan.hardware.device.kind == "host" else "cuda"))
     return model
