@@ -1,5 +1,6 @@
 """Every row of a table in docs/results.md is what its result file says."""
 
+import itertools
 import json
 import re
 import statistics
@@ -175,10 +176,12 @@ def published_sizes() -> Iterator[tuple[str, ...]]:
 
 
 def peers() -> Iterator[tuple[str, ...]]:
-    for cell in result("cpu_peers.json")["cells"].values():
+    found = (result(name)["cells"].values() for name in ("cpu_peers.json", "cpu_peers_bf16.json"))
+    for cell in itertools.chain(*found):
         assert cell["rows"]["ours"]["status"] == "ok"
+        state = ", all state in bf16" if cell.get("state") == "bf16" else ""
         yield (
-            f"{cell['compute_threads']} core(s), {cell['num_micro_batches']} micro-batch(es)",
+            f"{cell['compute_threads']} core(s), {cell['num_micro_batches']} micro-batch(es){state}",
             cell["best_peer"],
             times(cell["ours_over_best_peer"]),
             times(cell["ours_over_in_memory"]),
