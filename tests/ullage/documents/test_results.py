@@ -402,6 +402,11 @@ def test_tables_hold_what_result_files_say(table: Any) -> None:
     assert "\n".join(rows) in PAGE
 
 
+def test_no_result_names_a_folder_of_a_machine() -> None:
+    places = re.compile(r"(?<![\w.])/(?:home|root|tmp|work|opt|mnt)/")
+    assert [path.name for path in RESULTS.glob("*.json") if places.search(path.read_text(encoding="utf-8"))] == []
+
+
 def test_every_row_of_a_table_is_tied() -> None:
     """A figure that nobody ties to a file cannot slip into a table."""
     tied = {f"| {' | '.join(cells)} |" for table in TABLES for cells in table()}
