@@ -67,7 +67,7 @@ def prediction(setting: tuple[str, float, int, int], profiles: list[HardwareProf
     for profile in profiles:
         hardware = profile.with_device_memory(int(memory_bytes))
         plans.append(make_plan(Request(resolve_model(model), hardware, seq_len=seq_len, micro_batch=micro_batch)))
-    same_s = [_iteration_s(plans[0], profile) for profile in profiles]
+    same_s = [iteration_s(plans[0], profile) for profile in profiles]
     own_s = [plan.prediction.iteration_s for plan in plans]
     return {
         "model": model,
@@ -81,7 +81,8 @@ def prediction(setting: tuple[str, float, int, int], profiles: list[HardwareProf
     }
 
 
-def _iteration_s(plan: Plan, profile: HardwareProfile) -> float:
+def iteration_s(plan: Plan, profile: HardwareProfile) -> float:
+    """Return the iteration time of a plan, priced by another profile than its own."""
     return run_until_steady(plan.schedule(), CostModel.of(profile, plan.units(), plan.decisions)).period_s
 
 

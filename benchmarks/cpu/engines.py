@@ -2,7 +2,7 @@
 
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -49,39 +49,47 @@ class Blocking:
         return torch.load(folder / f"{step}.pt"), self._state
 
 
-class CheckFreq(Blocking):
-    """Snapshot, then persist, as CheckFreq does."""
+class _OneInFlight(Blocking):
+    """Saves the rest of a checkpoint in a thread, and begins none before the last one has been written."""
 
     def __init__(self, state: Tensors) -> None:
         super().__init__(state)
         self._thread = threading.Thread()
 
     def save(self, folder: Path, step: int) -> None:
-        """Clone, when the last one has been written."""
+        """Do what training waits for, when the last one has been written."""
         self.finish()
-        clones = {name: tensor.clone() for name, tensor in self._state.items()}
-        self._thread = threading.Thread(target=torch_save, args=(clones, folder / f"{step}.pt"))
+        self._thread = threading.Thread(target=self._begin(folder, step))
         self._thread.start()
 
     def finish(self) -> None:
-        """Wait for the thread."""
+        """Wait for the thread, and until files are durable."""
         if self._thread.ident is not None:
             self._thread.join()
 
+    def _begin(self, folder: Path, step: int) -> Callable[[], None]:
+        """Do what training waits for; return the rest."""
+        raise NotImplementedError
 
-class TorchSnapshot:
+
+class CheckFreq(_OneInFlight):
+    """Snapshot, then persist, as CheckFreq does."""
+
+    def _begin(self, folder: Path, step: int) -> Callable[[], None]:
+        clones = {name: tensor.clone() for name, tensor in self._state.items()}
+        return lambda: torch_save(clones, folder / f"{step}.pt")
+
+
+class TorchSnapshot(_OneInFlight):
     """``Snapshot.async_take`` of torchsnapshot."""
 
     def __init__(self, state: Tensors) -> None:
         import torchsnapshot  # type: ignore[import-not-found]  # noqa: PLC0415 - a peer
 
+        super().__init__(state)
         self._library = torchsnapshot
-        self._state = state
-        self._thread = threading.Thread()
 
-    def save(self, folder: Path, step: int) -> None:
-        """Stage, when the last one has been written."""
-        self.finish()
+    def _begin(self, folder: Path, step: int) -> Callable[[], None]:
         path = folder / f"{step}"
         state = {"state": self._library.StateDict(**self._state)}
         pending = self._library.Snapshot.async_take(str(path), state)
@@ -90,13 +98,7 @@ class TorchSnapshot:
             pending.wait()
             sync_all(path)
 
-        self._thread = threading.Thread(target=write)
-        self._thread.start()
-
-    def finish(self) -> None:
-        """Wait for the library's threads, and until files are durable."""
-        if self._thread.ident is not None:
-            self._thread.join()
+        return write
 
     def load(self, folder: Path, step: int) -> tuple[Tensors, Tensors]:
         """Load one."""
@@ -105,18 +107,12 @@ class TorchSnapshot:
         return dict(into), self._state
 
 
-class DcpAsync(Blocking):
-    """``torch.distributed.checkpoint.async_save``, one in flight."""
+class DcpAsync(_OneInFlight):
+    """``torch.distributed.checkpoint.async_save``."""
 
-    def __init__(self, state: Tensors) -> None:
-        super().__init__(state)
-        self._thread = threading.Thread()
-
-    def save(self, folder: Path, step: int) -> None:
-        """Stage, when the last one has been written."""
+    def _begin(self, folder: Path, step: int) -> Callable[[], None]:
         from torch.distributed.checkpoint.state_dict_saver import async_save  # noqa: PLC0415 - not in every build
 
-        self.finish()
         path = folder / f"{step}"
         written: Any = async_save(dict(self._state), checkpoint_id=path)
 
@@ -124,13 +120,7 @@ class DcpAsync(Blocking):
             written.result()
             sync_all(path)
 
-        self._thread = threading.Thread(target=write)
-        self._thread.start()
-
-    def finish(self) -> None:
-        """Wait for the library's thread, and until files are durable."""
-        if self._thread.ident is not None:
-            self._thread.join()
+        return write
 
     def load(self, folder: Path, step: int) -> tuple[Tensors, Tensors]:
         """Load one."""

@@ -28,6 +28,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
+from benchmarks.calibration import iteration_s
 from benchmarks.origin import origin, write_result
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.registry import load_profile
@@ -39,7 +40,6 @@ from planner.plan.document import Plan, load_plan
 from planner.plan.planning import Request, make_plan
 from planner.schedule.series import busy
 from planner.search.scoring import Scorer
-from planner.simulate.machine import run_until_steady
 from planner.simulate.prediction import Workload
 from ullage.analysis.comparison import Explained, explain_run
 from ullage.analysis.runs import RunRecord, load_run
@@ -47,6 +47,7 @@ from ullage.analysis.runs import RunRecord, load_run
 OUTPUT: Final = Path(__file__).parents[1] / "results" / "gpu" / "agreement.json"
 GOALS: Final = {"error": 0.05, "mean_error": 0.03, "refitted_error": 0.04, "memory_error": 0.03, "over_bound": 1.10}
 FITTED_TO: Final = "mixed"
+_READ: Final = {"goals", "summary", "not_run", "rows"}  # what --read makes again
 NUM_ITERATIONS: Final = 10
 _PLANNING_S: Final = 4.0
 _LIMIT_S: Final = 90.0  # of one execution: the largest model's state is made and registered in half of that
@@ -183,10 +184,6 @@ def _explained(path: Path) -> tuple[dict[str, Any], HardwareProfile] | str:
     return row(record, found), found.refitted.profile
 
 
-def _predicted_s(plan: Plan, profile: HardwareProfile) -> float:
-    return run_until_steady(plan.schedule(), CostModel.of(profile, plan.units(), plan.decisions)).period_s
-
-
 def read(folder: Path, names: Sequence[str], not_run: Mapping[str, str]) -> dict[str, Any]:
     """Return predicted beside measured of all runs in a folder, and what they say together."""
     with _processes() as pool:
@@ -197,7 +194,7 @@ def read(folder: Path, names: Sequence[str], not_run: Mapping[str, str]) -> dict
     rows = {name: found for name, (found, _) in compared.items()}
     if FITTED_TO in rows:
         for name in rows.keys() - {FITTED_TO}:
-            predicted_s = _predicted_s(load_plan(folder / folder_name(name) / "plan.json"), compared[FITTED_TO][1])
+            predicted_s = iteration_s(load_plan(folder / folder_name(name) / "plan.json"), compared[FITTED_TO][1])
             rows[name]["refitted_error"] = predicted_s / rows[name]["measured"] - 1
     return {"goals": GOALS, "summary": summary(rows), "not_run": not_run, "rows": rows}
 
@@ -298,8 +295,6 @@ def main() -> None:
     write_result(args.output, result)
     print(table(result))
 
-
-_READ: Final = {"goals", "summary", "not_run", "rows"}
 
 if __name__ == "__main__":
     main()
