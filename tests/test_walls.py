@@ -12,7 +12,7 @@ PRODUCT = [
 ]
 MODULES = [path for path in PRODUCT if path.suffix == ".py"]
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
-MOST_METHODS, MOST_LINES, MOST_FILES = 25, 450, 15
+MOST_METHODS, MOST_LINES, MOST_FILES = 40, 600, 15
 
 
 def methods(source: str) -> dict[str, int]:
