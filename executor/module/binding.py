@@ -28,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 from executor.callbacks import ModuleCallbacks, hook_target, in_backward, replace_attribute
 from executor.distributed.shards import BindingError
 from executor.memory.activations import OffloadedActivations, SegmentOffload
+from executor.module.forward_state import ForwardState, Snapshot
 from executor.module.guarded_parameters import unguarded
 from executor.module.guards import OWN_CHECKPOINTING
 from executor.module.naming import KEYS_ALONE
@@ -151,7 +152,7 @@ def bind(
         decided, names = decisions.units[segment[0].name], [unit.name for unit in segment]
         if decided.activations != "keep":
             offload = SegmentOffload(activations, names, callbacks) if decided.offloads else None
-            undo.append(_recompute(_segment_module(model, segment), names[-1], callbacks, offload))
+            undo.append(_recompute(_segment_module(model, segment), names, callbacks, offload))
 
 
 def no_compile(compile_backend: str | None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -281,27 +282,36 @@ def _checkpoint(call: Callable[..., Any], bound: inspect.BoundArguments, **setti
 
 
 def _recompute(
-    module: nn.Module, last_unit: str, callbacks: ModuleCallbacks, offload: SegmentOffload | None
+    module: nn.Module, names: list[str], callbacks: ModuleCallbacks, offload: SegmentOffload | None
 ) -> Callable[[], None]:
-    """Apply activation checkpointing to a module, and offload some activations; return a function that undoes this."""
-    original = module.forward
+    """Apply activation checkpointing to a module, and offload some activations; return a function that undoes this.
+
+    The module computes the units of these ``names``.
+    """
+    original, last_unit = module.forward, names[-1]
+    state = ForwardState(module, names[0])
     signature = inspect.signature(original)
     numbers = (vars(inner).get("layer_idx") for inner in module.modules())
     layer = next((number for number in numbers if isinstance(number, int)), None)
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(before: Snapshot, *args: Any, **kwargs: Any) -> Any:
+        if not in_backward():
+            output = original(*args, **kwargs)
+            state.check(before)
+            return output
+        callbacks.on_forward(names[0])  # the module may read weights of its own before a hook inside it reports this
         try:
-            return original(*args, **kwargs)
+            with state.restored(before):
+                return original(*args, **kwargs)
         finally:  # recomputation stops with an exception as soon as it has all needed tensors
-            if in_backward():
-                if offload is not None:
-                    offload.end_recompute()
-                callbacks.on_recomputed(last_unit)
+            if offload is not None:
+                offload.end_recompute()
+            callbacks.on_recomputed(last_unit)
 
-    def with_own_caches(*args: Any, **kwargs: Any) -> Any:
+    def with_own_caches(before: Snapshot, *args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
         _copy_caches(bound.arguments)
-        return run(*bound.args, **bound.kwargs)
+        return run(before, *bound.args, **bound.kwargs)
 
     @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -313,7 +323,7 @@ def _recompute(
                 )
             return original(*args, **kwargs)
         bound = signature.bind(*args, **kwargs)
-        call = with_own_caches if _drop_caches(bound.arguments, layer) else run
+        call = functools.partial(with_own_caches if _drop_caches(bound.arguments, layer) else run, state.save())
         if offload is None or not callbacks.trains:
             return _checkpoint(call, bound)
         with offload.forward(bound.args) as modes:

@@ -158,7 +158,7 @@ class Residual(nn.Module):
 
 
 def residual() -> nn.Module:
-    """Blocks that keep statistics, which running them again would change."""
+    """Blocks that keep statistics."""
     return nn.Sequential(
         nn.Conv2d(3, 16, 3, padding=1),
         nn.Sequential(*(Residual(16) for _ in range(3))),

@@ -1,7 +1,10 @@
 """Random modules: lists of blocks of many kinds, in one stream or two, nested, with skips, shared and frozen parts."""
 
 import dataclasses
+import random
+import types
 
+import numpy as np
 import torch
 from hypothesis import strategies as st
 from torch import nn
@@ -142,7 +145,92 @@ class Half(nn.Module):
         return torch.tanh(self.trained(x)) * mask
 
 
+class Table(nn.Module):
+    """Reads a parameter of its own before it calls a module inside it, as diffusion transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.table = nn.Parameter(torch.randn(2, WIDTH))
+
+    def forward(self, x):
+        shift, scale = self.table.unbind()
+        return x + self.down(torch.tanh(self.up(x * (1 + scale) + shift)))
+
+
+class Running(nn.Module):
+    """Computes with what its forward changes: buffers, in place and behind ``data`` and anew, large ones too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("range", torch.ones(()))
+        self.register_buffer("last", torch.zeros(WIDTH))
+        self.register_buffer("book", torch.zeros(3000, WIDTH))
+        self.register_buffer("queue", torch.zeros(3000, WIDTH))
+
+    def forward(self, x):
+        with torch.no_grad():
+            vectors = x.flatten(0, -2)
+            self.mean.mul_(0.9).add_(vectors.mean(0), alpha=0.1)
+            self.range.data.lerp_(x.abs().amax(), 0.1)
+            self.book.data[: len(vectors)] += vectors
+            self.queue.copy_(torch.cat([vectors, self.queue])[: len(self.queue)])
+            shift, self.last = self.last, vectors.mean(0)
+        return torch.tanh(self.linear(x - self.mean - shift) / self.range + self.book[0] + self.queue[len(vectors)])
+
+
+class Counting(nn.Module):
+    """Computes with attributes that its forward changes: numbers, lists, objects, a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.calls, self.seen, self.box = 0, [], types.SimpleNamespace(total=0.0, of={"max": 0})
+        self.held = torch.zeros(WIDTH)
+
+    def forward(self, x):
+        self.calls += 1
+        self.seen.append(self.calls)
+        self.box.total += 0.25 * len(self.seen)
+        self.box.of["max"] = max(self.box.of["max"], self.calls)
+        self.held.add_(0.125)
+        return torch.tanh(self.linear(x) * (1 + self.calls / 8) + self.box.total + self.box.of["max"] + self.held)
+
+    @property
+    def state(self):
+        return self.calls, self.seen, vars(self.box), self.held.tolist()
+
+
+NOISE = torch.Generator()
+
+
+class Drawing(nn.Module):
+    """Draws from the generators of Python and NumPy, from generators that it holds, and from one that it names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.own, self.other = nn.Linear(WIDTH, WIDTH), torch.Generator(), random.Random(3)  # noqa: S311
+        self.numpy = np.random.default_rng(3)
+
+    def forward(self, x):
+        drawn = [random.random(), np.random.rand(), self.other.random(), self.numpy.random()]  # noqa: NPY002, S311
+        noise = torch.rand(WIDTH, generator=self.own) + torch.rand(WIDTH, generator=NOISE)
+        return torch.tanh(self.linear(x) * (1 + sum(drawn) / 4) + noise)
+
+    @property
+    def state(self):
+        drawn = random.random(), np.random.rand()  # noqa: NPY002, S311
+        return drawn, self.other.random(), self.numpy.random(), self.own.get_state().sum()
+
+
 BLOCKS = {
+    "table": Table,
+    "running": Running,
+    "counting": Counting,
+    "drawing": Drawing,
+    "statistics": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(LENGTH), nn.Tanh()),
     "linear": lambda: nn.Linear(WIDTH, WIDTH),
     "linear-gelu": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()),
     "linear-relu": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True)),

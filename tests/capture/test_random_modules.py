@@ -1,22 +1,24 @@
 """Random modules, captured, planned and executed: losses and weights of training in memory, bit for bit."""
 
 import itertools
+import random
 import tempfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from amount import examples
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from random_modules import BATCH, INPUT, LENGTH, WIDTH, Random, Recipe, Stream, recipes
-from test_execution import decided
+from random_modules import BATCH, INPUT, LENGTH, NOISE, WIDTH, Counting, Random, Recipe, Stream, recipes
+from test_execution import SUBGROUP_PARAMS, decided
 from training import ReferenceOptimizer, weights
 
 from executor.options import SessionOptions
 from executor.prepare import prepare_session
 from hwprofiles.registry import load_profile
-from planner.decisions import FP32, Decisions
+from planner.decisions import FP32, Decisions, Place, UnitDecision
 from planner.graph import Batch, Unit, build_graph, units
 from planner.models.captured import CapturedModel
 from planner.plan.planning import InfeasibleError, Request, make_plan
@@ -81,9 +83,15 @@ def make(recipe: Recipe) -> tuple[Random, torch.optim.AdamW]:
 
 def train(model: torch.nn.Module, optimizer) -> list[float]:
     seen = []
+    random.seed(7)
+    np.random.seed(7)  # noqa: NPY002
+    NOISE.manual_seed(7)
     for iteration in range(2):
         torch.manual_seed(iteration)
         loss = model(torch.randn(BATCH, LENGTH, WIDTH))
+        for module in model.modules():
+            if isinstance(module, Counting):  # what happens after the first pass stays, though a second one follows
+                module.calls += 10
         loss.backward()
         seen += [loss.item(), float(optimizer.clip_grad_norm_(0.5))]
         optimizer.step()
@@ -96,6 +104,32 @@ def train(model: torch.nn.Module, optimizer) -> list[float]:
 def test_training_under_any_decisions_is_that_in_memory(recipe: Recipe, data: st.DataObject) -> None:
     found = units_of(captured(recipe))
     trained_as_in_memory(recipe, found, data.draw(decided(found, "fp32")))
+
+
+@pytest.mark.parametrize("kind", ["table", "running", "counting", "drawing", "statistics"])
+@pytest.mark.parametrize("activations", ["recompute", "offload"])
+def test_a_second_pass_finds_what_the_first_one_found_and_leaves_no_trace(kind: str, activations: str) -> None:
+    recipe = Recipe((Stream((kind, kind, "linear-gelu")),))
+    found = units_of(captured(recipe))
+    assert any(unit.recompute for unit in found)
+    chosen = {
+        unit.name: UnitDecision(
+            params="host",
+            activations=activations if all(u.recompute for u in found if u.segment == unit.segment) else "keep",
+            update=(Place.CPU,) * -(-unit.num_params // SUBGROUP_PARAMS),
+        )
+        for unit in found
+    }
+    decisions = Decisions(
+        policy="test",
+        precision=FP32,
+        micro_batch=4,
+        subgroup_params=SUBGROUP_PARAMS,
+        num_param_slots=1,
+        clip=True,
+        units=chosen,
+    )
+    trained_as_in_memory(recipe, found, decisions)
 
 
 SEQUENCES = {
@@ -142,12 +176,16 @@ def captured(recipe: Recipe) -> CapturedModel:
 def trained_as_in_memory(recipe: Recipe, found: tuple[Unit, ...], decisions: Decisions) -> None:
     expected_model, reference = make(recipe)
     expected = train(expected_model, ReferenceOptimizer(reference))
+    states = [str(getattr(module, "state", "")) for module in expected_model.modules()]
     model, given_optimizer = make(recipe)
     options = SessionOptions(num_threads=1, storage_dir=Path(FOLDER.name) / str(next(NUMBERS)))
     model, optimizer = prepare_session(model, given_optimizer, found, decisions, options)
     with optimizer.session:
         assert train(model, optimizer) == expected
+        buffers = dict(model.named_buffers())
+        assert [str(getattr(m, "state", "")) for m in model.modules()] == states
         final = {path: weight.clone() for path, weight in optimizer.session.full_parameters().items()}
+    assert not [path for path, b in expected_model.named_buffers() if not torch.equal(b, buffers[path])]
     expected_weights = weights(expected_model)
     assert final.keys() == expected_weights.keys()
     assert not [path for path in final if not torch.equal(final[path], expected_weights[path])]

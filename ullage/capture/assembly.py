@@ -7,8 +7,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
-from torch.nn.modules.batchnorm import _BatchNorm
-
 from executor.packed import StoredParameter, stored_parameters
 from planner.models.captured import (
     CapturedBlock,
@@ -239,7 +237,7 @@ def _dissolve_segments(recording: Recording, places: list[UnitVisits], drafts: l
     stops = {visit.path: visit.stop for visit in recording.visits}
     behind: defaultdict[str, int] = defaultdict(int)
     saved: defaultdict[str, int] = defaultdict(int)
-    spoilt = {unit.segment for unit in places if unit.segment and _keeps_statistics(recording, unit.segment)}
+    spoilt: set[str] = set()
     for draft in drafts:
         if not (segment := places[draft.unit].segment):
             continue
@@ -255,12 +253,6 @@ def _dissolve_segments(recording: Recording, places: list[UnitVisits], drafts: l
     for unit in places:
         if unit.segment in spoilt:
             unit.segment = ""
-
-
-def _keeps_statistics(recording: Recording, segment: str) -> bool:
-    """Return whether recomputing a block would update its running statistics twice."""
-    modules = recording.model.get_submodule(segment).modules()
-    return any(isinstance(module, _BatchNorm) and module.track_running_stats for module in modules)
 
 
 def _set_workspace(recording: Recording, drafts: list[_Draft], operator_of: dict[int, int], num_units: int) -> None:
@@ -297,11 +289,12 @@ def _tied_gradients(recording: Recording, drafts: list[_Draft]) -> set[int]:
 
 
 def _set_outputs(recording: Recording, places: list[UnitVisits], drafts: list[_Draft]) -> None:
-    """Set the output bytes of operators. For the first unit of a block and the unit before it, use the block's inputs.
+    """Set the output bytes of operators.
 
-    These are ``Unit.activation_output_bytes``, which must be kept to recompute the block.
+    For the first unit of a block and the unit before it, use the block's inputs and the buffers that recomputation
+    starts from. These are ``Unit.activation_output_bytes``, which must be kept to recompute the block.
     """
-    given = {visit.path: visit.input_bytes for visit in recording.visits}
+    given = {visit.path: visit for visit in recording.visits}
     for number, draft in enumerate(drafts):
         made = (recording.forward[i].output_bytes for i in reversed(draft.events) if recording.forward[i].kernels)
         draft.output_bytes = next(made, 0)
@@ -310,9 +303,12 @@ def _set_outputs(recording: Recording, places: list[UnitVisits], drafts: list[_D
         around = [places[unit].segment for unit in range(max(draft.unit - 1, 0), min(draft.unit + 2, len(places)))]
         before, segment = around[0] if draft.unit else "", places[draft.unit].segment
         if segment and (not draft.unit or before != segment):
-            draft.output_bytes = given[segment] or draft.output_bytes
+            kept = given[segment]
         elif around[-1] and around[-1] != segment:
-            draft.output_bytes = given[around[-1]] or draft.output_bytes
+            kept = given[around[-1]]
+        else:
+            continue
+        draft.output_bytes = (kept.input_bytes or draft.output_bytes) + kept.state_bytes
 
 
 def _block(

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from executor.callbacks import hook_target
 from executor.memory.recompute_cache import is_running_again
+from executor.module.forward_state import SMALL_BYTES
 from executor.module.tiled_layers import tile_modules
 from executor.module.tiled_logits import find_head, tile_head
 from executor.packed import stored_parameters
@@ -189,6 +190,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._copied: set[nn.Module] = set()  # modules that are called now as copies, without running
         self._stack: list[int] = [-1]
         self._begun: list[int] = []  # autograd's next number when each visit began
+        self._buffers: list[list[tuple[Tensor, int]]] = []  # buffers and their versions when each visit began
         self._number: dict[int, int] = {}  # numbers of existing storages, by address
         self._held: list[Any] = []
         self._watch: dict[int, weakref.ref[Any]] = {}
@@ -369,6 +371,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             visit = Visit(
                 path, module, self._stack[-1], len(self.forward), input_bytes=sum(held.values()), inputs=inputs
             )
+            self._buffers.append([(buffer, buffer._version) for buffer in module.buffers()])
             self._begun.append(torch._C._autograd._get_sequence_nr())
             self._stack.append(len(self.visits))
             self.visits.append(visit)
@@ -391,6 +394,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._repeats.end(module, args, kwargs, output)
         index = self._stack.pop()
         self.visits[index].stop = len(self.forward)
+        # Recomputation starts from a copy of them: see [Note: The same forward twice] in executor.module.forward_state.
+        copied = (b for b, before in self._buffers[index] if b.nbytes <= SMALL_BYTES or b._version != before)
+        self.visits[index].state_bytes = sum(buffer.nbytes for buffer in copied)
         for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 node = hook_target(leaf).grad_fn

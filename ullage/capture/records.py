@@ -31,6 +31,7 @@ class Visit:
         first, stop: range of forward events.
         input_bytes: bytes of inputs with a gradient, which must be kept for recomputation.
         inputs: storages of inputs with a gradient; if there are none, the storage of the first input.
+        state_bytes: bytes of buffers that must be copied for recomputation.
     """
 
     path: str
@@ -40,6 +41,7 @@ class Visit:
     stop: int = -1
     input_bytes: int = 0
     inputs: frozenset[int] = frozenset()
+    state_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -4,8 +4,8 @@
 arguments. This ignores uses of a block's own number while it runs. ``transformers`` reads that number only when it
 makes a block, or to find an entry of a list in its configuration; these entries are compared. Copies are of the second
 block, because the first block may compute values that later blocks use, and other code follows the last block. A copy
-runs nothing. It returns tensors like those of the block, and in backward gradients like those of the block. So a copy
-takes no memory, and every count is that of one block.
+runs nothing, so blocks whose forward sets attributes are not copied. It returns tensors like those of the block, and in
+backward gradients like those of the block. So a copy takes no memory, and every count is that of one block.
 
 Code between two blocks must be the same after every copy as after the block, and must not read weights. If it differs,
 or if the block is not a segment, all blocks are recorded.
@@ -20,6 +20,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from executor.module.forward_state import ForwardState, Snapshot
 
 _FEWEST: Final = 4  # minimum number of equal blocks for copies
 _NUMBER: Final = re.compile(r"idx|index|layer")  # names of attributes with a block's own number
@@ -87,6 +89,7 @@ class Repeats:
         self._made: dict[Any, _Made] = {}
         self._second: dict[Any, str] = {}
         self._before = ""
+        self._state: dict[nn.Module, tuple[ForwardState, Snapshot]] = {}  # of blocks that are running
 
     def _join(self, members: list[tuple[nn.Module, Any]]) -> None:
         """Choose the copies of a list: of each kind all but the first two, and never the last block of the list."""
@@ -114,6 +117,9 @@ class Repeats:
         path, kind = self._paths[module], self._kinds.get(module)
         before, self._before = self._before, path
         made = self._made.get(kind)
+        if kind is not None and self._runs[module]:
+            state = ForwardState(module, path)
+            self._state[module] = state, state.save()
         if self._runs[module] or made is None or made.call != _call(args, kwargs):
             return False
         self.copies.append(Copy(path, self._second[kind], before, position))
@@ -123,6 +129,9 @@ class Repeats:
         """Record the output of a block that ran."""
         kind = self._kinds.get(module)
         if kind is None or not self._runs[module]:
+            return
+        state, before = self._state.pop(module)
+        if state.has_set_attributes(before):
             return
         self._second[kind] = self._paths[module]
         given = tree_flatten((args, kwargs))[0]

@@ -3,7 +3,8 @@
 [Note: Token-wise modules] A module is token-wise if, in a forward under fake tensors, it takes one tensor
 ``[..., width]``, returns one of the same shape, and dispatches only operators that cannot mix tokens: functions of
 single values, products with a parameter, reductions over the last dimension, and views that keep the leading sizes.
-Operators that draw random numbers are excluded, because recomputing a tile would draw other numbers.
+Operators that draw random numbers are excluded, because recomputing a tile would draw other numbers. So are modules
+that change a buffer or an attribute, which each tile would do again.
 """
 
 import contextlib
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from executor.module.forward_state import ForwardState, Snapshot
 from executor.packed import stored_parameters
 from ullage.capture.records import CaptureError
 
@@ -51,6 +53,7 @@ class TokenWise:
         self._products: defaultdict[str, list[int]] = defaultdict(list)  # widths of the results of their products
         self._num_operators: Counter[str] = Counter()
         self._running: dict[str, torch.Size] = {}  # leading sizes of the input of each running module
+        self._before: dict[str, tuple[ForwardState, Snapshot]] = {}
         # Storages of weights, and of tensors made only from weights. They are held so that no address is reused.
         stored = [t for each in stored_parameters(model).values() for t in (*each.tensors(), *each.tables())]
         self._weights = {tensor.untyped_storage()._cdata: tensor for tensor in (*stored, *model.buffers())}
@@ -95,7 +98,9 @@ class TokenWise:
         return max(products) > 1.5 * self._widths[path] if products else self._num_operators[path] > 1
 
     def _enter(self, path: str) -> Any:
-        def enter(_module: nn.Module, args: Any, kwargs: Any) -> None:
+        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+            state = ForwardState(module, path)
+            self._before[path] = state, state.save()
             is_one = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
             if (
                 is_one and args[0].is_floating_point() and args[0].ndim <= 3
@@ -110,6 +115,9 @@ class TokenWise:
     def _leave(self, path: str) -> Any:
         def leave(_module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
             leading = self._running.pop(path, None)
+            state, before = self._before.pop(path)
+            if state.has_changed(before):
+                self._failed.add(path)
             if not isinstance(output, Tensor) or output.shape != (*(leading or ()), self._widths.get(path)):
                 self._failed.add(path)
 

@@ -1,0 +1,329 @@
+"""What a module's forward reads and changes besides its inputs and weights, so that it can run again as it ran before.
+
+[Note: The same forward twice] Recomputation runs a block's forward a second time. It must compute with the same values
+as the first time, and must leave no trace. But forward may draw random numbers, and may change buffers and attributes:
+moving averages, codebooks, counters, queues. So a snapshot is taken before the first pass, and the second pass runs on
+it. Afterwards everything is put back as it was. ``torch.utils.checkpoint`` does this for torch's own global generators;
+here follow those of Python and NumPy, generators that the modules hold or that their forward names, and the modules'
+attributes and buffers.
+
+Attributes are compared and exchanged by identity, which costs microseconds. Tensors may change in place, so they are
+copied: small ones always, large ones only if the first forward of all changed them. If a large one changes for the
+first time later, its old values are gone, and an error is raised before any weight changes. What no attribute leads to
+(a global counter, an open file) is not seen here: :mod:`executor.audit` finds it.
+"""
+
+import collections
+import contextlib
+import ctypes
+import random
+from collections.abc import Callable, Iterator, MutableMapping
+from typing import Any, Final, NamedTuple, final
+
+import numpy as np
+import torch
+from torch import nn
+
+SMALL_BYTES: Final = 1 << 16
+"""Tensors up to this size are copied before every forward."""
+
+_DEEPEST: Final = 3
+"""Containers and objects inside attributes are followed to this depth."""
+
+_MT19937_BYTES: Final = 625 * 4  # its key, and the position in it
+
+_OF_MODULES: Final = frozenset(vars(nn.Module())) - {"training"}
+_Key = tuple[int, Any]
+
+
+class StateError(RuntimeError):
+    """A forward that is going to be recomputed has changed something whose old values are gone."""
+
+
+@final
+class ForwardState:
+    """The state that the forward of a module, with all modules inside it, may read and change.
+
+    Args:
+        module: its forward runs twice.
+        name: its name, for errors.
+    """
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self._modules = list(module.modules())
+        self._name = name
+        functions = list(_functions(self._modules))
+        self._generators = [random, *_named_generators(functions)]
+        self._changing: set[_Key] | None = None  # large tensors that forward changes; unknown before the first forward
+        # NumPy's state takes 30 us to read, so it is left out if neither a method nor the first forward asks for it.
+        self._draws_from_numpy = any("random" in function.__code__.co_names for function in functions)
+
+    def save(self, *, whole: bool = False) -> "Snapshot":
+        """Return a snapshot of the current state, to take before the first pass.
+
+        Args:
+            whole: whether to copy large tensors that do not change, too.
+        """
+        visit = _Visit(self._generators)
+        if self._draws_from_numpy or self._changing is None:
+            visit.generators.append(np.random)
+        for module in self._modules:
+            visit.module(module)
+        copies: dict[int, torch.Tensor] = {}
+        for key, tensor in visit.tensors.items():
+            known = whole or self._changing is None or key in self._changing or tensor.nbytes <= SMALL_BYTES
+            if known and id(tensor) not in copies:
+                copies[id(tensor)] = tensor.clone()
+        random_states = [(one, _get_state(one)) for one in {id(each): each for each in visit.generators}.values()]
+        return Snapshot(visit.holders, visit.tensors, _versions(visit.tensors), copies, random_states, _numpy_bits())
+
+    def check(self, before: "Snapshot") -> None:
+        """Check, after the first pass, that the snapshot has everything that this pass has changed.
+
+        Raises:
+            StateError: a large tensor has changed for the first time, or NumPy's generator.
+        """
+        drew_from_numpy = _numpy_bits() != before.numpy
+        if self._changing is None:
+            self._draws_from_numpy |= drew_from_numpy  # writes to tensor.data leave no trace but the values
+            large = {k: t for k, t in before.tensors.items() if t.nbytes > SMALL_BYTES and id(t) in before.copies}
+            self._changing = {key for key, t in large.items() if not _same(t, before.copies[id(t)])}
+            for tensor in {id(t): t for k, t in large.items() if k not in self._changing}.values():
+                before.copies.pop(id(tensor), None)
+            return
+        if drew_from_numpy and not self._draws_from_numpy:
+            self._draws_from_numpy = True
+            raise StateError(
+                f"forward of {self._name} has drawn from numpy.random, which it did not do in its first call; the plan "
+                "recomputes this module in backward, which would draw other numbers; draw in every forward, or with "
+                "torch"
+            )
+        for key, tensor in before.tensors.items():
+            if tensor._version != before.versions[key] and id(tensor) not in before.copies:
+                self._changing.add(key)
+                raise StateError(
+                    f"forward of {self._name} has changed its {key[1]} in place, which it did not do in its first "
+                    "call; the plan recomputes this module in backward, and the old values are gone; change it in "
+                    "every forward or outside forward, or give the module a new tensor (self.buffer = values)"
+                )
+
+    def has_changed(self, before: "Snapshot") -> bool:
+        """Return whether anything but values behind ``tensor.data`` is different now."""
+        return (
+            self.has_set_attributes(before)
+            or any(tensor._version != before.versions[key] for key, tensor in before.tensors.items())
+            or any(repr(_get_state(generator)) != repr(state) for generator, state in before.random)
+        )
+
+    def has_set_attributes(self, before: "Snapshot") -> bool:
+        """Return whether an attribute or an entry of a container has become another object."""
+        return any(_differs(holder, contents) for holder, contents in before.holders)
+
+    @contextlib.contextmanager
+    def restored(self, before: "Snapshot") -> Iterator[None]:
+        """Return a context for the second pass. Inside it, the state is that of the snapshot."""
+        holders = [(holder, contents, _copied(holder)) for holder, contents in before.holders]
+        now = [(generator, _get_state(generator)) for generator, _ in before.random]
+        try:
+            copies = {number: tensor.clone() for number, tensor in before.copies.items()}  # it may run more than twice
+            for holder, contents, _ in holders:
+                _assign(holder, _with(contents, copies))
+            for generator, state in before.random:
+                _set_state(generator, state)
+            yield
+        finally:
+            for holder, _, contents in holders:
+                _assign(holder, contents)
+            for generator, state in now:
+                _set_state(generator, state)
+
+
+class Snapshot(NamedTuple):
+    """The state before a forward.
+
+    Attributes:
+        holders: attributes of modules and objects, and containers, each with a shallow copy of its contents.
+        tensors: the tensors in them that may change in place, by holder and name.
+        versions: their version counters.
+        copies: copies of some of them, by ``id``.
+        random: random number generators with their states.
+        numpy: the bits of NumPy's global generator.
+    """
+
+    holders: list[tuple[Any, Any]]
+    tensors: dict[_Key, torch.Tensor]
+    versions: dict[_Key, int]
+    copies: dict[int, torch.Tensor]
+    random: list[tuple[Any, Any]]
+    numpy: bytes
+
+
+class _Visit:
+    """Goes through modules, their attributes and what these hold, and notes what may change."""
+
+    def __init__(self, generators: list[Any]) -> None:
+        self.holders: list[tuple[Any, Any]] = []
+        self.tensors: dict[_Key, torch.Tensor] = {}
+        self.generators = list(generators)
+        self._seen: set[int] = set()
+
+    def module(self, module: nn.Module, depth: int = 0) -> None:
+        """Note a module's attributes and buffers."""
+        own = vars(module)
+        if id(own) in self._seen:
+            return
+        self._hold(own, {k: v for k, v in own.items() if k not in _OF_MODULES}, depth)
+        if buffers := own.get("_buffers"):
+            self._hold(buffers, buffers, depth)
+
+    def _hold(self, holder: Any, items: MutableMapping[Any, Any], depth: int) -> None:
+        self._seen.add(id(holder))
+        self.holders.append((holder, _copied(holder) if holder is items else items))
+        for key, value in items.items():
+            if (follow := _kind(type(value))) is not None:
+                follow(self, holder, key, value, depth + 1)
+
+    def _tensor(self, holder: Any, key: Any, tensor: torch.Tensor, _depth: int) -> None:
+        if not tensor.requires_grad and not isinstance(tensor, nn.Parameter):
+            self.tensors[id(holder), key] = tensor
+
+    def _generator(self, _holder: Any, _key: Any, generator: Any, _depth: int) -> None:
+        self.generators.append(generator)
+
+    def _module(self, _holder: Any, _key: Any, module: nn.Module, depth: int) -> None:
+        if depth <= _DEEPEST:
+            self.module(module, depth)
+
+    def _object(self, _holder: Any, _key: Any, value: Any, depth: int) -> None:
+        if depth <= _DEEPEST and id(own := vars(value)) not in self._seen:
+            self._hold(own, own, depth)
+
+    def _mapping(self, _holder: Any, _key: Any, value: Any, depth: int) -> None:
+        if depth <= _DEEPEST and id(value) not in self._seen:
+            self._hold(value, value, depth)
+
+    def _sequence(self, _holder: Any, _key: Any, value: Any, depth: int) -> None:
+        if depth > _DEEPEST or id(value) in self._seen:
+            return
+        self._seen.add(id(value))
+        if not isinstance(value, tuple):  # it cannot change, but what is in it can
+            self.holders.append((value, _copied(value)))
+        for index, inner in enumerate(value):
+            if (follow := _kind(type(inner))) is not None:
+                follow(self, value, index, inner, depth + 1)
+
+
+_Follow = Callable[[_Visit, Any, Any, Any, int], None]
+_KINDS: Final[dict[type, _Follow | None]] = {}
+
+
+def _kind(of: type) -> _Follow | None:
+    """Return how to follow a value of this class; ``None`` if it cannot change, or is not followed."""
+    if of not in _KINDS:
+        _KINDS[of] = _found_kind(of)
+    return _KINDS[of]
+
+
+def _found_kind(of: type) -> _Follow | None:
+    for kinds, follow in (
+        ((torch.Tensor, np.ndarray), _Visit._tensor if issubclass(of, torch.Tensor) else None),
+        ((torch.Generator, random.Random, np.random.Generator, np.random.RandomState), _Visit._generator),
+        ((nn.Module,), _Visit._module),
+        ((dict,), _Visit._mapping if of in _MAPPINGS else None),
+        ((list, tuple, set, collections.deque), _Visit._sequence),
+    ):
+        if issubclass(of, kinds):
+            return follow
+    # Configurations do not change in forward, and lead to much.
+    is_plain = getattr(of, "__dictoffset__", 0) and not issubclass(of, type)
+    library = of.__module__.partition(".")[0] in {"torch", "builtins", "functools", "inspect", "typing", "enum"}
+    return _Visit._object if is_plain and not library and not of.__name__.endswith("Config") else None
+
+
+_MAPPINGS: Final = (dict, collections.OrderedDict, collections.defaultdict, collections.Counter)
+
+
+def _copied(holder: Any) -> Any:
+    """Return a shallow copy of a container, or of a module's own attributes."""
+    if isinstance(holder, dict):
+        return {k: v for k, v in holder.items() if k not in _OF_MODULES} if "_parameters" in holder else dict(holder)
+    return list(holder)
+
+
+def _with(contents: Any, copies: dict[int, torch.Tensor]) -> Any:
+    """Return contents with copies in place of the tensors that have them."""
+    if isinstance(contents, dict):
+        return {key: copies.get(id(value), value) for key, value in contents.items()}
+    return [copies.get(id(value), value) for value in contents]
+
+
+def _differs(holder: Any, contents: Any) -> bool:
+    """Return whether a container holds something else now."""
+    now = _copied(holder)
+    if len(now) != len(contents):
+        return True
+    if isinstance(holder, dict):
+        return any(now.get(key, now) is not value for key, value in contents.items())
+    return any(a is not b for a, b in zip(now, contents, strict=True))
+
+
+def _assign(holder: Any, contents: Any) -> None:
+    """Make a container hold this, and nothing else. Containers that hold it already are not touched."""
+    if not _differs(holder, contents):
+        return
+    if isinstance(holder, dict):
+        added = _copied(holder).keys() - contents.keys()
+        holder.update(contents)
+        for key in added:
+            del holder[key]
+    else:
+        holder.clear()
+        (holder.update if isinstance(holder, set) else holder.extend)(contents)
+
+
+def _versions(tensors: dict[_Key, torch.Tensor]) -> dict[_Key, int]:
+    return {key: tensor._version for key, tensor in tensors.items()}
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return whether two tensors have the same bits."""
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)) if a.dim() else a.equal(b)
+
+
+def _functions(modules: list[nn.Module]) -> Iterator[Any]:
+    """Yield the methods of modules."""
+    for kind in {type(module) for module in modules}:
+        yield from (function for function in vars(kind).values() if hasattr(function, "__code__"))
+
+
+def _named_generators(functions: list[Any]) -> Iterator[Any]:
+    """Yield the random number generators that functions name as global variables, or as variables around them."""
+    for function in functions:
+        values = [function.__globals__.get(name) for name in function.__code__.co_names]
+        for cell in function.__closure__ or ():
+            with contextlib.suppress(ValueError):  # an empty cell
+                values.append(cell.cell_contents)
+        yield from (value for value in values if _kind(type(value)) is _Visit._generator)
+
+
+def _numpy_bits() -> bytes:
+    """Return the bits of NumPy's global generator, a hundred times faster than its state."""
+    generator: Any = np.random.get_bit_generator()  # type: ignore[attr-defined]
+    if not isinstance(generator, np.random.MT19937):
+        return repr(generator.state).encode()
+    return ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES)
+
+
+def _get_state(generator: Any) -> Any:
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return generator.getstate() if hasattr(generator, "getstate") else generator.get_state()
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif hasattr(generator, "setstate"):
+        generator.setstate(state)
+    else:
+        generator.set_state(state)
