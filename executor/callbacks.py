@@ -1,6 +1,7 @@
 """Callbacks on the boundaries of a model's modules; functions to hook tensors, replace attributes, keep autocast."""
 
 import contextlib
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -27,6 +28,9 @@ class ModuleCallbacks(HeadCallbacks, Protocol):
 
     def on_forward(self, unit: str) -> None:
         """Forward, or recomputation, has reached a unit."""
+
+    def on_pass(self, unit: str, output: Any) -> None:
+        """A pass of the segment that begins with this unit has ended: the first one, or the one in backward."""
 
     def on_recomputed(self, unit: str) -> None:
         """Recomputation has ended for the segment whose last unit this is."""
@@ -78,6 +82,13 @@ def replace_attribute(module: nn.Module, name: str, value: Any) -> Callable[[], 
             own.pop(name, None)
 
     return undo
+
+
+def copied_cache(cache: Any) -> Any:
+    """Return a copy of a key-value cache of ``transformers``, to which a layer may add without changing the cache."""
+    result = copy.copy(cache)
+    result.layers = [copy.copy(layer) for layer in cache.layers]
+    return result
 
 
 def same_autocast(tensor: torch.Tensor) -> Callable[[], torch.autocast]:

@@ -10,7 +10,9 @@ from typing import Any, final
 import torch
 from torch import nn
 
+from executor.audit import Audit, AuditError
 from executor.callbacks import in_backward
+from executor.distributed.host_collectives import HostCollectives
 from executor.distributed.shards import ParameterShard
 from executor.gradients import GradientError
 from executor.memory.units import ParameterState, UnitState
@@ -53,8 +55,10 @@ class IterationDriver:
         shards: Mapping[str, ParameterShard],
         entry: OptimizerEntry,
         groups: list[dict[str, Any]],
+        audit: Audit,
     ) -> None:
         self._model = model
+        self._audit = audit
         self._runtime = runtime
         self._access = access
         self._decisions = decisions
@@ -121,6 +125,11 @@ class IterationDriver:
             self.progress.backward(unit)
         self.visibility.show(unit)
 
+    def on_pass(self, unit: str, output: Any) -> None:
+        """A pass of the segment that begins with this unit has ended."""
+        if self._audit.is_active:
+            (self._audit.second_pass if in_backward() else self._audit.first_pass)(unit, output)
+
     def on_recomputed(self, unit: str) -> None:
         """Recomputation of the segment that ends with this unit has ended. Raises as :meth:`on_forward`."""
         self.progress.recomputed(unit)
@@ -161,6 +170,8 @@ class IterationDriver:
     def on_model_begin(self) -> None:
         """The model's own forward begins. If it trains, parts of it without gradients count as training too."""
         self._model_trains = not in_backward() and torch.is_grad_enabled() and self._model.training
+        if self._model_trains and not self._runtime.inside_iteration:
+            self._audit.begin_iteration(self._loop.iteration, self._access.weights)
 
     def on_model_end(self) -> None:
         """The model's own forward has ended, or failed."""
@@ -215,6 +226,8 @@ class IterationDriver:
                 f"{self._decisions.num_micro_batches} forward and backward for every step. {LEFT_HALF_WAY}"
             )
         self._reach_clip()
+        if self._audit.is_active:
+            self._end_audit()
         self.gradients.begin_step(self._loop.iteration)
         if self._decisions.update_start == "step":
             self._begin_updates()
@@ -257,6 +270,7 @@ class IterationDriver:
 
     def _backward_ended(self, micro_batch: int) -> None:
         self._runtime.offloaded.drop_all()
+        self._audit.end_micro_batch()
         self.visibility.show("")
         if micro_batch == self._decisions.num_micro_batches - 1:
             self._sync_arrivals()
@@ -289,6 +303,37 @@ class IterationDriver:
                 stacklevel=2,
             )
         self._last_short = iteration
+
+    def _end_audit(self) -> None:
+        """End the audit of this iteration on all ranks.
+
+        Raises:
+            AuditError: on some rank, the plan and plain PyTorch differ.
+        """
+        runtime, iteration = self._runtime, self._loop.iteration
+        self.visibility.show("")
+        runtime.synchronize()
+        runtime.machine.exclude(iteration)
+
+        def stored(name: str) -> Iterator[tuple[slice, torch.Tensor]]:
+            for unit, parameter in runtime.state.by_parameter.get(name, ()):
+                for part in parameter.parts:
+                    inside = slice(part.start - parameter.start, part.stop - parameter.start)
+                    if part.piece.leaves and parameter.flushed == iteration and not part.piece.spilled:
+                        yield inside, unit.arrival(part)
+                    elif (held := unit.device_gradients.get((parameter.name, part.piece.index))) is not None:
+                        yield inside, held
+
+        difference = self._audit.end_iteration(runtime.backend.device, stored)
+        runtime.doing = f"the audit of iteration {iteration + 1}"
+        if HostCollectives(runtime.ranks).any(bool(difference)):
+            what = difference or "another rank has found a difference"
+            when = "no weight has changed since the last step"
+            if self._decisions.update_start == "backward":
+                when = "without clipping, updates began in backward: begin again from the weights of the last step"
+            raise AuditError(
+                f"audit of iteration {iteration + 1}: {what}; {when}; audit='off' trains without this check"
+            )
 
     def _reach_clip(self) -> None:
         expected = self._loop.expected()
@@ -326,6 +371,8 @@ class IterationDriver:
                 )
             gradient, leaf.grad = leaf.grad, None
             assert gradient is not None
+            if self._audit.is_active:
+                self._audit.collect(parameter.shard.name, gradient)
             gradients.collect(unit, parameter, gradient, task.micro_batch, loop.iteration)
 
         return collect

@@ -1,12 +1,18 @@
 """Options of a session."""
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
 from executor.devices.backend import Backend, HostBackend
 from executor.devices.cores import CoreChoice
 from executor.module.batches import BatchShapes
+from planner.terms import AuditTime
+
+
+def _say_nothing(_line: str) -> None:
+    pass
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -31,6 +37,8 @@ class SessionOptions:
             :data:`executor.devices.lanes.NUM_RECORDED` iterations are kept.
         link_bytes_per_s: rates of copies from and to the device, for predictions; ``None``: unknown.
         batch: planned inputs of the model. If empty, batches of other shapes are not detected.
+        audit: when to compare with plain PyTorch, see [Note: Audit] in :mod:`executor.audit`.
+        report: gets a line about each audit.
     """
 
     device: Literal["cpu", "cuda"] = "cpu"
@@ -44,6 +52,8 @@ class SessionOptions:
     record: bool = False
     link_bytes_per_s: tuple[float, float] | None = None
     batch: BatchShapes = ()
+    audit: AuditTime = "off"
+    report: Callable[[str], None] = _say_nothing
 
 
 def backend_of(options: SessionOptions) -> Backend:

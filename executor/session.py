@@ -13,7 +13,9 @@ import numpy as np
 import torch
 from torch import nn
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]  # as documented
+from torch.utils.hooks import RemovableHandle
 
+from executor.audit import Audit
 from executor.checks import check_decisions, check_groups, check_units
 from executor.devices.backend import Meter
 from executor.devices.cores import take_cores
@@ -59,6 +61,7 @@ class Session(contextlib.AbstractContextManager["Session"]):
         runtime: memory, threads and tasks.
         access: weights and optimizer state while no iteration is under way.
         driver: follows the model through an iteration.
+        audit: compares the first iterations with plain PyTorch.
 
     Raises:
         ValueError: the decisions cannot be executed, or the model does not match the plan.
@@ -93,6 +96,7 @@ class Session(contextlib.AbstractContextManager["Session"]):
             shards = shards_of(model, units, mesh, absent.parameters)
             self._names = {id(shard.whole): shard.name for shard in shards.values()}
             check_groups(entry, groups, self._names)
+            self.audit = Audit(options.audit, model, units, decisions, shards, options.report)
             # Bind threads first, so that memory is near the cores that touch it.
             self.cores, self._give_cores_back = take_cores(
                 options.cores, options.num_threads, ranks, on_device=options.device == "cuda"
@@ -123,7 +127,7 @@ class Session(contextlib.AbstractContextManager["Session"]):
             self.access = StateAccess(model, self.runtime, units)
             self._parking = Parking(model, self.runtime, self.access, options.link_bytes_per_s)
             self.driver = driver = IterationDriver(
-                model, self.runtime, self.access, units, decisions, shards, entry, groups
+                model, self.runtime, self.access, units, decisions, shards, entry, groups, self.audit
             )
             failing.callback(driver.visibility.release)
             self._undo += driver.hook_parameters()
@@ -149,6 +153,9 @@ class Session(contextlib.AbstractContextManager["Session"]):
             # Guards come last: before them, a failure leaves no session that could be closed.
             self._undo += bind_guards(model, self.runtime.state.dtype, backend.device)
             self._undo.append(model.register_forward_hook(driver.after_forward).remove)
+            hooks = (getattr(undo, "__self__", None) for undo in self._undo)
+            self.audit.bound(frozenset(hook.id for hook in hooks if isinstance(hook, RemovableHandle)))
+            self._undo.append(self.audit.close)
             failing.pop_all()
 
     @property
@@ -321,6 +328,7 @@ class Session(contextlib.AbstractContextManager["Session"]):
         """
         self.synchronize()
         machine = self.runtime.machine
+        self.audit.paused = True  # it takes memory of its own
         with self.runtime.backend.meter() as meter:
             self._meter = meter
 
@@ -334,6 +342,7 @@ class Session(contextlib.AbstractContextManager["Session"]):
             finally:
                 meter.set_task(None)
                 machine.on_caller = lambda _task: None
+                self.audit.paused = False
 
     def memory(self) -> dict[Tier, MeasuredMemory]:
         """Return each tier's memory: static memory by class and, after :meth:`metered`, the peak of dynamic memory.

@@ -2,6 +2,9 @@
 
 from typing import Final, Literal, get_args
 
+AuditTime = Literal["first", "off"] | int
+"""When a session audits itself: in its first iterations; never; or in the first ones after every so many."""
+
 Storage = Literal["never", "activations", "nvme"]
 """What a plan may use: ``never`` no storage; the host for activations too; or also drives for anything."""
 

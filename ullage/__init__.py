@@ -8,6 +8,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from executor.audit import AuditError as AuditError
     from executor.checkpoint import Checkpoint as Checkpoint
     from executor.checkpoint import CheckpointError as CheckpointError
     from executor.checkpoint import DamagedError as DamagedError
@@ -77,6 +78,7 @@ for _noisy in ("bitsandbytes.backends.cpu.ops", "torchao", "torch.utils._pytree"
     logging.getLogger(_noisy).setLevel(logging.ERROR)
 
 _MODULES = {
+    "executor.audit": ("AuditError",),
     "executor.checkpoint": ("Checkpoint", "checkpoint_at", "CheckpointError", "DamagedError", "Level", "Outcome"),
     "executor.devices.lanes": ("LaneError",),
     "executor.distributed.shards": ("BindingError",),

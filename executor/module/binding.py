@@ -14,7 +14,6 @@ have reached the segment's last unit. In this case the unit's backward task begi
 
 import collections
 import contextlib
-import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
@@ -25,10 +24,10 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from executor.callbacks import ModuleCallbacks, hook_target, in_backward, replace_attribute
+from executor.callbacks import ModuleCallbacks, copied_cache, hook_target, in_backward, replace_attribute
 from executor.distributed.shards import BindingError
 from executor.memory.activations import OffloadedActivations, SegmentOffload
-from executor.module.forward_state import ForwardState, Snapshot
+from executor.memory.forward_state import ForwardState, Snapshot
 from executor.module.guarded_parameters import unguarded
 from executor.module.guards import OWN_CHECKPOINTING
 from executor.module.naming import KEYS_ALONE
@@ -298,11 +297,14 @@ def _recompute(
         if not in_backward():
             output = original(*args, **kwargs)
             state.check(before)
+            callbacks.on_pass(names[0], output)
             return output
         callbacks.on_forward(names[0])  # the module may read weights of its own before a hook inside it reports this
         try:
             with state.restored(before):
-                return original(*args, **kwargs)
+                output = original(*args, **kwargs)
+            callbacks.on_pass(names[0], output)
+            return output
         finally:  # recomputation stops with an exception as soon as it has all needed tensors
             if offload is not None:
                 offload.end_recompute()
@@ -323,7 +325,10 @@ def _recompute(
                 )
             return original(*args, **kwargs)
         bound = signature.bind(*args, **kwargs)
-        call = functools.partial(with_own_caches if _drop_caches(bound.arguments, layer) else run, state.save())
+        call = functools.partial(
+            with_own_caches if _drop_caches(bound.arguments, layer) else run,
+            state.save(bound.arguments.values()),
+        )
         if offload is None or not callbacks.trains:
             return _checkpoint(call, bound)
         with offload.forward(bound.args) as modes:
@@ -398,8 +403,7 @@ def _copy_caches(arguments: dict[str, Any]) -> None:
     for scope in _scopes(arguments):
         for name in _CACHES:
             if scope.get(name) is not None:
-                scope[name] = copy.copy(scope[name])
-                scope[name].layers = [copy.copy(layer) for layer in scope[name].layers]
+                scope[name] = copied_cache(scope[name])
 
 
 def _scopes(arguments: dict[str, Any]) -> tuple[dict[str, Any], ...]:

@@ -178,10 +178,14 @@ def trained_as_in_memory(recipe: Recipe, found: tuple[Unit, ...], decisions: Dec
     expected = train(expected_model, ReferenceOptimizer(reference))
     states = [str(getattr(module, "state", "")) for module in expected_model.modules()]
     model, given_optimizer = make(recipe)
-    options = SessionOptions(num_threads=1, storage_dir=Path(FOLDER.name) / str(next(NUMBERS)))
+    options = SessionOptions(num_threads=1, storage_dir=Path(FOLDER.name) / str(next(NUMBERS)), audit="first")
     model, optimizer = prepare_session(model, given_optimizer, found, decisions, options)
     with optimizer.session:
         assert train(model, optimizer) == expected
+        audited = optimizer.session.audit.result
+        assert audited is not None
+        assert audited.largest == 0
+        assert set(audited.left_out.values()) <= {"it ran several times", "it did not run"}
         buffers = dict(model.named_buffers())
         assert [str(getattr(m, "state", "")) for m in model.modules()] == states
         final = {path: weight.clone() for path, weight in optimizer.session.full_parameters().items()}

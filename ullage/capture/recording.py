@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 
 from executor.callbacks import hook_target
+from executor.memory.forward_state import SMALL_BYTES
 from executor.memory.recompute_cache import is_running_again
-from executor.module.forward_state import SMALL_BYTES
 from executor.module.tiled_layers import tile_modules
 from executor.module.tiled_logits import find_head, tile_head
 from executor.packed import stored_parameters
@@ -394,7 +394,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._repeats.end(module, args, kwargs, output)
         index = self._stack.pop()
         self.visits[index].stop = len(self.forward)
-        # Recomputation starts from a copy of them: see [Note: The same forward twice] in executor.module.forward_state.
+        # Recomputation starts from a copy of them: see [Note: The same forward twice] in executor.memory.forward_state.
         copied = (b for b, before in self._buffers[index] if b.nbytes <= SMALL_BYTES or b._version != before)
         self.visits[index].state_bytes = sum(buffer.nbytes for buffer in copied)
         for leaf in tree_leaves(output):

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from executor.module.forward_state import ForwardState, Snapshot
+from executor.memory.forward_state import ForwardState, Snapshot
 
 _FEWEST: Final = 4  # minimum number of equal blocks for copies
 _NUMBER: Final = re.compile(r"idx|index|layer")  # names of attributes with a block's own number

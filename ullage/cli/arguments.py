@@ -6,6 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
+from planner.terms import AuditTime
+
 if TYPE_CHECKING:
     from planner.models.adapters import Lora
     from planner.models.captured import CapturedInput
@@ -81,6 +83,16 @@ def _whole(text: str, least: int, most: int) -> int:
     if int(digits) < least:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least} on")
     return int(digits)
+
+
+def audit(text: str) -> AuditTime:
+    """Return when to audit: ``first``, ``off``, or a number of iterations.
+
+    Raises:
+        argparse.ArgumentTypeError: the text is none of these.
+    """
+    words: dict[str, AuditTime] = {"first": "first", "off": "off"}
+    return words[text] if text in words else positive_int(text)
 
 
 def cores(text: str) -> Cores:

@@ -46,6 +46,9 @@ _RULES: Final = {
     ),
     "compile_blocks": _FLAG,
     "cores": _Rule(_are_cores, "'auto', 'free', or a tuple of the numbers of cores"),
+    "audit": _Rule(
+        lambda value: value in ("first", "off") or _is_whole(value, 1), "'first', 'off', or a number of iterations"
+    ),
     "checkpoint_buffer_bytes": _Rule(lambda value: _is_whole(value, 0), "a whole number of bytes of at least 0"),
 }
 

@@ -28,7 +28,7 @@ def profile_here() -> HardwareProfile:
         if not (others := differences(local)):
             return local
         why = f"{path} was measured on another machine ({'; '.join(others)})"
-    _print_line(f"{why}: measuring it once, for half a minute")
+    print_line(f"{why}: measuring it once, for half a minute")
     options = CalibrationOptions(quick=True)
     with seconds_bar() as progress, torch.random.fork_rng():  # the RNG state does not change
         profile, _ = calibrate(options, kernels(), progress)
@@ -37,14 +37,15 @@ def profile_here() -> HardwareProfile:
             path.replace(path.with_suffix(".json.old"))
         save_profile(profile, path)
     except OSError as error:
-        _print_line(
+        print_line(
             f"the profile cannot be saved ({error}), so the next call measures again; set ULLAGE_HOME to a folder"
         )
     else:
-        _print_line(f"profile written to {path}; `ullage calibrate` measures more exactly, in four minutes")
+        print_line(f"profile written to {path}; `ullage calibrate` measures more exactly, in four minutes")
     return profile
 
 
-def _print_line(words: str) -> None:
+def print_line(words: str) -> None:
+    """Print a line about what is going on to stderr, where results are not."""
     sys.stderr.write(f"ullage: {words}\n")
     sys.stderr.flush()

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, Literal
 
+from planner.terms import AuditTime
+
 TokenDtype = Literal["uint16", "uint32"]
 TOKEN_DTYPES: Final[tuple[TokenDtype, ...]] = ("uint16", "uint32")
 """Types of the tokens of a raw file, little-endian."""
@@ -37,6 +39,7 @@ class ExecuteOptions:
         compile_blocks: compile the repeated blocks with ``torch.compile``.
         cores: the cores that this machine's ranks divide, ``auto`` or ``free``; see
             :class:`ullage.training.trainer.Settings`.
+        audit: see :class:`ullage.training.trainer.Settings`.
         replan: after some iterations, plan again with measured rates, and change to a faster plan.
         weights: a folder of safetensors files to begin with, or the name of a hub's model on this machine.
         save: a new folder for the trained model, in the format of ``from_pretrained``.
@@ -71,6 +74,7 @@ class ExecuteOptions:
     output_dir: Path = Path("out")
     storage_dir: Path | None = None
     compile_blocks: bool = False
+    audit: AuditTime = "first"
     cores: tuple[int, ...] | Literal["auto", "free"] = "auto"
     replan: bool = False
     weights: str | None = None

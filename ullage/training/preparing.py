@@ -12,11 +12,13 @@ from executor.module.guards import check_kinds
 from executor.options import SessionOptions
 from executor.prepare import OffloadedOptimizer, prepare_session
 from planner.plan.document import Plan
+from planner.terms import AuditTime
 from ullage.capture.records import DTYPES
 from ullage.this_machine.checks import check_options
 from ullage.this_machine.planning import Batch, PlanOptions, plan_here
+from ullage.this_machine.profile import print_line
 from ullage.training.batches import batch_shapes
-from ullage.training.processes import ranks_per_node
+from ullage.training.processes import is_first_process, ranks_per_node
 
 
 class Settings(TypedDict, total=False):
@@ -32,12 +34,16 @@ class Settings(TypedDict, total=False):
             [Note: Shares of cores] in :mod:`executor.devices.cores`.
         checkpoint_buffer_bytes: host memory for snapshots that are not written yet. Without it, no checkpoints can be
             made; see :class:`ullage.Checkpoints`.
+        audit: compare the first iterations with plain PyTorch on your model and data, and print a line about it
+            (``"first"``, the default); also those after every so many iterations (a number); or never (``"off"``). If
+            they differ, ``step()`` raises :class:`ullage.AuditError`. See [Note: Audit] in :mod:`executor.audit`.
     """
 
     storage_dir: str | Path | None
     compile_blocks: bool
     cores: CoreChoice
     checkpoint_buffer_bytes: int
+    audit: AuditTime
 
 
 class Options(PlanOptions, Settings, total=False):
@@ -46,7 +52,7 @@ class Options(PlanOptions, Settings, total=False):
     Attributes:
         hardware, device_memory, num_micro_batches, clip, precision, storage: see
             :class:`ullage.this_machine.planning.PlanOptions`.
-        storage_dir, compile_blocks, cores, checkpoint_buffer_bytes: see :class:`Settings`.
+        storage_dir, compile_blocks, cores, checkpoint_buffer_bytes, audit: see :class:`Settings`.
     """
 
 
@@ -167,4 +173,6 @@ def session_options(plan: Plan, settings: Settings) -> SessionOptions:
         record=True,
         link_bytes_per_s=(link.up.best_rate_per_s(), link.down.best_rate_per_s()),
         batch=batch_shapes(plan),
+        audit=settings.get("audit", "first"),
+        report=print_line if is_first_process() else lambda _line: None,
     )

@@ -76,5 +76,10 @@ def launch_line(ranks: int, per_node: int, *, plan: str = "PLAN", launcher: Laun
     return f"torchrun --nproc-per-node {per_node}{several} -m ullage execute {plan}"
 
 
+def is_first_process() -> bool:
+    """Return whether this process is rank 0, or the only one."""
+    return _environment("RANK", 0) == 0
+
+
 def _environment(name: str, default: int) -> int:
     return int(os.environ.get(name) or default)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from executor.module.forward_state import ForwardState, Snapshot
+from executor.memory.forward_state import ForwardState, Snapshot
 from executor.packed import stored_parameters
 from ullage.capture.records import CaptureError
 

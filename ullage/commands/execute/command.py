@@ -5,7 +5,7 @@ import dataclasses
 from pathlib import Path
 
 from planner.plan.document import Plan, load_plan
-from ullage.cli.arguments import cores, fraction, non_negative_int, positive_float, positive_int, positive_ints
+from ullage.cli.arguments import audit, cores, fraction, non_negative_int, positive_float, positive_int, positive_ints
 from ullage.cli.request_options import add_request_options, check_names, given_options
 from ullage.commands import Subparsers, command_parser
 from ullage.training.options import DEFAULT_CHECKPOINTS, MIN_CHECKPOINTS, TOKEN_DTYPES, ExecuteOptions
@@ -125,6 +125,14 @@ def add_parser(subparsers: Subparsers) -> None:
         dest="compile_blocks",
         action="store_true",
         help="compile the repeated blocks with torch.compile; the prediction does not include this",
+    )
+    parser.add_argument(
+        "--audit",
+        type=audit,
+        default=defaults.audit,
+        metavar="first|off|N",
+        help="compare outputs and gradients of one module of each kind with plain PyTorch, and stop before the step if "
+        "they differ: in the first iterations (the default), never, or again after every N iterations",
     )
     parser.add_argument(
         "--replan",

@@ -95,6 +95,7 @@ def execute(plan: Plan, options: ExecuteOptions) -> RunRecord | None:
         position=options.data_position,
         storage_dir=storage,
         compile_blocks=options.compile_blocks,
+        audit=options.audit,
         cores=options.cores,
         checkpoints=_checkpoints(plan, options),
         weights=options.weights,

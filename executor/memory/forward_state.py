@@ -32,7 +32,7 @@ _DEEPEST: Final = 3
 
 _MT19937_BYTES: Final = 625 * 4  # its key, and the position in it
 
-_OF_MODULES: Final = frozenset(vars(nn.Module())) - {"training"}
+_OF_MODULES: Final = frozenset(vars(nn.Module())) - {"training"} | {"forward"}
 _Key = tuple[int, Any]
 
 
@@ -58,10 +58,11 @@ class ForwardState:
         # NumPy's state takes 30 us to read, so it is left out if neither a method nor the first forward asks for it.
         self._draws_from_numpy = any("random" in function.__code__.co_names for function in functions)
 
-    def save(self, *, whole: bool = False) -> "Snapshot":
+    def save(self, given: Any = (), *, whole: bool = False) -> "Snapshot":
         """Return a snapshot of the current state, to take before the first pass.
 
         Args:
+            given: arguments of the forward. It may change lists and objects in them, but not their tensors.
             whole: whether to copy large tensors that do not change, too.
         """
         visit = _Visit(self._generators)
@@ -69,6 +70,9 @@ class ForwardState:
             visit.generators.append(np.random)
         for module in self._modules:
             visit.module(module)
+        of_modules = dict(visit.tensors)
+        visit.values(given)
+        visit.tensors = of_modules
         copies: dict[int, torch.Tensor] = {}
         for key, tensor in visit.tensors.items():
             known = whole or self._changing is None or key in self._changing or tensor.nbytes <= SMALL_BYTES
@@ -76,6 +80,19 @@ class ForwardState:
                 copies[id(tensor)] = tensor.clone()
         random_states = [(one, _get_state(one)) for one in {id(each): each for each in visit.generators}.values()]
         return Snapshot(visit.holders, visit.tensors, _versions(visit.tensors), copies, random_states, _numpy_bits())
+
+    def made(self, given: Any, begun: int) -> list[torch.Tensor]:
+        """Return the tensors that a forward has left in attributes and arguments, with a gradient, in a fixed order.
+
+        Args:
+            given: arguments of the forward.
+            begun: autograd's next number when the forward began.
+        """
+        visit = _Visit([])
+        for module in self._modules:
+            visit.module(module)
+        visit.values(given)
+        return [tensor for tensor in visit.differentiable if _is_made_after(tensor, begun)]
 
     def check(self, before: "Snapshot") -> None:
         """Check, after the first pass, that the snapshot has everything that this pass has changed.
@@ -164,6 +181,7 @@ class _Visit:
     def __init__(self, generators: list[Any]) -> None:
         self.holders: list[tuple[Any, Any]] = []
         self.tensors: dict[_Key, torch.Tensor] = {}
+        self.differentiable: list[torch.Tensor] = []
         self.generators = list(generators)
         self._seen: set[int] = set()
 
@@ -176,6 +194,10 @@ class _Visit:
         if buffers := own.get("_buffers"):
             self._hold(buffers, buffers, depth)
 
+    def values(self, given: Any) -> None:
+        """Note lists, dicts and objects among arguments."""
+        self._sequence(None, None, tuple(given), 0)
+
     def _hold(self, holder: Any, items: MutableMapping[Any, Any], depth: int) -> None:
         self._seen.add(id(holder))
         self.holders.append((holder, _copied(holder) if holder is items else items))
@@ -184,7 +206,9 @@ class _Visit:
                 follow(self, holder, key, value, depth + 1)
 
     def _tensor(self, holder: Any, key: Any, tensor: torch.Tensor, _depth: int) -> None:
-        if not tensor.requires_grad and not isinstance(tensor, nn.Parameter):
+        if tensor.grad_fn is not None:
+            self.differentiable.append(tensor)
+        elif not tensor.requires_grad and not isinstance(tensor, nn.Parameter):
             self.tensors[id(holder), key] = tensor
 
     def _generator(self, _holder: Any, _key: Any, generator: Any, _depth: int) -> None:
@@ -279,6 +303,11 @@ def _assign(holder: Any, contents: Any) -> None:
     else:
         holder.clear()
         (holder.update if isinstance(holder, set) else holder.extend)(contents)
+
+
+def _is_made_after(tensor: torch.Tensor, begun: int) -> bool:
+    node: Any = tensor.grad_fn
+    return bool(node._sequence_nr() >= begun)
 
 
 def _versions(tensors: dict[_Key, torch.Tensor]) -> dict[_Key, int]:

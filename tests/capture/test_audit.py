@@ -1,0 +1,183 @@
+"""Audits: what plans compute is compared with plain PyTorch, and what differs stops the training before the step."""
+
+import random
+
+import pytest
+import torch
+from random_modules import BATCH, BLOCKS, INPUT, LENGTH, WIDTH
+from torch import nn
+
+from executor.audit import AuditError
+from executor.options import SessionOptions
+from executor.prepare import prepare_session
+from planner.decisions import FP32, Activations, Decisions, Place, UnitDecision
+from planner.graph import Batch, build_graph, units
+from ullage.capture import capture_module
+
+CALLS = {"first": 0}
+
+
+class Global(nn.Module):
+    """Computes with a number that no attribute leads to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        CALLS["first"] += 1
+        return torch.tanh(self.linear(x) * (1 + CALLS["first"] / 8))
+
+
+class Net(nn.Module):
+    def __init__(self, make) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(make() for _ in range(3))
+        self.last = nn.Linear(WIDTH, 1)
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x).square().mean()
+
+
+def prepared(make, activations: Activations = "recompute", audit="first", micro_batches=1, **decided):
+    torch.manual_seed(7)
+    found = capture_module(lambda: Net(make), [INPUT], "fp32", as_on_gpu=False)
+    its_units = units(build_graph(found, Batch(found.micro_batch, found.seq_len, 4)))
+    chosen = {
+        unit.name: UnitDecision(
+            params="host", activations=activations if unit.recompute else "keep", update=(Place.CPU,)
+        )
+        for unit in its_units
+    }
+    decisions = Decisions(
+        **{
+            "policy": "test",
+            "precision": FP32,
+            "micro_batch": BATCH,
+            "subgroup_params": 10**6,
+            "num_param_slots": 1,
+            "num_micro_batches": micro_batches,
+            "clip": True,
+            "units": chosen,
+            **decided,
+        }
+    )
+    model = Net(make).train()
+    lines: list[str] = []
+    options = SessionOptions(num_threads=1, audit=audit, report=lines.append)
+    model, optimizer = prepare_session(model, torch.optim.AdamW(model.parameters()), its_units, decisions, options)
+    return model, optimizer, lines
+
+
+def step(model, optimizer, micro_batches=1) -> None:
+    for _ in range(micro_batches):
+        model(torch.randn(BATCH, LENGTH, WIDTH)).backward()
+    optimizer.step()
+
+
+def test_one_module_of_each_kind_is_audited_once_by_default() -> None:
+    model, optimizer, lines = prepared(BLOCKS["linear-gelu"])
+    with optimizer.session:
+        for _ in range(3):
+            step(model, optimizer)
+        assert optimizer.session.audit.result.kinds == ("first", "blocks.2", "last")
+    assert len(lines) == 1
+    assert lines[0].startswith(
+        "audit: 3 kinds of modules, 3 recomputations: outputs and gradients are plain PyTorch's, bit for bit ("
+    )
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize(("audit", "iterations"), [("off", 0), (2, 2), (1, 4)])
+def test_audits_are_repeated_as_often_as_wanted(audit, iterations: int) -> None:
+    model, optimizer, lines = prepared(BLOCKS["linear-gelu"], audit=audit)
+    with optimizer.session:
+        for _ in range(4):
+            step(model, optimizer)
+    assert len(lines) == iterations
+
+
+def test_modules_that_do_not_fit_together_are_audited_one_after_the_other(monkeypatch) -> None:
+    monkeypatch.setattr("executor.audit.MOST_BYTES", 1)
+    model, optimizer, lines = prepared(BLOCKS["linear-gelu-linear"])
+    with optimizer.session:
+        for _ in range(2):
+            step(model, optimizer)
+            assert optimizer.session.audit.result is None
+        step(model, optimizer)
+        assert len(optimizer.session.audit.result.kinds) == 3
+    assert len(lines) == 1
+
+
+def test_a_second_pass_that_differs_stops_training_before_weights_change() -> None:
+    model, optimizer, _ = prepared(Global)
+    with pytest.raises(AuditError) as raised, optimizer.session:
+        before = {name: weight.clone() for name, weight in optimizer.session.full_parameters().items()}
+        step(model, optimizer)
+    assert "the recomputed output of blocks.2.linear differs" in str(raised.value)
+    assert "a global variable" in str(raised.value)
+    assert "no weight has changed" in str(raised.value)
+    assert all(torch.equal(weight, before[name]) for name, weight in model.named_parameters())
+
+
+def test_weights_that_were_not_those_of_the_plan_are_noticed(monkeypatch) -> None:
+    """Whatever the schedule brings is compared with what the session keeps."""
+    model, optimizer, _ = prepared(BLOCKS["linear-gelu"], "keep")
+    actions = optimizer.session.runtime.actions
+    fetch = actions.fetch
+
+    def old(unit) -> None:
+        fetch(unit)
+        if unit.name == "blocks.2.0":
+            unit.device_weights[:8] *= 2
+
+    monkeypatch.setattr(type(actions), "fetch", lambda _self, unit: old(unit))
+    with pytest.raises(AuditError, match=r"the output of blocks\.2 differs from plain PyTorch's by"), optimizer.session:
+        step(model, optimizer)
+
+
+def test_gradients_that_updates_would_read_are_those_that_arrived(monkeypatch) -> None:
+    model, optimizer, _ = prepared(BLOCKS["linear-gelu"], micro_batches=2)
+    backend = optimizer.session.runtime.backend
+    monkeypatch.setattr(type(backend), "accumulate", lambda _self, target, source, **_first: target.copy_(source))
+    with pytest.raises(AuditError, match=r"the gradient of .* that its update reads differs"), optimizer.session:
+        step(model, optimizer, 2)
+
+
+def test_a_module_that_cannot_be_run_again_is_left_out_with_the_reason() -> None:
+    class Once(nn.Linear):
+        """Fails outside of training's own forward."""
+
+        armed = False
+
+        def forward(self, x):
+            if self.armed:
+                raise RuntimeError("once only")
+            return super().forward(x)
+
+    model, optimizer, lines = prepared(lambda: Once(WIDTH, WIDTH), "keep")
+    with optimizer.session:
+        model(torch.randn(BATCH, LENGTH, WIDTH)).backward()
+        Once.armed = True
+        optimizer.step()
+    assert lines[0].startswith("audit: 2 kinds of modules: outputs and gradients are plain PyTorch's, bit for bit; ")
+    assert "1 left out (blocks.2: it cannot be run again: RuntimeError: once only)" in lines[0]
+
+
+def test_what_forward_draws_and_keeps_is_as_without_an_audit() -> None:
+    seen = []
+    for audit in ("off", 1):
+        random.seed(3)
+        model, optimizer, _ = prepared(BLOCKS["running"], audit=audit)
+        torch.manual_seed(3)
+        with optimizer.session:
+            for _ in range(3):
+                step(model, optimizer)
+            buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        seen.append(buffers | dict(model.named_parameters()) | {"random": torch.rand(4)})
+    assert seen[0].keys() == seen[1].keys()
+    assert all(torch.equal(seen[0][name], seen[1][name]) for name in seen[0])
