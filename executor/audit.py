@@ -134,6 +134,7 @@ class Audit:
     Args:
         model: the model, before it is bound to the plan.
         shards: its parameters.
+        compiles: whether blocks are compiled.
         report: gets one line when all modules have been audited.
 
     Attributes:
@@ -148,6 +149,8 @@ class Audit:
         units: tuple[Unit, ...],
         decisions: Decisions,
         shards: Mapping[str, ParameterShard],
+        *,
+        compiles: bool,
         report: Callable[[str], None],
     ) -> None:
         self.is_active = False
@@ -158,6 +161,7 @@ class Audit:
         self._report = report
         self._own_forwards = {m: vars(m)["forward"] for m in model.modules() if "forward" in vars(m)}
         self._decisions = decisions
+        self._compiles = compiles
         self._sums_up = decisions.degrees.num_devices == 1
         self._later = False  # whether the first micro-batch has ended
         self._all = [] if when == "off" else list(_cases(model, units, decisions, shards))
@@ -303,6 +307,10 @@ class Audit:
             for number, target in _targets(made, begun):
                 target.register_hook(_keeping(case.output_gradients, number))  # type: ignore[no-untyped-call]
             case.outputs = [_on_host(leaf) for leaf in made]
+            if any(isinstance(leaf, Tensor) and type(leaf) is not Tensor for leaf in made):
+                case.why_not = "its output is not computed yet"  # logits in tiles
+            elif self._compiles and not torch.equal(case.random[-1], _random_states(tensors[0].device)[-1]):
+                case.why_not = "it is compiled, and draws other random numbers"
             return output
 
         return watching
@@ -536,7 +544,7 @@ def _targets(made: list[Any], begun: int) -> Iterator[tuple[int, Tensor]]:
     """
     seen: set[int] = set()
     for number, leaf in enumerate(made):
-        if isinstance(leaf, Tensor) and leaf.requires_grad:
+        if type(leaf) is Tensor and leaf.requires_grad:
             target = hook_target(leaf)
             node = target.grad_fn
             if node is not None and node._sequence_nr() >= begun and id(target) not in seen:
@@ -576,14 +584,14 @@ def _aliased(value: Any) -> Any:
 
 
 def _on_host(leaf: Any) -> Tensor | None:
-    return leaf.detach().to("cpu", copy=True) if isinstance(leaf, Tensor) and leaf.is_floating_point() else None
+    return leaf.detach().to("cpu", copy=True) if type(leaf) is Tensor and leaf.is_floating_point() else None
 
 
 def _samples(output: Any) -> list[Tensor]:
     """Return some values of each floating-point tensor in an output, on the host."""
     found = []
     for leaf in tree_leaves(output):
-        if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.numel():
+        if type(leaf) is Tensor and leaf.is_floating_point() and leaf.numel():
             flat = leaf.detach().reshape(-1)
             found.append(flat[:: -(-flat.numel() // _NUM_SAMPLED)].to("cpu", copy=True))
     return found

@@ -96,7 +96,15 @@ class Session(contextlib.AbstractContextManager["Session"]):
             shards = shards_of(model, units, mesh, absent.parameters)
             self._names = {id(shard.whole): shard.name for shard in shards.values()}
             check_groups(entry, groups, self._names)
-            self.audit = Audit(options.audit, model, units, decisions, shards, options.report)
+            self.audit = Audit(
+                options.audit,
+                model,
+                units,
+                decisions,
+                shards,
+                compiles=options.compile_backend is not None,
+                report=options.report,
+            )
             # Bind threads first, so that memory is near the cores that touch it.
             self.cores, self._give_cores_back = take_cores(
                 options.cores, options.num_threads, ranks, on_device=options.device == "cuda"

@@ -90,20 +90,22 @@ def repeated(captured: CapturedModel, recording: Recording) -> CapturedModel:
     """Add the blocks that were not recorded to a captured model; see [Note: Copies].
 
     Raises:
-        UnequalError: these blocks are not equal to the recorded ones, or the recorded ones are not segments.
+        UnequalError: these blocks are not equal to the recorded ones, or are not between segments.
     """
     segments = list(captured.segments)
     block_of = {segment.path: segment.block for segment in segments}
     for copy in recording.copies:
         original = next(visit for visit in recording.visits if visit.path == copy.of)
         until = recording.begins[bisect.bisect_left(recording.begins, original.stop)]
-        if copy.of not in block_of or _between(recording, copy.first, copy.stop) != _between(
-            recording, original.stop, until
+        after = [index for index, segment in enumerate(segments) if segment.path == copy.after]
+        if (
+            copy.of not in block_of
+            or not after
+            or _between(recording, copy.first, copy.stop) != _between(recording, original.stop, until)
         ):
             raise UnequalError(copy.path)
         block_of[copy.path] = block_of[copy.of]
-        place = max(index for index, segment in enumerate(segments) if segment.path == copy.after)
-        segments.insert(place + 1, CapturedSegment(path=copy.path, block=block_of[copy.path]))
+        segments.insert(after[-1] + 1, CapturedSegment(path=copy.path, block=block_of[copy.path]))
     return captured.model_copy(update={"segments": tuple(segments)})
 
 
