@@ -6,34 +6,39 @@ treats alike, the last. While it runs under the plan, its input, the state that 
 buffers, attributes), its output, and the gradients of both are copied to the host, and so are its parameters'
 gradients as they arrive. At the step, before any update, the module runs again in plain PyTorch, with weights that were
 read before the iteration, wherever the plan keeps them: without hooks, recomputation, tiles and compilation. Both must
-agree. So must the gradients that the update is about to read and the sum of those that arrived, and the outputs of the
-first and the second pass of every recomputed segment, by a sample.
+agree. So must the gradients that the update is about to read and the sum of those that arrived, and what the modules of
+each recomputed segment compute in the first and in the second pass, by a sample. A second pass ends where backward
+needs no more of it, so the plan may have no weights for the rest.
 
 An iteration copies at most the bytes of the largest module, or :data:`MOST_BYTES`. What does not fit is audited in the
 next iteration. Tensor- and expert-parallel modules compute only a part, so only their passes are compared.
 """
 
+import collections
 import contextlib
 import dataclasses
 import functools
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, Protocol, final
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
-from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from executor.callbacks import copied_cache, hook_target, in_backward, replace_attribute, same_autocast
 from executor.distributed.shards import ParameterShard
 from executor.memory.forward_state import ForwardState, Snapshot
-from executor.module.guarded_parameters import guard, lift_guard, unguarded
+from executor.module.binding import segment_module, tiled_modules
+from executor.module.guarded_parameters import Guarded, guard, lift_guard
 from planner.decisions import Decisions
 from planner.graph import Unit, segments
 from planner.terms import AuditTime
 
 MOST_BYTES: Final = 1 << 30
+_NO_SEQUENCE: Final = 2**63  # nodes of leaves have larger numbers
 _NUM_SAMPLED: Final = 1024
 _TOLERANCES: Final = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2}
 _LOOSEST: Final = 6e-2  # of bf16 and smaller types
@@ -66,7 +71,7 @@ class Audited:
     Attributes:
         kinds: paths of the modules that were run again, one of each kind.
         left_out: paths of others, with the reason.
-        num_passes: second passes of recomputed segments whose output was compared with the first one's.
+        num_passes: number of segments whose two passes were compared.
         largest: largest relative difference of an output or gradient.
         seconds: time that it took.
     """
@@ -162,13 +167,14 @@ class Audit:
         self._own_forwards = {m: vars(m)["forward"] for m in model.modules() if "forward" in vars(m)}
         self._decisions = decisions
         self._compiles = compiles
-        self._sums_up = decisions.degrees.num_devices == 1
+        self._sums_up = decisions.degrees.num_devices == 1 and decisions.update_start == "step"
         self._later = False  # whether the first micro-batch has ended
         self._all = [] if when == "off" else list(_cases(model, units, decisions, shards))
         self._due: list[_Case] = []
         self._cases: list[_Case] = []
         self._arrived: dict[str, tuple[Tensor, Tensor]] = {}  # of the first micro-batch, and the sum of all
-        self._samples: dict[str, list[Tensor]] = {}
+        self._recomputed = {} if when == "off" or compiles else dict(_recomputed(model, units, decisions))
+        self._samples: defaultdict[nn.Module, collections.deque[list[Tensor]]] = defaultdict(collections.deque)
         self._undo = contextlib.ExitStack()
         self._ours: frozenset[int] = frozenset()
         self._begin()
@@ -191,7 +197,8 @@ class Audit:
         for case in self._cases:
             case.weights = {name: weights(name).to("cpu", copy=True) for name in case.shards}
             self._undo.callback(replace_attribute(case.module, "forward", self._watching(case)))
-        self._undo.enter_context(set_checkpoint_early_stop(False))
+        for module in self._recomputed:
+            self._undo.callback(module.register_forward_hook(self._sample).remove)
         self.is_active, self._later = True, False
         self._seconds += time.perf_counter() - begin_s
 
@@ -205,16 +212,7 @@ class Audit:
     def end_micro_batch(self) -> None:
         """A micro-batch's backward has ended. Modules are audited in the first one."""
         self._later = True
-
-    def first_pass(self, segment: str, output: Any) -> None:
-        """The first pass of a segment that will be recomputed has ended."""
-        self._samples[segment] = _samples(output)
-
-    def second_pass(self, segment: str, output: Any) -> None:
-        """Its second pass has ended. A difference is reported at the step."""
-        for first, second in zip(self._samples.pop(segment, []), _samples(output), strict=False):
-            self._compare(f"the recomputed output of {segment}", second, first, _OUTSIDE)
-        self._num_passes += 1
+        self._samples.clear()
 
     def end_iteration(self, device: torch.device, stored: Callable[[str], Iterator[tuple[slice, Tensor]]]) -> str:
         """Run the modules again, before any update, and return what differs; empty if nothing does.
@@ -251,7 +249,7 @@ class Audit:
         self.is_active = False
         if not self._due:
             self.result = Audited(
-                tuple(self._kinds), dict(self._left_out), self._num_passes, self._largest, self._seconds
+                tuple(self._kinds), dict(self._left_out), len(self._passes), self._largest, self._seconds
             )
             self._report(str(self.result))
         return self._difference
@@ -266,12 +264,24 @@ class Audit:
         self._due = list(self._all)
         self._kinds: list[str] = []
         self._left_out: dict[str, str] = {}
-        self._num_passes, self._largest, self._seconds = 0, 0.0, 0.0
+        self._passes: set[str] = set()
+        self._largest, self._seconds = 0.0, 0.0
         self._difference = ""
 
     def _stop(self) -> None:
         self._undo.close()
         self._samples.clear()
+
+    def _sample(self, module: nn.Module, _args: Any, output: Any) -> None:
+        """Sample what a module computes in the first pass, and compare it with the second one; a hook."""
+        path, segment = self._recomputed[module]
+        if not in_backward():
+            if torch.is_grad_enabled():
+                self._samples[module].append(_samples(output))
+        elif self._samples[module]:
+            for first, second in zip(self._samples[module].popleft(), _samples(output), strict=False):
+                self._compare(f"the output of {path} when {segment} is recomputed", second, first, _OUTSIDE)
+            self._passes.add(segment)
 
     def _watching(self, case: _Case) -> Callable[..., Any]:
         """Return a module's forward that also copies what comes in and goes out, in the first micro-batch."""
@@ -292,20 +302,14 @@ class Audit:
             case.state = (state := ForwardState(case.module, case.path)), state.save(given, whole=True)
             tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)] or [torch.empty(0)]
             case.random, case.autocast = _random_states(tensors[0].device), same_autocast(tensors[0])
-            # An alias of its own, since other modules may take the same input, and add to its gradient. Lists stay
-            # what they are, because the module may add to them.
-            aliases = {id(tensor): tensor.view_as(tensor) for tensor in given if _is_differentiable(tensor)}
-            for number, tensor in enumerate(given):
-                if (alias := aliases.get(id(tensor))) is not None and alias._backward_hooks is None:
-                    alias.register_hook(_keeping(case.input_gradients, number))
+            edges = {get_gradient_edge(t): n for n, t in enumerate(given) if _is_differentiable(t)}
             begun = torch._C._autograd._get_sequence_nr()
-            output = forward(
-                *(aliases.get(id(value), value) for value in args),
-                **{name: aliases.get(id(value), value) for name, value in kwargs.items()},
-            )
+            output = forward(*args, **kwargs)
             made = [*tree_leaves(output), *state.made(given, begun)]
-            for number, target in _targets(made, begun):
+            targets = list(_targets(made, begun))
+            for number, target in targets:
                 target.register_hook(_keeping(case.output_gradients, number))  # type: ignore[no-untyped-call]
+            _watch_inputs(edges, [target for _, target in targets], begun, case.input_gradients)
             case.outputs = [_on_host(leaf) for leaf in made]
             if any(isinstance(leaf, Tensor) and type(leaf) is not Tensor for leaf in made):
                 case.why_not = "its output is not computed yet"  # logits in tiles
@@ -343,8 +347,7 @@ class Audit:
             gradients: list[Tensor | None] = [None] * len(wanted)
             if targets and wanted and len(targets) == len(case.output_gradients):
                 from_outside = [case.output_gradients[number].to(device) for number, _ in targets]
-                with unguarded():
-                    gradients = _gradients([target for _, target in targets], wanted, from_outside)
+                gradients = _gradients([target for _, target in targets], wanted, from_outside)
         for number, (planned, plain) in enumerate(zip(case.outputs, results, strict=True)):
             if planned is not None:
                 what = f"output {number} of {case.path}" if len(results) > 1 else f"the output of {case.path}"
@@ -379,10 +382,7 @@ class Audit:
                     own[name] = type(hooks)((key, hook) for key, hook in hooks.items() if key not in self._ours)
             for name, shard in case.shards.items():
                 values = case.weights[name].to(device)
-                if shard.stored.is_quantized:
-                    stack.enter_context(shard.stored.living_in(values))
-                else:
-                    stack.enter_context(_showing(shard, values))
+                stack.enter_context(_showing(shard, values))
             yield
 
     def _compare(self, what: str, planned: Tensor, plain: Tensor, causes: str, scale: float = 0.0) -> None:
@@ -456,6 +456,20 @@ def _cases(
     yield from of_kind.values()
 
 
+def _recomputed(
+    model: nn.Module, units: tuple[Unit, ...], decisions: Decisions
+) -> Iterator[tuple[nn.Module, tuple[str, str]]]:
+    """Yield the modules whose forward runs a second time as it ran first, with their paths and their segments."""
+    paths = {module: path for path, module in model.named_modules()}
+    tiled = tiled_modules(model, units) if decisions.layer_tile_tokens is not None else {}
+    in_tiles = {inner for module in tiled for inner in module.modules()}
+    for segment in segments(units):
+        if decisions.units[segment[0].name].activations != "keep":
+            for module in segment_module(model, segment).modules():
+                if module not in in_tiles and next(module.children(), None) is None:
+                    yield module, (paths[module], segment[0].segment)
+
+
 def _largest(
     model: nn.Module, names: Mapping[int, str], segment_of: Mapping[str, int]
 ) -> Iterator[tuple[str, nn.Module, list[str]]]:
@@ -499,17 +513,21 @@ def _read_outside(readers: Mapping[str, list[str]], path: str) -> set[str]:
 def _showing(shard: ParameterShard, values: Tensor) -> Iterator[None]:
     """Return a context in which a parameter has these values, whatever the plan shows in it."""
     leaf = shard.leaf
-    was_guarded = type(leaf) is not nn.Parameter
-    with unguarded():
+    if is_guarded := isinstance(leaf, Guarded):
+        lift_guard(leaf)
+    try:
+        if shard.stored.is_quantized:
+            with shard.stored.living_in(values):
+                yield
+            return
         shown = leaf.data
         leaf.data = values.view(leaf.shape)
-    lift_guard(leaf)
-    try:
-        yield
-    finally:
-        with unguarded():
+        try:
+            yield
+        finally:
             leaf.data = shown
-        if was_guarded:
+    finally:
+        if is_guarded:
             guard(leaf, shard.name)
 
 
@@ -526,6 +544,42 @@ def _random(states: tuple[Tensor, ...], device: torch.device) -> Iterator[None]:
 def _random_states(device: torch.device) -> tuple[Tensor, ...]:
     on_host = torch.get_rng_state()
     return (on_host, torch.cuda.get_rng_state(device)) if device.type == "cuda" else (on_host,)
+
+
+def _watch_inputs(
+    edges: Mapping[GradientEdge, int], targets: list[Tensor], begun: int, store: dict[int, Tensor]
+) -> None:
+    """Keep the gradients that a module gives its inputs, without those that other modules give the same tensors.
+
+    Hooks on the module's own autograd nodes leave the order of all sums as it is, as aliases of inputs would not.
+
+    Args:
+        edges: where the gradients of inputs go, with the number of the input.
+        targets: tensors that the module has made.
+        begun: autograd's next number when the module began.
+        store: gets the gradients, on the host, by number.
+    """
+    waiting: list[Any] = [target.grad_fn for target in targets]
+    seen = set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen or not begun <= node._sequence_nr() < _NO_SEQUENCE:
+            continue
+        seen.add(node)
+        found = [(index, edges.get(GradientEdge(*edge))) for index, edge in enumerate(node.next_functions)]
+        if any(number is not None for _, number in found):
+            node.register_hook(_adding(store, [(i, number) for i, number in found if number is not None]))
+        waiting += [after for after, _ in node.next_functions]
+
+
+def _adding(store: dict[int, Tensor], slots: list[tuple[int, int]]) -> Callable[[Any, Any], None]:
+    def add(to_inputs: Any, _from_outputs: Any) -> None:
+        for index, number in slots:
+            if (gradient := to_inputs[index]) is not None:
+                held = gradient.detach().to("cpu", copy=True)
+                store[number] = store[number] + held if number in store else held
+
+    return add
 
 
 def _keeping(store: dict[int, Tensor], number: int) -> Callable[[Tensor], None]:

@@ -29,9 +29,6 @@ class ModuleCallbacks(HeadCallbacks, Protocol):
     def on_forward(self, unit: str) -> None:
         """Forward, or recomputation, has reached a unit."""
 
-    def on_pass(self, unit: str, output: Any) -> None:
-        """A pass of the segment that begins with this unit has ended: the first one, or the one in backward."""
-
     def on_recomputed(self, unit: str) -> None:
         """Recomputation has ended for the segment whose last unit this is."""
 

@@ -25,7 +25,7 @@ from executor.progress import Progress
 from executor.runtime import Runtime
 from executor.state_access import StateAccess
 from executor.tasks.updates import ParameterUpdate
-from planner.decisions import Decisions
+from planner.decisions import Decisions, Place
 from planner.graph import Unit
 from planner.schedule.loop import OutOfOrderError
 from planner.schedule.tasks import Op
@@ -124,11 +124,6 @@ class IterationDriver:
         if not self.progress.is_at(Op.BACKWARD, unit):
             self.progress.backward(unit)
         self.visibility.show(unit)
-
-    def on_pass(self, unit: str, output: Any) -> None:
-        """A pass of the segment that begins with this unit has ended."""
-        if self._audit.is_active:
-            (self._audit.second_pass if in_backward() else self._audit.first_pass)(unit, output)
 
     def on_recomputed(self, unit: str) -> None:
         """Recomputation of the segment that ends with this unit has ended. Raises as :meth:`on_forward`."""
@@ -319,7 +314,8 @@ class IterationDriver:
             for unit, parameter in runtime.state.by_parameter.get(name, ()):
                 for part in parameter.parts:
                     inside = slice(part.start - parameter.start, part.stop - parameter.start)
-                    if part.piece.leaves and parameter.flushed == iteration and not part.piece.spilled:
+                    on_host = part.piece.leaves and part.piece.place is not Place.NVME  # buffers for NVMe change hands
+                    if on_host and parameter.flushed == iteration:
                         yield inside, unit.arrival(part)
                     elif (held := unit.device_gradients.get((parameter.name, part.piece.index))) is not None:
                         yield inside, held

@@ -30,6 +30,7 @@ SMALL_BYTES: Final = 1 << 16
 _DEEPEST: Final = 3
 """Containers and objects inside attributes are followed to this depth."""
 
+_QUANTIZERS: Final = frozenset({"bitsandbytes", "torchao"})
 _MT19937_BYTES: Final = 625 * 4  # its key, and the position in it
 
 _OF_MODULES: Final = frozenset(vars(nn.Module())) - {"training"} | {"forward"}
@@ -50,7 +51,8 @@ class ForwardState:
     """
 
     def __init__(self, module: nn.Module, name: str) -> None:
-        self._modules = list(module.modules())
+        # The first forward of quantized layers moves what decodes their weights from the parameter to the module.
+        self._modules = [m for m in module.modules() if type(m).__module__.partition(".")[0] not in _QUANTIZERS]
         self._name = name
         functions = list(_functions(self._modules))
         self._generators = [random, *_named_generators(functions)]

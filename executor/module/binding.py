@@ -151,7 +151,7 @@ def bind(
         decided, names = decisions.units[segment[0].name], [unit.name for unit in segment]
         if decided.activations != "keep":
             offload = SegmentOffload(activations, names, callbacks) if decided.offloads else None
-            undo.append(_recompute(_segment_module(model, segment), names, callbacks, offload))
+            undo.append(_recompute(segment_module(model, segment), names, callbacks, offload))
 
 
 def no_compile(compile_backend: str | None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -242,7 +242,7 @@ def _hook_gradient(tensor: torch.Tensor, node: Any, hook: Callable[[torch.Tensor
         node._register_hook_dict(tensor)
 
 
-def _segment_module(model: nn.Module, segment: list[Unit]) -> nn.Module:
+def segment_module(model: nn.Module, segment: list[Unit]) -> nn.Module:
     """Return the module of a segment.
 
     A captured segment has the path of its block as its name. The path of a preset's segment (``layers.3``) depends on
@@ -297,14 +297,11 @@ def _recompute(
         if not in_backward():
             output = original(*args, **kwargs)
             state.check(before)
-            callbacks.on_pass(names[0], output)
             return output
         callbacks.on_forward(names[0])  # the module may read weights of its own before a hook inside it reports this
         try:
             with state.restored(before):
-                output = original(*args, **kwargs)
-            callbacks.on_pass(names[0], output)
-            return output
+                return original(*args, **kwargs)
         finally:  # recomputation stops with an exception as soon as it has all needed tensors
             if offload is not None:
                 offload.end_recompute()
