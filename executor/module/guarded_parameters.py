@@ -16,7 +16,8 @@ parameter's version, see :meth:`executor.module.visibility.WeightVisibility.chec
 
 Some functions read a tensor's memory without calling ``__torch_function__``: ``torch.tensor(parameter)``,
 ``torch.Tensor(parameter)``, ``torch.utils.dlpack.to_dlpack(parameter)`` and ``tensor.set_(parameter)``. They get NaN
-if the parameter is out of sight, see [Note: Out of sight] in :mod:`executor.module.visibility`.
+if the parameter is out of sight, see [Note: Out of sight] in :mod:`executor.module.visibility`. Of
+``parameter.detach()`` they get current values, or an error: where these cannot be had, it has no memory.
 """
 
 import re
@@ -81,6 +82,7 @@ _CLASS: Final = "class_in_model"
 _READER: Final = "reader_of_session"
 _VERSION: Final = "version_of_weights"
 _IS_ALIAS: Final = "is_alias_of_weights"
+_LIKE: Final = "like_weights"  # of an alias without memory: a tensor with its metadata
 _STALE: Final = -1
 # It only reads, and the gradient has its own memory.
 _READ_GRADIENT: Final = torch.Tensor.grad.__get__  # type: ignore[union-attr]
@@ -132,7 +134,8 @@ class Guarded(torch.Tensor):
             if name in _GEOMETRY and vars(args[0]).get(_VERSION, _STALE) == _STALE:
                 return func(torch.empty(args[0].shape, dtype=args[0].dtype, device="meta"), *args[1:], **kwargs)
             if _needs_no_values(name, func, args, kwargs):
-                return func(*args, **kwargs)
+                like = vars(args[0]).get(_LIKE, args[0]) if isinstance(args[0], Guarded) else args[0]
+                return func(like, *args[1:], **kwargs)
             return _read(name, func, args, kwargs)
 
     def set_(self, *_args: object, **_kwargs: object) -> NoReturn:
@@ -217,7 +220,8 @@ def _keeps(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str,
     """
     if not isinstance(args[0], Guarded):
         return True
-    probe = torch.empty((1,) * args[0].dim(), dtype=args[0].dtype, device=args[0].device)
+    like = vars(args[0]).get(_LIKE, args[0])
+    probe = torch.empty((1,) * like.dim(), dtype=like.dtype, device=like.device)
     return not any(isinstance(other, torch.Tensor) for other in args[1:]) and func(probe, *args[1:], **kwargs) is probe
 
 
@@ -234,8 +238,10 @@ def _read(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Ma
     try:
         given, named = tree_map_only(Guarded, reading, (args, dict(kwargs)))
     except ValueError as refused:
-        if name in _ALIASES:  # they may serve for metadata alone, and are read at their use
-            return _share(func(*args), args[0])
+        if name in _ALIASES:  # it may serve for metadata alone, and is read at its use
+            alias = _share(torch.empty(args[0].shape, dtype=args[0].dtype, device="meta"), args[0])
+            vars(alias)[_LIKE] = func(*args)
+            return alias
         if name == "__repr__":  # which debuggers call anywhere
             return f"{type(args[0]).__name__}({tuple(args[0].shape)}, {args[0].dtype}): {refused}"
         raise
@@ -275,7 +281,7 @@ def _current(tensor: Guarded) -> torch.Tensor:
                 f"a view of {own[_NAME]} was taken before the weights of the prepared model changed; take it from the "
                 "parameter again, or from session.full_parameters()"
             )
-    values = reader.current(own[_NAME]).to(tensor.device)
+    values = reader.current(own[_NAME]).to(own.get(_LIKE, tensor).device)
     if torch.is_grad_enabled() and tensor.requires_grad:
         values = values.detach().requires_grad_()
         values.register_hook(_refusing_gradients(own[_NAME]))  # type: ignore[no-untyped-call]

@@ -12,15 +12,15 @@ from executor.module.guarded_parameters import WeightReader, guard, lift_guard, 
 class WeightVisibility:
     """Shows a unit's weights while it computes.
 
-    At other times, it hides weights in shared slots, and refuses all writes.
+    At other times, it hides weights in shared slots, guards reads, and refuses all writes.
 
-    [Note: Out of sight] Fetched units share slots. So most of the time a parameter would show another unit's weights,
-    or weights of the previous step. Code that reads parameters directly (norms, moving averages, penalties in the loss)
-    would silently compute with wrong values. So while its unit does not compute, a parameter keeps its shape, but is
-    NaN. The memory of its weights does not change, so running kernels and autograd's saved tensors are not affected.
-    During that time writes are refused, for resident units too: see [Note: Guarded parameters] in
-    :mod:`executor.module.guarded_parameters`. Quantized parameters of ``torchao`` are left alone, because reading them
-    needs their class.
+    [Note: Out of sight] Fetched units share slots. So most of the time a parameter's memory would hold another unit's
+    weights, or weights of the previous step. While its unit does not compute, a parameter is guarded: code that reads
+    it is given the current weights, and writes are refused, for resident units too (see [Note: Guarded parameters] in
+    :mod:`executor.module.guarded_parameters`). What reads its memory without PyTorch's knowledge finds NaN of the same
+    shape, not another unit's weights. The memory of its weights does not change, so running kernels and autograd's
+    saved tensors are not affected. Quantized parameters of ``torchao`` are left alone, because reading them needs their
+    class.
 
     Args:
         shared: units whose weights a unit uses besides its own, by its name.

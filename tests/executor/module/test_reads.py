@@ -23,6 +23,8 @@ TASK = Task("llama-tied", torch.float32, iterations=4, schedule=False)
 PLANS = {"resident": ("gpu", "cpu"), "fetched": ("host", "cpu"), "nvme": ("nvme", "nvme")}
 REFUSED = r"is a parameter of a prepared model, and cannot be read here, because .*session\.full_parameters\(\)"
 
+NO_MEMORY = "meta tensor|set_data"  # torch's own words, from functions that do not ask
+
 
 def with_out(parameters):
     target = torch.zeros(sum(p.numel() for p in parameters), dtype=parameters[0].dtype)
@@ -132,11 +134,11 @@ def test_any_read_anywhere_is_as_in_memory_or_refused(plan, ways, place):
         way = next(choice)
         try:
             in_hook.append((way, read(way, model)))
-        except ValueError as refused:
-            assert re.search(REFUSED, str(refused))
+        except (ValueError, RuntimeError) as refused:
+            assert re.search(f"{REFUSED}|{NO_MEMORY}", str(refused))
 
     def look():
-        with pytest.raises(ValueError, match=REFUSED):
+        with pytest.raises((ValueError, RuntimeError), match=f"{REFUSED}|{NO_MEMORY}"):
             read(next(choice), model)
 
     with optimizer.session as session:
