@@ -190,9 +190,9 @@ def bind_state_dict(
 
     def refuse(*_args: object) -> None:
         raise ValueError(
-            "weights cannot be loaded into a prepared model by load_state_dict(); load them with "
-            "ullage.load(optimizer, FOLDER) between steps, or before prepare(), or after session.close(), and save and "
-            "resume whole runs with ullage.Checkpoints"
+            "weights cannot be loaded into a prepared model by load_state_dict(); load them before prepare() or after "
+            "session.close(), or with ullage.load(optimizer, FOLDER) between steps; save and resume whole runs with "
+            "ullage.Checkpoints"
         )
 
     handles = [m.register_load_state_dict_pre_hook(refuse) for m in model.modules()]  # type: ignore[no-untyped-call]
