@@ -32,7 +32,7 @@ from executor.callbacks import copied_cache, hook_target, in_backward, replace_a
 from executor.distributed.shards import ParameterShard
 from executor.memory.forward_state import ForwardState, Snapshot
 from executor.module.binding import segment_module, tiled_modules
-from executor.module.guarded_parameters import Guarded, guard, lift_guard
+from executor.module.guarded_parameters import lifted
 from planner.decisions import Decisions
 from planner.graph import Unit, segments
 from planner.terms import AuditTime
@@ -513,9 +513,7 @@ def _read_outside(readers: Mapping[str, list[str]], path: str) -> set[str]:
 def _showing(shard: ParameterShard, values: Tensor) -> Iterator[None]:
     """Return a context in which a parameter has these values, whatever the plan shows in it."""
     leaf = shard.leaf
-    if is_guarded := isinstance(leaf, Guarded):
-        lift_guard(leaf)
-    try:
+    with lifted(leaf):
         if shard.stored.is_quantized:
             with shard.stored.living_in(values):
                 yield
@@ -526,9 +524,6 @@ def _showing(shard: ParameterShard, values: Tensor) -> Iterator[None]:
             yield
         finally:
             leaf.data = shown
-    finally:
-        if is_guarded:
-            guard(leaf, shard.name)
 
 
 @contextlib.contextmanager

@@ -83,7 +83,7 @@ class IterationDriver:
             backward_ended=self._backward_ended,
         )
         shared = {unit.name: unit.shared_units for unit in units}
-        self.visibility = WeightVisibility(runtime.state, shared, shards.values())
+        self.visibility = WeightVisibility(runtime.state, shared, shards.values(), access)
 
     @property
     def last_was_whole(self) -> bool:

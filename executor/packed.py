@@ -16,6 +16,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]  # as documented
 
 from planner.models.quantization import in_grains
 
@@ -92,10 +93,18 @@ class StoredParameter(NamedTuple):
 
     @contextlib.contextmanager
     def living_in(self, held: torch.Tensor) -> Iterator[None]:
-        """Let it live in other bytes for a while."""
-        before = [(place, place.get()) for places in self._places() for place in places]
+        """Let it live in other bytes for a while, each of its tensors with a storage of its own."""
+        with torch._C.DisableTorchFunctionSubclass():
+            before = [(place, place.get()) for places in self._places() for place in places]
+        before += [(place := _Place(level, "code"), place.get()) for level in self._levels()]
         self.live_in(held)
+        self.own_tables()
         try:
+            with torch._C.DisableTorchFunctionSubclass():
+                for places in self._places():
+                    view = with_own_storage(places[0].get())
+                    for place in places:
+                        setattr(*place, view)
             yield
         finally:
             with torch._C.DisableTorchFunctionSubclass():
@@ -125,6 +134,19 @@ class StoredParameter(NamedTuple):
             holder = self.parameter if self.parameter.SCB is not None else self.module.state  # type: ignore[attr-defined]
             return [[own, _Place(holder, "CB")], [_Place(holder, "SCB")]]
         return [[own]]
+
+
+def with_own_storage(values: torch.Tensor) -> torch.Tensor:
+    """Return the same values in the same memory, with a storage that holds nothing else.
+
+    Code that looks at storages then sees a separate tensor: ``torch.save`` writes only these values, and
+    ``safetensors`` sees no shared memory. The memory block stays alive as long as any tensor in it.
+    """
+    values = values.detach()
+    if values.untyped_storage().nbytes() <= values.nbytes:
+        return values
+    # A capsule marks any host memory as CPU memory; torch.from_dlpack(values) would mark pinned memory as CUDA's.
+    return from_dlpack(to_dlpack(values))
 
 
 def format_refusal(name: str, stored: StoredParameter) -> str | None:

@@ -90,6 +90,8 @@ class Parking:
         runtime.actions.synchronize()
         for unit in units:
             self._read_from_host(unit, place, hides=not keep_weights)
+        if not keep_weights:
+            self._access.take_device_memory()
         staying = [tensor for unit in units if keep_weights for tensor in _resident_tensors(unit)]
         device_bytes = runtime.gpu.release({tensor.untyped_storage()._cdata for tensor in staying})
         for buffer in buffers:

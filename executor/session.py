@@ -12,7 +12,6 @@ from typing import Any, final
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]  # as documented
 from torch.utils.hooks import RemovableHandle
 
 from executor.audit import Audit
@@ -36,6 +35,7 @@ from executor.module.naming import PROMPT, Naming, prompts_of
 from executor.module.quantized import bind_quantized, check_products
 from executor.optimizer.table import OptimizerEntry
 from executor.options import SessionOptions, backend_of
+from executor.packed import with_own_storage
 from executor.parking import Moved, Parking
 from executor.runtime import Runtime
 from executor.state_access import StateAccess
@@ -410,6 +410,7 @@ class Session(contextlib.AbstractContextManager["Session"]):
         finally:
             if not found:
                 runtime.state.give_back(lost=True)
+            self.access.is_closed = True
             runtime.close()
             self._give_cores_back()
             self._undo_all()
@@ -426,7 +427,7 @@ class Session(contextlib.AbstractContextManager["Session"]):
                 shard.stored.live_in(self.access.stored_weights(name))
                 shard.stored.own_tables()
             else:
-                shard.whole.data = _with_own_storage(self.access.stored_weights(name))
+                shard.whole.data = with_own_storage(self.access.stored_weights(name))
 
     def _undo_all(self) -> None:
         while self._undo:
@@ -444,16 +445,3 @@ def _move_buffers(model: nn.Module, device: torch.device, ranks: Ranks | None) -
         for name, buffer in module.named_buffers(recurse=False):
             values = buffer if ranks is None else ranks.all.broadcast(buffer)
             setattr(module, name, values.to(device))
-
-
-def _with_own_storage(values: torch.Tensor) -> torch.Tensor:
-    """Return the same values in the same memory, with a storage that holds nothing else.
-
-    Code that looks at storages then sees a separate tensor: ``torch.save`` writes only these values, and
-    ``safetensors`` sees no shared memory. The memory block stays alive as long as any tensor in it.
-    """
-    values = values.detach()
-    if values.untyped_storage().nbytes() <= values.nbytes:
-        return values
-    # A capsule marks any host memory as CPU memory; torch.from_dlpack(values) would mark pinned memory as CUDA's.
-    return from_dlpack(to_dlpack(values))

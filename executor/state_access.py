@@ -1,6 +1,7 @@
 """Weights and optimizer state outside training: for evaluating, saving and loading."""
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from typing import final
 
@@ -11,6 +12,7 @@ from executor.distributed.shards import unshard
 from executor.memory.frozen import FrozenParameter
 from executor.memory.units import ParameterState, UnitState
 from executor.module.guards import OWN_CHECKPOINTING
+from executor.packed import with_own_storage
 from executor.runtime import Runtime
 from planner.graph import Unit
 from planner.schedule.loop import OutOfOrderError
@@ -26,6 +28,7 @@ class StateAccess:
 
     Attributes:
         is_evaluating: whether an evaluation has begun since the last iteration.
+        is_closed: whether the session is closed.
     """
 
     def __init__(self, model: nn.Module, runtime: Runtime, units: tuple[Unit, ...]) -> None:
@@ -42,7 +45,10 @@ class StateAccess:
         self._in_slot: dict[int, str] = {}
         self._gathered = "", torch.empty(0)  # a unit and a type, and its weights that ranks gathered on the host
         self._is_changing = False
+        self._num_changes = 0  # how often weights or their memory changed, other than by iterations
+        self._on_device: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()  # weights that were returned
         self.is_evaluating = False
+        self.is_closed = False
 
     def check_idle(self) -> None:
         """Check that no iteration is under way.
@@ -82,6 +88,7 @@ class StateAccess:
             yield
         finally:  # after an error, too, some values may have changed
             self._is_changing = False
+            self._num_changes += 1
             for unit in self._state.units.values():
                 if unit.fp8 is not None:
                     unit.fp8.is_due = True
@@ -92,7 +99,53 @@ class StateAccess:
         """Return one parameter's current weights. See :meth:`executor.session.Session.full_parameters`."""
         self._runtime.check_has_weights()
         self.make_current("state_dict()", uses=True)
-        return self.stored_weights(name)
+        in_slot = dict(self._in_slot)
+        weights = with_own_storage(self.stored_weights(name))
+        if self.is_evaluating:  # the unit that computes still needs its slot
+            for slot, unit in in_slot.items():
+                if self._in_slot[slot] != unit:
+                    self._fill_slot(self._state.units[unit])
+        if weights.is_cuda:
+            self._on_device.add(weights)
+        return weights
+
+    @property
+    def version(self) -> int:
+        """See :class:`executor.module.guarded_parameters.WeightReader`."""
+        return self._runtime.loop.iteration + self._num_changes
+
+    def check_readable(self, name: str) -> None:
+        """Check that code which reads a parameter itself can be given its current weights, without other ranks.
+
+        Raises:
+            ValueError: it cannot; says why, and what to do.
+        """
+        if (parts := self._state.frozen_by_parameter.get(name)) is not None and parts[0][1].shard.stored.is_quantized:
+            why = "it is quantized; take it from model.state_dict() or session.full_parameters()"
+        elif self.is_closed:
+            why = "its session is closed; take it from the model again, whose parameters are ordinary ones now"
+        elif self._gather_resident or self._gather_at_each_use:
+            why = "ranks hold parts of it; let all ranks call session.full_parameters() together, between two steps"
+        elif self._runtime.parked:
+            why = (
+                "its session is parked; call session.unpark() before you read it or session.full_parameters(), or use "
+                "session.stream_weights()"
+            )
+        elif self._runtime.machine.stopped:
+            why = "its session has failed, and session.full_parameters() too; continue from a checkpoint"
+        elif self._runtime.inside_iteration:
+            why = (
+                "weights move during an iteration; read it, or session.full_parameters(), after optimizer.step() and "
+                "before the next forward"
+            )
+        else:
+            return
+        raise ValueError(f"{name} is a parameter of a prepared model, and cannot be read here, because {why}")
+
+    def current(self, name: str) -> torch.Tensor:
+        """See :class:`executor.module.guarded_parameters.WeightReader`."""
+        self.check_readable(name)
+        return self.weights(name)
 
     def masters(self) -> Callable[[str], torch.Tensor]:
         """Return a function that returns a parameter's whole master copy, float32, on the host.
@@ -168,6 +221,13 @@ class StateAccess:
         """Note that the device has lost its weights, so that they are copied there before their next use."""
         self._current_in = _NEVER
         self._gathered = "", torch.empty(0)
+        self._num_changes += 1
+
+    def take_device_memory(self) -> None:
+        """Make tensors empty that were returned as views of device memory, before that memory is freed."""
+        for weights in self._on_device:
+            weights.set_()  # type: ignore[call-overload]
+        self._on_device.clear()
 
     def evaluate(self, unit: str) -> None:
         """Bring all weights that a unit uses to the device, for a forward without training.

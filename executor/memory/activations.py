@@ -212,7 +212,8 @@ class SegmentOffload:
         offloadable = {tensor.untyped_storage()._cdata for tensor in _offloadable_inputs(args)}
 
         def pack(tensor: torch.Tensor) -> SavedTensor | torch.Tensor:
-            if tensor.untyped_storage()._cdata not in offloadable:
+            # A parameter (DeBERTa gives every layer its positions) moves as its unit does, and has values only then.
+            if isinstance(tensor, torch.nn.Parameter) or tensor.untyped_storage()._cdata not in offloadable:
                 return tensor
             segment.inputs.append(SavedTensor.of(tensor))
             return segment.inputs[-1]

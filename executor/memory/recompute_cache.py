@@ -85,8 +85,7 @@ class SavedTensor:
         # Below autograd, a view shares the version counter only if this dispatch key is not excluded.
         with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
             tensor = tensor.detach()
-        # A layer's input may be a guarded parameter, whose shape is a plain tuple.
-        return cls(tensor, tensor._version, torch.Size(tensor.shape), tensor.stride(), tensor.dtype)
+        return cls(tensor, tensor._version, tensor.shape, tensor.stride(), tensor.dtype)
 
     @property
     def num_bytes(self) -> int:

@@ -16,6 +16,7 @@ import collections
 import contextlib
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -162,7 +163,7 @@ def no_compile(compile_backend: str | None) -> Callable[[Callable[..., Any]], Ca
 def bind_state_dict(
     model: nn.Module, names: Mapping[int, str], weight: Callable[[str], torch.Tensor]
 ) -> list[Callable[[], None]]:
-    """Make ``state_dict`` return current weights, which views of slots do not show; return functions that undo this.
+    """Make ``state_dict`` return current weights, which parameters do not show; return functions that undo this.
 
     Args:
         model: the bound model.
@@ -170,27 +171,57 @@ def bind_state_dict(
         weight: returns a parameter's current weights, by its name.
     """
 
-    def after(module: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: object) -> None:
-        if KEYS_ALONE.get():
-            return
-        own = [(name, p) for name, p in module.named_parameters(recurse=False) if prefix + name in state_dict]
-        for stored in (StoredParameter(parameter, module) for _, parameter in own):
-            if stored.is_quantized:  # its scales are entries of their own
-                with stored.living_in(weight(names[id(stored.parameter)])), unguarded():
-                    module._save_to_state_dict(state_dict, prefix, keep_vars=False)
-        for name, parameter in own:
-            if not StoredParameter(parameter, module).is_quantized:
-                state_dict[prefix + name] = weight(names[id(parameter)])
+    def saving(module: nn.Module) -> Callable[[dict[str, Any], str, bool], None]:
+        save = module._save_to_state_dict
+
+        def save_current(state_dict: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+            own = {} if KEYS_ALONE.get() else dict(module.named_parameters(recurse=False))
+            packed = [s for p in own.values() if (s := StoredParameter(p, module)).is_quantized]
+            with contextlib.ExitStack() as living:
+                for stored in packed:  # their scales are entries of their own
+                    living.enter_context(stored.living_in(weight(names[id(stored.parameter)])))
+                with unguarded():
+                    save(state_dict, prefix, keep_vars)
+            for name, parameter in own.items():
+                if prefix + name in state_dict and not StoredParameter(parameter, module).is_quantized:
+                    state_dict[prefix + name] = weight(names[id(parameter)])
+
+        return save_current
 
     def refuse(*_args: object) -> None:
         raise ValueError(
-            "weights cannot be loaded into a prepared model; load them before prepare(), or after session.close()"
+            "weights cannot be loaded into a prepared model by load_state_dict(); load them before prepare() or after "
+            "session.close(), or with ullage.load(optimizer, FOLDER) between steps; save and resume whole runs with "
+            "ullage.Checkpoints"
         )
 
     handles = [m.register_load_state_dict_pre_hook(refuse) for m in model.modules()]  # type: ignore[no-untyped-call]
-    owners = (m for m in model.modules() if next(m.parameters(recurse=False), None) is not None)
-    handles += [module.register_state_dict_post_hook(after) for module in owners]  # type: ignore[no-untyped-call]
-    return [handle.remove for handle in handles]
+    handles += _bind_ties(model)
+    owners = [m for m in model.modules() if next(m.parameters(recurse=False), None) is not None]
+    undo = [replace_attribute(module, "_save_to_state_dict", saving(module)) for module in owners]
+    return undo + [handle.remove for handle in handles]
+
+
+def _bind_ties(model: nn.Module) -> Iterator[Any]:
+    """Make tied weights one tensor in ``state_dict``, even where reading copies them; yield the handles of hooks."""
+    tied: dict[int, list[list[str]]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        tied.setdefault(id(parameter), []).append(name.split("."))
+
+    def tying(keys: list[str]) -> Callable[..., None]:
+        def tie(_module: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: object) -> None:
+            there = [key for key in (prefix + key for key in keys) if key in state_dict]
+            state_dict.update((key, state_dict[there[0]]) for key in there[1:])
+
+        return tie
+
+    for paths in tied.values():
+        if len(paths) > 1:
+            levels = zip(*paths, strict=False)
+            shared = [names[0] for names in itertools.takewhile(lambda names: len(set(names)) == 1, levels)]
+            keys = [".".join(path[len(shared) :]) for path in paths]
+            owner = model.get_submodule(".".join(shared))
+            yield owner.register_state_dict_post_hook(tying(keys))  # type: ignore[no-untyped-call]
 
 
 def _hooks(unit: str, callbacks: ModuleCallbacks) -> tuple[Callable[..., None], Callable[..., None]]:

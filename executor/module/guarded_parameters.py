@@ -1,16 +1,29 @@
-"""Parameters that refuse writes.
+"""Parameters that read current weights, and refuse writes.
 
-[Note: Guarded parameters] A plan keeps weights in its own memory. If a user wrote to a parameter, the write would be
-lost at the next upload or fetch, or when an update rounds the master copy. So while its unit does not compute, a
-parameter has the class :class:`Guarded`, whose ``__torch_function__`` refuses calls that write to it. Its views
-(``parameter.data``, ``parameter[0]``) are guarded too. While its unit computes, it is an ordinary parameter, without
-any overhead. A write during that time changes the parameter's version, see
-:meth:`executor.module.visibility.WeightVisibility.check_unmodified`.
+[Note: Guarded parameters] A plan keeps weights in its own memory. So while its unit does not compute, a parameter has
+the class :class:`Guarded`, whose ``__torch_function__`` sees every call. A call that needs only metadata, such as a
+shape, is made as it is. A call that writes is refused: the write would be lost at the next upload or fetch, or when an
+update rounds the master copy. Any other call reads values, and is made with the current weights in place of the
+parameter. Where these cannot be had (inside an iteration, say), it is refused.
+
+Gradients cannot pass through such a read, because the plan collects them unit by unit. So in grad mode the read values
+have a hook that raises an error as soon as backward reaches them. ``parameter.data`` and ``parameter.detach()`` are
+guarded too, and read current weights at each use. So are results that are views of weights, as ``parameter[0]``, but
+they cannot be read any more once weights may have changed.
+
+While its unit computes, a parameter is an ordinary one, without any overhead. A write during that time changes the
+parameter's version, see :meth:`executor.module.visibility.WeightVisibility.check_unmodified`.
+
+Some functions read a tensor's memory without calling ``__torch_function__``: ``torch.tensor(parameter)``,
+``torch.Tensor(parameter)``, ``torch.utils.dlpack.to_dlpack(parameter)`` and ``tensor.set_(parameter)``. They get NaN
+if the parameter is out of sight, see [Note: Out of sight] in :mod:`executor.module.visibility`. Of
+``parameter.detach()`` they get current values, or an error: where these cannot be had, it has no memory.
 """
 
+import contextlib
 import re
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Final, NoReturn
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Final, NoReturn, Protocol
 
 import numpy as np
 import torch
@@ -33,14 +46,68 @@ _OPERATORS: Final = frozenset(
 _IN_PLACE: Final = re.compile(r".*[^_]_")
 _ATTRIBUTES: Final = frozenset({"data", "real", "imag"})
 _HARMLESS: Final = frozenset({"requires_grad_", "retain_grad_"})
+METADATA: Final = frozenset(
+    {
+        *("shape", "size", "dim", "ndim", "ndimension", "dim_order", "numel", "nelement", "__len__", "dense_dim"),
+        *("dtype", "itemsize", "element_size", "nbytes", "result_type", "device", "get_device", "layout", "sparse_dim"),
+        *("names", "has_names", "name", "_cdata", "data_ptr", "untyped_storage", "__hash__", "_base", "_version"),
+        *("requires_grad", "requires_grad_", "retains_grad", "retain_grad", "grad", "_grad", "grad_fn", "_grad_fn"),
+        *("output_nr", "grad_dtype", "register_hook", "register_post_accumulate_grad_hook", "backward"),
+        *("_backward_hooks", "_post_accumulate_grad_hooks", "__dlpack_device__"),
+        *("_has_compatible_shallow_copy_type", "new_empty", "new_empty_strided", "new_zeros", "new_ones"),
+        *(f"{name}_like" for name in ("empty", "zeros", "ones", "rand", "randn", "randint")),
+    }
+)
+"""Names of functions and attributes that need no values; those that begin with ``is_`` need none either."""
+_GEOMETRY: Final = frozenset({"stride", "storage_offset", "is_contiguous"})  # out of sight, a parameter has another
+_CONVERSIONS: Final = frozenset(
+    {
+        "to",
+        "cpu",
+        "cuda",
+        "type",
+        "float",
+        "double",
+        "half",
+        "bfloat16",
+        "type_as",
+        "view_as",
+        "expand_as",
+        "reshape_as",
+    }
+)
+_ALIASES: Final = frozenset({"data", "detach"})
+_EXPORTS: Final = frozenset({"numpy", "__array__", "__dlpack__"})  # their results would not notice other weights
 _NAME: Final = "name_in_model"
 _CLASS: Final = "class_in_model"
+_READER: Final = "reader_of_session"
+_VERSION: Final = "version_of_weights"
+_IS_ALIAS: Final = "is_alias_of_weights"
+_LIKE: Final = "like_weights"  # of an alias without memory: a tensor with its metadata
+_STALE: Final = -1
 # It only reads, and the gradient has its own memory.
 _READ_GRADIENT: Final = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 
 
+class WeightReader(Protocol):
+    """Gives current weights to code that reads a guarded parameter."""
+
+    @property
+    def version(self) -> int:
+        """A number that changes whenever weights may have changed."""
+
+    def check_readable(self, name: str) -> None:
+        """Check that a parameter's weights can be read now. Raises ValueError otherwise."""
+
+    def current(self, name: str) -> torch.Tensor:
+        """Return a parameter's current weights, in memory that no other tensor's storage has.
+
+        Raises ValueError if they cannot be read now.
+        """
+
+
 class Guarded(torch.Tensor):
-    """A parameter that cannot be written to, or a view of one. :func:`guard` gives existing parameters this class.
+    """A parameter that cannot be written to, or what shares its weights. :func:`guard` gives parameters this class.
 
     It is not a subclass of ``Parameter``. torch recognises parameters by the attribute ``_is_param``, which views lack.
     """
@@ -49,21 +116,28 @@ class Guarded(torch.Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], _types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Call a function of torch, unless it writes to a guarded tensor.
+        """Call a function of torch with current weights, unless it writes to a guarded tensor.
 
         Raises:
-            ValueError: it does.
+            ValueError: it does, or the weights cannot be read now.
         """
         if func == _READ_GRADIENT:  # clipping reads it four times for each parameter
             with unguarded():
                 return func(*args)
         kwargs = kwargs or {}
-        written = [t for t in tree_leaves(list(_written(func, args, kwargs))) if isinstance(t, Guarded)]
+        name = getattr(func, "__name__", "")
+        written = [t for t in tree_leaves(list(_written(name, func, args, kwargs))) if isinstance(t, Guarded)]
         if written:
             raise ValueError(refusal(getattr(written[0], _NAME, "this tensor")))
+        if name == "__get__":
+            name = getattr(getattr(func, "__self__", None), "__name__", "")
         with unguarded():
-            result = func(*args, **kwargs)
-            return _guarded(result, [t for t in tree_leaves((args, dict(kwargs))) if isinstance(t, Guarded)])
+            if name in _GEOMETRY and vars(args[0]).get(_VERSION, _STALE) == _STALE:
+                return func(torch.empty(args[0].shape, dtype=args[0].dtype, device="meta"), *args[1:], **kwargs)
+            if _needs_no_values(name, func, args, kwargs):
+                like = vars(args[0]).get(_LIKE, args[0]) if isinstance(args[0], Guarded) else args[0]
+                return func(like, *args[1:], **kwargs)
+            return _read(name, func, args, kwargs)
 
     def set_(self, *_args: object, **_kwargs: object) -> NoReturn:
         """Refuse other memory. torch does not call ``__torch_function__`` for this method.
@@ -72,6 +146,10 @@ class Guarded(torch.Tensor):
             ValueError: always.
         """
         raise ValueError(refusal(getattr(self, _NAME, "this tensor")))
+
+    def as_subclass(self, cls: Any) -> Any:
+        """Read values, for which torch does not call ``__torch_function__``. Raises ValueError as other reads do."""
+        return Guarded.__torch_function__(torch.Tensor.as_subclass, (), (self, cls))
 
     def __deepcopy__(self, _memo: object) -> NoReturn:
         """Refuse to be copied. See :meth:`__reduce_ex__`."""
@@ -93,11 +171,11 @@ unguarded: Final = torch._C.DisableTorchFunctionSubclass
 """Context without guards, for code that touches only gradients or the memory of parameters."""
 
 
-def guard(parameter: nn.Parameter, name: str) -> None:
-    """Refuse all writes to a parameter from now on."""
+def guard(parameter: nn.Parameter, name: str, reader: WeightReader) -> None:
+    """Refuse all writes to a parameter from now on, and let reads get the weights of ``reader``."""
     own = vars(parameter)
     if _CLASS not in own:
-        own.update({_CLASS: type(parameter), _NAME: name, "_is_param": True})
+        own.update({_CLASS: type(parameter), _NAME: name, _READER: reader, "_is_param": True})
     parameter.__class__ = Guarded  # type: ignore[assignment]
 
 
@@ -106,10 +184,22 @@ def lift_guard(parameter: nn.Parameter) -> None:
     parameter.__class__ = vars(parameter).get(_CLASS, type(parameter))
 
 
+@contextlib.contextmanager
+def lifted(parameter: nn.Parameter) -> Iterator[None]:
+    """Return a context in which a parameter is an ordinary one, whether it is guarded or not."""
+    if is_guarded := isinstance(parameter, Guarded):
+        lift_guard(parameter)
+    try:
+        yield
+    finally:
+        if is_guarded:
+            parameter.__class__ = Guarded  # type: ignore[assignment]
+
+
 def unguard(parameter: nn.Parameter) -> None:
     """Remove a parameter's guard for good."""
     lift_guard(parameter)
-    for key in (_CLASS, _NAME, "_is_param"):
+    for key in (_CLASS, _NAME, _READER, "_is_param"):
         vars(parameter).pop(key, None)
 
 
@@ -118,10 +208,9 @@ def refusal(name: str) -> str:
     return f"{name} is a parameter of a prepared model, so a write to it would be lost; {INSTEAD}"
 
 
-def _written(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterable[Any]:
+def _written(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterable[Any]:
     """Yield the arguments that a call writes to: ``out=``, and the first one if the function's name ends in ``_``."""
     yield kwargs.get("out")
-    name = getattr(func, "__name__", "")
     first = args[0] if args else next(iter(kwargs.values()), None)
     if name == "__set__":  # of an attribute; module.to() sets an attribute to its own value if nothing changes
         if func.__self__.__name__ in _ATTRIBUTES and args[1] is not first:  # type: ignore[attr-defined]
@@ -130,20 +219,111 @@ def _written(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[st
         yield first
 
 
-def _guarded(result: Any, given: list[Guarded]) -> Any:
-    """Return the result with all views of guarded tensors guarded."""
+def _needs_no_values(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a call reads no values of its guarded tensors."""
+    if name in _CONVERSIONS:
+        return _keeps(func, args, kwargs)
+    return name in METADATA or name == "__set__" or (name.startswith("is_") and name != "is_nonzero")
+
+
+def _keeps(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a conversion gives back the tensor that it is given, or converts another to a guarded one's kind.
+
+    Whether it does is tried with one value of the same type in the same place.
+    """
+    if not isinstance(args[0], Guarded):
+        return True
+    like = vars(args[0]).get(_LIKE, args[0])
+    probe = torch.empty((1,) * like.dim(), dtype=like.dtype, device=like.device)
+    return not any(isinstance(other, torch.Tensor) for other in args[1:]) and func(probe, *args[1:], **kwargs) is probe
+
+
+def _read(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Call a function with current weights in place of guarded parameters."""
+    readings: dict[int, tuple[Guarded, torch.Tensor]] = {}
+
+    def reading(tensor: Guarded) -> torch.Tensor:
+        if id(tensor) not in readings:
+            values = _current(tensor)
+            readings[id(tensor)] = tensor, values.clone() if name in _EXPORTS else values
+        return readings[id(tensor)][1]
+
+    try:
+        given, named = tree_map_only(Guarded, reading, (args, dict(kwargs)))
+    except ValueError as refused:
+        if name in _ALIASES:  # it may serve for metadata alone, and is read at its use
+            alias = _share(torch.empty(args[0].shape, dtype=args[0].dtype, device="meta"), args[0])
+            vars(alias)[_LIKE] = func(*args)
+            return alias
+        if name == "__repr__":  # which debuggers call anywhere
+            return f"{type(args[0]).__name__}({tuple(args[0].shape)}, {args[0].dtype}): {refused}"
+        raise
+    result = func(*given, **named)
+    if name in _ALIASES:
+        return _share(result, args[0], version=vars(args[0])[_READER].version)
     if isinstance(result, np.ndarray):
         result.flags.writeable = False
         return result
-    memory = {tensor.untyped_storage()._cdata: getattr(tensor, _NAME, "") for tensor in given}
+    if name == "tolist":  # many numbers, and no tensor
+        return result
+    return _guarded(result, list(readings.values()))
+
+
+def _share(values: torch.Tensor, source: Guarded, *, version: int = _STALE, is_alias: bool = True) -> torch.Tensor:
+    """Guard values of a guarded tensor. If they are stale, an alias (``parameter.data``) is read anew at each use."""
+    shared = values.as_subclass(Guarded)
+    own = vars(source)
+    vars(shared).update({_NAME: own[_NAME], _READER: own[_READER], _VERSION: version, _IS_ALIAS: is_alias})
+    return shared
+
+
+def _current(tensor: Guarded) -> torch.Tensor:
+    """Return the current values of a guarded tensor.
+
+    Raises:
+        ValueError: they cannot be read now.
+    """
+    own = vars(tensor)
+    reader: WeightReader = own[_READER]
+    if _VERSION in own:
+        reader.check_readable(own[_NAME])
+        if own[_VERSION] == reader.version:
+            return tensor
+        if not own[_IS_ALIAS]:
+            raise ValueError(
+                f"a view of {own[_NAME]} was taken before the weights of the prepared model changed; take it from the "
+                "parameter again, or from session.full_parameters()"
+            )
+    values = reader.current(own[_NAME]).to(own.get(_LIKE, tensor).device)
+    if torch.is_grad_enabled() and tensor.requires_grad:
+        values = values.detach().requires_grad_()
+        values.register_hook(_refusing_gradients(own[_NAME]))  # type: ignore[no-untyped-call]
+    return values
+
+
+def _refusing_gradients(name: str) -> Callable[[torch.Tensor], None]:
+    def refuse(_gradient: torch.Tensor) -> None:
+        raise ValueError(
+            f"{name} was read outside its module, as by a penalty in the loss, and its gradient from there would be "
+            "lost, because a plan collects gradients module by module; use the optimizer's weight_decay, or read under "
+            "torch.no_grad() or from session.full_parameters()"
+        )
+
+    return refuse
+
+
+def _guarded(result: Any, readings: list[tuple[Guarded, torch.Tensor]]) -> Any:
+    """Return the result with all views of weights guarded, and with a guarded tensor that came back unchanged."""
+    given = {id(values): tensor for tensor, values in readings}
+    memory = {values.untyped_storage()._cdata: tensor for tensor, values in readings}
 
     def guarded_view(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) in given:
+            return given[id(tensor)]
         if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
             return tensor
-        if (name := memory.get(tensor.untyped_storage()._cdata)) is None:
+        if (source := memory.get(tensor.untyped_storage()._cdata)) is None:
             return tensor
-        view = tensor.as_subclass(Guarded)
-        setattr(view, _NAME, name)
-        return view
+        return _share(tensor, source, version=vars(source)[_READER].version, is_alias=False)
 
     return tree_map_only(torch.Tensor, guarded_view, result)

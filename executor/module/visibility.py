@@ -5,30 +5,37 @@ from typing import final
 
 from executor.distributed.shards import ParameterShard
 from executor.memory.state import ModelState, without_values
-from executor.module.guarded_parameters import guard, lift_guard, refusal, unguard, unguarded
+from executor.module.guarded_parameters import WeightReader, guard, lift_guard, refusal, unguard, unguarded
 
 
 @final
 class WeightVisibility:
     """Shows a unit's weights while it computes.
 
-    At other times, it hides weights in shared slots, and refuses all writes.
+    At other times, it hides weights in shared slots, guards reads, and refuses all writes.
 
-    [Note: Out of sight] Fetched units share slots. So most of the time a parameter would show another unit's weights,
-    or weights of the previous step. Code that reads parameters directly (norms, moving averages, penalties in the loss)
-    would silently compute with wrong values. So while its unit does not compute, a parameter keeps its shape, but is
-    NaN. The memory of its weights does not change, so running kernels and autograd's saved tensors are not affected.
-    During that time writes are refused, for resident units too: see [Note: Guarded parameters] in
-    :mod:`executor.module.guarded_parameters`. Quantized parameters of ``torchao`` are left alone, because reading them
-    needs their class.
+    [Note: Out of sight] Fetched units share slots. So most of the time a parameter's memory would hold another unit's
+    weights, or weights of the previous step. While its unit does not compute, a parameter is guarded: code that reads
+    it is given the current weights, and writes are refused, for resident units too (see [Note: Guarded parameters] in
+    :mod:`executor.module.guarded_parameters`). What reads its memory without PyTorch's knowledge finds NaN of the same
+    shape, not another unit's weights. The memory of its weights does not change, so running kernels and autograd's
+    saved tensors are not affected. Quantized parameters of ``torchao`` are left alone, because reading them needs their
+    class.
 
     Args:
         shared: units whose weights a unit uses besides its own, by its name.
+        shards: the shards of all parameters.
+        reader: gives current weights to code that reads a parameter while its unit does not compute.
     """
 
     def __init__(
-        self, state: ModelState, shared: Mapping[str, tuple[str, ...]], shards: Iterable[ParameterShard]
+        self,
+        state: ModelState,
+        shared: Mapping[str, tuple[str, ...]],
+        shards: Iterable[ParameterShard],
+        reader: WeightReader,
     ) -> None:
+        self._reader = reader
         self._leaves = {
             unit.name: [(shard.leaf, shard.name) for shard in unit.shards() if not shard.stored.is_wrapper]
             for unit in state.units.values()
@@ -51,7 +58,7 @@ class WeightVisibility:
         for shard in shards:  # if a parameter's rows are leaves of their own, the parameter has no values
             if id(shard.whole) not in self._all and not shard.stored.is_wrapper:
                 self._all[id(shard.whole)] = shard.whole, shard.name
-                guard(shard.whole, shard.name)
+                guard(shard.whole, shard.name, reader)
         self._versions = self._versions_now()
 
     @property
@@ -71,7 +78,7 @@ class WeightVisibility:
                     for leaf, _, nothing in self._views[name]:
                         leaf.data = nothing
             for leaf, name_in_model in self._leaves[name]:
-                guard(leaf, name_in_model)
+                guard(leaf, name_in_model, self._reader)
         for name in used - self._shown:
             for leaf, _ in self._leaves[name]:
                 lift_guard(leaf)

@@ -98,6 +98,21 @@ def read_after_each_step(rank: int, _size: int, task: Task, decisions: Decisions
         return [*found, session.full_parameters()[name].view(torch.uint8).numpy().tobytes()]
 
 
+def read_parameters(rank: int, _size: int, task: Task, decisions: Decisions) -> str:
+    """Read each parameter after training, on the last rank alone; return the error."""
+    model, optimizer = prepare(task, decisions)
+    with optimizer.session as session:
+        train(task, model, optimizer, rank=rank)
+        found, refused = {}, ""
+        try:
+            found = {n: p.clone() for n, p in model.named_parameters() if rank}
+        except ValueError as error:
+            refused = str(error)
+        weights = session.full_parameters()
+        assert all(torch.equal(values, weights[name]) for name, values in found.items())
+    return refused
+
+
 def by_name(rank: int, size: int, program, task: Task, decisions: Decisions, *arguments):
     """Call a program for a model that is planned by its name, with products in fp8; casts are not compiled."""
     plain = make_model

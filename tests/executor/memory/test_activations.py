@@ -26,7 +26,6 @@ from executor.memory import recompute_cache
 from executor.memory.activations import OffloadedActivations, SegmentOffload
 from executor.memory.arenas import Arena
 from executor.memory.recompute_cache import ActivationError
-from executor.module.guarded_parameters import guard
 from executor.prepare import prepare_session
 from hwprofiles.registry import load_profile
 from planner.costs.model import CostModel
@@ -317,11 +316,3 @@ def test_a_model_is_evaluated_between_iterations():
         with torch.no_grad():
             assert not torch.equal(model(input_ids=tokens).logits, first)
         assert_same((seen, optimizer.session.full_parameters()), reference(task))
-
-
-def test_a_guarded_parameter_that_a_layer_is_given_can_leave():
-    """DeBERTa gives every layer its relative positions."""
-    parameter = torch.nn.Parameter(torch.ones(2, 3))
-    guard(parameter, "places")
-    saved = recompute_cache.SavedTensor.of(parameter)
-    assert (saved.num_bytes, len(saved.flat())) == (24, 24)

@@ -139,7 +139,9 @@ def test_nothing_else_is_done_while_parked():
         ):
             with pytest.raises(OutOfOrderError, match=r"the session is parked, .*; call session\.unpark\(\) first"):
                 act()
-        assert all(parameter.isnan().all() for parameter in model.parameters())
+        for parameter in model.parameters():
+            with pytest.raises(ValueError, match=r"its session is parked; call session\.unpark\(\)"):
+                parameter.isnan()
     assert not any(parameter.isnan().any() for parameter in model.parameters())  # it was closed
 
 

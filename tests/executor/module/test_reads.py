@@ -1,0 +1,294 @@
+"""Reading parameters of a prepared model: current values as in memory, or an error that says where to read them."""
+
+import contextlib
+import itertools
+import re
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from amount import examples
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from plans import mixed, plans
+from rank_programs import read_parameters
+from torch import nn
+from training import Task, batches, decide, make_model, prepare, uniform, weights
+
+from executor.devices.cuda import CudaBackend
+from executor.module.guarded_parameters import METADATA
+
+TASK = Task("llama-tied", torch.float32, iterations=4, schedule=False)
+PLANS = {"resident": ("gpu", "cpu"), "fetched": ("host", "cpu"), "nvme": ("nvme", "nvme")}
+REFUSED = r"is a parameter of a prepared model, and cannot be read here, because .*session\.full_parameters\(\)"
+
+NO_MEMORY = "meta tensor|set_data"  # torch's own words, from functions that do not ask
+
+
+def with_out(parameters):
+    target = torch.zeros(sum(p.numel() for p in parameters), dtype=parameters[0].dtype)
+    return torch.cat([p.reshape(-1) for p in parameters], out=target)
+
+
+def with_data(values):
+    target = torch.zeros(values.shape, dtype=values.dtype)
+    target.data = values
+    return target
+
+
+def averaged(parameters):
+    means = [torch.ones_like(p) for p in parameters]
+    for mean, parameter in zip(means, parameters, strict=True):
+        mean.lerp_(parameter, 0.25)
+    return means
+
+
+def averaged_at_once(parameters):
+    means = [torch.ones_like(p) for p in parameters]
+    torch._foreach_lerp_(means, parameters, 0.25)
+    return means
+
+
+READS = {
+    "clone": lambda ps: [p.detach().clone() for p in ps],
+    "data": lambda ps: [p.data * 2 for p in ps],
+    "sum": lambda ps: sum(p.sum() for p in ps),
+    "norm in grad mode": lambda ps: torch.enable_grad()(lambda: [p.norm() for p in ps])(),
+    "a part": lambda ps: [p[-1:].t() + 1 for p in ps if p.ndim == 2],
+    "foreach": lambda ps: torch._foreach_mul(ps, 2),
+    "foreach norm": torch._foreach_norm,
+    "vector": nn.utils.parameters_to_vector,
+    "out": with_out,
+    "lerp": averaged,
+    "foreach lerp": averaged_at_once,
+    "copy": lambda ps: [torch.zeros(p.shape, dtype=p.dtype).copy_(p) for p in ps],
+    "to": lambda ps: [p.to("cpu", torch.float64) for p in ps],
+    "same": lambda ps: [p.to("cpu").contiguous().detach().clone() for p in ps],
+    "list": lambda ps: [torch.tensor(p.tolist()) for p in ps],
+    "item": lambda ps: [torch.tensor(p.sum().item()) for p in ps],
+    "numpy": lambda ps: [torch.from_numpy(p.detach().float().cpu().numpy().copy()) for p in ps],
+    "array": lambda ps: [torch.tensor(np.asarray(p.float().detach())) for p in ps],
+    "dlpack": lambda ps: [torch.from_dlpack(p.detach()) for p in ps],
+    "compare": lambda ps: [torch.eq(p, p.detach()) for p in ps],
+    "another parameter": lambda ps: [nn.Parameter(p).detach().clone() for p in ps],
+    "product": lambda ps: [p @ torch.ones(p.shape[-1], dtype=p.dtype) for p in ps],
+    "data of another": lambda ps: [with_data(p.data) for p in ps],
+    "data as a new tensor": lambda ps: [torch.tensor(p.data) for p in ps],
+    "class": lambda ps: [p.data.as_subclass(torch.Tensor).clone() for p in ps],
+}
+"""Ways to read, each a function of a list of parameters."""
+
+
+def read(way: str, model) -> list[torch.Tensor]:
+    with torch.no_grad():
+        found = READS[way](list(model.parameters()))
+    return [values.detach().clone() for values in ([found] if isinstance(found, torch.Tensor) else found)]
+
+
+def assert_as(ours, theirs) -> None:
+    assert len(ours) == len(theirs)
+    for own, values in zip(ours, theirs, strict=True):
+        assert (own.shape, own.dtype) == (values.shape, values.dtype)
+        assert torch.equal(own, values)
+
+
+def in_memory(task, session):
+    """Return an ordinary model with the session's weights."""
+    model = make_model(task)
+    model.load_state_dict(session.model.state_dict())
+    return model
+
+
+def run(task, model, optimizer, number, look):
+    """Run one iteration; ``look`` is called at each moment inside."""
+    torch.manual_seed(number)
+    for tokens in batches(task)[number]:
+        loss = model(input_ids=tokens, labels=tokens).loss
+        look()
+        loss.backward()
+        look()
+    if task.max_norm is not None:
+        nn.utils.clip_grad_norm_(model.parameters(), task.max_norm)
+        look()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@settings(max_examples=examples(12))
+@example((TASK, decide(TASK, uniform("gpu", "cpu"))), ["data", "vector"], 3)
+@example((TASK, decide(TASK, uniform("nvme", "nvme"))), ["foreach lerp", "norm in grad mode"], 3)
+@given(
+    plans(families=("gpt2", "llama-tied")),
+    st.lists(st.sampled_from(sorted(READS)), min_size=1, max_size=4),
+    st.integers(0, 200),
+)
+def test_any_read_anywhere_is_as_in_memory_or_refused(plan, ways, place):
+    """Between steps while updates run, inside iterations, and in a hook of any module, also while it evaluates."""
+    task, decisions = plan
+    model, optimizer = prepare(task, decisions)
+    modules = [module for module in model.modules() if not list(module.children())]
+    choice, in_hook = itertools.cycle(ways), []
+
+    def hook(*_anything) -> None:
+        way = next(choice)
+        try:
+            in_hook.append((way, read(way, model)))
+        except (ValueError, RuntimeError) as refused:
+            assert re.search(f"{REFUSED}|{NO_MEMORY}", str(refused))
+
+    def look():
+        with pytest.raises((ValueError, RuntimeError), match=f"{REFUSED}|{NO_MEMORY}"):
+            read(next(choice), model)
+
+    with optimizer.session as session:
+        kept = [parameter.data for parameter in model.parameters()]
+        views = [parameter.flatten() for parameter in model.parameters()]
+        for number in range(2):
+            before = in_memory(task, session)
+            handle = modules[place % len(modules)].register_forward_hook(hook)
+            with torch.no_grad():
+                logits = model.eval()(input_ids=batches(task)[0][0]).logits
+                handle.remove()
+                assert torch.equal(logits, model(input_ids=batches(task)[0][0]).logits)
+            assert in_hook
+            handle = modules[place % len(modules)].register_forward_hook(hook)
+            run(task, model.train(), optimizer, number, look)
+            handle.remove()
+            found = read(way := next(choice), model)
+            now = in_memory(task, session)
+            assert_as(found, read(way, now))
+            assert_as([values.clone() for values in kept], list(now.parameters()))
+            for way, found in in_hook:
+                assert_as(found, read(way, before))
+            in_hook.clear()
+            with pytest.raises(ValueError, match=r"a view of .* before .*session\.full_parameters\(\)"):
+                views[number].sum()
+    assert_as(read(way, model), read(way, now))
+    with pytest.raises(ValueError, match="its session is closed"):
+        kept[0].clone()
+
+
+@pytest.fixture(params=PLANS)
+def started(request):
+    model, optimizer = prepare(TASK, decide(TASK, uniform(*PLANS[request.param])))
+    with optimizer.session:
+        yield model, optimizer
+
+
+def test_a_gradient_through_a_read_is_refused_and_a_log_is_not(started):
+    model, optimizer = started
+    expected = in_memory(TASK, optimizer.session)
+    norm = sum(parameter.pow(2).sum() for parameter in model.parameters())
+    assert norm.item() == sum(parameter.pow(2).sum() for parameter in expected.parameters()).item()
+    tokens = batches(TASK)[0][0]
+    with pytest.raises(
+        ValueError, match=r"read outside its module.*penalty.*weight_decay.*full_parameters\(\)"
+    ) as caught:
+        (model(input_ids=tokens, labels=tokens).loss + 1e-4 * norm).backward()
+    assert "\n" not in str(caught.value)
+
+
+def test_what_needs_no_values_works_everywhere(started):
+    """Also where values are refused, and with the answers of an ordinary parameter."""
+    model, optimizer = started
+    expected = dict(in_memory(TASK, optimizer.session).named_parameters())
+    tokens = batches(TASK)[0][0]
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    for name, parameter in model.named_parameters():
+        plain, moment = expected[name], len(parameter)
+        assert (parameter.shape, parameter.stride(), parameter.dtype) == (plain.shape, plain.stride(), plain.dtype)
+        assert (moment, parameter.is_contiguous(), parameter.is_leaf) == (len(plain), True, True)
+        assert parameter.data.numel() == plain.detach().nelement() == parameter.detach().size().numel()
+        assert parameter.to("cpu") is parameter is parameter.float()
+        assert torch.zeros_like(parameter).equal(torch.zeros_like(plain))
+        assert torch.ones(2).to(parameter).type_as(parameter).dtype == plain.dtype
+        assert parameter.data_ptr()
+        assert re.search(REFUSED, repr(parameter))
+    assert len({parameter.data_ptr() for parameter in model.parameters()}) == len(expected)
+    model.to("cpu").float()
+
+
+def test_names_of_metadata_read_no_values():
+    """Each gives the same for weights that differ."""
+    assert not {name for name in METADATA if re.fullmatch(r"[^_].*_", name)} - {"requires_grad_"}
+    one, other = (nn.Parameter(torch.full((2, 3), value)) for value in (1.0, 2.0))
+    same = {"data_ptr", "untyped_storage", "_cdata", "__hash__", "new_empty", "empty_like", "rand_like", "randn_like"}
+    for name in METADATA - same:
+        found = []
+        for parameter in (one, other):
+            what = getattr(parameter, name, None)
+            with contextlib.suppress(TypeError, RuntimeError, AttributeError):
+                what = what() if callable(what) else what
+            found.append(None if callable(what) or what is parameter else what)
+        assert str(found[0]) == str(found[1]), name
+
+
+def test_a_failed_session_refuses_reads(started):
+    model, optimizer = started
+    parameter = next(model.parameters())
+    assert parameter.isfinite().all()
+    optimizer.session.runtime.machine.fail(OSError("a drive"))
+    with pytest.raises(ValueError, match=r"its session has failed.*checkpoint"):
+        parameter.sum()
+
+
+@pytest.mark.parametrize("zero_stage", [0, 3])
+def test_ranks_read_what_each_has(processes, zero_stage):
+    task = Task("llama", torch.float32, iterations=1)
+    decisions = decide(task, uniform("gpu", "cpu"), data_parallel=2, zero_stage=zero_stage)
+    first, last = processes.call(2, read_parameters, task, decisions)
+    assert not first
+    assert bool(zero_stage) == bool(re.search(r"ranks hold parts of it.*all ranks call session\.full_parameters", last))
+
+
+@pytest.mark.part(2)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("family", ["llama-tied", "mixtral"])
+@pytest.mark.parametrize("place", [*PLANS, "mixed"])
+def test_tensors_of_state_dict_have_storages_of_their_own(family, place, dtype, tmp_path):
+    """So safetensors writes them all, and sees only those as tied that are; at any depth of modules."""
+    task = Task(family, dtype)
+    model, optimizer = prepare(task, decide(task, uniform(*PLANS[place]) if place in PLANS else mixed))
+    with optimizer.session as session:
+        for found in (model.state_dict(), model.model.layers.state_dict(), session.full_parameters()):
+            for name, values in found.items():
+                assert values.untyped_storage().nbytes() == values.nbytes, name
+        found = model.state_dict()
+        tied = [names for names in safetensors.torch._find_shared_tensors(found) if len(names) > 1]
+        assert tied == ([{"model.embed_tokens.weight", "lm_head.weight"}] if family == "llama-tied" else [])
+        safetensors.torch.save_model(model, tmp_path / "model.safetensors")
+        expected = {name: values.clone() for name, values in found.items()}
+        run(task, model, optimizer, 0, lambda: None)
+    del session, optimizer, model
+    other = make_model(task)
+    safetensors.torch.load_model(other, tmp_path / "model.safetensors")
+    assert all(torch.equal(values, expected[name]) for name, values in weights(other).items())
+
+
+def test_on_a_gpu(gpu, monkeypatch):  # noqa: ARG001 - a GPU
+    """Weights are read on the parameter's device, and those that are there keep their memory."""
+    if not torch.version.cuda:  # the virtual one cannot give memory back
+        monkeypatch.setattr(CudaBackend, "release", lambda _, block: block.nbytes)
+        monkeypatch.setattr(CudaBackend, "restore", lambda *_: None)
+    task = Task("llama-tied", torch.bfloat16)
+    model, optimizer = prepare(task, decide(task, mixed), device="cuda")
+    with optimizer.session as session:
+        run(task, model, optimizer, 0, lambda: None)
+        found = model.state_dict()
+        for name, parameter in model.named_parameters():
+            values = parameter.detach().clone()
+            assert values.device == parameter.device
+            assert torch.equal(values.cpu(), found[name].cpu())
+            assert found[name].untyped_storage().nbytes() == parameter.nbytes
+            there = session.access.stored_weights(name)
+            assert (there.data_ptr() == found[name].data_ptr()) == (not _is_copied(session, name))
+        run(task, model, optimizer, 1, lambda: None)
+        kept = model.state_dict()
+        session.park()
+        assert all(values.numel() == 0 for values in kept.values() if values.is_cuda)
+        session.unpark()
+
+
+def _is_copied(session, name) -> bool:
+    return any(unit.on_nvme for unit, _ in session.runtime.state.by_parameter[name])
