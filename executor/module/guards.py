@@ -2,8 +2,8 @@
 
 import functools
 import weakref
-from collections.abc import Callable
-from typing import Any, Final
+from collections.abc import Callable, Iterator
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
@@ -11,9 +11,11 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from executor.callbacks import replace_attribute
 from executor.module.guarded_parameters import INSTEAD
+from executor.packed import stored_parameters
 
 _COPY_REMEDY: Final = "for another model of the same weights, make one and load_state_dict(model.state_dict())"
 
@@ -58,6 +60,82 @@ def check_plain(model: nn.Module) -> None:
             "the model's own gradient checkpointing is on, but the plan decides what is recomputed "
             '(activations="recompute"); call model.gradient_checkpointing_disable() first'
         )
+
+
+class _Span(NamedTuple):
+    """The bytes between a tensor's first and last value."""
+
+    memory: tuple[str, int]  # the device, and for tensors without values the storage
+    begin: int
+    end: int
+    words: str
+    tensor: torch.Tensor
+    is_trained: bool
+
+    def shares_values(self, other: "_Span") -> bool:
+        """Return whether two spans of one memory have a value in common; columns of one matrix have none."""
+        if self.end <= other.begin or other.end <= self.begin:
+            return False
+        if all(span.tensor.nbytes == span.end - span.begin for span in (self, other)):
+            return True
+        origin = min(self.begin, other.begin)
+        taken = torch.zeros(max(self.end, other.end) - origin, dtype=torch.bool)
+        self._bytes_of(taken, origin).fill_(True)
+        return bool(other._bytes_of(taken, origin).any())
+
+    def _bytes_of(self, memory: torch.Tensor, origin: int) -> torch.Tensor:
+        itemsize, tensor = self.tensor.itemsize, self.tensor
+        strides = (*(stride * itemsize for stride in tensor.stride()), 1)
+        return memory.as_strided((*tensor.shape, itemsize), strides, self.begin - origin)
+
+
+def check_memory(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+    """Check that no trained parameter shares values with another parameter, or with a buffer.
+
+    PyTorch trains such parameters as one weight, but a plan moves each by itself. Slices without common values may lie
+    in one storage. Frozen parameters may share values, because these never differ.
+
+    Args:
+        model: any module.
+        optimizer: its parameters are trained, even if they are frozen now.
+
+    Raises:
+        ValueError: one does; names both.
+    """
+    given = {id(p) for group in optimizer.param_groups for p in group["params"]} if optimizer is not None else set()
+    spans = sorted(_spans(model, given), key=lambda span: (span.memory, span.begin))
+    open_spans: list[_Span] = []
+    for span in spans:
+        open_spans = [other for other in open_spans if other.memory == span.memory and other.end > span.begin]
+        for other in open_spans:
+            if (span.is_trained or other.is_trained) and span.shares_values(other):
+                remedy = (
+                    "leave ensure_weight_tying=True out of the LoraConfig, or give adapters to only one of the tied "
+                    "layers"
+                    if "lora_" in other.words
+                    else "assign one nn.Parameter to both modules, and transpose or slice it in forward, or give each "
+                    "its own memory (.clone())"
+                )
+                raise ValueError(
+                    f"{other.words} and {span.words} share memory, so PyTorch trains them as one weight, but a plan "
+                    f"would move each by itself; {remedy}"
+                )
+        open_spans.append(span)
+
+
+def _spans(model: nn.Module, trained: set[int]) -> Iterator[_Span]:
+    held = [
+        (f"parameter {name}", tensor, stored.parameter.requires_grad or id(stored.parameter) in trained)
+        for name, stored in stored_parameters(model).items()
+        for tensor in stored.tensors()
+        if isinstance(tensor, torch.Tensor)  # a quantized one without values has no scales yet
+    ]
+    for words, tensor, is_trained in held + [(f"buffer {name}", b, False) for name, b in model.named_buffers()]:
+        if tensor.layout is torch.strided and tensor.numel() and not is_traceable_wrapper_subclass(tensor):
+            last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            begin = int(tensor.storage_offset()) * tensor.itemsize if tensor.is_meta else tensor.data_ptr()
+            memory = (str(tensor.device), tensor.untyped_storage()._cdata if tensor.is_meta else 0)
+            yield _Span(memory, begin, begin + (int(last) + 1) * tensor.itemsize, words, tensor, is_trained)
 
 
 def check_kinds(model: object, optimizer: object) -> None:

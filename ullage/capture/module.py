@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, UnsupportedFakeTensorException, UnsupportedOperatorException
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from executor.module.guards import check_memory
 from executor.module.quantized import bind_quantized
 from executor.module.tiled_logits import find_head
 from planner.models.adapters import Lora
@@ -298,6 +299,10 @@ def _check_parameters(model: nn.Module, name: str) -> None:
     parameters = dict(model.named_parameters())
     if not parameters:
         raise CaptureError(f"{name}() has no parameters; return a model to train")
+    try:
+        check_memory(model)
+    except ValueError as error:
+        raise CaptureError(f"{name}: {error}") from error
     if other := [path for path, p in parameters.items() if not (is_packed(p) or p.is_floating_point())]:
         raise CaptureError(
             f"{name}: parameter {other[0]} has type {parameters[other[0]].dtype}, but must be floating-point; make it "

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from executor.distributed.ranks import join
-from executor.module.guards import check_kinds, check_plain, check_unprepared
+from executor.module.guards import check_kinds, check_memory, check_plain, check_unprepared
 from executor.optimizer.reference import rounds
 from executor.optimizer.table import entry_of
 from hwprofiles.calibrate.run import FOR_LIBRARIES_BYTES, USABLE_SHARE
@@ -82,6 +82,7 @@ def plan_here(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, 
     check_kinds(model, optimizer)
     check_unprepared(model)
     check_plain(model)
+    check_memory(model, optimizer)
     check_trainable(model)
     check_tokens(model, batch)
     free = free_memory(model)

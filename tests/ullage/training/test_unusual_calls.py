@@ -81,3 +81,58 @@ def test_a_weight_that_backward_reads_between_modules_is_refused_with_the_remedy
             {"ids": inputs["ids"], "images": inputs["images"]},
             hardware=load_profile("epyc-turin-2c"),
         )
+
+
+class Halves(nn.Module):
+    """Two layers whose weights lie in one storage: slices beside each other, or one the transpose of the other."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.encode, self.decode = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
+        flat = torch.randn(2 * WIDTH, 2 * WIDTH) / 8
+        one, other = (flat[:, :WIDTH], flat[:, WIDTH:]) if how == "columns" else flat.split(WIDTH)[0].chunk(2, dim=1)
+        if how == "rows":
+            one, other = (part.view(WIDTH, WIDTH) for part in flat.flatten()[: 2 * WIDTH**2].chunk(2))
+        self.encode.weight = nn.Parameter(one[:WIDTH])
+        self.decode.weight = nn.Parameter(one[:WIDTH].t() if how == "transposed" else other[:WIDTH])
+        if how == "buffer":
+            self.register_buffer("kept", self.encode.weight.data[:1])
+
+    def forward(self, x):
+        return ((self.decode(torch.tanh(self.encode(x))) - x) ** 2).mean()
+
+
+def steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+    torch.manual_seed(1)
+    losses = []
+    for _ in range(3):
+        loss = model(torch.randn(8, WIDTH))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("how", ["rows", "columns"])
+def test_slices_of_one_storage_train_as_in_memory(how: str) -> None:
+    made = []
+    for _ in "ab":
+        torch.manual_seed(0)
+        made.append(Halves(how))
+    alone, model = made
+    expected = steps(alone, torch.optim.SGD(alone.parameters(), lr=1.0))
+    model, optimizer = ullage.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=1.0), torch.randn(8, WIDTH), hardware="epyc-turin-2c", clip=False
+    )
+    with optimizer.session:
+        assert steps(model, optimizer) == expected
+
+
+@pytest.mark.parametrize(("how", "other"), [("transposed", "parameter decode.weight"), ("buffer", "buffer kept")])
+def test_memory_that_two_tensors_share_is_refused_before_anything_is_measured(how: str, other: str) -> None:
+    model = Halves(how)
+    with pytest.raises(ValueError, match=rf"parameter encode.weight and {other} share memory.*\.clone\(\)"):
+        ullage.prepare(model, torch.optim.SGD(model.parameters()), torch.randn(8, WIDTH), hardware="none")
+    with pytest.raises(ullage.CaptureError, match="share memory"):
+        ullage.capture_module(lambda: Halves(how), [f"8x{WIDTH}"], dtype="fp32")
