@@ -123,6 +123,18 @@ def check_memory(model: nn.Module, optimizer: torch.optim.Optimizer | None = Non
         open_spans.append(span)
 
 
+def trained_memory(model: nn.Module) -> Callable[[torch.Tensor], str]:
+    """Return a function that returns the trained parameter in whose memory a tensor lies; empty if there is none."""
+    spans = [span for span in _spans(model, set()) if span.is_trained]
+
+    def owner(tensor: torch.Tensor) -> str:
+        given = next(_of_tensors([("", tensor, False)]), None)
+        found = (s.words for s in spans if given is not None and s.memory == given.memory and s.shares_values(given))
+        return next(found, "")
+
+    return owner
+
+
 def _spans(model: nn.Module, trained: set[int]) -> Iterator[_Span]:
     held = [
         (f"parameter {name}", tensor, stored.parameter.requires_grad or id(stored.parameter) in trained)
@@ -130,7 +142,11 @@ def _spans(model: nn.Module, trained: set[int]) -> Iterator[_Span]:
         for tensor in stored.tensors()
         if isinstance(tensor, torch.Tensor)  # a quantized one without values has no scales yet
     ]
-    for words, tensor, is_trained in held + [(f"buffer {name}", b, False) for name, b in model.named_buffers()]:
+    return _of_tensors(held + [(f"buffer {name}", b, False) for name, b in model.named_buffers()])
+
+
+def _of_tensors(held: list[tuple[str, torch.Tensor, bool]]) -> Iterator[_Span]:
+    for words, tensor, is_trained in held:
         if tensor.layout is torch.strided and tensor.numel() and not is_traceable_wrapper_subclass(tensor):
             last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
             begin = int(tensor.storage_offset()) * tensor.itemsize if tensor.is_meta else tensor.data_ptr()

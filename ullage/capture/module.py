@@ -1,5 +1,6 @@
 """Capture the model of ``package.module:function`` with the shapes of its inputs."""
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -8,10 +9,11 @@ import itertools
 import logging
 import os
 import sys
+import types
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 from unittest import mock
 
 import torch
@@ -19,7 +21,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, UnsupportedFakeTensorException, UnsupportedOperatorException
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from executor.module.guards import check_memory
+from executor.module.guards import check_memory, trained_memory
 from executor.module.quantized import bind_quantized
 from executor.module.tiled_logits import find_head
 from planner.models.adapters import Lora
@@ -30,7 +32,7 @@ from ullage.capture.adapters import check_adapters, make_adapted
 from ullage.capture.architectures import architecture
 from ullage.capture.assembly import assemble, repeated
 from ullage.capture.executable import check_executable
-from ullage.capture.fakes import VALUES
+from ullage.capture.fakes import VALUES, Untracked
 from ullage.capture.inputs import NO_EXAMPLE, Example, tensor_of
 from ullage.capture.kernels import UnsupportedOperatorError
 from ullage.capture.operator_checks import RefusedOperatorError
@@ -44,6 +46,8 @@ from ullage.capture.tiles.token_wise import TokenWise
 # Loggers to silence: the first logs errors that are raised here anyway, the second logs the kind of loss.
 _QUIET = [logging.getLogger(name) for name in ("torch._subclasses.fake_tensor", "transformers.modeling_utils")]
 _UNKNOWN = (UnsupportedOperatorException, UnsupportedFakeTensorException)
+_KINDS: Final = (collections.OrderedDict, dict, list, set, collections.deque)
+_LEAVES: Final = (str, bytes, int, float, type(None), type, Tensor, types.ModuleType, types.FunctionType)
 _MANY_EVENTS = 8_000  # in the forward of the blocks that are recorded: from here on it is a loop over tokens
 
 
@@ -188,8 +192,9 @@ class _Capture:
             UnequalError: blocks that were skipped as copies must be recorded.
         """
         dtype = DTYPES[self.dtype]
+        trained = trained_memory(model)
         known = self.example.known(inputs, dtype)  # before fake tensors exist, because conversions would be fake too
-        with FakeTensorMode(allow_non_fake_inputs=True), _faked(model, dtype):
+        with FakeTensorMode(allow_non_fake_inputs=True), _faked(model, dtype, trained), Untracked(trained):
             with _as_capture_errors(self.name, model), _default_positions():
                 args = [tensor_of(spec, dtype) for spec in inputs if not spec.name]
                 named = {spec.name: tensor_of(spec, dtype) for spec in inputs if spec.name}
@@ -322,41 +327,90 @@ def _check_statistics(model: nn.Module, name: str, dtype: torch.dtype) -> None:
 
 
 @contextlib.contextmanager
-def _faked(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+def _faked(model: nn.Module, dtype: torch.dtype, trained: Callable[[Tensor], str]) -> Iterator[None]:
     """Replace a model's tensors by fake ones, which support autograd like real ones; restore everything at the end.
 
-    Fake parameters have the planned type, and tied parameters stay tied. Other tensors keep their type; so do frozen
-    parameters of a model that mixes types. Attributes that forward adds to a module (such as a cache) are removed too.
+    Fake parameters have the planned type, and tied parameters stay tied, also in lists that a module keeps of them.
+    Other tensors keep their type; so do frozen parameters of a model that mixes types. Tensors in the memory of a
+    trained parameter stay real, because reading them is refused. What forward does to attributes and containers (such
+    as a cache) is undone.
     """
-    modules = list(model.modules())
-    contents_before = [dict(vars(module)) for module in modules]
-    inside = [{name: dict(held) for name, held in own.items() if isinstance(held, dict)} for own in contents_before]
-    mixed = len({p.dtype for p in model.parameters() if not is_packed(p)}) > 1
+    before = list(_containers(model))
     try:
-        made: dict[int, nn.Parameter] = {}
-        for module in modules:
-            for name, parameter in module._parameters.items():
-                if parameter is None:
-                    continue
-                if id(parameter) not in made:
-                    made[id(parameter)] = _fake(parameter, module, dtype, keeps_type=mixed)
-                module._parameters[name] = made[id(parameter)]
-            for tensors in (module._buffers, vars(module)):
-                for name, tensor in tensors.items():
-                    if isinstance(tensor, Tensor):
-                        tensors[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
+        made = _fakes_of(model, dtype)
+        for module in model.modules():
+            for own in (module._parameters, module._buffers):
+                own.update({name: made.get(id(tensor)) for name, tensor in own.items()})
+            vars(module).update({name: _with_fakes(value, made, trained) for name, value in vars(module).items()})
         bind_quantized(model)
         yield
     finally:
-        for module, own, contents in zip(modules, contents_before, inside, strict=True):
-            vars(module).clear()
-            vars(module).update(own)
-            for (
-                name,
-                content,
-            ) in contents.items():  # keep the dictionaries themselves, because handles of hooks refer to them
-                own[name].clear()
-                own[name].update(content)
+        for container, content in before:
+            _restore(container, content)
+
+
+def _fakes_of(model: nn.Module, dtype: torch.dtype) -> dict[int, Any]:
+    """Return fake parameters and buffers, by ``id`` of the real ones."""
+    mixed = len({p.dtype for p in model.parameters() if not is_packed(p)}) > 1
+    made: dict[int, Any] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None and id(parameter) not in made:
+                made[id(parameter)] = _fake(parameter, module, dtype, keeps_type=mixed)
+    return made | {id(b): torch.empty(b.shape, dtype=b.dtype) for b in model.buffers() if id(b) not in made}
+
+
+def _with_fakes(value: Any, made: Mapping[int, Any], trained: Callable[[Tensor], str]) -> Any:
+    """Return an attribute of a module with fake tensors."""
+    if isinstance(value, Tensor):
+        if id(value) in made:
+            return made[id(value)]
+        return value if trained(value) else torch.empty(value.shape, dtype=value.dtype)
+    if type(value) in (list, tuple) and any(id(held) in made for held in value):
+        return type(value)(made.get(id(held), held) for held in value)
+    return value
+
+
+def _containers(model: nn.Module) -> Iterator[tuple[Any, Any]]:
+    """Yield the containers in which modules, and objects that these hold, keep something; each with a copy."""
+    left: list[tuple[Any, bool]] = [(vars(module), True) for module in model.modules()]
+    seen: set[int] = set()
+    while left:
+        held, may_enter = left.pop()
+        if id(held) in seen or isinstance(held, _LEAVES):
+            continue
+        seen.add(id(held))
+        if isinstance(held, dict):
+            items = list(_kind(held).items(held))
+            yield held, items
+            left += [(value, may_enter) for _, value in items]
+        elif isinstance(held, (*_KINDS, tuple)):
+            if not isinstance(held, tuple):
+                yield held, list(held)
+            left += [(value, may_enter) for value in held]
+        elif may_enter and isinstance(inside := getattr(held, "__dict__", None), dict):
+            left.append((inside, False))  # not what those objects hold, which may be the whole program
+
+
+def _restore(container: Any, content: list[Any]) -> None:
+    """Let a container hold what it held. One that did not change is left alone, since it may be a frozen one."""
+    kind = _kind(container)
+    if isinstance(container, dict):
+        now = list(kind.items(container))
+        if len(now) != len(content) or any(
+            a[0] is not b[0] or a[1] is not b[1] for a, b in zip(now, content, strict=True)
+        ):
+            kind.clear(container)
+            for key, value in content:
+                kind.__setitem__(container, key, value)
+    elif len(container) != len(content) or any(a is not b for a, b in zip(container, content, strict=True)):
+        kind.clear(container)
+        (kind.update if kind is set else kind.extend)(container, content)
+
+
+def _kind(container: Any) -> Any:
+    """Return the class of Python whose methods a container of a user's class may have replaced."""
+    return next(kind for kind in _KINDS if isinstance(container, kind))
 
 
 def _fake(parameter: nn.Parameter, module: nn.Module, dtype: torch.dtype, *, keeps_type: bool) -> nn.Parameter:

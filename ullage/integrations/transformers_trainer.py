@@ -1,9 +1,7 @@
 """``ullage.offloaded``: train with ``transformers.Trainer`` and its subclasses in the memory that is free."""
 
-import contextlib
-import random
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeVar, Unpack, cast
 
@@ -15,6 +13,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from executor.prepare import OffloadedOptimizer
+from executor.training_state.rng_state import preserved_rng_state
 from hwprofiles.installation import check_versions
 from planner.plan.document import Plan, PlanError
 from ullage.this_machine.checks import check_options
@@ -200,7 +199,7 @@ class _Offloaded(transformers.Trainer):
 
     def _largest_batch(self) -> dict[str, Tensor]:
         """Return a batch of the longest rows of the data, or a stream's first batch. The RNG state does not change."""
-        with _preserved_rng_state():
+        with preserved_rng_state():
             loader = self.get_train_dataloader()
             batch = _collated(loader, self.args.train_batch_size)
         tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
@@ -234,18 +233,6 @@ def _collated(loader: Any, num_rows: int) -> Mapping[str, Any]:
 def _length(row: Any) -> int:
     tokens = row.get("input_ids") if isinstance(row, Mapping) else None
     return len(tokens) if isinstance(tokens, Sequence | Tensor | np.ndarray) else 0
-
-
-@contextlib.contextmanager
-def _preserved_rng_state() -> Iterator[None]:
-    """Restore the RNG state at the end."""
-    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - data collators use it
-    with torch.random.fork_rng():
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(numpy)  # noqa: NPY002
 
 
 class _Measurements(TrainerCallback):

@@ -16,6 +16,7 @@ from executor.distributed.ranks import join
 from executor.module.guards import check_kinds, check_memory, check_plain, check_unprepared
 from executor.optimizer.reference import rounds
 from executor.optimizer.table import entry_of
+from executor.training_state.rng_state import preserved_rng_state
 from hwprofiles.calibrate.run import FOR_LIBRARIES_BYTES, USABLE_SHARE
 from hwprofiles.machine import available_memory_bytes
 from hwprofiles.profile import Dtype, Fabric, HardwareProfile
@@ -86,7 +87,7 @@ def plan_here(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, 
     check_trainable(model)
     check_tokens(model, batch)
     free = free_memory(model)
-    with torch.random.fork_rng():  # the user's RNG state does not change
+    with preserved_rng_state():  # the model's forward may draw numbers
 
         def make() -> Plan:
             entry, captured = entry_of(optimizer), capture_live(model, batch, plan_options.get("precision"))
