@@ -11,6 +11,7 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from executor.callbacks import replace_attribute
@@ -24,6 +25,18 @@ OWN_CHECKPOINTING: Final = (
     'torch.utils.checkpoint): the plan recomputes activations itself (activations="recompute")'
 )
 """Remedy if forward runs inside backward, or without gradients in training, but the plan has no such forward."""
+
+ANOTHER_BRANCH: Final = (
+    "If this batch takes another branch of the model than the example batch, give prepare() an example batch that "
+    "takes the same"
+)
+"""Cause and remedy if a module runs that the plan does not expect."""
+
+SECOND_ORDER: Final = (
+    "gradients of gradients (create_graph=True, as a gradient penalty needs them) are not supported, because weights "
+    "move during backward; leave the penalty out, or train this model in memory"
+)
+"""Why backward through backward is refused."""
 
 LEFT_HALF_WAY: Final = (
     "If an exception left the iteration half way, it cannot be resumed: close the session "
@@ -50,15 +63,20 @@ def check_unprepared(model: nn.Module) -> None:
 
 
 def check_plain(model: nn.Module) -> None:
-    """Check that a model does not checkpoint activations itself.
+    """Check that a model does not checkpoint activations itself, and that all its parameters have a shape.
 
     Raises:
-        ValueError: a module has ``gradient_checkpointing = True``, as in models of ``transformers``.
+        ValueError: a module has ``gradient_checkpointing = True``, as in models of ``transformers``, or is lazy.
     """
     if any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules()):
         raise ValueError(
             "the model's own gradient checkpointing is on, but the plan decides what is recomputed "
             '(activations="recompute"); call model.gradient_checkpointing_disable() first'
+        )
+    if (name := next((name for name, parameter in model.named_parameters() if is_lazy(parameter)), None)) is not None:
+        raise ValueError(
+            f"parameter {name} is of a lazy module and has no shape yet; run the model once on a batch, and then make "
+            "the optimizer, before prepare()"
         )
 
 

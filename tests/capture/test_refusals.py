@@ -338,3 +338,59 @@ def test_the_memory_of_a_parameter_is_not_read_through_another_tensor(how: str) 
         reads = "held" in forward.__code__.co_freevars
         with pytest.raises(CaptureError, match="memory of parameter layers") if reads else contextlib.nullcontext():
             capture_module(model, ["4x8"], "fp32")
+
+
+def logging() -> nn.Module:
+    model = nn.Sequential(nn.Linear(8, 8))
+    model[0].register_forward_hook(lambda _module, _inputs, output: output.norm().item())
+    return model
+
+
+def resetting() -> nn.Module:
+    model = nn.Sequential(nn.Linear(8, 8))
+    model.register_forward_pre_hook(lambda *_: setattr(model[0], "weight", nn.Parameter(torch.ones(8, 8))))
+    return model
+
+
+def clamped(last: nn.Linear, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        last.weight.clamp_(0)
+    return last(x)
+
+
+def packed(last: nn.GRU, x: Tensor) -> Tensor:
+    return last(nn.utils.rnn.pack_padded_sequence(x[None], torch.tensor([4]), batch_first=True))[0].data
+
+
+CAUSES: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
+    "hook": (logging, "4x8", r"line \d+: .*output\.norm\(\)\.item\(\).*register hooks .* after prepare\(\)"),
+    "packed": (lambda: Of(packed, last=nn.GRU(8, 8)), "4x8", "leave pack_padded_sequence out"),
+    "sparse": (lambda: nn.Embedding(8, 8, sparse=True), "4x8:int64", "sparse=False"),
+    "renormed": (
+        lambda: nn.Embedding(8, 8, max_norm=1),
+        "4x8:int64",
+        "forward writes to the parameter weight .*max_norm",
+    ),
+    "clamped": (lambda: Of(clamped), "4x8", r"forward writes to the parameter layers\.last\.weight"),
+    "set": (resetting, "4x8", "forward sets weight of a Linear"),
+    "fft": (lambda: Of(lambda last, x: torch.fft.fft(last(x)).real), "4x8", r"torch\.fft.*transform the inputs"),
+    "lazy": (lambda: nn.LazyLinear(8), "4x8", r"run the model once"),
+    "penalty": (
+        lambda: Of(
+            lambda last, x: torch.autograd.grad(last(last(x) ** 2).sum(), last.weight, create_graph=True)[0].sum()
+        ),
+        "4x8",
+        "create_graph=True",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CAUSES)
+def test_a_refusal_names_cause_and_remedy_in_the_words_of_the_user(name: str) -> None:
+    make, shape, words = CAUSES[name]
+    model = make()
+    batch = torch.zeros(4, 8, dtype=torch.int64 if shape.endswith("int64") else torch.float32)
+    with pytest.raises(ValueError, match=words) as refused:
+        ullage.prepare(model, torch.optim.SGD(model.parameters()), batch, hardware="epyc-turin-2c")
+    assert str(refused.value).count("\n") == 0
+    assert "--" not in str(refused.value)

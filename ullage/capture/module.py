@@ -9,6 +9,7 @@ import itertools
 import logging
 import os
 import sys
+import traceback
 import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +21,12 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, UnsupportedFakeTensorException, UnsupportedOperatorException
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
+import executor
 from executor.module.guards import check_memory, trained_memory
 from executor.module.quantized import bind_quantized
 from executor.module.tiled_logits import find_head
@@ -48,6 +54,10 @@ _QUIET = [logging.getLogger(name) for name in ("torch._subclasses.fake_tensor", 
 _UNKNOWN = (UnsupportedOperatorException, UnsupportedFakeTensorException)
 _KINDS: Final = (collections.OrderedDict, dict, list, set, collections.deque)
 _LEAVES: Final = (str, bytes, int, float, type(None), type, Tensor, types.ModuleType, types.FunctionType)
+_OURS: Final = (
+    *(str(Path(file).parent) for file in (torch.__file__, contextlib.__file__, __file__, executor.__file__)),
+    "<",
+)
 _MANY_EVENTS = 8_000  # in the forward of the blocks that are recorded: from here on it is a loop over tokens
 
 
@@ -172,6 +182,7 @@ class _Capture:
         _check_parameters(model, self.name)
         check_formats(model, self.name)
         check_adapters(model)
+        _check_embeddings(model, self.name)
         _check_statistics(model, self.name, DTYPES[self.dtype])
         recorded = functools.partial(self._recorded, model, inputs, tiles)
         try:
@@ -194,7 +205,13 @@ class _Capture:
         dtype = DTYPES[self.dtype]
         trained = trained_memory(model)
         known = self.example.known(inputs, dtype)  # before fake tensors exist, because conversions would be fake too
-        with FakeTensorMode(allow_non_fake_inputs=True), _faked(model, dtype, trained), Untracked(trained):
+        with (
+            torch.autograd.set_detect_anomaly(False),  # it reads values
+            FakeTensorMode(allow_non_fake_inputs=True),
+            _faked(model, dtype, trained),
+            _unchanged(model),
+            Untracked(trained),
+        ):
             with _as_capture_errors(self.name, model), _default_positions():
                 args = [tensor_of(spec, dtype) for spec in inputs if not spec.name]
                 named = {spec.name: tensor_of(spec, dtype) for spec in inputs if spec.name}
@@ -296,7 +313,7 @@ def _check_inputs(inputs: Sequence[CapturedInput]) -> None:
     if len(sizes) > 1:
         raise CaptureError(
             f"inputs have leading dimensions {', '.join(map(str, sorted(sizes)))}, but must have the same one, the "
-            "micro-batch; change --input-shape, or the example batch"
+            "micro-batch; change the example batch (--input-shape)"
         )
 
 
@@ -313,6 +330,14 @@ def _check_parameters(model: nn.Module, name: str) -> None:
             f"{name}: parameter {other[0]} has type {parameters[other[0]].dtype}, but must be floating-point; make it "
             "a buffer"
         )
+
+
+def _check_embeddings(model: nn.Module, name: str) -> None:
+    for path, module in model.named_modules():
+        if getattr(module, "sparse", False) is True and isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            raise CaptureError(
+                f"{name}: module {path} has sparse gradients, which plans do not know; make it with sparse=False"
+            )
 
 
 def _check_statistics(model: nn.Module, name: str, dtype: torch.dtype) -> None:
@@ -421,6 +446,24 @@ def _fake(parameter: nn.Parameter, module: nn.Module, dtype: torch.dtype, *, kee
 
 
 @contextlib.contextmanager
+def _unchanged(model: nn.Module) -> Iterator[None]:
+    """Refuse that forward sets modules or parameters, which a prepared model refuses too."""
+    modules = set(model.modules())
+
+    def refuse(module: nn.Module, name: str, value: Any) -> None:
+        if module in modules and value is not module._parameters.get(name, module._modules.get(name)):
+            raise CaptureError(
+                f"forward sets {name} of a {type(module).__name__}, but the modules and parameters of a planned model "
+                "stay; set it before prepare()"
+            )
+
+    with contextlib.ExitStack() as stack:
+        for register in (register_module_parameter_registration_hook, register_module_module_registration_hook):
+            stack.callback(register(refuse).remove)
+        yield
+
+
+@contextlib.contextmanager
 def _default_positions() -> Iterator[None]:
     """Keep ``transformers`` from reading the values of positions. Without given positions, sequences are not packed.
 
@@ -462,12 +505,12 @@ def _as_capture_errors(name: str, model: nn.Module | None = None) -> Iterator[No
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
             yield
     except (CaptureError, UnsupportedOperatorError, RefusedOperatorError) as error:
-        raise CaptureError(f"{name}{_at(inside)}: {error}") from error
+        words = _line(error) if isinstance(error, UnsupportedOperatorError) else ""
+        raise CaptureError(f"{name}{_at(inside)}{words}: {error}") from error
     except VALUES as error:
         raise CaptureError(
-            f"{name}{_at(inside)}: {error.func} needs the values of a tensor, but a capture has no values (control "
-            "flow or shapes that depend on data, .item(), boolean masks); compute the same for all values, as "
-            "torch.where does"
+            f"{name}{_at(inside)}: {error.func} needs the values of a tensor{_line(error)}, but a capture has no "
+            f"values (control flow or shapes that depend on data, .item(), boolean masks); {_instead(str(error.func))}"
         ) from error
     except _UNKNOWN as error:
         raise CaptureError(
@@ -485,6 +528,21 @@ def _as_capture_errors(name: str, model: nn.Module | None = None) -> Iterator[No
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _line(error: BaseException) -> str:
+    """Return the line of the user's code that an error comes from, in brackets; empty if there is none."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_OURS) and f.line]
+    return f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno}: {frames[-1].line})" if frames else ""
+
+
+def _instead(function: str) -> str:
+    if "pack_padded_sequence" in function:
+        return "leave pack_padded_sequence out, give the padded batch to the module, and mask what comes out of it"
+    return (
+        "compute the same for all values, as torch.where does; register hooks that read values, for a log, after "
+        "prepare()"
+    )
 
 
 def _at(inside: list[str]) -> str:

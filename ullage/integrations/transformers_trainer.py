@@ -1,6 +1,7 @@
 """``ullage.offloaded``: train with ``transformers.Trainer`` and its subclasses in the memory that is free."""
 
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeVar, Unpack, cast
@@ -108,8 +109,14 @@ class _Offloaded(transformers.Trainer):
         args._n_gpu = min(args.n_gpu, 1)  # so that the trainer does not copy the model to other GPUs
         self._precision = {"precision": "bf16"} if args.bf16 else {}
         args.bf16, args.mixed_precision = False, "no"
-        for name in _CHECKPOINTING:
-            if getattr(args, name, None):
+        if switched_on := [name for name in _CHECKPOINTING if getattr(args, name, None)]:
+            warnings.warn(
+                f"TrainingArguments has {switched_on[0]}=True, which is switched off: the plan decides which "
+                "activations are recomputed",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            for name in switched_on:
                 setattr(args, name, False)
         super().create_accelerator_and_postprocess()
 
@@ -122,12 +129,25 @@ class _Offloaded(transformers.Trainer):
         return data.to(torch.bfloat16) if is_float and self._precision else data
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Make the optimizer and prepare it and the model under a plan, once, and again after :meth:`close`."""
+        """Make the optimizer and prepare it and the model under a plan, once, and again after :meth:`close`.
+
+        Raises:
+            PlanError: the trainer runs a reference model in a way that a plan cannot follow.
+        """
         if self._of_model is self.model and self.optimizer is not None:
             assert self._offloaded is not None
             if not self._offloaded.session.closed:
                 return self.optimizer
             self.optimizer = self._given
+        if (
+            self.is_in_train
+            and getattr(self, "ref_model", self) is None
+            and not getattr(self.args, "precompute_ref_log_probs", True)
+        ):
+            raise PlanError(
+                f"the {type(self).__name__} takes its model itself as the reference, between forward and backward of "
+                "the same model, when weights move; give its arguments precompute_ref_log_probs=True"
+            )
         self._given = given = super().create_optimizer(model)
         self.close()  # the plan of the model that model_init has replaced
         assert self.model is not None

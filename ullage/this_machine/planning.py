@@ -25,7 +25,8 @@ from hwprofiles.registry import load_profile
 from planner.decisions import Precision
 from planner.models.captured import CapturedInput, CapturedModel
 from planner.plan.document import Plan, PlanError
-from planner.plan.planning import Request, make_plan
+from planner.plan.planning import InfeasibleError, Request, make_plan
+from planner.schedule.tasks import Tier
 from planner.terms import Storage
 from ullage.capture.fakes import VALUES
 from ullage.capture.inputs import Example
@@ -48,6 +49,15 @@ _INTEGERS: Final[dict[torch.dtype, Literal["int64", "int32", "bool"]]] = {
 }
 MOST_SIMULATIONS: Final = 150
 """Maximum number of simulations of one call. More gain little, and the user waits for each."""
+
+
+_REMEDIES: Final = {
+    Tier.GPU: "give a smaller example batch, a larger device_memory=..., one process for each of several devices "
+    "(torchrun), or use a device with more memory",
+    Tier.HOST: "give storage_dir=..., a folder on a drive, or use a host with more memory",
+    Tier.NVME: "use a larger drive",
+}
+"""Remedies for a tier that is too small, in the words of ``prepare``."""
 
 
 class PlanOptions(TypedDict, total=False):
@@ -105,7 +115,10 @@ def plan_here(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, 
                 storage=plan_options.get("storage", "activations"),
             )
             with search_progress() as progress:
-                return make_plan(request, max_simulations=MOST_SIMULATIONS, progress=progress)
+                try:
+                    return make_plan(request, max_simulations=MOST_SIMULATIONS, progress=progress)
+                except InfeasibleError as error:
+                    raise error.with_remedies(_REMEDIES) from None
 
         return made_by_rank_0(make)
 
