@@ -18,7 +18,7 @@ from executor.memory.pieces import Part, state_buffers
 from executor.memory.state import write_weights
 from executor.memory.transfer_file import TransferFile
 from executor.memory.units import ParameterState, UnitState
-from executor.module.guards import check_kinds, check_plain, check_unprepared
+from executor.module.guards import check_kinds, check_memory, check_plain, check_unprepared
 from executor.optimizer.blocks import spread
 from executor.optimizer.passes import cut
 from executor.optimizer.reference import ROUNDS
@@ -75,7 +75,8 @@ def prepare_session(
     Raises:
         TypeError: the model is not a module, or the optimizer is not an optimizer.
         ValueError: the optimizer is unknown or does not match the plan, the decisions cannot be executed, or the model
-            does not match the plan, is prepared already, has no values, or checkpoints activations itself.
+            does not match the plan, is prepared already, has no values, checkpoints activations itself, or has two
+            parameters over the same memory.
         DeviceMemoryError: a tier is too small.
         StorageError: NVMe cannot hold the state that the plan keeps there.
         RankError: another rank has failed.
@@ -83,6 +84,7 @@ def prepare_session(
     check_kinds(model, optimizer)
     check_unprepared(model)
     check_plain(model)
+    check_memory(model, optimizer)
     config = ExecutionConfig(units, decisions, options)
     return model, OffloadedOptimizer(optimizer, entry_of(optimizer), model, config)
 

@@ -158,6 +158,11 @@ class Progress:
             + ("" if self._num_micro_batches == 1 else f"every {self._num_micro_batches} of them ")
             + "an optimizer.step(); evaluate under torch.no_grad()"
         )
+        if op is Op.BACKWARD and (expected is None or expected.op is not Op.BACKWARD):
+            return (
+                f"{error}. A forward has one backward: add the losses and call backward once, as in "
+                f"(first + second).backward(). {rule}"
+            )
         if op is not Op.FORWARD or unit != self._first:
             return f"{error}. {rule}"
         if expected is not None and expected.op is not Op.CLIP:

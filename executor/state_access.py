@@ -242,7 +242,10 @@ class StateAccess:
             except OutOfOrderError as error:
                 if not self._model.training:
                     raise
-                raise OutOfOrderError(f"{error}; if this is not an evaluation, {OWN_CHECKPOINTING}") from None
+                raise OutOfOrderError(
+                    f"{error}; a forward without gradients runs before the one that trains (of a trainer of TRL whose "
+                    f"reference is the model itself: precompute_ref_log_probs=True); otherwise, {OWN_CHECKPOINTING}"
+                ) from None
             self.is_evaluating = True
         for name in (unit, *self._shared[unit]):
             state = self._state.units.get(name)

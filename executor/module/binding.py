@@ -30,7 +30,7 @@ from executor.distributed.shards import BindingError
 from executor.memory.activations import OffloadedActivations, SegmentOffload
 from executor.memory.forward_state import ForwardState, Snapshot
 from executor.module.guarded_parameters import unguarded
-from executor.module.guards import OWN_CHECKPOINTING
+from executor.module.guards import ANOTHER_BRANCH, OWN_CHECKPOINTING, SECOND_ORDER
 from executor.module.naming import KEYS_ALONE
 from executor.module.tiled_layers import tile_modules
 from executor.module.tiled_logits import tile_head
@@ -48,10 +48,10 @@ def unit_modules(model: nn.Module, units: tuple[Unit, ...]) -> dict[nn.Module, s
 
     A module belongs to the unit that lists its parameters by their path in the module tree. If a module owns only an
     alias of another unit's parameter (a tied head), it belongs to the unit that runs it, or else to one that shares the
-    other unit. If a module reads parameters of modules inside it without calling them, it belongs to the unit that
-    reads them (operators of a captured unit are named by the module that runs them). Experts that are divided over
-    several units are left out, because they report themselves which unit computes. The model itself belongs to its
-    first unit.
+    other unit, or else (it never runs in training) to the other unit. If a module reads parameters of modules inside it
+    without calling them, it belongs to the unit that reads them (operators of a captured unit are named by the module
+    that runs them). Experts that are divided over several units are left out, because they report themselves which unit
+    computes. The model itself belongs to its first unit.
 
     Raises:
         BindingError: a module belongs to no unit, or to several.
@@ -71,7 +71,7 @@ def unit_modules(model: nn.Module, units: tuple[Unit, ...]) -> dict[nn.Module, s
             owners = {owner[id(named[name])] for name in names}
             users = [unit for unit in units if owners & {unit.name, *unit.shared_units}]
             running = {u.name for u in users if any(o.name.partition("#")[0] == path for o in u.operators)}
-            found = running or {unit.name for unit in users if owners & {*unit.shared_units}}
+            found = running or {unit.name for unit in users if owners & {*unit.shared_units}} or owners
         if len(found) > 1 or (names and not found):
             raise BindingError(
                 f"module {path or 'model'} belongs to the units {', '.join(sorted(found)) or '(none)'}, but must "
@@ -142,8 +142,9 @@ def bind(
         unit_of = _compile(model, stay, unit_of, compile_backend, undo)
     if decisions.layer_tile_tokens is not None:
         unit_of = _tile(model, units, unit_of, decisions.layer_tile_tokens, undo)
+    paths = {module: path for path, module in model.named_modules()}
     for marker in markers(unit_of, units):
-        before, after = _hooks(marker.unit, callbacks)
+        before, after = _hooks(marker.unit, paths[marker.module], callbacks)
         if marker.begins:
             undo.append(marker.module.register_forward_pre_hook(before).remove)
         if marker.ends:
@@ -224,16 +225,21 @@ def _bind_ties(model: nn.Module) -> Iterator[Any]:
             yield owner.register_state_dict_post_hook(tying(keys))  # type: ignore[no-untyped-call]
 
 
-def _hooks(unit: str, callbacks: ModuleCallbacks) -> tuple[Callable[..., None], Callable[..., None]]:
+def _hooks(unit: str, path: str, callbacks: ModuleCallbacks) -> tuple[Callable[..., None], Callable[..., None]]:
     """Return the hooks before and after a module's forward, which report that forward or backward has reached it."""
     begun = 0  # autograd's next number when the forward began
 
     def before(_module: nn.Module, _args: Any) -> None:
         nonlocal begun
         begun = torch._C._autograd._get_sequence_nr()
-        callbacks.on_forward(unit)
+        try:
+            callbacks.on_forward(unit)
+        except OutOfOrderError as error:
+            raise _naming(error, f"the model reached forward {unit},", path) from None
 
     def arrive(_gradient: torch.Tensor) -> None:
+        if torch.is_grad_enabled():
+            raise OutOfOrderError(SECOND_ORDER)
         callbacks.on_backward(unit)
 
     def after(_module: nn.Module, _args: Any, output: Any) -> None:
@@ -247,6 +253,14 @@ def _hooks(unit: str, callbacks: ModuleCallbacks) -> tuple[Callable[..., None], 
                     _hook_gradient(made, node, arrive)  # else the tensor only passed through this module
 
     return before, after
+
+
+def _naming(error: OutOfOrderError, reached: str, path: str) -> OutOfOrderError:
+    """Return an error that names the module that ran instead of its unit, if that is what it says."""
+    if reached not in (text := str(error)):
+        return error
+    ran = f"module {path or 'model'} ran (in another branch than with the example batch?),"
+    return OutOfOrderError(f"{text.replace(reached, ran)}. {ANOTHER_BRANCH}")
 
 
 def _watch_losses(callbacks: ModuleCallbacks) -> Callable[..., None]:

@@ -2,8 +2,8 @@
 
 import functools
 import weakref
-from collections.abc import Callable
-from typing import Any, Final
+from collections.abc import Callable, Iterator
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
@@ -11,9 +11,12 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from executor.callbacks import replace_attribute
 from executor.module.guarded_parameters import INSTEAD
+from executor.packed import stored_parameters
 
 _COPY_REMEDY: Final = "for another model of the same weights, make one and load_state_dict(model.state_dict())"
 
@@ -22,6 +25,18 @@ OWN_CHECKPOINTING: Final = (
     'torch.utils.checkpoint): the plan recomputes activations itself (activations="recompute")'
 )
 """Remedy if forward runs inside backward, or without gradients in training, but the plan has no such forward."""
+
+ANOTHER_BRANCH: Final = (
+    "If this batch takes another branch of the model than the example batch, give prepare() an example batch that "
+    "takes the same"
+)
+"""Cause and remedy if a module runs that the plan does not expect."""
+
+SECOND_ORDER: Final = (
+    "gradients of gradients (create_graph=True, as a gradient penalty needs them) are not supported, because weights "
+    "move during backward; leave the penalty out, or train this model in memory"
+)
+"""Why backward through backward is refused."""
 
 LEFT_HALF_WAY: Final = (
     "If an exception left the iteration half way, it cannot be resumed: close the session "
@@ -48,16 +63,113 @@ def check_unprepared(model: nn.Module) -> None:
 
 
 def check_plain(model: nn.Module) -> None:
-    """Check that a model does not checkpoint activations itself.
+    """Check that a model does not checkpoint activations itself, and that all its parameters have a shape.
 
     Raises:
-        ValueError: a module has ``gradient_checkpointing = True``, as in models of ``transformers``.
+        ValueError: a module has ``gradient_checkpointing = True``, as in models of ``transformers``, or is lazy.
     """
     if any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules()):
         raise ValueError(
             "the model's own gradient checkpointing is on, but the plan decides what is recomputed "
             '(activations="recompute"); call model.gradient_checkpointing_disable() first'
         )
+    if (name := next((name for name, parameter in model.named_parameters() if is_lazy(parameter)), None)) is not None:
+        raise ValueError(
+            f"parameter {name} is of a lazy module and has no shape yet; run the model once on a batch, and then make "
+            "the optimizer, before prepare()"
+        )
+
+
+class _Span(NamedTuple):
+    """The bytes between a tensor's first and last value."""
+
+    memory: tuple[str, int]  # the device, and for tensors without values the storage
+    begin: int
+    end: int
+    words: str
+    tensor: torch.Tensor
+    is_trained: bool
+
+    def shares_values(self, other: "_Span") -> bool:
+        """Return whether two spans of one memory have a value in common; columns of one matrix have none."""
+        if self.end <= other.begin or other.end <= self.begin:
+            return False
+        if all(span.tensor.nbytes == span.end - span.begin for span in (self, other)):
+            return True
+        origin = min(self.begin, other.begin)
+        taken = torch.zeros(max(self.end, other.end) - origin, dtype=torch.bool)
+        self._bytes_of(taken, origin).fill_(True)
+        return bool(other._bytes_of(taken, origin).any())
+
+    def _bytes_of(self, memory: torch.Tensor, origin: int) -> torch.Tensor:
+        itemsize, tensor = self.tensor.itemsize, self.tensor
+        strides = (*(stride * itemsize for stride in tensor.stride()), 1)
+        return memory.as_strided((*tensor.shape, itemsize), strides, self.begin - origin)
+
+
+def check_memory(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+    """Check that no trained parameter shares values with another parameter, or with a buffer.
+
+    PyTorch trains such parameters as one weight, but a plan moves each by itself. Slices without common values may lie
+    in one storage. Frozen parameters may share values, because these never differ.
+
+    Args:
+        model: any module.
+        optimizer: its parameters are trained, even if they are frozen now.
+
+    Raises:
+        ValueError: one does; names both.
+    """
+    given = {id(p) for group in optimizer.param_groups for p in group["params"]} if optimizer is not None else set()
+    spans = sorted(_spans(model, given), key=lambda span: (span.memory, span.begin))
+    open_spans: list[_Span] = []
+    for span in spans:
+        open_spans = [other for other in open_spans if other.memory == span.memory and other.end > span.begin]
+        for other in open_spans:
+            if (span.is_trained or other.is_trained) and span.shares_values(other):
+                remedy = (
+                    "leave ensure_weight_tying=True out of the LoraConfig, or give adapters to only one of the tied "
+                    "layers"
+                    if "lora_" in other.words
+                    else "assign one nn.Parameter to both modules, and transpose or slice it in forward, or give each "
+                    "its own memory (.clone())"
+                )
+                raise ValueError(
+                    f"{other.words} and {span.words} share memory, so PyTorch trains them as one weight, but a plan "
+                    f"would move each by itself; {remedy}"
+                )
+        open_spans.append(span)
+
+
+def trained_memory(model: nn.Module) -> Callable[[torch.Tensor], str]:
+    """Return a function that returns the trained parameter in whose memory a tensor lies; empty if there is none."""
+    spans = [span for span in _spans(model, set()) if span.is_trained]
+
+    def owner(tensor: torch.Tensor) -> str:
+        given = next(_of_tensors([("", tensor, False)]), None)
+        found = (s.words for s in spans if given is not None and s.memory == given.memory and s.shares_values(given))
+        return next(found, "")
+
+    return owner
+
+
+def _spans(model: nn.Module, trained: set[int]) -> Iterator[_Span]:
+    held = [
+        (f"parameter {name}", tensor, stored.parameter.requires_grad or id(stored.parameter) in trained)
+        for name, stored in stored_parameters(model).items()
+        for tensor in stored.tensors()
+        if isinstance(tensor, torch.Tensor)  # a quantized one without values has no scales yet
+    ]
+    return _of_tensors(held + [(f"buffer {name}", b, False) for name, b in model.named_buffers()])
+
+
+def _of_tensors(held: list[tuple[str, torch.Tensor, bool]]) -> Iterator[_Span]:
+    for words, tensor, is_trained in held:
+        if tensor.layout is torch.strided and tensor.numel() and not is_traceable_wrapper_subclass(tensor):
+            last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            begin = int(tensor.storage_offset()) * tensor.itemsize if tensor.is_meta else tensor.data_ptr()
+            memory = (str(tensor.device), tensor.untyped_storage()._cdata if tensor.is_meta else 0)
+            yield _Span(memory, begin, begin + (int(last) + 1) * tensor.itemsize, words, tensor, is_trained)
 
 
 def check_kinds(model: object, optimizer: object) -> None:

@@ -3,7 +3,7 @@
 import base64
 import contextlib
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,18 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
     if "cuda" in state and torch.cuda.is_available():
         with contextlib.suppress(RuntimeError):  # the state is of another kind of device
             torch.cuda.set_rng_state(_tensor(state["cuda"]))
+
+
+@contextlib.contextmanager
+def preserved_rng_state() -> Iterator[None]:
+    """Restore the RNG state at the end, on all devices."""
+    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - users' code may use it
+    with torch.random.fork_rng():
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)  # noqa: NPY002
 
 
 def _text(values: torch.Tensor) -> str:

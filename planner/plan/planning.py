@@ -55,10 +55,16 @@ class InfeasibleError(ValueError):
         proven: whether it is proven that no schedule fits.
     """
 
-    def __init__(self, message: str, missing_bytes: Mapping[Tier, int], *, proven: bool) -> None:
-        super().__init__(message)
+    def __init__(self, message: str, missing_bytes: Mapping[Tier, int], remedies: str, *, proven: bool) -> None:
+        super().__init__(f"{message}; {remedies}")
+        self._message = message
         self.missing_bytes = dict(missing_bytes)
         self.proven = proven
+
+    def with_remedies(self, remedies: Mapping[Tier, str]) -> "InfeasibleError":
+        """Return the error with other remedies, by tier, for callers that do not use the command line."""
+        own = "; ".join(dict.fromkeys(remedies[tier] for tier in self.missing_bytes))
+        return InfeasibleError(self._message, self.missing_bytes, own, proven=self.proven)
 
 
 def default_precision(device: Device) -> Precision:
@@ -396,9 +402,9 @@ def _infeasible(
     remedies = dict.fromkeys(_REMEDIES[Tier.GPU if request.hardware.one_memory else tier] for tier in tiers)
     message = (
         f"{request.model.name} does not fit on {request.num_devices} device(s) of {request.hardware.name}: {lacks} "
-        f"even with {tried}, and {_proven(proofs)}; " + "; ".join(remedies)
+        f"even with {tried}, and {_proven(proofs)}"
     )
-    return InfeasibleError(message, missing_bytes, proven=bool(proofs))
+    return InfeasibleError(message, missing_bytes, "; ".join(remedies), proven=bool(proofs))
 
 
 def _proven(proofs: tuple[Proof, ...]) -> str:

@@ -1,5 +1,7 @@
 """Modules as people write them: no preset knows any of them."""
 
+import collections
+
 import torch
 from torch import nn
 from torch.nn import functional
@@ -256,7 +258,55 @@ class Adapted(nn.Module):
         return functional.cross_entropy(self.head(x)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
+class Frozen(collections.OrderedDict):
+    """A dictionary that refuses writes once it is made, as that of a configuration of ``diffusers``."""
+
+    made = False
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.made = True
+
+    def refuse(self, *_args, **_kwargs):
+        raise TypeError("frozen")
+
+    def __setitem__(self, name, value):
+        if self.made:
+            self.refuse()
+        super().__setitem__(name, value)
+
+    clear = update = pop = setdefault = refuse
+
+
+class Timed(nn.Module):
+    """One activation in several places, a frozen configuration, and a layer that reads its weights from a list."""
+
+    activation = nn.SiLU()
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.config = Frozen(width=width, blocks=2)
+        self.first, self.activation, self.second = (
+            nn.Linear(16, 4 * width),
+            Timed.activation,
+            nn.Linear(4 * width, width),
+        )
+        self.rnn = nn.GRU(width, width)
+        self.blocks = nn.ModuleList(
+            nn.ModuleList([nn.Linear(width, 3 * width), Timed.activation, nn.Linear(3 * width, width)]) for _ in "ab"
+        )
+        self.last = nn.Linear(width, 2)
+
+    def forward(self, x):
+        x = self.activation(self.second(self.activation(self.first(x))))
+        x = self.rnn(x)[0]
+        for up, activation, down in self.blocks:
+            x = x + down(activation(up(x)))
+        return self.last(self.activation(x)).square().mean()
+
+
 OWN = {
+    "timed": (Timed, (CapturedInput(shape=(4, 3, 16)),)),
     "adapted": (Adapted, (CapturedInput(shape=(4, 12), dtype="int64"),)),
     "mixer": (Mixer, (IMAGES, LABELS)),
     "vit": (Vit, (IMAGES, CapturedInput(name="labels", shape=(4,), dtype="int64"))),

@@ -3,14 +3,21 @@
 Fake tensors are laxer than real ones, so each module is trained for one step on real tensors, and captured.
 """
 
+import collections
 import contextlib
+import random
+import types
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from own_models import Frozen
 from torch import Tensor, nn
 from torch.nn import functional
 
+import ullage
 from planner.models.captured import CapturedInput
 from ullage.capture import capture_module, operator_checks
 from ullage.capture.recording import find_loss
@@ -253,3 +260,137 @@ def test_trying_operators_leaves_random_numbers_alone() -> None:
     before = torch.get_rng_state()
     capture_module(lambda: nn.Sequential(nn.Linear(8, 8), nn.Dropout()), ["4x8"], "fp32", as_on_gpu=False)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+class Keeping(nn.Module):
+    """Its forward changes all that it can reach, and stops where it is told to."""
+
+    def __init__(self, stop: int, error: type[BaseException] = KeyboardInterrupt) -> None:
+        super().__init__()
+        self.stop, self.error = stop, error
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.register_buffer("mean", torch.zeros(8))
+        self.config = Frozen(sizes=[8, 8])
+        self.seen, self.named, self.once, self.late = [], {"in": {"out": []}}, set(), collections.deque()
+        self.cache = types.SimpleNamespace(values={}, count=0)
+        self.generator = torch.Generator().manual_seed(3)
+        self.copy = torch.ones(8)
+
+    def reached(self, step: int) -> None:
+        if step == self.stop:
+            raise self.error("stopped")
+
+    def forward(self, x):
+        self.calls = x
+        self.seen.append(x)
+        self.named["in"]["out"].append(x)
+        self.reached(0)
+        self.once.add(x)
+        self.late.append(x)
+        self.cache.values["x"] = self.cache.x = x
+        self.cache.count += 1
+        self.reached(1)
+        y = self.first(x) + self.copy + random.random() + float(np.random.rand())  # noqa: NPY002, S311
+        self.mean.add_(y.detach().mean(0))
+        self.first.scores = torch.rand(8, generator=self.generator)
+        self.reached(2)
+        self.copy = y
+        del self.named["in"]
+        return self.last(y).sum() + self.first.scores.sum()
+
+
+def traces(model: nn.Module) -> Any:
+    """Return what a module and what it holds are made of, by identity."""
+    held = [model.config, model.config["sizes"], model.seen, model.named, model.named["in"]["out"], model.once]
+    held += [model.late, model.cache.values, vars(model.cache), *(vars(module) for module in model.modules())]
+    held += [own for module in model.modules() for own in (module._parameters, module._buffers, module._forward_hooks)]
+    contents = [
+        [(name, id(value)) for name, value in h.items()] if isinstance(h, dict) else list(map(id, h)) for h in held
+    ]
+    values = [tensor.clone() for tensor in (*model.state_dict().values(), model.generator.get_state())]
+    return contents, [value.tolist() for value in values]
+
+
+@pytest.mark.parametrize("stop", range(4))
+def test_a_capture_that_ends_anyhow_leaves_the_module_as_it_was(stop: int) -> None:
+    """Also after Ctrl-C (at 3 it succeeds), and with the random numbers of Python and NumPy."""
+    for error in (KeyboardInterrupt, RuntimeError):
+        model = Keeping(stop, error)
+        optimizer = torch.optim.SGD(model.parameters())
+        before = traces(model)
+        drawn = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()  # noqa: NPY002
+        with pytest.raises((KeyboardInterrupt, ValueError)):
+            ullage.prepare(model, optimizer, torch.ones(4, 8), hardware="epyc-turin-2c", device_memory=1)
+        assert traces(model) == before
+        assert drawn == (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())  # noqa: NPY002
+
+
+@pytest.mark.parametrize("how", ["view", "list", "data"])
+def test_the_memory_of_a_parameter_is_not_read_through_another_tensor(how: str) -> None:
+    """It would be trained with the values of before; a tensor that nothing reads is none of the plan's business."""
+    weight = nn.Parameter(torch.ones(8, 8))
+    held = weight.data if how == "data" else weight.t()
+    for forward in (lambda last, x: functional.linear(last(x), held), lambda last, x: last(x)):
+        model = Of(forward)
+        model.layers["last"].weight = weight
+        if how == "view":
+            model.held = held
+        reads = "held" in forward.__code__.co_freevars
+        with pytest.raises(CaptureError, match="memory of parameter layers") if reads else contextlib.nullcontext():
+            capture_module(model, ["4x8"], "fp32")
+
+
+def logging() -> nn.Module:
+    model = nn.Sequential(nn.Linear(8, 8))
+    model[0].register_forward_hook(lambda _module, _inputs, output: output.norm().item())
+    return model
+
+
+def resetting() -> nn.Module:
+    model = nn.Sequential(nn.Linear(8, 8))
+    model.register_forward_pre_hook(lambda *_: setattr(model[0], "weight", nn.Parameter(torch.ones(8, 8))))
+    return model
+
+
+def clamped(last: nn.Linear, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        last.weight.clamp_(0)
+    return last(x)
+
+
+def packed(last: nn.GRU, x: Tensor) -> Tensor:
+    return last(nn.utils.rnn.pack_padded_sequence(x[None], torch.tensor([4]), batch_first=True))[0].data
+
+
+CAUSES: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
+    "hook": (logging, "4x8", r"line \d+: .*output\.norm\(\)\.item\(\).*register hooks .* after prepare\(\)"),
+    "packed": (lambda: Of(packed, last=nn.GRU(8, 8)), "4x8", "leave pack_padded_sequence out"),
+    "sparse": (lambda: nn.Embedding(8, 8, sparse=True), "4x8:int64", "sparse=False"),
+    "renormed": (
+        lambda: nn.Embedding(8, 8, max_norm=1),
+        "4x8:int64",
+        "forward writes to the parameter weight .*max_norm",
+    ),
+    "clamped": (lambda: Of(clamped), "4x8", r"forward writes to the parameter layers\.last\.weight"),
+    "set": (resetting, "4x8", "forward sets weight of a Linear"),
+    "fft": (lambda: Of(lambda last, x: torch.fft.fft(last(x)).real), "4x8", r"torch\.fft.*transform the inputs"),
+    "lazy": (lambda: nn.LazyLinear(8), "4x8", r"run the model once"),
+    "penalty": (
+        lambda: Of(
+            lambda last, x: torch.autograd.grad(last(last(x) ** 2).sum(), last.weight, create_graph=True)[0].sum()
+        ),
+        "4x8",
+        "create_graph=True",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CAUSES)
+def test_a_refusal_names_cause_and_remedy_in_the_words_of_the_user(name: str) -> None:
+    make, shape, words = CAUSES[name]
+    model = make()
+    batch = torch.zeros(4, 8, dtype=torch.int64 if shape.endswith("int64") else torch.float32)
+    with pytest.raises(ValueError, match=words) as refused:
+        ullage.prepare(model, torch.optim.SGD(model.parameters()), batch, hardware="epyc-turin-2c")
+    assert str(refused.value).count("\n") == 0
+    assert "--" not in str(refused.value)

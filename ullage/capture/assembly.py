@@ -20,7 +20,7 @@ from planner.models.captured import (
 from planner.models.kernels import Elementwise, Kernel, flop
 from planner.models.parameters import FrozenFormat, ParameterSpec
 from ullage.capture.partitioning import UnitVisits
-from ullage.capture.records import DTYPES, Recording, Save
+from ullage.capture.records import DTYPES, Recording, Save, Visit
 from ullage.capture.repeats import UnequalError
 
 # Work after the last block without a unit of its own counts as part of that block, but recomputation does not rerun it.
@@ -130,12 +130,27 @@ def _operators(recording: Recording, places: list[UnitVisits]) -> list[_Draft]:
             event = recording.forward[index]
             visit = recording.visits[event.visit]
             if not begun or (visit.path != drafts[-1].path and event.kernels and _runs(recording, drafts[-1])):
-                drafts.append(_Draft(visit.path, type(visit.module).__name__, number))
+                drafts.append(
+                    _Draft(visit.path, type(visit.module).__name__, number, _views(recording, drafts, number, visit))
+                )
                 begun = True
             elif event.kernels and not _runs(recording, drafts[-1]):  # the group has had no kernels so far
                 drafts[-1].path, drafts[-1].kind = visit.path, type(visit.module).__name__
             drafts[-1].events.append(index)
     return drafts
+
+
+def _views(recording: Recording, drafts: list[_Draft], unit: int, visit: Visit) -> list[int]:
+    """Take the views of weights that a module made for its coming kernel from the end of the unit's last group."""
+    events = drafts[-1].events if drafts and drafts[-1].unit == unit else []
+    begin = len(events)
+    while begin and (last := recording.forward[events[begin - 1]]).parameters and not last.kernels:
+        if recording.visits[last.visit] is not visit:
+            break
+        begin -= 1
+    taken = events[begin:]
+    del events[begin:]
+    return taken
 
 
 def _runs(recording: Recording, draft: _Draft) -> bool:

@@ -19,9 +19,15 @@ import torch
 from torch import Tensor
 from torch._meta_registrations import _create_grouped_mm_output_tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    is_traceable_wrapper_subclass_type,
+)
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
+
+from ullage.capture.records import CaptureError
 
 aten = torch.ops.aten
 VALUES = (DataDependentOutputException, DynamicOutputShapeException)  # an operator needs the values of a tensor
@@ -97,6 +103,34 @@ def lists_of_scalars() -> Iterator[None]:
 
     with mock.patch.object(torch, "tensor", tensor):
         yield
+
+
+class Untracked(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses operators on real tensors that lie in the memory of a trained parameter, which no fake one follows.
+
+    Args:
+        trained: returns the trained parameter in whose memory a tensor lies; empty if there is none.
+    """
+
+    def __init__(self, trained: Callable[[Tensor], str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._trained = trained
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        """Run an operator.
+
+        Raises:
+            CaptureError: it reads such a tensor.
+        """
+        if any(map(is_traceable_wrapper_subclass_type, types)):
+            return NotImplemented
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, Tensor) and not isinstance(leaf, FakeTensor) and (owner := self._trained(leaf)):
+                raise CaptureError(
+                    f"the memory of {owner} is read through a tensor that is kept elsewhere (an attribute, a list, a "
+                    "variable), which a plan would not update; read the parameter itself in forward"
+                )
+        return func(*args, **kwargs or {})
 
 
 class Fakes:

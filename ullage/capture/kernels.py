@@ -38,6 +38,16 @@ _UNPRICED = (
 _PRICED = frozenset({"linalg_vector_norm", "linalg_cross"})
 
 
+# Remedies by the beginning of an operator's name.
+_REMEDIES = {
+    "_fft_": "Fourier transforms (torch.fft) cannot be planned: transform the inputs before they are given to the "
+    "model, or multiply by the matrix of the transform",
+    "mkldnn_rnn": "write it with products, convolutions, scaled_dot_product_attention and elementwise operators, or "
+    "prepare and train under torch.backends.mkldnn.flags(enabled=False)",
+    "": "write it with products, convolutions, scaled_dot_product_attention and elementwise operators",
+}
+
+
 class UnsupportedOperatorError(ValueError):
     """No kernel of the planner describes an operator."""
 
@@ -57,8 +67,8 @@ def kernels_of(function: Any, args: Sequence[Any], kwargs: dict[str, Any], outpu
     known = function.namespace == "aten" or str(function.overloadpacket) in _DEQUANTIZE
     if not known or function.overloadpacket in flop_registry or unpriced:
         raise UnsupportedOperatorError(
-            f"operator {function} has no known cost; write it with products, convolutions, "
-            "scaled_dot_product_attention and elementwise operators"
+            f"operator {function} has no known cost; "
+            + next((remedy for start, remedy in _REMEDIES.items() if name.startswith(start)), _REMEDIES[""])
         )
     read = [_num_bytes(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     written = [_num_bytes(leaf) for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]

@@ -1,5 +1,6 @@
 """Capture the model of ``package.module:function`` with the shapes of its inputs."""
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -8,17 +9,25 @@ import itertools
 import logging
 import os
 import sys
+import traceback
+import types
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, UnsupportedFakeTensorException, UnsupportedOperatorException
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
+import executor
+from executor.module.guards import check_memory, trained_memory
 from executor.module.quantized import bind_quantized
 from executor.module.tiled_logits import find_head
 from planner.models.adapters import Lora
@@ -29,7 +38,7 @@ from ullage.capture.adapters import check_adapters, make_adapted
 from ullage.capture.architectures import architecture
 from ullage.capture.assembly import assemble, repeated
 from ullage.capture.executable import check_executable
-from ullage.capture.fakes import VALUES
+from ullage.capture.fakes import VALUES, Untracked
 from ullage.capture.inputs import NO_EXAMPLE, Example, tensor_of
 from ullage.capture.kernels import UnsupportedOperatorError
 from ullage.capture.operator_checks import RefusedOperatorError
@@ -43,6 +52,12 @@ from ullage.capture.tiles.token_wise import TokenWise
 # Loggers to silence: the first logs errors that are raised here anyway, the second logs the kind of loss.
 _QUIET = [logging.getLogger(name) for name in ("torch._subclasses.fake_tensor", "transformers.modeling_utils")]
 _UNKNOWN = (UnsupportedOperatorException, UnsupportedFakeTensorException)
+_KINDS: Final = (collections.OrderedDict, dict, list, set, collections.deque)
+_LEAVES: Final = (str, bytes, int, float, type(None), type, Tensor, types.ModuleType, types.FunctionType)
+_OURS: Final = (
+    *(str(Path(file).parent) for file in (torch.__file__, contextlib.__file__, __file__, executor.__file__)),
+    "<",
+)
 _MANY_EVENTS = 8_000  # in the forward of the blocks that are recorded: from here on it is a loop over tokens
 
 
@@ -167,6 +182,7 @@ class _Capture:
         _check_parameters(model, self.name)
         check_formats(model, self.name)
         check_adapters(model)
+        _check_embeddings(model, self.name)
         _check_statistics(model, self.name, DTYPES[self.dtype])
         recorded = functools.partial(self._recorded, model, inputs, tiles)
         try:
@@ -187,8 +203,15 @@ class _Capture:
             UnequalError: blocks that were skipped as copies must be recorded.
         """
         dtype = DTYPES[self.dtype]
+        trained = trained_memory(model)
         known = self.example.known(inputs, dtype)  # before fake tensors exist, because conversions would be fake too
-        with FakeTensorMode(allow_non_fake_inputs=True), _faked(model, dtype):
+        with (
+            torch.autograd.set_detect_anomaly(False),  # it reads values
+            FakeTensorMode(allow_non_fake_inputs=True),
+            _faked(model, dtype, trained),
+            _unchanged(model),
+            Untracked(trained),
+        ):
             with _as_capture_errors(self.name, model), _default_positions():
                 args = [tensor_of(spec, dtype) for spec in inputs if not spec.name]
                 named = {spec.name: tensor_of(spec, dtype) for spec in inputs if spec.name}
@@ -290,7 +313,7 @@ def _check_inputs(inputs: Sequence[CapturedInput]) -> None:
     if len(sizes) > 1:
         raise CaptureError(
             f"inputs have leading dimensions {', '.join(map(str, sorted(sizes)))}, but must have the same one, the "
-            "micro-batch; change --input-shape, or the example batch"
+            "micro-batch; change the example batch (--input-shape)"
         )
 
 
@@ -298,11 +321,23 @@ def _check_parameters(model: nn.Module, name: str) -> None:
     parameters = dict(model.named_parameters())
     if not parameters:
         raise CaptureError(f"{name}() has no parameters; return a model to train")
+    try:
+        check_memory(model)
+    except ValueError as error:
+        raise CaptureError(f"{name}: {error}") from error
     if other := [path for path, p in parameters.items() if not (is_packed(p) or p.is_floating_point())]:
         raise CaptureError(
             f"{name}: parameter {other[0]} has type {parameters[other[0]].dtype}, but must be floating-point; make it "
             "a buffer"
         )
+
+
+def _check_embeddings(model: nn.Module, name: str) -> None:
+    for path, module in model.named_modules():
+        if getattr(module, "sparse", False) is True and isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            raise CaptureError(
+                f"{name}: module {path} has sparse gradients, which plans do not know; make it with sparse=False"
+            )
 
 
 def _check_statistics(model: nn.Module, name: str, dtype: torch.dtype) -> None:
@@ -317,41 +352,90 @@ def _check_statistics(model: nn.Module, name: str, dtype: torch.dtype) -> None:
 
 
 @contextlib.contextmanager
-def _faked(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+def _faked(model: nn.Module, dtype: torch.dtype, trained: Callable[[Tensor], str]) -> Iterator[None]:
     """Replace a model's tensors by fake ones, which support autograd like real ones; restore everything at the end.
 
-    Fake parameters have the planned type, and tied parameters stay tied. Other tensors keep their type; so do frozen
-    parameters of a model that mixes types. Attributes that forward adds to a module (such as a cache) are removed too.
+    Fake parameters have the planned type, and tied parameters stay tied, also in lists that a module keeps of them.
+    Other tensors keep their type; so do frozen parameters of a model that mixes types. Tensors in the memory of a
+    trained parameter stay real, because reading them is refused. What forward does to attributes and containers (such
+    as a cache) is undone.
     """
-    modules = list(model.modules())
-    contents_before = [dict(vars(module)) for module in modules]
-    inside = [{name: dict(held) for name, held in own.items() if isinstance(held, dict)} for own in contents_before]
-    mixed = len({p.dtype for p in model.parameters() if not is_packed(p)}) > 1
+    before = list(_containers(model))
     try:
-        made: dict[int, nn.Parameter] = {}
-        for module in modules:
-            for name, parameter in module._parameters.items():
-                if parameter is None:
-                    continue
-                if id(parameter) not in made:
-                    made[id(parameter)] = _fake(parameter, module, dtype, keeps_type=mixed)
-                module._parameters[name] = made[id(parameter)]
-            for tensors in (module._buffers, vars(module)):
-                for name, tensor in tensors.items():
-                    if isinstance(tensor, Tensor):
-                        tensors[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
+        made = _fakes_of(model, dtype)
+        for module in model.modules():
+            for own in (module._parameters, module._buffers):
+                own.update({name: made.get(id(tensor)) for name, tensor in own.items()})
+            vars(module).update({name: _with_fakes(value, made, trained) for name, value in vars(module).items()})
         bind_quantized(model)
         yield
     finally:
-        for module, own, contents in zip(modules, contents_before, inside, strict=True):
-            vars(module).clear()
-            vars(module).update(own)
-            for (
-                name,
-                content,
-            ) in contents.items():  # keep the dictionaries themselves, because handles of hooks refer to them
-                own[name].clear()
-                own[name].update(content)
+        for container, content in before:
+            _restore(container, content)
+
+
+def _fakes_of(model: nn.Module, dtype: torch.dtype) -> dict[int, Any]:
+    """Return fake parameters and buffers, by ``id`` of the real ones."""
+    mixed = len({p.dtype for p in model.parameters() if not is_packed(p)}) > 1
+    made: dict[int, Any] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None and id(parameter) not in made:
+                made[id(parameter)] = _fake(parameter, module, dtype, keeps_type=mixed)
+    return made | {id(b): torch.empty(b.shape, dtype=b.dtype) for b in model.buffers() if id(b) not in made}
+
+
+def _with_fakes(value: Any, made: Mapping[int, Any], trained: Callable[[Tensor], str]) -> Any:
+    """Return an attribute of a module with fake tensors."""
+    if isinstance(value, Tensor):
+        if id(value) in made:
+            return made[id(value)]
+        return value if trained(value) else torch.empty(value.shape, dtype=value.dtype)
+    if type(value) in (list, tuple) and any(id(held) in made for held in value):
+        return type(value)(made.get(id(held), held) for held in value)
+    return value
+
+
+def _containers(model: nn.Module) -> Iterator[tuple[Any, Any]]:
+    """Yield the containers in which modules, and objects that these hold, keep something; each with a copy."""
+    left: list[tuple[Any, bool]] = [(vars(module), True) for module in model.modules()]
+    seen: set[int] = set()
+    while left:
+        held, may_enter = left.pop()
+        if id(held) in seen or isinstance(held, _LEAVES):
+            continue
+        seen.add(id(held))
+        if isinstance(held, dict):
+            items = list(_kind(held).items(held))
+            yield held, items
+            left += [(value, may_enter) for _, value in items]
+        elif isinstance(held, (*_KINDS, tuple)):
+            if not isinstance(held, tuple):
+                yield held, list(held)
+            left += [(value, may_enter) for value in held]
+        elif may_enter and isinstance(inside := getattr(held, "__dict__", None), dict):
+            left.append((inside, False))  # not what those objects hold, which may be the whole program
+
+
+def _restore(container: Any, content: list[Any]) -> None:
+    """Let a container hold what it held. One that did not change is left alone, since it may be a frozen one."""
+    kind = _kind(container)
+    if isinstance(container, dict):
+        now = list(kind.items(container))
+        if len(now) != len(content) or any(
+            a[0] is not b[0] or a[1] is not b[1] for a, b in zip(now, content, strict=True)
+        ):
+            kind.clear(container)
+            for key, value in content:
+                kind.__setitem__(container, key, value)
+    elif len(container) != len(content) or any(a is not b for a, b in zip(container, content, strict=True)):
+        kind.clear(container)
+        (kind.update if kind is set else kind.extend)(container, content)
+
+
+def _kind(container: Any) -> Any:
+    """Return the class of Python whose methods a container of a user's class may have replaced."""
+    return next(kind for kind in _KINDS if isinstance(container, kind))
 
 
 def _fake(parameter: nn.Parameter, module: nn.Module, dtype: torch.dtype, *, keeps_type: bool) -> nn.Parameter:
@@ -359,6 +443,24 @@ def _fake(parameter: nn.Parameter, module: nn.Module, dtype: torch.dtype, *, kee
         return pack(parameter, module, dtype)
     dtype = parameter.dtype if keeps_type and not parameter.requires_grad else dtype
     return nn.Parameter(torch.empty(parameter.shape, dtype=dtype), parameter.requires_grad)
+
+
+@contextlib.contextmanager
+def _unchanged(model: nn.Module) -> Iterator[None]:
+    """Refuse that forward sets modules or parameters, which a prepared model refuses too."""
+    modules = set(model.modules())
+
+    def refuse(module: nn.Module, name: str, value: Any) -> None:
+        if module in modules and value is not module._parameters.get(name, module._modules.get(name)):
+            raise CaptureError(
+                f"forward sets {name} of a {type(module).__name__}, but the modules and parameters of a planned model "
+                "stay; set it before prepare()"
+            )
+
+    with contextlib.ExitStack() as stack:
+        for register in (register_module_parameter_registration_hook, register_module_module_registration_hook):
+            stack.callback(register(refuse).remove)
+        yield
 
 
 @contextlib.contextmanager
@@ -403,12 +505,12 @@ def _as_capture_errors(name: str, model: nn.Module | None = None) -> Iterator[No
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
             yield
     except (CaptureError, UnsupportedOperatorError, RefusedOperatorError) as error:
-        raise CaptureError(f"{name}{_at(inside)}: {error}") from error
+        words = _line(error) if isinstance(error, UnsupportedOperatorError) else ""
+        raise CaptureError(f"{name}{_at(inside)}{words}: {error}") from error
     except VALUES as error:
         raise CaptureError(
-            f"{name}{_at(inside)}: {error.func} needs the values of a tensor, but a capture has no values (control "
-            "flow or shapes that depend on data, .item(), boolean masks); compute the same for all values, as "
-            "torch.where does"
+            f"{name}{_at(inside)}: {error.func} needs the values of a tensor{_line(error)}, but a capture has no "
+            f"values (control flow or shapes that depend on data, .item(), boolean masks); {_instead(str(error.func))}"
         ) from error
     except _UNKNOWN as error:
         raise CaptureError(
@@ -426,6 +528,21 @@ def _as_capture_errors(name: str, model: nn.Module | None = None) -> Iterator[No
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _line(error: BaseException) -> str:
+    """Return the line of the user's code that an error comes from, in brackets; empty if there is none."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_OURS) and f.line]
+    return f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno}: {frames[-1].line})" if frames else ""
+
+
+def _instead(function: str) -> str:
+    if "pack_padded_sequence" in function:
+        return "leave pack_padded_sequence out, give the padded batch to the module, and mask what comes out of it"
+    return (
+        "compute the same for all values, as torch.where does; register hooks that read values, for a log, after "
+        "prepare()"
+    )
 
 
 def _at(inside: list[str]) -> str:

@@ -184,7 +184,14 @@ class _Call:
         return None
 
     def _run(self, value: int) -> None:
-        made = [leaf.make(value) if isinstance(leaf, _Like) else leaf for leaf in self.leaves]
+        made = [
+            leaf.make(value)
+            if isinstance(leaf, _Like)
+            else leaf.clone_state()  # the user's own generator stays where it is
+            if isinstance(leaf, torch.Generator)
+            else leaf
+            for leaf in self.leaves
+        ]
         args, kwargs = tree_unflatten(made, self.spec)
         self.function(*args, **kwargs)
 

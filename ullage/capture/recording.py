@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from executor.callbacks import hook_target
 from executor.memory.forward_state import SMALL_BYTES
 from executor.memory.recompute_cache import is_running_again
+from executor.module.guards import SECOND_ORDER
 from executor.module.tiled_layers import tile_modules
 from executor.module.tiled_logits import find_head, tile_head
 from executor.packed import stored_parameters
@@ -270,6 +271,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _follow_products(self, event: Event, *, changes: bool) -> None:
         """Drop results of products that are changed in place later: offloading cannot keep them and recomputes them."""
+        if changes and (names := [self._name[number] for number in event.storages if number in self._name]):
+            raise CaptureError(
+                f"forward writes to the parameter {names[0]} (as nn.Embedding does with max_norm), which a plan would "
+                "lose; leave that out, or let forward compute with a changed copy"
+            )
         for number in event.storages:
             if changes and (made := self._product_of.pop(number, None)) is not None:
                 self.forward[made] = dataclasses.replace(self.forward[made], product_bytes=0)
@@ -410,7 +416,12 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return hook
 
     def _arriving(self, visit: int) -> Callable[[Any], None]:
-        return lambda _gradients: self.arrivals.append((visit, len(self.backward)))
+        def hook(_gradients: Any) -> None:
+            if torch.is_grad_enabled():
+                raise CaptureError(SECOND_ORDER)
+            self.arrivals.append((visit, len(self.backward)))
+
+        return hook
 
     def _known(self, tensor: Tensor, owner: str) -> int:
         number = self._storage(tensor)

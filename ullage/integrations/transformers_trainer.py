@@ -1,9 +1,8 @@
 """``ullage.offloaded``: train with ``transformers.Trainer`` and its subclasses in the memory that is free."""
 
-import contextlib
-import random
 import time
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeVar, Unpack, cast
 
@@ -15,6 +14,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from executor.prepare import OffloadedOptimizer
+from executor.training_state.rng_state import preserved_rng_state
 from hwprofiles.installation import check_versions
 from planner.plan.document import Plan, PlanError
 from ullage.this_machine.checks import check_options
@@ -109,8 +109,14 @@ class _Offloaded(transformers.Trainer):
         args._n_gpu = min(args.n_gpu, 1)  # so that the trainer does not copy the model to other GPUs
         self._precision = {"precision": "bf16"} if args.bf16 else {}
         args.bf16, args.mixed_precision = False, "no"
-        for name in _CHECKPOINTING:
-            if getattr(args, name, None):
+        if switched_on := [name for name in _CHECKPOINTING if getattr(args, name, None)]:
+            warnings.warn(
+                f"TrainingArguments has {switched_on[0]}=True, which is switched off: the plan decides which "
+                "activations are recomputed",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            for name in switched_on:
                 setattr(args, name, False)
         super().create_accelerator_and_postprocess()
 
@@ -123,12 +129,25 @@ class _Offloaded(transformers.Trainer):
         return data.to(torch.bfloat16) if is_float and self._precision else data
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Make the optimizer and prepare it and the model under a plan, once, and again after :meth:`close`."""
+        """Make the optimizer and prepare it and the model under a plan, once, and again after :meth:`close`.
+
+        Raises:
+            PlanError: the trainer runs a reference model in a way that a plan cannot follow.
+        """
         if self._of_model is self.model and self.optimizer is not None:
             assert self._offloaded is not None
             if not self._offloaded.session.closed:
                 return self.optimizer
             self.optimizer = self._given
+        if (
+            self.is_in_train
+            and getattr(self, "ref_model", self) is None
+            and not getattr(self.args, "precompute_ref_log_probs", True)
+        ):
+            raise PlanError(
+                f"the {type(self).__name__} takes its model itself as the reference, between forward and backward of "
+                "the same model, when weights move; give its arguments precompute_ref_log_probs=True"
+            )
         self._given = given = super().create_optimizer(model)
         self.close()  # the plan of the model that model_init has replaced
         assert self.model is not None
@@ -200,7 +219,7 @@ class _Offloaded(transformers.Trainer):
 
     def _largest_batch(self) -> dict[str, Tensor]:
         """Return a batch of the longest rows of the data, or a stream's first batch. The RNG state does not change."""
-        with _preserved_rng_state():
+        with preserved_rng_state():
             loader = self.get_train_dataloader()
             batch = _collated(loader, self.args.train_batch_size)
         tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
@@ -234,18 +253,6 @@ def _collated(loader: Any, num_rows: int) -> Mapping[str, Any]:
 def _length(row: Any) -> int:
     tokens = row.get("input_ids") if isinstance(row, Mapping) else None
     return len(tokens) if isinstance(tokens, Sequence | Tensor | np.ndarray) else 0
-
-
-@contextlib.contextmanager
-def _preserved_rng_state() -> Iterator[None]:
-    """Restore the RNG state at the end."""
-    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - data collators use it
-    with torch.random.fork_rng():
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(numpy)  # noqa: NPY002
 
 
 class _Measurements(TrainerCallback):

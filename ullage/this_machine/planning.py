@@ -13,9 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from executor.distributed.ranks import join
-from executor.module.guards import check_kinds, check_plain, check_unprepared
+from executor.module.guards import check_kinds, check_memory, check_plain, check_unprepared
 from executor.optimizer.reference import rounds
 from executor.optimizer.table import entry_of
+from executor.training_state.rng_state import preserved_rng_state
 from hwprofiles.calibrate.run import FOR_LIBRARIES_BYTES, USABLE_SHARE
 from hwprofiles.machine import available_memory_bytes
 from hwprofiles.profile import Dtype, Fabric, HardwareProfile
@@ -24,7 +25,8 @@ from hwprofiles.registry import load_profile
 from planner.decisions import Precision
 from planner.models.captured import CapturedInput, CapturedModel
 from planner.plan.document import Plan, PlanError
-from planner.plan.planning import Request, make_plan
+from planner.plan.planning import InfeasibleError, Request, make_plan
+from planner.schedule.tasks import Tier
 from planner.terms import Storage
 from ullage.capture.fakes import VALUES
 from ullage.capture.inputs import Example
@@ -47,6 +49,15 @@ _INTEGERS: Final[dict[torch.dtype, Literal["int64", "int32", "bool"]]] = {
 }
 MOST_SIMULATIONS: Final = 150
 """Maximum number of simulations of one call. More gain little, and the user waits for each."""
+
+
+_REMEDIES: Final = {
+    Tier.GPU: "give a smaller example batch, a larger device_memory=..., one process for each of several devices "
+    "(torchrun), or use a device with more memory",
+    Tier.HOST: "give storage_dir=..., a folder on a drive, or use a host with more memory",
+    Tier.NVME: "use a larger drive",
+}
+"""Remedies for a tier that is too small, in the words of ``prepare``."""
 
 
 class PlanOptions(TypedDict, total=False):
@@ -82,10 +93,11 @@ def plan_here(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, 
     check_kinds(model, optimizer)
     check_unprepared(model)
     check_plain(model)
+    check_memory(model, optimizer)
     check_trainable(model)
     check_tokens(model, batch)
     free = free_memory(model)
-    with torch.random.fork_rng():  # the user's RNG state does not change
+    with preserved_rng_state():  # the model's forward may draw numbers
 
         def make() -> Plan:
             entry, captured = entry_of(optimizer), capture_live(model, batch, plan_options.get("precision"))
@@ -103,7 +115,10 @@ def plan_here(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, 
                 storage=plan_options.get("storage", "activations"),
             )
             with search_progress() as progress:
-                return make_plan(request, max_simulations=MOST_SIMULATIONS, progress=progress)
+                try:
+                    return make_plan(request, max_simulations=MOST_SIMULATIONS, progress=progress)
+                except InfeasibleError as error:
+                    raise error.with_remedies(_REMEDIES) from None
 
         return made_by_rank_0(make)
 

@@ -5,18 +5,24 @@ import copy
 import functools
 import gc
 import io
+import itertools
 import pickle
+import re
 import sys
 import weakref
 
 import pytest
 import safetensors.torch
 import torch
+from amount import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from training import Task, batches, decide, make_model, make_optimizer, model_units, prepare, session_options, uniform
 
 from executor.gradients import GradientError
+from executor.module.guards import check_memory
 from executor.prepare import prepare_session
 from planner.schedule.loop import OutOfOrderError
 
@@ -173,6 +179,58 @@ def test_a_model_that_checkpoints_is_not_prepared(wraps):
     _, optimizer = prepare_again(model)
     with optimizer.session:
         backward(model)
+
+
+@st.composite
+def views(draw):
+    """Draw the layout of a part of 32 values."""
+    shape = draw(st.lists(st.integers(0, 4), max_size=2))
+    strides = [draw(st.integers(1, 9)) for _ in shape]
+    room = 32 - sum(max(size - 1, 0) * stride for size, stride in zip(shape, strides, strict=True))
+    return shape, strides, draw(st.integers(0, max(room - 1, 0)))
+
+
+@given(layouts=st.lists(views(), min_size=2, max_size=4), kinds=st.lists(st.integers(0, 2), min_size=4, max_size=4))
+@settings(max_examples=examples(400, 150))
+def test_memory_is_shared_where_writing_one_changes_the_other(layouts, kinds):
+    """Of parameters (2: trained, 1: frozen) and buffers (0), with values and without."""
+    for device in ("cpu", "meta"):
+        memory, model = torch.zeros(64, device=device), nn.Module()  # a matrix of strides may reach beyond 32
+        expected, parts = set(), {}
+        for number, (layout, kind) in enumerate(zip(layouts, kinds, strict=False)):
+            parts[f"p{number}"] = memory.as_strided(*layout), kind
+            if kind:
+                model.register_parameter(f"p{number}", nn.Parameter(memory.as_strided(*layout), kind == 2))
+            else:
+                model.register_buffer(f"p{number}", memory.as_strided(*layout))
+        for (one, (_, kind)), (other, (_, kind_of_other)) in itertools.combinations(parts.items(), 2):
+            values = torch.zeros(64)
+            values.as_strided(*layouts[int(one[1:])]).fill_(1)
+            if values.as_strided(*layouts[int(other[1:])]).any() and 2 in (kind, kind_of_other):
+                expected.add(frozenset((one, other)))
+        try:
+            check_memory(model)
+        except ValueError as error:
+            assert frozenset(re.findall(r"(?:parameter|buffer) (p\d)", str(error))) in expected
+            assert str(error).count("\n") == 0
+        else:
+            assert not expected
+
+
+def test_two_parameters_over_one_memory_are_not_prepared_and_nothing_is_touched():
+    model = make_model(TASK)
+    model.lm_head.weight = nn.Parameter(model.model.embed_tokens.weight.data)
+    optimizer, before = make_optimizer(TASK, model), [(id(p), p.data_ptr()) for p in model.parameters()]
+    given = model, optimizer, model_units("llama"), decide(TASK, KEEP), session_options()
+    with pytest.raises(ValueError, match=r"model\.embed_tokens\.weight and parameter lm_head\.weight share memory"):
+        prepare_session(*given)
+    model.lm_head.weight.requires_grad_(False)
+    model.model.embed_tokens.weight.requires_grad_(False)  # but the optimizer has both
+    with pytest.raises(ValueError, match="share memory"):
+        prepare_session(*given)
+    assert before == [(id(p), p.data_ptr()) for p in model.parameters()]
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.clone())
+    prepare_session(model, make_optimizer(TASK, model), *given[2:])[1].session.close()
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")

@@ -158,9 +158,10 @@ def test_evaluating_before_training_and_training_twice(tiny_model: Path, tmp_pat
 def test_mixed_precision_is_bf16_weights_with_masters_and_checkpointing_is_the_plans(
     tiny_model: Path, tmp_path: Path
 ) -> None:
-    ours = trainer(
-        ullage.offloaded(Trainer), tiny_model, tmp_path, bf16=True, activation_checkpointing=True, max_steps=2
-    )
+    with pytest.warns(RuntimeWarning, match="activation_checkpointing=True, which is switched off"):
+        ours = trainer(
+            ullage.offloaded(Trainer), tiny_model, tmp_path, bf16=True, activation_checkpointing=True, max_steps=2
+        )
     begins = torch.tensor([0, 3, 9], dtype=torch.int32)  # of documents, as TRL packs them
     ours.data_collator = lambda rows: padded(rows) | {"cu_seq_lens_q": begins}
     ours.train()
@@ -357,3 +358,14 @@ def test_torchrun_starts_two_ranks_of_an_sft_trainer(tiny_model: Path, tmp_path:
     check_logs(ours, plain)
     assert decided == [2, 2]
     same_saved(tmp_path / "two", tmp_path / "one")
+
+
+def test_a_trainer_whose_model_is_its_own_reference_is_told_before_training(tiny_model: Path, tmp_path: Path) -> None:
+    """As TRL's DPO and KTO trainers are with adapters: the reference runs between forward and backward."""
+    ours = trainer(ullage.offloaded(Trainer), tiny_model, tmp_path, max_steps=2)
+    ours.ref_model, ours.args.precompute_ref_log_probs = None, False
+    with pytest.raises(PlanError, match="precompute_ref_log_probs=True"):
+        ours.train()
+    ours.args.precompute_ref_log_probs = True
+    ours.train()
+    ours.close()

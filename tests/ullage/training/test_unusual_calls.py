@@ -81,3 +81,152 @@ def test_a_weight_that_backward_reads_between_modules_is_refused_with_the_remedy
             {"ids": inputs["ids"], "images": inputs["images"]},
             hardware=load_profile("epyc-turin-2c"),
         )
+
+
+class Halves(nn.Module):
+    """Two layers whose weights lie in one storage: slices beside each other, or one the transpose of the other."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.encode, self.decode = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
+        flat = torch.randn(2 * WIDTH, 2 * WIDTH) / 8
+        one, other = (flat[:, :WIDTH], flat[:, WIDTH:]) if how == "columns" else flat.split(WIDTH)[0].chunk(2, dim=1)
+        if how == "rows":
+            one, other = (part.view(WIDTH, WIDTH) for part in flat.flatten()[: 2 * WIDTH**2].chunk(2))
+        self.encode.weight = nn.Parameter(one[:WIDTH])
+        self.decode.weight = nn.Parameter(one[:WIDTH].t() if how == "transposed" else other[:WIDTH])
+        if how == "buffer":
+            self.register_buffer("kept", self.encode.weight.data[:1])
+
+    def forward(self, x):
+        return ((self.decode(torch.tanh(self.encode(x))) - x) ** 2).mean()
+
+
+def steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+    torch.manual_seed(1)
+    losses = []
+    for _ in range(3):
+        loss = model(torch.randn(8, WIDTH))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("how", ["rows", "columns"])
+def test_slices_of_one_storage_train_as_in_memory(how: str) -> None:
+    made = []
+    for _ in "ab":
+        torch.manual_seed(0)
+        made.append(Halves(how))
+    alone, model = made
+    expected = steps(alone, torch.optim.SGD(alone.parameters(), lr=1.0))
+    model, optimizer = ullage.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=1.0), torch.randn(8, WIDTH), hardware="epyc-turin-2c", clip=False
+    )
+    with optimizer.session:
+        assert steps(model, optimizer) == expected
+
+
+@pytest.mark.parametrize(("how", "other"), [("transposed", "parameter decode.weight"), ("buffer", "buffer kept")])
+def test_memory_that_two_tensors_share_is_refused_before_anything_is_measured(how: str, other: str) -> None:
+    model = Halves(how)
+    with pytest.raises(ValueError, match=rf"parameter encode.weight and {other} share memory.*\.clone\(\)"):
+        ullage.prepare(model, torch.optim.SGD(model.parameters()), torch.randn(8, WIDTH), hardware="none")
+    with pytest.raises(ullage.CaptureError, match="share memory"):
+        ullage.capture_module(lambda: Halves(how), [f"8x{WIDTH}"], dtype="fp32")
+
+
+class Branching(nn.Module):
+    """Has a tower that only some batches use, and a copy of its head over the weight of the embedding, never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.before = nn.Embedding(10, WIDTH), nn.Linear(WIDTH, 10, bias=False)
+        self.before.weight = self.tokens.weight
+        self.tower = nn.Sequential(nn.Linear(WIDTH, 256), nn.ReLU(), nn.Linear(256, 128))
+        self.up, self.down, self.head = nn.Linear(WIDTH, 256), nn.Linear(256, 128), nn.Linear(128, 10)
+
+    def forward(self, ids, image=None):
+        x = self.down(torch.relu(self.up(self.tokens(ids))))
+        if image is not None:
+            x = x + self.tower(image)[:, None]
+        scores = self.head(torch.relu(x))
+        return nn.functional.cross_entropy(scores.flatten(0, 1), ids.flatten())
+
+
+def branching(inputs, **settings) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = Branching()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return ullage.prepare(model, optimizer, inputs, hardware="epyc-turin-2c", **settings)
+
+
+IDS = {"ids": torch.arange(24).reshape(4, 6) % 10}
+BOTH = IDS | {"image": torch.ones(4, WIDTH)}
+
+
+@pytest.mark.parametrize(
+    ("planned", "called", "words"),
+    [
+        (BOTH, IDS, r"module head ran \(in another branch .*expects forward tower\."),
+        (IDS, BOTH, r"module tower\.0 ran \(in another branch .*\. If this batch .* give prepare\(\) an example batch"),
+    ],
+    ids=["left out", "more"],
+)
+def test_another_branch_than_the_planned_one_is_named_by_the_module_that_ran(planned, called, words) -> None:
+    model, optimizer = branching(planned)
+    with optimizer.session, pytest.raises(ullage.OutOfOrderError, match=words):
+        model(**called)
+
+
+def test_a_tied_module_that_never_runs_has_its_weights_when_it_is_evaluated() -> None:
+    """As the head that peft keeps beside the one that it trains."""
+    torch.manual_seed(0)
+    alone = Branching()
+    plain = torch.optim.AdamW(alone.parameters(), lr=1e-2)
+    model, optimizer = branching(IDS, device_memory=700_000)
+    assert any(unit.params == "host" for unit in optimizer.plan.decisions.units.values())
+    with optimizer.session:
+        for _ in range(2):
+            losses = []
+            for each, steps_of in ((alone, plain), (model, optimizer)):
+                loss = each(**IDS)
+                loss.backward()
+                nn.utils.clip_grad_norm_(each.parameters(), 1.0)
+                steps_of.step()
+                steps_of.zero_grad()
+                losses.append(loss.item())
+            assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+        x = torch.randn(3, WIDTH)
+        model.eval()
+        with torch.no_grad():
+            torch.testing.assert_close(model.before(x), alone.before(x))
+
+
+def test_a_second_backward_and_gradients_of_gradients_name_what_to_do() -> None:
+    model, optimizer = branching(IDS)
+    with optimizer.session:
+        loss = model(**IDS)
+        loss.backward(retain_graph=True)
+        with pytest.raises(ullage.OutOfOrderError, match=r"\(first \+ second\)\.backward\(\)"):
+            loss.backward()
+    model, optimizer = branching(IDS)
+    with optimizer.session, pytest.raises(ullage.OutOfOrderError, match="create_graph=True"):
+        model(**IDS).backward(create_graph=True)
+
+
+def test_a_plan_that_does_not_fit_speaks_of_the_arguments_of_prepare() -> None:
+    with pytest.raises(ullage.InfeasibleError, match=r"larger device_memory=\.\.\.") as refused:
+        branching(IDS, device_memory="1kB")
+    assert "--" not in str(refused.value)
+
+
+def test_anomaly_mode_stays_on_through_a_capture() -> None:
+    with pytest.warns(UserWarning, match="Anomaly Detection"), torch.autograd.detect_anomaly():
+        model, optimizer = branching(IDS)
+        with optimizer.session:
+            model(**IDS).backward()
+            optimizer.step()
+            assert torch.is_anomaly_enabled()
