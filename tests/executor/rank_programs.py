@@ -63,6 +63,23 @@ def trained(rank: int, _size: int, task: Task, decisions: Decisions, delays: int
     return seen, {n: w.view(torch.uint8).numpy() for n, w in final.items()}
 
 
+def dropped(rank: int, _size: int, task: Task, decisions: Decisions):
+    """Train; return what attention and what MLPs dropped, pass by pass, and the losses."""
+    model, optimizer = prepare(task, decisions)
+    found: dict[str, list[bytes]] = {}
+
+    def note(name: str, module) -> None:
+        masks = found.setdefault(name, [])
+        module.register_forward_hook(lambda _, args, out: masks.append(((out == 0) & (args[0] != 0)).numpy().tobytes()))
+
+    for number, block in enumerate(model.transformer.h):
+        note(f"attn.{number}", block.attn.attn_dropout)
+        note(f"mlp.{number}", block.mlp.dropout)
+    with optimizer.session:
+        losses = train(task, model, optimizer, rank=rank // decisions.tensor_parallel)
+    return found, losses
+
+
 def measured(rank: int, _size: int, task: Task, decisions: Decisions):
     """Train with batches of a rank's own shapes; return how many iterations are in its timeline, and in all ranks'."""
     shape = (("input_ids", (MICRO_BATCH, SEQ_LEN)),)

@@ -69,6 +69,27 @@ def test_a_run_has_its_first_iterations_however_long_it_was(
     assert json.loads(capsys.readouterr().out)["losses"] == list(run.losses)
 
 
+@pytest.mark.parametrize("num_iterations", [1, 3])
+def test_few_iterations_are_trained_and_not_compared(
+    plan: Path, tmp_path: Path, num_iterations: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also what a checkpoint leaves of a longer run: its results take the place of those of the first part."""
+    words = ["execute", str(plan), "--output-dir", str(tmp_path), "--checkpoint-dir", str(tmp_path / "saved")]
+    losses: list[float] = []
+    for count, more in ((num_iterations, ["--json"]), (2 * num_iterations, ["--json", "--resume"])):
+        assert main([*words, "--iterations", str(count), *more]) == 0
+        printed = json.loads(capsys.readouterr().out)
+        run = load_run(tmp_path / "run.json")
+        assert (run.steady_iterations, list(run.losses)) == ((), printed["losses"])
+        assert (printed["num_iterations"], printed["phases"]["iteration"]["measured"]) == (0, 0.0)
+        losses += run.losses
+    assert len(losses) == 2 * num_iterations
+    assert main(["compare", str(tmp_path / "run.json")]) == 2
+    assert "iterations, which are too few to compare, as the first ones warm up; train" in capsys.readouterr().err
+    assert main([*words[:4], "--iterations", "1"]) == 0
+    assert "not measured: too few iterations" in capsys.readouterr().out
+
+
 @pytest.mark.part(3)
 @pytest.mark.parametrize(
     ("optimizer", "lr", "types"),
@@ -188,7 +209,7 @@ def test_ctrl_c_ends_with_one_line_and_writes_nothing(plan: Path, tmp_path: Path
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--iterations", "3"], "3 iterations are too few to measure; run at least 6"),
+        (["--iterations", "12", "--replan"], "there are 12; run at least 16"),
         (["--text", "no-such.txt"], "no-such.txt: No such file"),
         (["--device", "cuda"], "plan for that machine"),
         (["--tokens", "no-such.npy"], "no-such.npy: No such file"),

@@ -21,7 +21,7 @@ from planner.schedule.tasks import MemoryClass, Tier
 from planner.schedule.timeline import Timeline
 from planner.schedule.trace import chrome_trace, write_trace
 from ullage.analysis.comparison import Comparison, compare_record
-from ullage.analysis.runs import RunRecord, rows, save_run
+from ullage.analysis.runs import MIN_MEASURED, RunRecord, rows, save_run
 from ullage.analysis.simulation import simulate
 from ullage.cli.interruption import InterruptedTrainingError, Interruption
 from ullage.commands.compare.screen import render_comparison
@@ -42,7 +42,6 @@ from ullage.training.trainer import Step, Trainer, check_machine
 
 # Iterations that warm up (first touches, compiled kernels) are not measured, nor is the one whose memory is metered.
 _FIRST_STEADY = 3
-MIN_ITERATIONS = _FIRST_STEADY + 3
 REPLAN_AFTER = 10
 _WARMUP_ITERATIONS = 5
 _BAR = 10  # columns of the bar, so that a progress line has at most 80
@@ -61,7 +60,7 @@ def execute(plan: Plan, options: ExecuteOptions) -> RunRecord | None:
 
     Raises:
         PlanError: the plan was made for another kind of machine, or for another number of processes.
-        ValueError: there are too few iterations or tokens, the model does not know a token, or the function of a
+        ValueError: there are too few tokens, the model does not know a token, or the function of a
             captured model does not exist.
         OSError: the data cannot be read or the results cannot be written.
         OutOfMemoryError: training takes more memory of a tier than there is.
@@ -123,13 +122,13 @@ def _check_checkpoints(options: ExecuteOptions) -> None:
 
 
 def _check_length(options: ExecuteOptions, length: int) -> None:
-    words = f"--epochs {options.epochs} is {length} iterations, which" if options.epochs else f"{length} iterations"
-    if length < MIN_ITERATIONS:
-        raise ValueError(f"{words} are too few to measure; run at least {MIN_ITERATIONS}")
-    if options.replan and length < REPLAN_AFTER + MIN_ITERATIONS:
+    words = f"--epochs {options.epochs} is {length} iterations, which is" if options.epochs else f"{length} iterations"
+    if length < 1:
+        raise ValueError(f"{words} too few to train; leave out --drop-last, or give more data")
+    if options.replan and length < REPLAN_AFTER + MIN_MEASURED:
         raise ValueError(
-            f"--replan plans again after {REPLAN_AFTER} iterations and measures at least {MIN_ITERATIONS} more, but "
-            f"there are {length}; run at least {REPLAN_AFTER + MIN_ITERATIONS}"
+            f"--replan plans again after {REPLAN_AFTER} iterations and measures at least {MIN_MEASURED} more, but "
+            f"there are {length}; run at least {REPLAN_AFTER + MIN_MEASURED}"
         )
 
 
@@ -156,7 +155,7 @@ def _print_checkpoints(options: ExecuteOptions, trainer: Trainer, trained: "_Tra
 
 @dataclasses.dataclass(frozen=True)
 class _Trained:
-    record: RunRecord | None  # None after too few iterations
+    record: RunRecord | None  # None if a signal came before the first iteration ended
     replanned: Replanned | None
     signal: int | None  # the signal that ended training early
 
@@ -207,7 +206,7 @@ def _train(
             if interruption is not None and trainer.session.collectives.mean(float(interruption.signal is not None)):
                 break  # all ranks leave after the same iteration
         record = None
-        if trainer.session.iteration >= MIN_ITERATIONS:
+        if losses:
             timeline = trainer.session.timeline() if first is None else first
             record = _record(options, trainer, losses, evaluations, timeline)
         ended_by = None if interruption is None else interruption.signal
