@@ -64,20 +64,23 @@ def trained(rank: int, _size: int, task: Task, decisions: Decisions, delays: int
 
 
 def dropped(rank: int, _size: int, task: Task, decisions: Decisions):
-    """Train; return what attention and what MLPs dropped, pass by pass, and the losses."""
-    model, optimizer = prepare(task, decisions)
-    found: dict[str, list[bytes]] = {}
+    """Train; return what was dropped of heads and of whole activations, pass by pass, and the losses."""
+    model = make_model(task)
+    model.set_attn_implementation("eager")  # others drop out where nobody sees it
+    model, optimizer = prepare(task, decisions, model=model)
+    dropout, found = torch.nn.functional.dropout, {"heads": [], "whole": []}
 
-    def note(name: str, module) -> None:
-        masks = found.setdefault(name, [])
-        module.register_forward_hook(lambda _, args, out: masks.append(((out == 0) & (args[0] != 0)).numpy().tobytes()))
+    def noting(values, *args, **kwargs):
+        output = dropout(values, *args, **kwargs)
+        found["heads" if values.ndim == 4 else "whole"].append(((output == 0) & (values != 0)).numpy().tobytes())
+        return output
 
-    for number, block in enumerate(model.transformer.h):
-        note(f"attn.{number}", block.attn.attn_dropout)
-        note(f"mlp.{number}", block.mlp.dropout)
-    with optimizer.session:
-        losses = train(task, model, optimizer, rank=rank // decisions.tensor_parallel)
-    return found, losses
+    torch.nn.functional.dropout = noting
+    try:
+        with optimizer.session:
+            return found, train(task, model, optimizer, rank=rank // decisions.tensor_parallel)
+    finally:
+        torch.nn.functional.dropout = dropout
 
 
 def measured(rank: int, _size: int, task: Task, decisions: Decisions):

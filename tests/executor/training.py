@@ -88,7 +88,6 @@ CONFIGS = {
         resid_pdrop=0.5,
         attn_pdrop=0.5,
         embd_pdrop=0,
-        attn_implementation="eager",
     ),
     "opt-shared": lambda: transformers.OPTConfig(
         **_OPT | _SHARED,
