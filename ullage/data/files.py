@@ -102,9 +102,8 @@ def read(file: Path) -> Any:
             if isinstance(cause, ValueError):  # errors of JSON and of Arrow are ValueErrors
                 raise ValueError(f"{file} is not a {file.suffix} file ({reason}); write it again") from error  # noqa: TRY004
             if isinstance(cause, EOFError | zlib.error | lzma.LZMAError | gzip.BadGzipFile):
-                raise ValueError(
-                    f"{file} is compressed, and not whole ({reason}); unpack it, or copy it again"
-                ) from error
+                reason = f"{file} is compressed, and not whole ({reason}); unpack it, or copy it again"
+                raise ValueError(reason) from error  # noqa: TRY004
             raise
 
 

@@ -1,9 +1,12 @@
 """``ullage execute``: whole runs, and processes that are interrupted or lack memory."""
 
+import errno
 import json
+import os
 import re
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import forked
 import numpy as np
@@ -88,6 +91,32 @@ def test_few_iterations_are_trained_and_not_compared(
     assert "iterations, which are too few to compare, as the first ones warm up; train" in capsys.readouterr().err
     assert main([*words[:4], "--iterations", "1"]) == 0
     assert "not measured: too few iterations" in capsys.readouterr().out
+
+
+def test_a_drive_that_fills_is_noticed_before_training_or_leaves_the_run(
+    plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["execute", str(plan), "--iterations", "1", "--output-dir", str(tmp_path / "out")]
+    saving = ["--save", str(tmp_path / "model"), "--checkpoint-dir", str(tmp_path / "kept")]
+    with monkeypatch.context() as full:
+        full.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=0))
+        for more, option in (([], "--output-dir"), (["--save", str(tmp_path / "model")], "--")):
+            assert main([*words, *more]) == 2
+            assert re.search(rf"{option}\S* needs .* at the end of training, but the drive", capsys.readouterr().err)
+    assert list((tmp_path / "out").iterdir()) == []
+
+    def fails(*_args: object, **_options: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "model")
+
+    monkeypatch.setattr("ullage.commands.execute.run.save", fails)
+    assert main([*words, *saving]) == 2
+    err = " ".join(capsys.readouterr().err.split())
+    assert "the model was not saved: [Errno 28] No space left on device: 'model'; make room, and save again with" in err
+    assert f"`ullage checkpoint export {tmp_path / 'kept'} --output-dir DIR`" in err
+    assert len(load_run(tmp_path / "out/run.json").losses) == 1
+    monkeypatch.setattr("ullage.commands.execute.run.save_run", fails)
+    assert main([*words[:3], "2", *words[4:], *saving[2:]]) == 2
+    assert "iterations, loss" in capsys.readouterr().out
 
 
 @pytest.mark.part(3)

@@ -25,7 +25,14 @@ from ullage.analysis.runs import MIN_MEASURED, RunRecord, rows, save_run
 from ullage.analysis.simulation import simulate
 from ullage.cli.interruption import InterruptedTrainingError, Interruption
 from ullage.commands.compare.screen import render_comparison
-from ullage.commands.execute.data import Evaluations, check_data, check_places, num_iterations, training_data
+from ullage.commands.execute.data import (
+    Evaluations,
+    check_data,
+    check_places,
+    check_room,
+    num_iterations,
+    training_data,
+)
 from ullage.data import Data
 from ullage.integrations.metrics import Metrics, Prometheus, Sink, TensorBoard
 from ullage.output.console import console, write_json
@@ -84,6 +91,7 @@ def execute(plan: Plan, options: ExecuteOptions) -> RunRecord | None:
         make_folder("--output-dir", options.output_dir)  # before training, so that a bad path does not waste a run
         for name in (_RUN, _TRACE):
             check_output("--output-dir", options.output_dir / name)
+        check_room(plan, options, length)
     sinks = _sinks(options, plan) if process.is_first else []
     storage = options.storage_dir or options.output_dir
     with Trainer(
@@ -103,6 +111,11 @@ def execute(plan: Plan, options: ExecuteOptions) -> RunRecord | None:
         _write(options, trained.record, trained.replanned)
     if options.checkpoint_places:
         _print_checkpoints(options, trainer, trained)
+    if trained.not_saved is not None:
+        again = "train again with --checkpoint-dir, so that nothing is lost"
+        if options.checkpoint_places:
+            again = f"save again with `ullage checkpoint export {options.checkpoint_places[0]} --output-dir DIR`"
+        raise OSError(f"the model was not saved: {trained.not_saved}; make room, and {again}") from trained.not_saved
     return trained.record
 
 
@@ -158,6 +171,7 @@ class _Trained:
     record: RunRecord | None  # None if a signal came before the first iteration ended
     replanned: Replanned | None
     signal: int | None  # the signal that ended training early
+    not_saved: OSError | None  # why ``--save`` failed
 
 
 def _train(
@@ -210,12 +224,12 @@ def _train(
             timeline = trainer.session.timeline() if first is None else first
             record = _record(options, trainer, losses, evaluations, timeline)
         ended_by = None if interruption is None else interruption.signal
-        _save(options, trainer, data, ended_by, warn)
+        not_saved = _save(options, trainer, data, ended_by, warn)
         trainer.close(give_back=False)
         _warn_about_checkpoints(trainer, num_seen, warn, skip=trainer.iteration)
     if record is not None and replanned is not None and replanned.switched:
         record = record.model_copy(update={"before": before})
-    return _Trained(record, replanned, ended_by)
+    return _Trained(record, replanned, ended_by, not_saved)
 
 
 def _save(
@@ -224,12 +238,19 @@ def _save(
     data: Tokens | Data | None,
     ended_by: int | None,
     report: Callable[[str], None],
-) -> None:
-    """With ``--save``, save the model and the tokenizer of its data, unless training was interrupted."""
+) -> OSError | None:
+    """With ``--save``, save the model and the tokenizer of its data, unless training was interrupted.
+
+    Return why that failed: what was measured, and a last checkpoint, are worth keeping.
+    """
     if options.save is not None and ended_by is None:
         tokenizer = data.tokenizer if isinstance(data, Data) else None
-        save(trainer.optimizer, options.save, dtype=options.save_dtype, tokenizer=tokenizer)
+        try:
+            save(trainer.optimizer, options.save, dtype=options.save_dtype, tokenizer=tokenizer)
+        except OSError as error:
+            return error
         report(f"model saved in {options.save}")
+    return None
 
 
 def _sinks(options: ExecuteOptions, plan: Plan) -> list[Sink]:
@@ -281,13 +302,15 @@ def _watch(plan: Plan) -> DriftWatch:
 
 
 def _write(options: ExecuteOptions, record: RunRecord, replanned: Replanned | None) -> None:
-    save_run(record, options.output_dir / _RUN)
     parts = {"": record} | ({" before": record.before} if record.before else {})
     timelines: dict[str, Timeline] = {}
     for words, part in parts.items():
         timelines |= {f"predicted{words}": simulate(part.plan).timeline, f"measured{words}": part.timeline}
-    write_trace(options.output_dir / _TRACE, chrome_trace(timelines))
-    _report(options, record, {words: compare_record(part) for words, part in parts.items()}, replanned)
+    try:
+        save_run(record, options.output_dir / _RUN)
+        write_trace(options.output_dir / _TRACE, chrome_trace(timelines))
+    finally:  # if the drive is full, the screen is what remains
+        _report(options, record, {words: compare_record(part) for words, part in parts.items()}, replanned)
 
 
 @contextlib.contextmanager
@@ -381,5 +404,7 @@ def _report(
     if replanned is not None:
         out.print(replanned.render(iteration.measured))
         out.print()
+    if not (options.output_dir / _TRACE).exists():
+        return
     out.print(f"run written to {options.output_dir / _RUN}")
     out.print(f"trace written to {options.output_dir / _TRACE} (open it in ui.perfetto.dev)")
