@@ -5,6 +5,7 @@ import os
 import shutil
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -100,14 +101,17 @@ def test_a_full_drive_ends_tensorboard_without_a_traceback(tmp_path: Path, monke
     shown: list[object] = []
     monkeypatch.setattr(threading, "excepthook", shown.append)
 
-    def flush(_self: object) -> None:
+    def write(_self: object, _data: bytes) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     sink = TensorBoard(tmp_path)
     sink.write(SAMPLE)
-    monkeypatch.setattr(record_writer.RecordWriter, "flush", flush)
+    threads = [thread for thread in threading.enumerate() if type(thread).__name__ == "_AsyncWriterThread"]
+    monkeypatch.setattr(record_writer.RecordWriter, "write", write)
     with pytest.raises(OSError, match="No space"):
         for _ in range(1000):
             sink.write(SAMPLE)
-            sink._writer.flush()
+            time.sleep(0.01)
+    for thread in threads:
+        thread.join(5)
     assert shown == []
