@@ -148,7 +148,7 @@ class Session(contextlib.AbstractContextManager["Session"]):
             self._undo += split_experts(model, units, shards, ranks and ranks.experts, driver)
             if ranks is not None and decisions.tensor_parallel > 1:
                 self._undo += bind_tensor_parallel(
-                    model, units, shards, ranks.tensor, no_compile(options.compile_backend)
+                    model, units, shards, ranks.tensor, no_compile(options.compile_backend), backend.device
                 )
                 self.sync_rng_state()
             self._undo += bind_state_dict(model, self._names, self.access.weights)

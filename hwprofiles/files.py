@@ -6,11 +6,13 @@ content, also after a crash. A link to a regular file stays a link. A character 
 refused. Commands call :func:`check_output` before long work, so that a bad path does not waste that work.
 """
 
+import contextlib
+import fcntl
 import json
 import os
 import secrets
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -49,6 +51,17 @@ def write_whole(path: Path, data: str | bytes, *, durable: bool = True) -> None:
             _replace(path.resolve(), encoded, durable=durable)
     except OSError as error:  # name the file, not the temporary one
         raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold a folder's lock, for reading a file and writing it again. It ends with the process, and leaves no file."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
 
 
 def check_output(option: str, path: Path | None, *, only_regular: bool = False) -> None:

@@ -22,26 +22,14 @@ _CGROUP = Path("/sys/fs/cgroup")
 def num_cores() -> int:
     """Return the number of cores that this process may use by its affinity and the CPU quota of its control groups."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    for directory in _cgroups():
-        quota, _, period = _read(directory / "cpu.max").partition(" ")
-        if quota.isdigit() and period.isdigit():
-            cores = min(cores, max(math.ceil(int(quota) / int(period)), 1))
-    return cores
+    return min([cores, *(max(math.ceil(quota), 1) for quota in map(_quota_cores, _cgroups("cpu")) if quota)])
 
 
 def available_memory_bytes() -> int:
     """Return the free bytes of the system, or of this process's control groups if those have less."""
-    found = re.search(r"MemAvailable:\s+(\d+) kB", _read(Path("/proc/meminfo")))
+    found = re.search(r"MemAvailable:\s+(\d+) kB", _read(_PROC / "meminfo"))
     available = int(found[1]) * 1024 if found else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    for directory in (*_cgroups(), _CGROUP / "memory"):
-        for limit_name, used_name in (
-            ("memory.max", "memory.current"),
-            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
-        ):
-            limit, used = _read(directory / limit_name), _read(directory / used_name)
-            if limit.isdigit() and used.isdigit():
-                available = min(available, max(int(limit) - int(used), 0))
-    return available
+    return min([available, *(free for free in map(_free_bytes, _cgroups("memory")) if free is not None)])
 
 
 def cpu_name() -> str:
@@ -154,11 +142,45 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(map(repr, names)) or "none"
 
 
-def _cgroups() -> list[Path]:
-    """Return the directories of this process's version 2 control group and of all its parents."""
-    found = re.search(r"^0::/(.*)$", _read(Path("/proc/self/cgroup")), re.MULTILINE)
-    own = _CGROUP / found[1] if found else _CGROUP
-    return [d for d in (own, *own.parents) if d == _CGROUP or _CGROUP in d.parents]
+def _cgroups(controller: str) -> list[Path]:
+    """Return the directories of this process's control groups that limit something, and of all their parents.
+
+    Those of version 2 are below one root, those of version 1 below one root per controller. In a container, the root
+    may be the container's own group, and the path one of the host.
+    """
+    result = [_CGROUP, _CGROUP / controller]
+    for line in _read(_PROC / "self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers or controller in controllers.split(","):
+            root = _CGROUP / controller if controllers else _CGROUP
+            own = root / path.lstrip("/")
+            result += [directory for directory in (own, *own.parents) if root in directory.parents]
+    return result
+
+
+def _quota_cores(group: Path) -> float | None:
+    """Return how many cores a control group may use, of either version; ``None``: no quota."""
+    quota, _, period = _read(group / "cpu.max").partition(" ")
+    if not quota:
+        quota, period = _read(group / "cpu.cfs_quota_us"), _read(group / "cpu.cfs_period_us")
+    return int(quota) / int(period) if quota.isdigit() and period.isdigit() else None
+
+
+def _free_bytes(group: Path) -> int | None:
+    """Return the bytes that a control group may still use, of either version; ``None``: no limit.
+
+    The kernel counts the page cache as used. It drops pages of files that were not used lately before it refuses
+    memory (``inactive_file`` in the kernel's "Control Group v2" and "Memory Resource Controller").
+    """
+    limit, used = _read(group / "memory.max"), _read(group / "memory.current")
+    if not limit:
+        limit, used = _read(group / "memory.limit_in_bytes"), _read(group / "memory.usage_in_bytes")
+    if not (limit.isdigit() and used.isdigit()):
+        return None
+    stat = dict(line.split() for line in _read(group / "memory.stat").splitlines())
+    # In version 1 the plain number leaves out the groups below, which the usage has.
+    cached = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
+    return max(int(limit) - max(int(used) - cached, 0), 0)
 
 
 def _read(path: Path) -> str:

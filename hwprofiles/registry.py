@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from hwprofiles.complaints import complaint
-from hwprofiles.files import read_json, write_whole
+from hwprofiles.files import locked, read_json, write_whole
 from hwprofiles.profile import HardwareProfile
 
 LOCAL = "local"
@@ -116,6 +116,28 @@ def save_profile(profile: HardwareProfile, path: Path) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, canonical_json(profile))
+
+
+def update_profile(path: Path, before: HardwareProfile, measured: HardwareProfile) -> HardwareProfile:
+    """Write what ``measured`` has other than ``before`` into the profile that the file holds now, and return that.
+
+    Another process may have written other parts since ``before`` was read.
+    """
+    with locked(path.resolve().parent):
+        now = load_profile(str(path.absolute()))
+        data = _merged(*(one.model_dump(mode="json", exclude_none=True) for one in (before, measured, now)))
+        merged = profile_of(data, str(path))
+        save_profile(merged, path)
+    return merged
+
+
+def _merged(before: Any, measured: Any, now: Any) -> Any:
+    if measured == before:
+        return now
+    if not all(isinstance(one, dict) for one in (before, measured, now)):
+        return measured
+    parts = {key: _merged(*(one.get(key) for one in (before, measured, now))) for key in {**now, **measured}}
+    return {key: part for key, part in parts.items() if part is not None}
 
 
 def _built_in(name: str) -> HardwareProfile:

@@ -1,7 +1,5 @@
 """``python -m ullage``."""
 
-import sys
+from ullage.main import run
 
-from ullage.main import main
-
-sys.exit(main())
+run()

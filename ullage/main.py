@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from hwprofiles.installation import InstallationError
 from ullage.cli.exit_codes import BAD_INPUT, BROKEN_PIPE, SIGNALLED
@@ -83,6 +84,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         return _bad_input(prog, error)
     return code
+
+
+def run() -> NoReturn:
+    """Be the program: run the command of the process's arguments, and end with its exit code.
+
+    A signal that comes while Python ends is a second one, or too late: it ends the program at once with its code.
+    """
+    code = main()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda number, _frame: os._exit(SIGNALLED + number))
+    sys.exit(code)
 
 
 def _interrupted(prog: str, error: KeyboardInterrupt) -> int:

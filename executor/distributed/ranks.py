@@ -10,7 +10,6 @@ of the caller's program. No collective waits for ever: see [Note: Failed ranks].
 
 import atexit
 import contextlib
-import datetime as dt
 import os
 import sys
 import threading
@@ -23,16 +22,15 @@ import torch
 import torch.distributed as dist
 
 from executor.distributed.groups import Group
+from executor.distributed.meeting import join, new_group, session_store
 from executor.distributed.mesh import Groups, Mesh
-from executor.distributed.watchdog import LANE_THREAD, SILENCE_S, RankError, Watchdog, describe_mismatch
+from executor.distributed.watchdog import LANE_THREAD, SILENCE_S, TIMEOUT, RankError, Watchdog, describe_mismatch
 from planner.decisions import Decisions
 from planner.graph import Degrees, Unit
 from planner.optimizers import OPTIMIZERS
 
 _POLL_S: Final = 0.1  # how often a thread that waits for a collective checks whether another rank has failed
 _GRACE_S: Final = 5.0  # longest wait, after a failure, for a running collective
-# Longest wait for a rank that is only slow (it may write a checkpoint). Failures end waiting much earlier.
-_TIMEOUT: Final = dt.timedelta(minutes=30)
 _BOOT: Final = Path("/proc/sys/kernel/random/boot_id")  # all processes on one machine share it, and no others
 _TEXT_BYTES: Final = 256
 _HASH_RANGE: Final = 1 << 20  # float64 sums the squares of smaller numbers exactly, over thousands of ranks
@@ -92,26 +90,28 @@ class Ranks:
         self.is_waiting = False
         self._stopped = threading.Event()
         self._under_way: dict[dist.ProcessGroup, threading.Event] = {}  # set when a group's collective has ended
-        store = dist.distributed_c10d._get_default_store()
-        prefix = f"ullage {store.add(f'ullage sessions of rank {self.rank}', 1)}"  # all ranks count the same
-        self._watchdog = Watchdog(
-            dist.distributed_c10d.PrefixStore(prefix, store), self.rank, size, silence_s=silence_s
-        )
-        everybody = dist.new_group(backend="gloo", timeout=_TIMEOUT)
-        self.all = Group(range(size), self.rank, device=everybody, hosts=everybody, on_device=False, wait=self._wait)
-        self._groups, self._parts = [everybody], [self.all]
-        self._on_devices: list[dist.ProcessGroup] = []  # process groups of GPUs
-        del everybody  # a group's connections close with its last reference
-        self._to_abort, self._aborting = self._on_devices, threading.Lock()
-        self.tensor, self.experts = self._group(self.mesh.tensor_groups()), self._group(self.mesh.expert_groups())
-        self.matrices = self._group(self.mesh.tensor_groups()) if shares_matrices else None
-        kinds = dict.fromkeys((1, degrees.expert_parallel))
-        self._replicas = {parts: self._group(self.mesh.replicas(parts)) for parts in kinds}
-        self._casting = {
-            parts: self._group(self.mesh.replicas(parts), on_hosts=True) for parts in (kinds if casts else ())
-        }
         self._on_failure: Callable[[RankError], None] = lambda _error: None
+        self._groups: list[dist.ProcessGroup] = []
+        self._parts: list[Group] = []
+        self._on_devices: list[dist.ProcessGroup] = []  # process groups of GPUs
+        self._to_abort, self._aborting = self._on_devices, threading.Lock()
+        self._watchdog = Watchdog(session_store(), self.rank, size, silence_s=silence_s)
         self._watchdog.start(self._failed)
+        with self.reporting_failures():
+            everybody = new_group(self._watchdog)
+            self.all = Group(
+                range(size), self.rank, device=everybody, hosts=everybody, on_device=False, wait=self._wait
+            )
+            self._groups.append(everybody)
+            self._parts.append(self.all)
+            del everybody  # a group's connections close with its last reference
+            self.tensor, self.experts = self._group(self.mesh.tensor_groups()), self._group(self.mesh.expert_groups())
+            self.matrices = self._group(self.mesh.tensor_groups()) if shares_matrices else None
+            kinds = dict.fromkeys((1, degrees.expert_parallel))
+            self._replicas = {parts: self._group(self.mesh.replicas(parts)) for parts in kinds}
+            self._casting = {
+                parts: self._group(self.mesh.replicas(parts), on_hosts=True) for parts in (kinds if casts else ())
+            }
         atexit.register(self._at_exit)
 
     @classmethod
@@ -254,8 +254,9 @@ class Ranks:
         for ranks in groups:
             device = hosts = None
             if len(ranks) > 1:
-                device = dist.new_group(ranks, backend="nccl" if on_device else "gloo", timeout=_TIMEOUT)
-                hosts = None if on_hosts else dist.new_group(ranks, backend="gloo", timeout=_TIMEOUT)
+                nccl = dist.new_group(ranks, backend="nccl", timeout=TIMEOUT) if on_device else None
+                device = nccl or new_group(self._watchdog, ranks)
+                hosts = None if on_hosts else new_group(self._watchdog, ranks)
                 if on_device and self.rank in ranks:
                     # Connect now, not in the first iteration: it takes seconds, and memory that the plan leaves free.
                     dist.all_reduce(torch.zeros(1, device="cuda"), group=device, async_op=True).wait()
@@ -312,17 +313,3 @@ class Ranks:
                 for backend in abortable:
                     backend.abort()
                 abortable[0]._group_end()
-
-
-def join(size: int) -> None:
-    """Make the default process group if there is none, and check its size."""
-    remedy = f"start one process per device: torchrun --nproc-per-node {size} (a node), plus --nnodes for several"
-    if not dist.is_initialized():
-        started = int(os.environ.get("WORLD_SIZE", "1"))
-        if started != size:
-            raise ValueError(f"the plan is for {size} devices, but {started} process(es) were started; {remedy}")
-        dist.init_process_group("gloo", timeout=_TIMEOUT)
-    if dist.get_world_size() != size:
-        raise ValueError(
-            f"the plan is for {size} devices, but the process group has {dist.get_world_size()} ranks; {remedy}"
-        )

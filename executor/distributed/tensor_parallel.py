@@ -20,6 +20,7 @@ from torch import nn
 
 from executor.callbacks import replace_attribute
 from executor.distributed.collectives import copy_to_group, reduce_from_group
+from executor.distributed.divided_rng import DividedRng
 from executor.distributed.groups import Group
 from executor.distributed.products import group_id, summed_product
 from executor.distributed.shards import BindingError, ParameterShard
@@ -35,16 +36,22 @@ NoCompile = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def bind_tensor_parallel(
-    model: nn.Module, units: tuple[Unit, ...], shards: Mapping[str, ParameterShard], group: Group, no_compile: NoCompile
+    model: nn.Module,
+    units: tuple[Unit, ...],
+    shards: Mapping[str, ParameterShard],
+    group: Group,
+    no_compile: NoCompile,
+    device: torch.device,
 ) -> list[Undo]:
     """Make modules compute this rank's shard of every layer, with collectives; return functions that undo this.
 
     Keys of ``shards`` are the units' names of parameters. ``no_compile`` keeps functions with collectives out of
-    compiled graphs.
+    compiled graphs. ``device`` is where the model computes.
 
     Raises:
         BindingError: tensor-parallel ranks cannot share a module.
     """
+    rng = DividedRng(group.rank, device)
     undo: list[Undo] = []
     banks: dict[nn.Module, None] = {}  # modules of experts, each once: several units may share one
     for operator in (operator for unit in units for operator in unit.operators):
@@ -56,14 +63,14 @@ def bind_tensor_parallel(
         elif operator.kind == "experts":
             banks[_owner(model, found[0])] = None
         elif operator.pattern is Pattern.COLUMN:
-            undo += _bind_column_parallel(model, operator, found, group, no_compile)
+            undo += _bind_column_parallel(model, operator, found, group, rng, no_compile)
         elif operator.kind == "embedding" and operator.pattern is Pattern.ROW:
             module = _owner(model, found[0])
             undo.append(replace_attribute(module, "forward", embed(module, found[0], group)))
         elif operator.pattern is Pattern.ROW:
             module = _owner(model, found[0])
             undo.append(
-                replace_attribute(module, "forward", no_compile(_row_parallel_forward(module, found[0], group)))
+                replace_attribute(module, "forward", no_compile(_row_parallel_forward(module, found[0], group, rng)))
             )
     return undo + [undone for bank in banks for undone in _bind_experts(bank, group, no_compile)]
 
@@ -73,7 +80,12 @@ def _owner(model: nn.Module, shard: ParameterShard) -> nn.Module:
 
 
 def _bind_column_parallel(
-    model: nn.Module, operator: Operator, shards: list[ParameterShard], group: Group, no_compile: NoCompile
+    model: nn.Module,
+    operator: Operator,
+    shards: list[ParameterShard],
+    group: Group,
+    rng: DividedRng,
+    no_compile: NoCompile,
 ) -> list[Undo]:
     """Make modules compute a shard of their outputs."""
     undo: list[Undo] = []
@@ -84,6 +96,7 @@ def _bind_column_parallel(
     if operator.kind == "qkv":
         undo += _divide(model.get_submodule(operator.name.rpartition(".")[0]), _COUNTS, ranks)
     undo += _copy_input(modules, group, no_compile)
+    undo.append(modules[-1].register_forward_hook(no_compile(rng.enter)).remove)
     # Parameters that are not sharded (norms of heads) see only this rank's heads, so their gradients are summed.
     return undo + [_all_reduce_gradient(shard.leaf, group) for shard in shards if shard.dim is None]
 
@@ -119,7 +132,9 @@ class _InputCopy:
         return made, *others
 
 
-def _row_parallel_forward(module: Any, weight: ParameterShard, group: Group) -> Callable[[torch.Tensor], torch.Tensor]:
+def _row_parallel_forward(
+    module: Any, weight: ParameterShard, group: Group, rng: DividedRng
+) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return the forward of a module that computes a partial sum of every output from a shard of the inputs.
 
     Raises:
@@ -135,6 +150,7 @@ def _row_parallel_forward(module: Any, weight: ParameterShard, group: Group) -> 
     number = group_id(group)
 
     def forward(values: torch.Tensor) -> torch.Tensor:
+        rng.leave()
         matrix = module.weight if by_columns else module.weight.t()
         return summed_product(values, matrix, module.bias, number)
 

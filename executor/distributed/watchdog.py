@@ -11,16 +11,23 @@ connection names no rank.
 ranks wait for collectives that never complete, although none has failed. So each heartbeat names the call in which its
 rank waits (:attr:`Watchdog.waits_for`). If all ranks wait, in different calls, and no task ends on any rank, that is an
 error.
+
+[Note: Missing ranks] A rank that has not come yet has no heartbeat. It may load weights, or it may have ended: then no
+launcher notices, if its exit code was 0. So ranks that wait for it look at the processes that their own parent has
+started. If none of them is left that could be the missing rank, that is an error after :data:`SILENCE_S`. Ranks on
+other nodes look there, and report it.
 """
 
 import contextlib
+import datetime as dt
 import os
 import select
 import threading
 import time
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Final, final
+from typing import Final, Self, final
 
 import torch.distributed as dist
 
@@ -28,10 +35,14 @@ _PERIOD_S: Final = 0.2  # between two reads of the store
 SILENCE_S: Final = 30.0
 """A rank on another machine counts as dead if its heartbeat has not changed for this long."""
 
+TIMEOUT: Final = dt.timedelta(minutes=30)
+"""Longest wait for a rank that is only slow (it may write a checkpoint). Failures end waiting much earlier."""
+
 LANE_THREAD: Final = "lane "
 """Prefix of the names of lane threads. All other threads are the caller's."""
 
 _FAILED: Final = "failed"
+_TOGETHER: Final = "make all ranks prepare equally often, and end together"
 
 
 class RankError(ConnectionError):
@@ -42,6 +53,9 @@ class RankError(ConnectionError):
 class Watchdog:
     """Watches the other ranks in a thread, and reports to them if this one fails.
 
+    All ranks construct it at the same time. As a context, it watches until the end, and reports an error that leaves
+    it.
+
     Args:
         store: shared by the ranks; nothing else uses its keys.
         silence_s: see :data:`SILENCE_S`.
@@ -49,6 +63,9 @@ class Watchdog:
     Attributes:
         waits_for: returns the call in which this rank waits, in words (empty if it does not wait), and the number of
             tasks and collectives that have ended. Called in the watchdog's thread.
+
+    Raises:
+        RankError: a rank has ended before it came here; see [Note: Missing ranks].
     """
 
     def __init__(
@@ -65,18 +82,26 @@ class Watchdog:
         self._failed = threading.Event()
         self._leaving = threading.Event()
         self._on_failure: Callable[[RankError], None] = lambda _error: None
-        here = _namespace()
-        store.set(f"process {rank}", f"{here} {os.getpid()}")
         self._others = [other for other in range(size) if other != rank]
-        self._process: dict[int, int] = {}  # process number of each other rank
+        self._num_exchanges = 0
+        here = _namespace()
+        places = [place.rpartition(" ") for place in self.exchange(f"{here} {os.getpid()}")]
+        self._process = {other: int(places[other][2]) for other in self._others}
         self._handles: dict[int, int] = {}  # file descriptor of a rank's process -> rank
-        for other in self._others:
-            *place, process = store.get(f"process {other}").decode().split()
-            self._process[other] = int(process)
-            if here and " ".join(place) == here:
+        for other, process in self._process.items():
+            if here and places[other][0] == here:
                 with contextlib.suppress(OSError):  # its process may have ended already: then its heartbeat is missing
-                    self._handles[os.pidfd_open(int(process))] = other
+                    self._handles[os.pidfd_open(process)] = other
         self._thread = threading.Thread(target=self._run, name="rank watchdog", daemon=True)
+
+    def __enter__(self) -> Self:
+        self.start(self._on_failure)
+        return self
+
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        if error is not None:
+            self.report_failure(error)
+        self.stop(on_all_ranks=error is None)
 
     def start(self, on_failure: Callable[[RankError], None]) -> None:
         """Start the thread. If another rank fails, the thread calls ``on_failure`` once."""
@@ -91,6 +116,29 @@ class Watchdog:
         """
         if self._failure is not None:
             raise self._failure
+
+    def exchange(self, text: str) -> list[str]:
+        """Return every rank's text, in the order of ranks. They pass through the store, without a process group.
+
+        Raises:
+            RankError: a rank has failed, or is missing.
+        """
+        self._num_exchanges += 1
+        keys = [f"exchange {self._num_exchanges} of {rank}" for rank in range(len(self._others) + 1)]
+        begin_s = time.monotonic()
+        try:
+            self._store.set(keys[self._rank], text)
+            while absent := [rank for rank, key in enumerate(keys) if not self._store.check([key])]:
+                self.check()
+                waited_s = time.monotonic() - begin_s
+                if waited_s > self._silence_s:
+                    self._check_missing(absent, [key for rank, key in enumerate(keys) if rank not in absent], waited_s)
+                time.sleep(min(waited_s / 10 + 1e-3, 1.0))
+            return [self._store.get(key).decode() for key in keys]
+        except RankError:
+            raise
+        except (RuntimeError, OSError) as error:
+            raise RankError(f"ranks can no longer reach each other: {error}") from error
 
     def report_failure(self, error: BaseException) -> None:
         """Report that this rank has failed. Only the first report of any rank counts."""
@@ -118,6 +166,31 @@ class Watchdog:
             for handle in self._handles:
                 os.close(handle)
             self._handles.clear()
+
+    def _check_missing(self, absent: Sequence[int], keys: Sequence[str], waited_s: float) -> None:
+        """Raise if a rank that has not come cannot come any more; otherwise warn. See [Note: Missing ranks].
+
+        Args:
+            absent: ranks that have not come.
+            keys: keys of the texts of the others.
+            waited_s: how long this rank has waited.
+        """
+        if waited_s > TIMEOUT.total_seconds():
+            raise RankError(f"rank {absent[0]} has not come for {waited_s:.0f} s; {_TOGETHER}")
+        if self._num_exchanges > 1:
+            return  # the thread watches
+        if reported := self._reported_failure():
+            raise RankError(f"rank {reported}")
+        here = _namespace()
+        places = [self._store.get(key).decode().rpartition(" ") for key in keys]
+        ranks_here = {int(process) for place, _, process in places if place == here}
+        started_here = int(os.environ.get("LOCAL_WORLD_SIZE") or 0)
+        late = f"{absent[0]} has not come to prepare() for {self._silence_s:g} s"
+        if here and len(ranks_here) < started_here and not _siblings() - ranks_here:
+            late += f", and its process has ended; {_TOGETHER}"
+            self._store.compare_set(_FAILED, "", late)
+            raise RankError(f"rank {late}")
+        warnings.warn(f"rank {late}; the others wait for it", RuntimeWarning, stacklevel=2)
 
     def _run(self) -> None:
         heartbeats, heard_s = dict.fromkeys(self._others, b""), dict.fromkeys(self._others, time.monotonic())
@@ -215,6 +288,17 @@ def describe_mismatch(doing: Mapping[int, str]) -> str:
         "ranks iterate, clip, evaluate, save and close together, with equally many batches; other code may run on "
         "one rank alone"
     )
+
+
+def _siblings() -> set[int]:
+    """Return the numbers of the running processes that this one's parent has started, itself among them."""
+    found = set()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has just ended
+            state, parent = stat.read_text("utf-8", errors="replace").rpartition(")")[2].split()[:2]
+            if int(parent) == os.getppid() and state not in "ZX":
+                found.add(int(stat.parent.name))
+    return found
 
 
 def _namespace() -> str:

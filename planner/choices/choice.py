@@ -158,9 +158,11 @@ class Constraints(Frozen):
         """Check that the request does not need a captured model at another degree or batch size."""
         for kind in ("tensor", "pipeline", "expert"):
             if (getattr(self, f"{kind}_parallel") or 1) > 1:
+                masked = any(spec.name == "attention_mask" for spec in model.inputs) and ":" not in model.factory
+                remedy = "leave out the mask (batches masked), or that" if masked else "leave it out"
                 raise ValueError(
                     f"{kind}_parallel {getattr(self, f'{kind}_parallel')}: {model.name} was captured whole, so ranks "
-                    "cannot share its layers; leave it out"
+                    f"cannot share its layers; {remedy}"
                 )
 
     def _ways(self, model: Model, devices_per_node: int) -> tuple[list[int], list[int]]:

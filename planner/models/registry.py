@@ -4,6 +4,7 @@ import difflib
 import functools
 import importlib.resources
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,8 @@ def resolve_model(text: str) -> ModelConfig:
         ModelConfigError: the file is not a configuration that can be used.
     """
     if (path := _file(text)) is not None:
-        return _from_file(path, path.parent.name if path.name == "config.json" else path.stem)
+        whole = Path(os.path.abspath(path))  # noqa: PTH100 - follows no links, which the hub's cache is made of
+        return _from_file(path, (whole.parent.name if path.name == "config.json" else path.stem) or "model")
     if (alias := _names().get(text.lower())) is not None:
         return _preset(alias)
     if (path := _cached(text)) is not None:

@@ -8,7 +8,8 @@ import signal
 import time
 
 import torch
-from rank_programs import resumed, saved
+import torch.distributed as dist
+from rank_programs import resumed, saved, trained
 from training import (
     Task,
     batches,
@@ -18,6 +19,7 @@ from training import (
 )
 
 from executor.checkpoint import Checkpoint, DamagedError, Files
+from executor.distributed import meeting
 from executor.distributed.ranks import Ranks
 from executor.tasks.actions import Actions
 from planner.decisions import Decisions
@@ -137,6 +139,37 @@ def impatient(silence_s: float):
         yield
     finally:
         defaults["silence_s"] = before
+
+
+def first_of(rank: int, _size: int) -> int:
+    return rank
+
+
+def raising_or_waiting(rank: int, _size: int) -> None:
+    if rank == 0:
+        raise ZeroDivisionError("on its own")
+    time.sleep(600)
+
+
+def losing_handshakes(rank: int, size: int, task: Task, decisions: Decisions, num_lost: int):
+    """Train, where rank 1 loses its first connections: of the group of all ranks, and of one of a session."""
+    c10d = dist.distributed_c10d
+    connect, store, lost = c10d._new_process_group_helper, c10d._get_default_store(), []
+    dist.destroy_process_group()
+
+    def losing(*args, **kwargs):
+        if rank == 1 and len(lost) < num_lost:
+            lost.append("once")
+            raise RuntimeError("Gloo connectFullMesh failed with: Connection reset by peer\nand more")
+        return connect(*args, **kwargs)
+
+    before, meeting._HANDSHAKE_S, c10d._new_process_group_helper = meeting._HANDSHAKE_S, 0.4, losing
+    try:
+        meeting.begin(store, rank, size)
+        lost.clear()
+        return trained(rank, size, task, decisions)
+    finally:
+        meeting._HANDSHAKE_S, c10d._new_process_group_helper = before, connect
 
 
 def diverged(rank: int, _size: int, task: Task, decisions: Decisions, deed: str) -> None:

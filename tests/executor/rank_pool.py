@@ -2,7 +2,9 @@
 
 import contextlib
 import socket
+import time
 import warnings
+from multiprocessing import connection
 
 import torch
 import torch.distributed as dist
@@ -13,6 +15,9 @@ from training import (
 from virtual import install
 
 import executor.distributed.ranks
+from executor.distributed.meeting import begin
+
+FAILED_S = 60.0  # longest wait for ranks whose neighbour has failed; the product's own bounds are half of it
 
 
 class Processes:
@@ -49,21 +54,30 @@ class Processes:
             pipe.send((size, f"call {self._num_calls}", function, arguments))
 
     def results(self, size: int, timeout_s: float = 600.0) -> list:
-        """Return what the first processes returned or raised, and what remains of one that is gone."""
-        found = []
-        for worker, pipe in zip(self.workers, self._pipes[:size], strict=False):
-            if not pipe.poll(timeout_s):
+        """Return what the first processes returned or raised, and what remains of one that is gone.
+
+        If one has raised, the others have a minute left: then they wait for it, and nobody would end that.
+        """
+        found: dict[int, object] = {}
+        end_s = time.monotonic() + timeout_s
+        while missing := {self._pipes[rank]: rank for rank in range(size) if rank not in found}:
+            ready_pipes = connection.wait(missing, max(end_s - time.monotonic(), 0))
+            if not ready_pipes:
                 for rank in range(size):  # or what they answer later would be taken for the next call's
                     self.workers[rank].kill()
                     self.workers[rank].join()
                     self._start(rank)
-                raise AssertionError("a rank does not answer")
-            try:
-                found.append(pipe.recv())
-            except EOFError as error:
-                worker.join()  # its pipe closes before it has ended
-                found.append(error)
-        return found
+                raise AssertionError(f"ranks {sorted(missing.values())} do not answer; the others: {found}")
+            for pipe in ready_pipes:
+                rank = missing[pipe]
+                try:
+                    found[rank] = pipe.recv()
+                except EOFError as error:
+                    self.workers[rank].join()  # its pipe closes before it has ended
+                    found[rank] = error
+                if isinstance(found[rank], BaseException):
+                    end_s = min(end_s, time.monotonic() + FAILED_S)
+        return [found[rank] for rank in range(size)]
 
     def call(self, size: int, function, *arguments, timeout_s: float = 600.0) -> list:
         """Return what every rank returned; raise what one raised."""
@@ -75,19 +89,8 @@ class Processes:
         return found
 
     def wait_until_ready(self) -> None:
-        """Have all processes import what they need, and meet once.
-
-        On a busy machine gloo may lose the first connection of a group ("connectFullMesh failed"), and a pool that all
-        tests share must not end with that.
-        """
-        for attempts_left in (2, 1, 0):
-            try:
-                self.call(len(self.workers), ready)
-            except RuntimeError as error:
-                if "connectFullMesh" not in str(error) or not attempts_left:
-                    raise
-            else:
-                return
+        """Have all processes import what they need, and meet once."""
+        self.call(len(self.workers), ready)
 
     def close(self) -> None:
         for pipe, worker in zip(self._pipes, self.workers, strict=True):
@@ -107,7 +110,7 @@ def _serve(rank: int, port: int, pipe) -> None:
     while (call := pipe.recv()) is not None:
         size, name, function, arguments = call
         try:
-            dist.init_process_group("gloo", store=dist.PrefixStore(name, store), rank=rank, world_size=size)
+            begin(dist.PrefixStore(name, store), rank, size)
             result = function(rank, size, *arguments)
         except BaseException as error:  # noqa: BLE001 - what went wrong is the result
             result = error

@@ -63,6 +63,26 @@ def trained(rank: int, _size: int, task: Task, decisions: Decisions, delays: int
     return seen, {n: w.view(torch.uint8).numpy() for n, w in final.items()}
 
 
+def dropped(rank: int, _size: int, task: Task, decisions: Decisions):
+    """Train; return what was dropped of heads and of whole activations, pass by pass, and the losses."""
+    model = make_model(task)
+    model.set_attn_implementation("eager")  # others drop out where nobody sees it
+    model, optimizer = prepare(task, decisions, model=model)
+    dropout, found = torch.nn.functional.dropout, {"heads": [], "whole": []}
+
+    def noting(values, *args, **kwargs):
+        output = dropout(values, *args, **kwargs)
+        found["heads" if values.ndim == 4 else "whole"].append(((output == 0) & (values != 0)).numpy().tobytes())
+        return output
+
+    torch.nn.functional.dropout = noting
+    try:
+        with optimizer.session:
+            return found, train(task, model, optimizer, rank=rank // decisions.tensor_parallel)
+    finally:
+        torch.nn.functional.dropout = dropout
+
+
 def measured(rank: int, _size: int, task: Task, decisions: Decisions):
     """Train with batches of a rank's own shapes; return how many iterations are in its timeline, and in all ranks'."""
     shape = (("input_ids", (MICRO_BATCH, SEQ_LEN)),)

@@ -83,6 +83,12 @@ CONFIGS = {
     "gpt2-shared": lambda: transformers.GPT2Config(
         **_GPT2 | {"vocab_size": 200, "n_head": 4}, resid_pdrop=0.1, attn_pdrop=0
     ),
+    "gpt2-dropping-shared": lambda: transformers.GPT2Config(
+        **_GPT2 | {"vocab_size": 200, "n_head": 4},
+        resid_pdrop=0.5,
+        attn_pdrop=0.5,
+        embd_pdrop=0,
+    ),
     "opt-shared": lambda: transformers.OPTConfig(
         **_OPT | _SHARED,
         max_position_embeddings=16,

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import threading
 import typing
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,10 +23,11 @@ from hwprofiles import machine
 from hwprofiles.calibrate import CalibrationError, CalibrationOptions, calibrate, parse_only
 from hwprofiles.calibrate.fabric import groups_that_share, joined
 from hwprofiles.catalogue import CATALOGUE, PARTS, Entry
+from hwprofiles.files import locked
 from hwprofiles.paths import quantities
 from hwprofiles.profile import HardwareProfile, connected
 from hwprofiles.quantity import Curve, Quantity
-from hwprofiles.registry import load_profile, save_profile
+from hwprofiles.registry import load_profile, save_profile, update_profile
 
 
 def leaves(kind: Any, path: str) -> Iterator[str]:
@@ -206,7 +208,7 @@ COLLECTIVES = """
 import sys
 from pathlib import Path
 from hwprofiles.calibrate import calibrate_collectives, collectives
-from hwprofiles.registry import load_profile, save_profile
+from hwprofiles.registry import load_profile, save_profile, update_profile
 collectives._QUICK_BUDGET_S = 0.5
 collectives.num_cores = lambda: 2
 found = calibrate_collectives(load_profile(sys.argv[1]), quick=True)
@@ -235,3 +237,57 @@ def test_collectives_of_real_ranks(calibrated: Calibrated, tmp_path: Path) -> No
     assert 1e-6 < found.intra_node.latency_s.value < 1
     assert ("host1", "dram") in found.topology
     assert found.host == calibrated.profile.host
+
+
+def written(folder: Path, **files: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name.replace("__", ".")).write_text(text)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_limits_of_nested_control_groups_are_those_of_the_tightest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int
+) -> None:
+    """Page cache that the kernel would drop is free, and a quota may be a part of a core more than it allows."""
+    monkeypatch.setattr(machine, "_PROC", tmp_path)
+    monkeypatch.setattr(machine, "_CGROUP", tmp_path / "cgroup")
+    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda _: set(range(8)))
+    written(tmp_path, meminfo="MemAvailable:    1000000 kB")
+    lines = ["4:memory:/outer/own", "3:cpu,cpuacct:/outer/own"] if version == 1 else ["0::/outer/own"]
+    written(tmp_path / "self", cgroup="\n".join(lines) + "\n")
+    assert (machine.num_cores(), machine.available_memory_bytes()) == (8, 1_024_000_000)
+    if version == 1:
+        memory, cpu = tmp_path / "cgroup/memory", tmp_path / "cgroup/cpu"
+        written(memory / "outer/own", memory__limit_in_bytes=str(2**63 - 4096), memory__usage_in_bytes="100000000")
+        cached = "inactive_file 1\ntotal_inactive_file 20000000\n"
+        names = ("memory__limit_in_bytes", "memory__usage_in_bytes")
+        written(cpu / "outer/own", cpu__cfs_quota_us="-1\n", cpu__cfs_period_us="100000\n")
+        written(cpu / "outer", cpu__cfs_quota_us="250000\n", cpu__cfs_period_us="100000\n")
+    else:
+        memory = cpu = tmp_path / "cgroup"
+        written(memory / "outer/own", memory__max="max\n", memory__current="100000000\n")
+        cached = "inactive_file 20000000\nactive_file 3\n"
+        names = ("memory__max", "memory__current")
+        written(cpu / "outer/own", cpu__max="max 100000\n")
+        written(cpu / "outer", cpu__max="250000 100000\n")
+    written(memory / "outer", **dict(zip(names, ("300000000\n", "110000000\n"), strict=True)), memory__stat=cached)
+    assert (machine.num_cores(), machine.available_memory_bytes()) == (3, 300_000_000 - 90_000_000)
+
+
+def test_two_who_measure_parts_of_one_profile_both_keep_theirs(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    before = load_profile("epyc-turin-2c")
+    save_profile(before, path)
+    host = before.host.model_copy(update={"num_optimizer_cores": 1})
+    device = before.device.model_copy(update={"memory_bytes": before.host.memory_bytes})
+    update_profile(path, before, before.model_copy(update={"host": host}))
+    found = update_profile(path, before, before.model_copy(update={"device": device}))
+    assert found == load_profile(str(path)) == before.model_copy(update={"host": host, "device": device})
+    with locked(tmp_path):
+        other = threading.Thread(target=update_profile, args=(path, found, before))
+        other.start()
+        other.join(0.1)
+        assert other.is_alive(), "it waits"
+    other.join()
+    assert load_profile(str(path)) == before

@@ -15,6 +15,8 @@ from planner.schedule.tasks import MemoryClass, Tier
 from planner.schedule.timeline import Timeline
 
 SCHEMA_VERSION: Final = 1
+MIN_MEASURED: Final = 6
+"""The fewest iterations of which some count as measurements: the first ones warm up, and the last is not complete."""
 
 
 class RunError(ValueError):
@@ -73,8 +75,13 @@ def check_measured(run: RunRecord) -> None:
     """Check that a run has iterations to compare with the prediction.
 
     Raises:
-        ValueError: no iteration had the planned shape.
+        ValueError: there are too few iterations, or none had the planned shape.
     """
+    if not run.steady_iterations and len(run.losses) < MIN_MEASURED:
+        raise ValueError(
+            f"the run has {len(run.losses)} iterations, which are too few to compare, as the first ones warm up; train "
+            f"at least {MIN_MEASURED} in one run"
+        )
     if not run.steady_iterations:
         raise ValueError(
             f"none of the run's {len(run.losses)} iterations can be compared: after the first ones, no batch had the "

@@ -2,7 +2,10 @@
 
 import contextlib
 import errno
+import gzip
 import json
+import lzma
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -85,13 +88,22 @@ def read(file: Path) -> Any:
                 return datasets.Dataset.from_generator(_lines_of_list, gen_kwargs=source)
             how = "document" if file.suffix in TEXTS else "line"
             return datasets.load_dataset("text", data_files=path, split="train", keep_in_memory=False, sample_by=how)
-        except (datasets.exceptions.DatasetGenerationError, ValueError) as error:
+        except (
+            datasets.exceptions.DatasetGenerationError,
+            ValueError,
+            EOFError,
+            zlib.error,
+            gzip.BadGzipFile,
+        ) as error:
             cause = error.__cause__ or error
             reason = " ".join(str(cause).split())
             if isinstance(cause, UnicodeDecodeError):
                 raise ValueError(f"{file} is not UTF-8 ({reason}); convert it first") from error  # noqa: TRY004
             if isinstance(cause, ValueError):  # errors of JSON and of Arrow are ValueErrors
                 raise ValueError(f"{file} is not a {file.suffix} file ({reason}); write it again") from error  # noqa: TRY004
+            if isinstance(cause, EOFError | zlib.error | lzma.LZMAError | gzip.BadGzipFile):
+                reason = f"{file} is compressed, and not whole ({reason}); unpack it, or copy it again"
+                raise ValueError(reason) from error  # noqa: TRY004
             raise
 
 

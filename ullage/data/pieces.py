@@ -16,7 +16,7 @@ from ullage.data.batches import Piece
 from ullage.data.files import TABLES, TEXTS, data_files, is_list, quiet, read
 from ullage.data.tokenizers import Encoded, Encoder
 
-_VERSION: Final = 1  # version of the cache; increase it when the same record gives other tokens
+_VERSION: Final = 2  # version of the cache; increase it when the same record gives other tokens
 _BATCH: Final = 200  # lines to tokenize before their tokens are written
 
 
@@ -165,7 +165,11 @@ def _pieces(
 def _of_line(line: str, place: str, encoder: Encoder) -> Encoded:
     try:
         record = json.loads(line)
-    except json.JSONDecodeError as error:
+        json.dumps(record, ensure_ascii=False).encode()  # which half of a surrogate pair cannot be
+    except UnicodeEncodeError as error:
+        half = error.object[error.start : error.end].encode("unicode-escape", "backslashreplace").decode()
+        raise ValueError(f"{place} has {half}, half of a character; write both halves, or none") from error
+    except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f'{place} is not JSON ({error}); write one record per line, as {{"text": ...}}') from error
     if not isinstance(record, dict):
         raise ValueError(  # noqa: TRY004 - the file is wrong, not a call

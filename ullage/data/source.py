@@ -28,8 +28,8 @@ class Data:
     A text (``.txt``) is one document. JSON lines, a JSON list or a Parquet table have records: ``{"text": ...}``,
     ``{"messages": [...]}`` for the tokenizer's chat template, ``{"prompt": ..., "completion": ...}`` of two texts or
     two lists of messages, or ``{"instruction": ..., "input": ..., "output": ...}``. In a text, all tokens are targets
-    of the loss; in other records, only the answers are. If a text is longer than a sequence, it continues in another
-    sequence; other records are truncated. ``datasets`` caches the tokens.
+    of the loss; in other records, only the answers are, without messages of ``"weight": 0``. If a text is longer than a
+    sequence, it continues in another sequence; other records are truncated. ``datasets`` caches the tokens.
 
     Args:
         path: a file or a folder.

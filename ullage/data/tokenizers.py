@@ -160,20 +160,31 @@ class Encoder:
             raise ModuleNotFoundError(
                 "chat templates need jinja2; pip install 'ullage[finetune]'", name="jinja2"
             ) from error
-        except Exception as error:
-            if not type(error).__module__.startswith("jinja2"):
+        except Exception as error:  # a template may add a list to a text, or read a field that is not there
+            if isinstance(error, ValueError) and not type(error).__module__.startswith("jinja2"):
                 raise
             raise ValueError(
-                f"the chat template refuses the messages: {error}; correct them, or the template"
+                f"the chat template refuses the messages: {error}; correct them (content may have to be a text), or "
+                "the template"
             ) from error
 
     def _templated(self, messages: Sequence[Mapping[str, Any]], tools: object, num_prompts: int) -> Encoded:
+        unlearned = [number for number, message in enumerate(messages) if message.get("weight") == 0]
         if self._has_generation_blocks:
             tokens, is_answer = self._marked(messages, tools)
-            num_others = sum(self._marked(messages[:num_prompts], tools)[1]) if num_prompts else 0
+
+            def num_before(number: int) -> int:
+                return sum(self._marked(messages[:number], tools)[1]) if number else 0
+
+            left = [range(num_before(number) + 1, num_before(number + 1) + 1) for number in unlearned]
+            left.append(range(1, num_before(num_prompts) + 1))
             counts = itertools.accumulate(is_answer)
             return Encoded(
-                tokens, [bool(answers) and count > num_others for answers, count in zip(is_answer, counts, strict=True)]
+                tokens,
+                [
+                    bool(answers) and not any(count in part for part in left)
+                    for answers, count in zip(is_answer, counts, strict=True)
+                ],
             )
 
         def shown(part: Sequence[Mapping[str, Any]], *, asks: bool) -> str:
@@ -197,7 +208,7 @@ class Encoder:
         whole = shown(messages, asks=False)
         answers = []
         for number in range(num_prompts, len(messages)):
-            if messages[number]["role"] != "assistant":
+            if messages[number]["role"] != "assistant" or number in unlearned:
                 continue
             before, after = shown_before(number), shown(messages[: number + 1], asks=False)
             if not (whole.startswith(after) and after.startswith(before)):
@@ -240,7 +251,9 @@ def _messages(value: object, name: str) -> list[Mapping[str, Any]]:
     if not value:
         raise ValueError(f"{name} is an empty list; write at least one message, or leave the record out")
     for number, message in enumerate(value, 1):
-        has_more = message.keys() - {"role", "content", "name"}  # such as tool calls
+        has_more = message.keys() - {"role", "content", "name", "weight"}  # such as tool calls
+        if (weight := message.get("weight", 1)) not in (0, 1):
+            raise ValueError(f"weight of message {number} of {name} is {weight!r}; write 1, or 0 for no target")
         if not isinstance(message.get("content"), list) and not (message.get("content") is None and has_more):
             _text(message.get("content"), f"content of message {number} of {name}")
     return value

@@ -4,6 +4,7 @@ Rank 0 writes both. If one cannot be written, Ullage warns once and stops writin
 """
 
 import dataclasses
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -96,10 +97,13 @@ class TensorBoard:
         self._open: Callable[..., Any] = SummaryWriter
         self._folder = str(folder)
         self._writer: Any = None
+        self._hook = threading.excepthook
 
     def write(self, sample: Sample) -> None:
         """Add a point to every curve."""
-        self._writer = self._writer or self._open(self._folder, purge_step=sample.iteration)
+        if self._writer is None:
+            self._writer = self._open(self._folder, purge_step=sample.iteration)
+            threading.excepthook = self._unless_reported
         values = {
             "loss": sample.loss,
             "learning rate": sample.learning_rate,
@@ -117,6 +121,12 @@ class TensorBoard:
         """Write the rest."""
         if self._writer is not None:
             self._writer.close()
+            threading.excepthook = self._hook
+
+    def _unless_reported(self, error: threading.ExceptHookArgs) -> None:
+        """Pass over the traceback of TensorBoard's thread on a full drive: the next :meth:`write` raises its error."""
+        if not (type(error.thread).__name__ == "_AsyncWriterThread" and isinstance(error.exc_value, OSError)):
+            self._hook(error)
 
 
 @final

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from executor.distributed.ranks import join
+from executor.distributed.meeting import meeting
 from executor.module.guards import check_kinds, check_memory, check_plain, check_unprepared
 from executor.optimizer.reference import rounds
 from executor.optimizer.table import entry_of
@@ -230,9 +230,8 @@ def free_memory(model: nn.Module | None = None) -> Free:
         device = torch.cuda.mem_get_info()[0] + cached + sum(own.values()) - FOR_LIBRARIES_BYTES
     host = int(available_memory_bytes() * USABLE_SHARE)
     if world_size() > 1:
-        join(world_size())
-        every: list[tuple[int | None, int]] = [(None, 0)] * world_size()
-        dist.all_gather_object(every, (device, host))
+        with meeting(world_size()) as ranks:
+            every = [json.loads(text) for text in ranks.exchange(json.dumps((device, host)))]
         device = None if device is None else min(of_rank for of_rank, _ in every if of_rank is not None)
         host = min(of_rank for _, of_rank in every)
     return Free(device, host)
@@ -309,22 +308,11 @@ def made_by_rank_0(make: Callable[[], Plan]) -> Plan:
 
     Raises:
         InfeasibleError, ValueError, OSError: on rank 0, the error of ``make``.
-        PlanError: on other ranks, ``make`` failed on rank 0.
+        RankError: on other ranks, ``make`` failed on rank 0; or a rank has failed, or is missing.
     """
     if world_size() == 1:
         return make()
-    join(world_size())
-    found: list[str] = [""]
-    if dist.get_rank() == 0:
-        try:
-            plan = make()
-        except Exception as error:
-            dist.broadcast_object_list([json.dumps({"error": " ".join(str(error).split())})])
-            raise
-        dist.broadcast_object_list([plan.to_json()])
-        return plan
-    dist.broadcast_object_list(found)
-    data: Any = json.loads(found[0])
-    if "error" in data:
-        raise PlanError(f"rank 0 could not plan: {data['error']}")
-    return Plan.model_validate(data)
+    with meeting(world_size()) as ranks:
+        plan = make() if dist.get_rank() == 0 else None
+        text, *_ = ranks.exchange("" if plan is None else plan.to_json())
+    return plan or Plan.model_validate_json(text)

@@ -4,6 +4,7 @@ import threading
 from pathlib import Path
 
 import forked
+import pytest
 from forked import Forked, environments
 
 from executor.distributed.ranks import Ranks
@@ -72,3 +73,55 @@ def test_a_launcher_joins_processes_for_all_sessions_that_they_have(tmp_path):
         out, err = process.communicate()
         assert process.returncode == 0, err[-3000:]
         assert out.count("in the end") == 1
+
+
+ENDING = """
+import os, sys
+import torch
+import executor.distributed.watchdog
+from executor.distributed import meeting
+from executor.distributed.ranks import Ranks
+from executor.distributed.watchdog import RankError
+from planner.graph import Degrees
+from ullage.this_machine.planning import free_memory
+
+what, *environments = sys.argv[1:]
+executor.distributed.watchdog.Watchdog.__init__.__kwdefaults__["silence_s"] = 1.5
+Ranks.__init__.__kwdefaults__["silence_s"] = 1.5
+
+
+def session():
+    return Ranks(Degrees(data_parallel=2), torch.device("cpu"))
+
+
+def be(rank):
+    os.environ.update(pair.split("=") for pair in environments[rank].split())
+    meeting.join(2)
+    if what == "before a second session":
+        session().close(on_all_ranks=True)
+    if rank == 1:
+        sys.exit(0)
+    try:
+        free_memory() if what == "before planning" else session()
+    except RankError as error:
+        print("noticed:", error, flush=True)
+        os._exit(0)
+    os._exit(1)
+
+
+started = [pid for rank in range(2) if (pid := os.fork()) or be(rank)]
+codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in reversed(started)]
+print("exit codes", codes, flush=True)
+"""
+
+
+@pytest.mark.parametrize("what", ["before planning", "before a session", "before a second session"])
+def test_a_rank_that_ends_in_order_is_missed(tmp_path, what):
+    """Its exit code is 0, so that no launcher notices; the other rank would wait for it for ever."""
+    script = tmp_path / "script.py"
+    script.write_text(ENDING, encoding="utf-8")
+    names = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    given = [" ".join(f"{name}={each[name]}" for name in names) for each in environments(2)]
+    done = forked.completed(forked.script, str(script), what, *given)
+    assert "exit codes [0, 0]" in done.stdout, done.stderr[-3000:]
+    assert "noticed: rank 1 has not come to prepare() for 1.5 s, and its process has ended; make all" in done.stdout

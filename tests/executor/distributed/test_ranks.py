@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+import rank_pool
 import torch
 from amount import examples
 from hypothesis import Phase, given, settings
@@ -14,6 +15,9 @@ from rank_failures import (
     buffers_of,
     diverged,
     failed,
+    first_of,
+    losing_handshakes,
+    raising_or_waiting,
     resumed_where_one_sees_less,
     with_another_plan,
     without_a_gradient,
@@ -264,6 +268,29 @@ def test_an_error_on_one_rank_ends_all_with_its_words(processes, moment, kind, m
     for error in (first, third):
         assert isinstance(error, RankError)
         assert re.search(message, str(error)), error
+
+
+def test_a_lost_handshake_is_tried_again(processes):
+    """Once: in the group of all ranks, then in a session. The rank that lost it raises, and the others wait for it."""
+    task = Task("gpt2", iterations=1)
+    decisions = decide(task, mixed, data_parallel=2, zero_stage=3)
+    assert_same_bits(processes.call(2, losing_handshakes, task, decisions, 1), reference(task, 2, decisions))
+    processes.begin(2, losing_handshakes, task, decisions, 9)
+    for error in processes.results(2):
+        assert isinstance(error, RankError)
+        assert re.match(r"rank \d could not connect to the others in 3 attempts of 0.4 s \(.*\); check", str(error))
+
+
+def test_ranks_that_wait_for_one_that_has_failed_do_not_stop_the_tests(monkeypatch):
+    monkeypatch.setattr(rank_pool, "FAILED_S", 0.2)
+    pool = rank_pool.Processes(2)
+    try:
+        pool.begin(2, raising_or_waiting)
+        with pytest.raises(AssertionError, match=r"ranks \[1\] do not answer; the others: .*on its own"):
+            pool.results(2)
+        assert pool.call(2, first_of) == [0, 1]
+    finally:
+        pool.close()
 
 
 def test_other_plans_on_other_ranks(processes):

@@ -13,7 +13,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from plans import mixed, plans
 from rank_failures import failed, with_a_loss_of, with_a_loss_of_its_own, with_something_of_its_own
-from rank_programs import around_training, left, metered, seen_from_outside, trained
+from rank_programs import around_training, dropped, left, metered, seen_from_outside, trained
 from rank_references import reference
 from rounding import assert_same_step, one_step, tensors
 from training import CONFIGS, Task, decide, make_model, uniform, weights
@@ -209,6 +209,24 @@ def test_ranks_that_share_layers_begin_with_the_same_random_numbers(processes):
     task = Task("gpt2-shared", torch.float32, iterations=1)
     decisions = decide(task, uniform("gpu", "gpu"), tensor_parallel=2)
     assert len(set(processes.call(2, with_something_of_its_own, task, decisions, "nothing"))) == 1
+
+
+def test_ranks_drop_the_same_of_what_they_share_and_not_the_same_of_what_they_divide(processes):
+    """Also in a second pass, whose dropout is that of the first: a plan that keeps all gives the same bits."""
+    task = Task("gpt2-dropping-shared", torch.float32, iterations=2)
+    kept, again = (
+        processes.call(2, dropped, task, decide(task, uniform("gpu", "gpu", how), tensor_parallel=2))
+        for how in ("keep", "recompute")
+    )
+    (first, losses), (second, other_losses) = kept
+    assert losses == other_losses
+    assert first["whole"] == second["whole"]
+    heads = first["heads"] + second["heads"]
+    assert len(heads) == len(set(heads)) > 0, "no rank, layer or iteration drops what another does"
+    for (masks, seen), (expected, expected_losses) in zip(again, kept, strict=True):
+        assert seen == expected_losses
+        assert all(set(masks[kind]) == set(expected[kind]) for kind in masks)
+        assert len(masks["heads"]) > len(expected["heads"]), "there was a second pass"
 
 
 def test_what_cannot_be_divided_is_named():

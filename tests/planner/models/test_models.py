@@ -123,6 +123,9 @@ def test_a_file_goes_before_a_preset(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.chdir(tmp_path)
     for text in ("opt-13b", "opt-13b/config.json", str(folder)):
         assert resolve_model(text).family == "llama"
+    monkeypatch.chdir(folder)
+    for text in ("config.json", "./config.json", ".", "../opt-13b", str(folder)):
+        assert resolve_model(text).name == "opt-13b"
 
 
 def test_unknown_model_names_the_nearest_and_the_way_out() -> None:

@@ -1,9 +1,12 @@
 """``ullage execute``: whole runs, and processes that are interrupted or lack memory."""
 
+import errno
 import json
+import os
 import re
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import forked
 import numpy as np
@@ -67,6 +70,53 @@ def test_a_run_has_its_first_iterations_however_long_it_was(
     assert (len(run.losses), run.timeline.num_iterations, run.steady_iterations) == (16, 8, (3, 4, 5, 6))
     assert not np.isnan(run.timeline.end_s).any()
     assert json.loads(capsys.readouterr().out)["losses"] == list(run.losses)
+
+
+@pytest.mark.parametrize("num_iterations", [1, 3])
+def test_few_iterations_are_trained_and_not_compared(
+    plan: Path, tmp_path: Path, num_iterations: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also what a checkpoint leaves of a longer run: its results take the place of those of the first part."""
+    words = ["execute", str(plan), "--output-dir", str(tmp_path), "--checkpoint-dir", str(tmp_path / "saved")]
+    losses: list[float] = []
+    for count, more in ((num_iterations, ["--json"]), (2 * num_iterations, ["--json", "--resume"])):
+        assert main([*words, "--iterations", str(count), *more]) == 0
+        printed = json.loads(capsys.readouterr().out)
+        run = load_run(tmp_path / "run.json")
+        assert (run.steady_iterations, list(run.losses)) == ((), printed["losses"])
+        assert (printed["num_iterations"], printed["phases"]["iteration"]["measured"]) == (0, None)
+        losses += run.losses
+    assert len(losses) == 2 * num_iterations
+    assert main(["compare", str(tmp_path / "run.json")]) == 2
+    assert "iterations, which are too few to compare, as the first ones warm up; train" in capsys.readouterr().err
+    assert main([*words[:4], "--iterations", "1"]) == 0
+    assert "not measured: too few iterations" in capsys.readouterr().out
+
+
+def test_a_drive_that_fills_is_noticed_before_training_or_leaves_the_run(
+    plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["execute", str(plan), "--iterations", "1", "--output-dir", str(tmp_path / "out")]
+    saving = ["--save", str(tmp_path / "model"), "--checkpoint-dir", str(tmp_path / "kept")]
+    with monkeypatch.context() as full:
+        full.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=0))
+        for more, option in (([], "--output-dir"), (["--save", str(tmp_path / "model")], "--")):
+            assert main([*words, *more]) == 2
+            assert re.search(rf"{option}\S* needs .* at the end of training, but the drive", capsys.readouterr().err)
+    assert list((tmp_path / "out").iterdir()) == []
+
+    def fails(*_args: object, **_options: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "model")
+
+    monkeypatch.setattr("ullage.commands.execute.run.save", fails)
+    assert main([*words, *saving]) == 2
+    err = " ".join(capsys.readouterr().err.split())
+    assert "the model was not saved: [Errno 28] No space left on device: 'model'; make room, and save again with" in err
+    assert f"`ullage checkpoint export {tmp_path / 'kept'} --output-dir DIR`" in err
+    assert len(load_run(tmp_path / "out/run.json").losses) == 1
+    monkeypatch.setattr("ullage.commands.execute.run.save_run", fails)
+    assert main([*words[:3], "2", *words[4:], *saving[2:]]) == 2
+    assert "iterations, loss" in capsys.readouterr().out
 
 
 @pytest.mark.part(3)
@@ -188,7 +238,7 @@ def test_ctrl_c_ends_with_one_line_and_writes_nothing(plan: Path, tmp_path: Path
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--iterations", "3"], "3 iterations are too few to measure; run at least 6"),
+        (["--iterations", "12", "--replan"], "there are 12; run at least 16"),
         (["--text", "no-such.txt"], "no-such.txt: No such file"),
         (["--device", "cuda"], "plan for that machine"),
         (["--tokens", "no-such.npy"], "no-such.npy: No such file"),

@@ -303,7 +303,10 @@ BAD: dict[str, tuple[Sequence[str], str]] = {
     "no tokenizer": (["--data", "{data}"], "needs a tokenizer; give --tokenizer DIR, or --weights DIR"),
     "two sources": (["--data", "{data}", "--text", "{data}"], "both name training data; give one of them"),
     "how long": (["--epochs", "2", "--iterations", "9"], "both set the length of training; give one"),
-    "too short": (["--epochs", "1", "--drop-last"], "--epochs 1 is 3 iterations, which are too few to measure"),
+    "too short": (
+        ["--epochs", "1", "--drop-last"],
+        "--epochs 1 is 0 iterations, which is too few to train; leave out --drop-last",
+    ),
     "every what": (["--eval-every", "5"], "needs held-out data; give for example --eval-split 0.05"),
     "all of it": (["--eval-split", "1.5"], "'1.5' is not a share between 0 and 1"),
     "no file": (["--data", "nowhere.jsonl", "--tokenizer", "{base}"], "nowhere.jsonl: there is no such file"),
@@ -315,7 +318,7 @@ BAD: dict[str, tuple[Sequence[str], str]] = {
 def test_bad_input_is_one_line(
     base: Path, plan: Path, tmp_path: Path, case: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lines(tmp_path / "data.jsonl", [{"text": "abc"}] * 14)
+    lines(tmp_path / "data.jsonl", [{"text": "abc"}] * (3 if case == "too short" else 14))
     words = [word.format(data=tmp_path / "data.jsonl", base=base) for word in BAD[case][0]]
     if case in {"how long", "too short", "every what", "all of it"}:
         words += ["--data", str(tmp_path / "data.jsonl"), "--tokenizer", str(base)]

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import forked
 import pytest
 
 from ullage.cli.interruption import Interruption, consistent_interrupt
@@ -128,3 +129,17 @@ def test_who_has_own_handlers_keeps_them() -> None:
             assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_a_signal_while_python_ends_ends_with_its_code(tmp_path: Path) -> None:
+    """A second Ctrl-C comes where nothing handles it any more, and the signal itself would end the process."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, signal, sys\nfrom ullage import main\n"
+        "main.main = lambda: signal.SIGINT + 128\n"
+        "try:\n    main.run()\nfinally:\n    os.kill(os.getpid(), int(sys.argv[1]))\n",
+        encoding="utf-8",
+    )
+    for number in (signal.SIGINT, signal.SIGTERM):
+        done = forked.completed(forked.script, str(script), str(int(number)))
+        assert (done.returncode, done.stderr) == (128 + number, "")

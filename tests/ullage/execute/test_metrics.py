@@ -1,7 +1,11 @@
 """What TensorBoard and Prometheus see of an execution."""
 
+import errno
+import os
 import shutil
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -10,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from planner.schedule.tasks import Tier
 from ullage.analysis.runs import load_run
-from ullage.integrations.metrics import Metrics, Prometheus, Sample
+from ullage.integrations.metrics import Metrics, Prometheus, Sample, TensorBoard
 from ullage.main import main
 
 SAMPLE = Sample(6, 2.5, 1e-3, 0.5, 0.4, 256.0, {Tier.GPU: 10}, 2, 1)
@@ -89,3 +93,25 @@ def test_missing_libraries_are_named(host_plan, tmp_path, capsys, monkeypatch, o
     monkeypatch.chdir(tmp_path)
     assert main(["execute", str(host_plan), "--iterations", "7", option, "x.prom"]) == 2
     assert "pip install 'ullage[metrics]'" in capsys.readouterr().err
+
+
+def test_a_full_drive_ends_tensorboard_without_a_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tensorboard.summary.writer import record_writer  # noqa: PLC0415
+
+    shown: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", shown.append)
+
+    def write(_self: object, _data: bytes) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    sink = TensorBoard(tmp_path)
+    sink.write(SAMPLE)
+    threads = [thread for thread in threading.enumerate() if type(thread).__name__ == "_AsyncWriterThread"]
+    monkeypatch.setattr(record_writer.RecordWriter, "write", write)
+    with pytest.raises(OSError, match="No space"):
+        for _ in range(1000):
+            sink.write(SAMPLE)
+            time.sleep(0.01)
+    for thread in threads:
+        thread.join(5)
+    assert shown == []

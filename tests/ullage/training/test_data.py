@@ -169,10 +169,11 @@ ASSISTANT = "<user>1+1<end><assistant>two<end><user>2+2<end><assistant>four<end>
         ({"prompt": "2+2=", "completion": "4"}, "2+2=4<eos>", "4<eos>"),
         ({"messages": CHAT}, ASSISTANT, "two<end>four<end>"),
         ({"prompt": CHAT[:3], "completion": CHAT[3:]}, ASSISTANT, "four<end>"),
+        ({"messages": [*CHAT[:3], CHAT[3] | {"weight": 0}]}, ASSISTANT, "two<end>"),
         ({"messages": CHAT[1:]}, ASSISTANT.removeprefix("<user>1+1<end>"), "two<end>four<end>"),
         ({"text": "to be"}, "to be<eos>", "o be<eos>"),
     ],
-    ids=["instruction", "chat", "chat of a prompt", "chat that begins with an answer", "text"],
+    ids=["instruction", "chat", "chat of a prompt", "chat with a weight", "chat that begins with an answer", "text"],
 )
 @pytest.mark.parametrize("pack", [False, True], ids=["padded", "packed"])
 def test_what_is_learned_of_a_record(
@@ -184,7 +185,9 @@ def test_what_is_learned_of_a_record(
 
 def test_answers_are_found_by_the_marks_of_a_template(tmp_path: Path) -> None:
     rows = [{"messages": CHAT}, {"prompt": CHAT[:3], "completion": CHAT[3:]}]
+    rows.append({"messages": [CHAT[0], CHAT[1] | {"weight": 0}, *CHAT[2:]]})
     assert shown(data_of(tmp_path, rows, 80, tokenizer=make_tokenizer(MARKED))) == [
+        (ASSISTANT, "four<end>"),
         (ASSISTANT, "four<end>"),
         (ASSISTANT, "two<end>four<end>"),
     ]
@@ -235,6 +238,22 @@ BAD = {
         '{"text": "a b"}\n\n{"text": oh}\n',
         {},
         r"data.jsonl, line 3 is not JSON \(Expecting value.*write one",
+    ),
+    "half of a character": (
+        '{"text": "a"}\n{"text": "\\ud83d cut"}\n',
+        {},
+        r"data.jsonl, line 2 has \\ud83d, half of a character; write both halves",
+    ),
+    "nested too deeply": (
+        '{"text": ' + "[" * 50000 + "]" * 50000 + "}\n",
+        {},
+        r"data.jsonl, line 1 is not JSON \(maximum recursion depth.*write one",
+    ),
+    "half of an archive": ("\x1f\udc8b\x08\x00garbage", {}, r"data.jsonl is compressed, and not whole .*; unpack it"),
+    "a weight between": (
+        '{"messages": [{"role": "assistant", "content": "a", "weight": 0.5}]}\n',
+        {},
+        r"line 1: weight of message 1 of messages is 0.5; write 1, or 0",
     ),
     "no record": ('"text"\n', {}, r"line 1 is str, not a record"),
     "other fields": ('{"question": "a"}\n', {}, r"line 1: the record has question; name its fields text, or messages"),
@@ -313,6 +332,7 @@ def test_bad_data_is_one_line(tmp_path: Path, case: str) -> None:
 def test_chat_templates_that_cannot_be_used_are_refused_in_one_line(tmp_path: Path) -> None:
     for template, message in (
         (None, "line 1: the record has messages, but the tokenizer has no chat template; put chat_template.jinja"),
+        ("{% for message in messages %}{{ message.content + 1 }}{% endfor %}", "line 1: the chat template refuses the"),
         ("{{ raise_exception('no system') }}", "line 1: the chat template refuses the messages: no system; correct"),
         (  # earlier answers are shown otherwise
             "{% for message in messages %}<user>{{ message.content[:(9 if loop.last else 1)] }}{% endfor %}",

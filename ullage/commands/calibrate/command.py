@@ -7,7 +7,7 @@ from typing import Any
 
 from hwprofiles.files import check_output, make_folder
 from hwprofiles.profile import HardwareProfile
-from hwprofiles.registry import load_profile, local_profile_path, save_profile
+from hwprofiles.registry import load_profile, local_profile_path, save_profile, update_profile
 from ullage.cli.arguments import parse_bytes, positive_int
 from ullage.commands import Subparsers, command_parser
 from ullage.commands.calibrate import fitting
@@ -129,7 +129,7 @@ def run(args: argparse.Namespace) -> int:
 
     with seconds_bar() as progress:
         profile, report = calibrate(options, kernels(), progress)
-    save_profile(profile, path)
+    profile = _saved(args, profile, path, base)
     _print(args, profile, path, base, report)
     return 0
 
@@ -156,9 +156,19 @@ def _collectives(args: argparse.Namespace, base: HardwareProfile | None, path: P
         raise ValueError("torchrun has started several ranks, which can only measure collectives; add --only fabric")
     profile = calibrate_collectives(base, quick=args.quick)
     if os.environ.get("RANK", "0") == "0":
-        save_profile(profile, path)
+        profile = _saved(args, profile, path, base)
         _print(args, profile, path, base, None)
     return 0
+
+
+def _saved(
+    args: argparse.Namespace, profile: HardwareProfile, path: Path, base: HardwareProfile | None
+) -> HardwareProfile:
+    """Write a profile and return it. Parts that were measured again are written into the file as it is now."""
+    if base is not None and args.output is None:
+        return update_profile(path, base, profile)
+    save_profile(profile, path)
+    return profile
 
 
 def _print(args: argparse.Namespace, profile: HardwareProfile, path: Path, base: Any, report: Any) -> None:

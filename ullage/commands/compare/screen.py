@@ -18,7 +18,7 @@ def render_comparison(comparison: Comparison) -> RenderableType:
     count = comparison.num_iterations
     title = f"phases (measured: mean of the middle {comparison.num_read} of {count} iterations)"
     if not count:
-        title = "phases (not measured: too few iterations had all micro-batches in the planned shape)"
+        title = "phases (not measured: too few iterations, or none had all micro-batches in the planned shape)"
     return Group(
         _rows(title, comparison.phases, {}),
         "",

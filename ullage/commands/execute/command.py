@@ -53,7 +53,7 @@ def add_parser(subparsers: Subparsers) -> None:
         dest="num_iterations",
         type=positive_int,
         metavar="N",
-        help="optimizer steps, at least 6 (default: 30, or those of --epochs)",
+        help="optimizer steps (default: 30, or those of --epochs); fewer than 6 are not compared with the prediction",
     )
     parser.add_argument(
         "--text",

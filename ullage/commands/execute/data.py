@@ -1,20 +1,25 @@
 """The training data of ``ullage execute``, and the number of iterations."""
 
+import shutil
 from collections.abc import Callable
 from typing import Any, Final, final
 
+from executor.devices.lanes import NUM_RECORDED
 from executor.weights.files import weights_folder
 from executor.weights.folder import check_new
 from hwprofiles.files import check_regular, make_folder
 from planner.plan.document import Plan
 from ullage.data import Data
 from ullage.data.files import data_files
+from ullage.output.formatting import si
 from ullage.training.batches import check_knows_text, check_takes_tokens, vocabulary_for_data
 from ullage.training.options import ExecuteOptions
 from ullage.training.processes import Process
 from ullage.training.text import Tokens, read_text, read_tokens
 from ullage.training.trainer import Step, Trainer
 
+_WIDTHS: Final = {"bfloat16": 2, "float16": 2, "float32": 4}  # bytes of a weight
+_TIMES_BYTES: Final = 16  # of a task of an iteration in run.json, at least
 _ITERATIONS: Final = 30  # default without --iterations and --epochs
 
 
@@ -76,6 +81,26 @@ def check_places(options: ExecuteOptions) -> None:
         check_new(options.save)
     elif options.save_dtype is not None:
         raise ValueError(f"--save-dtype {options.save_dtype} is the type for --save; give --save DIR")
+
+
+def check_room(plan: Plan, options: ExecuteOptions, length: int) -> None:
+    """Check that drives have room for what is written at the end of training, before it begins.
+
+    Raises:
+        ValueError: there is too little.
+    """
+    tasks = plan.schedule().num_tasks * min(length, NUM_RECORDED)
+    needs = {("--output-dir", options.output_dir): tasks * _TIMES_BYTES}
+    if options.save is not None:
+        width = plan.decisions.precision.weight_bytes if options.save_dtype is None else _WIDTHS[options.save_dtype]
+        trained = sum(unit.num_params for unit in plan.units())  # of LoRA only the adapters are saved
+        needs["--save", options.save.absolute().parent] = trained * width
+    for (option, folder), num_bytes in needs.items():
+        if (free := shutil.disk_usage(folder).free) < num_bytes:
+            raise ValueError(
+                f"{option} needs {si(num_bytes, 'B')} at the end of training, but the drive of {folder} has "
+                f"{si(free, 'B')} free; make room, or give a folder on another drive"
+            )
 
 
 def training_data(plan: Plan, options: ExecuteOptions, process: Process) -> Tokens | Data | None:

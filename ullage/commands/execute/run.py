@@ -21,11 +21,18 @@ from planner.schedule.tasks import MemoryClass, Tier
 from planner.schedule.timeline import Timeline
 from planner.schedule.trace import chrome_trace, write_trace
 from ullage.analysis.comparison import Comparison, compare_record
-from ullage.analysis.runs import RunRecord, rows, save_run
+from ullage.analysis.runs import MIN_MEASURED, RunRecord, rows, save_run
 from ullage.analysis.simulation import simulate
 from ullage.cli.interruption import InterruptedTrainingError, Interruption
 from ullage.commands.compare.screen import render_comparison
-from ullage.commands.execute.data import Evaluations, check_data, check_places, num_iterations, training_data
+from ullage.commands.execute.data import (
+    Evaluations,
+    check_data,
+    check_places,
+    check_room,
+    num_iterations,
+    training_data,
+)
 from ullage.data import Data
 from ullage.integrations.metrics import Metrics, Prometheus, Sink, TensorBoard
 from ullage.output.console import console, write_json
@@ -42,7 +49,6 @@ from ullage.training.trainer import Step, Trainer, check_machine
 
 # Iterations that warm up (first touches, compiled kernels) are not measured, nor is the one whose memory is metered.
 _FIRST_STEADY = 3
-MIN_ITERATIONS = _FIRST_STEADY + 3
 REPLAN_AFTER = 10
 _WARMUP_ITERATIONS = 5
 _BAR = 10  # columns of the bar, so that a progress line has at most 80
@@ -61,7 +67,7 @@ def execute(plan: Plan, options: ExecuteOptions) -> RunRecord | None:
 
     Raises:
         PlanError: the plan was made for another kind of machine, or for another number of processes.
-        ValueError: there are too few iterations or tokens, the model does not know a token, or the function of a
+        ValueError: there are too few tokens, the model does not know a token, or the function of a
             captured model does not exist.
         OSError: the data cannot be read or the results cannot be written.
         OutOfMemoryError: training takes more memory of a tier than there is.
@@ -85,6 +91,7 @@ def execute(plan: Plan, options: ExecuteOptions) -> RunRecord | None:
         make_folder("--output-dir", options.output_dir)  # before training, so that a bad path does not waste a run
         for name in (_RUN, _TRACE):
             check_output("--output-dir", options.output_dir / name)
+        check_room(plan, options, length)
     sinks = _sinks(options, plan) if process.is_first else []
     storage = options.storage_dir or options.output_dir
     with Trainer(
@@ -105,6 +112,11 @@ def execute(plan: Plan, options: ExecuteOptions) -> RunRecord | None:
         _write(options, trained.record, trained.replanned)
     if options.checkpoint_places:
         _print_checkpoints(options, trainer, trained)
+    if trained.not_saved is not None:
+        again = "train again with --checkpoint-dir, so that nothing is lost"
+        if options.checkpoint_places:
+            again = f"save again with `ullage checkpoint export {options.checkpoint_places[0]} --output-dir DIR`"
+        raise OSError(f"the model was not saved: {trained.not_saved}; make room, and {again}") from trained.not_saved
     return trained.record
 
 
@@ -124,13 +136,13 @@ def _check_checkpoints(options: ExecuteOptions) -> None:
 
 
 def _check_length(options: ExecuteOptions, length: int) -> None:
-    words = f"--epochs {options.epochs} is {length} iterations, which" if options.epochs else f"{length} iterations"
-    if length < MIN_ITERATIONS:
-        raise ValueError(f"{words} are too few to measure; run at least {MIN_ITERATIONS}")
-    if options.replan and length < REPLAN_AFTER + MIN_ITERATIONS:
+    words = f"--epochs {options.epochs} is {length} iterations, which is" if options.epochs else f"{length} iterations"
+    if length < 1:
+        raise ValueError(f"{words} too few to train; leave out --drop-last, or give more data")
+    if options.replan and length < REPLAN_AFTER + MIN_MEASURED:
         raise ValueError(
-            f"--replan plans again after {REPLAN_AFTER} iterations and measures at least {MIN_ITERATIONS} more, but "
-            f"there are {length}; run at least {REPLAN_AFTER + MIN_ITERATIONS}"
+            f"--replan plans again after {REPLAN_AFTER} iterations and measures at least {MIN_MEASURED} more, but "
+            f"there are {length}; run at least {REPLAN_AFTER + MIN_MEASURED}"
         )
 
 
@@ -157,9 +169,10 @@ def _print_checkpoints(options: ExecuteOptions, trainer: Trainer, trained: "_Tra
 
 @dataclasses.dataclass(frozen=True)
 class _Trained:
-    record: RunRecord | None  # None after too few iterations
+    record: RunRecord | None  # None if a signal came before the first iteration ended
     replanned: Replanned | None
     signal: int | None  # the signal that ended training early
+    not_saved: OSError | None  # why ``--save`` failed
 
 
 def _train(
@@ -208,16 +221,16 @@ def _train(
             if interruption is not None and trainer.session.collectives.mean(float(interruption.signal is not None)):
                 break  # all ranks leave after the same iteration
         record = None
-        if trainer.session.iteration >= MIN_ITERATIONS:
+        if losses:
             timeline = trainer.session.timeline() if first is None else first
             record = _record(options, trainer, losses, evaluations, timeline)
         ended_by = None if interruption is None else interruption.signal
-        _save(options, trainer, data, ended_by, warn)
+        not_saved = _save(options, trainer, data, ended_by, warn)
         trainer.close(give_back=False)
         _warn_about_checkpoints(trainer, num_seen, warn, skip=trainer.iteration)
     if record is not None and replanned is not None and replanned.switched:
         record = record.model_copy(update={"before": before})
-    return _Trained(record, replanned, ended_by)
+    return _Trained(record, replanned, ended_by, not_saved)
 
 
 def _save(
@@ -226,12 +239,19 @@ def _save(
     data: Tokens | Data | None,
     ended_by: int | None,
     report: Callable[[str], None],
-) -> None:
-    """With ``--save``, save the model and the tokenizer of its data, unless training was interrupted."""
+) -> OSError | None:
+    """With ``--save``, save the model and the tokenizer of its data, unless training was interrupted.
+
+    Return why that failed: what was measured, and a last checkpoint, are worth keeping.
+    """
     if options.save is not None and ended_by is None:
         tokenizer = data.tokenizer if isinstance(data, Data) else None
-        save(trainer.optimizer, options.save, dtype=options.save_dtype, tokenizer=tokenizer)
+        try:
+            save(trainer.optimizer, options.save, dtype=options.save_dtype, tokenizer=tokenizer)
+        except OSError as error:
+            return error
         report(f"model saved in {options.save}")
+    return None
 
 
 def _sinks(options: ExecuteOptions, plan: Plan) -> list[Sink]:
@@ -283,13 +303,15 @@ def _watch(plan: Plan) -> DriftWatch:
 
 
 def _write(options: ExecuteOptions, record: RunRecord, replanned: Replanned | None) -> None:
-    save_run(record, options.output_dir / _RUN)
     parts = {"": record} | ({" before": record.before} if record.before else {})
     timelines: dict[str, Timeline] = {}
     for words, part in parts.items():
         timelines |= {f"predicted{words}": simulate(part.plan).timeline, f"measured{words}": part.timeline}
-    write_trace(options.output_dir / _TRACE, chrome_trace(timelines))
-    _report(options, record, {words: compare_record(part) for words, part in parts.items()}, replanned)
+    try:
+        save_run(record, options.output_dir / _RUN)
+        write_trace(options.output_dir / _TRACE, chrome_trace(timelines))
+    finally:  # if the drive is full, the screen is what remains
+        _report(options, record, {words: compare_record(part) for words, part in parts.items()}, replanned)
 
 
 @contextlib.contextmanager
@@ -383,5 +405,7 @@ def _report(
     if replanned is not None:
         out.print(replanned.render(iteration.measured))
         out.print()
+    if not (options.output_dir / _TRACE).exists():
+        return
     out.print(f"run written to {options.output_dir / _RUN}")
     out.print(f"trace written to {options.output_dir / _TRACE} (open it in ui.perfetto.dev)")

@@ -1,5 +1,6 @@
 """The screen of `ullage plan`."""
 
+import shlex
 from pathlib import Path
 
 from rich.table import Table
@@ -36,7 +37,7 @@ def plan_screen(plan: Plan, path: Path, *, default_hardware: bool) -> None:
         default_hardware: whether the hardware is the packaged default, because none was given.
     """
     out = console()
-    out.print(facts(_summary(plan, default_hardware=default_hardware)))
+    out.print(facts(_summary(plan, path, default_hardware=default_hardware)))
     out.print()
     out.print(memory_table(plan.prediction.memory))
     out.print()
@@ -81,7 +82,7 @@ def memory_table(memory: dict[Tier, TierMemory], allocator: AllocatorUse | None 
     return result
 
 
-def _summary(plan: Plan, *, default_hardware: bool) -> dict[str, str]:
+def _summary(plan: Plan, path: Path, *, default_hardware: bool) -> dict[str, str]:
     decided, seen, hardware = plan.decisions, plan.prediction, plan.hardware
     chosen = " (the default; choose another with --hardware)" if default_hardware else ""
     return {
@@ -100,7 +101,7 @@ def _summary(plan: Plan, *, default_hardware: bool) -> dict[str, str]:
         "best": gap_line(plan),
         **({"faster": faster} if (faster := faster_line(plan)) else {}),
         "placement": describe(decided, plan.units()),
-        **_execution(plan),
+        **_execution(plan, path),
         **_storage(plan),
     }
 
@@ -132,7 +133,7 @@ def _choice(plan: Plan) -> dict[str, str]:
     return {"choice": f"{made.words}: the best found of {len(choices)}, and the bound holds for all of them"}
 
 
-def _execution(plan: Plan) -> dict[str, str]:
+def _execution(plan: Plan, path: Path) -> dict[str, str]:
     """Return why a plan cannot be executed, or how to start its processes."""
     decided = plan.decisions
     stages = decided.pipeline_parallel
@@ -141,7 +142,8 @@ def _execution(plan: Plan) -> dict[str, str]:
         return {"execution": f"planned and simulated, not executed: {', '.join(ahead)}"}
     if decided.num_devices == 1:
         return {}
-    return {"execution": f"one process per device: {launch_line(decided.num_devices, ranks_per_node(plan))}"}
+    line = launch_line(decided.num_devices, ranks_per_node(plan), plan=shlex.quote(str(path)))
+    return {"execution": f"one process per device: {line}"}
 
 
 def _host_memory(plan: Plan) -> dict[str, str]:

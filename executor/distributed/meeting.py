@@ -1,0 +1,113 @@
+"""How ranks meet: they make process groups over gloo, and exchange what they need before they have a session.
+
+[Note: Lost handshakes] gloo connects each pair of ranks when a group is made. On a busy machine a rank may lose such a
+connection: it raises an error, and the others wait for it until the group's timeout. So that timeout is short until
+the group is there. Then all ranks exchange, through the store, whether they have it, and if one has not, all try again.
+"""
+
+import contextlib
+import datetime as dt
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
+
+from executor.distributed.watchdog import TIMEOUT, RankError, Watchdog
+
+_ATTEMPTS: Final = 3
+_HANDSHAKE_S: Final = 8.0  # of one attempt: three take less than half a minute
+
+
+def join(size: int) -> None:
+    """Make the default process group if there is none, and check its size.
+
+    Raises:
+        ValueError: the number of processes is another.
+        RankError: a rank is missing, or cannot be reached.
+    """
+    remedy = f"start one process per device: torchrun --nproc-per-node {size} (a node), plus --nnodes for several"
+    if not dist.is_initialized():
+        started = int(os.environ.get("WORLD_SIZE", "1"))
+        if started != size:
+            raise ValueError(f"the plan is for {size} devices, but {started} process(es) were started; {remedy}")
+        store, rank, _ = next(rendezvous("env://", timeout=TIMEOUT))
+        begin(store, rank, size)
+    if dist.get_world_size() != size:
+        raise ValueError(
+            f"the plan is for {size} devices, but the process group has {dist.get_world_size()} ranks; {remedy}"
+        )
+
+
+def begin(store: Any, rank: int, size: int) -> None:
+    """Make the default process group over a store of ``torch.distributed``.
+
+    Raises:
+        RankError: a rank is missing, or cannot be reached.
+    """
+    own, attempts = _next(store, "begins", rank), iter(range(_ATTEMPTS))
+
+    def make(timeout: dt.timedelta) -> dist.ProcessGroup:
+        dist.distributed_c10d._world.group_count = 0  # an attempt that fails may count, and it names the group
+        place = PrefixStore(f"attempt {next(attempts)}", own)
+        dist.init_process_group("gloo", store=place, rank=rank, world_size=size, timeout=timeout)
+        return dist.distributed_c10d._get_default_group()
+
+    with Watchdog(own, rank, size) as watchdog:
+        _connected(watchdog, make)
+
+
+def new_group(watchdog: Watchdog, ranks: Sequence[int] | None = None) -> dist.ProcessGroup:
+    """Make a process group over gloo, of all ranks by default. All ranks call it, also those outside.
+
+    Raises:
+        RankError: a rank has failed, or cannot be reached.
+    """
+    return _connected(watchdog, lambda timeout: dist.new_group(ranks, backend="gloo", timeout=timeout))
+
+
+def session_store() -> PrefixStore:
+    """Return a part of the ranks' store for one more :class:`Watchdog`. All ranks call it equally often."""
+    return _next(dist.distributed_c10d._get_default_store(), "sessions", dist.get_rank())
+
+
+@contextlib.contextmanager
+def meeting(size: int) -> Iterator[Watchdog]:
+    """Return a context in which ranks exchange texts before they have a session, and notice if one fails.
+
+    Raises:
+        ValueError: the number of processes is another.
+        RankError: a rank has failed, or is missing.
+    """
+    join(size)
+    with Watchdog(session_store(), dist.get_rank(), size) as watchdog:
+        yield watchdog
+
+
+def _next(store: Any, what: str, rank: int) -> PrefixStore:
+    return PrefixStore(f"ullage {what} {store.add(f'ullage {what} of rank {rank}', 1)}", store)
+
+
+def _connected(watchdog: Watchdog, make: Callable[[dt.timedelta], dist.ProcessGroup]) -> dist.ProcessGroup:
+    """Make a process group on all ranks; see [Note: Lost handshakes]."""
+    for _ in range(_ATTEMPTS):
+        group, lost = None, ""
+        try:
+            group = make(dt.timedelta(seconds=_HANDSHAKE_S))
+        except RuntimeError as error:
+            lost = f"{error}".partition("\n")[0] or "no reason given"
+        is_member = isinstance(group, dist.ProcessGroup)  # else torch returns a placeholder
+        every = watchdog.exchange(lost)
+        if group is not None and not any(every):
+            if is_member:
+                dist.distributed_c10d._set_pg_timeout(TIMEOUT, group)
+            return group
+        if is_member:
+            dist.destroy_process_group(group)
+    rank = next(rank for rank, words in enumerate(every) if words)
+    raise RankError(
+        f"rank {rank} could not connect to the others in {_ATTEMPTS} attempts of {_HANDSHAKE_S:g} s ({every[rank]}); "
+        "check the network between them (GLOO_SOCKET_IFNAME chooses an interface), and start again"
+    )
