@@ -93,6 +93,14 @@ def load(optimizer: OffloadedOptimizer, weights: str | Path, *, strict: bool = T
             RuntimeWarning,
             stacklevel=2,
         )
+    if steps := max((parameter.step for _, parameter in session.runtime.state.parameters()), default=0):
+        warnings.warn(
+            f"the weights are those of {files.folder} now, but the optimizer keeps its moments and step counts "
+            f"({steps} steps), which belong to other weights: this is another trajectory; to go on with a run, resume "
+            "from its checkpoint (ullage.Checkpoints), which has both",
+            RuntimeWarning,
+            stacklevel=2,
+        )
     return Loaded(files.folder, files.num_bytes, origins.missing, origins.unused, time.perf_counter() - begin_s)
 
 
