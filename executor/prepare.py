@@ -7,7 +7,7 @@ import gc
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, final
+from typing import Any, Final, NamedTuple, NoReturn, cast, final
 
 import torch
 from torch import nn
@@ -193,6 +193,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         Raises:
             GradientError: the plan has no clipping.
         """
+        self.session.runtime.machine.check()
         return nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], max_norm)
 
     def state_dict(self) -> dict[str, Any]:
@@ -238,7 +239,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             failure = error
         if self.session.collectives.any(failure is not None):
             raise failure or ValueError("another rank cannot load its state; see the error of that rank")
-        with self.session.access.changing():
+        with self.session.access.changing("load_state_dict()"):
             self.write_states(entries)
             for group, their in zip(self.param_groups, state_dict["param_groups"], strict=True):
                 group.update({k: v for k, v in their.items() if k not in {"params", ROUNDS}})
@@ -354,7 +355,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self, config: ExecutionConfig, transfer: TransferFile, steps: Mapping[str, int]
     ) -> Exception | None:
         """Begin a session with the transferred state; return the error if it cannot begin."""
-        del self.session
+        self.session = _BETWEEN_PLANS
         gc.collect()  # reference cycles hold the old session's memory
         torch.cuda.empty_cache()  # cached blocks have the old sizes; does nothing without a GPU
         try:
@@ -362,7 +363,6 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         except (ValueError, MemoryError, OSError) as error:
             for name, parameter in self._wholes.items():
                 parameter.data = transfer[name]
-            self.session = None  # type: ignore[assignment]  # until the old plan's session is back
             return error.with_traceback(None)  # its frames would hold memory
         groups = {self.session.name_of(p): group for group in self.param_groups for p in group["params"]}
         held = {entry.shard.name: entry for _, entry in self.session.access.parameter_states().values()}
@@ -371,9 +371,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             trained = steps[name] or self.entry.starts_at
             keys = [key for key in self._keys(held[name].kind) if trained or key == "master"]
             entries[name] = ({key: transfer[f"{name}/{key}"] for key in keys}, groups.get(name, self.defaults))
-        self.write_states(entries)
-        for _, entry in self.session.access.parameter_states().values():
-            entry.step = steps[entry.shard.name]
+        with self.session.access.changing("the change of plan"):
+            self.write_states(entries)
+            for _, entry in self.session.runtime.state.by_name.values():
+                entry.step = steps[entry.shard.name]
         return None
 
     @property
@@ -434,12 +435,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         found = [(u, p) for u, p in self.session.access.parameter_states().values() if p.shard.name in entries]
         if self.session.runtime.snapshots is not None:
             self.session.runtime.snapshots.take_remaining()  # checkpoints that have begun need the old state
-        for _, parameter in found:
-            # If an optimizer does not count steps, having state means that it has taken one.
-            entry, _ = entries[parameter.shard.name]
-            there = any(entry.get(key) is not None for key in self.entry.of(parameter.kind).buffers)
-            parameter.step = int(entry.get("step", there))
-        with self.session.access.changing():
+        with self.session.access.changing("load_state_dict()"):
+            for _, parameter in found:
+                # If an optimizer does not count steps, having state means that it has taken one.
+                entry, _ = entries[parameter.shard.name]
+                there = any(entry.get(key) is not None for key in self.entry.of(parameter.kind).buffers)
+                parameter.step = int(entry.get("step", there))
             for unit in {id(unit): unit for unit, _ in found}.values():
                 self._write_unit(unit, entries)
 
@@ -476,6 +477,24 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 target.copy_(parameter.state_of(part, values))
         if part.piece.place is Place.NVME and "master" in values_of:
             master.copy_(parameter.values_of(part, values_of["master"]))
+
+
+class _NoSession:
+    """Stands in for the session while the plan changes. If an interruption leaves it there, every call says so."""
+
+    closed = failed = True
+
+    def close(self, **_options: object) -> None:
+        """Do nothing: the old session is closed already."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise OutOfOrderError(
+            f"the change of plan did not complete, so there is no session with {name}; make the model again, prepare() "
+            "it and resume from a checkpoint"
+        )
+
+
+_BETWEEN_PLANS: Final = cast("Session", _NoSession())
 
 
 def _own_state(session: Session, unit: UnitState) -> tuple[torch.Tensor, ...]:

@@ -193,7 +193,7 @@ class Progress:
         ):
             self._loop.reach(expected.op, expected.unit)
         self._machine.end_open()
-        self.task = None
+        self._backward_ended(micro_batch)
         self._watching_end = False
         self._left.clear()
-        self._backward_ended(micro_batch)
+        self.task = None  # last: until then, no step is allowed

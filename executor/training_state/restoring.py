@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import torch
 
-from executor.checkpoint import Checkpoint, CheckpointError, ReadRequest
+from executor.checkpoint import Checkpoint, CheckpointError, DamagedError, ReadRequest
 from executor.checkpoint.files.flusher import Buffer
 from executor.checkpoint.source import MASTER
 from executor.distributed.shards import assemble, whole_name
@@ -76,21 +76,22 @@ def restore(optimizer: OffloadedOptimizer, checkpoint: Checkpoint) -> dict[str, 
         for unit in units
         if all(_has_exact_shard(checkpoint, entry, _keys(optimizer, entry.kind)) for entry in unit.parameters)
     ]
-    with session.access.changing():
+    before = [dict(group) for group in groups]
+    with session.access.changing("resume()", DamagedError):
         _read_exact_shards(optimizer, checkpoint, alike)
         _read_whole_parameters(optimizer, checkpoint, [unit for unit in units if unit not in alike], extra["steps"])
-    session.runtime.state.absent -= session.runtime.state.by_parameter.keys()
-    for _, entry in held:
-        entry.step = int(extra["steps"][entry.shard.name])
-    warn_of_differences(groups, saved_groups, order, str(checkpoint.folder))
-    for group, index in zip(groups, order, strict=True):
-        for key, value in saved_groups[index].items():
-            if key == ROUNDS:  # the plan says what the master copy is
-                continue
-            group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
-    if len(of_ranks) == collectives.size:
-        set_rng_state(extra["rng"])
-        session.sync_rng_state()  # the checkpoint may have had other tensor-parallel ranks
+        session.runtime.state.absent -= session.runtime.state.by_parameter.keys()
+        for _, entry in held:
+            entry.step = int(extra["steps"][entry.shard.name])
+        for group, index in zip(groups, order, strict=True):
+            for key, value in saved_groups[index].items():
+                if key == ROUNDS:  # the plan says what the master copy is
+                    continue
+                group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+        if len(of_ranks) == collectives.size:
+            set_rng_state(extra["rng"])
+            session.sync_rng_state()  # the checkpoint may have had other tensor-parallel ranks
+    warn_of_differences(before, saved_groups, order, str(checkpoint.folder))
     return extra
 
 

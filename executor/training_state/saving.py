@@ -164,7 +164,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
                 case the model's weights are lost.
         """
         there, refused = candidates(self.levels.stores) if self._rank == 0 else ([], [])
-        path = None
+        path, lost = None, False
         for path in self._found_by_rank_0(there):
             failure = f"{path}: another rank cannot read its part"
             with contextlib.ExitStack() as stack:
@@ -181,12 +181,16 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
                         failure, restored = str(error), False
                     if not self._session.collectives.any(not restored):
                         return Resumed(path, checkpoint.manifest.step, tuple(refused), extra)
+                    lost = True
             refused.append(failure)
         if path is not None:
-            raise CheckpointError(
+            none_whole = CheckpointError(
                 f"no checkpoint is whole: {'; '.join(refused)}; copy one from a backup, or start training again with "
                 "another place for checkpoints"
             )
+            if lost:  # parts of several are there now
+                self._session.runtime.fail("resume()", none_whole)
+            raise none_whole
         return Resumed(refused=tuple(refused))
 
     def _found_by_rank_0(self, there: Sequence[tuple[int, Folder]]) -> Iterator[Folder]:
