@@ -70,6 +70,11 @@ class IterationDriver:
         self.gradients = UserGradients(
             decisions, (p for _, p in runtime.state.parameters()), self._norms, self._end_early
         )
+        # See [Note: Interrupted] in executor.runtime.
+        self._forward = Unbroken(runtime, "forward", keeps=True, expected=(GradientError,))
+        self._backward = Unbroken(runtime, "backward()", keeps=True, expected=(GradientError,))
+        self._clipping = Unbroken(runtime, "clipping, or optimizer.step()", keeps=True, expected=(GradientError,))
+        self._updating = Unbroken(runtime, "optimizer.step()")
         self.progress = Progress(
             runtime.loop,
             runtime.machine,
@@ -77,12 +82,8 @@ class IterationDriver:
             decisions,
             backward_begins=self._backward_begins,
             backward_ended=self._backward_ended,
+            unbroken=self._backward,
         )
-        # See [Note: Interrupted] in executor.runtime.
-        self._forward = Unbroken(runtime, "forward", keeps=True, expected=(GradientError,))
-        self._backward = Unbroken(runtime, "backward()", keeps=True, expected=(GradientError,))
-        self._clipping = Unbroken(runtime, "clipping, or optimizer.step()", keeps=True, expected=(GradientError,))
-        self._updating = Unbroken(runtime, "optimizer.step()")
         shared = {unit.name: unit.shared_units for unit in units}
         self.visibility = WeightVisibility(runtime.state, shared, shards.values())
 

@@ -26,7 +26,7 @@ from planner.schedule.tasks import Op, Tier
 
 
 @final
-class Unbroken:
+class Unbroken(contextlib.AbstractContextManager[None]):
     """A context for a part of a call that changes the session: if it does not complete, the session has failed.
 
     [Note: Interrupted] A signal's handler may raise anywhere (Ctrl-C, time limits). Calls that only read can then be
@@ -97,7 +97,7 @@ class Runtime:
     ) -> None:
         self.backend = backend
         self.ranks = ranks
-        self._may_keep = ranks is None and decisions.update_start == "step"
+        self._updates_at_step = decisions.update_start == "step"
         self.inside_iteration = False
         self.parked = False
         self.doing = "iteration 1"
@@ -142,9 +142,14 @@ class Runtime:
             ranks.num_values = len(state.by_name)
             ranks.watch(self.machine.fail, self._waits_for)
 
+    @property
+    def has_last_step(self) -> bool:
+        """Whether master copies are those of the last step once all issued tasks have ended."""
+        return self._updates_at_step or not self.inside_iteration
+
     def fail(self, call: str, error: BaseException, *, keeps: bool = False) -> None:
         """Mark the session as failed, because a call did not complete; see [Note: Interrupted]."""
-        keeps = keeps and self._may_keep and not self.machine.stopped
+        keeps = keeps and self.ranks is None and self.has_last_step and not self.machine.stopped
         reason = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
         left = (
             "which gives the model the weights of the last step"

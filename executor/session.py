@@ -173,8 +173,8 @@ class Session(contextlib.AbstractContextManager["Session"]):
 
     @property
     def closed(self) -> bool:
-        """Whether the model has been given back."""
-        return not self._undo
+        """Whether the model has been given back. If Ctrl-C interrupted that, :meth:`close` goes on with it."""
+        return self._has_left or not self._undo
 
     def name_of(self, parameter: torch.Tensor) -> str:
         """Return the plan's name of one of the model's parameters."""
@@ -373,9 +373,9 @@ class Session(contextlib.AbstractContextManager["Session"]):
         Args:
             give_back: whether the model gets its weights. If not, its parameters have no values afterwards.
         """
-        if self.closed:
+        if not self._undo:
             return
-        if self.runtime.parked and not self.failed:
+        if self.runtime.parked and not self.failed and not self._has_left:
             self.unpark()
         if not self._has_left:
             try:
@@ -403,8 +403,13 @@ class Session(contextlib.AbstractContextManager["Session"]):
             if self._ranks is not None:
                 self._ranks.all.barrier()
             self._on_all_ranks = self._has_left = True
-        elif not runtime.machine.stopped and self.decisions.update_start == "step":
+        elif not runtime.machine.stopped and runtime.has_last_step:
+            was_left = runtime.machine.failed
             runtime.drain()
+            if runtime.machine.stopped:  # a task has failed or hangs
+                if not was_left:
+                    runtime.machine.check()
+                return
             self.driver.visibility.release()
             runtime.state.give_back(in_iteration=True)
             self._has_left = True

@@ -34,7 +34,7 @@ Perform = Callable[[Task, int], None]
 
 
 class LaneError(RuntimeError):
-    """A task failed in the thread of its lane; its exception is the cause."""
+    """The session has failed: a task in the thread of its lane (its exception is the cause), or a call half way."""
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -185,14 +185,21 @@ class LaneMachine(contextlib.AbstractContextManager["LaneMachine"]):
         self._wait_for_events()
 
     def drain(self) -> None:
-        """Wait as :meth:`wait` does, after a failure that has left the lanes running."""
-        self._wait_until_idle()
-        self._wait_for_events()
+        """Wait as :meth:`wait` does, after a failure that has left the lanes running. If no task ends, stop."""
+        self._wait_until_idle(_END_S)
+        if not self._stopped:
+            self._wait_for_events()
 
-    def _wait_until_idle(self) -> None:
+    def _wait_until_idle(self, longest_s: float | None = None) -> None:
+        """Wait until nothing is pending. Stop if no task ends within ``longest_s``: a drive may hang."""
+
         def until_idle() -> None:
+            num_ended = -1
             with self._changed:
-                self._changed.wait_for(lambda: self._stopped or not self._num_pending)
+                while not self._changed.wait_for(lambda: self._stopped or not self._num_pending, longest_s):
+                    if num_ended == self.num_ended:
+                        self._stop()
+                    num_ended = self.num_ended
 
         self.end_open()
         self._wait_in_caller(until_idle)

@@ -65,15 +65,17 @@ PLANS = {
     "streamed": streamed,
     "NVMe": uniform("nvme", "nvme"),
     "recomputed": uniform("host", "cpu", "recompute"),
+    "updated during backward": uniform("host", "cpu"),
 }
 
 
 class Training:
     """A session after two steps, with what a right one gives."""
 
-    def __init__(self, plan: str, folder: Path, files: Path | None = None, update_start: str = "step") -> None:
+    def __init__(self, plan: str, folder: Path, files: Path | None = None) -> None:
         self.task, self.folder = TASK, folder
-        self.decisions = decide(TASK, PLANS[plan], clip=False, update_start=update_start)
+        start = "backward" if plan == "updated during backward" else "step"
+        self.decisions = decide(TASK, PLANS[plan], clip=False, update_start=start)
         self.model, self.optimizer = prepare(TASK, self.decisions, checkpoint_buffer_bytes=1 << 20)
         self.session = self.optimizer.session
         self.checkpoints = Checkpoints(self.optimizer, Level(folder / "saved"))
