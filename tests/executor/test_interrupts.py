@@ -257,6 +257,29 @@ def check_refusals(training: Training, call: str, where: str) -> None:
             assert "did not complete (KeyboardInterrupt)" in str(refusal.value), f"{where}: {name}: {refusal.value}"
 
 
+def test_weights_that_are_read_again_after_ctrl_c_are_of_one_step(tmp_path):
+    """Those on the device are copied there at the first read after a step, one after another."""
+    training = Training("resident, updated by the host", tmp_path)
+    training.step(0)
+    actions, copied = training.session.runtime.actions, []
+    upload = actions.upload
+
+    def interrupted_upload(*piece):
+        copied.append(piece)
+        if len(copied) == FEW:
+            raise KeyboardInterrupt
+        upload(*piece)
+
+    actions.upload = interrupted_upload
+    with pytest.raises(KeyboardInterrupt):
+        training.weights()
+    found, state = training.weights(), training.optimizer.state_dict()["state"]
+    names = [training.session.name_of(p) for group in training.optimizer.param_groups for p in group["params"]]
+    for name, entry in zip(names, state.values(), strict=True):
+        assert torch.equal(found[name], entry["master"].bfloat16()), name
+    training.close()
+
+
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_call_that_is_interrupted_anywhere_is_whole_or_said_to_have_failed(plan, files, tmp_path):
