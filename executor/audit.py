@@ -190,6 +190,7 @@ class Audit:
         if self.paused or not self._due:
             return
         begin_s = time.perf_counter()
+        self._stop()  # of an iteration that was left half way
         most = max(MOST_BYTES, *(case.num_bytes for case in self._due))
         self._cases = []
         while self._due and sum(case.num_bytes for case in self._cases) + self._due[0].num_bytes <= most:

@@ -1,10 +1,16 @@
-"""Checks that a plan and an optimizer can be executed. Errors name the reason."""
+"""Checks that a plan, an optimizer and a saved state can be executed. Errors name the reason."""
 
-from collections.abc import Mapping
+import contextlib
+import math
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
+
+from executor.optimizer.blocks import SCALES
+from executor.optimizer.passes import BLOCK
 from executor.optimizer.reference import ROUNDS, rounds
-from executor.optimizer.table import OptimizerEntry
+from executor.optimizer.table import ENTRIES, OptimizerEntry
 from planner.decisions import Decisions
 from planner.graph import Unit
 from planner.optimizers import is_hidden_matrix
@@ -85,3 +91,107 @@ def _check_kinds(group: dict[str, Any], names: Mapping[int, str]) -> None:
                 f"{name} with shape {shape} is in a group of {given}, but the plan updates it with {planned}; pass "
                 "model.named_parameters() to ullage.Muon, or move it to another group"
             )
+
+
+def check_saved_group(entry: OptimizerEntry, index: int, own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Check that a saved group has all numbers that an optimizer's group needs.
+
+    Raises:
+        ValueError: a number is missing or has another type, or the group is another optimizer's.
+    """
+    class_name = entry.torch_class.__name__
+    try:
+        kept = {key: own[key] for key in ("seed",) if key in own}  # optimizers that are converted from lack it
+        entry.rule(kept | {**saved})
+    except KeyError as missing:
+        raise ValueError(
+            f"group {index} of the state has no {missing.args[0]}, which {class_name} needs; the state is of another "
+            "optimizer: make the optimizer that was saved"
+        ) from None
+    except TypeError as error:
+        raise ValueError(f"group {index} of the state has a number of another type: {error}") from error
+    if "seed" in saved and not entry.converts:
+        raise ValueError(
+            f"group {index} of the state has a seed: it is of AdamWBf16 or AdamW8bit, but the optimizer is "
+            f"{class_name}; make the optimizer that was saved"
+        )
+    for flag, wanted in (
+        ("decoupled_weight_decay", entry.torch_class is not torch.optim.Adam),
+        ("use_muon", own.get("use_muon")),
+    ):
+        if flag in saved and wanted is not None and bool(saved[flag]) is not wanted:
+            raise ValueError(
+                f"group {index} of the state has {flag}={saved[flag]}, but {class_name} has {wanted} there; the state "
+                "is of another optimizer: make the optimizer that was saved"
+            )
+
+
+def check_saved_state(own: OptimizerEntry, name: str, shape: torch.Size, saved: Mapping[str, Any]) -> None:
+    """Check that a parameter's saved state is one of its optimizer, whole, and in its shape.
+
+    Args:
+        own: the optimizer of the parameter.
+        name: of the parameter.
+        shape: of the parameter.
+        saved: its saved state. Empty, or without values: it has taken no step.
+
+    Raises:
+        ValueError: it is not.
+    """
+    values = {key: value for key, value in saved.items() if value is not None and key != "master"}
+    if not values and "master" not in saved:
+        return
+    wanted = _saved_keys(own, values)
+    if values and values.keys() != wanted:
+        if other := next(
+            (e.torch_class.__name__ for e in _all_entries() if values.keys() == _saved_keys(e, values)), ""
+        ):
+            raise ValueError(
+                f"the state of {name} has {_listed(values)}: it is of {other}, but the optimizer is "
+                f"{own.torch_class.__name__}, whose state has {_listed(wanted)}; make the optimizer that was saved"
+            )
+        wrong = min(wanted ^ values.keys())
+        raise ValueError(
+            f"the state of {name} has {'no' if wrong in wanted else 'a'} {wrong}, but that of "
+            f"{own.torch_class.__name__} has {_listed(wanted)}; load a whole state of this optimizer"
+        )
+    for key, value in saved.items():
+        if value is not None:
+            _check_value(name, key, value, shape, is_code=SCALES.get(key) in saved)
+
+
+def _all_entries() -> Iterator[OptimizerEntry]:
+    for entry in ENTRIES:
+        yield entry
+        if entry.others is not None:
+            yield entry.others
+
+
+def _saved_keys(entry: OptimizerEntry, saved: Mapping[str, Any]) -> set[str]:
+    """Return the keys of a state, which has scales of its moments if ``saved`` has any."""
+    keys = {key for key in entry.buffers if key not in SCALES.values()} | ({"step"} if entry.counts_steps else set())
+    with_scales = any(key in saved for key in SCALES.values())
+    return keys | {SCALES[key] for key in keys & SCALES.keys() if with_scales and entry.converts}
+
+
+def _listed(keys: Any) -> str:
+    return ", ".join(sorted(keys))
+
+
+def _check_value(name: str, key: str, value: Any, shape: torch.Size, *, is_code: bool) -> None:
+    if key == "step":
+        step = math.nan
+        with contextlib.suppress(TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several values
+            step = float(value)
+        if not (step >= 0 and step.is_integer()):
+            raise ValueError(f"the step of {name} in the state is {value}, but must be a whole number of at least 0")
+        return
+    shapes = [tuple(shape), *([(-(-shape.numel() // BLOCK),)] if key in SCALES.values() else [])]
+    found = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+    if found not in shapes:
+        raise ValueError(
+            f"{key} of {name} has shape {found} in the state, but {shapes[-1]} is needed; load a state of this model"
+        )
+    kind = "on the meta device, without values" if value.is_meta else str(value.dtype).removeprefix("torch.")
+    if value.is_meta or value.layout is not torch.strided or not (value.is_floating_point() or is_code):
+        raise ValueError(f"{key} of {name} is {kind} in the state, but must be a dense floating-point tensor")

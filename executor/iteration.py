@@ -22,7 +22,7 @@ from executor.module.user_gradients import UserGradients
 from executor.module.visibility import WeightVisibility
 from executor.optimizer.table import OptimizerEntry
 from executor.progress import Progress
-from executor.runtime import Runtime
+from executor.runtime import Runtime, Unbroken
 from executor.state_access import StateAccess
 from executor.tasks.updates import ParameterUpdate
 from planner.decisions import Decisions, Place
@@ -74,6 +74,11 @@ class IterationDriver:
         self.gradients = UserGradients(
             decisions, (p for _, p in runtime.state.parameters()), self._norms, self._end_early
         )
+        # See [Note: Interrupted] in executor.runtime.
+        self._forward = Unbroken(runtime, "forward", keeps=True, expected=(GradientError,))
+        self._backward = Unbroken(runtime, "backward()", keeps=True, expected=(GradientError,))
+        self._clipping = Unbroken(runtime, "clipping, or optimizer.step()", keeps=True, expected=(GradientError,))
+        self._updating = Unbroken(runtime, "optimizer.step()")
         self.progress = Progress(
             runtime.loop,
             runtime.machine,
@@ -81,6 +86,7 @@ class IterationDriver:
             decisions,
             backward_begins=self._backward_begins,
             backward_ended=self._backward_ended,
+            unbroken=self._backward,
         )
         shared = {unit.name: unit.shared_units for unit in units}
         self.visibility = WeightVisibility(runtime.state, shared, shards.values(), access)
@@ -98,22 +104,30 @@ class IterationDriver:
             LaneError: a task failed on some lane.
         """
         if in_backward():
-            self.progress.recompute(unit)
-            self.visibility.show(unit)
+            with self._backward:
+                self.progress.recompute(unit)
+                self.visibility.show(unit)
         elif not self.trains:
             self._access.evaluate(unit)
             self.visibility.show(unit)
         elif not self.progress.is_at(Op.FORWARD, unit):
-            if not self.unit and (expected := self._loop.expected()) is not None:
-                self.accumulation.begin_forward(expected.micro_batch)
-                if expected.op is Op.FORWARD and expected.micro_batch:
-                    self.gradients.begin_micro_batch(self._loop.iteration)
-            if not self._runtime.inside_iteration:
-                self._begin()
-            self.progress.forward(unit)
-            if unit in self._units:  # in this stream's order, its updates have ended: see [Note: Spent]
-                self._units[unit].spent.clear()
-            self.visibility.show(unit)
+            self._check_begin()
+            with self._forward:
+                self._reach_forward(unit)
+        elif self._runtime.machine.failed:
+            self._runtime.machine.check()
+
+    def _reach_forward(self, unit: str) -> None:
+        if not self.unit and (expected := self._loop.expected()) is not None:
+            self.accumulation.begin_forward(expected.micro_batch)
+            if expected.op is Op.FORWARD and expected.micro_batch:
+                self.gradients.begin_micro_batch(self._loop.iteration)
+        if not self._runtime.inside_iteration:
+            self._begin()
+        self.progress.forward(unit)
+        if unit in self._units:  # in this stream's order, its updates have ended: see [Note: Spent]
+            self._units[unit].spent.clear()
+        self.visibility.show(unit)
 
     def on_backward(self, unit: str) -> None:
         """Backward has reached a unit. Raises as :meth:`on_forward`."""
@@ -121,13 +135,15 @@ class IterationDriver:
             raise OutOfOrderError(
                 "backward came for a forward that was an evaluation; call model.train() before the forward"
             )
-        if not self.progress.is_at(Op.BACKWARD, unit):
-            self.progress.backward(unit)
-        self.visibility.show(unit)
+        with self._backward:
+            if not self.progress.is_at(Op.BACKWARD, unit):
+                self.progress.backward(unit)
+            self.visibility.show(unit)
 
     def on_recomputed(self, unit: str) -> None:
         """Recomputation of the segment that ends with this unit has ended. Raises as :meth:`on_forward`."""
-        self.progress.recomputed(unit)
+        with self._backward:
+            self.progress.recomputed(unit)
 
     def on_logits(self, unit: str) -> Callable[[], contextlib.AbstractContextManager[None]]:
         """See :class:`executor.callbacks.HeadCallbacks`."""
@@ -211,25 +227,30 @@ class IterationDriver:
             OutOfOrderError: no micro-batch has run, or one is under way.
             LaneError: a task failed on some lane.
         """
+        self._runtime.machine.check()
         self.visibility.check_unmodified()
         self.accumulation.check_step()
-        self._end_early()
-        expected = self._loop.expected()
-        if expected is not None and expected.op is not Op.CLIP:
-            raise OutOfOrderError(
-                f"optimizer.step() was called when the plan expects {expected.name}; the plan has "
-                f"{self._decisions.num_micro_batches} forward and backward for every step. {LEFT_HALF_WAY}"
-            )
-        self._reach_clip()
-        if self._audit.is_active:
-            self._end_audit()
-        self.gradients.begin_step(self._loop.iteration)
-        if self._decisions.update_start == "step":
-            self._begin_updates()
-        self._runtime.machine.end_open()
-        self._loop.finish()
-        self.visibility.show("")
-        self._runtime.inside_iteration = False
+        for group in self._groups:
+            self._entry.rule(group)  # raises before anything is done
+        with self._clipping:
+            self._end_early()
+            expected = self._loop.expected()
+            if expected is not None and expected.op is not Op.CLIP:
+                raise OutOfOrderError(
+                    f"optimizer.step() was called when the plan expects {expected.name}; the plan has "
+                    f"{self._decisions.num_micro_batches} forward and backward for every step. {LEFT_HALF_WAY}"
+                )
+            self._reach_clip()
+            if self._audit.is_active:
+                self._end_audit()
+            self.gradients.begin_step(self._loop.iteration)
+            with self._updating:
+                if self._decisions.update_start == "step":
+                    self._begin_updates()
+                self._runtime.machine.end_open()
+                self._loop.finish()
+                self.visibility.show("")
+                self._runtime.inside_iteration = False
 
     def hook_parameters(self) -> Iterator[Callable[[], None]]:
         """Collect each gradient as soon as it is accumulated; yield functions that undo this."""
@@ -241,13 +262,14 @@ class IterationDriver:
             leaf.requires_grad_(trains)
             yield handle.remove
 
-    def _begin(self) -> None:
+    def _check_begin(self) -> None:
+        """Check that an iteration can begin, if none is under way."""
+        self._runtime.machine.check()
+        if self._runtime.inside_iteration:
+            return
         self._runtime.state.check_frozen()
         self._runtime.check_has_weights()
         self._runtime.check_unparked()
-        self._runtime.doing = f"iteration {self._loop.iteration + 1}"
-        self._access.end_evaluation()
-        self._access.cast_due()
         self.visibility.check_unmodified()
         kind, dtype = self._runtime.backend.device.type, self._runtime.state.dtype
         if torch.is_autocast_enabled(kind) and (other := torch.get_autocast_dtype(kind)) != dtype:
@@ -255,6 +277,11 @@ class IterationDriver:
                 f"autocast to {other} is on, but the plan computes with {dtype} weights; leave autocast, or plan with "
                 "another --precision"
             )
+
+    def _begin(self) -> None:
+        self._runtime.doing = f"iteration {self._loop.iteration + 1}"
+        self._access.end_evaluation()
+        self._access.cast_due()
         self._runtime.inside_iteration = True
         self.gradients.begin_iteration()
 
@@ -278,8 +305,11 @@ class IterationDriver:
 
     def _end_early(self) -> None:
         """End the iteration if only some of its micro-batches have run; see [Note: Short groups]."""
-        if not (num_complete := self.progress.num_complete):
-            return
+        if num_complete := self.progress.num_complete:
+            with self._clipping:
+                self._end_after(num_complete)
+
+    def _end_after(self, num_complete: int) -> None:
         self.accumulation.check_step()
         iteration = self._loop.iteration
         self._runtime.doing = f"iteration {iteration + 1}, which ended after micro-batch {num_complete}"
@@ -332,11 +362,17 @@ class IterationDriver:
             )
 
     def _reach_clip(self) -> None:
+        if self.progress.task is not None:
+            raise OutOfOrderError(f"backward() did not complete, so that gradients are missing. {LEFT_HALF_WAY}")
         expected = self._loop.expected()
         if expected is not None and expected.op is Op.CLIP:
             self._loop.reach(Op.CLIP)
 
     def _norms(self) -> dict[str, torch.Tensor]:
+        with self._clipping:
+            return self._find_norms()
+
+    def _find_norms(self) -> dict[str, torch.Tensor]:
         self._reach_clip()
         self._runtime.doing = f"clipping, or reading norms, in iteration {self._loop.iteration + 1}"
         return self._runtime.actions.gradients.norms(self._loop.iteration)
@@ -367,8 +403,9 @@ class IterationDriver:
                 )
             gradient, leaf.grad = leaf.grad, None
             assert gradient is not None
-            if self._audit.is_active:
-                self._audit.collect(parameter.shard.name, gradient)
-            gradients.collect(unit, parameter, gradient, task.micro_batch, loop.iteration)
+            with self._backward:
+                if self._audit.is_active:
+                    self._audit.collect(parameter.shard.name, gradient)
+                gradients.collect(unit, parameter, gradient, task.micro_batch, loop.iteration)
 
         return collect

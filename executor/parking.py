@@ -8,7 +8,6 @@ and kept for the next time.
 """
 
 import dataclasses
-import functools
 import time
 from collections.abc import Callable, Iterator
 from typing import final
@@ -65,8 +64,10 @@ class Parking:
         self._access = access
         self._link_bytes_per_s = link_bytes_per_s
         self._host: torch.Tensor | None = None
+        self._num_taken = 0
         self._moved: list[tuple[torch.Tensor, torch.Tensor]] = []  # on the device, and on the host
         self._undo: list[Callable[[], None]] = []
+        self._released: list[tuple[torch.Tensor, int]] = []  # buffers without memory, and their bytes
 
     def park(self, *, keep_weights: bool) -> Moved:
         """See :meth:`executor.session.Session.park`."""
@@ -81,13 +82,15 @@ class Parking:
         slabs += [frozen for unit in units if not keep_weights for frozen in _device_only_frozen(unit)]
         buffers = list(self._buffers())
         place = self._host_memory_for([*own, *slabs, *buffers])
-        self._moved = [(tensor, place[id(tensor)]) for tensor in (*slabs, *buffers)]
+        moved = [(tensor, place[id(tensor)]) for tensor in (*slabs, *buffers)]
         for unit in units if not keep_weights else ():
             device, host = unit.own_weights, place.get(id(unit.own_weights))
-            self._moved += [] if host is None else [(device[held], host[held]) for held in _updated_on_device(unit)]
-        for tensor, there in self._moved:
+            moved += [] if host is None else [(device[held], host[held]) for held in _updated_on_device(unit)]
+        for tensor, there in moved:
             runtime.backend.copy(there, tensor)
         runtime.actions.synchronize()
+        self._moved = moved
+        runtime.parked = True  # from here on, both places have all values, and unpark() undoes whatever was done
         for unit in units:
             self._read_from_host(unit, place, hides=not keep_weights)
         if not keep_weights:
@@ -95,30 +98,33 @@ class Parking:
         staying = [tensor for unit in units if keep_weights for tensor in _resident_tensors(unit)]
         device_bytes = runtime.gpu.release({tensor.untyped_storage()._cdata for tensor in staying})
         for buffer in buffers:
-            self._undo.append(functools.partial(runtime.backend.restore, buffer, runtime.backend.release(buffer)))
-        runtime.parked = True
+            self._released.append((buffer, buffer.untyped_storage().nbytes()))
+            runtime.backend.release(buffer)
         return self._result(0, device_bytes, begin_s)
 
     def unpark(self) -> Moved:
-        """See :meth:`executor.session.Session.unpark`."""
+        """See :meth:`executor.session.Session.unpark`. Until it is done, it can be done again."""
         runtime = self._runtime
         begin_s = time.perf_counter()
         device_bytes = runtime.gpu.restore()  # if that raises, the session stays parked
-        while self._undo:
-            self._undo.pop()()
+        for buffer, num_bytes in self._released:
+            runtime.backend.restore(buffer, num_bytes)
         for tensor, there in self._moved:
             runtime.backend.copy(tensor, there)
+        runtime.actions.synchronize()
+        while self._undo:
+            self._undo[-1]()
+            self._undo.pop()
         for unit in runtime.state.units.values():
             for piece in unit.pieces if unit.on_device else ():
                 if piece.place is Place.STREAM:
                     unit.own(piece).copy_(unit.master(piece))
-        runtime.actions.synchronize()
-        runtime.parked = False
         self._access.forget_current()
-        self._access.make_current("unpark()")  # uploads weights that the host updates
+        self._access.make_current("unpark()", unparks=True)  # uploads weights that the host updates
         runtime.actions.synchronize()
         result = self._result(1, device_bytes, begin_s)
-        self._moved = []
+        runtime.parked = False
+        self._moved, self._released = [], []
         return result
 
     def _result(self, way: int, device_bytes: int, begin_s: float) -> Moved:
@@ -143,7 +149,8 @@ class Parking:
         """Return host memory for tensors, by identity."""
         num_bytes = sum(_aligned(tensor.nbytes) for tensor in tensors)
         if self._host is None or len(self._host) < num_bytes:
-            name = "parked" if self._host is None else "parked with weights"
+            self._num_taken += 1  # first: the block may be taken, and this call interrupted
+            name = f"parked {self._num_taken}"
             self._host = self._runtime.host.take(name, MemoryClass.OPTIMIZER, num_bytes, torch.uint8)
         found, start = {}, 0
         for tensor in tensors:

@@ -4,14 +4,15 @@ import collections
 import contextlib
 import dataclasses
 import gc
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, final
+from typing import Any, Final, NamedTuple, NoReturn, cast, final
 
 import torch
 from torch import nn
 
-from executor.checks import check_decisions
+from executor.checks import check_decisions, check_saved_group, check_saved_state
 from executor.distributed.shards import ParameterShard
 from executor.memory.moments import by_value, converted
 from executor.memory.pieces import Part, state_buffers
@@ -133,14 +134,14 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             self._given = optimizer
             self._model = model
             self._config = config
-            self.write_states(
-                {
-                    session.name_of(parameter): (state, group)
-                    for group in self.param_groups
-                    for parameter in group["params"]
-                    if (state := optimizer.state.get(parameter))
-                }
-            )
+            given = {
+                session.name_of(parameter): (state, group)
+                for group in self.param_groups
+                for parameter in group["params"]
+                if (state := optimizer.state.get(parameter))
+            }
+            self._check_entries(given)
+            self.write_states(given)
             failing.pop_all()
         optimizer.state.clear()
 
@@ -194,6 +195,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         Raises:
             GradientError: the plan has no clipping.
         """
+        self.session.runtime.machine.check()
         return nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], max_norm)
 
     def state_dict(self) -> dict[str, Any]:
@@ -222,28 +224,70 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state that was returned by :meth:`state_dict` of this class or of the given optimizer's class.
 
-        If there is no ``master``, weights become the master copy, as planned. Every rank passes the whole state.
+        All of the state is checked before anything changes. If there is no ``master``, weights become the master copy,
+        as planned. Every rank passes the whole state. A warning names a parameter for which it has no entry.
 
         Raises:
-            ValueError: the groups differ from this optimizer's in number or size.
+            ValueError: the groups differ from this optimizer's in number or size, or the state is not whole, or that of
+                another model or optimizer; nothing has changed.
             OutOfOrderError: in the middle of an iteration, or the session is closed.
         """
         self._check_open("load_state_dict()")
-        theirs = state_dict["param_groups"]
-        if [len(g["params"]) for g in theirs] != [len(g["params"]) for g in self.param_groups]:
+        self.session.access.check_idle()
+        failure: ValueError | None = None
+        try:
+            entries = self._entries_of(state_dict)
+        except ValueError as error:
+            failure = error
+        if self.session.collectives.any(failure is not None):
+            raise failure or ValueError("another rank cannot load its state; see the error of that rank")
+        with self.session.access.changing("load_state_dict()"):
+            self.write_states(entries)
+            for group, their in zip(self.param_groups, state_dict["param_groups"], strict=True):
+                group.update({k: v for k, v in their.items() if k not in {"params", ROUNDS}})
+
+    def _entries_of(self, state_dict: dict[str, Any]) -> dict[str, _Entry]:
+        """Return the entry of each parameter in a saved state, all of which is checked.
+
+        Raises:
+            ValueError: something is missing, or belongs to another model or optimizer.
+        """
+        if lacking := {"state", "param_groups"} - {*state_dict}:
+            raise ValueError(f"the state has no {min(lacking)!r}; load what optimizer.state_dict() returned")
+        states, theirs = state_dict["state"], state_dict["param_groups"]
+        sizes = [len(g["params"]) for g in self.param_groups]
+        if [len(g.get("params", ())) for g in theirs] != sizes:
             raise ValueError(
-                f"the state has groups of {[len(g['params']) for g in theirs]} parameters, this optimizer has "
-                f"{[len(g['params']) for g in self.param_groups]}; make the optimizer with the saved groups"
+                f"the state has groups of {[len(g.get('params', ())) for g in theirs]} parameters, this optimizer has "
+                f"{sizes}; make the optimizer with the saved groups"
             )
-        self.write_states(
-            {
-                self.session.name_of(parameter): (state_dict["state"].get(number, {}), their)
-                for group, their in zip(self.param_groups, theirs, strict=True)
-                for number, parameter in zip(their["params"], group["params"], strict=True)
-            }
-        )
-        for group, their in zip(self.param_groups, theirs, strict=True):
-            group.update({k: v for k, v in their.items() if k not in {"params", ROUNDS}})
+        numbers = collections.Counter(number for their in theirs for number in their["params"])
+        wrong = [*(states.keys() - numbers.keys()), *(number for number, count in numbers.items() if count > 1)]
+        if wrong:
+            raise ValueError(f"entry {wrong[0]} of the state is in no group, or in several; load a whole state")
+        entries: dict[str, _Entry] = {
+            self.session.name_of(parameter): (states.get(number, {}), their)
+            for group, their in zip(self.param_groups, theirs, strict=True)
+            for number, parameter in zip(their["params"], group["params"], strict=True)
+        }
+        self._check_entries(entries)
+        for index, (group, their) in enumerate(zip(self.param_groups, theirs, strict=True)):
+            check_saved_group(self.entry, index, group, their)
+        missing = [name for name in self.session.runtime.state.by_parameter if name in entries and not entries[name][0]]
+        if self._keeps_state and 0 < len(missing) < len(entries):
+            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            warnings.warn(
+                f"the state has no entry for {missing[0]}{more}: as in torch, steps and moments begin at 0 there",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+        return entries
+
+    def _check_entries(self, entries: Mapping[str, _Entry]) -> None:
+        held = self.session.runtime.state.by_parameter
+        for name, (state, _) in entries.items():
+            for _, parameter in held.get(name, ())[:1]:  # frozen parameters have no state
+                check_saved_state(self.entry.of(parameter.kind), name, parameter.shard.whole_shape, state)
 
     def switch_plan(self, config: ExecutionConfig, folder: Path) -> int:
         """Switch to another plan between two iterations, and keep weights and state.
@@ -313,7 +357,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self, config: ExecutionConfig, transfer: TransferFile, steps: Mapping[str, int]
     ) -> Exception | None:
         """Begin a session with the transferred state; return the error if it cannot begin."""
-        del self.session
+        self.session = _BETWEEN_PLANS
         gc.collect()  # reference cycles hold the old session's memory
         torch.cuda.empty_cache()  # cached blocks have the old sizes; does nothing without a GPU
         try:
@@ -321,7 +365,6 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         except (ValueError, MemoryError, OSError) as error:
             for name, parameter in self._wholes.items():
                 parameter.data = transfer[name]
-            self.session = None  # type: ignore[assignment]  # until the old plan's session is back
             return error.with_traceback(None)  # its frames would hold memory
         groups = {self.session.name_of(p): group for group in self.param_groups for p in group["params"]}
         held = {entry.shard.name: entry for _, entry in self.session.access.parameter_states().values()}
@@ -330,15 +373,21 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             trained = steps[name] or self.entry.starts_at
             keys = [key for key in self._keys(held[name].kind) if trained or key == "master"]
             entries[name] = ({key: transfer[f"{name}/{key}"] for key in keys}, groups.get(name, self.defaults))
-        self.write_states(entries)
-        for _, entry in self.session.access.parameter_states().values():
-            entry.step = steps[entry.shard.name]
+        with self.session.access.changing("the change of plan"):
+            self.write_states(entries)
+            for _, entry in self.session.runtime.state.by_name.values():
+                entry.step = steps[entry.shard.name]
         return None
 
     @property
     def _keeps_master(self) -> bool:
         """Whether there are master copies beside the weights."""
         return not self._config.decisions.precision.master_is_weight
+
+    @property
+    def _keeps_state(self) -> bool:
+        """Whether any parameter has state beside its weight: SGD without momentum has none."""
+        return any(group.get("momentum", True) for group in self.param_groups)
 
     def _keys(self, kind: Optimizer) -> tuple[str, ...]:
         """Return the names of a parameter's saved state: the master copy (if any), then the optimizer's buffers."""
@@ -388,12 +437,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         found = [(u, p) for u, p in self.session.access.parameter_states().values() if p.shard.name in entries]
         if self.session.runtime.snapshots is not None:
             self.session.runtime.snapshots.take_remaining()  # checkpoints that have begun need the old state
-        for _, parameter in found:
-            # If an optimizer does not count steps, having state means that it has taken one.
-            entry, _ = entries[parameter.shard.name]
-            there = any(entry.get(key) is not None for key in self.entry.of(parameter.kind).buffers)
-            parameter.step = int(entry.get("step", there))
-        with self.session.access.changing():
+        with self.session.access.changing("load_state_dict()"):
+            for _, parameter in found:
+                # If an optimizer does not count steps, having state means that it has taken one.
+                entry, _ = entries[parameter.shard.name]
+                there = any(entry.get(key) is not None for key in self.entry.of(parameter.kind).buffers)
+                parameter.step = int(entry.get("step", there))
             for unit in {id(unit): unit for unit, _ in found}.values():
                 self._write_unit(unit, entries)
 
@@ -432,6 +481,24 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             master.copy_(parameter.values_of(part, values_of["master"]))
 
 
+class _NoSession:
+    """Stands in for the session while the plan changes. If an interruption leaves it there, every call says so."""
+
+    closed = failed = True
+
+    def close(self, **_options: object) -> None:
+        """Do nothing: the old session is closed already."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise OutOfOrderError(
+            f"the change of plan did not complete, so there is no session with {name}; make the model again, prepare() "
+            "it and resume from a checkpoint"
+        )
+
+
+_BETWEEN_PLANS: Final = cast("Session", _NoSession())
+
+
 def _own_state(session: Session, unit: UnitState) -> tuple[torch.Tensor, ...]:
     """Return the rank's state of a unit by value, float32 ``[shard]``, on the host: as many as a piece has at most."""
     count = max((piece.num_tensors for piece in unit.pieces), default=1)
@@ -447,6 +514,6 @@ def _own_state(session: Session, unit: UnitState) -> tuple[torch.Tensor, ...]:
 def _shard_of_entry(parameter: ParameterState, entry: _Entry, keys: tuple[str, ...]) -> _Entry:
     """Return this rank's shard of a parameter's saved state, flat, with these keys of buffers."""
     values_of, group = entry
-    tensors = {key: values for key, values in values_of.items() if key != "step" and values is not None}
+    tensors = {key: values.cpu() for key, values in values_of.items() if key != "step" and values is not None}
     shares = {key: parameter.shard.part(values).reshape(-1) for key, values in by_value(tensors).items()}
     return converted(shares, keys), group

@@ -1,5 +1,6 @@
 """Tracks where the model is in the schedule. When a hook of a unit fires, its compute task is reached."""
 
+import contextlib
 from collections.abc import Callable
 from typing import Final, final
 
@@ -24,6 +25,7 @@ class Progress:
     Args:
         backward_begins: called when the backward of a micro-batch begins, before its first task is issued.
         backward_ended: called with the micro-batch when its backward has ended.
+        unbroken: a context for the end of a backward.
 
     Attributes:
         task: the compute task that runs; ``None`` outside forward and backward.
@@ -38,6 +40,7 @@ class Progress:
         *,
         backward_begins: Callable[[int], None],
         backward_ended: Callable[[int], None],
+        unbroken: contextlib.AbstractContextManager[None],
     ) -> None:
         self.task: Task | None = None
         self._loop = loop
@@ -47,6 +50,7 @@ class Progress:
         self._first = next(task.unit for task in loop.schedule.tasks if task.op is Op.FORWARD)
         self._backward_begins = backward_begins
         self._backward_ended = backward_ended
+        self._unbroken = unbroken
         self._segment = {unit.name: {u.name for u in segment} for segment in segments(units) for unit in segment}
         self._recompute_ops = {
             name: AGAIN.get(unit.activations, Op.RECOMPUTE) for name, unit in decisions.units.items()
@@ -189,6 +193,10 @@ class Progress:
             self._left.add(expected.unit)
 
     def _end(self) -> None:
+        with self._unbroken:
+            self._end_backward()
+
+    def _end_backward(self) -> None:
         assert self.task is not None
         micro_batch = self.task.micro_batch
         while (
@@ -198,7 +206,7 @@ class Progress:
         ):
             self._loop.reach(expected.op, expected.unit)
         self._machine.end_open()
-        self.task = None
+        self._backward_ended(micro_batch)
         self._watching_end = False
         self._left.clear()
-        self._backward_ended(micro_batch)
+        self.task = None  # last: until then, no step is allowed

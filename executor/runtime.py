@@ -6,7 +6,7 @@ from typing import final
 
 from executor.devices.backend import Backend
 from executor.devices.cores import Cores
-from executor.devices.lanes import LaneMachine
+from executor.devices.lanes import LaneError, LaneMachine
 from executor.distributed.ranks import Ranks
 from executor.distributed.shards import ParameterShard
 from executor.memory.activations import OffloadedActivations
@@ -23,6 +23,39 @@ from planner.graph import Unit
 from planner.lowering import lower
 from planner.schedule.loop import Loop, OutOfOrderError
 from planner.schedule.tasks import Op, Tier
+
+
+@final
+class Unbroken(contextlib.AbstractContextManager[None]):
+    """A context for a part of a call that changes the session: if it does not complete, the session has failed.
+
+    [Note: Interrupted] A signal's handler may raise anywhere (Ctrl-C, time limits). Calls that only read can then be
+    made again: what they remember is set after the work that it describes, and forgotten before. Parking and unparking
+    can be called again too. Around everything else stands this context. It marks the session as failed, and every later
+    call says so. In forward and backward, weights and state of the last step are still whole where updates begin at the
+    step: then lanes finish them, and ``close()`` gives the weights back.
+
+    Args:
+        runtime: of the session.
+        call: the call, in words.
+        keeps: whether weights and state stay those of the last step.
+        expected: errors that leave everything as it was, or are followed by a call that sets it.
+    """
+
+    def __init__(
+        self, runtime: "Runtime", call: str, *, keeps: bool = False, expected: tuple[type[BaseException], ...] = ()
+    ) -> None:
+        self._runtime = runtime
+        self._call = call
+        self._keeps = keeps
+        self._expected: tuple[type[BaseException], ...] = (OutOfOrderError, *expected)
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        if error is not None and not isinstance(error, self._expected):
+            self._runtime.fail(self._call, error, keeps=self._keeps)
 
 
 @final
@@ -64,6 +97,7 @@ class Runtime:
     ) -> None:
         self.backend = backend
         self.ranks = ranks
+        self._updates_at_step = decisions.update_start == "step"
         self.inside_iteration = False
         self.parked = False
         self.doing = "iteration 1"
@@ -100,12 +134,35 @@ class Runtime:
             capacity_bytes=None if options.device == "cuda" else options.gpu_capacity_bytes,
             record=options.record,
             on_stop=self._has_stopped,
+            closes_when_interrupted=ranks is not None,
         )
         failing.callback(self.machine.close)
         self.loop = Loop(schedule, self.machine)
         if ranks is not None:
             ranks.num_values = len(state.by_name)
             ranks.watch(self.machine.fail, self._waits_for)
+
+    @property
+    def has_last_step(self) -> bool:
+        """Whether master copies are those of the last step once all issued tasks have ended."""
+        return self._updates_at_step or not self.inside_iteration
+
+    def fail(self, call: str, error: BaseException, *, keeps: bool = False) -> None:
+        """Mark the session as failed, because a call did not complete; see [Note: Interrupted]."""
+        keeps = keeps and self.ranks is None and self.has_last_step and not self.machine.stopped
+        reason = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
+        left = (
+            "which gives the model the weights of the last step"
+            if keeps
+            else "whose weights are NaN then, because those of one step no longer exist"
+        )
+        failure = LaneError(
+            f"{call} did not complete ({reason}), and the session cannot go on: close it (optimizer.session.close()), "
+            f"{left}, and resume from a checkpoint in a new session"
+        )
+        self.machine.fail(failure, stops=not keeps)
+        if self.ranks is not None:
+            self.ranks.report_failure(error)
 
     def check_has_weights(self) -> None:
         """Check that all weights have values.
@@ -139,6 +196,14 @@ class Runtime:
             LaneError: a task failed on some lane.
         """
         self.machine.wait()
+        self._rest()
+
+    def drain(self) -> None:
+        """Wait as :meth:`synchronize` does, after a failure that has left the lanes running."""
+        self.machine.drain()
+        self._rest()
+
+    def _rest(self) -> None:
         self.actions.synchronize()
         for unit in self.state.units.values():
             unit.spent.clear()

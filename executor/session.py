@@ -37,7 +37,7 @@ from executor.optimizer.table import OptimizerEntry
 from executor.options import SessionOptions, backend_of
 from executor.packed import with_own_storage
 from executor.parking import Moved, Parking
-from executor.runtime import Runtime
+from executor.runtime import Runtime, Unbroken
 from executor.state_access import StateAccess
 from planner.decisions import Decisions
 from planner.graph import Unit
@@ -84,6 +84,7 @@ class Session(contextlib.AbstractContextManager["Session"]):
         self.decisions = decisions
         self._meter: Meter | None = None
         self._undo: list[Callable[[], None]] = []
+        self._has_left = self._on_all_ranks = False  # whether parameters are what they are to be after close()
         backend = backend_of(options)
         self._ranks = ranks = Ranks.of(decisions, backend.device)
         self.collectives = HostCollectives(ranks)
@@ -183,12 +184,12 @@ class Session(contextlib.AbstractContextManager["Session"]):
     @property
     def failed(self) -> bool:
         """Whether its state is not that after a step: the session has stopped, or is in the middle of an iteration."""
-        return self.runtime.machine.stopped or self.runtime.inside_iteration
+        return self.runtime.machine.failed or self.runtime.inside_iteration
 
     @property
     def closed(self) -> bool:
-        """Whether the model has been given back."""
-        return not self._undo
+        """Whether the model has been given back. If Ctrl-C interrupted that, :meth:`close` goes on with it."""
+        return self._has_left or not self._undo
 
     def name_of(self, parameter: torch.Tensor) -> str:
         """Return the plan's name of one of the model's parameters."""
@@ -236,6 +237,7 @@ class Session(contextlib.AbstractContextManager["Session"]):
                 other weights.
             ValueError: the model has no weights yet, or has quantized weights but no adapters.
         """
+        self.access.check_idle()
         naming = self.naming()
         weights = self.reader(dtype)
         if not naming.adapters:
@@ -289,6 +291,7 @@ class Session(contextlib.AbstractContextManager["Session"]):
             OutOfOrderError: in the middle of an iteration, or the session is parked already.
             DeviceMemoryError: the host has too little memory; nothing has changed.
         """
+        self.access.check_idle()
         self.runtime.check_has_weights()
         return self._parking.park(keep_weights=keep_weights)
 
@@ -299,6 +302,7 @@ class Session(contextlib.AbstractContextManager["Session"]):
             OutOfOrderError: the session is not parked.
             DeviceMemoryError: another program holds the memory; the session stays parked.
         """
+        self.access.check_idle()
         if not self.runtime.parked:
             raise OutOfOrderError("the session is not parked; call session.park() before session.unpark()")
         return self._parking.unpark()
@@ -386,37 +390,62 @@ class Session(contextlib.AbstractContextManager["Session"]):
         Args:
             give_back: whether the model gets its weights. If not, its parameters have no values afterwards.
         """
-        if self.closed:
+        if not self._undo:
             return
-        if self.runtime.parked and not self.failed:
+        if self.runtime.parked and not self.failed and not self._has_left:
             self.unpark()
-        on_all_ranks = found = False
-        runtime, driver = self.runtime, self.driver
-        driver.visibility.release()
-        try:
-            if not self.failed:
-                runtime.doing = f"close(), after {self.iteration} iterations"
-                runtime.check_same_call()
-                self.access.make_current(runtime.doing)
-                if give_back:
-                    self._give_back()
-                if self._ranks is not None:
-                    self._ranks.all.barrier()
-                on_all_ranks = found = True
-            elif not runtime.machine.stopped and self.decisions.update_start == "step":
-                self.synchronize()
-                runtime.state.give_back(in_iteration=True)
-                found = True
-        finally:
-            if not found:
-                runtime.state.give_back(lost=True)
-            self.access.is_closed = True
-            runtime.close()
-            self._give_cores_back()
-            self._undo_all()
-            driver.gradients.clear()
+        if not self._has_left:
+            try:
+                with Unbroken(self.runtime, "session.close()", keeps=True):
+                    self._leave(give_back=give_back)
+            except Exception:
+                self._end()
+                raise
+            except BaseException:  # Ctrl-C: if the weights are still there, the caller may close again
+                if self.runtime.machine.stopped:
+                    self._end()
+                raise
+        self._end()
+
+    def _leave(self, *, give_back: bool) -> None:
+        """Wait for all updates, and give the model its weights if they exist."""
+        runtime = self.runtime
+        if not self.failed:
+            runtime.doing = f"close(), after {self.iteration} iterations"
+            runtime.check_same_call()
+            self.access.make_current(runtime.doing)
+            self.driver.visibility.release()
+            if give_back:
+                self._give_back()
             if self._ranks is not None:
-                self._ranks.close(on_all_ranks=on_all_ranks)
+                self._ranks.all.barrier()
+            self._on_all_ranks = self._has_left = True
+        elif not runtime.machine.stopped and runtime.has_last_step:
+            was_left = runtime.machine.failed
+            runtime.drain()
+            if runtime.machine.stopped:  # a task has failed or hangs
+                if not was_left:
+                    runtime.machine.check()
+                return
+            self.driver.visibility.release()
+            runtime.state.give_back(in_iteration=True)
+            self._has_left = True
+
+    def _end(self) -> None:
+        """End threads and remove everything from the model. If it has no weights by now, its parameters become NaN."""
+        self.driver.visibility.release()
+        try:
+            if not self._has_left:
+                self.runtime.state.give_back(lost=True)
+                self._has_left = True
+        finally:
+            self.access.is_closed = True
+            self.runtime.close()
+            self._give_cores_back()
+            self.driver.gradients.clear()
+            self._undo_all()
+            if self._ranks is not None:
+                self._ranks.close(on_all_ranks=self._on_all_ranks)
 
     def _give_back(self) -> None:
         """Give the model its weights, where they are kept."""
@@ -431,7 +460,8 @@ class Session(contextlib.AbstractContextManager["Session"]):
 
     def _undo_all(self) -> None:
         while self._undo:
-            self._undo.pop()()
+            self._undo[-1]()  # each may be called twice
+            self._undo.pop()
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
         if error is not None and self._ranks is not None:  # the other ranks do not close now

@@ -13,7 +13,7 @@ from executor.memory.frozen import FrozenParameter
 from executor.memory.units import ParameterState, UnitState
 from executor.module.guards import OWN_CHECKPOINTING
 from executor.packed import with_own_storage
-from executor.runtime import Runtime
+from executor.runtime import Runtime, Unbroken
 from planner.graph import Unit
 from planner.schedule.loop import OutOfOrderError
 
@@ -55,7 +55,9 @@ class StateAccess:
 
         Raises:
             OutOfOrderError: one is under way.
+            LaneError: the session has failed.
         """
+        self._runtime.machine.check()
         if self._runtime.inside_iteration:
             raise OutOfOrderError(
                 "weights move in the middle of an iteration; evaluate and save after optimizer.step() and before the "
@@ -74,18 +76,23 @@ class StateAccess:
         return self._state.by_name
 
     @contextlib.contextmanager
-    def changing(self) -> Iterator[None]:
+    def changing(self, call: str, *expected: type[BaseException]) -> Iterator[None]:
         """Return a context in which to change weights and state. Later evaluations and reads get the new values.
 
         Ranks enter it together. It may be nested. Raises as :meth:`parameter_states`.
+
+        Args:
+            call: the call that changes them, in words.
+            expected: errors after which the caller sets all of it again. After others, the session has failed.
         """
         if self._is_changing:
             yield
             return
-        self.make_current("load_state_dict()")
+        self.make_current(call)
         self._is_changing = True
         try:
-            yield
+            with Unbroken(self._runtime, call, expected=expected):
+                yield
         finally:  # after an error, too, some values may have changed
             self._is_changing = False
             self._num_changes += 1
@@ -190,16 +197,18 @@ class StateAccess:
                 own[piece.start - unit.start : piece.stop - unit.start].copy_(master)
         return own
 
-    def make_current(self, doing: str, *, uses: bool = False) -> None:
+    def make_current(self, doing: str, *, uses: bool = False, unparks: bool = False) -> None:
         """Wait for all updates, and copy to the device the weights that the next iteration would copy there.
 
         Args:
             doing: the call that needs it, in words.
             uses: whether the caller is going to use all weights, or read them whole.
+            unparks: whether the session is being unparked.
         """
         self.check_idle()
         runtime = self._runtime
-        runtime.check_unparked()
+        if not unparks:
+            runtime.check_unparked()
         runtime.doing = doing
         runtime.synchronize()
         is_current = self._current_in == runtime.loop.iteration
@@ -207,7 +216,7 @@ class StateAccess:
         runtime.check_same_call(needed=gathers or (uses and self._gather_at_each_use))
         if is_current:
             return
-        self._current_in = runtime.loop.iteration
+        self._current_in = _NEVER
         self._in_slot.clear()
         self._gathered = "", torch.empty(0)
         for unit in self._state.units.values():
@@ -216,6 +225,7 @@ class StateAccess:
                     runtime.actions.upload(unit, piece)
             if unit.slot < 0 and unit.is_sharded:  # ZeRO-1 and 2: ranks have updated shards of resident weights
                 runtime.actions.all_gather(unit)
+        self._current_in = runtime.loop.iteration
 
     def forget_current(self) -> None:
         """Note that the device has lost its weights, so that they are copied there before their next use."""
@@ -295,6 +305,7 @@ class StateAccess:
     def _fill_slot(self, unit: UnitState) -> None:
         if self._in_slot.get(unit.slot) != unit.name:
             actions = self._runtime.actions
+            self._in_slot.pop(unit.slot, None)  # set when all of it is there
             if unit.on_nvme:
                 actions.synchronize()  # the last unit may still be copied from the same buffer
                 actions.read(unit)

@@ -100,7 +100,7 @@ def tight_plan(captured: CapturedModel) -> tuple[Plan, int]:
             return planned(int(share * ample)), ample
         except InfeasibleError:
             continue
-    raise InfeasibleError(f"no plan fits in {_SHARES[-1]:.0%} of the memory", {}, proven=False)
+    raise InfeasibleError("no plan fits", {}, f"give more than {_SHARES[-1]:.0%} of the memory", proven=False)
 
 
 def trained(

@@ -151,8 +151,8 @@ class CheckpointEngine:
         with self._lock:
             hangs = any(capture.begin_s - one.taken_s > self._longest_s for one in self._open_ones)
             if not hangs:
-                self._open_ones.append(capture)
                 self._captures[turn] = capture
+                self._open_ones.append(capture)
         if hangs:  # this one could not be committed either, and would fill the drive
             capture.error = timeout_error(self._longest_s)
             self._on_outcome(self._outcome(capture, None))
@@ -166,19 +166,27 @@ class CheckpointEngine:
         if capture is None:
             return
         assert capture.left[0] == key, f"{key} came when {capture.left[0]} was expected"
-        capture.left.pop(0)
         if capture.error is None:
             begin_s = time.monotonic()
+            capture.error = CheckpointError("taking a piece was interrupted")  # until all of the piece is taken
+            capture.left.pop(0)
             try:
                 self._open(capture)
                 self._append(capture, key)
+                capture.error = None
             except OSError as error:
                 capture.error = error
             capture.blocked_s += time.monotonic() - begin_s
+        else:
+            capture.left.pop(0)
         if not capture.left:
-            del self._captures[turn]
-            capture.taken_s = time.monotonic()
-            self._work.put(capture)
+            self._hand_over(turn, capture)
+
+    def _hand_over(self, turn: int, capture: "_Capture") -> None:
+        """Let the other thread end a checkpoint. Calling it twice is allowed."""
+        capture.taken_s = time.monotonic()
+        self._captures.pop(turn, None)
+        self._work.put(capture)
 
     def release(self, key: Key, *, may_copy: bool = True) -> None:
         """Wait until a piece may change. This never raises: a failure ends the checkpoint.
@@ -195,10 +203,15 @@ class CheckpointEngine:
         self._leases.pop(key, None)  # only now: another thread may wait for the same piece
 
     def take_remaining(self) -> None:
-        """Take and release all remaining pieces, between iterations. This never raises."""
+        """Take and release all remaining pieces, between iterations. If that is interrupted, abandon the checkpoint."""
         for turn, capture in sorted(self._captures.items()):
-            while capture.left:
-                self.take(capture.left[0], turn)
+            try:
+                while capture.left:
+                    self.take(capture.left[0], turn)
+            except BaseException:  # tasks of the next iteration would go on with other pieces than were taken
+                capture.error = capture.error or CheckpointError("taking its pieces was interrupted")
+                self._hand_over(turn, capture)
+                raise
         self._release_all()
 
     def wait(self) -> None:
@@ -286,6 +299,9 @@ class CheckpointEngine:
     def _run(self) -> None:
         lower_thread_priority()
         while (capture := self._work.get()) is not None:
+            if capture.has_ended:
+                continue
+            capture.has_ended = True
             try:
                 self._end(capture)
             finally:
@@ -357,4 +373,5 @@ class _Capture:
     draft: Draft | JoinedDraft | None = None
     writers: dict[str, ShardWriter] = dataclasses.field(default_factory=dict)
     error: OSError | None = None
+    has_ended: bool = False
     blocked_s: float = 0.0

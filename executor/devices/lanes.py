@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final, final
 
 from executor.checkpoint.files.flusher import lower_thread_priority
@@ -34,7 +34,7 @@ Perform = Callable[[Task, int], None]
 
 
 class LaneError(RuntimeError):
-    """A task failed in the thread of its lane; its exception is the cause."""
+    """The session has failed: a task in the thread of its lane (its exception is the cause), or a call half way."""
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -67,6 +67,8 @@ class LaneMachine(contextlib.AbstractContextManager["LaneMachine"]):
             changed.
         on_stop: called with the failure, if any, when the machine stops, in the thread that stops it. If tasks wait for
             anything but other tasks, it must end that waiting.
+        closes_when_interrupted: whether Ctrl-C while the caller waits closes the machine, so that it says so at once.
+            Otherwise the caller may wait again, or fail it.
 
     Attributes:
         is_waiting: whether the caller waits for tasks now.
@@ -83,10 +85,12 @@ class LaneMachine(contextlib.AbstractContextManager["LaneMachine"]):
         record: bool = False,
         on_caller: Callable[[int], None] = lambda _task: None,
         on_stop: Callable[[BaseException | None], None] = lambda _failure: None,
+        closes_when_interrupted: bool = True,
     ) -> None:
         self.record = record
         self.on_caller = on_caller
         self._on_stop = on_stop
+        self._closes_when_interrupted = closes_when_interrupted
         self._schedule = schedule
         self._perform = perform
         self._backend = backend
@@ -100,6 +104,7 @@ class LaneMachine(contextlib.AbstractContextManager["LaneMachine"]):
         self._room = None if capacity_bytes is None else Room(schedule, capacity_bytes)
         self._wants_room = False
         self.is_waiting, self.num_ended = False, 0
+        self._was_waiting = False  # whether the caller was interrupted while it waited
         self._tickets: dict[int, dict[int, _Ticket]] = {}
         self._open: list[_Ticket] = []
         self._recorded: dict[int, list[_Ticket]] = {}
@@ -125,6 +130,16 @@ class LaneMachine(contextlib.AbstractContextManager["LaneMachine"]):
         """Whether it is closed or has failed."""
         return self._stopped
 
+    @property
+    def failed(self) -> bool:
+        """Whether it is closed or has failed; its lanes may still run, so that :meth:`drain` can be called."""
+        return self._stopped or self._failure is not None
+
+    def check(self) -> None:
+        """Check that it has neither failed nor been closed. Raises as :meth:`wait`."""
+        if self._stopped or self._failure is not None:
+            self._check()
+
     def issue(self, tasks: Sequence[Task], iteration: int) -> None:
         """Append tasks to their lanes, in this order. For the caller's lanes, see [Note: Caller lanes].
 
@@ -132,8 +147,11 @@ class LaneMachine(contextlib.AbstractContextManager["LaneMachine"]):
             LaneError: a task failed on some lane.
             RuntimeError: the machine is closed.
         """
-        if self._stopped:
-            self._check()
+        self.check()
+        with self._ending_if_left():
+            self._issue(tasks, iteration)
+
+    def _issue(self, tasks: Sequence[Task], iteration: int) -> None:
         for_lanes: list[_Ticket] = []
         for task in tasks:
             ticket = self._ticket(task, iteration)
@@ -162,14 +180,31 @@ class LaneMachine(contextlib.AbstractContextManager["LaneMachine"]):
             LaneError: a task failed on some lane.
             RuntimeError: the machine is closed.
         """
+        self._wait_until_idle()
+        self._check()
+        self._wait_for_events()
+
+    def drain(self) -> None:
+        """Wait as :meth:`wait` does, after a failure that has left the lanes running. If no task ends, stop."""
+        self._wait_until_idle(_END_S)
+        if not self._stopped:
+            self._wait_for_events()
+
+    def _wait_until_idle(self, longest_s: float | None = None) -> None:
+        """Wait until nothing is pending. Stop if no task ends within ``longest_s``: a drive may hang."""
 
         def until_idle() -> None:
+            num_ended = -1
             with self._changed:
-                self._changed.wait_for(lambda: self._stopped or not self._num_pending)
+                while not self._changed.wait_for(lambda: self._stopped or not self._num_pending, longest_s):
+                    if num_ended == self.num_ended:
+                        self._stop()
+                    num_ended = self.num_ended
 
         self.end_open()
         self._wait_in_caller(until_idle)
-        self._check()
+
+    def _wait_for_events(self) -> None:
         for event in list(self._last.values()):
             self._backend.event_time_s(event)
 
@@ -226,9 +261,15 @@ class LaneMachine(contextlib.AbstractContextManager["LaneMachine"]):
         """Leave an iteration out of every timeline, because it did not run as planned."""
         self._left_out = {i for i in self._left_out if i in self._recorded} | {iteration}
 
-    def fail(self, error: BaseException) -> None:
-        """Stop because of a failure elsewhere. The next call that waits or issues raises it."""
-        self._stop(error)
+    def fail(self, error: BaseException, *, stops: bool = True) -> None:
+        """Stop because of a failure elsewhere. The next call that waits or issues raises it.
+
+        Unless ``stops``, the lanes run what was issued to its end.
+        """
+        if stops:
+            self._stop(error)
+        else:
+            self._failure = self._failure or error
 
     def close(self) -> None:
         """Drop tasks that have not started, and end the threads.
@@ -344,6 +385,11 @@ class LaneMachine(contextlib.AbstractContextManager["LaneMachine"]):
 
     def _end_open(self, *, before: Task | None = None) -> None:
         """End open tickets, ``before`` the caller's next task. The caller wakes no one but lanes that wait for them."""
+        if self._open:
+            with self._ending_if_left():
+                self._end_tickets(before)
+
+    def _end_tickets(self, before: Task | None) -> None:
         stay = []
         for ticket in self._open:
             # On a GPU, issuing a compute task overlaps with the task itself.
@@ -375,21 +421,39 @@ class LaneMachine(contextlib.AbstractContextManager["LaneMachine"]):
     def _check(self) -> None:
         stopped = self._stopped  # read first: the next call raises a failure that comes in between
         if self._failure is not None:
+            if not isinstance(self._failure, Exception):  # who saves after Ctrl-C must not be interrupted again
+                raise LaneError(f"the session was ended by {type(self._failure).__name__}; resume from a checkpoint")
             raise self._failure
         if stopped:
             raise RuntimeError("the session and its lanes are closed; prepare() the model again to continue training")
 
     def _wait_in_caller(self, wait: Callable[..., object], *args: object) -> None:
-        """Let the caller wait for tasks. If it is interrupted, close."""
-        self.is_waiting = True
+        """Let the caller wait for tasks. If it is interrupted, it may wait again, or the machine closes."""
+        self.is_waiting = self._was_waiting = True
         try:
             wait(*args)
+            self._was_waiting = False
         except KeyboardInterrupt as error:
-            self.fail(error)  # reports to other ranks at once
-            self.close()
+            if self._closes_when_interrupted:
+                self.fail(error)  # reports to other ranks at once
+                self.close()
             raise
         finally:
             self.is_waiting = False
+
+    @contextlib.contextmanager
+    def _ending_if_left(self) -> Iterator[None]:
+        """Return a context that an exception may leave only while the caller waits. Otherwise lanes stop.
+
+        Tickets may have been left half issued or half ended, so that waiting for them would never end.
+        """
+        self._was_waiting = False
+        try:
+            yield
+        except BaseException:
+            if not self._was_waiting:
+                self._stop()
+            raise
 
 
 def _lane_error(ticket: _Ticket | None, lane: Lane, cause: BaseException) -> LaneError:

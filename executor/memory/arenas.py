@@ -127,7 +127,8 @@ class Arena:
         """Free the memory of all blocks for a while, except that of ``staying`` storages; return the freed bytes."""
         for name, (_, block) in self._blocks.items():
             if block.nbytes and block.untyped_storage()._cdata not in staying:
-                self._released[name] = self._backend.release(block)
+                self._released[name] = block.untyped_storage().nbytes()  # first: restoring twice does no harm
+                self._backend.release(block)
         return sum(self._released.values())
 
     def restore(self) -> int:

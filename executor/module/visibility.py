@@ -70,21 +70,23 @@ class WeightVisibility:
         """Show only the weights that a unit uses. An empty name hides all."""
         if unit == self._shown_for:
             return
-        self._shown_for = unit
+        # Unknown, also after an interruption: then every unit is hidden or shown again.
+        unknown, self._shown_for = self._shown_for is None, None
         used = self._used_by.get(unit, frozenset())
-        for name in self._shown - used:
+        for name in (self._leaves.keys() if unknown else self._shown) - used:
             if name in self._views:
                 with unguarded():
                     for leaf, _, nothing in self._views[name]:
                         leaf.data = nothing
             for leaf, name_in_model in self._leaves[name]:
                 guard(leaf, name_in_model, self._reader)
-        for name in used - self._shown:
+        for name in used if unknown else used - self._shown:
             for leaf, _ in self._leaves[name]:
                 lift_guard(leaf)
             for leaf, weights, _ in self._views.get(name, ()):
                 leaf.data = weights
         self._shown = used
+        self._shown_for = unit
 
     def check_unmodified(self) -> None:
         """Check that no parameter was written to while its unit computed, since the last check.

@@ -10,12 +10,12 @@ parameters are read whole.
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
 
-from executor.checkpoint import Checkpoint, CheckpointError, ReadRequest
+from executor.checkpoint import Checkpoint, CheckpointError, DamagedError, ReadRequest
 from executor.checkpoint.files.flusher import Buffer
 from executor.checkpoint.source import MASTER
 from executor.distributed.shards import assemble, whole_name
@@ -26,6 +26,7 @@ from executor.optimizer.blocks import SCALES, spread
 from executor.optimizer.passes import BLOCK, cut
 from executor.optimizer.reference import ROUNDS
 from executor.prepare import OffloadedOptimizer, check_prepared
+from executor.training_state.groups import groups_in_order, warn_of_differences
 from executor.training_state.rng_state import set_rng_state
 from planner.decisions import Place
 from planner.optimizers import Optimizer
@@ -55,16 +56,18 @@ def restore(optimizer: OffloadedOptimizer, checkpoint: Checkpoint) -> dict[str, 
     collectives = session.collectives
     extra: dict[str, Any] = of_ranks[collectives.rank if collectives.rank < len(of_ranks) else 0]
     class_name = optimizer.entry.torch_class.__name__
-    if extra["optimizer"] not in {class_name, *optimizer.entry.converts} or len(extra["groups"]) != len(
-        optimizer.param_groups
-    ):
+    if extra["optimizer"] not in {class_name, *optimizer.entry.converts}:
         raise CheckpointError(
-            f"{checkpoint.folder} has the state of {extra['optimizer']} with {len(extra['groups'])} group(s), but the "
-            f"optimizer is {class_name} with {len(optimizer.param_groups)}; make the optimizer that was saved"
+            f"{checkpoint.folder} has the state of {extra['optimizer']}, but the optimizer is {class_name}; make the "
+            "optimizer that was saved"
         )
+    groups, saved_groups = optimizer.param_groups, extra["groups"]
+    names = [[session.name_of(parameter) for parameter in group["params"]] for group in groups]
+    order = groups_in_order(saved_groups, extra.get("parameters"), names, str(checkpoint.folder))
     held = list(session.access.parameter_states().values())
     if missing := {entry.shard.name for _, entry in held} - extra["steps"].keys():
         raise CheckpointError(f"{checkpoint.folder} has no {min(missing)}; the checkpoint is of another model")
+    _check_tensors(optimizer, checkpoint, (entry for _, entry in held), extra["shapes"])
     if session.runtime.snapshots is not None:
         session.runtime.snapshots.take_remaining()  # running checkpoints need the old state
     units = list({unit.name: unit for unit, _ in held}.values())
@@ -73,21 +76,50 @@ def restore(optimizer: OffloadedOptimizer, checkpoint: Checkpoint) -> dict[str, 
         for unit in units
         if all(_has_exact_shard(checkpoint, entry, _keys(optimizer, entry.kind)) for entry in unit.parameters)
     ]
-    with session.access.changing():
+    before = [dict(group) for group in groups]
+    with session.access.changing("resume()", DamagedError):
         _read_exact_shards(optimizer, checkpoint, alike)
         _read_whole_parameters(optimizer, checkpoint, [unit for unit in units if unit not in alike], extra["steps"])
-    session.runtime.state.absent -= session.runtime.state.by_parameter.keys()
-    for _, entry in held:
-        entry.step = int(extra["steps"][entry.shard.name])
-    for group, saved in zip(optimizer.param_groups, extra["groups"], strict=True):
-        for key, value in saved.items():
-            if key == ROUNDS:  # the plan says what the master copy is
-                continue
-            group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
-    if len(of_ranks) == collectives.size:
-        set_rng_state(extra["rng"])
-        session.sync_rng_state()  # the checkpoint may have had other tensor-parallel ranks
+        session.runtime.state.absent -= session.runtime.state.by_parameter.keys()
+        for _, entry in held:
+            entry.step = int(extra["steps"][entry.shard.name])
+        for group, index in zip(groups, order, strict=True):
+            for key, value in saved_groups[index].items():
+                if key == ROUNDS:  # the plan says what the master copy is
+                    continue
+                group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+        if len(of_ranks) == collectives.size:
+            set_rng_state(extra["rng"])
+            session.sync_rng_state()  # the checkpoint may have had other tensor-parallel ranks
+    warn_of_differences(before, saved_groups, order, str(checkpoint.folder))
     return extra
+
+
+def _check_tensors(
+    optimizer: OffloadedOptimizer,
+    checkpoint: Checkpoint,
+    parameters: Iterable[ParameterState],
+    shapes: Mapping[str, Sequence[int]],
+) -> None:
+    """Check, before anything changes, that a checkpoint has all tensors of parameters, in the shapes of the model.
+
+    ``shapes`` has the whole shapes of parameters that were saved in shards.
+
+    Raises:
+        CheckpointError: it has not.
+    """
+    saved: dict[str, list[str]] = {}
+    for own in checkpoint.manifest.tensors:
+        saved.setdefault(whole_name(own), []).append(own)
+    for parameter in parameters:
+        name, shape = parameter.shard.name, tuple(parameter.shard.whole_shape)
+        keys = _saved_keys(checkpoint, _any_shard(checkpoint, name), _keys(optimizer, parameter.kind))
+        for tensor in (_tensor(name, key) for key in keys if key not in SCALES.values()):
+            parts = saved.get(tensor, [])
+            found = checkpoint.manifest.tensors[tensor].shape if tensor in parts else tuple(shapes.get(name, shape))
+            if not parts or found != shape:
+                what = f"has shape {found}, but {shape} in the model" if parts else "is missing"
+                raise CheckpointError(f"{checkpoint.folder}: {tensor} {what}; the checkpoint is of another model")
 
 
 def _keys(optimizer: OffloadedOptimizer, kind: Optimizer) -> tuple[str, ...]:
@@ -285,11 +317,6 @@ def _whole(checkpoint: Checkpoint, name: str, key: str, shape: torch.Size) -> to
     parts = {}
     for own, record in checkpoint.manifest.tensors.items():
         if whole_name(own) == tensor:
-            if own == tensor and key not in SCALES.values() and record.shape != tuple(shape):
-                raise CheckpointError(
-                    f"{checkpoint.folder}: {tensor} has shape {record.shape}, but {tuple(shape)} in the model; the "
-                    "checkpoint is of another model"
-                )
             parts[own] = torch.empty(record.shape, dtype=_DTYPES[record.dtype])
     checkpoint.read(ReadRequest(own, 0, _bytes_of(values)) for own, values in parts.items())
     if key in SCALES.values():

@@ -117,12 +117,14 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         self._session.runtime.check_has_weights()
         self._session.runtime.check_unparked()
         groups = [{k: v for k, v in group.items() if k != "params"} for group in self._optimizer.param_groups]
+        names = [[self._session.name_of(p) for p in group["params"]] for group in self._optimizer.param_groups]
         parameters = [parameter for _, parameter in self._session.runtime.state.parameters()]
         steps = {parameter.shard.name: parameter.step for parameter in parameters}
         shared = {p.shard.name: list(p.shard.whole_shape) for p in parameters if not p.shard.is_whole}
         own = {
             "optimizer": self._optimizer.entry.torch_class.__name__,
             "groups": groups,
+            "parameters": names,
             "steps": steps,
             "shapes": shared,
             "rng": rng_state(),
@@ -162,7 +164,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
                 case the model's weights are lost.
         """
         there, refused = candidates(self.levels.stores) if self._rank == 0 else ([], [])
-        path = None
+        path, lost = None, False
         for path in self._found_by_rank_0(there):
             failure = f"{path}: another rank cannot read its part"
             with contextlib.ExitStack() as stack:
@@ -179,12 +181,16 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
                         failure, restored = str(error), False
                     if not self._session.collectives.any(not restored):
                         return Resumed(path, checkpoint.manifest.step, tuple(refused), extra)
+                    lost = True
             refused.append(failure)
         if path is not None:
-            raise CheckpointError(
+            none_whole = CheckpointError(
                 f"no checkpoint is whole: {'; '.join(refused)}; copy one from a backup, or start training again with "
                 "another place for checkpoints"
             )
+            if lost:  # parts of several are there now
+                self._session.runtime.fail("resume()", none_whole)
+            raise none_whole
         return Resumed(refused=tuple(refused))
 
     def _found_by_rank_0(self, there: Sequence[tuple[int, Folder]]) -> Iterator[Folder]:

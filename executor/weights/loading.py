@@ -78,18 +78,26 @@ def load(optimizer: OffloadedOptimizer, weights: str | Path, *, strict: bool = T
         raise failure or WeightsError(f"{weights}: another rank cannot load them; see the error of that rank")
     if session.runtime.snapshots is not None:
         session.runtime.snapshots.take_remaining()  # running checkpoints need the old weights
-    with files, session.access.changing():
+    with files, session.access.changing("load()"):
         _set_buffers(origins, session.model)
         for unit in session.runtime.state.units.values():
             session.runtime.state.set_weights(unit, origins.values_of)
             if unit.frozen is not None:
                 unit.frozen.set_values(origins.values_of)
-    session.runtime.state.absent -= origins.there
-    optimizer.weights_folder = files.folder
+        session.runtime.state.absent -= origins.there
+        optimizer.weights_folder = files.folder
     if origins.unused:
         more = f" and {len(origins.unused) - _SHOWN} more" if len(origins.unused) > _SHOWN else ""
         warnings.warn(
             f"{files.folder} has tensors that the model does not use: {', '.join(origins.unused[:_SHOWN])}{more}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    if steps := max((parameter.step for _, parameter in session.runtime.state.parameters()), default=0):
+        warnings.warn(
+            f"the weights are those of {files.folder} now, but the optimizer keeps its moments and step counts "
+            f"({steps} steps), which belong to other weights: this is another trajectory; to go on with a run, resume "
+            "from its checkpoint (ullage.Checkpoints), which has both",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -293,9 +293,9 @@ def test_a_full_drive_costs_checkpoints_and_not_training(tmp_path):
 def test_another_model_or_optimizer_is_refused(tmp_path):
     task = Task("gpt2")
     run(task, decide(task, mixed), tmp_path / "saved", stop=1)
-    with pytest.raises(CheckpointError, match="has the state of AdamW with 2 group"):
+    with pytest.raises(CheckpointError, match="has the state of AdamW, but the optimizer is SGD"):
         run(Task("gpt2", optimizer="sgd"), decide(Task("gpt2", optimizer="sgd"), mixed), tmp_path / "saved", start=1)
-    with pytest.raises(CheckpointError, match=r"the checkpoint is of another model|KeyError"):
+    with pytest.raises(CheckpointError, match=r"the checkpoint is of another model"):
         run(Task("gpt2-untied"), decide(Task("gpt2-untied"), mixed), tmp_path / "saved", start=1)
 
 
