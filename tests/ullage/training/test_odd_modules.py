@@ -15,7 +15,10 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune
 
 import ullage
+from planner.decisions import UnitDecision
+from planner.lowering import lower
 from planner.plan.planning import make_plan
+from planner.search import smallest
 from planner.verification import verify
 
 SLOW = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
@@ -78,6 +81,16 @@ def test_units_that_compute_nothing_or_need_all_weights_are_planned(forces: bool
         verify(plan)
         assert plan.certificate.placement  # HiGHS agrees that the plan satisfies the conditions
     assert fits or forces
+
+
+def test_weights_that_are_needed_at_once_are_in_different_slots() -> None:
+    variant = request(lambda: Hidden(forces=True), 16, 10_000_000).variants()[0]
+    decisions = next(iter(smallest(variant.setup))).model_copy(update={"num_param_slots": 1})
+    away = {
+        unit.name: UnitDecision(params="host", activations="keep", update=decisions.units[unit.name].update)
+        for unit in variant.setup.units
+    }
+    lower(variant.setup.units, decisions.model_copy(update={"units": away}), asynchronous=False).to_text()
 
 
 def as_buffer(layer: nn.Linear) -> nn.Module:
