@@ -402,7 +402,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         names = collections.Counter(p.shard.name for _, p in self.session.access.parameter_states().values())
         found: dict[str, dict[str, list[tuple[ParameterShard, torch.Tensor]]]] = {}
         for unit in units.values():
-            flat = [unit.unsharded(values) for values in _own_state(self.session, unit)]
+            most = 1 + max((len(self.entry.of(entry.kind).buffers) for entry in unit.parameters), default=0)
+            flat = [unit.unsharded(values) for values in _own_state(self.session, unit, most)]
             for entry in unit.parameters:
                 shard, keys = entry.shard, self._keys(entry.kind)
                 of_whole = found.setdefault(shard.name, {key: [] for key in keys})
@@ -499,9 +500,8 @@ class _NoSession:
 _BETWEEN_PLANS: Final = cast("Session", _NoSession())
 
 
-def _own_state(session: Session, unit: UnitState) -> tuple[torch.Tensor, ...]:
-    """Return the rank's state of a unit by value, float32 ``[shard]``, on the host: as many as a piece has at most."""
-    count = max((piece.num_tensors for piece in unit.pieces), default=1)
+def _own_state(session: Session, unit: UnitState, count: int) -> tuple[torch.Tensor, ...]:
+    """Return the rank's state of a unit by value, float32 ``[shard]``, on the host, in ``count`` tensors."""
     whole = torch.empty(count, sum(piece.num_params for piece in unit.pieces))
     for piece in unit.pieces:
         held = slice(piece.start - unit.start, piece.stop - unit.start)

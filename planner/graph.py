@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from planner.models.captured import CapturedModel, Model
 from planner.models.config import ModelConfig
@@ -52,7 +52,9 @@ class Unit:
         shared_units: other units whose parameters it uses (tied embeddings).
         is_first: whether its segment begins with it.
         frozen: parameters that only move with the others.
-        differentiated: whether backward goes through its segment; nothing before the first trained parameter is.
+        can_swap: whether its segment's activations can be recomputed or offloaded. All units of the segment belong to
+            a layer, and backward goes through it: not where nothing in or before it is trained. A unit may have no
+            kernel of its own to run again.
         fp8_parameters: the last of ``parameters``: those that products in fp8 cast, each with a scale of its own. Empty
             if it also has frozen ones.
         fp8_twin: the same unit where these come in fp8, so that it does not cast them.
@@ -65,7 +67,7 @@ class Unit:
     shared_units: tuple[str, ...] = ()
     is_first: bool = False
     frozen: tuple[ParameterSpec, ...] = ()
-    differentiated: bool = True
+    can_swap: bool = False
     fp8_parameters: tuple[ParameterSpec, ...] = ()
     fp8_twin: "Unit | None" = dataclasses.field(default=None, compare=False, repr=False)
 
@@ -251,7 +253,7 @@ def _hidden_matrix(spec: ParameterSpec) -> tuple[int, int] | None:
 
 def _rerun(unit: Unit, operator: Operator) -> Kernels:
     """Return the kernels of an operator that run again if its segment is recomputed."""
-    if not (unit.in_layer and unit.differentiated):
+    if not unit.can_swap:
         return ()
     return operator.forward[: len(operator.forward) - operator.num_skipped]
 
@@ -322,7 +324,7 @@ def units(graph: Graph) -> tuple[Unit, ...]:
     """Return the units of a graph from :func:`build_graph`, in forward order."""
     operators = graph.operators.values()
     owner = {spec.name: operator.unit for operator in operators for spec in operator.parameters}
-    differentiated = {operator.segment for operator in operators if operator.backward}
+    swapped = _swapped_segments(operators)
     result: list[Unit] = []
     for name, group in itertools.groupby(operators, key=lambda operator: operator.unit):
         members = tuple(group)
@@ -335,11 +337,17 @@ def units(graph: Graph) -> tuple[Unit, ...]:
         trained = (*(spec for spec in trained if spec not in narrow), *narrow)
         segment = members[0].segment
         is_first = not result or result[-1].segment != segment
-        # Experts that no token visits compute nothing, but are trained all the same.
-        reached = segment in differentiated or bool(trained)
-        unit = Unit(name, segment, members, trained, tuple(shared), is_first, frozen, reached, narrow)
+        unit = Unit(name, segment, members, trained, tuple(shared), is_first, frozen, segment in swapped, narrow)
         result.append(dataclasses.replace(unit, fp8_twin=_without_casts(unit)) if narrow else unit)
     return tuple(result)
+
+
+def _swapped_segments(operators: Collection[Operator]) -> set[str]:
+    """Return the segments whose activations can be recomputed or offloaded; see :attr:`Unit.can_swap`."""
+    # Experts that no token visits compute nothing, but are trained all the same.
+    reached = {o.segment for o in operators if o.backward or any(spec.is_trained for spec in o.parameters)}
+    again = {operator.segment for operator in operators if len(operator.forward) > operator.num_skipped}
+    return reached & again - {operator.segment for operator in operators if operator.unit == operator.segment}
 
 
 def multiplied_in_fp8(operator: Operator) -> set[str]:

@@ -141,5 +141,5 @@ OPTIMIZERS: Final[Mapping[Optimizer, OptimizerState]] = {
 
 
 def is_hidden_matrix(name: str, shape: tuple[int, ...]) -> bool:
-    """Return whether a parameter is a matrix of a hidden layer [Note: Hidden matrices]."""
-    return len(shape) == 2 and any(part.isdigit() for part in name.split("."))
+    """Return whether a parameter is a matrix of a hidden layer, with elements [Note: Hidden matrices]."""
+    return len(shape) == 2 and min(shape) > 0 and any(part.isdigit() for part in name.split("."))

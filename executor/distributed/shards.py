@@ -210,6 +210,10 @@ def assemble(name: str, parts: Mapping[str, torch.Tensor], whole: torch.Tensor) 
     Raises:
         ValueError: a shard is missing.
     """
+    if not whole.numel():  # a checkpoint need not have it
+        return
+    if not whole.dim():
+        parts, whole = {own: values.view(1) for own, values in parts.items()}, whole.view(1)
     found: dict[tuple[int, int], dict[int, torch.Tensor]] = {}  # by rows, then by tensor-parallel rank
     num_ranks = 1
     for own, values in parts.items():

@@ -116,7 +116,7 @@ class ModelState:
     ) -> None:
         left = Counter(shard.name for shard in shards.values())
         for unit in units:
-            if unit.num_weights:
+            if unit.parameters or unit.frozen:  # perhaps without elements
                 state = self._take(unit, slot_of.get(unit.name, -1), shards)
                 self.units[unit.name] = state
                 _clear_pads(state)

@@ -53,7 +53,13 @@ def check_products(model: nn.Module, units: tuple[Unit, ...]) -> None:
         BindingError: one does not; says which, and what to do.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    layers: dict[str, Any] = {names[id(m.weight)]: m for m in model.modules() if isinstance(m, nn.Linear)}
+    # Elsewhere a weight is a buffer, or is made of parameters (weight norm, spectral norm, pruning): it has no name.
+    linear = (module for module in model.modules() if isinstance(module, nn.Linear))
+    layers: dict[str, Any] = {
+        names[id(module._parameters["weight"])]: module
+        for module in linear
+        if module._parameters.get("weight") is not None
+    }
     operators = (operator for unit in units for operator in unit.operators)
     planned = {weight for operator in operators for weight in multiplied_in_fp8(operator)}
     for name, layer in layers.items():

@@ -138,8 +138,10 @@ def _saved_keys(checkpoint: Checkpoint, name: str, keys: Sequence[str]) -> tuple
 
 
 def _has_exact_shard(checkpoint: Checkpoint, parameter: ParameterState, keys: Sequence[str]) -> bool:
-    """Return whether the checkpoint has exactly this shard of a parameter."""
+    """Return whether the checkpoint has exactly this shard of a parameter; of one without elements it has nothing."""
     shard, tensors = parameter.shard, checkpoint.manifest.tensors
+    if not shard.shape.numel():
+        return True
     values = [key for key in keys if key not in SCALES.values()]
     found = [tensors.get(_tensor(shard.shard_name, key)) for key in values]
     return all(record is not None and record.shape == tuple(shard.shape) for record in found)
@@ -273,11 +275,12 @@ def _write_weights(unit: UnitState, piece: Piece, master: torch.Tensor) -> None:
 
 def _read_resident(checkpoint: Checkpoint, unit: UnitState) -> None:
     """Read all resident weights of a unit, if the rank has the state of only one shard."""
-    names = [parameter.shard.shard_name for parameter in unit.parameters]
+    parameters = [parameter for parameter in unit.parameters if parameter.shard.shape.numel()]
+    names = [parameter.shard.shard_name for parameter in parameters]
     flat = torch.zeros(unit.parameters[-1].stop, dtype=_DTYPES[checkpoint.manifest.tensors[names[0]].dtype])
     checkpoint.read(
         ReadRequest(parameter.shard.shard_name, 0, _bytes_of(flat[parameter.start : parameter.stop]))
-        for parameter in unit.parameters
+        for parameter in parameters
     )
     unit.device_weights[: len(flat)].copy_(flat)
 

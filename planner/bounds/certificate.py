@@ -56,7 +56,7 @@ def certify(
     limit_s, cost = _LIMIT * iteration_s, own.cost
 
     def prove(space: Space) -> Proof:
-        return misfits.get(space.given.zero_stage) or _prove(own.choice, space, cost, limit_s)
+        return misfits.get(space.given.zero_stage) or _prove(own, space, limit_s)
 
     placed = _placed(own.space, cost, decisions, limit_s)
     with ThreadPoolExecutor(2) as pool:  # HiGHS solves one program while Python makes the next
@@ -64,25 +64,25 @@ def certify(
         proving = pool.map(prove, own.space.stages())
         order_s = _order_s(own.space, cost, decisions)
         proofs, solution = list(proving), placing.result()
-    assert solution is not None, "the plan itself satisfies the conditions"
+    placement = solution.multipliers if solution else {}  # the plan satisfies the conditions, whatever HiGHS says
     bound_s = min(proof.bound_s for proof in proofs if proof.bound_s is not None)
     for rival in sorted(rivals, key=computing_s):
         if rival.choice == own.choice:
             continue
         for space in rival.space.stages():
             enough = computing_s(rival) >= bound_s
-            proof = _by_computing(rival, space) if enough else _prove(rival.choice, space, rival.cost, limit_s)
+            proof = _by_computing(rival, space) if enough else _prove(rival, space, limit_s)
             proofs.append(proof)
             bound_s = min(bound_s, proof.bound_s if proof.bound_s is not None else bound_s)
     # Proofs are exact, but the simulated time is rounded: it may be one digit below a bound that the plan attains.
     bound_s = min(iteration_s, bound_s)
-    placement_s = min(iteration_s, max(bound_s, _proven(placed, solution.multipliers)))
+    placement_s = min(iteration_s, max(bound_s, _proven(placed, placement)))
     return Certificate(
         bound_s=bound_s,
         placement_bound_s=placement_s,
         order_bound_s=min(max(order_s, placement_s), iteration_s),
         proofs=tuple(proofs),
-        placement=dict(solution.multipliers),
+        placement=dict(placement),
     )
 
 
@@ -205,8 +205,9 @@ def _order_s(space: Space, cost: CostModel, decisions: Decisions) -> float:
     return order_bound_s(schedule, CostModel.of(cost.profile, space.units, decisions))
 
 
-def _prove(choice: Choice, space: Space, cost: CostModel, limit_s: float) -> Proof:
+def _prove(variant: Variant, space: Space, limit_s: float) -> Proof:
     """Prove a bound for one choice and ZeRO stage, or that nothing fits."""
+    choice, cost = variant.choice, variant.cost
     program = conditions(space, cost, limit_s)
     # If no schedule is within the limit, the proof without the limit gives a bound above it, unless nothing fits.
     solution = solve(program) or solve(conditions(space, cost, NEVER_S))
@@ -214,16 +215,17 @@ def _prove(choice: Choice, space: Space, cost: CostModel, limit_s: float) -> Pro
         # The conditions on memory alone come first: they are few, and mostly enough.
         softened = (memory_conditions(space, cost), conditions(space, cost, NEVER_S, soft=True))
         proofs = (_does_not_fit(choice, space, soft) for soft in softened)
-        proof = next(filter(None, proofs), None)
-        assert proof is not None, "if nothing fits, a proof shows it"
-        return proof
-    multipliers, stage = solution.multipliers, space.given.zero_stage
-    return Proof(choice=choice, zero_stage=stage, bound_s=_proven(program, multipliers), multipliers=multipliers)
+        if proof := next(filter(None, proofs), None):
+            return proof
+    elif (bound_s := _proven(program, solution.multipliers)) > 0:
+        multipliers, stage = solution.multipliers, space.given.zero_stage
+        return Proof(choice=choice, zero_stage=stage, bound_s=bound_s, multipliers=multipliers)
+    return _by_computing(variant, space)  # needs no solver
 
 
 def _does_not_fit(choice: Choice, space: Space, program: LinearProgram) -> Proof | None:
     solution = solve(program)
-    if solution is None:  # the conditions allow at most a million times the memory
+    if solution is None:  # the conditions allow at most a million times the memory, or the solver is wrong
         return None
     overrun = _proven(program, solution.multipliers)
     if overrun <= 0:

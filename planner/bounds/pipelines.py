@@ -31,7 +31,7 @@ def pipelined(space: Space, cost: CostModel, limit_s: float, *, soft: bool) -> L
     dealt = deal(space.units, space.given.pipeline_parallel)
     for stage in dealt:
         for segment in stage:
-            if segment[0].recompute:
+            if segment[0].can_swap:
                 program.variable(f"{segment[0].segment}:recompute")
     lanes = {lane: [_pass(stage, cost, lane) for stage in dealt] for lane in (Lane.COMPUTE, Lane.LAUNCH)}
     repeats = space.given.num_micro_batches
@@ -63,7 +63,7 @@ def _pass(stage: Stage, cost: CostModel, lane: Lane) -> Sum:
     found = Sum()
     for segment in stage:
         found[""] += sum(takes_s(unit.forward) + takes_s(unit.backward) for unit in segment)
-        if segment[0].recompute:
+        if segment[0].can_swap:
             found[f"{segment[0].segment}:recompute"] += sum(takes_s(unit.recompute) for unit in segment)
     return found
 
@@ -90,6 +90,6 @@ def _saved_activations(stage: Stage) -> Sum:
     for segment in stage:
         saved = float(sum(unit.saved_bytes for unit in segment))
         found[""] += saved
-        if segment[0].recompute:
+        if segment[0].can_swap:
             found[f"{segment[0].segment}:recompute"] += segment[0].activation_output_bytes - saved
     return found

@@ -45,7 +45,7 @@ class Placement:
             if unit.num_weights:
                 self._place(unit)
         for segment in self.segments:
-            if segment[0].recompute:
+            if segment[0].can_swap:
                 self._activations(segment)
 
     def _place(self, unit: Unit) -> None:

@@ -13,17 +13,28 @@ Floats = npt.NDArray[np.float64]
 
 @dataclasses.dataclass(frozen=True)
 class Solution:
-    """An optimum in floating point.
+    """An optimum in floating point, or what the solver had reached when it stopped.
+
+    Nobody trusts it: a plan is simulated, and a bound is proven from the multipliers in exact arithmetic. One that is
+    no optimum gives a weaker bound.
 
     Attributes:
         value: the objective.
-        values: all variables, by name.
+        values: all variables, by name, within their boxes.
         multipliers: of the binding rows, by name; see :func:`planner.bounds.program.bound`.
     """
 
     value: float
     values: dict[str, float]
     multipliers: dict[str, float]
+
+
+# Options of a solve, and of those after it that start from nothing if the ones before have come to no end.
+_WAYS: tuple[dict[str, str], ...] = (
+    {"solver": "simplex", "presolve": "choose"},
+    {"solver": "simplex", "presolve": "off"},
+    {"solver": "ipm", "presolve": "choose"},
+)
 
 
 class Solver:
@@ -69,17 +80,15 @@ class Solver:
                 return
 
         self._highs = Silent()  # type: ignore[no-untyped-call]
-        for option, value in (("output_flag", False), ("threads", 1), ("solver", "simplex")):
+        self._highs.setOptionValue("output_flag", False)
+        self._highs.setOptionValue("threads", 1)
+        for option, value in _WAYS[0].items():
             self._highs.setOptionValue(option, value)
         self._highs.passModel(model)
         self._solved: dict[tuple[tuple[float, float], ...], Solution | None] = {}
 
     def solve(self, boxes: Boxes | None = None) -> Solution | None:
-        """Return the optimum, with other ``boxes`` for some variables; ``None`` if the program is infeasible.
-
-        Raises:
-            RuntimeError: the solver failed.
-        """
+        """Return the optimum, with other ``boxes`` for some variables; ``None`` if HiGHS says that there is none."""
         wanted = {**self.boxes, **(boxes or {})}
         key = tuple(wanted.values())
         if key not in self._solved:
@@ -91,30 +100,40 @@ class Solver:
     def _solve(self, low: Floats, high: Floats) -> Solution | None:
         from highspy import HighsModelStatus  # noqa: PLC0415 - as above
 
-        self._highs.run()
-        status = self._highs.getModelStatus()
         # The objective has a box, so the program cannot be unbounded.
-        if status in {HighsModelStatus.kInfeasible, HighsModelStatus.kUnboundedOrInfeasible}:
+        nothing = {HighsModelStatus.kInfeasible, HighsModelStatus.kUnboundedOrInfeasible}
+        for way in _WAYS:
+            if way is not _WAYS[0]:
+                self._highs.clearSolver()
+                for option, value in way.items():
+                    self._highs.setOptionValue(option, value)
+            self._highs.run()
+            status = self._highs.getModelStatus()
+            if status in {HighsModelStatus.kOptimal, *nothing}:
+                break
+        if way is not _WAYS[0]:
+            for option, value in _WAYS[0].items():
+                self._highs.setOptionValue(option, value)
+        if status in nothing:
             return None
-        if status != HighsModelStatus.kOptimal:
-            raise RuntimeError(f"HiGHS stopped: {self._highs.modelStatusToString(status)}")
         found = self._highs.getSolution()
-        inside = np.clip(found.col_value, low, high)  # the solver has a tolerance
+        reached, duals = (np.array(part, np.float64) for part in (found.col_value, found.row_dual))
+        if len(reached) != len(low) or not np.isfinite(reached).all():
+            reached = low
+        if len(duals) != len(self._rows) or not np.isfinite(duals).all():
+            duals = np.zeros(len(self._rows))
+        inside = np.clip(reached, low, high)  # the solver has a tolerance
         values = dict(zip(self.boxes, inside.tolist(), strict=True))
         multipliers = {
             row.name: multiplier
-            for row, multiplier in zip(self._rows, found.row_dual, strict=True)
+            for row, multiplier in zip(self._rows, duals.tolist(), strict=True)
             if multiplier > 0 or (row.equal and multiplier)  # of other rows, a negative one is a rounding error
         }
         return Solution(values[self._objective], values, multipliers)
 
 
 def solve(program: LinearProgram) -> Solution | None:
-    """Solve a linear program; return ``None`` if it is infeasible.
-
-    Raises:
-        RuntimeError: the solver failed.
-    """
+    """Solve a linear program; return ``None`` if HiGHS says that it is infeasible."""
     return Solver(program).solve()
 
 

@@ -113,7 +113,7 @@ class StreamingCase(Case):
             clip=False,
             precision=Precision(weights="bf16", state="bf16"),
             optimizer=self.engine.optimizer,
-            subgroup_params=max(unit.num_params for unit in model_units if unit.recompute),
+            subgroup_params=max(unit.num_params for unit in model_units if unit.can_swap),
         )
 
 

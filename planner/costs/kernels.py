@@ -57,6 +57,8 @@ class KernelCosts:
 
     def _price(self, kernel: Kernel) -> tuple[float, float]:
         device = self._rank.profile.device
+        if not isinstance(kernel, Elementwise | Collective) and not kernel.flop:
+            return 0.0, 0.0  # a tensor without elements: nothing is launched
         match kernel:
             case Gemm():
                 return self._price_product(kernel)

@@ -37,6 +37,7 @@ _HOST_FLOP_PER_CORE_S = 50e9
 _REPORTS_PER_MICRO_BATCH, _REPORTS_PER_STEP = 4, 2
 # What gloo exchanges between processes of one machine, an order of magnitude: it copies through sockets.
 _HOST_EXCHANGE_BYTES_PER_S = 1e9
+_INSTANT_S = 1e-9
 _STORAGE_READS = frozenset({Lane.NVME_READ, Lane.NVME_STATE_IN})
 _STORAGE_WRITES = frozenset({Lane.NVME_WRITE, Lane.NVME_STATE_OUT})
 
@@ -116,9 +117,16 @@ class CostModel:
         return self._rank.capacities()
 
     def prices(self, schedule: Schedule) -> list[Price]:
-        """Return the price of every task of a schedule; tasks of one kind share one object."""
+        """Return the price of every task of a schedule; tasks of one kind share one object.
+
+        A compute task without kernels (the backward of a unit that the loss does not reach) takes an instant. If it
+        took no time at all, it would seem to hold no memory.
+        """
         arrays, known = schedule.arrays, self._prices
         prices = [known.get(kind) or self.price(work) for kind, work in zip(arrays.kinds, arrays.works, strict=True)]
+        for number, (work, price) in enumerate(zip(arrays.works, prices, strict=True)):
+            if work.lane is Lane.COMPUTE and not price.duration_s:
+                prices[number] = dataclasses.replace(price, duration_s=_INSTANT_S)
         return [prices[number] for number in arrays.work.tolist()]
 
     def price(self, task: Work) -> Price:

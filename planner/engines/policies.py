@@ -381,7 +381,7 @@ def decide(
         starts = itertools.accumulate(sizes, initial=offset)
         units[unit.name] = UnitDecision(
             params=params if unit.num_weights else "gpu",
-            activations=activations if unit.recompute else "keep",
+            activations=activations if unit.can_swap else "keep",
             update=tuple(place(start // setup.subgroup_params) for start, _ in zip(starts, sizes, strict=False)),
             streamed_gradients="gpu",  # Deep Optimizer States leaves them where they are
         )

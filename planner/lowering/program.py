@@ -235,7 +235,7 @@ def _check(units: tuple[Unit, ...], decisions: Decisions) -> None:
     segments: dict[str, Activations] = {}
     for unit in units:
         activations = decided[unit.name].activations
-        if activations != "keep" and not unit.recompute:
+        if activations != "keep" and not unit.can_swap:
             verb = "offloaded" if decided[unit.name].offloads else "recomputed"
             raise ValueError(f"unit {unit.name} cannot be {verb}; set its activations to 'keep'")
         if segments.setdefault(unit.segment, activations) != activations:

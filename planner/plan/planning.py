@@ -371,7 +371,7 @@ def _lacking_least(rejected: Decisions, variant: Variant, scorer: Scorer) -> tup
     again = {
         unit.name: rejected.units[unit.name].model_copy(update={"activations": "recompute"})
         for unit in variant.setup.units
-        if unit.recompute and rejected.units[unit.name].activations == "keep"
+        if unit.can_swap and rejected.units[unit.name].activations == "keep"
     }
     capacity_bytes = capacities(variant.cost)
     tried = (rejected, rejected.model_copy(update={"units": {**rejected.units, **again}}))

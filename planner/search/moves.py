@@ -62,7 +62,7 @@ def neighbours(setup: Setup, decisions: Decisions) -> Iterator[Decisions]:
             fetched = new.fetched and (Place.GPU in new.update or unit.name in resident or decisions.regathers(unit))
             if new != old and unit.num_weights and not fetched:
                 yield decisions.model_copy(update={"units": decisions.units | {unit.name: new}})
-        if unit.recompute and segments[unit.segment][0] is unit:
+        if unit.can_swap and segments[unit.segment][0] is unit:
             for way in (way for way in activations if way != old.activations):
                 whole_segment = {
                     other.name: decisions.units[other.name].model_copy(update={"activations": way})

@@ -39,14 +39,14 @@ def staged(setup: Setup, num_layers: int, zero_stage: int) -> Decisions:
     num_stages = setup.pipeline_parallel
     keep: set[str] = set()
     for number, stage in enumerate(deal(setup.units, num_stages)):
-        layers = [segment[0].segment for segment in stage if segment[0].recompute]
+        layers = [segment[0].segment for segment in stage if segment[0].can_swap]
         count = min(num_layers // min(num_stages - number, setup.num_micro_batches), len(layers))
         keep |= set(layers[len(layers) - count :])
     given = Decisions(**setup.given, policy="ullage", zero_stage=zero_stage, reduce_start="step", units={})
     units = {
         unit.name: UnitDecision(
             params="gpu",
-            activations="keep" if not unit.recompute or unit.segment in keep else "recompute",
+            activations="keep" if not unit.can_swap or unit.segment in keep else "recompute",
             update=(Place.GPU,) * len(given.piece_params(unit)),
         )
         for unit in setup.units

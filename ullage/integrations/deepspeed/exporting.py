@@ -125,7 +125,7 @@ def _lost_of_units(plan: Plan) -> list[str]:
         lost.append(
             f"parameters of {num_fetched} of {len(movable)} units leave the device; in DeepSpeed all parameters do"
         )
-    again = {unit.segment: decided.units[unit.name].activations for unit in units if unit.recompute}
+    again = {unit.segment: decided.units[unit.name].activations for unit in units if unit.can_swap}
     ways = set(again.values())
     if ways == {"recompute"}:
         lost.append("activations are recomputed: call model.gradient_checkpointing_enable()")

@@ -1,0 +1,275 @@
+"""Modules at the edge of what people write: they plan, train as in memory, and resume from checkpoints."""
+
+import contextlib
+import dataclasses
+import random
+from collections.abc import Callable
+
+import highspy
+import pytest
+import torch
+from amount import examples
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn.utils import parametrizations, prune
+
+import ullage
+from planner.decisions import UnitDecision
+from planner.lowering import lower
+from planner.plan.planning import make_plan
+from planner.search import smallest
+from planner.verification import verify
+
+SLOW = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+PROFILE = "epyc-turin-2c"
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, change: Callable[[nn.Linear], nn.Module] = lambda layer: layer) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), change(nn.Linear(width, 4 * width)), None
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Hidden(nn.Module):
+    """Returns the outputs of all layers, or forces: gradients that forward itself computes, with all weights."""
+
+    def __init__(self, *, forces: bool) -> None:
+        super().__init__()
+        self.forces, self.first, self.last = forces, nn.Linear(16, 128), nn.Linear(128, 8)
+        self.blocks = nn.ModuleList(Block(128) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> object:
+        if self.forces:
+            x = x.clone().requires_grad_(True)
+        hidden = [self.first(x)]
+        for block in self.blocks:
+            hidden.append(block(hidden[-1]))
+        out = self.last(hidden[-1])
+        if not self.forces:
+            return {"hidden": hidden, "logits": out}
+        return out, torch.autograd.grad(out.sum(), x, create_graph=True)[0]
+
+
+def request(make: Callable[[], nn.Module], width: int, num_bytes: int) -> ullage.Request:
+    captured = ullage.capture_module(make, [f"8x{width}"], dtype="fp32", as_on_gpu=False)
+    return ullage.Request(
+        captured,
+        ullage.load_profile(PROFILE).with_device_memory(num_bytes),
+        precision="fp32",
+        seq_len=captured.seq_len,
+        micro_batch=captured.micro_batch,
+    )
+
+
+@pytest.mark.parametrize("forces", [False, True])
+def test_units_that_compute_nothing_or_need_all_weights_are_planned(forces: bool) -> None:
+    """What computes for no time holds memory all the same; weights that are needed at once are in different slots."""
+    wanted = request(lambda: Hidden(forces=forces), 16, 1_500_000)
+    fits = 0
+    for num_bytes in (1_140_000 if forces else 1_160_000,):
+        smaller = wanted.hardware.with_device_memory(num_bytes)
+        try:
+            plan = make_plan(dataclasses.replace(wanted, hardware=smaller), 120)
+        except ullage.InfeasibleError:
+            continue
+        fits += 1
+        verify(plan)
+        assert plan.certificate.placement  # HiGHS agrees that the plan satisfies the conditions
+    assert fits or forces
+
+
+def test_weights_that_are_needed_at_once_are_in_different_slots() -> None:
+    variant = request(lambda: Hidden(forces=True), 16, 10_000_000).variants()[0]
+    decisions = next(iter(smallest(variant.setup))).model_copy(update={"num_param_slots": 1})
+    away = {
+        unit.name: UnitDecision(params="host", activations="keep", update=decisions.units[unit.name].update)
+        for unit in variant.setup.units
+    }
+    lower(variant.setup.units, decisions.model_copy(update={"units": away}), asynchronous=False).to_text()
+
+
+def as_buffer(layer: nn.Linear) -> nn.Module:
+    weight = layer.weight.detach().clone()
+    del layer.weight
+    layer.register_buffer("weight", weight)
+    return layer
+
+
+MADE = {
+    "weight norm": parametrizations.weight_norm,
+    "pruned": lambda layer: prune.l1_unstructured(layer, "weight", amount=0.3),
+    "buffer": as_buffer,
+}
+
+
+@pytest.mark.parametrize("way", MADE)
+def test_linear_layers_without_a_weight_of_their_own_train(way: str) -> None:
+    """With any memory: their units may have nothing to run again, but are recomputed with their block."""
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(16, 64), *(Block(64, MADE[way]) for _ in range(3)), nn.Linear(64, 8))
+
+    torch.manual_seed(1)
+    batches = [torch.randn(64, 16) for _ in range(2)]
+    plain = make()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=1e-2)
+    for x in batches:
+        plain(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model = make()
+    model, optimizer = ullage.prepare(
+        model,
+        torch.optim.SGD(model.parameters(), lr=1e-2),
+        (batches[0],),
+        hardware=PROFILE,
+        device_memory="1MB",
+    )
+    with optimizer.session:
+        for x in batches:
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found = optimizer.session.full_parameters()
+        for name, parameter in plain.named_parameters():
+            torch.testing.assert_close(found[name], parameter.detach(), rtol=1e-5, atol=1e-6)
+
+
+@settings(SLOW, max_examples=examples(3))
+@given(st.integers(0, 10**6))
+def test_whatever_the_search_proposes_is_accepted(seed: int) -> None:
+    """Segments of captured modules are swapped as a whole or not at all; lowering refuses no proposal."""
+    chosen = random.Random(seed)  # noqa: S311 - no secret
+    ways = [lambda layer: layer, *MADE.values()]
+
+    def block() -> nn.Module:
+        inner = Block(32, chosen.choice(ways))
+        return chosen.choice([inner, nn.Sequential(inner, nn.Linear(32, 32)), nn.Sequential(nn.Linear(32, 32))])
+
+    made = nn.Sequential(*(block() for _ in range(4)), nn.Linear(32, 4))
+    wanted = request(lambda: made, 32, 4 * sum(p.numel() for p in made.parameters()))
+    for variant in wanted.variants():
+        by_segment: dict[str, set[bool]] = {}
+        for unit in variant.setup.units:
+            by_segment.setdefault(unit.segment, set()).add(unit.can_swap)
+        assert all(len(found) == 1 for found in by_segment.values())
+    with contextlib.suppress(ullage.InfeasibleError):
+        make_plan(wanted, 30)
+
+
+SHAPES = st.sampled_from([(0,), (3, 0), (0, 3), (), (1,), (2, 1)])
+
+
+class Odd(nn.Module):
+    def __init__(self, shapes: list[tuple[int, ...]]) -> None:
+        super().__init__()
+        self.own = nn.ParameterList(nn.Parameter(torch.full(shape, 0.5)) for shape in shapes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for own in self.own:
+            x = x + 0.1 * own.sum()
+        return x
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2),
+    "adamw-8bit": lambda model: ullage.AdamW8bit(model.parameters(), lr=1e-2),
+    "adamw-bf16": lambda model: ullage.AdamWBf16(model.parameters(), lr=1e-2),
+    "lion": lambda model: ullage.Lion(model.parameters(), lr=1e-3),
+    "muon": lambda model: ullage.Muon(model.named_parameters(), lr=1e-2),
+    "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+    "adagrad": lambda model: torch.optim.Adagrad(model.parameters(), lr=0.1),
+}
+
+
+@settings(SLOW, max_examples=examples(3))
+@given(
+    st.lists(st.lists(SHAPES, min_size=1, max_size=2), min_size=2, max_size=3),
+    st.sampled_from(["adamw", "muon", "adamw-8bit", "sgd", "lion", "adagrad", "adamw-bf16"]),
+    st.sampled_from(["8kB", "12kB", "30kB"]),
+    st.sampled_from(["never", "nvme"]),
+    st.booleans(),
+)
+def test_parameters_without_elements_or_dimensions(
+    tmp_path_factory: pytest.TempPathFactory,
+    shapes: list[list[tuple[int, ...]]],
+    kind: str,
+    memory: str,
+    storage: str,
+    other: bool,
+) -> None:
+    """They train as in memory, and a checkpoint that was made is resumed, also under another plan and optimizer."""
+    torch.manual_seed(1)
+    batches = [(torch.randn(8, 8), torch.randint(3, (8,))) for _ in range(3)]
+    folder = tmp_path_factory.mktemp("odd")
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.odd = nn.ModuleList(map(Odd, shapes))
+            self.empty, self.layers = nn.Linear(8, 0), nn.ModuleList(nn.Linear(8, 8) for _ in shapes)
+            self.last = nn.Linear(8, 3)
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            for odd, layer in zip(self.odd, self.layers, strict=True):
+                x = odd(torch.tanh(layer(x)))
+            return nn.functional.cross_entropy(self.last(torch.cat((x, self.empty(x)), -1)), y)
+
+    def prepared(kind: str, memory: str) -> tuple[nn.Module, ullage.OffloadedOptimizer]:
+        model = Net()
+        nvme = {"storage": "nvme", "storage_dir": folder / "drive"} if storage == "nvme" else {}
+        return ullage.prepare(
+            model,
+            OPTIMIZERS[kind](model),
+            batches[0],
+            hardware=PROFILE,
+            device_memory=memory,
+            checkpoint_buffer_bytes=1_000_000,
+            **nvme,
+        )
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[tuple[torch.Tensor, ...]]) -> None:
+        for batch in batches:
+            model(*batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    plain = Net()
+    train(plain, OPTIMIZERS[kind](plain), batches)
+    tolerance = 2e-3 if kind in {"adamw-8bit", "adamw-bf16", "muon", "lion"} else 1e-5
+    try:
+        model, optimizer = prepared(kind, memory)
+    except ullage.InfeasibleError:
+        return
+    with optimizer.session, ullage.Checkpoints(optimizer, ullage.Level(folder / "saved")) as checkpoints:
+        train(model, optimizer, batches[:2])
+        checkpoints.save(2)
+        train(model, optimizer, batches[2:])
+        checkpoints.finish()
+        optimizer.state_dict()
+        found = optimizer.session.full_parameters()
+        for name, parameter in plain.named_parameters():
+            torch.testing.assert_close(found[name], parameter.detach(), rtol=0, atol=tolerance)
+    model, optimizer = prepared("adamw" if other and kind.startswith("adamw") else kind, "30kB" if other else memory)
+    with optimizer.session, ullage.Checkpoints(optimizer, ullage.Level(folder / "saved")) as checkpoints:
+        assert checkpoints.resume().step == 2
+        train(model, optimizer, batches[2:])
+        found = optimizer.session.full_parameters()
+        for name, parameter in plain.named_parameters():
+            torch.testing.assert_close(found[name], parameter.detach(), rtol=0, atol=1e-2 if other else tolerance)
+
+
+@pytest.mark.parametrize("status", ["kUnknown", "kInfeasible", "kSolveError"])
+def test_whatever_the_solver_says_there_is_a_plan_with_a_proof(status: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = request(lambda: nn.Sequential(*(Block(32) for _ in range(4)), nn.Linear(32, 4)), 32, 260_000)
+    monkeypatch.setattr(highspy.Highs, "getModelStatus", lambda _: getattr(highspy.HighsModelStatus, status))
+    plan = make_plan(wanted, 40)
+    assert 0 < plan.certificate.bound_s <= plan.prediction.iteration_s
+    verify(plan)
