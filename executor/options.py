@@ -37,7 +37,7 @@ class SessionOptions:
             :data:`executor.devices.lanes.NUM_RECORDED` iterations are kept.
         link_bytes_per_s: rates of copies from and to the device, for predictions; ``None``: unknown.
         batch: planned inputs of the model. If empty, batches of other shapes are not detected.
-        audit: when to compare with plain PyTorch, see [Note: Audit] in :mod:`executor.audit`.
+        audit: when to compare with plain PyTorch, see [Note: Audit] in :mod:`executor.audit.audit`.
         report: gets a line about each audit.
     """
 

@@ -102,7 +102,7 @@ def test_audits_are_repeated_as_often_as_wanted(audit, iterations: int) -> None:
 
 
 def test_modules_that_do_not_fit_together_are_audited_one_after_the_other(monkeypatch) -> None:
-    monkeypatch.setattr("executor.audit.MOST_BYTES", 1)
+    monkeypatch.setattr("executor.audit.audit.MOST_BYTES", 1)
     model, optimizer, lines = prepared(BLOCKS["linear-gelu-linear"])
     with optimizer.session:
         for _ in range(2):

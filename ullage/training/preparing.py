@@ -36,7 +36,7 @@ class Settings(TypedDict, total=False):
             made; see :class:`ullage.Checkpoints`.
         audit: compare the first iterations with plain PyTorch on your model and data, and print a line about it
             (``"first"``, the default); also those after every so many iterations (a number); or never (``"off"``). If
-            they differ, ``step()`` raises :class:`ullage.AuditError`. See [Note: Audit] in :mod:`executor.audit`.
+            they differ, ``step()`` raises :class:`ullage.AuditError`. See [Note: Audit] in :mod:`executor.audit.audit`.
     """
 
     storage_dir: str | Path | None

@@ -25,21 +25,32 @@ from typing import Any, Final, Protocol, final
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from executor.callbacks import copied_cache, hook_target, in_backward, replace_attribute, same_autocast
+from executor.audit.cases import Case, cases, recomputed_modules
+from executor.audit.tensors import (
+    Held,
+    aliased,
+    gradients_of,
+    is_differentiable,
+    keeping,
+    on_host,
+    random_states,
+    restored_random,
+    sampled,
+    targets_of,
+    watch_inputs,
+)
+from executor.callbacks import copied_cache, in_backward, replace_attribute, same_autocast
 from executor.distributed.shards import ParameterShard
-from executor.memory.forward_state import ForwardState, Snapshot
-from executor.module.binding import segment_module, tiled_modules
+from executor.memory.forward_state import ForwardState
 from executor.module.guarded_parameters import lifted
 from planner.decisions import Decisions
-from planner.graph import Unit, segments
+from planner.graph import Unit
 from planner.terms import AuditTime
 
 MOST_BYTES: Final = 1 << 30
-_NO_SEQUENCE: Final = 2**63  # nodes of leaves have larger numbers
-_NUM_SAMPLED: Final = 1024
 _TOLERANCES: Final = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2}
 _LOOSEST: Final = 6e-2  # of bf16 and smaller types
 _OUTSIDE: Final = (
@@ -95,43 +106,6 @@ class Audited:
         return f"{line} ({self.seconds:.2g} s)"
 
 
-@dataclasses.dataclass(eq=False)
-class _Case:
-    """A module to audit, and what it did under the plan, on the host.
-
-    Attributes:
-        shards: its parameters, by name.
-        exclusive: names of those that nothing outside the module reads.
-        calls: how often its forward ran in the audited micro-batch.
-    """
-
-    path: str
-    module: nn.Module
-    shards: dict[str, ParameterShard]
-    exclusive: frozenset[str]
-    why_not: str = ""
-    calls: int = 0
-    weights: dict[str, Tensor] = dataclasses.field(default_factory=dict)
-    call: Any = None  # arguments: leaves, of which tensors are (values, requires_grad), and structure
-    state: tuple[ForwardState, Snapshot] | None = None
-    random: tuple[Tensor, ...] = ()
-    autocast: Callable[[], Any] = contextlib.nullcontext
-    outputs: list[Tensor | None] = dataclasses.field(default_factory=list)
-    output_gradients: dict[int, Tensor] = dataclasses.field(default_factory=dict)
-    input_gradients: dict[int, Tensor] = dataclasses.field(default_factory=dict)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of its weights and their gradients, which is most of what is copied."""
-        return 2 * sum(shard.whole_shape.numel() * shard.whole.itemsize for shard in self.shards.values())
-
-    def forget(self) -> None:
-        """Free what was copied."""
-        self.calls, self.call, self.state, self.random = 0, None, None, ()
-        self.weights, self.outputs = {}, []
-        self.output_gradients, self.input_gradients = {}, {}
-
-
 @final
 class Audit:
     """Audits a session; see [Note: Audit].
@@ -169,11 +143,11 @@ class Audit:
         self._compiles = compiles
         self._sums_up = decisions.degrees.num_devices == 1 and decisions.update_start == "step"
         self._later = False  # whether the first micro-batch has ended
-        self._all = [] if when == "off" else list(_cases(model, units, decisions, shards))
-        self._due: list[_Case] = []
-        self._cases: list[_Case] = []
+        self._all = [] if when == "off" else list(cases(model, units, decisions, shards))
+        self._due: list[Case] = []
+        self._cases: list[Case] = []
         self._arrived: dict[str, tuple[Tensor, Tensor]] = {}  # of the first micro-batch, and the sum of all
-        self._recomputed = {} if when == "off" or compiles else dict(_recomputed(model, units, decisions))
+        self._recomputed = {} if when == "off" or compiles else dict(recomputed_modules(model, units, decisions))
         self._samples: defaultdict[nn.Module, collections.deque[list[Tensor]]] = defaultdict(collections.deque)
         self._undo = contextlib.ExitStack()
         self._ours: frozenset[int] = frozenset()
@@ -278,13 +252,13 @@ class Audit:
         path, segment = self._recomputed[module]
         if not in_backward():
             if torch.is_grad_enabled():
-                self._samples[module].append(_samples(output))
+                self._samples[module].append(sampled(output))
         elif self._samples[module]:
-            for first, second in zip(self._samples[module].popleft(), _samples(output), strict=False):
+            for first, second in zip(self._samples[module].popleft(), sampled(output), strict=False):
                 self._compare(f"the output of {path} when {segment} is recomputed", second, first, _OUTSIDE)
             self._passes.add(segment)
 
-    def _watching(self, case: _Case) -> Callable[..., Any]:
+    def _watching(self, case: Case) -> Callable[..., Any]:
         """Return a module's forward that also copies what comes in and goes out, in the first micro-batch."""
         forward = case.module.forward
 
@@ -296,41 +270,41 @@ class Audit:
             if case.calls > 1:
                 return forward(*args, **kwargs)
             leaves, structure = tree_flatten((args, kwargs))
-            held: dict[int, Any] = {id(leaf): _Held.of(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
+            held: dict[int, Any] = {id(leaf): Held.of(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
             held |= {id(leaf): copied_cache(leaf) for leaf in leaves if hasattr(leaf, "get_seq_length")}
             case.call = [held.get(id(leaf), leaf) for leaf in leaves], structure
             given = (*args, *kwargs.values())
             case.state = (state := ForwardState(case.module, case.path)), state.save(given, whole=True)
             tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)] or [torch.empty(0)]
-            case.random, case.autocast = _random_states(tensors[0].device), same_autocast(tensors[0])
-            edges = {get_gradient_edge(t): n for n, t in enumerate(given) if _is_differentiable(t)}
+            case.random, case.autocast = random_states(tensors[0].device), same_autocast(tensors[0])
+            edges = {get_gradient_edge(t): n for n, t in enumerate(given) if is_differentiable(t)}
             begun = torch._C._autograd._get_sequence_nr()
             output = forward(*args, **kwargs)
             made = [*tree_leaves(output), *state.made(given, begun)]
-            targets = list(_targets(made, begun))
+            targets = list(targets_of(made, begun))
             for number, target in targets:
-                target.register_hook(_keeping(case.output_gradients, number))  # type: ignore[no-untyped-call]
-            _watch_inputs(edges, [target for _, target in targets], begun, case.input_gradients)
-            case.outputs = [_on_host(leaf) for leaf in made]
+                target.register_hook(keeping(case.output_gradients, number))  # type: ignore[no-untyped-call]
+            watch_inputs(edges, [target for _, target in targets], begun, case.input_gradients)
+            case.outputs = [on_host(leaf) for leaf in made]
             if any(isinstance(leaf, Tensor) and type(leaf) is not Tensor for leaf in made):
                 case.why_not = "its output is not computed yet"  # logits in tiles
-            elif self._compiles and not torch.equal(case.random[-1], _random_states(tensors[0].device)[-1]):
+            elif self._compiles and not torch.equal(case.random[-1], random_states(tensors[0].device)[-1]):
                 case.why_not = "it is compiled, and draws other random numbers"
             return output
 
         return watching
 
-    def _run_again(self, case: _Case, device: torch.device) -> None:
+    def _run_again(self, case: Case, device: torch.device) -> None:
         """Run a module in plain PyTorch, and compare."""
         leaves, structure = case.call
-        made = {id(leaf): leaf.made(device) for leaf in leaves if isinstance(leaf, _Held)}
+        made = {id(leaf): leaf.made(device) for leaf in leaves if isinstance(leaf, Held)}
         args, kwargs = tree_unflatten([made.get(id(leaf), leaf) for leaf in leaves], structure)
         state, before = case.state or (None, None)
         assert state is not None and before is not None
         trained = [name for name in sorted(case.exclusive) if name in self._arrived and case.shards[name].trains]
         with (
             self._plain(case, device),
-            _random(case.random, device),
+            restored_random(case.random, device),
             state.restored(before),
             torch.enable_grad(),
             case.autocast(),
@@ -338,17 +312,17 @@ class Audit:
             given = (*args, *kwargs.values())
             begun = torch._C._autograd._get_sequence_nr()
             output = case.module.forward(
-                *(_aliased(value) for value in args), **{name: _aliased(value) for name, value in kwargs.items()}
+                *(aliased(value) for value in args), **{name: aliased(value) for name, value in kwargs.items()}
             )
             results = [*tree_leaves(output), *state.made(given, begun)]
-            targets = [(n, t) for n, t in _targets(results, begun) if n in case.output_gradients]
+            targets = [(n, t) for n, t in targets_of(results, begun) if n in case.output_gradients]
             inputs = [(number, given[number]) for number in case.input_gradients]
             parameters = [case.shards[name].leaf for name in trained]
             wanted = [*(tensor for _, tensor in inputs), *parameters]
             gradients: list[Tensor | None] = [None] * len(wanted)
             if targets and wanted and len(targets) == len(case.output_gradients):
                 from_outside = [case.output_gradients[number].to(device) for number, _ in targets]
-                gradients = _gradients([target for _, target in targets], wanted, from_outside)
+                gradients = gradients_of([target for _, target in targets], wanted, from_outside)
         for number, (planned, plain) in enumerate(zip(case.outputs, results, strict=True)):
             if planned is not None:
                 what = f"output {number} of {case.path}" if len(results) > 1 else f"the output of {case.path}"
@@ -365,7 +339,7 @@ class Audit:
                 self._compare(f"the gradient of {name}", self._arrived[name][0], gradient, _PLAN, scale)
 
     @contextlib.contextmanager
-    def _plain(self, case: _Case, device: torch.device) -> Iterator[None]:
+    def _plain(self, case: Case, device: torch.device) -> Iterator[None]:
         """Return a context in which a module and all inside it are as before they were prepared, with their weights."""
         with contextlib.ExitStack() as stack:
             for module in case.module.modules():
@@ -411,105 +385,6 @@ class Audit:
             )
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Held:
-    """An argument: its values on the host, and whether it needs a gradient."""
-
-    values: Tensor
-    requires_grad: bool
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> "_Held":
-        return cls(tensor.detach().to("cpu", copy=True), tensor.requires_grad)
-
-    def made(self, device: torch.device) -> Tensor:
-        return self.values.to(device, copy=True).requires_grad_(self.requires_grad)
-
-
-def _cases(
-    model: nn.Module, units: tuple[Unit, ...], decisions: Decisions, shards: Mapping[str, ParameterShard]
-) -> Iterator[_Case]:
-    """Yield one module of each kind: the last of those with the same structure that the plan treats alike."""
-    segment_of = {
-        spec.name.partition("[")[0]: number
-        for number, segment in enumerate(segments(units))
-        for unit in segment
-        for spec in (*unit.parameters, *unit.frozen)
-    }
-    names = {id(shard.whole): name for name, shard in shards.items()}
-    treated = [
-        {(d.params, d.activations, frozenset(d.update)) for d in (decisions.units[unit.name] for unit in segment)}
-        for segment in segments(units)
-    ]
-    readers = _readers(model, units)
-    divides = max(decisions.degrees.tensor_parallel, decisions.degrees.expert_parallel) > 1
-    of_kind: dict[Any, _Case] = {}
-    for path, module, own in _largest(model, names, segment_of):
-        structure = tuple((inner, type(m)) for inner, m in module.named_modules())
-        shapes = tuple((shards[n].whole_shape, shards[n].whole.dtype, shards[n].whole.requires_grad) for n in own)
-        kind = structure, shapes, frozenset(treated[segment_of[own[0]]]), len(own)
-        case = _Case(path, module, {name: shards[name] for name in own}, frozenset(own) - _read_outside(readers, path))
-        if divides:
-            case.why_not = "ranks divide it"
-        elif not all(shard.leaf is shard.whole for shard in case.shards.values()):
-            case.why_not = "its rows are divided over units"
-        of_kind[kind] = case
-    yield from of_kind.values()
-
-
-def _recomputed(
-    model: nn.Module, units: tuple[Unit, ...], decisions: Decisions
-) -> Iterator[tuple[nn.Module, tuple[str, str]]]:
-    """Yield the modules whose forward runs a second time as it ran first, with their paths and their segments."""
-    paths = {module: path for path, module in model.named_modules()}
-    tiled = tiled_modules(model, units) if decisions.layer_tile_tokens is not None else {}
-    in_tiles = {inner for module in tiled for inner in module.modules()}
-    for segment in segments(units):
-        if decisions.units[segment[0].name].activations != "keep":
-            for module in segment_module(model, segment).modules():
-                if module not in in_tiles and next(module.children(), None) is None:
-                    yield module, (paths[module], segment[0].segment)
-
-
-def _largest(
-    model: nn.Module, names: Mapping[int, str], segment_of: Mapping[str, int]
-) -> Iterator[tuple[str, nn.Module, list[str]]]:
-    """Yield the largest modules inside the model whose parameters all belong to one segment, with their names."""
-    seen: set[nn.Module] = set()
-    waiting = [(path, module) for path, module in model.named_children()][::-1]
-    while waiting:
-        path, module = waiting.pop()
-        own = list(dict.fromkeys(names[id(p)] for p in module.parameters() if id(p) in names))
-        if module in seen or not own:
-            continue
-        seen.add(module)
-        runs = type(module).forward is not nn.Module.forward and not isinstance(module, nn.ModuleList | nn.ModuleDict)
-        if runs and len({segment_of.get(name, -1) for name in own}) == 1 and own[0] in segment_of:
-            yield path, module, own
-        else:
-            waiting += [(f"{path}.{name}", child) for name, child in module.named_children()][::-1]
-
-
-def _readers(model: nn.Module, units: tuple[Unit, ...]) -> dict[str, list[str]]:
-    """Return the paths of the modules that read each parameter, as far as the plan knows; of others: empty."""
-    paths = {path for path, _ in model.named_modules()}
-    found: dict[str, list[str]] = {}
-    for unit in units:
-        for operator in unit.operators:
-            path = operator.name.partition("#")[0]
-            for name in operator.shared_parameters:
-                found.setdefault(name, []).append(path if path in paths else "")
-            for spec in operator.parameters:
-                if path in paths:
-                    found.setdefault(spec.name, []).append(path)
-    return found
-
-
-def _read_outside(readers: Mapping[str, list[str]], path: str) -> set[str]:
-    """Return the parameters that a module outside ``path`` reads."""
-    return {name for name, read in readers.items() if any(f"{one}.".find(f"{path}.") != 0 for one in read)}
-
-
 @contextlib.contextmanager
 def _showing(shard: ParameterShard, values: Tensor) -> Iterator[None]:
     """Return a context in which a parameter has these values, whatever the plan shows in it."""
@@ -525,123 +400,3 @@ def _showing(shard: ParameterShard, values: Tensor) -> Iterator[None]:
             yield
         finally:
             leaf.data = shown
-
-
-@contextlib.contextmanager
-def _random(states: tuple[Tensor, ...], device: torch.device) -> Iterator[None]:
-    """Return a context with these states of torch's global generators; see :func:`_random_states`."""
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.set_rng_state(states[0])
-        if device.type == "cuda":
-            torch.cuda.set_rng_state(states[1], device)
-        yield
-
-
-def _random_states(device: torch.device) -> tuple[Tensor, ...]:
-    on_host = torch.get_rng_state()
-    return (on_host, torch.cuda.get_rng_state(device)) if device.type == "cuda" else (on_host,)
-
-
-def _watch_inputs(
-    edges: Mapping[GradientEdge, int], targets: list[Tensor], begun: int, store: dict[int, Tensor]
-) -> None:
-    """Keep the gradients that a module gives its inputs, without those that other modules give the same tensors.
-
-    Hooks on the module's own autograd nodes leave the order of all sums as it is, as aliases of inputs would not.
-
-    Args:
-        edges: where the gradients of inputs go, with the number of the input.
-        targets: tensors that the module has made.
-        begun: autograd's next number when the module began.
-        store: gets the gradients, on the host, by number.
-    """
-    waiting: list[Any] = [target.grad_fn for target in targets]
-    seen = set()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen or not begun <= node._sequence_nr() < _NO_SEQUENCE:
-            continue
-        seen.add(node)
-        found = [(index, edges.get(GradientEdge(*edge))) for index, edge in enumerate(node.next_functions)]
-        if any(number is not None for _, number in found):
-            node.register_hook(_adding(store, [(i, number) for i, number in found if number is not None]))
-        waiting += [after for after, _ in node.next_functions]
-
-
-def _adding(store: dict[int, Tensor], slots: list[tuple[int, int]]) -> Callable[[Any, Any], None]:
-    def add(to_inputs: Any, _from_outputs: Any) -> None:
-        for index, number in slots:
-            if (gradient := to_inputs[index]) is not None:
-                held = gradient.detach().to("cpu", copy=True)
-                store[number] = store[number] + held if number in store else held
-
-    return add
-
-
-def _keeping(store: dict[int, Tensor], number: int) -> Callable[[Tensor], None]:
-    """Return a hook that keeps a gradient on the host."""
-
-    def keep(gradient: Tensor) -> None:
-        store[number] = gradient.detach().to("cpu", copy=True)
-
-    return keep
-
-
-def _targets(made: list[Any], begun: int) -> Iterator[tuple[int, Tensor]]:
-    """Yield the tensors among results that get a gradient, each once, with the number of the result.
-
-    Tensors that only passed through the module are left out: ``begun`` is autograd's next number when it began.
-    """
-    seen: set[int] = set()
-    for number, leaf in enumerate(made):
-        if type(leaf) is Tensor and leaf.requires_grad:
-            target = hook_target(leaf)
-            node = target.grad_fn
-            if node is not None and node._sequence_nr() >= begun and id(target) not in seen:
-                seen.add(id(target))
-                yield number, target
-
-
-def _gradients(targets: list[Tensor], wanted: list[Tensor], totals: list[Tensor]) -> list[Tensor | None]:
-    """Return gradients of inputs and parameters, given the total gradients of a module's outputs.
-
-    If one output was made from another one, the total gradient of the other has both what came from outside and what
-    came by way of the first. Only what came from outside is passed on.
-    """
-    order = sorted(range(len(targets)), key=lambda k: -_sequence_of(targets[k]))  # later ones first
-    outer: list[Tensor] = []
-    for position, k in enumerate(order):
-        later = [targets[j] for j in order[:position]]
-        inner: Any = (None,)
-        if later:
-            inner = torch.autograd.grad(later, targets[k], outer, retain_graph=True, allow_unused=True)
-        outer.append(totals[k] if inner[0] is None else totals[k] - inner[0])
-    return list(torch.autograd.grad([targets[k] for k in order], wanted, outer, allow_unused=True))
-
-
-def _sequence_of(tensor: Tensor) -> int:
-    node: Any = tensor.grad_fn
-    return int(node._sequence_nr())
-
-
-def _is_differentiable(leaf: Any) -> bool:
-    return type(leaf) is Tensor and leaf.requires_grad
-
-
-def _aliased(value: Any) -> Any:
-    """Return a view of a leaf that needs a gradient, because a module may change its input in place."""
-    return value.view_as(value) if _is_differentiable(value) else value
-
-
-def _on_host(leaf: Any) -> Tensor | None:
-    return leaf.detach().to("cpu", copy=True) if type(leaf) is Tensor and leaf.is_floating_point() else None
-
-
-def _samples(output: Any) -> list[Tensor]:
-    """Return some values of each floating-point tensor in an output, on the host."""
-    found = []
-    for leaf in tree_leaves(output):
-        if type(leaf) is Tensor and leaf.is_floating_point() and leaf.numel():
-            flat = leaf.detach().reshape(-1)
-            found.append(flat[:: -(-flat.numel() // _NUM_SAMPLED)].to("cpu", copy=True))
-    return found

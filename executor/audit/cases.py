@@ -1,0 +1,135 @@
+"""Which modules an audit runs again, and which it compares in both passes of recomputation."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from executor.distributed.shards import ParameterShard
+from executor.memory.forward_state import ForwardState, Snapshot
+from executor.module.binding import segment_module, tiled_modules
+from planner.decisions import Decisions
+from planner.graph import Unit, segments
+
+
+@dataclasses.dataclass(eq=False)
+class Case:
+    """A module to audit, and what it did under the plan, on the host.
+
+    Attributes:
+        shards: its parameters, by name.
+        exclusive: names of those that nothing outside the module reads.
+        calls: how often its forward ran in the audited micro-batch.
+    """
+
+    path: str
+    module: nn.Module
+    shards: dict[str, ParameterShard]
+    exclusive: frozenset[str]
+    why_not: str = ""
+    calls: int = 0
+    weights: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    call: Any = None  # arguments: leaves, of which tensors are (values, requires_grad), and structure
+    state: tuple[ForwardState, Snapshot] | None = None
+    random: tuple[Tensor, ...] = ()
+    autocast: Callable[[], Any] = contextlib.nullcontext
+    outputs: list[Tensor | None] = dataclasses.field(default_factory=list)
+    output_gradients: dict[int, Tensor] = dataclasses.field(default_factory=dict)
+    input_gradients: dict[int, Tensor] = dataclasses.field(default_factory=dict)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its weights and their gradients, which is most of what is copied."""
+        return 2 * sum(shard.whole_shape.numel() * shard.whole.itemsize for shard in self.shards.values())
+
+    def forget(self) -> None:
+        """Free what was copied."""
+        self.calls, self.call, self.state, self.random = 0, None, None, ()
+        self.weights, self.outputs = {}, []
+        self.output_gradients, self.input_gradients = {}, {}
+
+
+def cases(
+    model: nn.Module, units: tuple[Unit, ...], decisions: Decisions, shards: Mapping[str, ParameterShard]
+) -> Iterator[Case]:
+    """Yield one module of each kind: the last of those with the same structure that the plan treats alike."""
+    segment_of = {
+        spec.name.partition("[")[0]: number
+        for number, segment in enumerate(segments(units))
+        for unit in segment
+        for spec in (*unit.parameters, *unit.frozen)
+    }
+    names = {id(shard.whole): name for name, shard in shards.items()}
+    treated = [
+        {(d.params, d.activations, frozenset(d.update)) for d in (decisions.units[unit.name] for unit in segment)}
+        for segment in segments(units)
+    ]
+    readers = _readers(model, units)
+    divides = max(decisions.degrees.tensor_parallel, decisions.degrees.expert_parallel) > 1
+    of_kind: dict[Any, Case] = {}
+    for path, module, own in _largest(model, names, segment_of):
+        structure = tuple((inner, type(m)) for inner, m in module.named_modules())
+        shapes = tuple((shards[n].whole_shape, shards[n].whole.dtype, shards[n].whole.requires_grad) for n in own)
+        kind = structure, shapes, frozenset(treated[segment_of[own[0]]]), len(own)
+        case = Case(path, module, {name: shards[name] for name in own}, frozenset(own) - _read_outside(readers, path))
+        if divides:
+            case.why_not = "ranks divide it"
+        elif not all(shard.leaf is shard.whole for shard in case.shards.values()):
+            case.why_not = "its rows are divided over units"
+        of_kind[kind] = case
+    yield from of_kind.values()
+
+
+def recomputed_modules(
+    model: nn.Module, units: tuple[Unit, ...], decisions: Decisions
+) -> Iterator[tuple[nn.Module, tuple[str, str]]]:
+    """Yield the modules whose forward runs a second time as it ran first, with their paths and their segments."""
+    paths = {module: path for path, module in model.named_modules()}
+    tiled = tiled_modules(model, units) if decisions.layer_tile_tokens is not None else {}
+    in_tiles = {inner for module in tiled for inner in module.modules()}
+    for segment in segments(units):
+        if decisions.units[segment[0].name].activations != "keep":
+            for module in segment_module(model, segment).modules():
+                if module not in in_tiles and next(module.children(), None) is None:
+                    yield module, (paths[module], segment[0].segment)
+
+
+def _largest(
+    model: nn.Module, names: Mapping[int, str], segment_of: Mapping[str, int]
+) -> Iterator[tuple[str, nn.Module, list[str]]]:
+    """Yield the largest modules inside the model whose parameters all belong to one segment, with their names."""
+    seen: set[nn.Module] = set()
+    waiting = [(path, module) for path, module in model.named_children()][::-1]
+    while waiting:
+        path, module = waiting.pop()
+        own = list(dict.fromkeys(names[id(p)] for p in module.parameters() if id(p) in names))
+        if module in seen or not own:
+            continue
+        seen.add(module)
+        runs = type(module).forward is not nn.Module.forward and not isinstance(module, nn.ModuleList | nn.ModuleDict)
+        if runs and len({segment_of.get(name, -1) for name in own}) == 1 and own[0] in segment_of:
+            yield path, module, own
+        else:
+            waiting += [(f"{path}.{name}", child) for name, child in module.named_children()][::-1]
+
+
+def _readers(model: nn.Module, units: tuple[Unit, ...]) -> dict[str, list[str]]:
+    """Return the paths of the modules that read each parameter, as far as the plan knows; of others: empty."""
+    paths = {path for path, _ in model.named_modules()}
+    found: dict[str, list[str]] = {}
+    for unit in units:
+        for operator in unit.operators:
+            path = operator.name.partition("#")[0]
+            for name in operator.shared_parameters:
+                found.setdefault(name, []).append(path if path in paths else "")
+            for spec in operator.parameters:
+                if path in paths:
+                    found.setdefault(spec.name, []).append(path)
+    return found
+
+
+def _read_outside(readers: Mapping[str, list[str]], path: str) -> set[str]:
+    """Return the parameters that a module outside ``path`` reads."""
+    return {name for name, read in readers.items() if any(f"{one}.".find(f"{path}.") != 0 for one in read)}

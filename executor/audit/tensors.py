@@ -1,0 +1,156 @@
+"""What an audit copies of a module's run under a plan: arguments, results, gradients, random numbers."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+from torch.utils._pytree import tree_leaves
+
+from executor.callbacks import hook_target
+
+_NO_SEQUENCE: Final = 2**63  # nodes of leaves have larger numbers
+_NUM_SAMPLED: Final = 1024
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Held:
+    """An argument: its values on the host, and whether it needs a gradient."""
+
+    values: Tensor
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "Held":
+        """Return a copy of a tensor."""
+        return cls(tensor.detach().to("cpu", copy=True), tensor.requires_grad)
+
+    def made(self, device: torch.device) -> Tensor:
+        """Return a leaf with its values."""
+        return self.values.to(device, copy=True).requires_grad_(self.requires_grad)
+
+
+@contextlib.contextmanager
+def restored_random(states: tuple[Tensor, ...], device: torch.device) -> Iterator[None]:
+    """Return a context with these states of torch's global generators; see :func:`random_states`."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.set_rng_state(states[0])
+        if device.type == "cuda":
+            torch.cuda.set_rng_state(states[1], device)
+        yield
+
+
+def random_states(device: torch.device) -> tuple[Tensor, ...]:
+    """Return the states of torch's global generators: of the host, and of a GPU if the model is there."""
+    on_host = torch.get_rng_state()
+    return (on_host, torch.cuda.get_rng_state(device)) if device.type == "cuda" else (on_host,)
+
+
+def watch_inputs(
+    edges: Mapping[GradientEdge, int], targets: list[Tensor], begun: int, store: dict[int, Tensor]
+) -> None:
+    """Keep the gradients that a module gives its inputs, without those that other modules give the same tensors.
+
+    Hooks on the module's own autograd nodes leave the order of all sums as it is, as aliases of inputs would not.
+
+    Args:
+        edges: where the gradients of inputs go, with the number of the input.
+        targets: tensors that the module has made.
+        begun: autograd's next number when the module began.
+        store: gets the gradients, on the host, by number.
+    """
+    waiting: list[Any] = [target.grad_fn for target in targets]
+    seen = set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen or not begun <= node._sequence_nr() < _NO_SEQUENCE:
+            continue
+        seen.add(node)
+        found = [(index, edges.get(GradientEdge(*edge))) for index, edge in enumerate(node.next_functions)]
+        if any(number is not None for _, number in found):
+            node.register_hook(_adding(store, [(i, number) for i, number in found if number is not None]))
+        waiting += [after for after, _ in node.next_functions]
+
+
+def _adding(store: dict[int, Tensor], slots: list[tuple[int, int]]) -> Callable[[Any, Any], None]:
+    def add(to_inputs: Any, _from_outputs: Any) -> None:
+        for index, number in slots:
+            if (gradient := to_inputs[index]) is not None:
+                held = gradient.detach().to("cpu", copy=True)
+                store[number] = store[number] + held if number in store else held
+
+    return add
+
+
+def keeping(store: dict[int, Tensor], number: int) -> Callable[[Tensor], None]:
+    """Return a hook that keeps a gradient on the host."""
+
+    def keep(gradient: Tensor) -> None:
+        store[number] = gradient.detach().to("cpu", copy=True)
+
+    return keep
+
+
+def targets_of(made: list[Any], begun: int) -> Iterator[tuple[int, Tensor]]:
+    """Yield the tensors among results that get a gradient, each once, with the number of the result.
+
+    Tensors that only passed through the module are left out: ``begun`` is autograd's next number when it began.
+    """
+    seen: set[int] = set()
+    for number, leaf in enumerate(made):
+        if type(leaf) is Tensor and leaf.requires_grad:
+            target = hook_target(leaf)
+            node = target.grad_fn
+            if node is not None and node._sequence_nr() >= begun and id(target) not in seen:
+                seen.add(id(target))
+                yield number, target
+
+
+def gradients_of(targets: list[Tensor], wanted: list[Tensor], totals: list[Tensor]) -> list[Tensor | None]:
+    """Return gradients of inputs and parameters, given the total gradients of a module's outputs.
+
+    If one output was made from another one, the total gradient of the other has both what came from outside and what
+    came by way of the first. Only what came from outside is passed on.
+    """
+    order = sorted(range(len(targets)), key=lambda k: -_sequence_of(targets[k]))  # later ones first
+    outer: list[Tensor] = []
+    for position, k in enumerate(order):
+        later = [targets[j] for j in order[:position]]
+        inner: Any = (None,)
+        if later:
+            inner = torch.autograd.grad(later, targets[k], outer, retain_graph=True, allow_unused=True)
+        outer.append(totals[k] if inner[0] is None else totals[k] - inner[0])
+    return list(torch.autograd.grad([targets[k] for k in order], wanted, outer, allow_unused=True))
+
+
+def _sequence_of(tensor: Tensor) -> int:
+    node: Any = tensor.grad_fn
+    return int(node._sequence_nr())
+
+
+def is_differentiable(leaf: Any) -> bool:
+    """Return whether an argument is a tensor whose gradient can be compared."""
+    return type(leaf) is Tensor and leaf.requires_grad
+
+
+def aliased(value: Any) -> Any:
+    """Return a view of a leaf that needs a gradient, because a module may change its input in place."""
+    return value.view_as(value) if is_differentiable(value) else value
+
+
+def on_host(leaf: Any) -> Tensor | None:
+    """Return a copy of a floating-point tensor on the host; ``None`` of anything else."""
+    return leaf.detach().to("cpu", copy=True) if type(leaf) is Tensor and leaf.is_floating_point() else None
+
+
+def sampled(output: Any) -> list[Tensor]:
+    """Return some values of each floating-point tensor in an output, on the host."""
+    found = []
+    for leaf in tree_leaves(output):
+        if type(leaf) is Tensor and leaf.is_floating_point() and leaf.numel():
+            flat = leaf.detach().reshape(-1)
+            found.append(flat[:: -(-flat.numel() // _NUM_SAMPLED)].to("cpu", copy=True))
+    return found
