@@ -106,7 +106,7 @@ def test_training_under_any_decisions_is_that_in_memory(recipe: Recipe, data: st
     trained_as_in_memory(recipe, found, data.draw(decided(found, "fp32")))
 
 
-@pytest.mark.parametrize("kind", ["table", "running", "counting", "drawing", "statistics"])
+@pytest.mark.parametrize("kind", ["table", "running", "counting", "drawing", "statistics", "linear-dropout"])
 @pytest.mark.parametrize("activations", ["recompute", "offload"])
 def test_a_second_pass_finds_what_the_first_one_found_and_leaves_no_trace(kind: str, activations: str) -> None:
     recipe = Recipe((Stream((kind, kind, "linear-gelu")),))

@@ -85,10 +85,10 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    def __init__(self, *, own: bool = False, tied: bool = False, between: int = 0) -> None:
+    def __init__(self, *, own: bool = False, tied: bool = False, between: int = 0, reads: bool = False) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block(number, own=own) for number in range(8))
-        self.between = between
+        self.between, self.reads = between, reads
         if tied:
             for block in self.blocks:
                 block.second.bias = self.blocks[0].second.bias
@@ -98,6 +98,8 @@ class Stack(nn.Module):
             x = block(x)
             for _ in range(self.between if number == 5 else self.between // 2):
                 x = torch.sin(x)
+        for block in self.blocks if self.reads else ():
+            x = x @ block.first.weight.t() @ block.second.weight.t()
         return x.square().mean()
 
 
@@ -107,9 +109,10 @@ class Stack(nn.Module):
         (Stack, 5),
         (lambda: Stack(own=True), 0),  # each has a number of its own that it computes with
         (lambda: Stack(tied=True), 0),
+        (lambda: Stack(reads=True), 5),  # code behind them reads their weights: likewise
         (lambda: Stack(between=4), 5),  # more runs after one block than after the others: all are recorded then
     ],
-    ids=["equal", "numbered", "tied", "followed by more"],
+    ids=["equal", "numbered", "tied", "read later", "followed by more"],
 )
 def test_what_is_not_equal_is_recorded(make: Callable[[], nn.Module], num_copies: int) -> None:
     copied, recorded, found = both(make, (CapturedInput(shape=(4, 8)),))

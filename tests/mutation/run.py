@@ -1,7 +1,8 @@
 """Break the program on purpose, one defect of ``defects.json`` after the other, and see whether its tests notice.
 
 Tests run as in ``make test``, in a copy of the tree. Exits with 1 if a defect survives, and with 2 if one could not be
-tried. ``python tests/mutation/run.py``; with words, only defects whose file or description has one of them.
+tried. ``python tests/mutation/run.py``; with words, only defects whose file or description has one of them. With
+``--audit``, those that are ``audited``: trainings run, and their own audit has to notice.
 """
 
 import dataclasses
@@ -19,6 +20,7 @@ from typing import Final
 
 ROOT: Final = Path(__file__).parents[2]
 RESULT: Final = ROOT / "benchmarks" / "results" / "mutation.json"
+AUDIT: Final = ROOT / "benchmarks" / "results" / "audit.json"
 _LONGEST_S: Final = 900.0  # a defect may make something wait for ever
 
 
@@ -31,6 +33,7 @@ class Defect:
         old, new: what is there, once, and what takes its place.
         breaks: what goes wrong then.
         tests: files or folders of tests, of which one is expected to fail.
+        audited: whether a session's own audit has to notice it too.
     """
 
     file: str
@@ -38,6 +41,7 @@ class Defect:
     new: str
     breaks: str
     tests: tuple[str, ...]
+    audited: bool = False
 
     def why_not(self, root: Path) -> str:
         """Return why it cannot be tried in a tree; empty if it can."""
@@ -64,8 +68,8 @@ def copied(root: Path) -> None:
             shutil.copy2(ROOT / name, root / name)
 
 
-def tried(defect: Defect, root: Path) -> dict[str, object]:
-    """Apply a defect to a copy, run its tests, and take it back."""
+def tried(defect: Defect, root: Path, *, by_audit: bool = False) -> dict[str, object]:
+    """Apply a defect to a copy, run its tests, or trainings that only audit themselves, and take it back."""
     begin_s = time.monotonic()
     row: dict[str, object] = {"file": defect.file, "breaks": defect.breaks, "seen_by": None}
     if why := defect.why_not(root):
@@ -74,14 +78,15 @@ def tried(defect: Defect, root: Path) -> dict[str, object]:
     whole = path.read_text(encoding="utf-8")
     path.write_text(whole.replace(defect.old, defect.new), encoding="utf-8")
     try:
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *defect.tests]
+        tests = ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *defect.tests]
+        command = [sys.executable, *(["tests/mutation/audited.py"] if by_audit else tests)]
         environment = os.environ | {"PYTHONPATH": str(root), "OMP_WAIT_POLICY": "passive"}
         environment.pop("ULLAGE_TESTS", None)
         done = subprocess.run(
             command, cwd=root, env=environment, capture_output=True, text=True, timeout=_LONGEST_S, check=False
         )
         outcome = {0: "survived", 1: "caught"}.get(done.returncode, f"error: pytest ended with {done.returncode}")
-        failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
+        failed = re.search(r"^(?:FAILED |ERROR |AuditError: )(.+?(?=; |$)|\S+)", done.stdout, re.MULTILINE)
         row["seen_by"] = failed[1] if failed else None
     except subprocess.TimeoutExpired:
         outcome = "caught"
@@ -93,6 +98,8 @@ def tried(defect: Defect, root: Path) -> dict[str, object]:
 
 def main(words: list[str]) -> int:
     """Try all defects, or those that are named; print a row for each, and write all that were ever tried."""
+    if words == ["--audit"]:
+        return audited()
     rows = {row["breaks"]: row for row in json.loads(RESULT.read_text("utf-8"))["defects"]} if words else {}
     chosen = [d for d in defects() if not words or any(word in f"{d.file} {d.breaks}" for word in words)]
     with tempfile.TemporaryDirectory() as folder:
@@ -108,6 +115,21 @@ def main(words: list[str]) -> int:
     survived, errors = (sum(outcome.startswith(word) for outcome in outcomes) for word in ("survived", "error"))
     print(f"{len(chosen) - survived - errors} caught, {survived} survived, {errors} could not be tried")  # noqa: T201
     return 2 if errors else int(bool(survived))
+
+
+def audited() -> int:
+    """Try all defects that an audit has to notice, and write them; return 1 if it does not notice one."""
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        copied(Path(folder))
+        none = Defect("tests/mutation/audited.py", '"""Trainings', '"""Trainings', "Nothing.", (), audited=True)
+        for defect in (none, *(each for each in defects() if each.audited)):
+            rows.append(row := tried(defect, Path(folder), by_audit=True))
+            print(f"{row['outcome']:9} {row['seconds']:6} s  {defect.file}: {defect.breaks}", flush=True)  # noqa: T201
+    date = dt.datetime.now(tz=dt.UTC).date().isoformat()
+    result = {"command": "python tests/mutation/run.py --audit", "date": date, "defects": rows[1:]}
+    AUDIT.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    return int(rows[0]["outcome"] != "survived" or any(row["outcome"] != "caught" for row in rows[1:]))
 
 
 if __name__ == "__main__":

@@ -90,8 +90,15 @@ def repeated(captured: CapturedModel, recording: Recording) -> CapturedModel:
     """Add the blocks that were not recorded to a captured model; see [Note: Copies].
 
     Raises:
-        UnequalError: these blocks are not equal to the recorded ones, or are not between segments.
+        UnequalError: these blocks are not equal to the recorded ones, or are not between segments, or code outside of
+            them reads their weights, which copies do not show.
     """
+    for path in {copy.of for copy in recording.copies}:
+        inside = [range(visit.first, visit.stop) for visit in recording.visits if visit.path == path]
+        for index, event in enumerate(recording.forward):
+            reads = any(name.startswith(f"{path}.") for name in event.parameters)
+            if reads and not any(index in events for events in inside):
+                raise UnequalError(path)
     segments = list(captured.segments)
     block_of = {segment.path: segment.block for segment in segments}
     for copy in recording.copies:
