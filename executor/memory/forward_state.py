@@ -24,6 +24,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from executor.memory.recompute_cache import ActivationError
+
 SMALL_BYTES: Final = 1 << 16
 """Tensors up to this size are copied before every forward."""
 
@@ -35,10 +37,6 @@ _MT19937_BYTES: Final = 625 * 4  # its key, and the position in it
 
 _OF_MODULES: Final = frozenset(vars(nn.Module())) - {"training"} | {"forward"}
 _Key = tuple[int, Any]
-
-
-class StateError(RuntimeError):
-    """A forward that is going to be recomputed has changed something whose old values are gone."""
 
 
 @final
@@ -100,7 +98,7 @@ class ForwardState:
         """Check, after the first pass, that the snapshot has everything that this pass has changed.
 
         Raises:
-            StateError: a large tensor has changed for the first time, or NumPy's generator.
+            ActivationError: a large tensor has changed for the first time, or NumPy's generator.
         """
         drew_from_numpy = _numpy_bits() != before.numpy
         if self._changing is None:
@@ -112,7 +110,7 @@ class ForwardState:
             return
         if drew_from_numpy and not self._draws_from_numpy:
             self._draws_from_numpy = True
-            raise StateError(
+            raise ActivationError(
                 f"forward of {self._name} has drawn from numpy.random, which it did not do in its first call; the plan "
                 "recomputes this module in backward, which would draw other numbers; draw in every forward, or with "
                 "torch"
@@ -120,7 +118,7 @@ class ForwardState:
         for key, tensor in before.tensors.items():
             if tensor._version != before.versions[key] and id(tensor) not in before.copies:
                 self._changing.add(key)
-                raise StateError(
+                raise ActivationError(
                     f"forward of {self._name} has changed its {key[1]} in place, which it did not do in its first "
                     "call; the plan recomputes this module in backward, and the old values are gone; change it in "
                     "every forward or outside forward, or give the module a new tensor (self.buffer = values)"

@@ -257,9 +257,9 @@ def _hooks(unit: str, path: str, callbacks: ModuleCallbacks) -> tuple[Callable[.
 
 def _naming(error: OutOfOrderError, reached: str, path: str) -> OutOfOrderError:
     """Return an error that names the module that ran instead of its unit, if that is what it says."""
-    if reached not in (text := str(error)):
+    if not path or reached not in (text := str(error)):  # the model itself: a forward without its backward
         return error
-    ran = f"module {path or 'model'} ran (in another branch than with the example batch?),"
+    ran = f"module {path} ran (in another branch than with the example batch?),"
     return OutOfOrderError(f"{text.replace(reached, ran)}. {ANOTHER_BRANCH}")
 
 

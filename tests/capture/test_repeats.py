@@ -74,21 +74,26 @@ def test_most_blocks_of_a_deep_model_are_copied() -> None:
 
 
 class Block(nn.Module):
-    def __init__(self, number: int, *, own: bool = False) -> None:
+    def __init__(self, number: int, *, own: bool = False, aside: bool = False) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 8)
-        self.act = nn.Sequential(nn.GELU())
+        self.act, self.aside = nn.Sequential(nn.GELU()), aside
         self.layer_idx, self.factor = number, 1.0 + number if own else 1.0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.factor * self.second(self.act(self.first(x)))
+        inner = self.act(self.first(x))
+        if self.aside:
+            self.kept = inner.square().mean()
+        return x + self.factor * self.second(inner)
 
 
 class Stack(nn.Module):
-    def __init__(self, *, own: bool = False, tied: bool = False, between: int = 0, reads: bool = False) -> None:
+    def __init__(
+        self, *, own: bool = False, tied: bool = False, between: int = 0, reads: bool = False, aside: bool = False
+    ) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(number, own=own) for number in range(8))
-        self.between, self.reads = between, reads
+        self.blocks = nn.ModuleList(Block(number, own=own, aside=aside) for number in range(8))
+        self.between, self.reads, self.aside = between, reads, aside
         if tied:
             for block in self.blocks:
                 block.second.bias = self.blocks[0].second.bias
@@ -100,7 +105,7 @@ class Stack(nn.Module):
                 x = torch.sin(x)
         for block in self.blocks if self.reads else ():
             x = x @ block.first.weight.t() @ block.second.weight.t()
-        return x.square().mean()
+        return x.square().mean() + sum(block.kept for block in self.blocks if self.aside)
 
 
 @pytest.mark.parametrize(
@@ -110,9 +115,10 @@ class Stack(nn.Module):
         (lambda: Stack(own=True), 0),  # each has a number of its own that it computes with
         (lambda: Stack(tied=True), 0),
         (lambda: Stack(reads=True), 5),  # code behind them reads their weights: likewise
+        (lambda: Stack(aside=True), 5),  # each sets an attribute that the loss reads: likewise
         (lambda: Stack(between=4), 5),  # more runs after one block than after the others: all are recorded then
     ],
-    ids=["equal", "numbered", "tied", "read later", "followed by more"],
+    ids=["equal", "numbered", "tied", "read later", "attributes", "followed by more"],
 )
 def test_what_is_not_equal_is_recorded(make: Callable[[], nn.Module], num_copies: int) -> None:
     copied, recorded, found = both(make, (CapturedInput(shape=(4, 8)),))

@@ -71,7 +71,7 @@ FLAGS = {
     },
     "execute": {
         *(*REQUEST, "plan", "--iterations", "--text", "--tokens", "--token-dtype", "--data-position", "--seed", "--lr"),
-        *("--output-dir", "--storage-dir", "--cores", "--compile", "--replan", "--json", "--device"),
+        *("--output-dir", "--storage-dir", "--cores", "--audit", "--compile", "--replan", "--json", "--device"),
         "--allow-other-machine",
         *("--checkpoint-dir", "--checkpoint-every", "--keep", "--resume"),
         *("--tensorboard", "--metrics-file", "--weights", "--save", "--save-dtype"),

@@ -63,6 +63,7 @@ CLASSES = {
 }
 ERRORS = {
     "ActivationError",
+    "AuditError",
     "BindingError",
     "CaptureError",
     "CheckpointError",
