@@ -59,6 +59,7 @@ METADATA: Final = frozenset(
     }
 )
 """Names of functions and attributes that need no values; those that begin with ``is_`` need none either."""
+_OF_AUTOGRAD: Final = frozenset({"__set__", "requires_grad", "grad", "retain_grad", "register_hook"}) | _HARMLESS
 _GEOMETRY: Final = frozenset({"stride", "storage_offset", "is_contiguous"})  # out of sight, a parameter has another
 _CONVERSIONS: Final = frozenset(
     {
@@ -135,8 +136,10 @@ class Guarded(torch.Tensor):
             if name in _GEOMETRY and vars(args[0]).get(_VERSION, _STALE) == _STALE:
                 return func(torch.empty(args[0].shape, dtype=args[0].dtype, device="meta"), *args[1:], **kwargs)
             if _needs_no_values(name, func, args, kwargs):
-                like = vars(args[0]).get(_LIKE, args[0]) if isinstance(args[0], Guarded) else args[0]
-                return func(like, *args[1:], **kwargs)
+                asks_memory = isinstance(args[0], Guarded) and name not in _OF_AUTOGRAD
+                like = vars(args[0]).get(_LIKE, args[0]) if asks_memory else args[0]
+                result = func(like, *args[1:], **kwargs)
+                return args[0] if result is like else result
             return _read(name, func, args, kwargs)
 
     def set_(self, *_args: object, **_kwargs: object) -> NoReturn:
@@ -205,7 +208,7 @@ def unguard(parameter: nn.Parameter) -> None:
 
 def refusal(name: str) -> str:
     """Return the error text for writing to a parameter, with a remedy."""
-    return f"{name} is a parameter of a prepared model, so a write to it would be lost; {INSTEAD}"
+    return f"{name} is a parameter of a prepared model, so a write to it would be lost; change a clone(), or {INSTEAD}"
 
 
 def _written(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterable[Any]:
