@@ -4,7 +4,7 @@
 the class :class:`Guarded`, whose ``__torch_function__`` sees every call. A call that needs only metadata, such as a
 shape, is made as it is. A call that writes is refused: the write would be lost at the next upload or fetch, or when an
 update rounds the master copy. Any other call reads values, and is made with the current weights in place of the
-parameter. Where these cannot be had (inside an iteration, say), it is refused.
+parameter. Where these cannot be had, it is refused: in an iteration, say, for weights that move or are being updated.
 
 Gradients cannot pass through such a read, because the plan collects them unit by unit. So in grad mode the read values
 have a hook that raises an error as soon as backward reaches them. ``parameter.data`` and ``parameter.detach()`` are
@@ -15,9 +15,13 @@ While its unit computes, a parameter is an ordinary one, without any overhead. A
 parameter's version, see :meth:`executor.module.visibility.WeightVisibility.check_unmodified`.
 
 Some functions read a tensor's memory without calling ``__torch_function__``: ``torch.tensor(parameter)``,
-``torch.Tensor(parameter)``, ``torch.utils.dlpack.to_dlpack(parameter)`` and ``tensor.set_(parameter)``. They get NaN
-if the parameter is out of sight, see [Note: Out of sight] in :mod:`executor.module.visibility`. Of
-``parameter.detach()`` they get current values, or an error: where these cannot be had, it has no memory.
+``torch.Tensor(parameter)``, ``torch.as_tensor(parameter, dtype=...)``, ``torch.utils.dlpack.to_dlpack(parameter)``,
+``tensor.set_(parameter)`` and ``tensor.data = parameter``. They get NaN, see [Note: Out of sight] in
+:mod:`executor.module.visibility`. Of ``parameter.detach()`` they get current values, or an error: where these cannot
+be had, it has no memory.
+
+``nn.Parameter(parameter)`` and ``nn.Parameter(parameter.data)`` share weights with the parameter, as in memory. So they
+are guarded like it.
 """
 
 import contextlib

@@ -138,58 +138,6 @@ def run(task, model, optimizer, number, look):
     optimizer.zero_grad()
 
 
-@pytest.mark.filterwarnings("ignore:To copy construct")
-@settings(max_examples=examples(12))
-@example((TASK, decide(TASK, uniform("gpu", "cpu"))), ["data", "vector"], 3)
-@example((TASK, decide(TASK, uniform("nvme", "nvme"))), ["foreach lerp", "norm in grad mode"], 3)
-@given(
-    plans(families=("gpt2", "llama-tied")),
-    st.lists(st.sampled_from(sorted(READS)), min_size=1, max_size=4),
-    st.integers(0, 200),
-)
-def test_any_read_anywhere_is_as_in_memory_or_refused(plan, ways, place):
-    """Between steps while updates run, inside iterations, and in a hook of any module, also while it evaluates."""
-    task, decisions = plan
-    model, optimizer = prepare(task, decisions)
-    modules = [module for module in model.modules() if list(module.parameters(recurse=False))]
-    choice, seen = itertools.cycle(ways), []
-
-    def look(*_anything) -> None:
-        way = next(choice)
-        try:
-            seen.append((way, read(way, model)))
-        except (ValueError, RuntimeError) as refused:
-            assert re.search(f"{REFUSED}|{NO_MEMORY}", str(refused))
-
-    with optimizer.session as session:
-        kept = [parameter.data for parameter in model.parameters()]
-        views = [parameter.flatten() for parameter in model.parameters()]
-        for number in range(2):
-            before = in_memory(task, session)
-            handle = modules[place % len(modules)].register_forward_hook(look)
-            with torch.no_grad():
-                logits = model.eval()(input_ids=batches(task)[0][0]).logits
-                handle.remove()
-                assert torch.equal(logits, model(input_ids=batches(task)[0][0]).logits)
-            assert seen
-            handle = modules[place % len(modules)].register_forward_hook(look)
-            run(task, model.train(), optimizer, number, look)
-            handle.remove()
-            found = read(way := next(choice), model)
-            now = in_memory(task, session)
-            assert_as(found, read(way, now))
-            assert_as([values.clone() for values in kept], list(now.parameters()))
-            for way, found in seen:
-                assert_as(found, read(way, before))
-            seen.clear()
-            with pytest.raises(ValueError, match=r"a view of .* before .*session\.full_parameters\(\)"):
-                views[number].sum()
-    way = next(choice)
-    assert_as(read(way, model), read(way, now))
-    with pytest.raises(ValueError, match="its session is closed"):
-        kept[0].clone()
-
-
 @pytest.fixture(params=PLANS)
 def started(request):
     model, optimizer = prepare(TASK, decide(TASK, uniform(*PLANS[request.param])))
@@ -217,10 +165,26 @@ def test_reads_after_backward_are_those_of_the_iteration_or_refused(place, start
     """Those of resident weights are right as long as no update has begun."""
     task = dataclasses.replace(TASK, max_norm=0.5 if start == "step" else None)
     model, optimizer = prepare(task, decide(task, uniform(*PLANS[place]), update_start=start))
+    early = {}
+
+    def look(*_anything) -> None:
+        for name, parameter in model.named_parameters():
+            with contextlib.suppress(ValueError):
+                early[name] = parameter.detach().clone()
+
     with optimizer.session as session:
         run(task, model, optimizer, 0, lambda: None)
-        expected = in_memory(task, session)
+        handle = model.get_input_embeddings().register_forward_hook(look)
         tokens = batches(task)[1][0]
+        loss = model(input_ids=tokens, labels=tokens).loss
+        handle.remove()
+        if place == "resident":
+            assert all(
+                torch.equal(parameter, early.get(name, parameter)) for name, parameter in model.named_parameters()
+            )
+        loss.backward()
+        optimizer.step()
+        expected = in_memory(task, session)
         loss = model(input_ids=tokens, labels=tokens).loss
         if place == "resident":
             assert_as(read("clone", model), read("clone", expected))
@@ -246,7 +210,8 @@ def test_memory_that_is_read_without_asking_holds_no_other_weights(started):
     def look() -> None:
         for (way, reads), parameter in itertools.product(UNASKED.items(), model.parameters()):
             try:
-                found = torch.no_grad()(reads)(parameter).detach()
+                with torch.no_grad():
+                    found = reads(parameter).detach()
             except (RuntimeError, ValueError, TypeError, BufferError):
                 continue
             assert found.isnan().all() or (is_inside and found.flatten()[0] in now), way
@@ -274,7 +239,7 @@ def test_what_needs_no_values_works_everywhere(started):
         assert torch.ones(2).to(parameter).type_as(parameter).dtype == plain.dtype
         assert parameter.data_ptr()
         assert optimizer.session.access.settled or re.search(REFUSED, repr(parameter))
-        parameter.detach().requires_grad_()
+        assert parameter.detach().requires_grad_().requires_grad
     assert len({parameter.data_ptr() for parameter in model.parameters()}) == len(expected)
     model.to("cpu").float()
 
@@ -362,3 +327,55 @@ def test_on_a_gpu(gpu, monkeypatch):  # noqa: ARG001 - a GPU
 
 def _is_copied(session, name) -> bool:
     return any(unit.on_nvme for unit, _ in session.runtime.state.by_parameter[name])
+
+
+@pytest.mark.filterwarnings("ignore:To copy construct")
+@settings(max_examples=examples(12))
+@example((TASK, decide(TASK, uniform("gpu", "cpu"))), ["data", "vector"], 3)
+@example((TASK, decide(TASK, uniform("nvme", "nvme"))), ["foreach lerp", "norm in grad mode"], 3)
+@given(
+    plans(families=("gpt2", "llama-tied")),
+    st.lists(st.sampled_from(sorted(READS)), min_size=1, max_size=4),
+    st.integers(0, 200),
+)
+def test_any_read_anywhere_is_as_in_memory_or_refused(plan, ways, place):
+    """Between steps while updates run, inside iterations, and in a hook of any module, also while it evaluates."""
+    task, decisions = plan
+    model, optimizer = prepare(task, decisions)
+    modules = [module for module in model.modules() if list(module.parameters(recurse=False))]
+    choice, seen = itertools.cycle(ways), []
+
+    def look(*_anything) -> None:
+        way = next(choice)
+        try:
+            seen.append((way, read(way, model)))
+        except (ValueError, RuntimeError) as refused:
+            assert re.search(f"{REFUSED}|{NO_MEMORY}", str(refused))
+
+    with optimizer.session as session:
+        kept = [parameter.data for parameter in model.parameters()]
+        views = [parameter.flatten() for parameter in model.parameters()]
+        for number in range(2):
+            before = in_memory(task, session)
+            handle = modules[place % len(modules)].register_forward_hook(look)
+            with torch.no_grad():
+                logits = model.eval()(input_ids=batches(task)[0][0]).logits
+                handle.remove()
+                assert torch.equal(logits, model(input_ids=batches(task)[0][0]).logits)
+            assert seen
+            handle = modules[place % len(modules)].register_forward_hook(look)
+            run(task, model.train(), optimizer, number, look)
+            handle.remove()
+            found = read(way := next(choice), model)
+            now = in_memory(task, session)
+            assert_as(found, read(way, now))
+            assert_as([values.clone() for values in kept], list(now.parameters()))
+            for way, found in seen:
+                assert_as(found, read(way, before))
+            seen.clear()
+            with pytest.raises(ValueError, match=r"a view of .* before .*session\.full_parameters\(\)"):
+                views[number].sum()
+    way = next(choice)
+    assert_as(read(way, model), read(way, now))
+    with pytest.raises(ValueError, match="its session is closed"):
+        kept[0].clone()
