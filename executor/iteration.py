@@ -127,6 +127,7 @@ class IterationDriver:
         self.progress.forward(unit)
         if unit in self._units:  # in this stream's order, its updates have ended: see [Note: Spent]
             self._units[unit].spent.clear()
+        self._access.settled.add(unit)
         self.visibility.show(unit)
 
     def on_backward(self, unit: str) -> None:
@@ -378,6 +379,7 @@ class IterationDriver:
         return self._runtime.actions.gradients.norms(self._loop.iteration)
 
     def _begin_updates(self) -> None:
+        self._access.settled.clear()
         updates = {}
         numbers = itertools.count()
         for group in self._groups:

@@ -15,9 +15,7 @@ from typing import final
 import torch
 
 from executor.memory.frozen import FrozenWeights
-from executor.memory.state import without_values
 from executor.memory.units import Moments, UnitState
-from executor.module.guarded_parameters import unguarded
 from executor.runtime import Runtime
 from executor.state_access import StateAccess
 from planner.decisions import Place
@@ -92,7 +90,7 @@ class Parking:
         self._moved = moved
         runtime.parked = True  # from here on, both places have all values, and unpark() undoes whatever was done
         for unit in units:
-            self._read_from_host(unit, place, hides=not keep_weights)
+            self._read_from_host(unit, place)
         if not keep_weights:
             self._access.take_device_memory()
         staying = [tensor for unit in units if keep_weights for tensor in _resident_tensors(unit)]
@@ -158,8 +156,8 @@ class Parking:
             start += _aligned(tensor.nbytes)
         return found
 
-    def _read_from_host(self, unit: UnitState, place: dict[int, torch.Tensor], *, hides: bool) -> None:
-        """Let a unit's state be read from the host. Make its parameters NaN if the device no longer holds them."""
+    def _read_from_host(self, unit: UnitState, place: dict[int, torch.Tensor]) -> None:
+        """Let a unit's state be read from the host."""
         device, own = unit.device, unit.own_weights
         master = None if device.master is None else place[id(device.master)]
         unit.device = Moments(master, tuple(place[id(buffer)] for buffer in device.buffers))
@@ -168,10 +166,6 @@ class Parking:
         self._undo.append(_restore_unit(unit, device, own, unit.frozen))
         if unit.frozen is not None and (there := place.get(id(unit.frozen.own))) is not None:
             unit.frozen = dataclasses.replace(unit.frozen, own=there)
-        for leaf in (shard.leaf for shard in unit.shards() if hides and unit.slot < 0):
-            with unguarded():
-                self._undo.append(_restore_data(leaf, leaf.data))
-                leaf.data = without_values(leaf.shape, leaf.dtype, leaf.device)
 
 
 def _restore_unit(
@@ -180,14 +174,6 @@ def _restore_unit(
     def undo() -> None:
         unit.device, unit.own_weights, unit.frozen = device, own, frozen
         unit.views.clear()
-
-    return undo
-
-
-def _restore_data(leaf: torch.nn.Parameter, values: torch.Tensor) -> Callable[[], None]:
-    def undo() -> None:
-        with unguarded():
-            leaf.data = values
 
     return undo
 

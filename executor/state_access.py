@@ -29,6 +29,7 @@ class StateAccess:
     Attributes:
         is_evaluating: whether an evaluation has begun since the last iteration.
         is_closed: whether the session is closed.
+        settled: units whose weights, if resident, are those of this iteration until its updates begin.
     """
 
     def __init__(self, model: nn.Module, runtime: Runtime, units: tuple[Unit, ...]) -> None:
@@ -49,6 +50,7 @@ class StateAccess:
         self._on_device: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()  # weights that were returned
         self.is_evaluating = False
         self.is_closed = False
+        self.settled: set[str] = set()
 
     def check_idle(self) -> None:
         """Check that no iteration is under way.
@@ -107,11 +109,15 @@ class StateAccess:
         self._runtime.check_has_weights()
         self.make_current("state_dict()", uses=True)
         in_slot = dict(self._in_slot)
-        weights = with_own_storage(self.stored_weights(name))
+        weights = self._view(name)
         if self.is_evaluating:  # the unit that computes still needs its slot
             for slot, unit in in_slot.items():
                 if self._in_slot[slot] != unit:
                     self._fill_slot(self._state.units[unit])
+        return weights
+
+    def _view(self, name: str) -> torch.Tensor:
+        weights = with_own_storage(self.stored_weights(name))
         if weights.is_cuda:
             self._on_device.add(weights)
         return weights
@@ -140,7 +146,7 @@ class StateAccess:
             )
         elif self._runtime.machine.stopped:
             why = "its session has failed, and session.full_parameters() too; continue from a checkpoint"
-        elif self._runtime.inside_iteration:
+        elif self._runtime.inside_iteration and not self._is_settled(name):
             why = (
                 "weights move during an iteration; read it, or session.full_parameters(), after optimizer.step() and "
                 "before the next forward"
@@ -152,7 +158,11 @@ class StateAccess:
     def current(self, name: str) -> torch.Tensor:
         """See :class:`executor.module.guarded_parameters.WeightReader`."""
         self.check_readable(name)
-        return self.weights(name)
+        return self._view(name) if self._runtime.inside_iteration else self.weights(name)
+
+    def _is_settled(self, name: str) -> bool:
+        parts = (*self._state.by_parameter.get(name, ()), *self._state.frozen_by_parameter.get(name, ()))
+        return all(unit.slot < 0 and unit.name in self.settled for unit, _ in parts)
 
     def masters(self) -> Callable[[str], torch.Tensor]:
         """Return a function that returns a parameter's whole master copy, float32, on the host.

@@ -4,7 +4,7 @@
 the class :class:`Guarded`, whose ``__torch_function__`` sees every call. A call that needs only metadata, such as a
 shape, is made as it is. A call that writes is refused: the write would be lost at the next upload or fetch, or when an
 update rounds the master copy. Any other call reads values, and is made with the current weights in place of the
-parameter. Where these cannot be had (inside an iteration, say), it is refused.
+parameter. Where these cannot be had, it is refused: in an iteration, say, for weights that move or are being updated.
 
 Gradients cannot pass through such a read, because the plan collects them unit by unit. So in grad mode the read values
 have a hook that raises an error as soon as backward reaches them. ``parameter.data`` and ``parameter.detach()`` are
@@ -15,9 +15,13 @@ While its unit computes, a parameter is an ordinary one, without any overhead. A
 parameter's version, see :meth:`executor.module.visibility.WeightVisibility.check_unmodified`.
 
 Some functions read a tensor's memory without calling ``__torch_function__``: ``torch.tensor(parameter)``,
-``torch.Tensor(parameter)``, ``torch.utils.dlpack.to_dlpack(parameter)`` and ``tensor.set_(parameter)``. They get NaN
-if the parameter is out of sight, see [Note: Out of sight] in :mod:`executor.module.visibility`. Of
-``parameter.detach()`` they get current values, or an error: where these cannot be had, it has no memory.
+``torch.Tensor(parameter)``, ``torch.as_tensor(parameter, dtype=...)``, ``torch.utils.dlpack.to_dlpack(parameter)``,
+``tensor.set_(parameter)`` and ``tensor.data = parameter``. They get NaN, see [Note: Out of sight] in
+:mod:`executor.module.visibility`. Of ``parameter.detach()`` they get current values, or an error: where these cannot
+be had, it has no memory.
+
+``nn.Parameter(parameter)`` and ``nn.Parameter(parameter.data)`` share weights with the parameter, as in memory. So they
+are guarded like it.
 """
 
 import contextlib
@@ -59,6 +63,7 @@ METADATA: Final = frozenset(
     }
 )
 """Names of functions and attributes that need no values; those that begin with ``is_`` need none either."""
+_OF_AUTOGRAD: Final = frozenset({"__set__", "requires_grad", "grad", "retain_grad", "register_hook"}) | _HARMLESS
 _GEOMETRY: Final = frozenset({"stride", "storage_offset", "is_contiguous"})  # out of sight, a parameter has another
 _CONVERSIONS: Final = frozenset(
     {
@@ -135,8 +140,10 @@ class Guarded(torch.Tensor):
             if name in _GEOMETRY and vars(args[0]).get(_VERSION, _STALE) == _STALE:
                 return func(torch.empty(args[0].shape, dtype=args[0].dtype, device="meta"), *args[1:], **kwargs)
             if _needs_no_values(name, func, args, kwargs):
-                like = vars(args[0]).get(_LIKE, args[0]) if isinstance(args[0], Guarded) else args[0]
-                return func(like, *args[1:], **kwargs)
+                asks_memory = isinstance(args[0], Guarded) and name not in _OF_AUTOGRAD
+                like = vars(args[0]).get(_LIKE, args[0]) if asks_memory else args[0]
+                result = func(like, *args[1:], **kwargs)
+                return args[0] if result is like else result
             return _read(name, func, args, kwargs)
 
     def set_(self, *_args: object, **_kwargs: object) -> NoReturn:
@@ -205,7 +212,7 @@ def unguard(parameter: nn.Parameter) -> None:
 
 def refusal(name: str) -> str:
     """Return the error text for writing to a parameter, with a remedy."""
-    return f"{name} is a parameter of a prepared model, so a write to it would be lost; {INSTEAD}"
+    return f"{name} is a parameter of a prepared model, so a write to it would be lost; change a clone(), or {INSTEAD}"
 
 
 def _written(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterable[Any]:

@@ -1,4 +1,4 @@
-"""Shows weights in parameters of resident units and of the computing unit only, and refuses writes to the others."""
+"""Shows weights in the parameters of the computing unit only, and guards the others."""
 
 from collections.abc import Iterable, Mapping
 from typing import final
@@ -12,15 +12,15 @@ from executor.module.guarded_parameters import WeightReader, guard, lift_guard, 
 class WeightVisibility:
     """Shows a unit's weights while it computes.
 
-    At other times, it hides weights in shared slots, guards reads, and refuses all writes.
+    At other times, it hides them, guards reads, and refuses all writes.
 
-    [Note: Out of sight] Fetched units share slots. So most of the time a parameter's memory would hold another unit's
-    weights, or weights of the previous step. While its unit does not compute, a parameter is guarded: code that reads
-    it is given the current weights, and writes are refused, for resident units too (see [Note: Guarded parameters] in
+    [Note: Out of sight] Fetched units share slots, and weights of resident units may be those of the previous step
+    until they are uploaded. So while its unit does not compute, a parameter is guarded: code that reads it is given the
+    current weights, and writes are refused (see [Note: Guarded parameters] in
     :mod:`executor.module.guarded_parameters`). What reads its memory without PyTorch's knowledge finds NaN of the same
-    shape, not another unit's weights. The memory of its weights does not change, so running kernels and autograd's
-    saved tensors are not affected. Quantized parameters of ``torchao`` are left alone, because reading them needs their
-    class.
+    shape, not another unit's weights nor old ones. The memory of its weights does not change, so running kernels and
+    autograd's saved tensors are not affected. Quantized parameters of ``torchao`` are left alone, because reading them
+    needs their class.
 
     Args:
         shared: units whose weights a unit uses besides its own, by its name.
@@ -41,12 +41,8 @@ class WeightVisibility:
             for unit in state.units.values()
         }
         self._views = {
-            unit.name: [
-                (leaf, leaf.data, without_values(leaf.shape, leaf.dtype, leaf.device))
-                for leaf, _ in self._leaves[unit.name]
-            ]
-            for unit in state.units.values()
-            if unit.slot >= 0
+            name: [(leaf, leaf.data, without_values(leaf.shape, leaf.dtype, leaf.device)) for leaf, _ in leaves]
+            for name, leaves in self._leaves.items()
         }
         # The units whose weights each unit uses; most units use only their own.
         self._used_by = {
@@ -74,16 +70,15 @@ class WeightVisibility:
         unknown, self._shown_for = self._shown_for is None, None
         used = self._used_by.get(unit, frozenset())
         for name in (self._leaves.keys() if unknown else self._shown) - used:
-            if name in self._views:
-                with unguarded():
-                    for leaf, _, nothing in self._views[name]:
-                        leaf.data = nothing
+            with unguarded():
+                for leaf, _, nothing in self._views[name]:
+                    leaf.data = nothing
             for leaf, name_in_model in self._leaves[name]:
                 guard(leaf, name_in_model, self._reader)
         for name in used if unknown else used - self._shown:
             for leaf, _ in self._leaves[name]:
                 lift_guard(leaf)
-            for leaf, weights, _ in self._views.get(name, ()):
+            for leaf, weights, _ in self._views[name]:
                 leaf.data = weights
         self._shown = used
         self._shown_for = unit

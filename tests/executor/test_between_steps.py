@@ -244,35 +244,3 @@ def test_a_model_that_is_refused_is_as_it_was():
         prepare(task, decide(task, uniform("host", "cpu"), expert_units=2), model)
     hook.remove()
     assert_untouched(model, task)
-
-
-@pytest.mark.parametrize(("params", "place"), [("host", "cpu"), ("host", "stream"), ("nvme", "nvme")])
-def test_weights_that_are_elsewhere_are_out_of_sight(params, place):
-    """Who reads parameters gets no other unit's weights, and who writes to them is told."""
-    task, decisions = plan_of(params, place)
-    training = Planned(task, decisions)
-    tokens = batches(task)[0, 0]
-    penalised, shapes = [], [weight.shape for weight in make_model(task).parameters()]
-
-    def none_is_seen() -> bool:
-        return all(weight.isnan().all() for weight in training.model.parameters())
-
-    with training.optimizer.session as session:
-        assert none_is_seen()
-        for _ in range(2):
-            loss = training.model(input_ids=tokens, labels=tokens).loss
-            penalised.append(
-                loss.detach() + sum(weight.detach().square().sum() for weight in training.model.parameters())
-            )
-            loss.backward()
-            training.optimizer.clip_grad_norm_(1.0)
-            training.optimizer.step()
-            assert none_is_seen()
-        session.synchronize()
-        assert none_is_seen()
-        assert [weight.shape for weight in training.model.parameters()] == shapes
-        with torch.no_grad(), pytest.raises(ValueError, match="is a parameter of a prepared model"):
-            next(training.model.parameters()).mul_(2)
-        assert not any(values.isnan().any() for values in training.model.state_dict().values())
-    assert all(loss.isnan() for loss in penalised)
-    assert not any(weight.isnan().any() for weight in training.model.parameters())

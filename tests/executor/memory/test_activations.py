@@ -26,6 +26,7 @@ from executor.memory import recompute_cache
 from executor.memory.activations import OffloadedActivations, SegmentOffload
 from executor.memory.arenas import Arena
 from executor.memory.recompute_cache import ActivationError
+from executor.module.guarded_parameters import guard, lifted
 from executor.prepare import prepare_session
 from hwprofiles.registry import load_profile
 from planner.costs.model import CostModel
@@ -178,9 +179,9 @@ class Alone:
     def on_forward(self, unit):
         """See `ModuleCallbacks`."""
 
-    def forward(self, compute, x):
-        with self.offload.forward([x]) as modes:
-            return checkpoint(compute, x, use_reentrant=False, context_fn=modes)
+    def forward(self, compute, *given):
+        with self.offload.forward(given) as modes:
+            return checkpoint(compute, *given, use_reentrant=False, context_fn=modes)
 
     def away_and_back(self):
         self.activations.offload(self.unit)
@@ -287,6 +288,25 @@ def test_changes_that_would_be_lost_are_reported():
     fickle.away_and_back()
     with pytest.raises(ActivationError, match=r"product 0 of the recomputed segment is aten\.addmm"):
         y.backward()
+
+
+def test_a_guarded_parameter_that_a_layer_is_given_stays():
+    """DeBERTa gives every layer its relative positions, which move as their unit does."""
+    places, x, expected = torch.nn.Parameter(WEIGHT.clone()), some_input(), some_input()
+    (expected @ WEIGHT).tanh().sum().backward()
+
+    def compute(x, places):
+        with lifted(places):
+            return (x @ places).tanh()
+
+    guard(places, "places", None)
+    layer = Alone()
+    y = layer.forward(compute, x, places)
+    assert [saved.shape for saved in layer.activations._segments[layer.unit].inputs] == [x.shape]
+    layer.away_and_back()
+    y.sum().backward()
+    assert torch.equal(x.grad, expected.grad)
+    assert places.grad.isfinite().all()
 
 
 def test_layers_that_nothing_trains_leave_nothing_behind():
