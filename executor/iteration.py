@@ -339,7 +339,8 @@ class IterationDriver:
         runtime, iteration = self._runtime, self._loop.iteration
         self.visibility.show("")
         runtime.synchronize()
-        runtime.machine.exclude(iteration)
+        if iteration:  # the first one is left out of comparisons anyway
+            runtime.machine.exclude(iteration)
 
         def stored(name: str) -> Iterator[tuple[slice, torch.Tensor]]:
             for unit, parameter in runtime.state.by_parameter.get(name, ()):

@@ -315,6 +315,8 @@ class Audit:
                 *(aliased(value) for value in args), **{name: aliased(value) for name, value in kwargs.items()}
             )
             results = [*tree_leaves(output), *state.made(given, begun)]
+            if len(case.outputs) == len(tree_leaves(output)):  # a cache of keys and values is only filled here
+                results = results[: len(case.outputs)]
             targets = [(n, t) for n, t in targets_of(results, begun) if n in case.output_gradients]
             inputs = [(number, given[number]) for number in case.input_gradients]
             parameters = [case.shards[name].leaf for name in trained]
