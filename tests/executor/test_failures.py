@@ -21,6 +21,7 @@ from executor.devices.lanes import LaneError
 from executor.distributed.shards import BindingError
 from executor.gradients import GradientError
 from executor.memory.arenas import Arena, DeviceMemoryError
+from executor.module.guarded_parameters import lifted
 from executor.options import SessionOptions, backend_of
 from executor.prepare import prepare_session
 from planner.decisions import HostUpdate
@@ -286,6 +287,11 @@ def test_a_module_that_uses_the_weights_of_a_later_part_of_backward(started, is_
     if not is_marked:  # backward passes the unit over instead of leaving it
         for module in (last.mlp.c_fc, last.mlp.c_proj, last.ln_2):
             module._forward_hooks.clear()
-    first.mlp.register_forward_hook(lambda _m, _a, output: output + last.mlp.c_fc.bias.sum())
+
+    def use(_module, _args, output):
+        with lifted(last.mlp.c_fc.bias):  # else it is refused here already
+            return output + last.mlp.c_fc.bias.sum()
+
+    first.mlp.register_forward_hook(use)
     with pytest.raises(OutOfOrderError, match="after backward had left"):
         loss_of(model, tokens).backward()
