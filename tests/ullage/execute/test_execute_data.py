@@ -305,7 +305,7 @@ BAD: dict[str, tuple[Sequence[str], str]] = {
     "how long": (["--epochs", "2", "--iterations", "9"], "both set the length of training; give one"),
     "too short": (
         ["--epochs", "1", "--drop-last"],
-        "--epochs 1 is 0 iterations, which is too few to train; leave out --drop-last",
+        "the data have 3 sequences, but a step takes 4, and a smaller last step is dropped; leave --drop-last out",
     ),
     "every what": (["--eval-every", "5"], "needs held-out data; give for example --eval-split 0.05"),
     "all of it": (["--eval-split", "1.5"], "'1.5' is not a share between 0 and 1"),
