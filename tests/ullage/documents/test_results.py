@@ -359,6 +359,17 @@ def mutation() -> Iterator[tuple[str, ...]]:
         yield f"`{name}`", str(len(outcomes)), str(outcomes.count("caught"))
 
 
+def audit_cost() -> Iterator[tuple[str, ...]]:
+    for row in result("cpu_audit.json")["results"]:
+        share = percent(row["share_of_100_iterations"], 1)
+        yield row["device_memory"], str(row["kinds"]), str(row["num_passes"]), f"{row['audit_s']:.1f} s", share
+
+
+def audited() -> Iterator[tuple[str, ...]]:
+    for defect in result("audit.json")["defects"]:
+        yield defect["breaks"].rstrip("."), {"caught": "yes"}.get(defect["outcome"], "no")
+
+
 TABLES = (
     published,
     held_out,
@@ -392,6 +403,8 @@ TABLES = (
     elixir,
     claims,
     mutation,
+    audit_cost,
+    audited,
 )
 
 
