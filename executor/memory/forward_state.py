@@ -155,6 +155,21 @@ class ForwardState:
                 _set_state(generator, state)
 
 
+@contextlib.contextmanager
+def kept_generators(model: nn.Module) -> Iterator[None]:
+    """Return a context after which the random number generators that a model holds or names are as before it."""
+    modules = list(model.modules())
+    visit = _Visit([random, np.random, *_named_generators(list(_functions(modules)))])
+    for module in modules:
+        visit.module(module)
+    before = [(generator, _get_state(generator)) for generator in visit.generators]
+    try:
+        yield
+    finally:
+        for generator, state in before:
+            _set_state(generator, state)
+
+
 class Snapshot(NamedTuple):
     """The state before a forward.
 

@@ -274,6 +274,7 @@ class Keeping(nn.Module):
         self.seen, self.named, self.once, self.late = [], {"in": {"out": []}}, set(), collections.deque()
         self.cache = types.SimpleNamespace(values={}, count=0)
         self.generator = torch.Generator().manual_seed(3)
+        self.numbers = [np.random.default_rng(3), random.Random(3)]  # noqa: S311
         self.copy = torch.ones(8)
 
     def reached(self, step: int) -> None:
@@ -291,6 +292,7 @@ class Keeping(nn.Module):
         self.cache.count += 1
         self.reached(1)
         y = self.first(x) + self.copy + random.random() + float(np.random.rand())  # noqa: NPY002, S311
+        y = y + sum(generator.random() for generator in self.numbers)
         self.mean.add_(y.detach().mean(0))
         self.first.scores = torch.rand(8, generator=self.generator)
         self.reached(2)
@@ -308,7 +310,8 @@ def traces(model: nn.Module) -> Any:
         [(name, id(value)) for name, value in h.items()] if isinstance(h, dict) else list(map(id, h)) for h in held
     ]
     values = [tensor.clone() for tensor in (*model.state_dict().values(), model.generator.get_state())]
-    return contents, [value.tolist() for value in values]
+    of_numpy, of_python = model.numbers
+    return contents, [value.tolist() for value in values], str(of_numpy.bit_generator.state), of_python.getstate()
 
 
 @pytest.mark.parametrize("stop", range(4))

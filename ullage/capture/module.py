@@ -27,6 +27,7 @@ from torch.nn.modules.module import (
 )
 
 import executor
+from executor.memory.forward_state import kept_generators
 from executor.module.guards import check_memory, trained_memory
 from executor.module.quantized import bind_quantized
 from executor.module.tiled_logits import find_head
@@ -210,6 +211,7 @@ class _Capture:
             FakeTensorMode(allow_non_fake_inputs=True),
             _faked(model, dtype, trained),
             _unchanged(model),
+            kept_generators(model),
             Untracked(trained),
         ):
             with _as_capture_errors(self.name, model), _default_positions():
