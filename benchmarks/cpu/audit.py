@@ -30,9 +30,7 @@ def measured(device_memory: str) -> dict[str, object]:
     model = transformers.AutoModelForCausalLM.from_config(config).train()
     tokens = torch.randint(VOCABULARY, (BATCH, LENGTH))
     batch = {"input_ids": tokens, "labels": tokens}
-    model, optimizer = ullage.prepare(
-        model, torch.optim.AdamW(model.parameters()), batch, device_memory=device_memory
-    )
+    model, optimizer = ullage.prepare(model, torch.optim.AdamW(model.parameters()), batch, device_memory=device_memory)
     seconds = []
     with optimizer.session as session:
         for _ in range(_WARM_UP + _COUNTED):

@@ -103,7 +103,7 @@ def _check_tensors(
 ) -> None:
     """Check, before anything changes, that a checkpoint has all tensors of parameters, in the shapes of the model.
 
-    ``shapes`` has the whole shapes of parameters that were saved in shards.
+    ``shapes`` has the whole shapes of parameters that were saved in shards. Tensors without elements may be missing.
 
     Raises:
         CheckpointError: it has not.
@@ -117,7 +117,7 @@ def _check_tensors(
         for tensor in (_tensor(name, key) for key in keys if key not in SCALES.values()):
             parts = saved.get(tensor, [])
             found = checkpoint.manifest.tensors[tensor].shape if tensor in parts else tuple(shapes.get(name, shape))
-            if not parts or found != shape:
+            if found != shape or not (parts or parameter.shard.whole_shape.numel() == 0):
                 what = f"has shape {found}, but {shape} in the model" if parts else "is missing"
                 raise CheckpointError(f"{checkpoint.folder}: {tensor} {what}; the checkpoint is of another model")
 

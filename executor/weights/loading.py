@@ -49,7 +49,8 @@ def load(optimizer: OffloadedOptimizer, weights: str | Path, *, strict: bool = T
 
     The model may have been prepared on the meta device, or with other weights. Optimizer state stays the same. Host
     memory never holds the model in addition to the plan's own memory, see [Note: Streamed]. All ranks call this
-    together, and each reads the files. A warning names tensors that the model does not use.
+    together, and each reads the files. Rank 0 warns of tensors that the model does not use, and of optimizer state that
+    belongs to other weights.
 
     Args:
         optimizer: the optimizer that ``prepare`` returned.
@@ -86,14 +87,15 @@ def load(optimizer: OffloadedOptimizer, weights: str | Path, *, strict: bool = T
                 unit.frozen.set_values(origins.values_of)
         session.runtime.state.absent -= origins.there
         optimizer.weights_folder = files.folder
-    if origins.unused:
+    if origins.unused and session.collectives.rank == 0:
         more = f" and {len(origins.unused) - _SHOWN} more" if len(origins.unused) > _SHOWN else ""
         warnings.warn(
             f"{files.folder} has tensors that the model does not use: {', '.join(origins.unused[:_SHOWN])}{more}",
             RuntimeWarning,
             stacklevel=2,
         )
-    if steps := max((parameter.step for _, parameter in session.runtime.state.parameters()), default=0):
+    steps = max((parameter.step for _, parameter in session.runtime.state.parameters()), default=0)
+    if steps and session.collectives.rank == 0:
         warnings.warn(
             f"the weights are those of {files.folder} now, but the optimizer keeps its moments and step counts "
             f"({steps} steps), which belong to other weights: this is another trajectory; to go on with a run, resume "

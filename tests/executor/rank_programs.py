@@ -1,5 +1,6 @@
 """What ranks run that train: all of it is called in another process, which finds it by its name."""
 
+import contextlib
 import dataclasses
 import hashlib
 import os
@@ -414,7 +415,9 @@ def loaded_and_saved(rank: int, _size: int, task: Task, decisions: Decisions, fo
     with optimizer.session as session:
         load(optimizer, Path(folder) / "source")
         train(task, model, optimizer, rank=rank // decisions.tensor_parallel)
-        load(optimizer, Path(folder) / "source")
+        warns = pytest.warns(RuntimeWarning, match="belong to other weights")
+        with warns if rank == 0 else contextlib.nullcontext():  # warnings are errors
+            load(optimizer, Path(folder) / "source")
         save(optimizer, Path(folder) / "saved", dtype="float32", max_shard_bytes=20_000)
         digest = hashlib.sha256()
         for name, values in session.stream_weights():

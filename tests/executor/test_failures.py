@@ -21,7 +21,6 @@ from executor.devices.lanes import LaneError
 from executor.distributed.shards import BindingError
 from executor.gradients import GradientError
 from executor.memory.arenas import Arena, DeviceMemoryError
-from executor.module.guarded_parameters import lifted
 from executor.options import SessionOptions, backend_of
 from executor.prepare import prepare_session
 from planner.decisions import HostUpdate
@@ -279,19 +278,27 @@ def test_a_gradient_that_was_replaced(started):
         optimizer.step()
 
 
-@pytest.mark.parametrize("is_marked", [True, False])
-def test_a_module_that_uses_the_weights_of_a_later_part_of_backward(started, is_marked):
-    # Then a gradient is complete only after backward has left its unit, and would be flushed without that share.
+def test_a_module_that_reads_the_weights_of_another(started):
     model, _, tokens = started
+    first, last = model.transformer.h[0], model.transformer.h[2]
+    first.mlp.register_forward_hook(lambda _m, _a, output: output + last.mlp.c_fc.bias.sum())
+    with pytest.raises(ValueError, match=r"h\.2\.mlp\.c_fc\.bias .* cannot be read here, because weights move during"):
+        loss_of(model, tokens)
+
+
+@pytest.mark.parametrize("is_marked", [True, False])
+def test_a_gradient_for_a_later_part_of_backward(started, is_marked):
+    """A value of the last iteration, not detached: its gradient arrives after its unit's, which would be flushed."""
+    model, optimizer, tokens = started
     first, last = model.transformer.h[0], model.transformer.h[2]
     if not is_marked:  # backward passes the unit over instead of leaving it
         for module in (last.mlp.c_fc, last.mlp.c_proj, last.ln_2):
             module._forward_hooks.clear()
-
-    def use(_module, _args, output):
-        with lifted(last.mlp.c_fc.bias):  # else it is refused here already
-            return output + last.mlp.c_fc.bias.sum()
-
-    first.mlp.register_forward_hook(use)
+    kept = []
+    first.mlp.register_forward_hook(lambda _m, _a, output: output + sum(kept))
+    last.mlp.c_fc.register_forward_hook(lambda module, _a, _o: kept.append(module.bias.sum()))
+    loss_of(model, tokens).backward()
+    optimizer.clip_grad_norm_(1.0)
+    optimizer.step()
     with pytest.raises(OutOfOrderError, match="after backward had left"):
         loss_of(model, tokens).backward()

@@ -1,7 +1,6 @@
 """Modules at the edge of what people write: they plan, train as in memory, and resume from checkpoints."""
 
 import contextlib
-import dataclasses
 import random
 from collections.abc import Callable
 
@@ -15,8 +14,8 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune
 
 import ullage
+from executor.prepare import prepare_session
 from planner.decisions import UnitDecision
-from planner.lowering import lower
 from planner.plan.planning import make_plan
 from planner.search import smallest
 from planner.verification import verify
@@ -26,33 +25,36 @@ PROFILE = "epyc-turin-2c"
 
 
 class Block(nn.Module):
-    def __init__(self, width: int, change: Callable[[nn.Linear], nn.Module] = lambda layer: layer) -> None:
+    def __init__(
+        self, width: int, change: Callable[[nn.Linear], nn.Module] = lambda layer: layer, inner: int = 0
+    ) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), change(nn.Linear(width, 4 * width)), None
-        self.down = nn.Linear(4 * width, width)
+        inner = inner or 4 * width
+        self.norm, self.up, self.down = nn.LayerNorm(width), change(nn.Linear(width, inner)), nn.Linear(inner, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(torch.relu(self.up(self.norm(x))))
 
 
 class Hidden(nn.Module):
-    """Returns the outputs of all layers, or forces: gradients that forward itself computes, with all weights."""
+    """Returns the outputs of all layers, or a loss that multiplies by weights of all blocks behind the last module."""
 
-    def __init__(self, *, forces: bool) -> None:
+    def __init__(self, *, reads: bool, width: int = 128, inner: tuple[int, ...] = (512,) * 6) -> None:
         super().__init__()
-        self.forces, self.first, self.last = forces, nn.Linear(16, 128), nn.Linear(128, 8)
-        self.blocks = nn.ModuleList(Block(128) for _ in range(6))
+        torch.manual_seed(0)
+        self.reads, self.first, self.last = reads, nn.Linear(16, width), nn.Linear(width, 8)
+        self.blocks = nn.ModuleList(Block(width, inner=number) for number in inner)
 
     def forward(self, x: torch.Tensor) -> object:
-        if self.forces:
-            x = x.clone().requires_grad_(True)
         hidden = [self.first(x)]
         for block in self.blocks:
             hidden.append(block(hidden[-1]))
-        out = self.last(hidden[-1])
-        if not self.forces:
+        out, last = self.last(hidden[-1]), hidden[-1]
+        if not self.reads:
             return {"hidden": hidden, "logits": out}
-        return out, torch.autograd.grad(out.sum(), x, create_graph=True)[0]
+        for block in self.blocks:
+            last = last + torch.tanh(last @ block.up.weight.t()) @ block.down.weight.t()
+        return out.square().mean() + last.square().mean()
 
 
 def request(make: Callable[[], nn.Module], width: int, num_bytes: int) -> ullage.Request:
@@ -66,31 +68,40 @@ def request(make: Callable[[], nn.Module], width: int, num_bytes: int) -> ullage
     )
 
 
-@pytest.mark.parametrize("forces", [False, True])
-def test_units_that_compute_nothing_or_need_all_weights_are_planned(forces: bool) -> None:
+@pytest.mark.parametrize(("reads", "num_bytes"), [(False, 1_160_000), (True, 7_480_000)])
+def test_units_that_compute_nothing_or_need_all_weights_are_planned(reads: bool, num_bytes: int) -> None:
     """What computes for no time holds memory all the same; weights that are needed at once are in different slots."""
-    wanted = request(lambda: Hidden(forces=forces), 16, 1_500_000)
-    fits = 0
-    for num_bytes in (1_140_000 if forces else 1_160_000,):
-        smaller = wanted.hardware.with_device_memory(num_bytes)
-        try:
-            plan = make_plan(dataclasses.replace(wanted, hardware=smaller), 120)
-        except ullage.InfeasibleError:
-            continue
-        fits += 1
-        verify(plan)
-        assert plan.certificate.placement  # HiGHS agrees that the plan satisfies the conditions
-    assert fits or forces
+    plan = make_plan(request(lambda: Hidden(reads=reads), 16, num_bytes), 120)
+    verify(plan)
+    assert plan.certificate.placement  # HiGHS agrees that the plan satisfies the conditions
 
 
-def test_weights_that_are_needed_at_once_are_in_different_slots() -> None:
-    variant = request(lambda: Hidden(forces=True), 16, 10_000_000).variants()[0]
+@pytest.mark.parametrize("inner", [(64,) * 4, (64, 48, 64, 80)], ids=["equal", "different"])
+def test_weights_that_are_needed_at_once_are_in_different_slots(inner: tuple[int, ...]) -> None:
+    """Also if the ring of each size has a single slot: the model trains as in memory."""
+    variant = request(lambda: Hidden(reads=True, width=32, inner=inner), 16, 10_000_000).variants()[0]
     decisions = next(iter(smallest(variant.setup))).model_copy(update={"num_param_slots": 1})
     away = {
         unit.name: UnitDecision(params="host", activations="keep", update=decisions.units[unit.name].update)
         for unit in variant.setup.units
     }
-    lower(variant.setup.units, decisions.model_copy(update={"units": away}), asynchronous=False).to_text()
+    decisions = decisions.model_copy(update={"units": away})
+    found = []
+    for prepares in (False, True):
+        model: nn.Module = Hidden(reads=True, width=32, inner=inner)
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        session: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+        if prepares:
+            model, optimizer = prepare_session(model, optimizer, variant.setup.units, decisions)
+            session = optimizer.session
+        with session:
+            torch.manual_seed(1)
+            for _ in range(3):
+                model(torch.randn(8, 16)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append({name: values.clone() for name, values in model.state_dict().items()})
+    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-6)
 
 
 def as_buffer(layer: nn.Linear) -> nn.Module:
@@ -129,7 +140,7 @@ def test_linear_layers_without_a_weight_of_their_own_train(way: str) -> None:
         torch.optim.SGD(model.parameters(), lr=1e-2),
         (batches[0],),
         hardware=PROFILE,
-        device_memory="1MB",
+        device_memory="1.05MB",  # pruning has masks, which are copied before a block that is recomputed
     )
     with optimizer.session:
         for x in batches:
