@@ -11,14 +11,21 @@ import argparse
 import statistics
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
+from torch import nn
 
 import ullage
 from benchmarks.origin import origin, write_result
 
-SIZES = {"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 12, "num_attention_heads": 8}
+SIZES: dict[str, Any] = {
+    "hidden_size": 512,
+    "intermediate_size": 1376,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 8,
+}
 BATCH, LENGTH, VOCABULARY = 2, 256, 4096
 _WARM_UP, _COUNTED = 3, 6
 
@@ -27,7 +34,8 @@ def measured(device_memory: str) -> dict[str, object]:
     """Train under a plan for this memory; return what was audited, and what that took."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(vocab_size=VOCABULARY, **SIZES)
-    model = transformers.AutoModelForCausalLM.from_config(config).train()
+    model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    model.train()
     tokens = torch.randint(VOCABULARY, (BATCH, LENGTH))
     batch = {"input_ids": tokens, "labels": tokens}
     model, optimizer = ullage.prepare(model, torch.optim.AdamW(model.parameters()), batch, device_memory=device_memory)
