@@ -26,11 +26,6 @@ SIZES: dict[str, Any] = {
     "num_hidden_layers": 12,
     "num_attention_heads": 8,
 }
-    "hidden_size": 512,
-    "intermediate_size": 1376,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 8,
-}
 BATCH, LENGTH, VOCABULARY = 2, 256, 4096
 _WARM_UP, _COUNTED = 3, 6
 

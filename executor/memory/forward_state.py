@@ -16,6 +16,7 @@ first time later, its old values are gone, and an error is raised before any wei
 import collections
 import contextlib
 import ctypes
+import operator
 import random
 from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any, Final, NamedTuple, final
@@ -205,7 +206,7 @@ class _Visit:
         own = vars(module)
         if id(own) in self._seen:
             return
-        self._hold(own, {k: v for k, v in own.items() if k not in _OF_MODULES}, depth)
+        self._hold(own, _copied(own), depth)
         if buffers := own.get("_buffers"):
             self._hold(buffers, buffers, depth)
 
@@ -284,9 +285,13 @@ _MAPPINGS: Final = (dict, collections.OrderedDict, collections.defaultdict, coll
 
 def _copied(holder: Any) -> Any:
     """Return a shallow copy of a container, or of a module's own attributes."""
-    if isinstance(holder, dict):
-        return {k: v for k, v in holder.items() if k not in _OF_MODULES} if "_parameters" in holder else dict(holder)
-    return list(holder)
+    if not isinstance(holder, dict):
+        return list(holder)
+    copied = dict(holder)
+    if "_parameters" in copied:  # of a module
+        for name in _OF_MODULES:
+            copied.pop(name, None)
+    return copied
 
 
 def _with(contents: Any, copies: dict[int, torch.Tensor]) -> Any:
@@ -299,11 +304,9 @@ def _with(contents: Any, copies: dict[int, torch.Tensor]) -> Any:
 def _differs(holder: Any, contents: Any) -> bool:
     """Return whether a container holds something else now."""
     now = _copied(holder)
-    if len(now) != len(contents):
-        return True
     if isinstance(holder, dict):
-        return any(now.get(key, now) is not value for key, value in contents.items())
-    return any(a is not b for a, b in zip(now, contents, strict=True))
+        return list(now) != list(contents) or any(map(operator.is_not, now.values(), contents.values()))
+    return len(now) != len(contents) or any(map(operator.is_not, now, contents))
 
 
 def _assign(holder: Any, contents: Any) -> None:
