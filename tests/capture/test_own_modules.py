@@ -206,3 +206,20 @@ def test_dropout_on_a_gpu_is_fused_and_keeps_bytes() -> None:
     (fused_on_cpu, on_cpu_bytes), (fused_on_gpu, on_gpu_bytes) = dropouts()
     assert (fused_on_cpu, fused_on_gpu) == (False, True)
     assert on_gpu_bytes < on_cpu_bytes
+
+
+class Towers(nn.Module):
+    """Has a tower that its batch does not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.unused = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
+
+    def forward(self, x, image=None):
+        return self.last(self.first(x) if image is None else self.unused(image)).sum()
+
+
+def test_a_tower_that_the_batch_does_not_use_is_divided_over_units() -> None:
+    found = units_of(capture_module(Towers, ["4x8"], "fp32"))
+    assert [unit.num_params for unit in found] == [4 * (8 * 8 + 8)] * 2

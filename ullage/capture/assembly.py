@@ -3,7 +3,7 @@
 import bisect
 import dataclasses
 import itertools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
@@ -177,19 +177,11 @@ def _assign_parameters(recording: Recording, places: list[UnitVisits], drafts: l
     for name, number in uses:
         unit_of.setdefault(name.rpartition(".")[0], drafts[number].unit)
     last = {draft.unit: number for number, draft in enumerate(drafts)}
-    called = _units_of_calls(recording, places)
+    _place_unused(recording, places, unit_of)
     for name, _ in recording.model.named_parameters():
-        if recording.is_copied(name):
-            continue
-        module = name.rpartition(".")[0]
-        if (
-            module not in unit_of
-        ):  # a parameter that is never used goes to the unit that calls its module, or to the nearest unit
-            unit_of[module] = called[module] if module in called else _nearest(module, unit_of, places)
-        number = first_use.get(name, -1)
-        if number < 0 or drafts[number].unit != unit_of[module]:
-            number = last[unit_of[module]]
-        drafts[number].parameters.append(name)
+        if not recording.is_copied(name):
+            unit, number = unit_of[name.rpartition(".")[0]], first_use.get(name, -1)
+            drafts[number if number >= 0 and drafts[number].unit == unit else last[unit]].parameters.append(name)
     for draft in drafts:
         draft.parameters.sort(key=lambda name: _first_read(recording, draft, name))
     shared: set[tuple[int, str]] = set()
@@ -218,13 +210,34 @@ def _units_of_calls(recording: Recording, places: list[UnitVisits]) -> dict[str,
     return found
 
 
-def _nearest(module: str, unit_of: dict[str, int], places: list[UnitVisits]) -> int:
-    def common(other: str) -> int:
-        pairs = zip(module.split("."), other.split("."), strict=False)
-        return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+def _place_unused(recording: Recording, places: list[UnitVisits], unit_of: dict[str, int]) -> None:
+    """Choose units for the parameters of modules of which none is used, by the paths of the modules.
 
-    best = max(unit_of, key=common, default=None)
-    return len(places) - 1 if best is None else unit_of[best]
+    Such a parameter goes to the unit that calls its module, or to that of the nearest module. If none is near (a tower
+    that the batch does not use), it goes to the smallest unit that is no block, so that no slot becomes larger than
+    need be.
+    """
+    called, used, sizes = _units_of_calls(recording, places), dict(unit_of), Counter[int]()
+    blocks = [unit.segment and any(recording.model.get_submodule(unit.segment).children()) for unit in places]
+    others = [number for number, is_block in enumerate(blocks) if not is_block] or [len(places) - 1]
+    named = {name: parameter.numel() for name, parameter in recording.model.named_parameters()}
+    for name, size in named.items():
+        if (module := name.rpartition(".")[0]) in used:
+            sizes[used[module]] += size
+    for name, size in named.items():
+        module = name.rpartition(".")[0]
+        if module in used or recording.is_copied(name):
+            continue
+        if module not in unit_of:
+            near = max(used, key=lambda other: _in_common(module, other), default="")
+            smallest = min(others, key=sizes.__getitem__)
+            unit_of[module] = called.get(module, used[near] if near and _in_common(module, near) else smallest)
+        sizes[unit_of[module]] += size
+
+
+def _in_common(module: str, other: str) -> int:
+    pairs = zip(module.split("."), other.split("."), strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _count_saved(
