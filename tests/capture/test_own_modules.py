@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from own_models import NUM_VALUES, OWN, batch
+from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop, sdpa_flop
