@@ -8,7 +8,7 @@ import highspy
 import pytest
 import torch
 from amount import examples
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils import parametrizations, prune
@@ -207,6 +207,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     st.sampled_from(["never", "nvme"]),
     st.booleans(),
 )
+@example([[(0,)], [(0,)]], "adamw", "8kB", "never", False)
 def test_parameters_without_elements_or_dimensions(
     tmp_path_factory: pytest.TempPathFactory,
     shapes: list[list[tuple[int, ...]]],
