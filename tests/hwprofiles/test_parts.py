@@ -279,7 +279,7 @@ def test_two_who_measure_parts_of_one_profile_both_keep_theirs(tmp_path: Path) -
     path = tmp_path / "profile.json"
     before = load_profile("epyc-turin-2c")
     save_profile(before, path)
-    host = before.host.model_copy(update={"num_optimizer_cores": 1})
+    host = before.host.model_copy(update={"num_optimizer_cores": before.host.num_optimizer_cores + 1})
     device = before.device.model_copy(update={"memory_bytes": before.host.memory_bytes})
     update_profile(path, before, before.model_copy(update={"host": host}))
     found = update_profile(path, before, before.model_copy(update={"device": device}))

@@ -83,6 +83,7 @@ def test_subgroups_are_as_large_as_they_may_be():
 
 def test_hidden_matrices_are_those_of_layers():
     shapes = {spec.name: spec.shape for unit in small_units("opt-125m", 1) for spec in unit.parameters}
+    assert not is_hidden_matrix("layers.0.empty", (0, 8))
     found = {name for name, shape in shapes.items() if is_hidden_matrix(name, shape)}
     path = "model.decoder.layers.0"
     assert found == {
