@@ -21,7 +21,7 @@ import functools
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Final, Protocol, final
+from typing import Any, Final, final
 
 import torch
 from torch import Tensor, nn
@@ -65,14 +65,6 @@ _PLAN: Final = (
 
 class AuditError(ValueError):
     """What the plan computed is not what plain PyTorch computes."""
-
-
-class Weights(Protocol):
-    """Returns the whole current weights of a parameter, by name, before an iteration begins."""
-
-    def __call__(self, name: str) -> Tensor:
-        """Return them."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -157,8 +149,11 @@ class Audit:
         """Note the ids of the hooks by which the session follows the model, which a plain run leaves out."""
         self._ours = hooks
 
-    def begin_iteration(self, iteration: int, weights: Weights) -> None:
-        """Begin to audit, if it is due, before the first forward of an iteration. All ranks call this together."""
+    def begin_iteration(self, iteration: int, weights: Callable[[str], Tensor]) -> None:
+        """Begin to audit, if it is due, before the first forward of an iteration. All ranks call this together.
+
+        ``weights`` returns the whole current weights of a parameter, by name.
+        """
         if isinstance(self._when, int) and self._when and not iteration % self._when and not self._due:
             self._begin()
         if self.paused or not self._due:
