@@ -7,7 +7,7 @@ from typing import Final, final
 import torch
 
 from executor.devices.lanes import LaneMachine
-from executor.module.guards import LEFT_HALF_WAY, OWN_CHECKPOINTING
+from executor.module.guards import ANOTHER_BRANCH, LEFT_HALF_WAY, OWN_CHECKPOINTING
 from planner.decisions import Decisions
 from planner.graph import Unit, segments
 from planner.lowering.by_layer import AGAIN
@@ -162,6 +162,12 @@ class Progress:
             + ("" if self._num_micro_batches == 1 else f"every {self._num_micro_batches} of them ")
             + "an optimizer.step(); evaluate under torch.no_grad()"
         )
+        ended_in = None if self.task is None else self.task.op
+        if op is Op.BACKWARD and expected is not None and expected.op is ended_in is Op.FORWARD:
+            return (
+                f"backward began, but forward has not run {expected.unit}, which the plan expects. {ANOTHER_BRANCH}. "
+                f"{LEFT_HALF_WAY}"
+            )
         if op is Op.BACKWARD and (expected is None or expected.op is not Op.BACKWARD):
             return (
                 f"{error}. A forward has one backward: add the losses and call backward once, as in "

@@ -54,8 +54,12 @@ class Unbroken(contextlib.AbstractContextManager[None]):
         return None
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
-        if error is not None and not isinstance(error, self._expected):
+        if error is None:
+            return
+        if not isinstance(error, self._expected):
             self._runtime.fail(self._call, error, keeps=self._keeps)
+        elif isinstance(error, OutOfOrderError) and self._runtime.inside_iteration and self._runtime.ranks is not None:
+            self._runtime.ranks.report_failure(error)  # others wait for the tasks that this rank does not reach
 
 
 @final

@@ -55,6 +55,15 @@ def test_a_forward_without_its_backward(started):
         loss_of(model, tokens)
 
 
+def test_a_forward_that_leaves_out_the_last_module(started, monkeypatch):
+    model, _, tokens = started
+    with monkeypatch.context() as patch:
+        patch.setitem(model.transformer._modules, "ln_f", torch.nn.Identity())
+        hidden = model.transformer(input_ids=tokens).last_hidden_state
+    with pytest.raises(OutOfOrderError, match="forward has not run head, .* another branch of the model than"):
+        hidden.sum().backward()
+
+
 @pytest.mark.parametrize("clips", [False, True])
 def test_a_backward_without_its_step(clips):
     """As loops have it that leave an update out; what the error says instead does so, and training goes on."""
