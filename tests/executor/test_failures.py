@@ -60,7 +60,7 @@ def test_a_forward_that_leaves_out_the_last_module(started, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setitem(model.transformer._modules, "ln_f", torch.nn.Identity())
         hidden = model.transformer(input_ids=tokens).last_hidden_state
-    with pytest.raises(OutOfOrderError, match="forward has not run head, .* another branch of the model than"):
+    with pytest.raises(OutOfOrderError, match=r"forward has not run head, .* another branch of the model than"):
         hidden.sum().backward()
 
 
