@@ -49,6 +49,10 @@ class ModuleCallbacks(HeadCallbacks, Protocol):
     def trains(self) -> bool:
         """Whether a forward that begins now is one of the plan's."""
 
+    @property
+    def on_demand(self) -> bool:
+        """Whether this iteration has left the plan, see [Note: On demand] in :mod:`executor.driver.on_demand`."""
+
 
 def in_backward() -> bool:
     """Return whether this thread is inside a backward pass."""

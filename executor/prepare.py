@@ -184,7 +184,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             GradientError: some micro-batches of the iteration have run, and others are to come.
         """
         if not self.session.closed:
-            self.session.driver.check_zero_grad()
+            self.session.driver.zero_grad()
         super().zero_grad(set_to_none)
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:

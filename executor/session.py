@@ -1,7 +1,7 @@
 """A session: a user's model and optimizer, driven by a schedule.
 
 The user's own loop stays as it is. Hooks report where forward and backward are (:mod:`executor.module.binding`). The
-session then issues the schedule's tasks up to that point (:mod:`executor.iteration`), and lanes run them
+session then issues the schedule's tasks up to that point (:mod:`executor.driver.iteration`), and lanes run them
 (:mod:`executor.runtime`). ``optimizer.step()`` issues the rest of the iteration, and returns while updates run.
 """
 
@@ -24,7 +24,7 @@ from executor.distributed.mesh import Mesh
 from executor.distributed.ranks import Ranks
 from executor.distributed.shards import shards_of
 from executor.distributed.tensor_parallel import bind_tensor_parallel
-from executor.iteration import IterationDriver
+from executor.driver.iteration import IterationDriver
 from executor.memory.arenas import MeasuredMemory
 from executor.memory.state import without_values
 from executor.module.batches import bind_batches
@@ -136,7 +136,7 @@ class Session(contextlib.AbstractContextManager["Session"]):
             self.access = StateAccess(model, self.runtime, units)
             self._parking = Parking(model, self.runtime, self.access, options.link_bytes_per_s)
             self.driver = driver = IterationDriver(
-                model, self.runtime, self.access, units, decisions, shards, entry, groups, self.audit
+                model, self.runtime, self.access, units, decisions, entry, groups, self.audit, options.report
             )
             failing.callback(driver.visibility.release)
             self._undo += driver.hook_parameters()

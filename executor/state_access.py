@@ -123,6 +123,11 @@ class StateAccess:
         return weights
 
     @property
+    def gathers(self) -> bool:
+        """Whether ranks must bring a unit's weights together."""
+        return self._gather_at_each_use
+
+    @property
     def version(self) -> int:
         """See :class:`executor.module.guarded_parameters.WeightReader`."""
         return self._runtime.loop.iteration + self._num_changes
@@ -267,6 +272,25 @@ class StateAccess:
                     f"reference is the model itself: precompute_ref_log_probs=True); otherwise, {OWN_CHECKPOINTING}"
                 ) from None
             self.is_evaluating = True
+        self.fill_slots(unit)
+
+    def begin_on_demand(self) -> None:
+        """Begin to bring weights unit by unit in the middle of an iteration, when no task of the plan runs.
+
+        Resident weights are made current, because their copies to the device may not have been issued yet.
+        """
+        self._in_slot.clear()
+        self._gathered = "", torch.empty(0)
+        for unit in self._state.units.values():
+            for number in sorted(unit.changed) if unit.on_device else ():
+                self._runtime.actions.upload(unit, unit.pieces[number])
+                unit.changed.discard(number)
+            if unit.slot < 0 and unit.is_sharded:
+                self._runtime.actions.all_gather(unit)
+        self.settled.update(self._state.units)
+
+    def fill_slots(self, unit: str) -> None:
+        """Bring all weights that a unit uses to the device, if they are not there."""
         for name in (unit, *self._shared[unit]):
             state = self._state.units.get(name)
             if state is not None and state.slot >= 0:

@@ -184,6 +184,17 @@ class Audit:
         self._later = True
         self._samples.clear()
 
+    def abandon(self) -> None:
+        """Audit the same modules in a later iteration, because this one does not follow the plan."""
+        if self.is_active:
+            self._stop()
+            for case in self._cases:
+                case.forget()
+            self._due = [*self._cases, *self._due]
+            self._arrived.clear()
+            self._cases.clear()
+            self.is_active = False
+
     def end_iteration(self, device: torch.device, stored: Callable[[str], Iterator[tuple[slice, Tensor]]]) -> str:
         """Run the modules again, before any update, and return what differs; empty if nothing does.
 

@@ -76,6 +76,7 @@ class OffloadedActivations:
             else None
         )
         self._segments: dict[str, SegmentActivations] = {}  # the latest run of each segment, by unit
+        self._unwritten: set[str] = set()  # units whose activations are in a slot on their way to NVMe
 
     @property
     def by_class(self) -> dict[MemoryClass, int]:
@@ -105,11 +106,27 @@ class OffloadedActivations:
             raise modified_in_place(f"an input or product of {unit}")
         for tensor in (*tensors, *(t for product in segment.products_of[unit] for t in product.tensors)):
             tensor.tensor = None
+        segment.away.add(unit)
+        if unit in self._record:
+            self._unwritten.add(unit)
 
     def evict(self, unit: str) -> None:
         """Write a unit's offloaded activations to NVMe."""
         assert self.file is not None
         self.file.write(self._record[unit], whole_blocks(self._room[unit]))
+        self._unwritten.discard(unit)
+
+    def end_evictions(self) -> None:
+        """Write all offloaded activations to NVMe that are on their way there, when no task of the plan runs."""
+        for unit in tuple(self._unwritten):
+            self.evict(unit)
+
+    def bring_back(self, segment: SegmentActivations) -> None:
+        """Bring back the activations of a run of a segment that the plan has offloaded and not reloaded."""
+        for unit in tuple(segment.away):
+            if unit in self._record:
+                self.recall(unit)
+            self._reload(segment, unit)
 
     def recall(self, unit: str) -> None:
         """Read a unit's offloaded activations from NVMe into host memory."""
@@ -123,16 +140,16 @@ class OffloadedActivations:
 
     def reload(self, unit: str) -> None:
         """Copy a unit's activations back to the device. Their memory there is freed when backward has used them."""
+        self._reload(self._segments[unit], unit)
+
+    def _reload(self, segment: SegmentActivations, unit: str) -> None:
         room = self._room[unit]
-        for tensor in self._segments[unit].offloaded(unit):
+        for tensor in segment.offloaded(unit):
             flat = self._backend.scratch(tensor.shape.numel(), tensor.dtype)
             self._backend.copy(flat.view(torch.uint8), room[tensor.start : tensor.start + tensor.num_bytes])
             tensor.tensor = flat.as_strided(tensor.shape, tensor.stride)
             tensor.version = tensor.tensor._version
-
-    def drop(self, unit: str) -> None:
-        """Free the unused reloaded tensors of a unit's segment."""
-        self._segments[unit].drop()
+        segment.away.discard(unit)
 
     def drop_all(self) -> None:
         """Free all tensors at the end of backward, including those of segments without gradients."""
@@ -218,24 +235,22 @@ class SegmentOffload:
             segment.inputs.append(SavedTensor.of(tensor))
             return segment.inputs[-1]
 
+        def begin_recompute() -> None:
+            self._callbacks.on_forward(self._names[0])
+            if self._callbacks.on_demand:
+                self._activations.bring_back(segment)
+
         def unpack(saved: SavedTensor | torch.Tensor) -> torch.Tensor:
-            self._begin_recompute()
+            begin_recompute()
             if isinstance(saved, torch.Tensor):
                 return saved
             return saved.restore(backend)
 
         def modes() -> tuple[TorchDispatchMode, TorchDispatchMode]:
-            return SaveProducts(segment, self._unit), ReuseProducts(segment, backend, self._begin_recompute)
+            return SaveProducts(segment, self._unit), ReuseProducts(segment, backend, begin_recompute)
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield modes
-
-    def _begin_recompute(self) -> None:
-        self._callbacks.on_forward(self._names[0])
-
-    def end_recompute(self) -> None:
-        """Free the tensors that the recomputation did not need."""
-        self._activations.drop(self._names[0])
 
     def _unit(self) -> str:
         """Return the unit that computes. Operators before the segment's first unit belong to that unit."""

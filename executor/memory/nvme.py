@@ -11,11 +11,11 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Self, final
+from typing import Final, Self, final
 
 import torch
 
-from executor.direct_io import BLOCK_BYTES, in_blocks
+from executor.direct_io import BLOCK_BYTES, in_blocks, pages
 from executor.memory.arenas import Arena
 from executor.memory.nvme_files import RecordFile, as_bytes, folder_of
 from executor.memory.pieces import DTYPES, state_buffers, state_tensors
@@ -25,6 +25,8 @@ from planner.lowering.storage import SpillRooms
 from planner.optimizers import Optimizer
 from planner.schedule.tasks import MemoryClass
 from planner.subgroups import Subgroup
+
+_SCRATCH_BYTES: Final = 1 << 20
 
 Key = tuple[str, int]
 """Identifies a piece: the name of its unit, and its index within the rank's shard."""
@@ -181,6 +183,10 @@ class SpilledGradients:
         self.file.write(self._record[key], as_bytes(self.rooms[key]))
         self._on_nvme.add(key)
 
+    def is_on_nvme(self, key: Key) -> bool:
+        """Return whether a piece's gradient was written, and not fetched since."""
+        return key in self._on_nvme
+
     def fetch(self, key: Key, buffer: torch.Tensor) -> None:
         """Read a piece's gradient into its part of a buffer, if one was spilled since the last fetch."""
         if key in self._on_nvme:
@@ -330,6 +336,34 @@ class StoredState:
         """Return the memory to which an update writes a piece's weights; ``None`` if the master copy is the weight."""
         layout = self._layouts[key]
         return self._held[key].buffer[: layout.weight_bytes].view(self._dtype) if layout.weight_bytes else None
+
+    def read_master(self, key: Key, target: torch.Tensor) -> None:
+        """Read a piece's master copy as of the last step into ``target``, and round it to its type."""
+        scratch, values = torch.from_numpy(pages(_SCRATCH_BYTES)), self.values(key)[0]
+        master = torch.empty(len(target), dtype=DTYPES[self._layouts[key].master_bytes])
+        values.read(master.view(torch.uint8), scratch)
+        target.copy_(master)
+
+    def has_spilled(self, key: Key) -> bool:
+        """Return whether a piece's gradient has left the host memory in which it arrived."""
+        held = self._held.get(key)
+        return self.spilled is not None and (self.spilled.is_on_nvme(key) or (held is not None and held.is_loaded))
+
+    def take_back_gradient(self, key: Key) -> None:
+        """Bring a spilled gradient back to the host memory in which it arrived. Its update reads it anew."""
+        assert self.spilled is not None
+        room, held = self.spilled.rooms[key], self._held.get(key)
+        if held is not None and held.is_loaded:
+            arrived = self.gradient(key).view(torch.uint8)
+            room[: len(arrived)].copy_(arrived)
+        self.spilled.fetch(key, room)
+
+    def spill_again(self, key: Key) -> None:
+        """Write a gradient that was taken back to NVMe, so that its update reads it."""
+        assert self.spilled is not None
+        self.spilled.spill(key)
+        if (held := self._held.get(key)) is not None:
+            held.is_loaded = False
 
     def set_changed(self, key: Key) -> None:
         """Mark a piece's buffer as newer than the file. Its weights and state must be complete."""

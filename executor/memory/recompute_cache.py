@@ -158,6 +158,7 @@ class SegmentActivations:
         products: in the order in which they ran.
         products_of: the same, by the unit that ran them.
         position: index in ``products`` of the next product of the recomputation.
+        away: units whose offloaded tensors are not on the device.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -165,6 +166,7 @@ class SegmentActivations:
         self.products: list[Product] = []
         self.products_of: dict[str, list[Product]] = {name: [] for name in names}
         self.position = 0
+        self.away: set[str] = set()
 
     def offloaded(self, unit: str) -> Iterator[SavedTensor]:
         """Yield a unit's offloaded tensors."""
@@ -217,6 +219,11 @@ class ReuseProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._begin()
         self._segments.position = 0
         return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *raised: object) -> None:
+        """Free the tensors that the recomputation did not need; it ends when it has all that backward needs."""
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+        self._segments.drop()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

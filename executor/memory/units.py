@@ -238,18 +238,17 @@ class UnitState:
 
         return any(any(parameter.parts_in(piece)) and has_arrived(parameter) for parameter in self.parameters)
 
-    def keep_gradient(self, parameter: ParameterState, gradient: FlatGradient, *, first: bool, copy: bool) -> None:
-        """Keep the parts of a gradient on the device that are updated there.
+    def keep_gradient(self, parameter: ParameterState, gradient: FlatGradient, *, copy: bool) -> None:
+        """Keep the parts of a gradient on the device that are updated there, or add them to those of this iteration.
 
         Args:
             parameter: the parameter.
             gradient: its gradient.
-            first: whether this is the parameter's first gradient of the iteration. Later ones are added to it.
             copy: whether to copy the values. A view would keep all of ``gradient`` alive.
         """
         for part in parameter.staying:
             key, values = (parameter.name, part.piece.index), gradient.of(part)
-            if not first:
+            if key in self.device_gradients:
                 self.device_gradients[key].add_(values)
             else:
                 self.device_gradients[key] = values.clone() if copy else values

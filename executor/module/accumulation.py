@@ -72,6 +72,11 @@ class Accumulation:
         elif self._was_inside and micro_batch < self._count - 1:
             self._ended_at = micro_batch + 1  # a short group, if a step follows
 
+    def leave(self) -> None:
+        """Forget this iteration's micro-batches, because they no longer follow the plan."""
+        self._was_inside = self._last_was_inside = False
+        self._ended_at = 0
+
     def check_step(self) -> None:
         """Check that ``optimizer.step()`` is allowed now.
 

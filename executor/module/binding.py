@@ -348,8 +348,6 @@ def _recompute(
             with state.restored(before):
                 return original(*args, **kwargs)
         finally:  # recomputation stops with an exception as soon as it has all needed tensors
-            if offload is not None:
-                offload.end_recompute()
             callbacks.on_recomputed(last_unit)
 
     def with_own_caches(before: Snapshot, *args: Any, **kwargs: Any) -> Any:

@@ -38,6 +38,12 @@ SECOND_ORDER: Final = (
 )
 """Why backward through backward is refused."""
 
+ON_DEMAND: Final = (
+    "Until its step, weights are brought when modules run, which is slower than planned; losses and weights are those "
+    "of training in memory. Iterations that match the plan follow it again. This is said once"
+)
+"""What an iteration does that has left the plan."""
+
 LEFT_HALF_WAY: Final = (
     "If an exception left the iteration half way, it cannot be resumed: close the session "
     "(optimizer.session.close()), which gives the model the weights of the last step, or NaN if they are lost, and "

@@ -41,6 +41,7 @@ class UserGradients:
         self._norms: dict[str, torch.Tensor] | None = None
         self._scales: dict[str, float] = {}
         self._dropped = False
+        self._dropped_early: set[str] = set()  # since the last backward that has not ended
         self._num_added = 0  # number of micro-batches in the sum that the stand-ins represent
         self._stand_ins: dict[str, OffloadedGradient] = {}  # made once, because that is slow
 
@@ -86,25 +87,49 @@ class UserGradients:
         """Return the factors of the latest iteration's gradients, and whether any gradient was dropped."""
         return sorted(set(self._scales.values())), self._dropped
 
-    def begin_micro_batch(self, iteration: int) -> None:
-        """Remove the stand-ins, because the next micro-batch begins and adds to the gradients.
+    def dropped(self, iteration: int) -> frozenset[str]:
+        """Return the parameters whose gradients were dropped, as ``zero_grad()`` does.
 
         Raises:
-            GradientError: a gradient was replaced or dropped.
+            GradientError: a gradient was replaced.
         """
+        found = set(self._dropped_early)
         with unguarded():
-            if not self._num_added:
-                return
-            for name, parts in self._parts.items():
+            for name, parts in self._parts.items() if self._num_added else ():
                 gradient = parts[0].shard.whole.grad
-                arrived = iteration in [part.arrived for part in parts]
-                if arrived and not isinstance(gradient, OffloadedGradient):
+                if iteration not in [part.arrived for part in parts] or isinstance(gradient, OffloadedGradient):
+                    continue
+                if gradient is not None:
                     raise GradientError(
-                        f"the gradient of {name} was {'dropped' if gradient is None else 'replaced'} after micro-batch "
-                        f"{self._num_added} of {self._num_micro_batches}, but has been added up already; leave "
-                        "gradients alone until the last backward"
+                        f"the gradient of {name} was replaced after micro-batch {self._num_added} of "
+                        f"{self._num_micro_batches}, but has been added up already; leave gradients alone until the "
+                        "last backward, or change them in a hook on the parameter (parameter.register_hook)"
                     )
-            self.clear()
+                found.add(name)
+        return frozenset(found)
+
+    def drop_arrived(self, iteration: int) -> None:
+        """Drop the gradients of a backward that an exception has ended."""
+        self._dropped_early |= {
+            name for name, parts in self._parts.items() if iteration in [part.arrived for part in parts]
+        }
+
+    def reopen(self, dropped: frozenset[str]) -> None:
+        """Remove the stand-ins and forget norms, because more is added to the gradients that were not dropped.
+
+        Raises:
+            GradientError: some of these have been scaled, as clipping does.
+        """
+        scaled = [name for name, scale in self._scales.items() if scale != 1 and name not in dropped]
+        if scaled:
+            raise GradientError(
+                f"the gradient of {scaled[0]} was scaled (clipped), and then more came for this step; clip after the "
+                "last backward, or drop the gradients before (optimizer.zero_grad())"
+            )
+        self.clear()
+        self._dropped_early.clear()
+        self._norms = None
+        self._scales.clear()
 
     def clear(self) -> None:
         """Remove all stand-ins."""

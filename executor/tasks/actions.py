@@ -15,14 +15,14 @@ from executor.tasks.gradients import GradientTasks
 from executor.tasks.snapshots import Snapshots
 from executor.tasks.updates import UpdateTasks
 from planner.decisions import Decisions
-from planner.schedule.tasks import Lane, Op, Task
+from planner.schedule.tasks import Lane, Op, Phase, Task
 
-_SUM_UP: Final = frozenset({Op.FLUSH, Op.SPILL})
-"""Tasks that, in the last micro-batch, handle the sum of all gradients."""
+_SERVE_COMPUTING: Final = frozenset({Op.READ, Op.FETCH, Op.GATHER, Op.OFFLOAD, Op.EVICT, Op.RECALL, Op.RELOAD})
+"""Tasks that serve forward and backward, outside the update. All others handle the sum of all gradients too."""
 
 
 class _Short(NamedTuple):
-    """An iteration that ends before its last micro-batches."""
+    """An iteration whose compute tasks do not all run as planned."""
 
     num_micro_batches: int  # number that have run
     first_task: int  # the first one that may be skipped
@@ -85,19 +85,19 @@ class Actions:
         if not self._short or not self._is_skipped(task, iteration):
             self._by_op[task.op](task, iteration)
 
-    def end_early(self, iteration: int, num_micro_batches: int, num_issued: int) -> None:
-        """End an iteration after fewer micro-batches than planned. Call it before the rest of the iteration is issued.
+    def skip(self, iteration: int, num_micro_batches: int, num_issued: int) -> None:
+        """Skip the rest of an iteration's tasks for forward and backward. Call it before these tasks are issued.
 
         [Note: Short groups] If a user's data ends, the loop ends an iteration early. The rest of the schedule is issued
         all the same, because later tasks rely on its order, but tasks of missing micro-batches do nothing. Only tasks
         that handle the sum of all gradients still run: they all-reduce the sum so far, compute its norms, and write it
         to NVMe. The caller's position in the schedule, not the time, decides which tasks are skipped, so all ranks skip
-        the same tasks.
+        the same tasks. An iteration that has left the plan ends in the same way.
 
         Args:
             iteration: the one under way.
             num_micro_batches: number of micro-batches that have run.
-            num_issued: number of the iteration's tasks that have been issued.
+            num_issued: number of the iteration's tasks that have been issued as planned.
         """
         self._short = {i: short for i, short in self._short.items() if i == iteration - 1}
         self._short[iteration] = _Short(num_micro_batches, num_issued)
@@ -105,12 +105,12 @@ class Actions:
     def _is_skipped(self, task: Task, iteration: int) -> bool:
         """Return whether a task serves only micro-batches that do not run; see [Note: Short groups]."""
         short = self._short.get(iteration)
-        if short is None or task.index < short.first_task or task.micro_batch < short.num_micro_batches:
+        if short is None or task.index < short.first_task:
             return False
         if task.op is Op.SCATTER:
             assert self._collectives is not None
             return self._collectives.first_summed(task) >= short.num_micro_batches
-        return task.op not in _SUM_UP
+        return task.op in _SERVE_COMPUTING and task.phase is not Phase.UPDATE
 
     def read(self, unit: UnitState) -> None:
         """Read a unit's weights, or the rank's shard of them, from NVMe into host memory."""

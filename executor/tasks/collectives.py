@@ -67,8 +67,27 @@ class ScheduleCollectives:
 
     def reduce_scatter(self, task: Task) -> None:
         """Reduce-scatter or all-reduce a unit's gradient, and keep the part that this rank updates."""
-        unit = self._state.units[task.unit]
-        bucket = unit.buckets.pop(task.micro_batch, None) or _empty_bucket(unit)
+        self._reduce(self._state.units[task.unit], task.micro_batch)
+
+    def postpone(self, unit: UnitState) -> None:
+        """Let a unit's gradients wait for its last reduction that are not reduced yet."""
+        last = self._scattered[unit.name][-1]
+        for due in sorted(unit.buckets.keys() - {last}):
+            bucket = unit.buckets.pop(due)
+            for parameter in unit.parameters:
+                if parameter.name in bucket.present:
+                    self.collect(unit, parameter, bucket.values[parameter.start : parameter.stop], last)
+
+    def reduce_rest(self, doing: str) -> None:
+        """Reduce the gradients that arrived after their unit's last reduction, on any rank. Ranks call it together."""
+        units = [unit for unit in self._state.units.values() if unit.group is not None and unit.parameters]
+        waiting = self._ranks.check_same_call(doing, [float(bool(unit.buckets)) for unit in units])
+        for unit, count in zip(units, waiting, strict=True):
+            if count:
+                self._reduce(unit, self._scattered[unit.name][-1])
+
+    def _reduce(self, unit: UnitState, micro_batch: int) -> None:
+        bucket = unit.buckets.pop(micro_batch, None) or _empty_bucket(unit)
         for parameter in unit.parameters:
             if parameter.name not in bucket.present:
                 bucket.values[parameter.start : parameter.stop].zero_()
@@ -83,11 +102,11 @@ class ScheduleCollectives:
         else:
             unit.group.all_reduce(mean)
         self._backend.record_stream(bucket.values)
-        gradient, first = FlatGradient(mean, unit.start), task.micro_batch == self._scattered[unit.name][0]
+        gradient = FlatGradient(mean, unit.start)
         copy = any(piece.leaves for piece in unit.pieces)
         for parameter in unit.parameters:
-            unit.keep_gradient(parameter, gradient, first=first, copy=copy)
-        unit.flushing[task.micro_batch] = {p.name: gradient for p in unit.parameters if p.leaving}
+            unit.keep_gradient(parameter, gradient, copy=copy)
+        unit.flushing[micro_batch] = {p.name: gradient for p in unit.parameters if p.leaving}
 
     def first_summed(self, task: Task) -> int:
         """Return the first micro-batch whose gradient a ``SCATTER`` task reduces. The last one is the task's own."""

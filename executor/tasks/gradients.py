@@ -37,22 +37,41 @@ class GradientTasks:
         self, unit: UnitState, parameter: ParameterState, gradient: torch.Tensor, micro_batch: int, iteration: int
     ) -> None:
         """Take a gradient from autograd, in the thread that runs backward."""
-        flat = gradient if gradient.dim() == 1 else gradient.reshape(-1)
-        first = parameter.arrived != iteration
-        if (collectives := self._collectives) is not None and unit.group is not None:
-            collectives.collect(unit, parameter, flat, micro_batch)
-        else:
-            if collectives is not None and collectives.mean_factor != 1:
-                self._backend.scale(flat, collectives.mean_factor)
-            held = FlatGradient(flat, parameter.start)
-            if parameter.leaving:
-                unit.flushing.setdefault(micro_batch, {})[parameter.name] = held
-            if parameter.staying:
-                # A view keeps the whole gradient alive, so a part is copied if the rest of it is flushed.
-                unit.keep_gradient(parameter, held, first=first, copy=bool(parameter.leaving))
-        if first:
+        if (held := self.take(unit, parameter, gradient, micro_batch, iteration)) is not None:
+            unit.flushing.setdefault(micro_batch, {})[parameter.name] = held
+
+    def take(
+        self, unit: UnitState, parameter: ParameterState, gradient: torch.Tensor, micro_batch: int, iteration: int
+    ) -> FlatGradient | None:
+        """Take a gradient as :meth:`collect` does; return it if parts of it go to the host now."""
+        if parameter.arrived != iteration:
             parameter.arrived = iteration
             parameter.step += 1
+        flat = gradient if gradient.dim() == 1 else gradient.reshape(-1)
+        if (collectives := self._collectives) is not None and unit.group is not None:
+            collectives.collect(unit, parameter, flat, micro_batch)
+            return None
+        if collectives is not None and collectives.mean_factor != 1:
+            self._backend.scale(flat, collectives.mean_factor)
+        held = FlatGradient(flat, parameter.start)
+        if parameter.staying:
+            # A view keeps the whole gradient alive, so a part is copied if the rest of it is flushed.
+            unit.keep_gradient(parameter, held, copy=bool(parameter.leaving))
+        return held if parameter.leaving else None
+
+    def sum_up(self, unit: UnitState, parameter: ParameterState, gradient: FlatGradient, iteration: int) -> None:
+        """Add host memory's part of an iteration's gradient to what has been flushed."""
+        for part in parameter.leaving:
+            target, values = unit.arrival(part), gradient.of(part)
+            if parameter.flushed == iteration:
+                target.add_(values)
+            else:
+                target.copy_(values)
+        parameter.flushed = iteration
+        if self._clips:
+            parameter.squares = [
+                self._backend.sum_of_squares_on_host(unit.arrival(p), self._team) for p in parameter.leaving
+            ]
 
     def norms(self, iteration: int) -> dict[str, torch.Tensor]:
         """Return the 2-norms of an iteration's gradients, float32 scalars on the device.
@@ -85,9 +104,12 @@ class GradientTasks:
 
     def flush(self, task: Task, iteration: int) -> None:
         """Copy gradients to the host, or add them to the sum of earlier micro-batches, in their own data type."""
-        unit = self._state.units[task.unit]
-        gradients = unit.flushing.pop(task.micro_batch, {})
-        last = task.micro_batch == self._num_micro_batches - 1
+        self.flush_unit(self._state.units[task.unit], task.micro_batch, iteration)
+
+    def flush_unit(self, unit: UnitState, micro_batch: int, iteration: int) -> None:
+        """Move a unit's gradients of a micro-batch, as :meth:`flush` does."""
+        gradients = unit.flushing.pop(micro_batch, {})
+        last = micro_batch == self._num_micro_batches - 1
         for parameter in unit.parameters:
             gradient = gradients.get(parameter.name)
             if gradient is not None:
@@ -106,19 +128,26 @@ class GradientTasks:
     def _flush_one(self, unit: UnitState, parameter: ParameterState, gradient: FlatGradient, iteration: int) -> None:
         for part in parameter.leaving:
             target, source = unit.arrival(part), gradient.of(part)
+            if target.data_ptr() == source.data_ptr():
+                continue  # it was added up there, see [Note: On demand] in executor.driver.on_demand
             if self._num_micro_batches == 1:
                 self._backend.copy(target, source)
             else:
                 self._backend.accumulate(target, source, first=parameter.flushed != iteration)
-        self._backend.record_stream(gradient.values)
+        if self._is_on_device(gradient):
+            self._backend.record_stream(gradient.values)
         parameter.flushed = iteration
 
     def _squares(
         self, unit: UnitState, parameter: ParameterState, gradient: FlatGradient | None
     ) -> Iterator[torch.Tensor | float]:
         for part in parameter.leaving:
-            if self._num_micro_batches == 1:  # the device is faster, and the copy to the host may still run
-                assert gradient is not None
+            # The device is faster, and the copy to the host may still run.
+            if self._num_micro_batches == 1 and gradient is not None and self._is_on_device(gradient):
                 yield self._backend.sum_of_squares(gradient.of(part))
             else:
                 yield self._backend.sum_of_squares_on_host(unit.arrival(part), self._team)
+
+    def _is_on_device(self, gradient: FlatGradient) -> bool:
+        """Return whether a gradient came from autograd, and was not added up on the host."""
+        return gradient.values.device.type == self._backend.device.type

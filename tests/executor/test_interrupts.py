@@ -223,6 +223,9 @@ def go_on(training: Training, call: str, two, three, where: str, *, completed: b
     elif call == "step" and not completed and session is training.session and not session.runtime.machine.failed:
         if session.runtime.inside_iteration:  # nothing has begun
             training.optimizer.step()
+    elif session.failed and call in {"forward", "backward"} and not session.runtime.machine.failed:
+        training.optimizer.zero_grad()  # the next batch leaves the plan
+        training.step(2)
     elif session.failed:
         assert not completed, where
         check_refusals(training, call, where)

@@ -141,12 +141,14 @@ class _Offloaded(transformers.Trainer):
             self.optimizer = self._given
         if (
             self.is_in_train
+            and self.args.world_size > 1
             and getattr(self, "ref_model", self) is None
             and not getattr(self.args, "precompute_ref_log_probs", True)
         ):
             raise PlanError(
                 f"the {type(self).__name__} takes its model itself as the reference, between forward and backward of "
-                "the same model, when weights move; give its arguments precompute_ref_log_probs=True"
+                "the same model, which plans for several ranks cannot follow; give its arguments "
+                "precompute_ref_log_probs=True"
             )
         self._given = given = super().create_optimizer(model)
         self.close()  # the plan of the model that model_init has replaced

@@ -6,6 +6,7 @@ from typing import Final, final
 
 import torch
 
+from executor.callbacks import in_backward
 from executor.devices.lanes import LaneMachine
 from executor.module.guards import ANOTHER_BRANCH, LEFT_HALF_WAY, OWN_CHECKPOINTING
 from planner.decisions import Decisions
@@ -23,12 +24,14 @@ class Progress:
     """Tracks the caller through forward and backward.
 
     Args:
-        backward_begins: called when the backward of a micro-batch begins, before its first task is issued.
-        backward_ended: called with the micro-batch when its backward has ended.
+        backward_begins: called when the backward of a planned micro-batch begins, before its first task is issued.
+        backward_ended: called with the micro-batch when its backward has ended; with the last one, if the iteration has
+            left the plan.
         unbroken: a context for the end of a backward.
 
     Attributes:
-        task: the compute task that runs; ``None`` outside forward and backward.
+        task: the compute task that runs; ``None`` outside forward and backward, and off the plan.
+        has_left: whether the iteration has left the plan, see [Note: On demand] in :mod:`executor.driver.on_demand`.
     """
 
     def __init__(
@@ -43,6 +46,7 @@ class Progress:
         unbroken: contextlib.AbstractContextManager[None],
     ) -> None:
         self.task: Task | None = None
+        self.has_left = False
         self._loop = loop
         self._machine = machine
         self._num_micro_batches = decisions.num_micro_batches
@@ -82,12 +86,24 @@ class Progress:
         begins = expected is not None and expected.op is Op.FORWARD and expected.unit == self._first
         return expected.micro_batch if expected is not None and begins else 0
 
+    @property
+    def is_between(self) -> bool:
+        """Whether the plan's next task is the forward of a micro-batch, or one after all of them."""
+        expected = self._loop.expected()
+        return expected is None or expected.op is Op.CLIP or (expected.op, expected.unit) == (Op.FORWARD, self._first)
+
+    def leave(self) -> None:
+        """Note that this iteration has left the plan."""
+        self.has_left, self.task = True, None
+        self._left.clear()
+
     def end_early(self) -> None:
         """Skip the micro-batches that are missing. Raises as :meth:`forward`."""
         self._ended_after = self.num_complete
         while (expected := self._loop.expected()) is not None and expected.op is not Op.CLIP:
             self._loop.reach(expected.op, expected.unit)
         self._machine.end_open()
+        self.has_left = False
 
     def is_at(self, op: Op, unit: str) -> bool:
         """Return whether the caller is already at this task. A unit may have several modules with hooks."""
@@ -111,12 +127,12 @@ class Progress:
         """Recomputation (a forward inside backward) has reached a unit. Raises as :meth:`forward`."""
         op = self._recompute_ops[unit]
         if not self.is_at(op, unit):
-            self._enter_backward()
+            self.enter_backward()
             self._reach(op, unit)
 
     def backward(self, unit: str) -> None:
         """Backward has reached a unit. Raises as :meth:`forward`."""
-        self._enter_backward()
+        self.enter_backward()
         if (begins := self._recompute_starts.get(unit)) is not None:
             self._skip_to(*begins)
         expected = self._loop.expected()
@@ -127,7 +143,7 @@ class Progress:
     def recomputed(self, unit: str) -> None:
         """Recomputation has ended for the segment whose last unit this is. Raises as :meth:`forward`."""
         if not self.is_at(Op.BACKWARD, unit):
-            self._enter_backward()
+            self.enter_backward()
             self._reach(Op.BACKWARD, unit)
 
     def _reach(self, op: Op, unit: str) -> None:
@@ -145,13 +161,29 @@ class Progress:
             self._left.add(self.task.unit)
         self.task = task
 
-    def _enter_backward(self) -> None:
+    def enter_backward(self) -> bool:
+        """Backward runs. Return whether it has just begun."""
         if self._watching_end:
-            return
-        if (expected := self._loop.expected()) is not None:
+            return False
+        if not self.has_left and (expected := self._loop.expected()) is not None:
             self._backward_begins(expected.micro_batch)
         self._watching_end = True
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        return True
+
+    @property
+    def is_broken_off(self) -> bool:
+        """Whether an exception has ended the latest backward."""
+        return self._watching_end and not in_backward()
+
+    def forget_backward(self) -> None:
+        """Forget a backward that is broken off."""
+        self._watching_end = False
+
+    def unexpected_forward(self) -> OutOfOrderError:
+        """Return the error for a forward of the model that begins where the plan has something else."""
+        error = OutOfOrderError(f"the model reached {Op.FORWARD} {self._first}")
+        return OutOfOrderError(self._advice(error, Op.FORWARD, self._first))
 
     def _advice(self, error: OutOfOrderError, op: Op, unit: str) -> str:
         """Return the error text, with a remedy, if the plan expected another compute task."""
@@ -203,6 +235,10 @@ class Progress:
             self._end_backward()
 
     def _end_backward(self) -> None:
+        if self.has_left:
+            self._watching_end = False
+            self._backward_ended(self._num_micro_batches - 1)
+            return
         assert self.task is not None
         micro_batch = self.task.micro_batch
         while (

@@ -4,7 +4,7 @@ import contextlib
 import itertools
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, final
 
 import torch
@@ -13,15 +13,15 @@ from torch import nn
 from executor.audit import Audit, AuditError
 from executor.callbacks import in_backward
 from executor.distributed.host_collectives import HostCollectives
-from executor.distributed.shards import ParameterShard
+from executor.driver.on_demand import OnDemand, why_not
+from executor.driver.progress import Progress
 from executor.gradients import GradientError
 from executor.memory.units import ParameterState, UnitState
 from executor.module.accumulation import Accumulation
-from executor.module.guards import LEFT_HALF_WAY
+from executor.module.guards import LEFT_HALF_WAY, ON_DEMAND, OWN_CHECKPOINTING
 from executor.module.user_gradients import UserGradients
 from executor.module.visibility import WeightVisibility
 from executor.optimizer.table import OptimizerEntry
-from executor.progress import Progress
 from executor.runtime import Runtime, Unbroken
 from executor.state_access import StateAccess
 from executor.tasks.updates import ParameterUpdate
@@ -41,6 +41,8 @@ class IterationDriver:
     Attributes:
         accumulation: checks ``no_sync()`` against the plan.
         gradients: sets ``parameter.grad`` between backward and step.
+        num_left: number of iterations that have left the plan, see [Note: On demand] in
+            :mod:`executor.driver.on_demand`.
         visibility: shows and hides weights in parameters.
         progress: tracks where the model is in the schedule.
     """
@@ -52,18 +54,22 @@ class IterationDriver:
         access: StateAccess,
         units: tuple[Unit, ...],
         decisions: Decisions,
-        shards: Mapping[str, ParameterShard],
         entry: OptimizerEntry,
         groups: list[dict[str, Any]],
         audit: Audit,
+        report: Callable[[str], None],
     ) -> None:
         self._model = model
         self._audit = audit
+        self._report = report
+        self._on_demand: OnDemand | None = None
+        self.num_left = 0
         self._runtime = runtime
         self._access = access
         self._decisions = decisions
         self._entry = entry
         self._groups = groups
+        shards = runtime.state.shards()
         self._names = {id(shard.whole): shard.name for shard in shards.values()}
         self._shapes = {shard.name: shard.whole_shape for shard in shards.values()}
         self._last_short = -2  # the latest iteration that ended before all its micro-batches had run
@@ -79,6 +85,7 @@ class IterationDriver:
         self._backward = Unbroken(runtime, "backward()", keeps=True, expected=(GradientError,))
         self._clipping = Unbroken(runtime, "clipping, or optimizer.step()", keeps=True, expected=(GradientError,))
         self._updating = Unbroken(runtime, "optimizer.step()")
+        self._leaving = Unbroken(runtime, "leaving the plan", keeps=True, expected=(GradientError,))
         self.progress = Progress(
             runtime.loop,
             runtime.machine,
@@ -100,51 +107,118 @@ class IterationDriver:
         """Forward, or recomputation, has reached a unit.
 
         Raises:
-            OutOfOrderError: the plan does not expect it here.
+            OutOfOrderError: the plan does not expect it here, and the iteration cannot leave the plan.
             LaneError: a task failed on some lane.
         """
         if in_backward():
             with self._backward:
-                self.progress.recompute(unit)
-                self.visibility.show(unit)
-        elif not self.trains:
+                self._follow(self.progress.recompute, unit)
+        elif not self.trains and not self._runtime.inside_iteration:
             self._access.evaluate(unit)
             self.visibility.show(unit)
-        elif not self.progress.is_at(Op.FORWARD, unit):
+        elif self.progress.has_left or not self.progress.is_at(Op.FORWARD, unit):
             self._check_begin()
             with self._forward:
-                self._reach_forward(unit)
+                self._follow(self._reach_forward, unit)
         elif self._runtime.machine.failed:
             self._runtime.machine.check()
 
     def _reach_forward(self, unit: str) -> None:
+        if not self.trains:
+            raise OutOfOrderError(
+                "the model ran without gradients, or in evaluation mode, in the middle of an iteration; evaluate after "
+                "optimizer.step() and before the next forward; a forward without gradients runs before the one that "
+                "trains (of a trainer of TRL whose reference is the model itself: precompute_ref_log_probs=True); "
+                f"otherwise, {OWN_CHECKPOINTING}"
+            )
         if not self.unit and (expected := self._loop.expected()) is not None:
             self.accumulation.begin_forward(expected.micro_batch)
             if expected.op is Op.FORWARD and expected.micro_batch:
-                self.gradients.begin_micro_batch(self._loop.iteration)
+                if dropped := self.gradients.dropped(self._loop.iteration):
+                    raise OutOfOrderError(
+                        f"the gradient of {min(dropped)} was dropped before the plan's last micro-batch; call "
+                        "zero_grad() after optimizer.step()"
+                    )
+                self.gradients.clear()
         if not self._runtime.inside_iteration:
             self._begin()
         self.progress.forward(unit)
         if unit in self._units:  # in this stream's order, its updates have ended: see [Note: Spent]
             self._units[unit].spent.clear()
         self._access.settled.add(unit)
-        self.visibility.show(unit)
 
     def on_backward(self, unit: str) -> None:
         """Backward has reached a unit. Raises as :meth:`on_forward`."""
-        if not self._runtime.inside_iteration:
-            raise OutOfOrderError(
-                "backward came for a forward that was an evaluation; call model.train() before the forward"
-            )
         with self._backward:
-            if not self.progress.is_at(Op.BACKWARD, unit):
-                self.progress.backward(unit)
-            self.visibility.show(unit)
+            if not self._runtime.inside_iteration:
+                error = OutOfOrderError(
+                    "backward came for a forward that was an evaluation; call model.train() before the forward"
+                )
+                self._check_leaves(error)
+                self._check_begin()
+                self._begin()
+                self._leave(error)
+            if self.progress.has_left or not self.progress.is_at(Op.BACKWARD, unit):
+                self._follow(self.progress.backward, unit)
+            else:
+                self.visibility.show(unit)
 
     def on_recomputed(self, unit: str) -> None:
         """Recomputation of the segment that ends with this unit has ended. Raises as :meth:`on_forward`."""
         with self._backward:
-            self.progress.recomputed(unit)
+            self._follow(self.progress.recomputed, unit)
+
+    def _follow(self, reach: Callable[[str], None], unit: str) -> None:
+        """Do what the plan has up to this unit, or bring its weights on demand. Show them."""
+        if self._on_demand is None:
+            try:
+                reach(unit)
+            except OutOfOrderError as error:
+                self._leave(error)
+        if self._on_demand is not None:
+            self._check_backward()
+            if in_backward() and self.progress.enter_backward():
+                self._on_demand.drop(self._reopen())
+            self._on_demand.bring(unit)
+        self.visibility.show(unit)
+
+    def _check_backward(self) -> None:
+        if self.progress.is_broken_off:
+            raise OutOfOrderError(
+                "an exception has ended backward(), and some of its gradients have arrived; drop them "
+                "(optimizer.zero_grad()), and go on with the next batch"
+            )
+
+    def _check_leaves(self, error: OutOfOrderError) -> None:
+        """Check that the iteration can leave the plan.
+
+        Raises:
+            OutOfOrderError: it cannot; the text is that of ``error``, and why.
+        """
+        self._check_backward()
+        if reason := why_not(self._runtime):
+            raise OutOfOrderError(f"{error}. {reason}") from None
+
+    def _reopen(self) -> frozenset[str]:
+        """Let more gradients be added to this iteration's; return the parameters whose gradients were dropped."""
+        dropped = self.gradients.dropped(self._loop.iteration)
+        self.gradients.reopen(dropped)
+        return dropped
+
+    def _leave(self, error: OutOfOrderError) -> None:
+        """Leave the plan until the next step, see [Note: On demand]. Raises as :meth:`_check_leaves`."""
+        self._check_leaves(error)
+        with self._leaving:
+            self._on_demand = OnDemand(self._runtime, self._access, self._decisions, self._reopen())
+            self.progress.leave()
+        self.accumulation.leave()
+        self._audit.abandon()
+        self._runtime.machine.exclude(self._loop.iteration)
+        self._last_short = self._loop.iteration
+        self.num_left += 1
+        if self.num_left == 1:
+            what = str(error).partition(";")[0].partition(". ")[0]
+            self._report(f"iteration {self._loop.iteration + 1} left the plan: {what}. {ON_DEMAND}")
 
     def on_logits(self, unit: str) -> Callable[[], contextlib.AbstractContextManager[None]]:
         """See :class:`executor.callbacks.HeadCallbacks`."""
@@ -153,14 +227,16 @@ class IterationDriver:
         @contextlib.contextmanager
         def reading() -> Iterator[None]:
             shown = self.visibility.shown_for
-            if made_in != self._loop.iteration or (self._runtime.inside_iteration and shown != unit):
+            moves = self._runtime.inside_iteration and self._on_demand is None
+            if made_in != self._loop.iteration or (moves and shown != unit):
                 raise OutOfOrderError(
                     "the plan computes logits in tiles when they are read, but the weights for that are gone once "
                     "backward or a step has begun; read the logits before, or plan with --loss-tile as large as the "
                     "micro-batch"
                 )
-            if shown != unit:  # after an evaluation
-                self._access.evaluate(unit)
+            if shown != unit:  # after an evaluation, or on demand
+                bring = self._access.evaluate if self._on_demand is None else self._on_demand.bring
+                bring(unit)
                 self.visibility.show(unit)
             try:
                 yield
@@ -172,18 +248,27 @@ class IterationDriver:
     @property
     def unit(self) -> str:
         """The unit that computes now; empty if none does."""
-        return self.progress.unit
+        return self.visibility.shown_for if self.progress.has_left else self.progress.unit
+
+    @property
+    def on_demand(self) -> bool:
+        """See :class:`executor.callbacks.ModuleCallbacks`."""
+        return self.progress.has_left
 
     @property
     def trains(self) -> bool:
         """Whether a forward that begins now is one of the plan's."""
-        return self._model_trains or (torch.is_grad_enabled() and self._model.training)
+        trains = self._model_trains or (torch.is_grad_enabled() and self._model.training)
+        return trains and not self.progress.has_left
 
     def on_model_begin(self) -> None:
         """The model's own forward begins. If it trains, parts of it without gradients count as training too."""
         self._model_trains = not in_backward() and torch.is_grad_enabled() and self._model.training
         if self._model_trains and not self._runtime.inside_iteration:
             self._audit.begin_iteration(self._loop.iteration, self._access.weights)
+        elif self.trains and not self.progress.is_between:  # leave before a segment begins to offload, see its forward
+            with self._forward:
+                self._leave(self.progress.unexpected_forward())
 
     def on_model_end(self) -> None:
         """The model's own forward has ended, or failed."""
@@ -206,17 +291,22 @@ class IterationDriver:
         if self._access.is_evaluating:
             self.visibility.show("")
 
-    def check_zero_grad(self) -> None:
-        """Check that gradients may be set to zero here.
+    def zero_grad(self) -> None:
+        """The user drops all gradients.
 
         Raises:
-            GradientError: some micro-batches of the iteration have run, but not all.
+            GradientError: some micro-batches of the iteration have run, but not all, and it cannot leave the plan.
         """
+        if self.progress.is_broken_off:
+            self.gradients.drop_arrived(self._loop.iteration)
+            self.progress.forget_backward()
         expected = self._loop.expected()
-        if expected is not None and expected.op is not Op.CLIP and expected.micro_batch > 0:
+        if expected is None or expected.op is Op.CLIP or not expected.micro_batch or self._on_demand is not None:
+            return
+        if reason := why_not(self._runtime):
             raise GradientError(
                 f"zero_grad() was called when the plan expects {expected.name}, but gradients of earlier "
-                "micro-batches are summed already; call it after optimizer.step()"
+                f"micro-batches are summed already; call it after optimizer.step(). {reason}"
             )
 
     def step(self) -> None:
@@ -236,6 +326,10 @@ class IterationDriver:
         with self._clipping:
             self._end_early()
             expected = self._loop.expected()
+            if self._runtime.inside_iteration and expected is not None and expected.op is not Op.CLIP:
+                self._leave(OutOfOrderError(f"optimizer.step() was called when the plan expects {expected.name}"))
+                self._end_early()
+                expected = self._loop.expected()
             if expected is not None and expected.op is not Op.CLIP:
                 raise OutOfOrderError(
                     f"optimizer.step() was called when the plan expects {expected.name}; the plan has "
@@ -292,7 +386,8 @@ class IterationDriver:
             self._begin_updates()
 
     def _backward_ended(self, micro_batch: int) -> None:
-        self._runtime.offloaded.drop_all()
+        if self._on_demand is None:  # else more may come for other forwards
+            self._runtime.offloaded.drop_all()
         self._audit.end_micro_batch()
         self.visibility.show("")
         if micro_batch == self._decisions.num_micro_batches - 1:
@@ -305,17 +400,35 @@ class IterationDriver:
             collectives.sync_arrivals(parameters, self._loop.iteration, self._runtime.doing)
 
     def _end_early(self) -> None:
-        """End the iteration if only some of its micro-batches have run; see [Note: Short groups]."""
-        if num_complete := self.progress.num_complete:
+        """End the iteration if only some of its micro-batches have run, or if it has left the plan.
+
+        See [Note: Short groups] and [Note: On demand].
+        """
+        if self.progress.has_left:
+            with self._clipping:
+                self._end_on_demand()
+        elif num_complete := self.progress.num_complete:
             with self._clipping:
                 self._end_after(num_complete)
+
+    def _end_on_demand(self) -> None:
+        assert self._on_demand is not None
+        self.visibility.show("")
+        self._on_demand.skip_rest()
+        self._sync_arrivals()
+        if self._decisions.update_start == "backward":
+            self._begin_updates()
+        self.progress.end_early()
+        self._on_demand.flush_rest()
+        self._on_demand = None
+        self._runtime.offloaded.drop_all()
 
     def _end_after(self, num_complete: int) -> None:
         self.accumulation.check_step()
         iteration = self._loop.iteration
         self._runtime.doing = f"iteration {iteration + 1}, which ended after micro-batch {num_complete}"
         self._sync_arrivals()
-        self._runtime.actions.end_early(iteration, num_complete, self._loop.num_issued)
+        self._runtime.actions.skip(iteration, num_complete, self._loop.num_issued)
         if self._decisions.update_start == "backward":
             self._begin_updates()
         self.progress.end_early()
@@ -398,15 +511,21 @@ class IterationDriver:
         gradients, progress, loop = self._runtime.actions.gradients, self.progress, self._loop
 
         def collect(leaf: torch.Tensor) -> None:
-            task = progress.task
-            if task is None or not progress.awaits_gradient(unit.name):
-                raise OutOfOrderError(
-                    f"the gradient of {parameter.name} arrived after backward had left {unit.name}; run the model as "
-                    "it was planned, or plan again"
-                )
             gradient, leaf.grad = leaf.grad, None
             assert gradient is not None
             with self._backward:
+                task = progress.task
+                if self._on_demand is None and (task is None or not progress.awaits_gradient(unit.name)):
+                    self._leave(
+                        OutOfOrderError(
+                            f"the gradient of {parameter.name} arrived after backward had left {unit.name}; run the "
+                            "model as it was planned, or plan again"
+                        )
+                    )
+                if self._on_demand is not None:
+                    self._on_demand.collect(unit, parameter, gradient)
+                    return
+                assert task is not None
                 if self._audit.is_active:
                     self._audit.collect(parameter.shard.name, gradient)
                 gradients.collect(unit, parameter, gradient, task.micro_batch, loop.iteration)

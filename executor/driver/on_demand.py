@@ -1,0 +1,183 @@
+"""The rest of an iteration whose model has left the plan.
+
+[Note: On demand] A plan is a forecast: it brings weights before modules need them, in the order of the example batch. A
+model or loop may leave that order: another branch, a second forward before the first one's backward, a batch without
+backward, one more backward, a forward without gradients in between. Then nothing more is brought ahead in this
+iteration. Weights come when a module runs, into the slot that the plan gives its unit, so views that autograd has saved
+stay right, see [Note: Static slots] in :mod:`planner.lowering.parameters`. Activations stay as autograd keeps them;
+those that were offloaded come back when backward asks for them. Gradients are added up on the host, in the order in
+which they arrive. At the step, the rest of the schedule is issued without its tasks for forward and backward, so
+gradients go where the updates read them, and these run as planned. The next iteration follows the plan again.
+
+Gradients that have reached the host by then are taken back first. They may have overwritten weights [Note: In place],
+which are made again from the master copy: it rounds to the same bits.
+"""
+
+from collections.abc import Collection, Sequence
+from typing import final
+
+import torch
+
+from executor.memory.units import NEVER, FlatGradient, ParameterState, UnitState
+from executor.runtime import Runtime
+from executor.state_access import StateAccess
+from planner.decisions import Decisions, Place
+from planner.schedule.tasks import Op
+
+
+@final
+class OnDemand:
+    """Brings weights and adds up gradients in an iteration that has left the plan; see [Note: On demand].
+
+    The constructor waits for all tasks of the plan that were issued, and takes their gradients back. Ranks leave the
+    plan together, bring the same units in the same order, and end the iteration together.
+
+    Args:
+        dropped: names of parameters whose gradients the user has dropped, as ``zero_grad()`` does.
+
+    Raises:
+        RankError: another rank has not left the plan here, or it has failed.
+    """
+
+    def __init__(self, runtime: Runtime, access: StateAccess, decisions: Decisions, dropped: Collection[str]) -> None:
+        self._runtime = runtime
+        self._access = access
+        self._iteration = runtime.loop.iteration
+        self._last = decisions.num_micro_batches - 1
+        self._first_skipped = runtime.loop.num_issued
+        self._doing = f"iteration {self._iteration + 1}, which left the plan after {self._first_skipped} of its tasks"
+        self._held: dict[str, dict[str, FlatGradient]] = {name: {} for name in runtime.state.units}
+        runtime.machine.wait()
+        runtime.actions.synchronize()
+        runtime.doing = self._doing
+        runtime.check_same_call()
+        access.begin_on_demand()
+        runtime.offloaded.end_evictions()
+        # First those whose gradients are in host memory, which gradients from NVMe pass through.
+        for unit in sorted(runtime.state.units.values(), key=self._has_spilled):
+            self._take_back(unit)
+        self.drop(dropped)
+
+    def bring(self, unit: str) -> None:
+        """Bring all weights that a unit uses to the device.
+
+        Raises:
+            RankError: another rank brings another unit, or it has failed.
+        """
+        if self._access.gathers:
+            self._runtime.doing = f"{self._doing}, at {unit}"
+            self._runtime.check_same_call()
+        self._access.fill_slots(unit)
+
+    def collect(self, unit: UnitState, parameter: ParameterState, gradient: torch.Tensor) -> None:
+        """Take a gradient from autograd, in the thread that runs backward."""
+        leaving = self._runtime.actions.gradients.take(unit, parameter, gradient, self._last, self._iteration)
+        if leaving is not None:
+            self._add(unit, parameter, leaving)
+
+    def drop(self, names: Collection[str]) -> None:
+        """Drop the gradients so far of some parameters of the model."""
+        for unit, parameter in self._runtime.state.parameters():
+            if parameter.shard.name in names and parameter.arrived == self._iteration:
+                parameter.arrived = NEVER
+                parameter.step -= 1
+                self._held[unit.name].pop(parameter.name, None)
+                for bucket in unit.buckets.values():
+                    bucket.present.discard(parameter.name)
+                for part in parameter.staying:
+                    unit.device_gradients.pop((parameter.name, part.piece.index), None)
+
+    def skip_rest(self) -> None:
+        """Let the plan's tasks for forward and backward that were not issued do nothing, and those of gradients run."""
+        self._runtime.doing = self._doing
+        for unit in self._runtime.state.units.values():
+            if unit.group is None and (held := self._held.pop(unit.name)):
+                unit.flushing[self._last] = held
+        self._runtime.actions.skip(self._iteration, self._last + 1, self._first_skipped)
+
+    def flush_rest(self) -> None:
+        """Move the gradients whose tasks had been issued before the model left the plan."""
+        runtime = self._runtime
+        runtime.machine.wait()
+        if (collectives := runtime.collectives) is not None:
+            collectives.reduce_rest(self._doing)
+        for unit in runtime.state.units.values():
+            held = self._held.get(unit.name, {})
+            if not (unit.flushing or held):
+                continue
+            self._take_back_spilled(unit)
+            for micro_batch in sorted(unit.flushing):
+                runtime.actions.gradients.flush_unit(unit, micro_batch, self._iteration)
+            for parameter in unit.parameters:
+                if parameter.name in held:
+                    runtime.actions.gradients.sum_up(unit, parameter, held[parameter.name], self._iteration)
+            for piece in unit.pieces:
+                if piece.spilled and unit.has_gradient(piece, self._iteration):
+                    runtime.state.nvme.spill_again((unit.name, piece.index))
+
+    def _take_back(self, unit: UnitState) -> None:
+        """Take back the gradients that have left autograd, and make weights again that they have overwritten."""
+        if self._runtime.collectives is not None and unit.group is not None:
+            self._runtime.collectives.postpone(unit)
+        if flushed := [parameter for parameter in unit.parameters if parameter.flushed == self._iteration]:
+            self._take_back_flushed(unit, flushed)
+        for gradients in [unit.flushing.pop(micro_batch) for micro_batch in sorted(unit.flushing)]:
+            for parameter in unit.parameters:
+                if (gradient := gradients.get(parameter.name)) is not None:
+                    self._add(unit, parameter, gradient)
+
+    def _take_back_flushed(self, unit: UnitState, flushed: Sequence[ParameterState]) -> None:
+        self._take_back_spilled(unit)
+        for parameter in flushed:
+            held = self._sum_of(unit, parameter)
+            for part in parameter.leaving:
+                held.of(part).copy_(unit.arrival(part))
+            parameter.flushed = NEVER
+        for piece in unit.pieces:
+            if piece.in_place and any(any(parameter.parts_in(piece)) for parameter in flushed):
+                weights = unit.host_weight(piece)
+                assert weights is not None
+                if piece.place is Place.NVME:
+                    self._runtime.state.nvme.read_master((unit.name, piece.index), weights)
+                else:
+                    weights.copy_(unit.master(piece))
+
+    def _take_back_spilled(self, unit: UnitState) -> None:
+        for piece in unit.pieces:
+            if piece.spilled:
+                self._runtime.state.nvme.take_back_gradient((unit.name, piece.index))
+
+    def _has_spilled(self, unit: UnitState) -> bool:
+        keys = ((unit.name, piece.index) for piece in unit.pieces if piece.spilled)
+        return any(self._runtime.state.nvme.has_spilled(key) for key in keys)
+
+    def _add(self, unit: UnitState, parameter: ParameterState, gradient: FlatGradient) -> None:
+        is_first = parameter.name not in self._held[unit.name]
+        held = self._sum_of(unit, parameter)
+        for part in parameter.leaving:
+            if is_first:
+                held.of(part).copy_(gradient.of(part))
+            else:
+                held.of(part).add_(gradient.of(part).to(held.values.device))
+
+    def _sum_of(self, unit: UnitState, parameter: ParameterState) -> FlatGradient:
+        """Return the sum of a parameter's gradients in host memory.
+
+        It is the memory that the update reads, if nothing else can be there now; else new memory.
+        """
+        held = self._held[unit.name]
+        if parameter.name not in held:
+            first, *others = (unit.arrival(part) for part in parameter.leaving)
+            own = unit.group is None and not any(p.piece.in_place or p.piece.spilled for p in parameter.leaving)
+            size = parameter.stop - parameter.start
+            values = first if own and not others and len(first) == size else torch.empty(size, dtype=first.dtype)
+            held[parameter.name] = FlatGradient(values, parameter.start)
+        return held[parameter.name]
+
+
+def why_not(runtime: Runtime) -> str:
+    """Return why an iteration cannot leave the plan here; empty if it can."""
+    issued = runtime.loop.schedule.tasks[: runtime.loop.num_issued]
+    if any(task.op in {Op.UPDATE, Op.LOAD} for task in issued):
+        return "Updates of this plan begin in backward; under a plan with clip=True, they wait for the step"
+    return ""
