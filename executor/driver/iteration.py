@@ -133,13 +133,6 @@ class IterationDriver:
             )
         if not self.unit and (expected := self._loop.expected()) is not None:
             self.accumulation.begin_forward(expected.micro_batch)
-            if expected.op is Op.FORWARD and expected.micro_batch:
-                if dropped := self.gradients.dropped(self._loop.iteration):
-                    raise OutOfOrderError(
-                        f"the gradient of {min(dropped)} was dropped before the plan's last micro-batch; call "
-                        "zero_grad() after optimizer.step()"
-                    )
-                self.gradients.clear()
         if not self._runtime.inside_iteration:
             self._begin()
         self.progress.forward(unit)
@@ -177,17 +170,25 @@ class IterationDriver:
                 self._leave(error)
         if self._on_demand is not None:
             self._check_backward()
-            if in_backward() and self.progress.enter_backward():
-                self._on_demand.drop(self._reopen())
+            if in_backward():
+                self._enter_backward(self._on_demand)
             self._on_demand.bring(unit)
         self.visibility.show(unit)
 
+    def _enter_backward(self, on_demand: OnDemand) -> None:
+        if self.progress.enter_backward():
+            on_demand.drop(self._reopen())
+        self.gradients.clear()  # also where a backward goes on that another one, inside it, has seemed to end
+
     def _check_backward(self) -> None:
+        if in_backward():
+            return
         if self.progress.is_broken_off:
             raise OutOfOrderError(
                 "an exception has ended backward(), and some of its gradients have arrived; drop them "
                 "(optimizer.zero_grad()), and go on with the next batch"
             )
+        self.progress.forget_backward()
 
     def _check_leaves(self, error: OutOfOrderError) -> None:
         """Check that the iteration can leave the plan.
@@ -203,6 +204,8 @@ class IterationDriver:
         """Let more gradients be added to this iteration's; return the parameters whose gradients were dropped."""
         dropped = self.gradients.dropped(self._loop.iteration)
         self.gradients.reopen(dropped)
+        if in_backward():  # until then, they can be dropped
+            self.gradients.clear()
         return dropped
 
     def _leave(self, error: OutOfOrderError) -> None:
@@ -381,6 +384,12 @@ class IterationDriver:
         self.gradients.begin_iteration()
 
     def _backward_begins(self, micro_batch: int) -> None:
+        if dropped := self.gradients.dropped(self._loop.iteration):
+            raise OutOfOrderError(
+                f"the gradient of {min(dropped)} was dropped before the plan's last micro-batch; call zero_grad() "
+                "after optimizer.step()"
+            )
+        self.gradients.clear()
         self.accumulation.begin_backward(micro_batch)
         if micro_batch == self._decisions.num_micro_batches - 1 and self._decisions.update_start == "backward":
             self._begin_updates()
@@ -523,6 +532,7 @@ class IterationDriver:
                         )
                     )
                 if self._on_demand is not None:
+                    self._enter_backward(self._on_demand)
                     self._on_demand.collect(unit, parameter, gradient)
                     return
                 assert task is not None

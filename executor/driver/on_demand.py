@@ -100,7 +100,7 @@ class OnDemand:
         runtime = self._runtime
         runtime.machine.wait()
         if (collectives := runtime.collectives) is not None:
-            collectives.reduce_rest(self._doing)
+            collectives.reduce_rest(self._doing, self._first_skipped)
         for unit in runtime.state.units.values():
             held = self._held.get(unit.name, {})
             if not (unit.flushing or held):

@@ -72,6 +72,7 @@ class Progress:
         }
         self._ended_after = 0  # micro-batches that ran, if this iteration ended early
         self._watching_end = False  # whether the end of the running backward has a callback
+        self._goes_on = False  # whether the backward that has ended was inside another one
         self._left: set[str] = set()  # units that this backward has left
 
     @property
@@ -165,11 +166,12 @@ class Progress:
         """Backward runs. Return whether it has just begun."""
         if self._watching_end:
             return False
+        begins, self._goes_on = not self._goes_on, False
         if not self.has_left and (expected := self._loop.expected()) is not None:
             self._backward_begins(expected.micro_batch)
         self._watching_end = True
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
-        return True
+        return begins
 
     @property
     def is_broken_off(self) -> bool:
@@ -178,7 +180,7 @@ class Progress:
 
     def forget_backward(self) -> None:
         """Forget a backward that is broken off."""
-        self._watching_end = False
+        self._watching_end = self._goes_on = False
 
     def unexpected_forward(self) -> OutOfOrderError:
         """Return the error for a forward of the model that begins where the plan has something else."""
@@ -237,6 +239,8 @@ class Progress:
     def _end_backward(self) -> None:
         if self.has_left:
             self._watching_end = False
+            # Where a module checkpoints by itself, with use_reentrant=True, a node of one backward runs another.
+            self._goes_on = torch._C._current_autograd_node() is not None
             self._backward_ended(self._num_micro_batches - 1)
             return
         assert self.task is not None

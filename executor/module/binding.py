@@ -243,7 +243,8 @@ def _hooks(unit: str, path: str, callbacks: ModuleCallbacks) -> tuple[Callable[.
         callbacks.on_backward(unit)
 
     def after(_module: nn.Module, _args: Any, output: Any) -> None:
-        if not torch.is_grad_enabled() or in_backward():  # backward does not pass through recomputed outputs
+        # Backward does not pass through recomputed outputs, unless the user's own checkpointing runs it there.
+        if not torch.is_grad_enabled() or (in_backward() and not callbacks.on_demand):
             return
         for leaf in (output,) if isinstance(output, torch.Tensor) else tree_leaves(output):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:

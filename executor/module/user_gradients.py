@@ -43,6 +43,7 @@ class UserGradients:
         self._dropped = False
         self._dropped_early: set[str] = set()  # since the last backward that has not ended
         self._num_added = 0  # number of micro-batches in the sum that the stand-ins represent
+        self._exposed: set[str] = set()  # parameters whose gradient has a stand-in, unless the user has dropped it
         self._stand_ins: dict[str, OffloadedGradient] = {}  # made once, because that is slow
 
     def begin_iteration(self) -> None:
@@ -61,6 +62,7 @@ class UserGradients:
                     if name not in self._stand_ins:
                         self._stand_ins[name] = OffloadedGradient(whole, name, self)
                     whole.grad = self._stand_ins[name]
+                    self._exposed.add(name)
 
     def gradient_norm(self, name: str) -> torch.Tensor:
         """Wait for all gradients, and return the 2-norm of a parameter's gradient, a float32 scalar.
@@ -95,7 +97,8 @@ class UserGradients:
         """
         found = set(self._dropped_early)
         with unguarded():
-            for name, parts in self._parts.items() if self._num_added else ():
+            for name in self._exposed:
+                parts = self._parts[name]
                 gradient = parts[0].shard.whole.grad
                 if iteration not in [part.arrived for part in parts] or isinstance(gradient, OffloadedGradient):
                     continue
@@ -115,7 +118,7 @@ class UserGradients:
         }
 
     def reopen(self, dropped: frozenset[str]) -> None:
-        """Remove the stand-ins and forget norms, because more is added to the gradients that were not dropped.
+        """Forget norms, because more is added to the gradients that were not dropped.
 
         Raises:
             GradientError: some of these have been scaled, as clipping does.
@@ -126,7 +129,6 @@ class UserGradients:
                 f"the gradient of {scaled[0]} was scaled (clipped), and then more came for this step; clip after the "
                 "last backward, or drop the gradients before (optimizer.zero_grad())"
             )
-        self.clear()
         self._dropped_early.clear()
         self._norms = None
         self._scales.clear()
@@ -134,11 +136,12 @@ class UserGradients:
     def clear(self) -> None:
         """Remove all stand-ins."""
         with unguarded():
-            self._num_added = 0
-            for parts in self._parts.values():
+            for parts in self._parts.values() if self._num_added else ():
                 whole = parts[0].shard.whole
                 if isinstance(whole.grad, OffloadedGradient):
                     whole.grad = None
+            self._num_added = 0
+            self._exposed.clear()
 
     def begin_step(self, iteration: int) -> None:
         """Remove the stand-ins, because the step begins.
@@ -153,7 +156,7 @@ class UserGradients:
                 whole = parts[0].shard.whole
                 gradient = whole.grad
                 for part in parts:
-                    if part.arrived == iteration and gradient is None:
+                    if part.arrived == iteration and gradient is None and name in self._exposed:
                         self._drop(part)
                 if gradient is not None and not isinstance(gradient, OffloadedGradient):
                     raise GradientError(
@@ -162,6 +165,7 @@ class UserGradients:
                     )
                 whole.grad = None
             self._num_added = 0
+            self._exposed.clear()
 
     def _drop(self, parameter: ParameterState) -> None:
         if not self._waits:

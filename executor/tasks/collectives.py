@@ -35,6 +35,7 @@ class ScheduleCollectives:
         self, state: ModelState, decisions: Decisions, schedule: Schedule, backend: Backend, ranks: Ranks
     ) -> None:
         self._state = state
+        self._schedule = schedule
         self._backend = backend
         self._ranks = ranks
         self._shards = decisions.zero_stage >= 1
@@ -78,13 +79,21 @@ class ScheduleCollectives:
                 if parameter.name in bucket.present:
                     self.collect(unit, parameter, bucket.values[parameter.start : parameter.stop], last)
 
-    def reduce_rest(self, doing: str) -> None:
-        """Reduce the gradients that arrived after their unit's last reduction, on any rank. Ranks call it together."""
-        units = [unit for unit in self._state.units.values() if unit.group is not None and unit.parameters]
-        waiting = self._ranks.check_same_call(doing, [float(bool(unit.buckets)) for unit in units])
-        for unit, count in zip(units, waiting, strict=True):
-            if count:
-                self._reduce(unit, self._scattered[unit.name][-1])
+    def reduce_rest(self, doing: str, num_issued: int) -> None:
+        """Reduce the gradients that arrived after their unit's last reduction, on any rank. Ranks call it together.
+
+        Args:
+            doing: the call that this rank is in, in words.
+            num_issued: number of the iteration's tasks that had been issued when such gradients began to arrive.
+        """
+        last = {task.unit: task.index for task in self._schedule.tasks if task.op is Op.SCATTER}
+        late = {name for name, index in last.items() if index < num_issued}
+        owners = [unit for unit, _ in self._state.by_name.values()]
+        waiting = self._ranks.check_same_call(
+            doing, [float(unit.name in late and bool(unit.buckets)) for unit in owners]
+        )
+        for name in dict.fromkeys(unit.name for unit, count in zip(owners, waiting, strict=True) if count):
+            self._reduce(self._state.units[name], self._scattered[name][-1])
 
     def _reduce(self, unit: UnitState, micro_batch: int) -> None:
         bucket = unit.buckets.pop(micro_batch, None) or _empty_bucket(unit)

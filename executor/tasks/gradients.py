@@ -111,11 +111,11 @@ class GradientTasks:
         gradients = unit.flushing.pop(micro_batch, {})
         last = micro_batch == self._num_micro_batches - 1
         for parameter in unit.parameters:
-            gradient = gradients.get(parameter.name)
+            gradient, is_first = gradients.get(parameter.name), parameter.flushed != iteration
             if gradient is not None:
                 self._flush_one(unit, parameter, gradient, iteration)
             if last and self._clips and parameter.flushed == iteration:
-                parameter.squares = list(self._squares(unit, parameter, gradient))
+                parameter.squares = list(self._squares(unit, parameter, gradient if is_first else None))
 
     def spill(self, task: Task, iteration: int) -> None:
         """Write the gradients of a unit's pieces to NVMe, if they have arrived."""
@@ -130,7 +130,7 @@ class GradientTasks:
             target, source = unit.arrival(part), gradient.of(part)
             if target.data_ptr() == source.data_ptr():
                 continue  # it was added up there, see [Note: On demand] in executor.driver.on_demand
-            if self._num_micro_batches == 1:
+            if self._num_micro_batches == 1 and parameter.flushed != iteration:
                 self._backend.copy(target, source)
             else:
                 self._backend.accumulate(target, source, first=parameter.flushed != iteration)

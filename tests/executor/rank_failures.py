@@ -23,7 +23,6 @@ from executor.distributed import meeting
 from executor.distributed.ranks import Ranks
 from executor.tasks.actions import Actions
 from planner.decisions import Decisions
-from planner.schedule.loop import OutOfOrderError
 from planner.schedule.tasks import Op
 
 
@@ -68,17 +67,11 @@ def failed(rank: int, _size: int, task: Task, decisions: Decisions, moment: str)
                 raise ZeroDivisionError("in the loop")
             if iteration == 2 and moment == "kill in the loop":
                 os.kill(os.getpid(), signal.SIGKILL)
-            if iteration == 1 and moment == "branch":
-                block = model.transformer.h[-1]
-                block.forward = lambda hidden, *_args, **_kwargs: hidden
 
         if victim:
             session.runtime.machine._perform = failing
         rank //= decisions.tensor_parallel
-        with contextlib.suppress(OutOfOrderError):  # as a loop that tells of an error and ends by itself
-            train(task, model, optimizer, rank=rank, before_step=in_the_loop if victim else None)
-            return
-    raise FloatingPointError("left the plan")
+        train(task, model, optimizer, rank=rank, before_step=in_the_loop if victim else None)
 
 
 def without_a_gradient(rank: int, _size: int, task: Task, decisions: Decisions):
@@ -179,6 +172,15 @@ def losing_handshakes(rank: int, size: int, task: Task, decisions: Decisions, nu
         meeting._HANDSHAKE_S, c10d._new_process_group_helper = before, connect
 
 
+def do_alone(deed: str, model, optimizer) -> None:
+    if deed == "state":
+        model.state_dict()
+    if deed == "branch":
+        model.transformer.h[-1].forward = lambda hidden, *_args, **_kwargs: hidden
+    if deed == "rate":
+        optimizer.param_groups[0]["lr"] *= 0.5
+
+
 def diverged(rank: int, _size: int, task: Task, decisions: Decisions, deed: str) -> None:
     """Train; rank 0 does something alone."""
     alone = rank == 0
@@ -194,10 +196,8 @@ def diverged(rank: int, _size: int, task: Task, decisions: Decisions, deed: str)
             optimizer.zero_grad()
 
     def after_step(iteration: int) -> None:
-        if alone and iteration == 1 and deed == "state":
-            model.state_dict()
-        if alone and iteration == 1 and deed == "rate":
-            optimizer.param_groups[0]["lr"] *= 0.5
+        if alone and iteration == 1:
+            do_alone(deed, model, optimizer)
         if iteration == 1 and (deed == "one evaluation more" or (alone and deed == "evaluation")):
             model.eval()
             for _ in range(1 + alone):

@@ -14,16 +14,19 @@ import torch
 import torch.distributed as dist
 import training
 import transformers
+from programs import run
 from training import (
     CONFIGS,
     MICRO_BATCH,
     SEQ_LEN,
+    ReferenceOptimizer,
     Task,
     batches,
     decide,
     delay,
     groups,
     make_model,
+    make_optimizer,
     memory_of_step,
     prepare,
     session_options,
@@ -62,6 +65,29 @@ def trained(rank: int, _size: int, task: Task, decisions: Decisions, delays: int
         seen = train(task, model, optimizer, rank=rank // decisions.tensor_parallel)
         final = {n: w.clone() for n, w in optimizer.session.full_parameters().items()}
     return seen, {n: w.view(torch.uint8).numpy() for n, w in final.items()}
+
+
+def ran(rank: int, size: int, program, task: Task, decisions: Decisions):
+    """Run a program that leaves the plan; return what it sees, and how far that is from training in memory."""
+    plain = make_model(task)
+
+    def average() -> None:
+        for parameter in plain.parameters():
+            there = torch.tensor(float(parameter.grad is not None))
+            dist.all_reduce(there)
+            if there:
+                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                dist.all_reduce(gradient)
+                parameter.grad = gradient / size
+
+    tokens = batches(task, rank)
+    expected = run(program, plain, ReferenceOptimizer(make_optimizer(task, plain)), tokens, task.max_norm, average)
+    model, optimizer = prepare(task, decisions)
+    with optimizer.session as session:
+        found = run(program, model, optimizer, tokens, task.max_norm)
+        final = session.full_parameters()
+        off = max(float((final[name] - weight.detach()).abs().max()) for name, weight in plain.named_parameters())
+    return found, expected, off
 
 
 def dropped(rank: int, _size: int, task: Task, decisions: Decisions):

@@ -164,6 +164,7 @@ class Alone:
     """One segment of one unit that leaves, without a session."""
 
     unit = "layers.0.attn"
+    on_demand = False
 
     def __init__(self, room_bytes: int = 1 << 20):
         found = [unit for unit in model_units("llama") if unit.segment == "layers.0"]
