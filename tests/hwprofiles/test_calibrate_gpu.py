@@ -1,0 +1,203 @@
+"""Calibration of a GPU: its timing on a simulated clock, and all of it on the virtual GPU of the executor's tests."""
+
+import ctypes
+import dataclasses
+import json
+import os
+import sys
+import time
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fake_kernels import KERNELS, silent
+from forked import completed
+from hypothesis import given
+from hypothesis import strategies as st
+
+from executor.devices.cores import Cores
+from hwprofiles.calibrate import CalibrationOptions, calibrate, traffic
+from hwprofiles.calibrate.backend import CudaBackend
+from hwprofiles.calibrate.sampling import SUSTAINED, Call, Case
+from hwprofiles.calibrate.sensors import Sensors
+from hwprofiles.calibrate.traffic import pool_params
+from hwprofiles.machine import num_issuing_cores
+from hwprofiles.profile import ATTENTION_TYPES, HardwareProfile
+from planner.lowering import lower
+from planner.schedule.tasks import Lane
+from ullage.this_machine import probe
+
+
+class SimulatedGpu(CudaBackend):
+    """A GPU on a clock of its own. Calls are slow the first time, and too fast unless products ran before them."""
+
+    def __init__(self, first_s: float, allowed_s: float) -> None:
+        self.now_s, self.hot_until_s, self._first_s = 0.0, -1.0, first_s
+        self.device, self.first_calls_s, self.soak_s = torch.device("cpu"), allowed_s, 0.0
+        self._sensors = types.SimpleNamespace(read=lambda: (1755.0, 640.0))  # type: ignore[assignment]
+
+    def case(self, size: float) -> Case:
+        called: list[float] = []
+
+        def call() -> None:
+            self.now_s += size if self.now_s <= self.hot_until_s or not called else 0.8 * size
+            self.now_s += 0.0 if called else self._first_s
+            called.append(size)
+            self.hot_until_s = self.now_s
+
+        return Case(size, call)
+
+    def _lead(self, seconds: float) -> None:
+        self.now_s += seconds
+        self.hot_until_s = self.now_s
+
+    def time_s(self, call: Call, num_calls: int, readings: list[tuple[float, float]] | None = None) -> float:
+        begin_s = self.now_s
+        for _ in range(num_calls):
+            call()
+        if readings is not None and (reading := self._sensors.read()):
+            readings.append(reading)
+        taken_s = self.now_s - begin_s
+        self.now_s += 1e-4  # the host's, in which the GPU cools down
+        return taken_s / num_calls
+
+
+@given(st.lists(st.floats(1e-6, 1e-3), min_size=2, max_size=8, unique=True), st.floats(0.0, 1.0))
+def test_slow_first_calls_cost_no_size_and_clocks_are_sustained(sizes: list[float], first_s: float) -> None:
+    gpu = SimulatedGpu(first_s, allowed_s=20.0)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(time, "perf_counter", lambda: gpu.now_s)
+        patched.setattr(torch.cuda, "synchronize", lambda _device: None)
+        found = gpu.sample([gpu.case(size) for size in sorted(sizes)], 1.0)
+    assert [one.median_s for one in found] == pytest.approx(sorted(sizes))
+    assert gpu.now_s <= len(sizes) * first_s + 1.5, "first calls are all that comes on top"
+    assert all((one.mhz, one.watts, one.manner) == (1755.0, 640.0, SUSTAINED) for one in found)
+
+
+def test_first_calls_have_a_limit_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = SimulatedGpu(first_s=1.0, allowed_s=3.0)
+    monkeypatch.setattr(time, "perf_counter", lambda: gpu.now_s)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _device: None)
+    counts = [len(gpu.sample([gpu.case(size) for size in (1e-5, 1e-4, 2e-4, 3e-4)], 0.5)) for _ in range(2)]
+    assert counts == [3, 2], "two sizes stay always"
+
+
+def test_the_sensors_of_the_gpu_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = _management()
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: {"libnvidia-ml.so.1": library}[name])
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: types.SimpleNamespace(uuid="1-2"))
+    assert Sensors(torch.device("cpu")).read() == (1755.0, 640.5)
+    library.nvmlDeviceGetPowerUsage = lambda *_: 3  # not supported
+    assert Sensors(torch.device("cpu")).read() is None
+    library.nvmlInit_v2 = lambda: 9  # the driver is not loaded
+    assert Sensors(torch.device("cpu")).read() is None
+
+
+def _management() -> types.SimpleNamespace:
+    """Return NVIDIA's management library, as far as it is used."""
+
+    def fill(value: int, place: Any) -> int:
+        place._obj.value = value
+        return 0
+
+    return types.SimpleNamespace(
+        nvmlInit_v2=lambda: 0,
+        nvmlDeviceGetHandleByUUID=lambda name, place: fill(1, place) if name == b"GPU-1-2" else 6,
+        nvmlDeviceGetClockInfo=lambda _handle, kind, place: fill({1: 1755}[kind], place),
+        nvmlDeviceGetPowerUsage=lambda _handle, place: fill(640_500, place),
+    )
+
+
+@given(st.integers(0, 1 << 30))
+def test_updates_are_measured_on_more_than_caches_hold(cache_bytes: int) -> None:
+    num_params = pool_params(cache_bytes)
+    assert 2**24 <= num_params <= 2**27
+    assert 16 * num_params >= min(4 * cache_bytes, 2**31)
+
+
+@given(st.integers(1, 256))
+def test_calibration_and_training_update_on_the_same_cores(num_cores: int) -> None:
+    cores = Cores.of(range(num_cores), None, is_bound=False, on_device=True)
+    assert cores.num_updating == max(num_cores - num_issuing_cores(num_cores), 1)
+
+
+class _SmallGpu(CudaBackend):
+    """Sizes for a GPU that is a CPU core."""
+
+    pool_bytes, pair_bytes, soak_s = 2**20, 2**18, 0.0
+
+    def __init__(self, *, quick: bool) -> None:
+        super().__init__(quick=quick)
+        self.shapes, self.beside = ((32, 64, 128), (32, 64, 128)), (32, 64)
+        self.attention = dataclasses.replace(self.attention, seq_lens=(8, 16), backward_seq_lens=(16,), batch=1)
+        self.most_elements, self.optimizer_sizes, self.copy_pool_bytes = 4**6, (2**10, 2**12), 2**20
+
+
+def _calibrated() -> None:
+    """Print the profile of the virtual GPU, pairs of activities, and the lanes of the model that issue time is of."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "executor"))
+    from virtual import present  # noqa: PLC0415 - of another folder
+
+    def kernel(master: torch.Tensor, *_state: torch.Tensor) -> None:
+        master.mul_(0.9)
+
+    planned, waited_s, prepare = [], 0.02, probe.prepare_session
+
+    def wait(*_: object) -> float:
+        time.sleep(waited_s)
+        return 0.0
+
+    with present(), pytest.MonkeyPatch.context() as patched:
+        properties = types.SimpleNamespace(uuid="1-2")
+        patched.setattr(torch.cuda, "get_device_properties", lambda _device: properties)
+        patched.setattr(ctypes, "CDLL", lambda _name: _management())
+        patched.setattr("hwprofiles.calibrate.run.CudaBackend", _SmallGpu)
+        patched.setattr(traffic, "_POOL_PARAMS", 2**22)
+        patched.setattr(traffic, "_MOST_POOL_PARAMS", 2**22)
+        patched.setattr(traffic, "_THREADS_PARAMS", 2**12)
+        patched.setattr("hwprofiles.calibrate.saving._NUM_BYTES", 2**20)
+        patched.setattr("hwprofiles.calibrate.disk._QUICK_FILE_BYTES", 2**26)
+        patched.setattr("hwprofiles.calibrate.sampling.NUM_WINDOWS", 3)
+        kernels = dataclasses.replace(KERNELS, device_adamw=kernel)
+        profile, report = calibrate(CalibrationOptions(quick=True, budget_s=2.0), kernels, silent)
+        patched.setattr(probe, "prepare_session", lambda *given: planned.append(given[2:4]) or prepare(*given))
+        patched.setattr(torch.Tensor, "item", wait)
+        patched.setattr(torch.cuda, "synchronize", wait)
+        times = probe.host_times("cuda")
+        ((units, decisions),) = planned
+        lanes = sorted({task.lane.name for task in lower(units, decisions, asynchronous=True).tasks})
+        print(  # noqa: T201 - to the test
+            json.dumps(
+                {
+                    "profile": profile.model_dump(mode="json", exclude_none=True),
+                    "pairs": [pair.what for pair in report.pairs],
+                    "lanes": lanes,
+                    "waited": min(times.compute_s + times.step_s) >= waited_s,
+                }
+            ),
+            flush=True,
+        )
+    os._exit(0)  # at once, as a virtual device wants it
+
+
+def test_a_gpu_is_calibrated_with_all_kinds_of_attention_and_its_sensors_beside_each_number() -> None:
+    done = completed(_calibrated)
+    if "NoVirtualGpuError" in done.stderr:
+        pytest.skip(done.stderr.strip().splitlines()[-1])
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    device = HardwareProfile.model_validate(found["profile"]).device
+    assert device.attention_backward is not None
+    assert set(device.attention) == set(device.attention_backward) == set(ATTENTION_TYPES)
+    assert "head dimension 128, 4 query heads per key-value head" in device.attention["bf16-128-gqa"].provenance.source
+    assert "head dimension 64, median" in device.attention["bf16"].provenance.source
+    curves = (*device.gemm.values(), *device.attention.values(), device.elementwise, device.optimizer)
+    for curve in curves:
+        assert curve.provenance.source.endswith(", median, each after large products, at 1,755 MHz and 640 W")
+    assert set(device.gemm) == {"bf16", "fp32", "fp8"}
+    assert device.memory_bytes_per_s.provenance.source.endswith(", at 1,755 MHz and 640 W")
+    assert {"copy down beside copy down", "GEMM beside copy down beside copy up"} <= set(found["pairs"])
+    assert not {Lane.H2D.name, Lane.D2H.name, Lane.CPU.name} & set(found["lanes"]), "kernels would wait for copies"
+    assert not found["waited"], "host time is without waiting for the GPU"
