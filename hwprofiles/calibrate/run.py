@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import gc
 import math
 import platform
 import tempfile
@@ -49,7 +50,8 @@ from hwprofiles.machine import (
 from hwprofiles.profile import Device, Fabric, HardwareProfile, Host, Link, Storage
 from hwprofiles.quantity import Provenance, Quantity
 
-# GPU memory that is left free for cuBLAS, NCCL, the code of kernels, and rounding of PyTorch's allocator.
+# GPU memory that is left free for what libraries take later (cuBLAS, NCCL, the code of kernels), and for rounding of
+# PyTorch's allocator.
 FOR_LIBRARIES_BYTES = 1 << 30
 USABLE_SHARE = 0.85
 """Usable fraction of the available memory; the rest is for the program itself and for other programs."""
@@ -153,6 +155,8 @@ def calibrate(
         stack.enter_context(_torch_threads(machine.backend.num_cores or machine.cores, kernels.cpu_adamw))
         stack.enter_context(torch.no_grad())
         found = _Probes(options, kernels, machine, steps, stack).measure()
+    if found.device is not None and on_gpu and not options.device_memory_bytes:
+        found.device = found.device.model_copy(update={"memory_bytes": _left_on_gpu()})
     profile = (_new_profile if base is None else functools.partial(_updated_profile, base))(found, machine, options)
     steps.end()
     return profile, CalibrationReport(found.pairs, time.perf_counter() - begin_s)
@@ -400,14 +404,22 @@ def _divide_memory(options: CalibrationOptions, *, on_gpu: bool) -> tuple[Quanti
             f"device_memory_bytes is {requested}, but at most {capacity} are free for it; give fewer"
         )
     if on_gpu:
-        source = "as asked for" if requested else "free memory of the GPU, less 1 GiB for libraries"
-        return quantity(requested or capacity, "bytes", source, 1), quantity(usable, "bytes", share, 1)
+        return quantity(requested or capacity, "bytes", "as asked for", 1), quantity(usable, "bytes", share, 1)
     device = requested or usable // 4
     source = "arena in host memory, " + ("as asked for" if requested else f"a quarter of {share}")
     return (
         quantity(device, "bytes", source, 1),
         quantity(usable - device, "bytes", f"{share}, less the device's arena", 1),
     )
+
+
+def _left_on_gpu() -> Quantity:
+    """Return what is free on a GPU on which libraries have loaded their kernels and made their workspaces."""
+    gc.collect()  # operands of probes
+    torch.cuda.empty_cache()
+    left = torch.cuda.mem_get_info()[0] - FOR_LIBRARIES_BYTES
+    source = "free memory of the GPU beside the CUDA context and workspaces of libraries, less 1 GiB for more of them"
+    return quantity(left, "bytes", source, 1)
 
 
 @contextlib.contextmanager

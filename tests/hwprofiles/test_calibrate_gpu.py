@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_kernels import KERNELS, silent
+from fake_kernels import HOST, KERNELS, silent
 from forked import completed
 from hypothesis import given
 from hypothesis import strategies as st
@@ -160,7 +160,11 @@ def _calibrated() -> None:
         patched.setattr("hwprofiles.calibrate.saving._NUM_BYTES", 2**20)
         patched.setattr("hwprofiles.calibrate.disk._QUICK_FILE_BYTES", 2**26)
         patched.setattr("hwprofiles.calibrate.sampling.NUM_WINDOWS", 3)
-        kernels = dataclasses.replace(KERNELS, device_adamw=kernel)
+        taken = []  # by libraries, once they were used
+        patched.setattr(torch.cuda, "mem_get_info", lambda: ((3 << 30) - sum(taken), 4 << 30))
+        kernels = dataclasses.replace(
+            KERNELS, device_adamw=kernel, host_times=lambda _device: taken.append(100) or HOST
+        )
         profile, report = calibrate(CalibrationOptions(quick=True, budget_s=2.0), kernels, silent)
         patched.setattr(probe, "prepare_session", lambda *given: planned.append(given[2:4]) or prepare(*given))
         patched.setattr(torch.Tensor, "item", wait)
@@ -174,6 +178,7 @@ def _calibrated() -> None:
                     "profile": profile.model_dump(mode="json", exclude_none=True),
                     "pairs": [pair.what for pair in report.pairs],
                     "lanes": lanes,
+                    "left": (2 << 30) - sum(taken),
                     "waited": min(times.compute_s + times.step_s) >= waited_s,
                 }
             ),
@@ -197,6 +202,7 @@ def test_a_gpu_is_calibrated_with_all_kinds_of_attention_and_its_sensors_beside_
     for curve in curves:
         assert curve.provenance.source.endswith(", median, each after large products, at 1,755 MHz and 640 W")
     assert set(device.gemm) == {"bf16", "fp32", "fp8"}
+    assert device.memory_bytes.value == found["left"] < 2 << 30, "1 GiB less than what libraries have left"
     assert device.memory_bytes_per_s.provenance.source.endswith(", at 1,755 MHz and 640 W")
     assert {"copy down beside copy down", "GEMM beside copy down beside copy up"} <= set(found["pairs"])
     assert not {Lane.H2D.name, Lane.D2H.name, Lane.CPU.name} & set(found["lanes"]), "kernels would wait for copies"

@@ -55,7 +55,10 @@ def add_parser(subparsers: Subparsers) -> None:
         "~/.local/share/ullage)",
     )
     parser.add_argument(
-        "--device-memory", type=parse_bytes, metavar="SIZE", help="memory that training may use on each device"
+        "--device-memory",
+        type=parse_bytes,
+        metavar="SIZE",
+        help="memory for training's tensors on each device, without the CUDA context and workspaces of libraries",
     )
     parser.add_argument(
         "--device-cores",
