@@ -6,7 +6,6 @@ Probes are the same for both; they differ in the clock (wall time against CUDA e
 import dataclasses
 import functools
 import itertools
-import math
 import threading
 import time
 from collections import defaultdict
@@ -181,6 +180,7 @@ class CudaBackend:
 
     Attributes:
         soak_s: duration of the large products before the first sample.
+        lead_side: rows and columns of their matrices.
         first_calls_s: seconds that are left to first calls; libraries may build plans in them, or load kernels.
     """
 
@@ -190,7 +190,7 @@ class CudaBackend:
     dram_bytes_per_copied_byte = 1
     pool_bytes = 2**30
     pair_bytes, pair_copies = 64 * 2**20, 4
-    soak_s = 2.0
+    soak_s, lead_side = 2.0, 4096
 
     def __init__(self, *, quick: bool) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device())
@@ -249,20 +249,20 @@ class CudaBackend:
     def _lead(self, seconds: float) -> None:
         """Issue large products that take about so long."""
         product, product_s = self._product
-        for _ in range(math.ceil(seconds / product_s)):
+        for _ in range(round(seconds / product_s)):
             product()
 
     @functools.cached_property
     def _product(self) -> tuple[Call, float]:
         """A large product, and its time."""
-        side = self.shapes[1][len(self.shapes[1]) // 2]
-        one, other, out = (torch.ones((side, side), dtype=torch.bfloat16, device=self.device) for _ in range(3))
+        shape = (self.lead_side, self.lead_side)
+        one, other, out = (torch.ones(shape, dtype=torch.bfloat16, device=self.device) for _ in range(3))
 
         def product() -> None:
             torch.mm(one, other, out=out)
 
         product()
-        return product, self.time_s(product, 10)
+        return product, self.time_s(product, 3)
 
     def time_s(self, call: Call, num_calls: int, readings: list[tuple[float, float]] | None = None) -> float:
         """Return seconds per call between two events on the current stream; read the sensors meanwhile."""

@@ -126,7 +126,7 @@ def test_calibration_and_training_update_on_the_same_cores(num_cores: int) -> No
 class _SmallGpu(CudaBackend):
     """Sizes for a GPU that is a CPU core."""
 
-    pool_bytes, pair_bytes, soak_s = 2**20, 2**18, 0.0
+    pool_bytes, pair_bytes, soak_s, lead_side = 2**20, 2**18, 0.0, 128
 
     def __init__(self, *, quick: bool) -> None:
         super().__init__(quick=quick)
