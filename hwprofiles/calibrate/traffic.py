@@ -4,8 +4,9 @@
 when alone) exceeds ``dram_bytes_per_s``, all of them slow down by demand / capacity. So if a group of activities slows
 down by s when they run together, capacity = demand / s. If a group does not slow down, the capacity is at least its
 demand. The result is the candidate with the least squared error of log slow-down over all groups. A group never has
-more threads than there are cores, because waiting for a core is not contention for DRAM. A group of copies by copy
-engines alone does not count, because its link may have slowed it down.
+more threads than there are cores, because waiting for a core is not contention for DRAM. Copies
+by copy engines share a link, which slows them down too. So where several of them run, what they take without others
+stands for what each takes alone.
 """
 
 import dataclasses
@@ -180,12 +181,14 @@ class TrafficProbe:
         times_s = [group.time_s for group in found]
         alone_s = {activity: float(t[0]) for (activity,), t in zip(alone, times_s, strict=False)}
         paired_s = times_s[len(alone) :]
-        demands = [sum(a.dram_bytes / alone_s[a] for a in group) for group in groups]
-        slow_downs = [
-            math.exp(np.mean([math.log(t / alone_s[a]) for a, t in zip(group, times, strict=True)]))
-            for group, times in zip(groups, paired_s, strict=True)
-        ]
-        known = [all(a.dram_bytes for a in group) and any(a.num_cores for a in group) for group in groups]
+        of_group = dict(zip(groups, paired_s, strict=True))
+        demands, slow_downs = [], []
+        for group, times in of_group.items():
+            on_link = tuple(a for a in group if a.dram_bytes and not a.num_cores)
+            apart_s = alone_s | dict(zip(on_link, of_group.get(on_link, ()), strict=False))
+            demands.append(sum(a.dram_bytes / apart_s[a] for a in group))
+            slow_downs.append(math.exp(np.mean([math.log(t / apart_s[a]) for a, t in zip(group, times, strict=True)])))
+        known = [all(a.dram_bytes for a in group) for group in groups]
         capacity = fit_capacity(list(itertools.compress(demands, known)), list(itertools.compress(slow_downs, known)))
         pairs = [
             Pair(

@@ -28,8 +28,10 @@ from hwprofiles.calibrate import (
     calibrate,
     disk,
 )
+from hwprofiles.calibrate.backend import adamw_state
 from hwprofiles.calibrate.options import NAME_PATTERN
 from hwprofiles.calibrate.sampling import (
+    SUSTAINED,
     Case,
     Summary,
     build_curve,
@@ -40,7 +42,7 @@ from hwprofiles.calibrate.sampling import (
     summarize,
     wall_clock,
 )
-from hwprofiles.calibrate.traffic import fewest_threads, fit_capacity
+from hwprofiles.calibrate.traffic import fewest_threads, fit_capacity, optimizer_by_threads
 from hwprofiles.profile import HardwareProfile, NarrowUpdate, Storage
 from hwprofiles.quantity import Provenance, Quantity
 
@@ -271,6 +273,7 @@ times = st.floats(1e-6, 1e3)
 def test_summary_is_ordered_and_robust(samples: list[float]) -> None:
     found = summarize(samples)
     assert min(samples) <= found.p10_s <= found.median_s <= found.p90_s <= max(samples) * (1 + 1e-12)
+    assert summarize(samples, SUSTAINED).median_s == pytest.approx(np.median(samples)), "no sample is too fast there"
     half_disturbed = summarize([*samples, *(1e6 + s for s in samples)])
     assert half_disturbed.median_s <= np.median(samples) + 1e-12
 
@@ -379,6 +382,11 @@ def test_no_more_threads_than_help(rates: dict[int, float], at_most: int) -> Non
     if allowed:
         assert allowed[chosen] >= 0.97 * max(allowed.values())
         assert all(rate < 0.97 * max(allowed.values()) for n, rate in allowed.items() if n < chosen)
+
+
+def test_the_cores_that_training_leaves_to_updates_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hwprofiles.calibrate.traffic._THREADS_PARAMS", 2**10)
+    assert set(optimizer_by_threads(KERNELS.cpu_adamw, adamw_state(2**10), 16, 14, 1.0)) == {1, 2, 4, 8, 14, 16}
 
 
 def test_rates_against_threads_are_in_the_profile(calibrated: Calibrated) -> None:

@@ -10,6 +10,7 @@ import types
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from fake_kernels import HOST, KERNELS, silent
@@ -19,11 +20,11 @@ from hypothesis import strategies as st
 
 from executor.devices.cores import Cores
 from hwprofiles.calibrate import CalibrationOptions, calibrate, traffic
-from hwprofiles.calibrate.backend import CudaBackend
-from hwprofiles.calibrate.sampling import SUSTAINED, Call, Case
+from hwprofiles.calibrate.backend import CudaBackend, adamw_state
+from hwprofiles.calibrate.run import _Machine
+from hwprofiles.calibrate.sampling import SUSTAINED, Call, Case, GroupTimes, quantity
 from hwprofiles.calibrate.sensors import Sensors
-from hwprofiles.calibrate.traffic import pool_params
-from hwprofiles.machine import num_issuing_cores
+from hwprofiles.calibrate.traffic import NOTICEABLE, TrafficProbe, pool_params
 from hwprofiles.profile import ATTENTION_TYPES, HardwareProfile
 from planner.lowering import lower
 from planner.schedule.tasks import Lane
@@ -120,7 +121,45 @@ def test_updates_are_measured_on_more_than_caches_hold(cache_bytes: int) -> None
 @given(st.integers(1, 256))
 def test_calibration_and_training_update_on_the_same_cores(num_cores: int) -> None:
     cores = Cores.of(range(num_cores), None, is_bound=False, on_device=True)
-    assert cores.num_updating == max(num_cores - num_issuing_cores(num_cores), 1)
+    gpu = types.SimpleNamespace(kind="gpu", num_cores=0)
+    memory = quantity(1.0, "bytes", "test", 1)
+    assert _Machine(gpu, num_cores, 1, memory, memory).spare_cores == cores.num_updating  # type: ignore[arg-type]
+
+
+class _CopyEngines:
+    """Copies of 50 bytes a second each way, which cores take no part in."""
+
+    cores_per_copy, num_cores, dram_bytes_per_copied_byte, pair_bytes, pair_copies, copy_pool_bytes = 0, 0, 1, 50, 1, 50
+
+    def copier(self, _direction: str) -> types.SimpleNamespace:
+        return types.SimpleNamespace(call=lambda _num_bytes: None)
+
+    def blocking(self, call: object) -> object:
+        return call if call == "GEMM" else "copy"
+
+
+@given(st.floats(1.0, 2.0), st.floats(163, 250))
+def test_a_full_link_says_nothing_about_host_memory(link_slows: float, capacity: float) -> None:
+    """Copies slow each other down on their link, and host memory slows them and an update."""
+    demand = 28 * 4 + 2 * 50 / link_slows
+    memory_slows = max(demand / capacity, 1.0)
+
+    def together(groups: list[list[object]], _budget_s: float) -> list[GroupTimes]:
+        every = []
+        for group in groups:
+            is_copy = [call == "copy" for call in group]
+            slows = link_slows if sum(is_copy) > 1 else 1.0
+            everywhere = memory_slows if len(group) == 3 and "GEMM" not in group else 1.0
+            every.append(np.array([everywhere * (slows if copies else 1.0) for copies in is_copy]))
+        return [GroupTimes(times, times[None]) for times in every]
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(traffic, "sample_groups", together)
+        patched.setattr(traffic, "_PAIR_PARAMS", 4)
+        probe = TrafficProbe(_CopyEngines(), lambda *_: None, adamw_state(4), 1, 4)  # type: ignore[arg-type]
+        dram, _ = probe.contention("GEMM", None, 1.0)  # type: ignore[arg-type]
+    largest = max(demand, 28 * 4 + 50)
+    assert dram.value == pytest.approx(capacity if memory_slows >= NOTICEABLE else largest)
 
 
 class _SmallGpu(CudaBackend):
@@ -143,13 +182,15 @@ def _calibrated() -> None:
     def kernel(master: torch.Tensor, *_state: torch.Tensor) -> None:
         master.mul_(0.9)
 
-    planned, waited_s, prepare = [], 0.02, probe.prepare_session
+    planned, sleeping, waited_s, prepare = [], [], 0.02, probe.prepare_session
 
     def wait(*_: object) -> float:
         time.sleep(waited_s)
         return 0.0
 
     with present(), pytest.MonkeyPatch.context() as patched:
+        event = torch.cuda.Event
+        patched.setattr(torch.cuda, "Event", lambda **settings: sleeping.append(settings) or event(**settings))
         properties = types.SimpleNamespace(uuid="1-2")
         patched.setattr(torch.cuda, "get_device_properties", lambda _device: properties)
         patched.setattr(ctypes, "CDLL", lambda _name: _management())
@@ -166,6 +207,7 @@ def _calibrated() -> None:
             KERNELS, device_adamw=kernel, host_times=lambda _device: taken.append(100) or HOST
         )
         profile, report = calibrate(CalibrationOptions(quick=True, budget_s=2.0), kernels, silent)
+        sleeps = {"blocking": True} in sleeping
         patched.setattr(probe, "prepare_session", lambda *given: planned.append(given[2:4]) or prepare(*given))
         patched.setattr(torch.Tensor, "item", wait)
         patched.setattr(torch.cuda, "synchronize", wait)
@@ -178,6 +220,7 @@ def _calibrated() -> None:
                     "profile": profile.model_dump(mode="json", exclude_none=True),
                     "pairs": [pair.what for pair in report.pairs],
                     "lanes": lanes,
+                    "sleeps": sleeps,
                     "left": (2 << 30) - sum(taken),
                     "waited": min(times.compute_s + times.step_s) >= waited_s,
                 }
@@ -206,4 +249,5 @@ def test_a_gpu_is_calibrated_with_all_kinds_of_attention_and_its_sensors_beside_
     assert device.memory_bytes_per_s.provenance.source.endswith(", at 1,755 MHz and 640 W")
     assert {"copy down beside copy down", "GEMM beside copy down beside copy up"} <= set(found["pairs"])
     assert not {Lane.H2D.name, Lane.D2H.name, Lane.CPU.name} & set(found["lanes"]), "kernels would wait for copies"
+    assert found["sleeps"], "threads that copy would take cores from updates"
     assert not found["waited"], "host time is without waiting for the GPU"
