@@ -5,7 +5,7 @@ import functools
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -13,7 +13,17 @@ from torch.nn import functional
 
 from hwprofiles.calibrate.backend import Backend, rotate
 from hwprofiles.calibrate.options import Array, Kernels, MeasureHost, SumOfSquares
-from hwprofiles.calibrate.sampling import Call, Case, build_curve, conditions, quantity, rate, seconds, summarize
+from hwprofiles.calibrate.sampling import (
+    Call,
+    Case,
+    Summary,
+    build_curve,
+    conditions,
+    quantity,
+    rate,
+    seconds,
+    summarize,
+)
 from hwprofiles.profile import AttentionType, Dtype
 from hwprofiles.quantity import Curve, Quantity
 
@@ -95,7 +105,8 @@ class ComputeProbe:
         cases = [mix(r, h, 1 / (1 + rows_half / r)) for r, h in shapes]
         found = self.backend.sample(cases, budget_s)
         source = f"{dtype} products of a linear layer, mean of forward, dgrad and wgrad, corrected for few rows"
-        return build_curve("flop", [c.size for c in cases], found, source)
+        sizes = [case.size for case in cases]
+        return build_curve("flop", sizes, _no_faster_than_most_rows(shapes, sizes, found), source)
 
     def attention(self, dtype: Dtype, budget_s: float, *, backward: bool = False) -> dict[AttentionType, Curve]:
         """Measure fused causal attention or its backward, for each type of heads.
@@ -289,3 +300,23 @@ class ComputeProbe:
         size = rows * columns
         parts = torch.split(whole[: _MOST_VIEWS * size], size)
         return itertools.cycle([part.view(rows, columns) for part in parts if len(part) == size])
+
+
+def _no_faster_than_most_rows(
+    shapes: Sequence[tuple[int, int]], sizes: Sequence[float], found: Sequence[Summary]
+) -> list[Summary]:
+    """Return the times of products of (rows, hidden), none at a higher rate than the best of those with most rows.
+
+    The correction of products of few rows is rough: it must not give them a rate that no product has.
+    """
+    most_rows = max(rows for (rows, _), _ in zip(shapes, found, strict=False))
+    seen = zip(shapes, sizes, found, strict=False)
+    best = max(size / one.median_s for (rows, _), size, one in seen if rows == most_rows)
+    return [
+        one._replace(
+            p10_s=max(one.p10_s, size / best),
+            median_s=max(one.median_s, size / best),
+            p90_s=max(one.p90_s, size / best),
+        )
+        for size, one in zip(sizes, found, strict=False)
+    ]

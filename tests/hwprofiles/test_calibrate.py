@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import numpy as np
@@ -29,6 +30,7 @@ from hwprofiles.calibrate import (
     disk,
 )
 from hwprofiles.calibrate.backend import adamw_state
+from hwprofiles.calibrate.compute import ComputeProbe
 from hwprofiles.calibrate.options import NAME_PATTERN
 from hwprofiles.calibrate.sampling import (
     SUSTAINED,
@@ -129,6 +131,21 @@ def test_a_product_takes_what_the_curve_says(calibrated: Calibrated) -> None:
         torch.set_num_threads(threads)
     predicted_s = device.gemm["fp32"].time_s(2 * 512 * 768**2) * (1 + device.gemm_rows_half.value / 512)
     assert 0.4 < found.median_s / predicted_s < 2.5
+
+
+@given(st.floats(0, 1000), st.lists(st.floats(1e-9, 1e-7), min_size=6, max_size=6))
+def test_the_correction_for_few_rows_makes_no_rate_that_no_product_has(
+    rows_half: float, per_row_s: list[float]
+) -> None:
+    rows, hiddens = (8, 64, 512), (16, 32)
+
+    def measured(cases: list[Case], _budget_s: float) -> list[Summary]:
+        return [summarize([case.size * s * case.scale]) for case, s in zip(cases, per_row_s, strict=True)]
+
+    backend = SimpleNamespace(kind="host", shapes=(rows, hiddens), sample=measured)
+    probe = ComputeProbe(backend, {}, torch.empty(0))  # type: ignore[arg-type]
+    curve = probe._products(lambda r, h, scale: Case(2.0 * r * h**2, int, scale), "bf16", rows_half, 1.0)
+    assert curve.best_rate_per_s() <= max(1 / s for s in per_row_s) * (1 + rows_half / 512) * (1 + 1e-9)
 
 
 def test_pairs_are_reported(calibrated: Calibrated) -> None:
