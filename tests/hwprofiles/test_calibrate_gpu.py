@@ -52,7 +52,7 @@ class SimulatedGpu(CudaBackend):
 
     def _lead(self, seconds: float) -> None:
         self.now_s += seconds
-        self.hot_until_s = self.now_s
+        self.hot_until_s = self.now_s if seconds > 1e-3 else self.hot_until_s
 
     def time_s(self, call: Call, num_calls: int, readings: list[tuple[float, float]] | None = None) -> float:
         begin_s = self.now_s
