@@ -256,10 +256,12 @@ class CudaBackend:
     def _product(self) -> tuple[Call, float]:
         """A large product, and its time."""
         shape = (self.lead_side, self.lead_side)
-        one, other, out = (torch.ones(shape, dtype=torch.bfloat16, device=self.device) for _ in range(3))
+        # Of equal numbers it would take less power.
+        operand = torch.empty(shape, dtype=torch.bfloat16, device=self.device).uniform_(-0.1, 0.1)
+        result = torch.empty_like(operand)
 
         def product() -> None:
-            torch.mm(one, other, out=out)
+            torch.mm(operand, operand, out=result)
 
         product()
         return product, self.time_s(product, 3)
@@ -328,7 +330,7 @@ def adamw_state(num_params: int) -> tuple[Array, ...]:
     master, exp_avg = (np.full(num_params, value, dtype=np.float32) for value in (0.02, 1e-3))
     exp_avg_sq = np.full(num_params, 1e-6, dtype=np.float32)
     gradient = np.full(num_params, 0x3A83, dtype=np.uint16)  # 0.001 in bfloat16: away from zero and denormals
-    weight = np.zeros(num_params, dtype=np.uint16)
+    weight = np.full(num_params, 0, dtype=np.uint16)  # zeros() would leave page faults to the updates
     return master, exp_avg, exp_avg_sq, gradient, weight
 
 
