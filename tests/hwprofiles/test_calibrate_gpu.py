@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from executor.devices.cores import Cores
+from hwprofiles import machine
 from hwprofiles.calibrate import CalibrationOptions, calibrate, traffic
 from hwprofiles.calibrate.backend import CudaBackend, adamw_state
 from hwprofiles.calibrate.run import _Machine
@@ -116,6 +117,17 @@ def test_updates_are_measured_on_more_than_caches_hold(cache_bytes: int) -> None
     num_params = pool_params(cache_bytes)
     assert 2**24 <= num_params <= 2**27
     assert 16 * num_params >= min(4 * cache_bytes, 2**31)
+
+
+def test_caches_of_all_sockets_count_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_SYS", tmp_path)
+    assert machine.cache_bytes() == 0
+    for core in range(4):
+        place = tmp_path / f"devices/system/cpu/cpu{core}/cache/index3"
+        place.mkdir(parents=True)
+        (place / "size").write_text("32768K\n")
+        (place / "shared_cpu_list").write_text("0-1\n" if core < 2 else "2-3\n")
+    assert machine.cache_bytes() == 2 * 32 * 2**20
 
 
 @given(st.integers(1, 256))
