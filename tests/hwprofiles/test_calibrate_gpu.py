@@ -22,7 +22,8 @@ from executor.devices.cores import Cores
 from hwprofiles import machine
 from hwprofiles.calibrate import CalibrationOptions, calibrate, traffic
 from hwprofiles.calibrate.backend import CudaBackend, adamw_state
-from hwprofiles.calibrate.run import _Machine
+from hwprofiles.calibrate.compute import ComputeProbe
+from hwprofiles.calibrate.run import _Machine, _Steps
 from hwprofiles.calibrate.sampling import SUSTAINED, Call, Case, GroupTimes, quantity
 from hwprofiles.calibrate.sensors import Sensors
 from hwprofiles.calibrate.traffic import NOTICEABLE, TrafficProbe, pool_params
@@ -84,6 +85,54 @@ def test_first_calls_have_a_limit_in_all(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _device: None)
     counts = [len(gpu.sample([gpu.case(size) for size in (1e-5, 1e-4, 2e-4, 3e-4)], 0.5)) for _ in range(2)]
     assert counts == [3, 2], "two sizes stay always"
+
+
+@pytest.mark.parametrize("quick", [True, False])
+def test_a_fast_gpu_is_measured_at_the_sizes_of_training_in_time(quick: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels take what they would on an H100; training has 8 TFLOP a product, 0.5 in attention, and 1 GB elsewhere."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: "simulated")
+    gpu = SimulatedGpu(first_s=0.02, allowed_s=20.0)
+    vars(gpu).update({**vars(CudaBackend(quick=quick)), **vars(gpu)})
+    monkeypatch.setattr(time, "perf_counter", lambda: gpu.now_s)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _device: None)
+
+    def linear(_: object, dtype: str, rows: int, hidden: int, correction: float = 1.0) -> Case:
+        flop, num_bytes = 2.0 * rows * hidden**2, 4 * (hidden**2 + 2 * rows * hidden)
+        call = gpu.case(3 * max(4e-6, flop / (6e14 if dtype == "bf16" else 5e13), num_bytes / 2.7e12)).call
+        return Case(flop, call, correction / 3)
+
+    def attend(_: object, dtype: str, shape: tuple[int, ...], _keys: object, *, backward: bool) -> Call:
+        batch, heads, seq, width = shape
+        flop = (5 if backward else 2) * batch * heads * seq**2 * width
+        return gpu.case(6e-6 + flop / (4e14 if dtype == "bf16" else 1.5e13)).call
+
+    def elementwise(_: object, dtype: str, count: int) -> Case:
+        num_bytes = count * (5.5 if dtype == "bf16" else 10)
+        return Case(num_bytes, gpu.case(4 * (2.5e-6 + num_bytes / 2.75e12)).call, 1 / 4)
+
+    for name, simulated in (("_linear_mix", linear), ("_attention_call", attend), ("_elementwise_mix", elementwise)):
+        monkeypatch.setattr(ComputeProbe, name, simulated)
+    probe, steps = ComputeProbe(gpu, {}, torch.empty(0)), _Steps(CalibrationOptions(quick=quick), silent, on_gpu=True)
+    measure = [
+        ("products of few rows", lambda budget_s: probe.gemm_rows_half(budget_s) and {}, 0.0),
+        ("products in bf16", lambda budget_s: {"": probe.gemm("bf16", 0.0, budget_s)}, 8e12),
+        ("products in fp32", lambda budget_s: {"": probe.gemm("fp32", 0.0, budget_s)}, 1e12),
+        ("elementwise kernels in bf16", lambda budget_s: {"": probe.elementwise("bf16", budget_s)}, 1e9),
+        ("elementwise kernels in fp32", lambda budget_s: {"": probe.elementwise("fp32", budget_s)}, 1e9),
+        ("attention in bf16", lambda budget_s: probe.attention("bf16", budget_s), 2.5e11),
+        ("attention in fp32", lambda budget_s: probe.attention("fp32", budget_s), 2.5e11),
+        ("backward of attention in bf16", lambda budget_s: probe.attention("bf16", budget_s, backward=True), 6e11),
+        ("backward of attention in fp32", lambda budget_s: probe.attention("fp32", budget_s, backward=True), 6e11),
+    ]
+    allowed_s = 0.0
+    for step, call, largest in measure:
+        budget_s = steps.begin(step)
+        allowed_s += 1.1 * budget_s
+        for kind, curve in call(budget_s).items():
+            assert curve.points[-1].size >= largest * (2 if "128" in kind else 1), (step, kind)
+            assert "left out" not in curve.provenance.source
+    assert gpu.now_s < allowed_s + 10.0, "first calls come on top"
 
 
 def test_the_sensors_of_the_gpu_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
