@@ -11,8 +11,8 @@ planner's own. All are planned first, at the same time, then executed one after 
 Beside the result file, a folder of each plan has ``plan.json``, ``run.json`` (all measured tasks, for ``ullage
 compare``) and ``trace.json.gz`` (predicted beside measured). An error is positive where too much was predicted. *After
 a refit*, the profile is fitted to one run, that of ``mixed``, which has tasks on all lanes of a host link, and predicts
-the others with it. *span* is the share of an iteration in which a unit is under way on the GPU: from its first kernel to
-its last, with the gaps between them.
+the others with it. *span* is the share of an iteration in which a unit is under way on the GPU: from its first kernel
+to its last, with the gaps between them.
 """
 
 import argparse

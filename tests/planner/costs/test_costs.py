@@ -165,8 +165,9 @@ def test_an_elementwise_kernel_too_large_for_the_curve_is_no_faster_than_memory(
     """The largest size of a curve may have been in a cache."""
     update = {"elementwise": rate(5e12, "bytes", largest=1e7), "memory_bytes_per_s": quantity(2e12, "bytes_per_s")}
     cost = model(machine().model_copy(update={"device": machine().device.model_copy(update=update)}))
-    assert cost.compute_s([Elementwise(num_bytes=10**7)]) == pytest.approx(1e7 / 5e12)
-    assert cost.compute_s([Elementwise(num_bytes=10**9)]) == pytest.approx(1e9 / 2e12)
+    small, large = Elementwise(num_bytes=10**7), Elementwise(num_bytes=10**9)
+    assert cost.compute_s([small]) == pytest.approx(1e7 / 5e12)
+    assert cost.compute_s([large]) == pytest.approx(1e9 / 2e12)
 
 
 def test_elementwise_kernels_have_the_rate_of_their_type_if_it_is_known() -> None:
