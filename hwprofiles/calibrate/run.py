@@ -50,8 +50,7 @@ from hwprofiles.machine import (
 from hwprofiles.profile import Device, Fabric, HardwareProfile, Host, Link, Storage
 from hwprofiles.quantity import Provenance, Quantity
 
-# GPU memory that is left free for what libraries take later (cuBLAS, NCCL, the code of kernels), and for rounding of
-# PyTorch's allocator.
+# GPU memory that is left free for cuBLAS, NCCL, the code of kernels, and rounding of PyTorch's allocator.
 FOR_LIBRARIES_BYTES = 1 << 30
 USABLE_SHARE = 0.85
 """Usable fraction of the available memory; the rest is for the program itself and for other programs."""
@@ -383,6 +382,15 @@ def _probe_device(compute: ComputeProbe, kernels: Kernels, memory: Quantity, ste
     )
 
 
+def _left_on_gpu() -> Quantity:
+    """Return what is free on a GPU on which libraries have loaded their kernels and made their workspaces."""
+    gc.collect()  # operands of probes
+    torch.cuda.empty_cache()
+    left = torch.cuda.mem_get_info()[0] - FOR_LIBRARIES_BYTES
+    source = "free memory of the GPU beside the CUDA context and workspaces of libraries, less 1 GiB for more of them"
+    return quantity(left, "bytes", source, 1)
+
+
 def _backend(options: CalibrationOptions, cores: int, memory_bytes: int, *, on_gpu: bool) -> Backend:
     if on_gpu:
         return CudaBackend(quick=options.quick)
@@ -404,22 +412,14 @@ def _divide_memory(options: CalibrationOptions, *, on_gpu: bool) -> tuple[Quanti
             f"device_memory_bytes is {requested}, but at most {capacity} are free for it; give fewer"
         )
     if on_gpu:
-        return quantity(requested or capacity, "bytes", "as asked for", 1), quantity(usable, "bytes", share, 1)
+        source = "as asked for" if requested else "free memory of the GPU, less 1 GiB for libraries"
+        return quantity(requested or capacity, "bytes", source, 1), quantity(usable, "bytes", share, 1)
     device = requested or usable // 4
     source = "arena in host memory, " + ("as asked for" if requested else f"a quarter of {share}")
     return (
         quantity(device, "bytes", source, 1),
         quantity(usable - device, "bytes", f"{share}, less the device's arena", 1),
     )
-
-
-def _left_on_gpu() -> Quantity:
-    """Return what is free on a GPU on which libraries have loaded their kernels and made their workspaces."""
-    gc.collect()  # operands of probes
-    torch.cuda.empty_cache()
-    left = torch.cuda.mem_get_info()[0] - FOR_LIBRARIES_BYTES
-    source = "free memory of the GPU beside the CUDA context and workspaces of libraries, less 1 GiB for more of them"
-    return quantity(left, "bytes", source, 1)
 
 
 @contextlib.contextmanager

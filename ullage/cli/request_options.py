@@ -172,10 +172,7 @@ def add_request_options(parser: argparse.ArgumentParser, *, model_required: bool
         "--no-clip", action="store_true", default=None, help="do not clip gradients by their global norm"
     )
     group.add_argument(
-        "--device-memory",
-        type=parse_bytes,
-        metavar="SIZE",
-        help="memory for tensors on each device, as in 150MB or 16GiB; the CUDA context and libraries come on top",
+        "--device-memory", type=parse_bytes, metavar="SIZE", help="use this much of each device, as in 150MB or 16GiB"
     )
 
 

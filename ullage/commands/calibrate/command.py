@@ -55,10 +55,7 @@ def add_parser(subparsers: Subparsers) -> None:
         "~/.local/share/ullage)",
     )
     parser.add_argument(
-        "--device-memory",
-        type=parse_bytes,
-        metavar="SIZE",
-        help="memory for training's tensors on each device, without the CUDA context and workspaces of libraries",
+        "--device-memory", type=parse_bytes, metavar="SIZE", help="memory that training may use on each device"
     )
     parser.add_argument(
         "--device-cores",
