@@ -44,18 +44,22 @@ _CANNOT_BE_COLLECTIVE = "copies between GPUs; collectives under `torchrun -m ull
 _DISK, _PFS = "large requests past the page cache", "the same in a folder of the shared file system (pfs:FOLDER)"
 
 CATALOGUE: Final[Mapping[str, Entry]] = {
-    "device.memory_bytes": Entry("read", "device", "free memory of the GPU; on a host a quarter of the free memory"),
+    "device.memory_bytes": Entry(
+        "read", "device", "what libraries leave of a GPU's memory; on a host a quarter of the free memory"
+    ),
     "device.memory_bytes_per_s": _measured("device", "copies inside the device's memory"),
     "device.gemm.*": _measured("device", "products of a linear layer: forward, and the gradients of input and weight"),
     "device.gemm_rows_half": _measured("device", "products with few and with many rows, of equal FLOP"),
     "device.gemm_bytes_per_s": Entry("unknown", "", "the measured time of products includes transfers"),
-    "device.attention.*": _measured("device", "fused causal attention"),
+    "device.attention.*": _measured("device", "fused causal attention; on a GPU, for each kind of heads"),
     "device.attention_backward.*": _measured("device", "backward of fused causal attention"),
     "device.elementwise": _measured("device", "eager kernels on tensors of all sizes"),
     "device.elementwise_fp32": _measured("device", "the same in fp32"),
     "device.optimizer": _measured("device", "AdamW on the device"),
     "device.gradient_norm": _measured("device", "sums of squares; on a GPU, memory bandwidth hides them", "host"),
-    "device.issue_s": _measured("device", "forward and backward of a tiny model through the whole executor"),
+    "device.issue_s": _measured(
+        "device", "forward and backward of a tiny model through the whole executor, without waits"
+    ),
     "device.step_s": _measured("device", "the same model, from the end of backward to the next forward"),
     "device.hook_s": Entry("fitted", "", "hooks of DeepSpeed ZeRO-3; Ullage's executor has none"),
     "device.loop_s": Entry("fitted", "", "work of published scripts outside of the phases of an iteration"),

@@ -16,6 +16,7 @@ from hwprofiles.profile import HardwareProfile, MachineIdentity
 
 _SYS, _PROC = Path("/sys"), Path("/proc")
 _SAME_MEMORY = 0.02  # different kernels reserve a little memory of different sizes
+_MANY = 8  # with at least so many cores, two are left to threads that issue work; with fewer, one
 _CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -23,6 +24,22 @@ def num_cores() -> int:
     """Return the number of cores that this process may use by its affinity and the CPU quota of its control groups."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min([cores, *(max(math.ceil(quota), 1) for quota in map(_quota_cores, _cgroups("cpu")) if quota)])
+
+
+def num_issuing_cores(num_cores: int) -> int:
+    """Return how many of a rank's cores the threads that issue work to its GPU need; the others update.
+
+    Args:
+        num_cores: cores of the rank.
+    """
+    return min(num_cores // 2, 2 if num_cores >= _MANY else 1)
+
+
+def cache_bytes() -> int:
+    """Return the size of the last-level caches of all sockets together; 0 if it is not known."""
+    places = (_SYS / "devices/system/cpu").glob("cpu[0-9]*/cache/index3")
+    sizes = {_read(place / "shared_cpu_list"): _read(place / "size") for place in places}
+    return sum(int(size[:-1]) << 10 for size in sizes.values() if re.fullmatch(r"\d+K", size))
 
 
 def available_memory_bytes() -> int:

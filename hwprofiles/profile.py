@@ -7,7 +7,7 @@ kind ``host`` stands in for a GPU, so that everything can run and be measured on
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import Annotated, Literal, Self, TypeVar
+from typing import Annotated, Final, Literal, Self, TypeVar, get_args
 
 from pydantic import Field, model_validator
 
@@ -32,6 +32,14 @@ Dtype = Literal["bf16", "fp32"]
 ProductType = Literal[Dtype, "fp8"]
 """Types of the two matrices of a product; everything else, its output included, has a :data:`Dtype`."""
 
+AttentionType = Literal["bf16", "fp32", "bf16-gqa", "bf16-128", "bf16-128-gqa"]
+"""Types of attention: with heads of more than 64 values (``128``), with key-value heads that queries share (``gqa``).
+
+The plain types stand for heads of 64 values, and for all that a profile says nothing about.
+"""
+
+ATTENTION_TYPES: Final[tuple[AttentionType, ...]] = get_args(AttentionType)
+
 NarrowUpdate = Literal["adamw-bf16", "adamw-8bit", "adamw-bf16-rounded", "adamw-8bit-rounded"]
 """Updates of optimizers with state in fewer bytes; ``rounded`` with a master copy in bf16."""
 
@@ -53,7 +61,8 @@ class Device(Frozen):
             idle (see :func:`planner.costs.model.wave_factor`). ``None``: ``gemm_rows_half`` applies instead.
         gemm_bytes_per_s: rate of moving a product's matrices, if that adds to its time: tensor cores at the device's
             power limit slow down with every byte moved. ``None``: transfers hide behind products.
-        attention: time of one fused attention against its FLOP (the masked half not counted), per data type.
+        attention: time of one fused attention against its FLOP (the masked half not counted), per data type and, where
+            they were measured, kind of heads.
         attention_backward: the same for backward, whose kernels are somewhat slower on GPUs, and several times slower
             on CPUs in bf16. ``None``: the rate of forward.
         elementwise: time of one elementwise kernel against the bytes it reads and writes, dispatch included.
@@ -83,8 +92,8 @@ class Device(Frozen):
     gemm_rows_half: Count
     multiprocessors: Annotated[int, Field(ge=1)] | None = None
     gemm_bytes_per_s: BytesPerSecond | None = None
-    attention: dict[Dtype, CurveOverFlop]
-    attention_backward: dict[Dtype, CurveOverFlop] | None = None
+    attention: dict[AttentionType, CurveOverFlop]
+    attention_backward: dict[AttentionType, CurveOverFlop] | None = None
     elementwise: CurveOverBytes
     elementwise_fp32: CurveOverBytes | None = None
     optimizer: CurveOverParams

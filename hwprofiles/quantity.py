@@ -88,8 +88,9 @@ class Reading(NamedTuple):
 class Curve(Frozen):
     """Time against size, monotone, interpolated linearly in log-log space.
 
-    Below the first and above the last point, the slope of the nearest segment continues (at least 0 and at most
-    proportional to size). :meth:`read` reports such an extrapolation, so that the user can be warned.
+    Above the last point, time is proportional to size: the rate stays that of the last point. So no size is read at a
+    rate that was not measured. Below the first point, the slope of the nearest segment continues (at least 0 and at
+    most proportional to size). :meth:`read` reports such an extrapolation, so that the user can be warned.
     """
 
     size_unit: SizeUnit
@@ -114,17 +115,16 @@ class Curve(Frozen):
         """Return the median time at ``size`` (in ``size_unit``) and whether that is an extrapolation."""
         if size <= 0:
             return Reading(0.0, extrapolated=False)
-        points = self.points
-        outside = not points[0].size <= size <= points[-1].size
-        if len(points) == 1:  # one point means a constant rate
-            return Reading(points[0].median_s * size / points[0].size, outside)
-        right = min(max(bisect.bisect_left([p.size for p in points], size), 1), len(points) - 1)
+        points, last = self.points, self.points[-1]
+        outside = not points[0].size <= size <= last.size
+        if size > last.size or len(points) == 1:
+            return Reading(last.median_s * size / last.size, outside)
+        right = max(bisect.bisect_left([p.size for p in points], size), 1)
         a, b = points[right - 1], points[right]
         slope = math.log(b.median_s / a.median_s) / math.log(b.size / a.size)
         if outside:
-            slope = min(max(slope, 0.0), 1.0)
-        anchor = b if size > b.size else a
-        return Reading(anchor.median_s * (size / anchor.size) ** slope, outside)
+            slope = min(slope, 1.0)
+        return Reading(a.median_s * (size / a.size) ** slope, outside)
 
     def time_s(self, size: float) -> float:
         """Return the median time in seconds at ``size``."""

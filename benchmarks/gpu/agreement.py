@@ -11,7 +11,8 @@ planner's own. All are planned first, at the same time, then executed one after 
 Beside the result file, a folder of each plan has ``plan.json``, ``run.json`` (all measured tasks, for ``ullage
 compare``) and ``trace.json.gz`` (predicted beside measured). An error is positive where too much was predicted. *After
 a refit*, the profile is fitted to one run, that of ``mixed``, which has tasks on all lanes of a host link, and predicts
-the others with it.
+the others with it. *span* is the share of an iteration in which a unit is under way on the GPU: from its first kernel
+to its last, with the gaps between them.
 """
 
 import argparse
@@ -165,7 +166,7 @@ def row(record: RunRecord, found: Explained) -> dict[str, Any]:
         "measured_p90": found.p90_s,
         "cause": found.answer,
         "memory": {tier: part for tier, part in compared["memory"].items() if part["predicted"]},
-        "device_busy_share": statistics.median(
+        "device_span_share": statistics.median(
             busy(timeline, i)["gpu"].integral / timeline.period_s(i) for i in steady
         ),
         "bound_s": plan.certificate.bound_s,
@@ -252,13 +253,13 @@ def measure(settings: Mapping[str, Setting], profile: HardwareProfile, folder: P
 
 def table(result: Mapping[str, Any]) -> str:
     """Return the result as lines to print."""
-    lines = ["plan                      predicted   measured    error  refitted   memory  busy  over bound"]
+    lines = ["plan                      predicted   measured    error  refitted   memory  span  over bound"]
     for name, found in result["rows"].items():
         worst = max((part["error"] for part in found["memory"].values()), key=abs)
         refitted = f"{found['refitted_error']:+9.1%}" if "refitted_error" in found else " " * 9
         lines.append(
             f"{name:24} {found['predicted']:9.3f} s {found['measured']:8.3f} s {found['error']:+8.1%} {refitted} "
-            f"{worst:+8.1%} {found['device_busy_share']:5.0%} {found['over_bound']:11.2f}   {found['cause']}"
+            f"{worst:+8.1%} {found['device_span_share']:5.0%} {found['over_bound']:11.2f}   {found['cause']}"
         )
     return "\n".join([*lines, *(f"{name}: {why}" for name, why in result["not_run"].items())])
 

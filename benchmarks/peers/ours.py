@@ -77,7 +77,7 @@ class Ours:
             "plan": plan_summary(plan),
             "predicted_and_measured": comparison.to_json(),
             "replayed_over_measured": replay(measured, steady),
-            "device_busy_share": statistics.median(
+            "device_span_share": statistics.median(
                 busy(measured, i)["gpu"].integral / measured.period_s(i) for i in steady
             ),
         }

@@ -111,7 +111,7 @@ def row_summary(cell: Cell, row: Row, outcomes: Sequence[Outcome], references: S
     iteration_s = statistics.median(per_process_s)
     mean_s = statistics.median(outcome.total_s / len(outcome.iteration_s) for outcome in whole)
     errors = worst_errors(whole, references)
-    busy = [share for outcome in whole if (share := outcome.detail.get("device_busy_share")) is not None]
+    busy = [share for outcome in whole if (share := outcome.detail.get("device_span_share")) is not None]
     device_bytes = [outcome.peak_device_bytes for outcome in whole if outcome.peak_device_bytes is not None]
     return result | {
         "iteration_s": iteration_s,
@@ -122,7 +122,7 @@ def row_summary(cell: Cell, row: Row, outcomes: Sequence[Outcome], references: S
         "checked_against": [name for name, error in errors.items() if error <= TOLERANCES[cell.dtype]],
         "peak_rss_bytes": max(outcome.peak_rss_bytes for outcome in whole),
         "peak_device_bytes": max(device_bytes) if device_bytes else None,
-        "device_busy_share": statistics.median(busy) if busy else None,
+        "device_span_share": statistics.median(busy) if busy else None,
         "start_up_s": statistics.median(outcome.start_up_s for outcome in whole),
         "first_iteration_s": statistics.median(outcome.first_iteration_s for outcome in whole),
     }

@@ -18,6 +18,7 @@ from typing import Final, Literal, Self
 import torch
 
 from executor.distributed.ranks import Ranks, this_machine
+from hwprofiles.machine import num_issuing_cores
 
 CoreChoice = tuple[int, ...] | Literal["auto", "free"]
 """Cores that the ranks of this machine divide.
@@ -28,7 +29,6 @@ the same cores, but nothing is bound.
 
 _SYSTEM: Final = Path("/sys/devices/system/cpu")
 _THREADS: Final = Path("/proc/self/task")
-_MANY: Final = 8  # with at least so many cores, two are left to threads that issue work; with fewer, one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,9 +54,7 @@ class Cores:
     def of(cls, own: Sequence[int], most_threads: int | None, *, is_bound: bool, on_device: bool) -> Self:
         """Divide a rank's cores among its threads. At most ``most_threads`` threads update."""
         count = len(own)
-        num_issuing = (
-            (min(count // 2, 2 if count >= _MANY else 1)) if on_device else min(torch.get_num_threads(), count)
-        )
+        num_issuing = num_issuing_cores(count) if on_device else min(torch.get_num_threads(), count)
         room = max(count - num_issuing, 1)
         return cls(tuple(own), num_issuing, min(most_threads or room, room), is_bound, on_device)
 

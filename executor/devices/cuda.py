@@ -9,7 +9,7 @@ import operator
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final, Self
 
 import torch
@@ -28,7 +28,9 @@ _HOST_LANES: Final = frozenset(
 # Lanes with a stream that allocate memory. Memory counts when the thread allocates it. So these threads wait on the
 # host for dependencies; otherwise new memory would be allocated before the old memory is free.
 _PACED_LANES: Final = frozenset({Lane.ACTIVATION_IN})
-_NEAR_S: Final = 10.0  # up to this time, float32 milliseconds are exact to a microsecond
+# Between anchors of the clock. In a second, clocks drift apart by tens of microseconds.
+_APART_S: Final = 1.0
+_MOST_ANCHORS: Final = 1 << 12  # then every second one goes
 _PASSING_BYTES: Final = 16 << 20
 # Limits the float32 copy of a gradient during an update on the device to 64 MiB. For smaller chunks, launching a kernel
 # may take longer than the kernel itself.
@@ -59,17 +61,27 @@ class Clock:
     """Converts events to times on the host's clock.
 
     [Note: Anchors] CUDA returns the time between two events in float32 milliseconds. For events an hour apart, the
-    resolution is a quarter of a millisecond. So every event is measured from a near event with a known time, an anchor.
-    An event that is far from all anchors becomes an anchor itself.
+    resolution is a quarter of a millisecond. Besides, the GPU's clock and the host's drift apart by milliseconds a
+    minute. So every event is measured from a near anchor: an event whose time the host read when it happened.
 
     Args:
-        zero: an event that has ended.
-        zero_s: its time, on the host's clock.
+        read: makes an anchor now, and returns its time on the host's clock and its event.
     """
 
-    def __init__(self, zero: _Event, zero_s: float) -> None:
+    def __init__(self, read: Callable[[], tuple[float, _Event]]) -> None:
         self._lock = threading.Lock()
-        self._anchors = [(zero_s, zero)]  # by time
+        self._read = read
+        self._anchors = [read()]  # by time
+
+    def keep_up(self) -> None:
+        """Make an anchor if the last one is old."""
+        if time.perf_counter() - self._anchors[-1][0] > _APART_S and self._lock.acquire(blocking=False):
+            try:
+                if len(self._anchors) >= _MOST_ANCHORS:
+                    del self._anchors[1::2]
+                self._anchors.append(self._read())
+            finally:
+                self._lock.release()
 
     def time_s(self, event: _Event) -> float:
         """Return the time of an event that has ended, on the host's clock."""
@@ -78,10 +90,7 @@ class Clock:
             about_s = zero_s + zero.seconds_to(event)
             i = bisect.bisect(self._anchors, about_s, key=operator.itemgetter(0))
             near_s, near = min(self._anchors[max(i - 1, 0) : i + 1], key=lambda anchor: abs(anchor[0] - about_s))
-            found_s = near_s + near.seconds_to(event)
-            if abs(found_s - near_s) > _NEAR_S:
-                bisect.insort(self._anchors, (found_s, event), key=operator.itemgetter(0))
-            return found_s
+        return near_s + near.seconds_to(event)
 
 
 class CudaBackend:
@@ -92,10 +101,8 @@ class CudaBackend:
             raise ValueError("device is cuda, but torch finds no CUDA device; use device='cpu' or install CUDA's torch")
         self.device = torch.device("cuda", torch.cuda.current_device())
         self._pool: collections.deque[torch.cuda.Event] = collections.deque()
-        torch.cuda.synchronize(self.device)
-        zero = _Event(self._pool)
-        torch.cuda.synchronize(self.device)
-        self._clock = Clock(zero, time.perf_counter())
+        self._idle = torch.cuda.Stream(self.device, priority=-1)  # type: ignore[no-untyped-call]
+        self._clock = Clock(self._anchor)
         self._lane = threading.local()  # its stream, so that no task has to ask for it
         self._passing: torch.Tensor | None = None  # buffers for gradients that are accumulated on the host
 
@@ -117,7 +124,19 @@ class CudaBackend:
 
     def record_event(self, lane: Lane) -> Event:
         """Return the host's time, or an event on the current stream."""
-        return time.perf_counter() if lane in _HOST_LANES else _Event(self._pool, self._stream())
+        if lane in _HOST_LANES:
+            return time.perf_counter()
+        self._clock.keep_up()
+        return _Event(self._pool, self._stream())
+
+    def _anchor(self) -> tuple[float, _Event]:
+        """Return the time now, and an event of now: nothing else is on its stream. The thread spins for microseconds.
+
+        A blocking event would wake it up late.
+        """
+        event = _Event(self._pool, self._idle)
+        self._idle.synchronize()
+        return time.perf_counter(), event
 
     def wait_event(self, lane: Lane, event: Event) -> None:
         """Make the current stream, or the calling thread, wait for a CUDA event.

@@ -3,21 +3,43 @@
 Probes are the same for both; they differ in the clock (wall time against CUDA events) and in how a copy is made.
 """
 
+import dataclasses
+import functools
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, Protocol
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final, Literal, Protocol
 
 import numpy as np
 import torch
 
-from hwprofiles.calibrate.options import CpuAdamW, Kernels
-from hwprofiles.calibrate.sampling import Call, Case, clock_of
+from hwprofiles.calibrate.options import Array, CpuAdamW, Kernels
+from hwprofiles.calibrate.sampling import SUSTAINED, Call, Case, Summary, clock_of, sample
+from hwprofiles.calibrate.sensors import Sensors
 from hwprofiles.machine import cpu_name
+from hwprofiles.profile import AttentionType
 
 _QUICK_COPY_BYTES = 2**27
+FIRST_CALLS_S: Final[Mapping[bool, float]] = {True: 10.0, False: 20.0}
+"""Seconds of first calls on a GPU, by whether calibration is quick. They are no part of the steps' budgets."""
 
 Direction = Literal["down", "up"]
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionSizes:
+    """Attention to measure: sequences of each length, and (head dimension, key-value heads) of each type.
+
+    The plain type of a data type comes first; others are of bf16 alone.
+    """
+
+    batch: int
+    num_heads: int
+    seq_lens: tuple[int, ...]
+    backward_seq_lens: tuple[int, ...]
+    heads: Mapping[AttentionType, tuple[int, int]]
 
 
 class Backend(Protocol):
@@ -29,6 +51,11 @@ class Backend(Protocol):
         cores_per_copy: CPU cores that one running copy occupies.
         dram_bytes_per_copied_byte: host memory traffic of a copy: 1, or 2 where the device's memory is host memory.
         shapes: rows and hidden sizes of the matrix products to measure.
+        beside: rows and hidden size of the product that runs beside other work.
+        attention: the attention to measure.
+        most_elements: elements of the largest elementwise kernel.
+        optimizer_sizes: numbers of parameters of AdamW.
+        pair_bytes, pair_copies: size and number of the copies that are issued at once beside other work.
         pool_bytes: device memory that operands rotate through. It is larger than any cache, as in training.
         copy_pool_bytes: size of the largest copy, and of the pools on either side that copies rotate through.
     """
@@ -40,11 +67,21 @@ class Backend(Protocol):
     cores_per_copy: int
     dram_bytes_per_copied_byte: int
     shapes: tuple[tuple[int, ...], tuple[int, ...]]
+    beside: tuple[int, int]
+    attention: AttentionSizes
+    most_elements: int
+    optimizer_sizes: tuple[int, ...]
+    pair_bytes: int
+    pair_copies: int
     pool_bytes: int
     copy_pool_bytes: int
 
     def time_s(self, call: Call, num_calls: int) -> float:
         """See :data:`hwprofiles.calibrate.sampling.Clock`."""
+        ...
+
+    def sample(self, cases: Sequence[Case], budget_s: float) -> list[Summary]:
+        """Time cases on the device; see :func:`hwprofiles.calibrate.sampling.sample`."""
         ...
 
     def blocking(self, call: Call) -> Call:
@@ -55,7 +92,7 @@ class Backend(Protocol):
         """Return a copier for one direction."""
         ...
 
-    def optimizer_cases(self, sizes: tuple[int, ...], kernels: Kernels) -> list[Case]:
+    def optimizer_cases(self, kernels: Kernels) -> list[Case]:
         """Return one AdamW update on the device per number of parameters."""
         ...
 
@@ -81,6 +118,7 @@ class HostBackend:
     cores_per_copy = 1
     dram_bytes_per_copied_byte = 2
     pool_bytes = 128 * 2**20
+    pair_bytes, pair_copies = 8 * 2**20, 1
 
     def __init__(self, num_cores: int, memory_bytes: int, *, quick: bool) -> None:
         self.name = f"{num_cores} core{'s' if num_cores > 1 else ''} of {cpu_name()}"
@@ -90,11 +128,20 @@ class HostBackend:
             (64, 256, 1024, *(() if quick else (2048, 4096))),
             (256, 512, 1024, 2048),
         )
+        self.beside = (256, 1024)
+        seq_lens = (64, 128, 256, 512, 1024, 2048, *(() if quick else (4096,)))
+        self.attention = AttentionSizes(1, 8, seq_lens, seq_lens, {"bf16": (64, 8), "fp32": (64, 8)})
+        self.most_elements = 4**11 if quick else 4**12
+        self.optimizer_sizes = tuple(2**i for i in range(14, 25 if quick else 27, 2))
         self.copy_pool_bytes = max(min(_QUICK_COPY_BYTES * (1 if quick else 2), memory_bytes // 2), 2**16)
 
     def time_s(self, call: Call, num_calls: int) -> float:
         """Return seconds per call by the wall clock: computing is synchronous."""
         return clock_of(self.num_cores)(call, num_calls)
+
+    def sample(self, cases: Sequence[Case], budget_s: float) -> list[Summary]:
+        """Sample as [Note: Robust timing] says."""
+        return sample(cases, self.time_s, budget_s)
 
     def blocking(self, call: Call) -> Call:
         """Return the call itself: it blocks already."""
@@ -104,9 +151,10 @@ class HostBackend:
         """Return a memcpy by the calling thread; both directions are alike."""
         return _Memcpy(self.copy_pool_bytes)
 
-    def optimizer_cases(self, sizes: tuple[int, ...], kernels: Kernels) -> list[Case]:
+    def optimizer_cases(self, kernels: Kernels) -> list[Case]:
         """Return updates by the injected CPU kernel on the device's cores."""
-        return adamw_cases(sizes, kernels.cpu_adamw, self.num_cores)
+        state = adamw_state(max(self.optimizer_sizes))
+        return adamw_cases(self.optimizer_sizes, state, kernels.cpu_adamw, self.num_cores)
 
 
 class _Memcpy:
@@ -126,43 +174,125 @@ class _Memcpy:
 
 
 class CudaBackend:
-    """One GPU of this process, timed by CUDA events on the current stream."""
+    """One GPU of this process, timed by CUDA events on the current stream.
+
+    Sizes reach those of training, because beyond the largest one a curve can only say that the rate stays.
+
+    Attributes:
+        soak_s: duration of the large products before the first sample.
+        lead_side: rows and columns of their matrices.
+        first_calls_s: seconds that are left to first calls; libraries may build plans in them, or load kernels.
+    """
 
     kind: Literal["gpu", "host"] = "gpu"
     num_cores = 0
     cores_per_copy = 0
     dram_bytes_per_copied_byte = 1
-    pool_bytes = 512 * 2**20
+    pool_bytes = 2**30
+    pair_bytes, pair_copies = 64 * 2**20, 4
+    soak_s, lead_side = 2.0, 4096
 
     def __init__(self, *, quick: bool) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device())
         self.name = torch.cuda.get_device_name(self.device)
-        rows = (64, 512, 2048, 8192) if quick else (64, 256, 512, 1024, 2048, 4096, 8192)
-        self.shapes: tuple[tuple[int, ...], tuple[int, ...]] = (rows, (1024, 2048, 4096, 8192))
+        rows = (64, 512, 2048, 8192, 16384) if quick else (64, 256, 512, 1024, 2048, 4096, 8192, 16384)
+        hiddens = (1024, 4096, 8192, 16384) if quick else (1024, 2048, 4096, 8192, 16384)
+        self.shapes: tuple[tuple[int, ...], tuple[int, ...]] = (rows, hiddens)
+        self.beside = (8192, 8192)
+        seq_lens = (128, 512, 2048, 4096) if quick else (128, 256, 512, 1024, 2048, 4096, 8192)
+        # With shorter sequences, a GPU computes a backward in less time than autograd takes to launch it.
+        backward_seq_lens = tuple(seq for seq in seq_lens if seq >= 512)
+        heads: dict[AttentionType, tuple[int, int]] = {
+            "bf16": (64, 32),
+            "fp32": (64, 32),
+            "bf16-gqa": (64, 8),
+            "bf16-128": (128, 32),
+            "bf16-128-gqa": (128, 8),
+        }
+        self.attention = AttentionSizes(4, 32, seq_lens, backward_seq_lens, heads)
+        self.most_elements = 4**14
+        self.optimizer_sizes = tuple(2**i for i in range(14, 27, 2))
         self.copy_pool_bytes = 256 * 2**20
-        self._stream = threading.local()
+        self.first_calls_s = FIRST_CALLS_S[quick]
+        self._sensors = Sensors(self.device)
+        self._thread = threading.local()  # its stream and its event
 
-    def time_s(self, call: Call, num_calls: int) -> float:
-        """Return seconds per call between two events on the current stream."""
+    def sample(self, cases: Sequence[Case], budget_s: float) -> list[Summary]:
+        """Sample as [Note: Sustained clocks] says."""
+        readings: dict[Call, list[tuple[float, float]]] = defaultdict(list)
+
+        def clock(call: Call, num_calls: int) -> float:
+            self._lead(SUSTAINED.lead_s)
+            return self.time_s(call, num_calls, readings[call])
+
+        called = self._called_once(cases)
+        self._lead(self.soak_s)
+        self.soak_s = 0.0
+        found = sample(called, clock, budget_s, SUSTAINED)
+        for number, case in enumerate(cases[: len(found)]):
+            if of_case := readings[case.call]:
+                mhz, watts = np.median(of_case, axis=0).tolist()
+                found[number] = found[number]._replace(mhz=mhz, watts=watts)
+        return found
+
+    def _called_once(self, cases: Sequence[Case]) -> Sequence[Case]:
+        """Call every case, and return those for which there was time: two at least."""
+        for number, case in enumerate(cases):
+            if number >= 2 and self.first_calls_s <= 0:
+                return cases[:number]
+            begin_s = time.perf_counter()
+            case.call()
+            torch.cuda.synchronize(self.device)
+            self.first_calls_s -= time.perf_counter() - begin_s
+        return cases
+
+    def _lead(self, seconds: float) -> None:
+        """Issue large products that take about so long."""
+        product, product_s = self._product
+        for _ in range(round(seconds / product_s)):
+            product()
+
+    @functools.cached_property
+    def _product(self) -> tuple[Call, float]:
+        """A large product, and its time."""
+        shape = (self.lead_side, self.lead_side)
+        # Of equal numbers it would take less power.
+        operand = torch.empty(shape, dtype=torch.bfloat16, device=self.device).uniform_(-0.1, 0.1)
+        result = torch.empty_like(operand)
+
+        def product() -> None:
+            torch.mm(operand, operand, out=result)
+
+        product()
+        return product, self.time_s(product, 3)
+
+    def time_s(self, call: Call, num_calls: int, readings: list[tuple[float, float]] | None = None) -> float:
+        """Return seconds per call between two events on the current stream; read the sensors meanwhile."""
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        torch.cuda.synchronize(self.device)
         start.record()
         for _ in range(num_calls):
             call()
         end.record()
+        if readings is not None and (reading := self._sensors.read()):
+            readings.append(reading)
         end.synchronize()
         return float(start.elapsed_time(end)) / 1e3 / num_calls
 
     def blocking(self, call: Call) -> Call:
-        """Return a call that issues to a stream of the calling thread and waits for it, with the GIL released."""
+        """Return a call that issues to a stream of the calling thread and waits for it, with the GIL released.
+
+        The thread sleeps while it waits, as the executor's do: a thread that spins would take a core from updates.
+        """
 
         def run() -> None:
-            if not hasattr(self._stream, "value"):
+            if not hasattr(self._thread, "stream"):
                 torch.cuda.set_device(self.device)
-                self._stream.value = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-            with torch.cuda.stream(self._stream.value):
+                self._thread.stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+                self._thread.event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            with torch.cuda.stream(self._thread.stream):
                 call()
-            self._stream.value.synchronize()
+                self._thread.event.record()
+            self._thread.event.synchronize()
 
         return run
 
@@ -170,13 +300,13 @@ class CudaBackend:
         """Return asynchronous copies (synchronous ones if the host side is not pinned)."""
         return _CudaCopy(self.device, direction, self.copy_pool_bytes, pinned=pinned)
 
-    def optimizer_cases(self, sizes: tuple[int, ...], kernels: Kernels) -> list[Case]:
+    def optimizer_cases(self, kernels: Kernels) -> list[Case]:
         """Return updates by the injected kernel; subgroups rotate through the state of the largest."""
-        num_params = max(sizes)
+        num_params = max(self.optimizer_sizes)
         state = [torch.full((num_params,), value, device=self.device) for value in (0.02, 1e-3, 1e-6)]
         state += [torch.full((num_params,), 1e-3, dtype=torch.bfloat16, device=self.device) for _ in range(2)]
 
-        return _rotating(sizes, state, kernels.device_adamw)
+        return _rotating(self.optimizer_sizes, state, kernels.device_adamw)
 
 
 class _CudaCopy:
@@ -195,16 +325,18 @@ class _CudaCopy:
         return copy
 
 
-def adamw_cases(sizes: tuple[int, ...], cpu_adamw: CpuAdamW, num_threads: int) -> list[Case]:
-    """Return one CPU AdamW update per number of parameters. Subgroups rotate through the state of the largest."""
-    num_params = max(sizes)
+def adamw_state(num_params: int) -> tuple[Array, ...]:
+    """Return the arrays of a CPU AdamW over so many parameters, without page faults to come."""
     master, exp_avg = (np.full(num_params, value, dtype=np.float32) for value in (0.02, 1e-3))
     exp_avg_sq = np.full(num_params, 1e-6, dtype=np.float32)
     gradient = np.full(num_params, 0x3A83, dtype=np.uint16)  # 0.001 in bfloat16: away from zero and denormals
-    weight = np.zeros(num_params, dtype=np.uint16)
-    arrays = (master, exp_avg, exp_avg_sq, gradient, weight)
+    weight = np.full(num_params, 0, dtype=np.uint16)  # zeros() would leave page faults to the updates
+    return master, exp_avg, exp_avg_sq, gradient, weight
 
-    return _rotating(sizes, arrays, lambda m, avg, sq, grad, w: cpu_adamw(m, avg, sq, grad, w, num_threads))
+
+def adamw_cases(sizes: tuple[int, ...], state: tuple[Array, ...], cpu_adamw: CpuAdamW, num_threads: int) -> list[Case]:
+    """Return one CPU AdamW update per number of parameters, on subgroups that rotate through the state."""
+    return _rotating(sizes, state, lambda m, avg, sq, grad, w: cpu_adamw(m, avg, sq, grad, w, num_threads))
 
 
 def _rotating(sizes: tuple[int, ...], state: Sequence[Any], step: Callable[..., object]) -> list[Case]:

@@ -5,7 +5,7 @@ import functools
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -13,17 +13,24 @@ from torch.nn import functional
 
 from hwprofiles.calibrate.backend import Backend, rotate
 from hwprofiles.calibrate.options import Array, Kernels, MeasureHost, SumOfSquares
-from hwprofiles.calibrate.sampling import Call, Case, build_curve, quantity, rate, sample, seconds, summarize
-from hwprofiles.profile import Dtype
+from hwprofiles.calibrate.sampling import (
+    Call,
+    Case,
+    Summary,
+    build_curve,
+    conditions,
+    quantity,
+    rate,
+    seconds,
+    summarize,
+)
+from hwprofiles.profile import AttentionType, Dtype
 from hwprofiles.quantity import Curve, Quantity
 
 _DTYPES: Mapping[Dtype, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
-_HEAD_DIM, _NUM_HEADS = 64, 8
 _FP8_GRAIN = 16  # sizes of products in fp8 are multiples of this
 # At most this many matrices of a pool rotate. A pool could hold hundreds of thousands of small ones.
 _MOST_VIEWS = 1024
-# With shorter sequences, a GPU computes a backward in less time than autograd takes to launch it.
-_SHORTEST_ON_GPU = 512
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,10 +46,9 @@ class ComputeProbe:
     backend: Backend
     pools: Mapping[Dtype, torch.Tensor]
     outputs: torch.Tensor
-    quick: bool
 
     @classmethod
-    def create(cls, backend: Backend, seed: int, *, quick: bool) -> "ComputeProbe":
+    def create(cls, backend: Backend, seed: int) -> "ComputeProbe":
         """Fill the pools with small random numbers."""
         generator = torch.Generator(backend.device).manual_seed(seed)
         pools = {
@@ -52,7 +58,7 @@ class ComputeProbe:
         for pool in pools.values():
             pool.uniform_(-0.1, 0.1, generator=generator)
         outputs = torch.zeros(backend.pool_bytes, dtype=torch.uint8, device=backend.device)
-        return cls(backend, pools, outputs, quick)
+        return cls(backend, pools, outputs)
 
     def gemm_rows_half(self, budget_s: float) -> Quantity:
         """Measure how much few rows slow down a bf16 product, from products with few and many rows of equal FLOP.
@@ -65,13 +71,14 @@ class ComputeProbe:
         shorts = [r for r in (8, 16, 32, 64, 128, 256, 512) if r * factor <= 2 * max(self.backend.shapes[0])]
         shapes = [shape for rows in shorts for shape in ((rows, wide), (rows * factor, narrow))]
         cases = [self._linear_mix("bf16", rows, hidden) for rows, hidden in shapes]
-        found = sample(cases, self.backend.time_s, budget_s)
+        found = self.backend.sample(cases, budget_s)
         halves = []
         for short, tall, rows in zip(found[::2], found[1::2], shorts, strict=False):
             ratio = short.median_s / tall.median_s
             slope = 1 / rows - ratio / (rows * factor)
             halves.append(max(ratio - 1, 0.0) / slope if slope > 0 else float(rows * factor))
         source = f"short against tall products of equal FLOP, {min(shorts)} to {max(shorts)} rows, median"
+        source += conditions(found)
         return quantity(float(np.median(halves)), "count", source, sum(s.num_samples for s in found), halves)
 
     def gemm(self, dtype: Dtype, rows_half: float, budget_s: float) -> Curve:
@@ -92,49 +99,65 @@ class ComputeProbe:
 
     def _products(self, mix: Callable[..., Case], dtype: str, rows_half: float, budget_s: float) -> Curve:
         rows, hiddens = self.backend.shapes
+        if dtype == "fp32" and self.backend.kind == "gpu":  # ten times slower, so smaller ones fill the device
+            rows, hiddens = rows[:-1], hiddens[:-1]
         shapes = sorted(itertools.product(rows, hiddens), key=lambda s: (s[0] * s[1] ** 2, s))
         cases = [mix(r, h, 1 / (1 + rows_half / r)) for r, h in shapes]
-        found = sample(cases, self.backend.time_s, budget_s)
+        found = self.backend.sample(cases, budget_s)
         source = f"{dtype} products of a linear layer, mean of forward, dgrad and wgrad, corrected for few rows"
-        return build_curve("flop", [c.size for c in cases], found, source)
+        sizes = [case.size for case in cases]
+        return build_curve("flop", sizes, _no_faster_than_most_rows(shapes, sizes, found), source)
 
-    def attention(self, dtype: Dtype, budget_s: float) -> Curve:
-        """Measure fused causal attention. Its FLOP are 2 batch heads seq² head_dim, without the masked half."""
-        return self._attention(dtype, budget_s, backward=False)
+    def attention(self, dtype: Dtype, budget_s: float, *, backward: bool = False) -> dict[AttentionType, Curve]:
+        """Measure fused causal attention or its backward, for each type of heads.
 
-    def attention_backward(self, dtype: Dtype, budget_s: float) -> Curve:
-        """Measure the backward of fused causal attention; its FLOP are 2.5 times those of forward.
-
-        Backward has five products of the size of which forward has two (Dao et al., FlashAttention, appendix B).
+        The FLOP of forward are 2 batch heads seq² head_dim, without the masked half. Those of backward are 2.5 times
+        as many: it has five products of the size of which forward has two (Dao et al., FlashAttention, appendix B).
         """
-        return self._attention(dtype, budget_s, backward=True)
+        heads = {name: sizes for name, sizes in self.backend.attention.heads.items() if name.startswith(dtype)}
+        part_s = budget_s / len(heads)
+        return {
+            name: self._attention(dtype, head_dim, num_key_value_heads, part_s, backward=backward)
+            for name, (head_dim, num_key_value_heads) in heads.items()
+        }
 
-    def _attention(self, dtype: Dtype, budget_s: float, *, backward: bool) -> Curve:
-        batch = 1 if self.backend.kind == "host" else 8
-        cases = []
-        for seq in (64, 128, 256, 512, 1024, 2048, *(() if self.quick else (4096,))):
-            if backward and self.backend.kind == "gpu" and seq < _SHORTEST_ON_GPU:
-                continue
-            flop = (5.0 if backward else 2.0) * batch * _NUM_HEADS * seq**2 * _HEAD_DIM
-            call = self._attention_call(dtype, (batch, _NUM_HEADS, seq, _HEAD_DIM), backward=backward)
-            cases.append(Case(flop, call))
-        found = sample(cases, self.backend.time_s, budget_s)
+    def _attention(
+        self, dtype: Dtype, head_dim: int, num_key_value_heads: int, budget_s: float, *, backward: bool
+    ) -> Curve:
+        sizes = self.backend.attention
+        batch, num_heads = sizes.batch, sizes.num_heads
+        cases = [
+            Case(
+                (5.0 if backward else 2.0) * batch * num_heads * seq**2 * head_dim,
+                self._attention_call(
+                    dtype,
+                    (batch, num_heads, seq, head_dim),
+                    (batch, num_key_value_heads, seq, head_dim),
+                    backward=backward,
+                ),
+            )
+            for seq in (sizes.backward_seq_lens if backward else sizes.seq_lens)
+        ]
+        found = self.backend.sample(cases, budget_s)
         what = "the backward of fused causal attention" if backward else "fused causal attention forward"
-        source = f"{dtype} {what}, FLOP without the masked half, head dimension {_HEAD_DIM}"
+        source = f"{dtype} {what}, FLOP without the masked half, head dimension {head_dim}"
+        if num_key_value_heads < num_heads:
+            source += f", {num_heads // num_key_value_heads} query heads per key-value head"
         return build_curve("flop", [c.size for c in cases], found, source)
 
     def elementwise(self, dtype: Dtype, budget_s: float) -> Curve:
         """Measure eager kernels over the bytes they read and write: the mean of add, mul, silu, and a cast or copy."""
-        cases = [self._elementwise_mix(dtype, 4**i) for i in range(4, 12 if self.quick else 13)]
-        found = sample(cases, self.backend.time_s, budget_s)
+        counts = itertools.takewhile(lambda count: count <= self.backend.most_elements, (4**i for i in range(4, 99)))
+        cases = [self._elementwise_mix(dtype, count) for count in counts]
+        found = self.backend.sample(cases, budget_s)
         last = "cast to fp32" if dtype == "bf16" else "copy"
         source = f"eager elementwise kernels, mean of {dtype} add, mul, silu and {last}"
         return build_curve("bytes", [c.size for c in cases], found, source)
 
     def optimizer(self, kernels: Kernels, budget_s: float) -> Curve:
         """Measure one AdamW update on the device."""
-        cases = self.backend.optimizer_cases(optimizer_sizes(quick=self.quick), kernels)
-        found = sample(cases, self.backend.time_s, budget_s)
+        cases = self.backend.optimizer_cases(kernels)
+        found = self.backend.sample(cases, budget_s)
         source = "AdamW on the device: " + (
             "torch, fused, from bf16 gradients to bf16 weights"
             if self.backend.kind == "gpu"
@@ -146,7 +169,7 @@ class ComputeProbe:
         """Measure a copy inside the device's memory, reads and writes added."""
         first, second = self.pools["fp32"].chunk(2)
         case = Case(2.0 * first.nbytes, lambda: second.copy_(first))
-        (found,) = sample([case], self.backend.time_s, budget_s)
+        (found,) = self.backend.sample([case], budget_s)
         source = "copy inside device memory, reads and writes added"
         return rate(case.size, found, "bytes_per_s", source)
 
@@ -155,8 +178,8 @@ class ComputeProbe:
         if self.backend.kind == "gpu":
             return None
         bits = self.pools["bf16"].view(torch.uint16).numpy()
-        cases = [Case(n, self._norm(bits, n, sum_of_squares)) for n in optimizer_sizes(quick=self.quick)]
-        found = sample(cases, self.backend.time_s, budget_s)
+        cases = [Case(n, self._norm(bits, n, sum_of_squares)) for n in self.backend.optimizer_sizes]
+        found = self.backend.sample(cases, budget_s)
         return build_curve("params", [c.size for c in cases], found, "sum of squares of a bf16 gradient")
 
     def host_s(self, measure: MeasureHost, elementwise: Curve, budget_s: float) -> tuple[Quantity, Quantity]:
@@ -183,13 +206,12 @@ class ComputeProbe:
         return issue, seconds(step, times.num_tensors, source)
 
     def gemm_call(self) -> Call:
-        """Return products of a few milliseconds on a CPU core, to run beside other work.
+        """Return products of a few milliseconds, to run beside other work.
 
         They use the data type that is faster here: on processors without bf16 instructions, bf16 may be tens of times
         slower.
         """
-        rows, hidden = self.backend.shapes[0][1], self.backend.shapes[1][2]
-        calls = [self._linear_mix(dtype, rows, hidden).call for dtype in _DTYPES]
+        calls = [self._linear_mix(dtype, *self.backend.beside).call for dtype in _DTYPES]
         for call in calls:
             call()  # first use allocates
         return min(calls, key=lambda call: self.backend.time_s(call, 1))
@@ -226,17 +248,27 @@ class ComputeProbe:
 
         return Case(2.0 * rows * hidden**2, call, correction / 3)
 
-    def _attention_call(self, dtype: Dtype, shape: tuple[int, int, int, int], *, backward: bool) -> Call:
-        """Return a call of attention's forward, or of the backward of a forward that ran before."""
-        values = self.pools[dtype][: math.prod(shape)].view(shape)
-        query, key, value = inputs = [values.clone().requires_grad_() for _ in range(3)]
+    def _attention_call(
+        self, dtype: Dtype, of_query: tuple[int, ...], of_key: tuple[int, ...], *, backward: bool
+    ) -> Call:
+        """Return a call of attention's forward, or of the backward of a forward that ran before.
+
+        On a GPU, forward writes what backward needs, as in training.
+        """
+        pool, for_backward = self.pools[dtype], self.backend.kind == "gpu"
+        query, key, value = inputs = [
+            pool[: math.prod(shape)].view(shape).clone().requires_grad_() for shape in (of_query, of_key, of_key)
+        ]
 
         def forward() -> torch.Tensor:
-            return functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+            with torch.set_grad_enabled(for_backward or torch.is_grad_enabled()):
+                return functional.scaled_dot_product_attention(
+                    query, key, value, is_causal=True, enable_gqa=of_key != of_query
+                )
 
         if not backward:
             return forward
-        gradient = values.clone()
+        gradient = query.detach().clone()
         with torch.enable_grad():
             output = forward()
         return lambda: torch.autograd.grad(output, inputs, gradient, retain_graph=True)
@@ -270,6 +302,21 @@ class ComputeProbe:
         return itertools.cycle([part.view(rows, columns) for part in parts if len(part) == size])
 
 
-def optimizer_sizes(*, quick: bool) -> tuple[int, ...]:
-    """Return the numbers of parameters at which AdamW is measured."""
-    return tuple(2**i for i in range(14, 25 if quick else 27, 2))
+def _no_faster_than_most_rows(
+    shapes: Sequence[tuple[int, int]], sizes: Sequence[float], found: Sequence[Summary]
+) -> list[Summary]:
+    """Return the times of products of (rows, hidden), none at a higher rate than the best of those with most rows.
+
+    The correction of products of few rows is rough: it must not give them a rate that no product has.
+    """
+    most_rows = max(rows for (rows, _), _ in zip(shapes, found, strict=False))
+    seen = zip(shapes, sizes, found, strict=False)
+    best = max(size / one.median_s for (rows, _), size, one in seen if rows == most_rows)
+    return [
+        one._replace(
+            p10_s=max(one.p10_s, size / best),
+            median_s=max(one.median_s, size / best),
+            p90_s=max(one.p90_s, size / best),
+        )
+        for size, one in zip(sizes, found, strict=False)
+    ]

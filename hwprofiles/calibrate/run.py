@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import gc
 import math
 import platform
 import tempfile
@@ -14,7 +15,7 @@ from typing import Any, Final
 import torch
 
 from hwprofiles.allocator import keep_freed_memory
-from hwprofiles.calibrate.backend import Backend, CudaBackend, HostBackend, adamw_cases
+from hwprofiles.calibrate.backend import Backend, CudaBackend, HostBackend, adamw_cases, adamw_state
 from hwprofiles.calibrate.compute import ComputeProbe
 from hwprofiles.calibrate.disk import Disk, open_disk
 from hwprofiles.calibrate.fabric import joined, probe_fabric, probe_uplinks
@@ -29,9 +30,23 @@ from hwprofiles.calibrate.options import (
 )
 from hwprofiles.calibrate.sampling import quantity
 from hwprofiles.calibrate.saving import probe_saving
-from hwprofiles.calibrate.traffic import TrafficProbe, fewest_threads, narrow_update_s, optimizer_by_threads
+from hwprofiles.calibrate.traffic import (
+    TrafficProbe,
+    fewest_threads,
+    narrow_update_s,
+    optimizer_by_threads,
+    pool_params,
+)
 from hwprofiles.catalogue import Part
-from hwprofiles.machine import available_memory_bytes, cpu_name, num_cores, profile_name, this_machine
+from hwprofiles.machine import (
+    available_memory_bytes,
+    cache_bytes,
+    cpu_name,
+    num_cores,
+    num_issuing_cores,
+    profile_name,
+    this_machine,
+)
 from hwprofiles.profile import Device, Fabric, HardwareProfile, Host, Link, Storage
 from hwprofiles.quantity import Provenance, Quantity
 
@@ -51,9 +66,9 @@ _SHARES: Final[Mapping[Part, Mapping[str, float]]] = {
         "products in bf16": 3.0,
         "products in fp32": 2.5,
         "products in fp8": 2.0,
-        "attention in bf16": 1.0,
+        "attention in bf16": 2.0,
         "attention in fp32": 1.0,
-        "backward of attention in bf16": 1.0,
+        "backward of attention in bf16": 2.0,
         "backward of attention in fp32": 1.0,
         "optimizer on the device": 2.0,
         "device memory": 1.0,
@@ -76,10 +91,12 @@ _ALL = sum(sum(steps.values()) for part, steps in _SHARES.items() if part != "pf
 class _Steps:
     """Reports each step as it begins, and divides the time among steps."""
 
-    def __init__(self, options: CalibrationOptions, progress: Progress) -> None:
+    def __init__(self, options: CalibrationOptions, progress: Progress, *, on_gpu: bool) -> None:
         shares = {part: steps for part, steps in _SHARES.items() if options.measures(part)}
         self._budgets_s = {
-            name: options.total_s * share / _ALL for steps in shares.values() for name, share in steps.items()
+            name: options.total_s(on_gpu=on_gpu) * share / _ALL
+            for steps in shares.values()
+            for name, share in steps.items()
         }
         self._done_s, self._progress = 0.0, progress
 
@@ -131,12 +148,14 @@ def calibrate(
         )
     if not on_gpu:
         keep_freed_memory()  # as the executor does
-    steps = _Steps(options, progress)
+    steps = _Steps(options, progress, on_gpu=on_gpu)
     with contextlib.ExitStack() as stack:
         machine = _Machine.find(options, on_gpu=on_gpu)
         stack.enter_context(_torch_threads(machine.backend.num_cores or machine.cores, kernels.cpu_adamw))
         stack.enter_context(torch.no_grad())
         found = _Probes(options, kernels, machine, steps, stack).measure()
+    if found.device is not None and on_gpu and not options.device_memory_bytes:
+        found.device = found.device.model_copy(update={"memory_bytes": _left_on_gpu()})
     profile = (_new_profile if base is None else functools.partial(_updated_profile, base))(found, machine, options)
     steps.end()
     return profile, CalibrationReport(found.pairs, time.perf_counter() - begin_s)
@@ -161,8 +180,10 @@ class _Machine:
 
     @property
     def spare_cores(self) -> int:
-        """Cores that the device does not use; for a GPU, all but the one core that launches kernels."""
-        taken = self.num_devices if self.backend.kind == "gpu" else self.backend.num_cores
+        """Cores that update: those that the device does not use, and that launch nothing to it."""
+        taken = self.backend.num_cores
+        if self.backend.kind == "gpu":
+            taken = self.num_devices * num_issuing_cores(self.cores // self.num_devices)
         return max(self.cores - taken, 1)
 
 
@@ -208,7 +229,7 @@ class _Probes:
         if (folder := options.folder("pfs")) is not None:
             with open_disk(folder, quick=options.quick) as shared:
                 found.pfs = shared.probe(begin("shared file system"), shared=True)
-        compute = ComputeProbe.create(self._machine.backend, options.seed, quick=options.quick)
+        compute = ComputeProbe.create(self._machine.backend, options.seed)
         if options.measures("device"):
             found.device = _probe_device(compute, self._kernels, self._machine.device_memory, self._steps)
         traffic = self._cpu()
@@ -232,13 +253,18 @@ class _Probes:
     def _cpu(self) -> TrafficProbe:
         """Measure the host's updates if requested; return the probe of copies and contention."""
         options, machine, kernels, begin = self._options, self._machine, self._kernels, self._steps.begin
+        most_params = max(machine.backend.optimizer_sizes)
+        if machine.backend.kind == "gpu":  # its host may have caches larger than that
+            most_params = max(most_params, pool_params(cache_bytes()))
+        state = adamw_state(most_params if options.measures("cpu") or options.measures("together") else 1)
         if not options.measures("cpu"):
             assert options.base is not None
             cores = options.base.host.num_optimizer_cores
-            return TrafficProbe(machine.backend, kernels.cpu_adamw, cores, machine.cores, quick=options.quick)
-        by_threads = optimizer_by_threads(kernels.cpu_adamw, machine.cores, begin("optimizer against threads"))
+            return TrafficProbe(machine.backend, kernels.cpu_adamw, state, cores, machine.cores)
+        budget_s = begin("optimizer against threads")
+        by_threads = optimizer_by_threads(kernels.cpu_adamw, state, machine.cores, machine.spare_cores, budget_s)
         cores = fewest_threads(by_threads, machine.spare_cores)
-        traffic = TrafficProbe(machine.backend, kernels.cpu_adamw, cores, machine.cores, quick=options.quick)
+        traffic = TrafficProbe(machine.backend, kernels.cpu_adamw, state, cores, machine.cores)
         self._found.host |= {
             "name": cpu_name(),
             "num_cores": machine.cores,
@@ -339,12 +365,12 @@ def _probe_device(compute: ComputeProbe, kernels: Kernels, memory: Quantity, ste
             **({"fp8": in_fp8} if in_fp8 else {}),
         },
         attention={
-            "bf16": compute.attention("bf16", steps.begin("attention in bf16")),
-            "fp32": compute.attention("fp32", steps.begin("attention in fp32")),
+            **compute.attention("bf16", steps.begin("attention in bf16")),
+            **compute.attention("fp32", steps.begin("attention in fp32")),
         },
         attention_backward={
-            "bf16": compute.attention_backward("bf16", steps.begin("backward of attention in bf16")),
-            "fp32": compute.attention_backward("fp32", steps.begin("backward of attention in fp32")),
+            **compute.attention("bf16", steps.begin("backward of attention in bf16"), backward=True),
+            **compute.attention("fp32", steps.begin("backward of attention in fp32"), backward=True),
         },
         elementwise=elementwise,
         elementwise_fp32=elementwise_fp32,
@@ -354,6 +380,15 @@ def _probe_device(compute: ComputeProbe, kernels: Kernels, memory: Quantity, ste
         issue_s=issue_s,
         step_s=step_s,
     )
+
+
+def _left_on_gpu() -> Quantity:
+    """Return what is free on a GPU on which libraries have loaded their kernels and made their workspaces."""
+    gc.collect()  # operands of probes
+    torch.cuda.empty_cache()
+    left = torch.cuda.mem_get_info()[0] - FOR_LIBRARIES_BYTES
+    source = "free memory of the GPU beside the CUDA context and workspaces of libraries, less 1 GiB for more of them"
+    return quantity(left, "bytes", source, 1)
 
 
 def _backend(options: CalibrationOptions, cores: int, memory_bytes: int, *, on_gpu: bool) -> Backend:
@@ -405,7 +440,7 @@ def _torch_threads(num_threads: int, cpu_adamw: CpuAdamW) -> Iterator[None]:
     try:
         # When numba starts its OpenMP team, it changes the calling thread's number of threads, and so torch's. Start
         # it now, so that this does not happen between two measurements.
-        adamw_cases((64,), cpu_adamw, 1)[0].call()
+        adamw_cases((64,), adamw_state(64), cpu_adamw, 1)[0].call()
         torch.set_num_threads(num_threads)
         yield
     finally:

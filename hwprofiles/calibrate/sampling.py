@@ -6,6 +6,13 @@
 - the central value is the median of the fastest quarter of the repetitions. The tenth and ninetieth percentiles are
   taken over all of them: they show the noise that is left.
 If a curve still falls somewhere, isotonic regression on log time makes it monotone, and its source says so.
+
+[Note: Sustained clocks] A GPU has no other programs, but a power limit: its first products are faster than those of a
+training that runs for hours. The fastest repetitions are then the wrong ones. So every sample on a GPU follows
+milliseconds of large products, as in training, and the central value is the median of all samples. The SM clock and the
+power during the samples stand in the source. Meanwhile the host issues the sample's kernels, so that their time is the
+device's and not that of Python. What a library does at the first call of a shape (it may build a plan for half a
+second) is done before the clock starts.
 """
 
 import contextlib
@@ -27,13 +34,10 @@ from hwprofiles.calibrate.options import Floats
 from hwprofiles.quantity import Curve, CurvePoint, Provenance, Quantity, Unit
 
 FASTEST = 0.25
-METHOD = "median of the fastest quarter"
 _MIN_ROUNDS = 3
 NUM_WINDOWS = 16
 _MIN_WINDOW_S = 0.01
 _UNDISTURBED = 0.02  # a window counts as undisturbed if calls waited for a core for at most this fraction
-
-_MIN_SAMPLE_S = 5e-4  # shorter calls are repeated within one sample, so that clock and loop overhead vanish
 
 Call = Callable[[], object]
 
@@ -51,21 +55,68 @@ class Case:
     scale: float = 1.0
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Manner:
+    """How calls are sampled.
+
+    Attributes:
+        fastest: fraction of the repetitions, the fastest ones, whose median is the central value.
+        shortest_s: shorter calls are repeated within one sample, so that overhead of the clock and the loop vanishes.
+        most_calls: at most so many times.
+        lead_s: time that passes before each sample.
+    """
+
+    fastest: float
+    shortest_s: float
+    most_calls: int
+    lead_s: float = 0.0
+
+    def __str__(self) -> str:
+        """Return the central value in words."""
+        return "median of the fastest quarter" if self.fastest < 1 else "median, each after large products"
+
+
+ROBUST = Manner(fastest=FASTEST, shortest_s=5e-4, most_calls=200)
+"""See [Note: Robust timing]."""
+SUSTAINED = Manner(fastest=1.0, shortest_s=0.01, most_calls=40, lead_s=0.005)
+"""See [Note: Sustained clocks]. So few calls of a few kernels are issued while the products run."""
+
+
 class Summary(NamedTuple):
-    """Tenth percentile, robust centre and ninetieth percentile in seconds, and the number of samples."""
+    """Tenth percentile, robust centre and ninetieth percentile in seconds, the number of samples, and their manner.
+
+    On a GPU whose sensors can be read, ``mhz`` and ``watts`` are the medians of SM clock and power.
+    """
 
     p10_s: float
     median_s: float
     p90_s: float
     num_samples: int
+    manner: Manner = ROBUST
+    mhz: float | None = None
+    watts: float | None = None
 
 
-def summarize(samples: Floats | Sequence[float]) -> Summary:
-    """Return the statistics of [Note: Robust timing]."""
+def summarize(samples: Floats | Sequence[float], manner: Manner = ROBUST) -> Summary:
+    """Return the statistics of [Note: Robust timing] or [Note: Sustained clocks]."""
     ordered = np.sort(np.asarray(samples, dtype=np.float64))
-    centre = float(np.median(ordered[: math.ceil(len(ordered) * FASTEST)]))
+    centre = float(np.median(ordered[: math.ceil(len(ordered) * manner.fastest)]))
     p10, p90 = np.percentile(ordered, [10, 90])
-    return Summary(min(float(p10), centre), centre, max(float(p90), centre), len(ordered))
+    return Summary(min(float(p10), centre), centre, max(float(p90), centre), len(ordered), manner)
+
+
+def conditions(summaries: Sequence[Summary]) -> str:
+    """Return the range of SM clock and power in words, to follow a source; empty if nobody could read them."""
+
+    def spread(values: Sequence[float], unit: str) -> str:
+        low, high = f"{min(values):,.0f}", f"{max(values):,.0f}"
+        return f"{low} {unit}" if low == high else f"{low} to {high} {unit}"
+
+    known = [(s.mhz, s.watts) for s in summaries if s.mhz is not None and s.watts is not None]
+    if not known:
+        return ""
+    mhz, watts = zip(*known, strict=True)
+    return f", at {spread(mhz, 'MHz')} and {spread(watts, 'W')}"
 
 
 def wall_clock(call: Call, num_calls: int) -> float:
@@ -109,7 +160,7 @@ def _queue_clock() -> Iterator[Callable[[], float]]:
             os.close(descriptor)
 
 
-def sample(cases: Sequence[Case], clock: Clock, budget_s: float) -> list[Summary]:
+def sample(cases: Sequence[Case], clock: Clock, budget_s: float, manner: Manner = ROBUST) -> list[Summary]:
     """Time all cases in turns until the budget is spent, at least three rounds.
 
     Cases are ordered by size, the smallest first. The largest cases are left out if the warm-up does not reach them
@@ -125,8 +176,8 @@ def sample(cases: Sequence[Case], clock: Clock, budget_s: float) -> list[Summary
             break
         case.call()
         once_s = max(clock(case.call, 1), 1e-9)
-        num_calls = min(max(math.ceil(_MIN_SAMPLE_S / once_s), 1), 200)
-        round_s += num_calls * once_s
+        num_calls = min(max(math.ceil(manner.shortest_s / once_s), 1), manner.most_calls)
+        round_s += num_calls * once_s + manner.lead_s
         if len(repeats) >= 2 and _MIN_ROUNDS * round_s > budget_s * 2 / 3:
             break
         repeats.append(num_calls)
@@ -135,7 +186,7 @@ def sample(cases: Sequence[Case], clock: Clock, budget_s: float) -> list[Summary
     while len(samples[0]) < _MIN_ROUNDS or time.perf_counter() - begin_s < budget_s * 2 / 3:
         for case, num_calls, times in zip(cases, repeats, samples, strict=False):
             times.append(clock(case.call, num_calls) * case.scale)
-    return [summarize(times) for times in samples]
+    return [summarize(times, manner) for times in samples]
 
 
 def measured(source: str, num_samples: int) -> Provenance:
@@ -158,7 +209,7 @@ def quantity(
 def rate(size: float, time: Summary, unit: Unit, source: str) -> Quantity:
     """Return the rate of repetitions that each process ``size``."""
     per_s = (size / time.median_s, size / time.p90_s, size / time.p10_s)
-    return _between(*per_s, unit, measured(source, time.num_samples))
+    return _between(*per_s, unit, measured(source + conditions([time]), time.num_samples))
 
 
 def seconds(time: Summary, num_parts: int, source: str, less_s: float = 0.0) -> Quantity:
@@ -195,7 +246,8 @@ def build_curve(
         for size, row in zip(ordered, times_s, strict=True)
     )
     num_samples = sum(s.num_samples for group in groups.values() for s in group)
-    return Curve(size_unit=size_unit, points=points, provenance=measured(f"{source}, {METHOD}", num_samples))
+    source += f", {summaries[0].manner}{conditions(summaries)}"
+    return Curve(size_unit=size_unit, points=points, provenance=measured(source, num_samples))
 
 
 class Share(NamedTuple):

@@ -4,7 +4,9 @@
 when alone) exceeds ``dram_bytes_per_s``, all of them slow down by demand / capacity. So if a group of activities slows
 down by s when they run together, capacity = demand / s. If a group does not slow down, the capacity is at least its
 demand. The result is the candidate with the least squared error of log slow-down over all groups. A group never has
-more threads than there are cores, because waiting for a core is not contention for DRAM.
+more threads than there are cores, because waiting for a core is not contention for DRAM. Copies
+by copy engines share a link, which slows them down too. So where several of them run, what they take without others
+stands for what each takes alone.
 """
 
 import dataclasses
@@ -15,10 +17,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from hwprofiles.calibrate.backend import Backend, adamw_cases
-from hwprofiles.calibrate.compute import optimizer_sizes
+from hwprofiles.calibrate.backend import Backend, Copier, Direction, adamw_cases
 from hwprofiles.calibrate.disk import Disk
-from hwprofiles.calibrate.options import CpuAdamW, NarrowUpdates, Pair
+from hwprofiles.calibrate.options import Array, CpuAdamW, NarrowUpdates, Pair
 from hwprofiles.calibrate.sampling import (
     NUM_WINDOWS,
     Call,
@@ -42,9 +43,10 @@ NOTICEABLE = 1.05  # a smaller slow-down is noise
 _THREADS_PARAMS = 2**23
 _GOOD_ENOUGH = 0.97  # fraction of the best rate; what more threads add beyond it is noise
 _NARROW_PARAMS = 2**21  # more than caches hold
-_PAIR_BYTES = 8 * 2**20
 _PAIR_PARAMS = 2**21
-_POOL_PARAMS = 2**24
+_DISK_BYTES = 8 * 2**20
+_POOL_PARAMS, _MOST_POOL_PARAMS = 2**24, 2**27
+_BYTES_OF_STATE = 16  # per parameter: what an update reads, and the new weight
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,10 +66,18 @@ class Activity:
     num_cores: int
 
 
-def optimizer_by_threads(cpu_adamw: CpuAdamW, num_cores: int, budget_s: float) -> dict[int, Quantity]:
-    """Measure one large CPU AdamW with 1, 2, 4, ... threads, up to one per core."""
-    counts = sorted({*(2**i for i in range(num_cores.bit_length())), num_cores})
-    cases = [adamw_cases((_THREADS_PARAMS,), cpu_adamw, count)[0] for count in counts]
+def pool_params(cache_bytes: int) -> int:
+    """Return so many parameters that their AdamW state is four times as large as the caches, within limits."""
+    wanted = 4 * cache_bytes // _BYTES_OF_STATE
+    return min(max(1 << wanted.bit_length(), _POOL_PARAMS), _MOST_POOL_PARAMS)
+
+
+def optimizer_by_threads(
+    cpu_adamw: CpuAdamW, state: tuple[Array, ...], num_cores: int, spare_cores: int, budget_s: float
+) -> dict[int, Quantity]:
+    """Measure one large CPU AdamW with 1, 2, 4, ... threads, on all cores, and on those that training leaves to it."""
+    counts = sorted({*(2**i for i in range(num_cores.bit_length())), spare_cores, num_cores})
+    cases = [adamw_cases((_THREADS_PARAMS,), state, cpu_adamw, count)[0] for count in counts]
     found = sample(cases, team_clock, budget_s)
     return {
         count: rate(_THREADS_PARAMS, time, "params_per_s", f"CPU AdamW, {count} threads")
@@ -92,13 +102,13 @@ def fewest_threads(rates: dict[int, Quantity], at_most: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class TrafficProbe:
-    """Probes that share a backend, the injected CPU AdamW and its number of threads."""
+    """Probes that share a backend, the injected CPU AdamW, its state and its number of threads."""
 
     backend: Backend
     cpu_adamw: CpuAdamW
+    state: tuple[Array, ...]
     num_optimizer_cores: int
     num_cores: int
-    quick: bool
 
     def link(self, budget_s: float) -> Link:
         """Measure pinned copies in each direction and in both at once, and pageable copies."""
@@ -106,20 +116,18 @@ class TrafficProbe:
         copiers = {"down": self.backend.copier("down"), "up": self.backend.copier("up")}
         cases = {k: [Case(size, copier.call(int(size))) for size in sizes] for k, copier in copiers.items()}
         curves = {
-            name: build_curve(
-                "bytes", sizes, sample(cases[name], self.backend.time_s, budget_s / 4), f"pinned copy, {name}"
-            )
+            name: build_curve("bytes", sizes, self.backend.sample(cases[name], budget_s / 4), f"pinned copy, {name}")
             for name in cases
         }
-        largest = int(min(sizes[-1], _PAIR_BYTES))
-        calls = [self.backend.blocking(copier.call(largest)) for copier in copiers.values()]
+        largest = int(min(sizes[-1], self.backend.pair_bytes))
+        calls = [self._copies(copier, largest) for copier in copiers.values()]
         (group,) = sample_groups([calls], budget_s / 4)
         alone = sum(curve.best_rate_per_s() for curve in curves.values())
-        both = np.minimum(np.sum(largest / group.windows_s, axis=1), alone)
+        both = np.minimum(np.sum(self.backend.pair_copies * largest / group.windows_s, axis=1), alone)
         unpinned = [
             Case(largest, self.backend.copier(direction, pinned=False).call(largest)) for direction in ("up", "down")
         ]
-        pageable_up, pageable_down = sample(unpinned, self.backend.time_s, budget_s / 4)
+        pageable_up, pageable_down = self.backend.sample(unpinned, budget_s / 4)
         return Link(
             down=curves["down"],
             up=curves["up"],
@@ -131,9 +139,19 @@ class TrafficProbe:
             num_cores_per_copy=quantity(self.backend.cores_per_copy, "count", "how copies were made", 1),
         )
 
+    def _copies(self, copier: Copier, num_bytes: int) -> Call:
+        """Return a blocking call of several copies at once, so that waiting for them is a small part of its time."""
+        copy = copier.call(num_bytes)
+
+        def copies() -> None:
+            for _ in range(self.backend.pair_copies):
+                copy()
+
+        return self.backend.blocking(copies)
+
     def optimizer(self, budget_s: float) -> Curve:
         """Measure the CPU AdamW with ``num_optimizer_cores`` threads."""
-        cases = adamw_cases(optimizer_sizes(quick=self.quick), self.cpu_adamw, self.num_optimizer_cores)
+        cases = adamw_cases(self.backend.optimizer_sizes, self.state, self.cpu_adamw, self.num_optimizer_cores)
         found = sample(cases, clock_of(self.num_optimizer_cores), budget_s)
         source = f"CPU AdamW on {self.num_optimizer_cores} cores"
         return build_curve("params", [c.size for c in cases], found, source)
@@ -163,11 +181,13 @@ class TrafficProbe:
         times_s = [group.time_s for group in found]
         alone_s = {activity: float(t[0]) for (activity,), t in zip(alone, times_s, strict=False)}
         paired_s = times_s[len(alone) :]
-        demands = [sum(a.dram_bytes / alone_s[a] for a in group) for group in groups]
-        slow_downs = [
-            math.exp(np.mean([math.log(t / alone_s[a]) for a, t in zip(group, times, strict=True)]))
-            for group, times in zip(groups, paired_s, strict=True)
-        ]
+        of_group = dict(zip(groups, paired_s, strict=True))
+        demands, slow_downs = [], []
+        for group, times in of_group.items():
+            on_link = tuple(a for a in group if a.dram_bytes and not a.num_cores)
+            apart_s = alone_s | dict(zip(on_link, of_group.get(on_link, ()), strict=False))
+            demands.append(sum(a.dram_bytes / apart_s[a] for a in group))
+            slow_downs.append(math.exp(np.mean([math.log(t / apart_s[a]) for a, t in zip(group, times, strict=True)])))
         known = [all(a.dram_bytes for a in group) for group in groups]
         capacity = fit_capacity(list(itertools.compress(demands, known)), list(itertools.compress(slow_downs, known)))
         pairs = [
@@ -189,22 +209,25 @@ class TrafficProbe:
 
     def _groups(self, gemm: Call, disk: Disk | None) -> list[tuple[Activity, ...]]:
         backend, cores = self.backend, self.num_optimizer_cores
-        num_bytes = min(_PAIR_BYTES, backend.copy_pool_bytes)
-        (update,) = (c.call for c in adamw_cases((_POOL_PARAMS, _PAIR_PARAMS), self.cpu_adamw, cores)[1:])
+        num_bytes = min(backend.pair_bytes, backend.copy_pool_bytes)
+        update = adamw_cases((_PAIR_PARAMS,), self.state, self.cpu_adamw, cores)[0].call
         adamw = Activity("CPU AdamW", update, ADAMW_BYTES_PER_PARAM * _PAIR_PARAMS, cores)
-        down, up = (
+        directions: tuple[Direction, ...] = ("down", "up", "down")
+        down, up, other_down = (
             Activity(
                 f"copy {direction}",
-                backend.blocking(backend.copier(direction).call(num_bytes)),
-                backend.dram_bytes_per_copied_byte * num_bytes,
+                self._copies(backend.copier(direction), num_bytes),
+                backend.dram_bytes_per_copied_byte * backend.pair_copies * num_bytes,
                 backend.cores_per_copy,
             )
-            for direction in ("down", "up")
+            for direction in directions
         )
         product = Activity("GEMM", backend.blocking(gemm), 0.0, backend.num_cores)
         groups = [(adamw,), (down, adamw), (down, up), (down, up, adamw), (product, adamw), (product, down)]
+        if not backend.cores_per_copy:
+            groups += [(down, other_down), (product, down, up)]
         if disk is not None:
-            read, write = (Activity(f"disk {name}", call, 0.0, 0) for name, call in disk.requests(_PAIR_BYTES).items())
+            read, write = (Activity(f"disk {name}", call, 0.0, 0) for name, call in disk.requests(_DISK_BYTES).items())
             groups += [(read, write), (write, adamw), (read, adamw), (write, down), (product, write)]
         return [group for group in groups if sum(a.num_cores for a in group) <= self.num_cores or len(group) == 1]
 

@@ -15,6 +15,7 @@ from planner.models.kernels import Collective
 # Outputs along each side of the tile that one multiprocessor computes at a time.
 _TILE = 128
 _FP32 = 4
+_NARROW_HEAD = 64  # values; see :data:`hwprofiles.profile.AttentionType`
 
 
 class KernelCosts:
@@ -63,17 +64,29 @@ class KernelCosts:
             case Gemm():
                 return self._price_product(kernel)
             case Attention():
-                fused = (kernel.backward and device.attention_backward) or device.attention
-                curve, steps = fused if kernel.flash else device.gemm, kernel.num_steps
-                time_s = steps * self._rank.read_s(curve[self._dtype], kernel.flop / steps, "attention")
+                curve, steps = self._attention_curve(kernel), kernel.num_steps
+                time_s = steps * self._rank.read_s(curve, kernel.flop / steps, "attention")
                 rows = kernel.batch * kernel.num_heads * kernel.seq_len * kernel.head_dim // steps
                 return time_s, float(4 * self._dtype_bytes * rows)
             case Elementwise():
-                curve_of_type = device.elementwise_fp32 if self._dtype == "fp32" else None
-                time_s = self._rank.read_s(curve_of_type or device.elementwise, kernel.num_bytes, "elementwise")
+                curve = (device.elementwise_fp32 if self._dtype == "fp32" else None) or device.elementwise
+                time_s = self._rank.read_s(curve, kernel.num_bytes, "elementwise")
+                if kernel.num_bytes > curve.points[-1].size:  # a cache may have held the last size, but not this one
+                    time_s = max(time_s, kernel.num_bytes / device.memory_bytes_per_s.value)
                 return time_s * kernel.count, float(kernel.num_bytes * kernel.count)
             case Collective():
                 return self._inside_unit_s(kernel) * kernel.count, float(kernel.num_bytes * kernel.count)
+
+    def _attention_curve(self, kernel: Attention) -> Curve:
+        """Return the curve of the kernel's kind of heads, or else that of its data type."""
+        device = self._rank.profile.device
+        if not kernel.flash:
+            return device.gemm[self._dtype]
+        fused = (kernel.backward and device.attention_backward) or device.attention
+        width = "-128" if kernel.head_dim > _NARROW_HEAD else ""
+        wanted = (f"{self._dtype}{width}-gqa" if kernel.shares_keys else "", f"{self._dtype}{width}", self._dtype)
+        known = {str(name): curve for name, curve in fused.items()}
+        return next(known[name] for name in wanted if name in known)
 
     def _price_product(self, kernel: Gemm) -> tuple[float, float]:
         device = self._rank.profile.device

@@ -3,7 +3,7 @@
 import dataclasses
 
 from hwprofiles.paths import number, quantities, replace
-from hwprofiles.profile import HardwareProfile
+from hwprofiles.profile import ATTENTION_TYPES, HardwareProfile
 from hwprofiles.quantity import Provenance
 from planner.schedule.tasks import Tier
 
@@ -39,9 +39,7 @@ def all_scalables(hardware: HardwareProfile) -> tuple[Scalable, ...]:
         Scalable(
             "device-attention",
             "device attention",
-            tuple(
-                f"device.{name}.{dtype}" for name in ("attention", "attention_backward") for dtype in ("bf16", "fp32")
-            ),
+            tuple(f"device.{name}.{kind}" for name in ("attention", "attention_backward") for kind in ATTENTION_TYPES),
         ),
         Scalable("device-elementwise", "device elementwise", ("device.elementwise", "device.elementwise_fp32")),
         Scalable("device-optimizer", "device optimizer", ("device.optimizer",)),
@@ -79,7 +77,9 @@ def scalables(hardware: HardwareProfile, dtype: str, num_devices: int, *, uses_s
 
 def _of_type(scalable: Scalable, dtype: str) -> Scalable:
     """Leave out curves of other types than ``dtype``, and keep products in fp8, which go beside either."""
-    own = tuple(path for path in scalable.paths if path.endswith((f".{dtype}", f"_{dtype}", ".fp8")))
+    own = tuple(
+        path for path in scalable.paths if path.endswith((f".{dtype}", f"_{dtype}", ".fp8")) or f".{dtype}-" in path
+    )
     return dataclasses.replace(scalable, paths=own) if own else scalable
 
 

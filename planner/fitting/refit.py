@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from hwprofiles.paths import number, quantities, replace
-from hwprofiles.profile import HardwareProfile
+from hwprofiles.profile import ATTENTION_TYPES, HardwareProfile
 from hwprofiles.quantity import Provenance, Quantity
 from planner.costs.model import CostModel
 from planner.decisions import Decisions, Precision
@@ -134,7 +134,8 @@ def _slowed(
     """Return a profile on which the tasks of each class take longer by the factors in ``slower``."""
     dtype, products = precision.weights, precision.products
     elementwise = ("device.elementwise", "device.elementwise_fp32")
-    attention = (f"device.attention.{dtype}", f"device.attention_backward.{dtype}")
+    kinds = [kind for kind in ATTENTION_TYPES if kind.startswith(dtype)]
+    attention = (f"device.{name}.{kind}" for name in ("attention", "attention_backward") for kind in kinds)
     computing: tuple[str, ...] = (f"device.gemm.{dtype}", *attention, *elementwise)
     if products:
         computing = (f"device.gemm.{products}", *computing)

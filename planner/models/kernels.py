@@ -46,6 +46,7 @@ class Attention:
 
     Attributes:
         num_heads: query heads; shared key-value heads change bytes, not FLOP.
+        shares_keys: several query heads share each key-value head.
         causal: a flash kernel skips the masked half.
         flash: one fused kernel. Otherwise this entry is only the two batched products, and elementwise kernels follow.
         backward: this is the backward of such a core.
@@ -63,6 +64,7 @@ class Attention:
     backward: bool = False
     value_dim: int | None = None
     num_steps: int = 1
+    shares_keys: bool = False
 
     @property
     def flop(self) -> int:

@@ -55,8 +55,8 @@ def test_command_from_end_to_end(tmp_path: Path) -> None:
         assert row["start_up_s"] > 0
         assert row["mfu"] == pytest.approx(cell["model_flop_per_token"] * row["tokens_per_s"] / cell["peak_flop_per_s"])
         assert 0 < row["mfu"] < 1
-    assert 0 < cell["rows"]["ours"]["device_busy_share"] <= 1
-    assert cell["rows"]["in-memory"]["device_busy_share"] is None
+    assert 0 < cell["rows"]["ours"]["device_span_share"] <= 1
+    assert cell["rows"]["in-memory"]["device_span_share"] is None
     assert cell["reference"] == IN_MEMORY
     assert result["not_begun"] == []
     assert cell["plan"]["updated_params"].get("cpu", 0) > 0  # the device is too small for the optimizer

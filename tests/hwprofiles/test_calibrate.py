@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import numpy as np
@@ -28,8 +29,11 @@ from hwprofiles.calibrate import (
     calibrate,
     disk,
 )
+from hwprofiles.calibrate.backend import adamw_state
+from hwprofiles.calibrate.compute import ComputeProbe
 from hwprofiles.calibrate.options import NAME_PATTERN
 from hwprofiles.calibrate.sampling import (
+    SUSTAINED,
     Case,
     Summary,
     build_curve,
@@ -40,7 +44,7 @@ from hwprofiles.calibrate.sampling import (
     summarize,
     wall_clock,
 )
-from hwprofiles.calibrate.traffic import fewest_threads, fit_capacity
+from hwprofiles.calibrate.traffic import fewest_threads, fit_capacity, optimizer_by_threads
 from hwprofiles.profile import HardwareProfile, NarrowUpdate, Storage
 from hwprofiles.quantity import Provenance, Quantity
 
@@ -127,6 +131,21 @@ def test_a_product_takes_what_the_curve_says(calibrated: Calibrated) -> None:
         torch.set_num_threads(threads)
     predicted_s = device.gemm["fp32"].time_s(2 * 512 * 768**2) * (1 + device.gemm_rows_half.value / 512)
     assert 0.4 < found.median_s / predicted_s < 2.5
+
+
+@given(st.floats(0, 1000), st.lists(st.floats(1e-9, 1e-7), min_size=6, max_size=6))
+def test_the_correction_for_few_rows_makes_no_rate_that_no_product_has(
+    rows_half: float, per_row_s: list[float]
+) -> None:
+    rows, hiddens = (8, 64, 512), (16, 32)
+
+    def measured(cases: list[Case], _budget_s: float) -> list[Summary]:
+        return [summarize([case.size * s * case.scale]) for case, s in zip(cases, per_row_s, strict=True)]
+
+    backend = SimpleNamespace(kind="host", shapes=(rows, hiddens), sample=measured)
+    probe = ComputeProbe(backend, {}, torch.empty(0))  # type: ignore[arg-type]
+    curve = probe._products(lambda r, h, scale: Case(2.0 * r * h**2, int, scale), "bf16", rows_half, 1.0)
+    assert curve.best_rate_per_s() <= max(1 / s for s in per_row_s) * (1 + rows_half / 512) * (1 + 1e-9)
 
 
 def test_pairs_are_reported(calibrated: Calibrated) -> None:
@@ -271,6 +290,7 @@ times = st.floats(1e-6, 1e3)
 def test_summary_is_ordered_and_robust(samples: list[float]) -> None:
     found = summarize(samples)
     assert min(samples) <= found.p10_s <= found.median_s <= found.p90_s <= max(samples) * (1 + 1e-12)
+    assert summarize(samples, SUSTAINED).median_s == pytest.approx(np.median(samples)), "no sample is too fast there"
     half_disturbed = summarize([*samples, *(1e6 + s for s in samples)])
     assert half_disturbed.median_s <= np.median(samples) + 1e-12
 
@@ -379,6 +399,11 @@ def test_no_more_threads_than_help(rates: dict[int, float], at_most: int) -> Non
     if allowed:
         assert allowed[chosen] >= 0.97 * max(allowed.values())
         assert all(rate < 0.97 * max(allowed.values()) for n, rate in allowed.items() if n < chosen)
+
+
+def test_the_cores_that_training_leaves_to_updates_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hwprofiles.calibrate.traffic._THREADS_PARAMS", 2**10)
+    assert set(optimizer_by_threads(KERNELS.cpu_adamw, adamw_state(2**10), 16, 14, 1.0)) == {1, 2, 4, 8, 14, 16}
 
 
 def test_rates_against_threads_are_in_the_profile(calibrated: Calibrated) -> None:

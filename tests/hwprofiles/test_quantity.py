@@ -58,14 +58,13 @@ def test_outside_its_sizes_a_curve_says_so_and_stays_between_constant_and_propor
     assert above.extrapolated
     assert first.median_s / factor <= below.time_s * (1 + 1e-9)
     assert below.time_s <= first.median_s * (1 + 1e-9)
-    assert last.median_s <= above.time_s * (1 + 1e-9)
-    assert above.time_s <= last.median_s * factor * (1 + 1e-9)
+    assert above.time_s == pytest.approx(last.median_s * factor)
 
 
-def test_the_end_slope_is_continued():
+def test_the_first_slope_is_continued_and_the_last_rate():
     curve = make_curve([1, 100], [1.0, 10.0])  # slope 1/2
-    assert curve.time_s(1e4) == pytest.approx(100.0)
     assert curve.time_s(0.01) == pytest.approx(0.1)
+    assert curve.time_s(1e4) == pytest.approx(1000.0)
 
 
 def test_one_point_means_a_constant_rate():
@@ -77,13 +76,11 @@ def test_nothing_takes_no_time(curve):
     assert curve.read(0) == (0.0, False)
 
 
-@given(curves())
-def test_the_best_rate_is_reached_at_a_point_and_nowhere_inside_exceeded(curve):
+@given(curves(), st.floats(1e-3, 1e30))
+def test_the_best_rate_is_reached_at_a_point_and_exceeded_nowhere(curve, size):
     best = curve.best_rate_per_s()
     assert any(math.isclose(best, p.size / p.median_s) for p in curve.points)
-    for a, b in zip(curve.points, curve.points[1:], strict=False):
-        middle = math.sqrt(a.size * b.size)
-        assert middle / curve.time_s(middle) <= best * (1 + 1e-9)
+    assert size / curve.time_s(size) <= best * (1 + 1e-9)
 
 
 @given(curves(min_points=2), st.randoms(use_true_random=False))

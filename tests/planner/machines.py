@@ -10,10 +10,10 @@ def quantity(value: float, unit: Unit) -> Quantity:
     return Quantity(value=value, unit=unit, provenance=ASSUMED)
 
 
-def rate(per_s: float, size_unit: SizeUnit) -> Curve:
-    """Return a curve of constant rate, measured from size 1 to 1e15."""
+def rate(per_s: float, size_unit: SizeUnit, largest: float = 1e15) -> Curve:
+    """Return a curve of constant rate, measured from size 1 to the largest."""
     points = (
-        CurvePoint(size=size, p10_s=size / per_s, median_s=size / per_s, p90_s=size / per_s) for size in (1, 1e15)
+        CurvePoint(size=size, p10_s=size / per_s, median_s=size / per_s, p90_s=size / per_s) for size in (1, largest)
     )
     return Curve(size_unit=size_unit, points=tuple(points), provenance=ASSUMED)
 

@@ -200,7 +200,10 @@ def _core(query: Tensor, key: Tensor, causal: bool, *, backward: bool) -> Attent
     batch, num_heads, num_queries, head_dim = query.shape
     side = math.gcd(num_queries, key.shape[2])
     repeats = (num_queries // side) * (key.shape[2] // side)
-    return Attention(batch * repeats, num_heads, side, head_dim, causal=causal and repeats == 1, backward=backward)
+    causal, shares_keys = causal and repeats == 1, key.shape[1] < num_heads
+    return Attention(
+        batch * repeats, num_heads, side, head_dim, causal=causal, backward=backward, shares_keys=shares_keys
+    )
 
 
 _PRODUCTS: dict[str, Callable[[Sequence[Any], dict[str, Any], Any], Kernels]] = {

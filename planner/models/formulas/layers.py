@@ -278,6 +278,7 @@ def _core_work(config: ModelConfig, batch: Batch) -> Work:
         config.head_dim,
         causal=True,
         flash=batch.flash_attention,
+        shares_keys=config.num_key_value_heads < config.num_attention_heads,
     )
     if batch.is_megatron and not batch.flash_attention:
         attend = megatron.attention(core, query, key, e, dropout=has_learned_positions(config))

@@ -143,6 +143,33 @@ def test_backward_of_attention_has_a_rate_of_its_own_if_it_is_known() -> None:
     assert model(scaled(known, scalable, 2.0)).compute_s([backward]) == pytest.approx(backward.flop / 5e13)
 
 
+def test_attention_has_the_rate_of_its_heads_if_it_is_known() -> None:
+    rates = {"bf16": 1e13, "bf16-gqa": 2e13, "bf16-128": 3e13, "fp32": 1e12}
+    kinds = {name: rate(value, "flop") for name, value in rates.items()}
+    known = machine().model_copy(update={"device": machine().device.model_copy(update={"attention": kinds})})
+    forward = Attention(batch=2, num_heads=4, seq_len=128, head_dim=64)
+    for head_dim, shares_keys, wanted in (
+        (64, False, "bf16"),
+        (32, True, "bf16-gqa"),
+        (128, False, "bf16-128"),
+        (96, True, "bf16-128"),  # it was not measured with shared keys
+    ):
+        kernel = dataclasses.replace(forward, head_dim=head_dim, shares_keys=shares_keys)
+        assert model(known).compute_s([kernel]) == pytest.approx(kernel.flop / rates[wanted])
+        assert model(known, precision=FP32).compute_s([kernel]) == pytest.approx(kernel.flop / 1e12)
+        (scalable,) = (s for s in scalables(known, "bf16", 1, uses_storage=False) if s.key == "device-attention")
+        assert model(scaled(known, scalable, 2.0)).compute_s([kernel]) == pytest.approx(kernel.flop / 2 / rates[wanted])
+
+
+def test_an_elementwise_kernel_too_large_for_the_curve_is_no_faster_than_memory() -> None:
+    """The largest size of a curve may have been in a cache."""
+    update = {"elementwise": rate(5e12, "bytes", largest=1e7), "memory_bytes_per_s": quantity(2e12, "bytes_per_s")}
+    cost = model(machine().model_copy(update={"device": machine().device.model_copy(update=update)}))
+    small, large = Elementwise(num_bytes=10**7), Elementwise(num_bytes=10**9)
+    assert cost.compute_s([small]) == pytest.approx(1e7 / 5e12)
+    assert cost.compute_s([large]) == pytest.approx(1e9 / 2e12)
+
+
 def test_elementwise_kernels_have_the_rate_of_their_type_if_it_is_known() -> None:
     kernels = [Elementwise(num_bytes=10**9, count=2)]
     assert model(machine(), precision=FP32).compute_s(kernels) == pytest.approx(2e-3)
