@@ -15,21 +15,22 @@ the others with it.
 """
 
 import argparse
-import concurrent.futures
 import itertools
 import json
 import multiprocessing
 import os
+import signal
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
 from benchmarks.calibration import iteration_s
-from benchmarks.origin import origin, write_result
+from benchmarks.forks import started
+from benchmarks.origin import gpu_facts, origin, write_result
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.registry import load_profile
 from planner.costs.model import CostModel
@@ -50,7 +51,7 @@ FITTED_TO: Final = "mixed"
 _READ: Final = {"goals", "summary", "not_run", "rows"}  # what --read makes again
 NUM_ITERATIONS: Final = 10
 _PLANNING_S: Final = 4.0
-_LIMIT_S: Final = 90.0  # of one execution: the largest model's state is made and registered in half of that
+_LIMIT_S: Final = 180.0  # of one execution: the largest model's state is made and registered in a third of that
 
 
 class Placing(NamedTuple):
@@ -141,13 +142,16 @@ def executed(setting: Setting, folder: Path, limit_s: float) -> str | None:
     """Execute a plan in a process of its own; return why there is no run, if so."""
     command = [sys.executable, "-m", "ullage", "execute", str(folder / "plan.json"), "--json"]
     command += ["--iterations", str(NUM_ITERATIONS), "--output-dir", str(folder), *(["--compile"] * setting.compiled)]
+    process = started(command, os.environ, folder / "log.txt", folder / "screen.json")
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
-    except subprocess.TimeoutExpired:
+        code = process.wait(limit_s)
+    finally:
+        process.end()
+    if code is None:
         return f"took more than {limit_s:.0f} s"
-    (folder / "log.txt").write_text(done.stderr, encoding="utf-8")
-    last = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "")
-    return f"ended with {done.returncode}: {last}"[:500] if done.returncode else None
+    lines = (folder / "log.txt").read_text(encoding="utf-8").splitlines()
+    last = next((line for line in reversed(lines) if line.strip()), "")
+    return f"ended with {code}: {last}"[:500] if code else None
 
 
 def row(record: RunRecord, found: Explained) -> dict[str, Any]:
@@ -184,11 +188,10 @@ def _explained(path: Path) -> tuple[dict[str, Any], HardwareProfile] | str:
     return row(record, found), found.refitted.profile
 
 
-def read(folder: Path, names: Sequence[str], not_run: Mapping[str, str]) -> dict[str, Any]:
+def read(pool: Executor, folder: Path, names: Sequence[str], not_run: Mapping[str, str]) -> dict[str, Any]:
     """Return predicted beside measured of all runs in a folder, and what they say together."""
-    with _processes() as pool:
-        paths = {name: folder / folder_name(name) / "run.json" for name in names if name not in not_run}
-        results = dict(zip(paths, pool.map(_explained, paths.values()), strict=True))
+    paths = {name: folder / folder_name(name) / "run.json" for name in names if name not in not_run}
+    results = dict(zip(paths, pool.map(_explained, paths.values()), strict=True))
     not_run = dict(not_run) | {name: found for name, found in results.items() if isinstance(found, str)}
     compared = {name: found for name, found in results.items() if not isinstance(found, str)}
     rows = {name: found for name, (found, _) in compared.items()}
@@ -219,21 +222,17 @@ def summary(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     return result | {"over_bound_of_own_plans": own}
 
 
-def _processes() -> concurrent.futures.ProcessPoolExecutor:
-    return concurrent.futures.ProcessPoolExecutor(
-        len(os.sched_getaffinity(0)), mp_context=multiprocessing.get_context("spawn")
-    )
+def plan_all(pool: Executor, settings: Mapping[str, Setting], profile: HardwareProfile, folder: Path) -> dict[str, str]:
+    """Plan; return which settings have no plan to execute, and why."""
+    plans = {
+        name: pool.submit(planned, s, profile, folder / folder_name(name) / "plan.json") for name, s in settings.items()
+    }
+    return {name: why for name, future in plans.items() if (why := future.result())}
 
 
-def measure(settings: Mapping[str, Setting], profile: HardwareProfile, folder: Path, budget_s: float) -> dict[str, str]:
-    """Plan and execute; return which settings were not run, and why."""
-    end_s = time.monotonic() + budget_s
-    with _processes() as pool:
-        plans = {
-            name: pool.submit(planned, s, profile, folder / folder_name(name) / "plan.json")
-            for name, s in settings.items()
-        }
-        not_run = {name: why for name, future in plans.items() if (why := future.result())}
+def measure(settings: Mapping[str, Setting], folder: Path, not_run: Mapping[str, str], end_s: float) -> dict[str, str]:
+    """Execute the plans that there are, until a time of the clock; return which settings were not run, and why."""
+    not_run = dict(not_run)
     for name, setting in settings.items():
         if name in not_run:
             continue
@@ -277,21 +276,27 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=OUTPUT, metavar="PATH", help="result file; runs go beside it")
     args = parser.parse_args()
     folder = args.output.parent / "agreement"
-    if args.read:
-        began = {key: value for key, value in json.loads(args.output.read_text()).items() if key not in _READ}
-        not_run = {n: "there is no run" for n in SETTINGS if not (folder / folder_name(n) / "run.json").exists()}
-    else:
-        profile = load_profile(args.profile)
-        began = origin("torch", "transformers", "numba", "numpy", gpu=profile.device.kind == "gpu")
-        chosen = {name: SETTINGS[name] for name in args.only}
-        if args.model or args.seq_len:
+    end_s = time.monotonic() + args.budget
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the execution under way is ended too
+    # Forked, so that none of them imports anything, and before CUDA is initialised here, if at all.
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), multiprocessing.get_context("fork")) as pool:
+        if args.read:
+            began = {key: value for key, value in json.loads(args.output.read_text()).items() if key not in _READ}
+            not_run = {n: "there is no run" for n in SETTINGS if not (folder / folder_name(n) / "run.json").exists()}
+        else:
+            profile = load_profile(args.profile)
+            began = origin("torch", "transformers", "numba", "numpy")
             chosen = {
-                n: s._replace(model=args.model or s.model, seq_len=args.seq_len or s.seq_len) for n, s in chosen.items()
+                n: s._replace(model=args.model or s.model, seq_len=args.seq_len or s.seq_len)
+                for n, s in SETTINGS.items()
+                if n in args.only
             }
-        not_run = measure(chosen, profile, folder, args.budget)
-        not_run |= {name: "not asked for" for name in SETTINGS if name not in chosen}
-        write_result(args.output, {**began, "not_run": not_run})  # so that --read can go on if this is cut
-    result = {**began, **read(folder, list(SETTINGS), not_run)}
+            not_run = plan_all(pool, chosen, profile, folder)
+            began |= gpu_facts() if profile.device.kind == "gpu" else {}
+            not_run = measure(chosen, folder, not_run, end_s)
+            not_run |= {name: "not asked for" for name in SETTINGS if name not in chosen}
+            write_result(args.output, {**began, "not_run": not_run})  # so that --read can go on if this is cut
+        result = {**began, **read(pool, folder, list(SETTINGS), not_run)}
     write_result(args.output, result)
     print(table(result))
 

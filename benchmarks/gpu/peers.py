@@ -1,6 +1,6 @@
 """Our training beside that of peers on one GPU: same model, text, arithmetic and device memory.
 
-    python benchmarks/gpu/peers.py --quick --budget 550                      one setting per peer, one process each
+    python benchmarks/gpu/peers.py --tries 1 --rounds 1 --budget 550         one setting per peer, one process each
     python benchmarks/gpu/peers.py --models llama-3.2-3b --cells large long  tuned, three processes each
 
 Cells are trained one after another, the most important first: 8k tokens per step, without clipping and with it, where
@@ -72,7 +72,8 @@ def main() -> None:
     """Calibrate if need be, compare, write and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser, OUTPUT)
-    parser.add_argument("--quick", action="store_true", help="one setting per peer, one process per row")
+    parser.add_argument("--tries", type=int, metavar="N", help="settings per peer, of which the best is kept (all)")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="processes per row (3)")
     parser.add_argument("--models", nargs="+", metavar="MODEL", help=f"see `ullage models` ({', '.join(MODELS)})")
     parser.add_argument("--cells", nargs="+", choices=SHAPES, help="batches, of every model (all)")
     parser.add_argument(
@@ -87,7 +88,7 @@ def main() -> None:
         profile = calibrate(options, kernels(), lambda *_: None)[0]
     threads = profile.device.num_cores
     cells = [cell_of(*names, args.device_memory, threads) for names in chosen(args.models, args.cells)]
-    rounds = Rounds(1, 3, 7, quick=True) if args.quick else Rounds(3, 5, 20, quick=False)
+    rounds = Rounds(args.rounds, *((3, 7) if args.rounds == 1 else (5, 20)), args.tries)
     compare(args, args.device, tuple(cells), {threads: profile}, rounds)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import ullage
 from benchmarks.origin import origin, write_result
+from benchmarks.peers.engines import PACKAGES
 from benchmarks.peers.jobs import Cell, Job, Outcome, model_config
 from benchmarks.peers.processes import Runner
 from benchmarks.peers.rows import Rounding, Row
@@ -39,7 +40,7 @@ class Settings:
         profiles: the machine's, by threads that compute (0 where a GPU does).
         num_rounds: processes per row and cell; in each round all rows of a cell take their turn.
         num_warm_up, num_timed: iterations of each.
-        quick: try the likeliest settings of every peer alone.
+        most_settings: how many of every peer are tried, the likeliest first; ``None``: all.
         output: result file, written after every process.
     """
 
@@ -50,7 +51,7 @@ class Settings:
     num_rounds: int
     num_warm_up: int
     num_timed: int
-    quick: bool
+    most_settings: int | None
     output: Path
 
 
@@ -100,7 +101,9 @@ class Comparison:
 
     def _build(self) -> None:
         """Let DeepSpeed compile its optimizer before anything is timed."""
-        if not any(row.engine.startswith("zero") for row in self._settings.rows):
+        if not any(PACKAGES.get(row.engine) == "deepspeed" for row in self._settings.rows):
+            return
+        if self._runner.peers is not None and list(self._runner.extensions.glob("**/cpu_adam.so")):
             return
         begin_s = time.monotonic()
         job = Job(Cell("llama-tiny", seq_len=16), "zero2", device=self._device, num_warm_up=1, num_timed=1)
@@ -170,7 +173,7 @@ class Comparison:
 
         Without a reference that is the fastest of all that train; what it is measured with is held to other engines.
         """
-        candidates = row.candidates(self._device, recompute=cell.recompute, quick=self._settings.quick)
+        candidates = row.candidates(self._device, recompute=cell.recompute, most=self._settings.most_settings)
         self._chosen[cell, row.name] = candidates[0]
         if len(candidates) == 1 or row.kind == "ours":
             return
