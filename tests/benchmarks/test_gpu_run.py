@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.forks import ADDRESS, Server, started
+from benchmarks.gpu.bundle import _BUILT, _OURS, _PEERS, MOST_BYTES, fits, problems
 from benchmarks.gpu.run import DEFAULT, FILES, MOST_FILES, STAGES, Results, Stage, limits_s
 from hwprofiles.registry import load_profile
 
@@ -187,6 +188,36 @@ def test_an_archive_that_is_too_large_leaves_out_the_largest(tmp_path: Path, mon
     with tarfile.open(tmp_path / "back" / "results.tar.gz") as kept:
         assert set(kept.getnames()) == {"stages/doctor.json", "left_out.json"}
     assert not list((tmp_path / "back").glob("*.part"))
+
+
+@pytest.mark.parametrize(
+    ("wheel", "fitting"),
+    [
+        ("hjson-3.1.0-py3-none-any.whl", True),
+        ("highspy-1.16.0-cp312-cp312-manylinux_2_24_x86_64.manylinux_2_28_x86_64.whl", True),
+        ("torchao-0.18.0-cp310-abi3-manylinux_2_24_x86_64.manylinux_2_28_x86_64.whl", True),
+        ("pydantic_core-2.50.5-cp312-cp312-manylinux2014_x86_64.manylinux_2_17_x86_64.whl", True),
+        ("highspy-1.16.0-cp311-cp311-manylinux_2_24_x86_64.manylinux_2_28_x86_64.whl", False),
+        ("ours-1-cp310-cp310-manylinux_2_28_x86_64.whl", False),
+        ("ours-1-cp313-abi3-manylinux_2_28_x86_64.whl", False),
+        ("ours-1-cp312-cp312-manylinux_2_40_x86_64.whl", False),  # a newer C library
+        ("ours-1-cp312-cp312-manylinux_2_28_aarch64.whl", False),
+        ("ours-1-cp312-cp312-linux_x86_64.whl", False),  # built here
+    ],
+)
+def test_wheels_of_the_bundle_fit_the_device(wheel: str, fitting: bool, tmp_path: Path) -> None:
+    assert fits(wheel) == fitting
+    for place, names in (("ours", _OURS), ("peers", (*_PEERS, *_BUILT))):
+        (tmp_path / place).mkdir()
+        for name in names:
+            (tmp_path / place / f"{name.replace('-', '_')}-1-py3-none-any.whl").touch()
+    assert problems(tmp_path, 50 << 20) == []
+    (tmp_path / "peers" / wheel).write_bytes(bytes(1 << 20))
+    found = "\n".join(problems(tmp_path, MOST_BYTES - 1))
+    assert f"{MOST_BYTES / 2**20 + 1:.1f} MiB with the working tree, more than 60 MiB" in found
+    assert (f"{wheel} is not for Python 3.12" in found) != fitting
+    (tmp_path / "ours" / "pydantic-1-py3-none-any.whl").unlink()
+    assert "ours has 0 wheels of pydantic, not one" in problems(tmp_path, 0)
 
 
 @pytest.mark.part(0)

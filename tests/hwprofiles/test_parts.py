@@ -134,6 +134,8 @@ def test_a_profile_knows_its_machine(calibrated: Calibrated) -> None:
     assert machine.differences(profile) == ()
     machine.check_measured_here(profile)
     machine.check_measured_here(load_profile("h100"))
+    grown = profile.model_copy(update={"measured_on": here.model_copy(update={"memory_bytes": here.memory_bytes // 4})})
+    assert machine.differences(grown) == ()  # it was measured when the machine had a part of its memory
     for changes, words in [
         ({"cpu": "Z80"}, "its CPU is 'Z80'"),
         ({"num_cpus": here.num_cpus + 1}, f"{here.num_cpus + 1} logical CPUs, this one {here.num_cpus}"),
