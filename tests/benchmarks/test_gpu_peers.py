@@ -116,6 +116,33 @@ print(json.dumps([worker.run(job).error for job in jobs] + [len(bounds)]))
     assert errors[1:] == [None, 0]
 
 
+def test_memory_is_pinned_without_rounding_up(tmp_path: Path) -> None:
+    found = on_gpu(
+        tmp_path,
+        """
+import gc
+from benchmarks.peers.host_memory import pinned_exactly
+runtime, registered = torch.cuda.cudart(), {}
+class Recorded:
+    def cudaHostRegister(self, address, num_bytes, flags):
+        registered[address] = num_bytes
+        return runtime.cudaHostRegister(address, num_bytes, flags)
+    def cudaHostUnregister(self, address):
+        del registered[address]
+        return runtime.cudaHostUnregister(address)
+torch.cuda.cudart = Recorded
+values = torch.arange(3 * 5000, dtype=torch.bfloat16).view(3, -1)
+pinned = pinned_exactly(values)
+equal, then = torch.equal(pinned, values), list(registered.values())
+at_its_beginning = pinned.data_ptr() in registered
+del pinned
+gc.collect()
+print(json.dumps([equal, then, at_its_beginning, len(registered)]))
+""",
+    )
+    assert found == [True, [30_000], True, 0]
+
+
 def test_models_change_their_type_at_home(tmp_path: Path) -> None:
     peaks = on_gpu(
         tmp_path,
