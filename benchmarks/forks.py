@@ -7,6 +7,7 @@ The process that is forked from (``python -m benchmarks.forks ADDRESS``) has one
 neither would survive a fork. OpenMP has read its variables there, so a run that changes those starts anew.
 """
 
+import contextlib
 import gc
 import importlib
 import json
@@ -37,6 +38,7 @@ PRELOADED: Final = (
     "ullage.this_machine.kernels",
     "benchmarks.peers.command",
     "benchmarks.peers.engines",
+    "benchmarks.gpu.warm",
 )
 
 
@@ -58,14 +60,19 @@ class Process:
             self._code = self._wait(limit_s)
         return self._code
 
+    def pause(self, *, paused: bool = True) -> None:
+        """Stop it and all that it started for a while, or let them go on."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGSTOP if paused else signal.SIGCONT)
+
     def end(self, grace_s: float = END_S) -> None:
         """Ask it and all that it started to end, and kill what is left so many seconds later."""
-        for number in (signal.SIGTERM, signal.SIGKILL):
+        for number in (signal.SIGTERM, signal.SIGCONT, signal.SIGKILL):
             try:
                 os.killpg(self.pid, number)
             except ProcessLookupError:
                 return
-            self.wait(grace_s)
+            self.wait(grace_s if number is signal.SIGCONT else 0.0)
 
 
 def started(

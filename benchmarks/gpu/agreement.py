@@ -28,6 +28,7 @@ from concurrent.futures import Executor, ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
+from benchmarks import prepared
 from benchmarks.calibration import iteration_s
 from benchmarks.forks import started
 from benchmarks.origin import gpu_facts, origin, write_result
@@ -116,11 +117,11 @@ def placed(plan: Plan, placing: Placing) -> Plan:
     return plan.model_copy(update={"decisions": decisions, "prediction": scorer.predict(decisions)}).sealed()
 
 
-def planned(setting: Setting, profile: HardwareProfile, path: Path) -> str | None:
-    """Write a setting's plan; return why there is none, if so."""
+def request_of(setting: Setting, profile: HardwareProfile) -> Request:
+    """Return what is planned for a setting."""
     if setting.device_bytes:
         profile = profile.with_device_memory(min(setting.device_bytes, int(profile.device.memory_bytes.value)))
-    request = Request(
+    return Request(
         resolve_model(setting.model),
         profile,
         seq_len=setting.seq_len,
@@ -128,8 +129,16 @@ def planned(setting: Setting, profile: HardwareProfile, path: Path) -> str | Non
         num_micro_batches=setting.num_micro_batches,
         storage="activations" if setting.placing and setting.placing.activations == "offload" else "never",
     )
+
+
+def planned(setting: Setting, profile: HardwareProfile, path: Path) -> str | None:
+    """Write a setting's plan; return why there is none, if so."""
     try:
-        plan = make_plan(request, budget_s=_PLANNING_S)
+        request = request_of(setting, profile)
+        if setting.placing is None:
+            plan = prepared.planned(request, path.parent.name, _PLANNING_S)
+        else:
+            plan = make_plan(request, budget_s=_PLANNING_S)
         plan = placed(plan, setting.placing) if setting.placing else plan
     except ValueError as error:
         return f"not planned: {error}"

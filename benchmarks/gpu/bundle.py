@@ -19,6 +19,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
+from benchmarks import prepared
+
 ROOT: Final = Path(__file__).parents[2]
 FOLDER: Final = ROOT / "device"
 MOST_BYTES: Final = 60 << 20  # with the working tree
@@ -124,11 +126,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Make and check it; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=FOLDER, metavar="DIR", help="(device)")
-    parser.add_argument("--check", action="store_true", help="fetch nothing")
+    parser.add_argument("--check", action="store_true", help="fetch and plan nothing")
+    parser.add_argument("--no-plans", action="store_true", help="wheels alone: plans take minutes")
     parser.add_argument("--python", default=shutil.which("python3.12"), metavar="PATH", help="3.12, to try it with")
     args = parser.parse_args(arguments)
     if not args.check:
         fetch(args.folder)
+        if not args.no_plans:
+            shutil.rmtree(args.folder / "plans", ignore_errors=True)
+            prepared.main([str(args.folder / "plans")])
     found = problems(args.folder, tree_bytes())
     print(*found, sep="\n", end="\n" if found else "")
     if found:

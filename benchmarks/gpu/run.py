@@ -59,7 +59,7 @@ class Stage(NamedTuple):
         least_s: what stages before it leave of the budget for it.
         makes: files that it writes, which are removed before; the first is its answer on stdout, if ``prints``.
         prints: whether its answer goes to stdout.
-        alone: whether it waits until nothing else runs (DeepSpeed's extension is built beside the others).
+        alone: whether nothing else may run meanwhile (DeepSpeed's extension is built beside the others).
         forked: whether it waits for the server, to be forked from it.
     """
 
@@ -339,6 +339,8 @@ class Run:
         )
         if "peers" in folders:
             self._environment["ULLAGE_PEERS"] = str(folders["peers"])
+        if (plans := bundle / "plans").is_dir():
+            self._environment["ULLAGE_PREPARED"] = str(plans.absolute())
 
     def _build(self) -> None:
         """Begin to build DeepSpeed's optimizer, beside the stages that only the GPU is busy in."""
@@ -360,7 +362,7 @@ class Run:
             if stage.forked and self._server is not None:
                 self._server.ready(limit_s / 4)  # else it is a new interpreter
             if stage.alone:
-                self._wait_for_others(limit_s / 2)
+                self._pause_others(limit_s / 2 if "peers.py" in stage.arguments else 0.0)
             limit_s -= time.monotonic() - begin_s
             answer = self._results.folder / stage.makes[0] if stage.prints else None
             process = started(self._command(name, limit_s), self._environment, log, answer)
@@ -370,6 +372,8 @@ class Run:
                 code = TOO_LONG
                 process.end(2 * END_S)  # it ends its own
             del self._beside[name]
+            for other in self._beside.values():
+                other.pause(paused=False)
         told = self._watch.since(place)
         self._tell(
             name, code, time.monotonic() - begin_s, limit_s, log, gpu=told, memory_bytes=[before, memory_bytes()]
@@ -401,11 +405,15 @@ class Run:
                 process.end()
         return str(found)
 
-    def _wait_for_others(self, limit_s: float) -> None:
+    def _pause_others(self, limit_s: float) -> None:
+        """Wait so long for what runs beside the stages; then end it, or if it is not needed yet, let it pause."""
         end_s = time.monotonic() + limit_s
         for name, process in list(self._beside.items()):
             if process.wait(max(end_s - time.monotonic(), 0.0)) is None:
-                process.end()  # what is measured is not measured beside it
+                if not limit_s:
+                    process.pause()
+                    continue
+                process.end()  # the stage does it itself
             del self._beside[name]
 
     def _tell(self, name: str, code: int | None, seconds: float, limit_s: float, log: Path, **more: Any) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import ullage
+from benchmarks import prepared
 from benchmarks.origin import origin, write_result
 from benchmarks.peers import host_memory
 from benchmarks.peers.engines import PACKAGES
@@ -54,6 +55,27 @@ class Settings:
     num_timed: int
     most_settings: int | None
     output: Path
+
+
+def request_of(cell: Cell, profile: HardwareProfile, device: str) -> ullage.Request:
+    """Return what our engine's plan is made for.
+
+    Raises:
+        ValueError: there is no such model, or the device has less memory.
+    """
+    if cell.device_memory_bytes is not None:
+        share = _PLANNED_SHARE if device == "cuda" else 1.0
+        profile = profile.with_device_memory(int(share * cell.device_memory_bytes))
+    return ullage.Request(
+        model_config(cell.model),
+        profile,
+        seq_len=cell.seq_len,
+        micro_batch=cell.micro_batch,
+        num_micro_batches=cell.num_micro_batches,
+        precision=Precision(weights=cell.dtype, master="bf16" if cell.state == "bf16" else None),
+        optimizer="adamw-bf16" if cell.state == "bf16" else "adamw",
+        clip=cell.max_norm > 0,
+    )
 
 
 class Comparison:
@@ -110,29 +132,16 @@ class Comparison:
             return
         begin_s = time.monotonic()
         job = Job(Cell("llama-tiny", seq_len=16), "zero2", device=self._device, num_warm_up=1, num_timed=1)
-        outcome = self._runner.run(job, _BUILD_LIMIT_S)
+        outcome = self._runner.run(job, min(_BUILD_LIMIT_S, self._runner.clock.left_s / 3))
         self._notes["deepspeed_build"] = {"seconds": time.monotonic() - begin_s, "error": outcome.error}
         self._say(f"DeepSpeed's extension: {outcome.error or 'ready'}")
 
     def _plan(self, cell: Cell) -> None:
         """Plan a cell; what cannot be planned is told in our row."""
         begin_s = time.monotonic()
-        profile = self._settings.profiles[cell.compute_threads]
-        if cell.device_memory_bytes is not None:
-            share = _PLANNED_SHARE if self._device == "cuda" else 1.0
-            profile = profile.with_device_memory(int(share * cell.device_memory_bytes))
-        request = ullage.Request(
-            model_config(cell.model),
-            profile,
-            seq_len=cell.seq_len,
-            micro_batch=cell.micro_batch,
-            num_micro_batches=cell.num_micro_batches,
-            precision=Precision(weights=cell.dtype, master="bf16" if cell.state == "bf16" else None),
-            optimizer="adamw-bf16" if cell.state == "bf16" else "adamw",
-            clip=cell.max_norm > 0,
-        )
         try:
-            plan = ullage.plan(request)
+            request = request_of(cell, self._settings.profiles[cell.compute_threads], self._device)
+            plan = prepared.planned(request, cell.name)
         except ValueError as error:
             self._outcomes[cell]["ours"] = [Outcome(error=f"not planned: {error}")]
             return

@@ -135,10 +135,16 @@ def test_a_dry_run_of_all_stages(tmp_path: Path) -> None:
     assert all(stages[name]["limit_s"] >= STAGES[name].least_s * scale - 0.1 for name in DEFAULT)
 
 
+def state(pid: int) -> str:
+    """Return the letter of a process's state (see proc_pid_stat(5)); ``X``: there is none."""
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.read_text().rpartition(")")[2].split()[0] if stat.exists() else "X"
+
+
 def ended(pid: int) -> bool:
     """Wait until a process has ended, waited for or not; return whether it has within some seconds."""
-    stat, end_s = Path(f"/proc/{pid}/stat"), time.monotonic() + 10
-    while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] not in {"Z", "X"}:
+    end_s = time.monotonic() + 10
+    while state(pid) not in {"Z", "X"}:
         if time.monotonic() > end_s:
             return False
         time.sleep(0.01)
@@ -161,6 +167,9 @@ def test_processes_are_forked_and_end_as_others_do(tmp_path: Path) -> None:
         for argument, code in (("exit", 7), ("kill", -9), ("sleep", None), ("exit", 7)):
             process = started([sys.executable, str(program), argument], environment | {"WORD": argument}, log)
             assert process.wait(20 if argument != "sleep" else 0.3) == code
+            for paused in (True, False) if code is None else ():
+                process.pause(paused=paused)
+                assert (state(process.pid) == "T") == paused
             process.end(0.2)  # and what it has started
             assert process.wait(5) in {code, -15}
             *words, child = log.read_text().split()
