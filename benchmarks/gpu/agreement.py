@@ -15,6 +15,7 @@ the others with it.
 """
 
 import argparse
+import functools
 import itertools
 import json
 import multiprocessing
@@ -27,6 +28,9 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
+
+import torch
+from torch.nn.attention import SDPBackend
 
 from benchmarks import prepared
 from benchmarks.calibration import iteration_s
@@ -247,15 +251,26 @@ def measure(settings: Mapping[str, Setting], folder: Path, not_run: Mapping[str,
             continue
         left_s = end_s - time.monotonic()
         begin_s = time.monotonic()
+        began = time.strftime("%H:%M:%S")  # so that clocks and power of that time can be found
         why = executed(setting, folder / folder_name(name), min(left_s, _LIMIT_S)) if left_s > 5 else "no time was left"
         if why:
             not_run[name] = why
         print(
-            f"[{left_s:4.0f} s left] {name}: {why or f'{time.monotonic() - begin_s:.0f} s'}",
+            f"[{left_s:4.0f} s left] {began} {name}: {why or f'{time.monotonic() - begin_s:.0f} s'}",
             file=sys.stderr,
             flush=True,
         )
     return not_run
+
+
+def attention_by(setting: Setting) -> str:
+    """Return which of PyTorch's kernels computes the attention of a setting on the GPU that is here."""
+    model = resolve_model(setting.model)
+    made = functools.partial(torch.empty, device="cuda", dtype=torch.bfloat16)
+    heads = (model.num_attention_heads, model.num_key_value_heads, model.num_key_value_heads)
+    q, k, v = (made(setting.micro_batch, n, setting.seq_len, model.head_dim).requires_grad_() for n in heads)
+    enum: Any = SDPBackend
+    return str(enum(torch._fused_sdp_choice(q, k, v, None, 0.0, is_causal=True, enable_gqa=True)))
 
 
 def table(result: Mapping[str, Any]) -> str:
@@ -301,7 +316,8 @@ def main() -> None:
                 if n in args.only
             }
             not_run = plan_all(pool, chosen, profile, folder)
-            began |= gpu_facts() if profile.device.kind == "gpu" else {}
+            if profile.device.kind == "gpu":
+                began |= gpu_facts() | {"attention_by": {n: attention_by(s) for n, s in chosen.items()}}
             not_run = measure(chosen, folder, not_run, end_s)
             not_run |= {name: "not asked for" for name in SETTINGS if name not in chosen}
             write_result(args.output, {**began, "not_run": not_run})  # so that --read can go on if this is cut
