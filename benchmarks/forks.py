@@ -175,11 +175,20 @@ def _preload(names: Sequence[str]) -> None:
         # What the first compiled function that is loaded would wait for.
         sys.modules["numba.core.registry"].cpu_target.target_context.refresh()
     num_threads = len(list(Path("/proc/self/task").iterdir()))
-    on_device = "torch" in sys.modules and sys.modules["torch"].cuda.is_initialized()
-    if num_threads > 1 or on_device:
-        sys.exit(f"{num_threads} threads, CUDA initialised: {on_device}; neither survives a fork")
+    if num_threads > 1:
+        sys.exit(f"there are {num_threads} threads, and a fork has one; a module that is imported before begins them")
+    if "torch" in sys.modules and _spoilt(sys.modules["torch"]):
+        sys.exit("CUDA was asked for its devices, and refuses forked processes then; a module that is imported asks it")
     gc.collect()
     gc.freeze()  # collections pass over what was imported, and copy none of it
+
+
+def _spoilt(torch: Any) -> bool:
+    """Return whether forked processes could not use CUDA: even counting its devices spoils it for them."""
+    pid = os.fork()
+    if pid == 0:
+        os._exit(int(torch.cuda._is_in_bad_fork()))
+    return os.waitpid(pid, 0)[1] != 0
 
 
 def _serve(address: str) -> dict[str, Any]:

@@ -48,13 +48,12 @@ from planner.schedule.series import busy
 from planner.search.scoring import Scorer
 from planner.simulate.prediction import Workload
 from ullage.analysis.comparison import Explained, explain_run
-from ullage.analysis.runs import RunRecord, load_run
+from ullage.analysis.runs import MIN_MEASURED, RunRecord, load_run
 
 OUTPUT: Final = Path(__file__).parents[1] / "results" / "gpu" / "agreement.json"
 GOALS: Final = {"error": 0.05, "mean_error": 0.03, "refitted_error": 0.04, "memory_error": 0.03, "over_bound": 1.10}
 FITTED_TO: Final = "mixed"
 _READ: Final = {"goals", "summary", "not_run", "rows"}  # what --read makes again
-NUM_ITERATIONS: Final = 10
 _PLANNING_S: Final = 4.0
 _LIMIT_S: Final = 180.0  # of one execution: the largest model's state is made and registered in a third of that
 
@@ -80,6 +79,7 @@ class Setting(NamedTuple):
     placing: Placing | None = None
     device_bytes: int | None = None
     compiled: bool = False
+    num_iterations: int = 10
 
 
 SETTINGS: Final[Mapping[str, Setting]] = {
@@ -90,7 +90,7 @@ SETTINGS: Final[Mapping[str, Setting]] = {
     "planned": Setting("llama-3.2-3b", 4, 2048, device_bytes=20_000_000_000),
     "streamed": Setting("llama-3.2-1b", 2, 2048, placing=Placing("gpu", (Place.STREAM,), "recompute")),
     "activations on the host": Setting("qwen2.5-1.5b", 4, 4096, placing=Placing("gpu", (Place.CPU,), "offload")),
-    "planned, 8B": Setting("llama-3.1-8b", 4, 4096, device_bytes=40_000_000_000),
+    "planned, 8B": Setting("llama-3.1-8b", 4, 4096, device_bytes=40_000_000_000, num_iterations=MIN_MEASURED),
     "accumulated": Setting("llama-3.2-1b", 4, 2048, 8, placing=Placing("gpu", (Place.CPU,), "recompute")),
     "compiled": Setting("llama-3.2-1b", 4, 2048, device_bytes=16_000_000_000, compiled=True),
 }  # fmt: skip
@@ -154,7 +154,13 @@ def planned(setting: Setting, profile: HardwareProfile, path: Path) -> str | Non
 def executed(setting: Setting, folder: Path, limit_s: float) -> str | None:
     """Execute a plan in a process of its own; return why there is no run, if so."""
     command = [sys.executable, "-m", "ullage", "execute", str(folder / "plan.json"), "--json"]
-    command += ["--iterations", str(NUM_ITERATIONS), "--output-dir", str(folder), *(["--compile"] * setting.compiled)]
+    command += [
+        "--iterations",
+        str(setting.num_iterations),
+        "--output-dir",
+        str(folder),
+        *(["--compile"] * setting.compiled),
+    ]
     process = started(command, os.environ, folder / "log.txt", folder / "screen.json")
     try:
         code = process.wait(limit_s)
