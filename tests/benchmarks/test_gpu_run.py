@@ -7,7 +7,9 @@ import subprocess
 import sys
 import tarfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -15,7 +17,7 @@ from hypothesis import strategies as st
 
 from benchmarks.forks import ADDRESS, Server, started
 from benchmarks.gpu.bundle import _BUILT, _OURS, _PEERS, MOST_BYTES, fits, problems
-from benchmarks.gpu.run import DEFAULT, FILES, MOST_FILES, STAGES, Results, Stage, limits_s
+from benchmarks.gpu.run import DEFAULT, FILES, MOST_FILES, STAGES, Results, Run, Stage, limits_s
 from hwprofiles.registry import load_profile
 
 ROOT = Path(__file__).parents[2]
@@ -104,9 +106,9 @@ def test_what_all_stages_are_guaranteed_fits_ten_minutes() -> None:
 
 
 def test_a_dry_run_of_all_stages(tmp_path: Path) -> None:
-    # A hundredth of the time: calibration hangs, the tests fail, all others take a quarter of their limit.
-    scale, asked, back = 0.01, tmp_path / "asked.jsonl", tmp_path / "back"
-    took = {name: STAGES[name].limit_s * scale / 4 for name in DEFAULT} | {"calibrate": 60.0}
+    # A fiftieth of the time: calibration hangs, the tests fail, all others take a tenth of their limit.
+    scale, asked, back = 0.02, tmp_path / "asked.jsonl", tmp_path / "back"
+    took = {name: STAGES[name].limit_s * scale / 10 for name in DEFAULT} | {"calibrate": 60.0}
     code, said = dry(tmp_path, scale, STUB.format(took=took, words=WORDS, back=str(back), asked=str(asked)))
     assert code == 1, said
     stages = json.loads((back / "stages.json").read_text())
@@ -135,19 +137,26 @@ def test_a_dry_run_of_all_stages(tmp_path: Path) -> None:
     assert all(stages[name]["limit_s"] >= STAGES[name].least_s * scale - 0.1 for name in DEFAULT)
 
 
+ENDED = "ZX"  # waited for or not
+
+
 def state(pid: int) -> str:
     """Return the letter of a process's state (see proc_pid_stat(5)); ``X``: there is none."""
     stat = Path(f"/proc/{pid}/stat")
     return stat.read_text().rpartition(")")[2].split()[0] if stat.exists() else "X"
 
 
-def ended(pid: int) -> bool:
-    """Wait until a process has ended, waited for or not; return whether it has within some seconds."""
-    end_s = time.monotonic() + 10
-    while state(pid) not in {"Z", "X"}:
-        if time.monotonic() > end_s:
-            return False
+def until(there: Callable[[], bool]) -> None:
+    """Wait until something is so."""
+    end_s = time.monotonic() + 20
+    while not there():
+        assert time.monotonic() < end_s
         time.sleep(0.01)
+
+
+def becomes(pid: int, states: str) -> bool:
+    """Wait until a process is in one of some states."""
+    until(lambda: state(pid) in states)
     return True
 
 
@@ -166,16 +175,17 @@ def test_processes_are_forked_and_end_as_others_do(tmp_path: Path) -> None:
         assert server.ready(60), (tmp_path / "server.txt").read_text()
         for argument, code in (("exit", 7), ("kill", -9), ("sleep", None), ("exit", 7)):
             process = started([sys.executable, str(program), argument], environment | {"WORD": argument}, log)
-            assert process.wait(20 if argument != "sleep" else 0.3) == code
+            until(lambda: log.read_text().endswith("\n"))
+            assert process.wait(20 if argument != "sleep" else 0.05) == code
             for paused in (True, False) if code is None else ():
                 process.pause(paused=paused)
-                assert (state(process.pid) == "T") == paused
+                assert becomes(process.pid, "T" if paused else "RS")
             process.end(0.2)  # and what it has started
             assert process.wait(5) in {code, -15}
             *words, child = log.read_text().split()
             assert words == [argument, f"['{argument}']", "True"]  # its own environment, and what was imported before
-            assert ended(process.pid)
-            assert ended(int(child))
+            assert becomes(process.pid, ENDED)
+            assert becomes(int(child), ENDED)
     finally:
         server.close()
     assert "no_such_module" in (tmp_path / "server.txt").read_text()
@@ -185,6 +195,18 @@ def test_processes_are_forked_and_end_as_others_do(tmp_path: Path) -> None:
     assert process.wait(20) == 7
     process.end(0.2)
     assert log.read_text().startswith("one ['exit'] False")
+
+
+def test_what_runs_beside_pauses_while_something_is_measured(tmp_path: Path) -> None:
+    args = SimpleNamespace(budget=60.0)
+    run = Run(args, Results(tmp_path / "results", None))  # type: ignore[arg-type]
+    build = started(["sleep", "100"], os.environ, tmp_path / "log.txt")
+    run._beside["build"] = build
+    run._pause_others(0.0)
+    assert becomes(build.pid, "T")
+    run._pause_others(0.1)  # now it is needed, and is not there in time
+    assert becomes(build.pid, ENDED)
+    assert not run._beside
 
 
 def test_an_archive_that_is_too_large_leaves_out_the_largest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
