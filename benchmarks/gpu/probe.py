@@ -206,7 +206,7 @@ def main() -> None:
         "imports": imports,
         **{name: step(name) for name in ("context", "attention", "products")},
         "wait": beside.wait,
-        **{name: step(name) for name in ("pinning", "link", "host_update", "elementwise", "layer")},
+        **{name: step(name) for name in ("pinning", "link", "host_update", "layer", "elementwise")},
     }
     for name, call in steps.items():
         if args.only and name not in {*args.only, "imports"}:
