@@ -91,7 +91,7 @@ STAGES: Final[Mapping[str, Stage]] = {
         30,
         ("tests.xml",),
     ),
-    "calibrate": Stage(f"{_CALIBRATE}/profile.json", 70, 40, ("profile.json",), alone=True),
+    "calibrate": Stage(f"{_CALIBRATE}/profile.json", 90, 60, ("profile.json",), alone=True),
     # Where peers have to be beaten: the model that every peer's state fits the host with, then the next.
     "peers": Stage(
         f"{_PEERS}/peers.json --models llama-3.2-3b llama-2-7b --cells large --rows ours in-memory zero-3-offload "
@@ -134,7 +134,7 @@ STAGES: Final[Mapping[str, Stage]] = {
         alone=True,
     ),
     # A second time, for its spread (benchmarks/calibration.py --read).
-    "again": Stage(f"{_CALIBRATE}/profile_again.json", 70, 30, ("profile_again.json",), alone=True),
+    "again": Stage(f"{_CALIBRATE}/profile_again.json", 90, 30, ("profile_again.json",), alone=True),
 }
 DEFAULT: Final = ("probe", "doctor", "tests", "calibrate", "peers", "agreement", "tokens", "compiled")
 
@@ -232,6 +232,8 @@ class Results:
             path = self.folder / name
             if path.exists() and path.stat().st_size <= MOST_BYTES:
                 self._whole(name, path.read_bytes())
+            else:  # of an earlier call, and made again in vain
+                (self._back / name).unlink(missing_ok=True)
 
     def _whole(self, name: str, content: bytes) -> None:
         assert self._back is not None

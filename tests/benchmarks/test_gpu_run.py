@@ -215,9 +215,13 @@ def test_an_archive_that_is_too_large_leaves_out_the_largest(tmp_path: Path, mon
     results.write("stages/doctor.json", {"code": 0})
     (results.folder / "agreement").mkdir()
     (results.folder / "agreement" / "trace.bin").write_bytes(os.urandom(200_000))
+    (results.folder / "profile.json").write_text("{}")
+    results.bring_back()
+    (results.folder / "profile.json").unlink()
     results.bring_back()
     with tarfile.open(tmp_path / "back" / "results.tar.gz") as kept:
         assert set(kept.getnames()) == {"stages/doctor.json", "left_out.json"}
+    assert {path.name for path in (tmp_path / "back").iterdir()} == {"results.tar.gz"}
     assert not list((tmp_path / "back").glob("*.part"))
 
 
