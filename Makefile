@@ -6,7 +6,7 @@ OUT := out
 # Where it is set, every process that tests start would compile torch and all else again: 12 CPU seconds each time.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all test-executor test-ullage test-planner test-capture test-others lint mutation fuzz torture bench docs clean
+.PHONY: demo test test-all test-executor test-ullage test-planner test-capture test-others lint mutation fuzz torture bench device-bundle docs clean
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, this is " + sys.version.split()[0] + "; set PYTHON=/path/to/python3.11") if sys.version_info < (3, 11) else None'
@@ -71,6 +71,10 @@ bench: $(VENV)/ready
 	$(BIN)/python benchmarks/simulator/run.py
 	$(BIN)/python benchmarks/cpu/adamw.py
 	$(BIN)/python benchmarks/cpu/peers.py
+
+# What a machine with a GPU and no network lacks, for benchmarks/gpu/run.sh there: in device, which git ignores.
+device-bundle: $(VENV)/ready
+	$(BIN)/python benchmarks/gpu/bundle.py
 
 # The site of the documentation, in out/site; warnings are errors.
 docs: $(VENV)/ready

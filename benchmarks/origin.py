@@ -33,11 +33,18 @@ def origin(*packages: str, beside: Path | None = None, gpu: bool = False) -> dic
         "num_cores": num_cores(),
         "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
     }
-    if gpu:
-        import torch  # noqa: PLC0415 - a second, of which drivers without a GPU have no need
+    return (
+        result
+        | (gpu_facts() if gpu else {})
+        | {"versions": {"python": platform.python_version(), **_versions(packages, beside)}}
+    )
 
-        result |= {"gpu": torch.cuda.get_device_name(), "gpu_bytes": torch.cuda.mem_get_info()[1]}
-    return result | {"versions": {"python": platform.python_version(), **_versions(packages, beside)}}
+
+def gpu_facts() -> dict[str, Any]:
+    """Return name and memory of the GPU; CUDA is initialised, after which a process cannot be forked from."""
+    import torch  # noqa: PLC0415 - a second, of which drivers without a GPU have no need
+
+    return {"gpu": torch.cuda.get_device_name(), "gpu_bytes": torch.cuda.mem_get_info()[1]}
 
 
 def _versions(packages: tuple[str, ...], beside: Path | None) -> dict[str, str]:

@@ -11,8 +11,10 @@ import re
 import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from hwprofiles.profile import HardwareProfile, MachineIdentity
+if TYPE_CHECKING:  # it needs pydantic, and `ullage doctor` says if that is missing
+    from hwprofiles.profile import HardwareProfile, MachineIdentity
 
 _SYS, _PROC = Path("/sys"), Path("/proc")
 _SAME_MEMORY = 0.02  # different kernels reserve a little memory of different sizes
@@ -92,8 +94,10 @@ def _drives(place: Path) -> Iterator[Path]:
         yield place
 
 
-def this_machine(folders: Sequence[Path] = ()) -> MachineIdentity:
+def this_machine(folders: Sequence[Path] = ()) -> "MachineIdentity":
     """Return the identity of this machine, with the drives of some folders."""
+    from hwprofiles.profile import MachineIdentity  # noqa: PLC0415 - see above
+
     names = {name for folder in folders for name in drive_names(folder)}
     return MachineIdentity(
         cpu=cpu_name(),
@@ -104,10 +108,11 @@ def this_machine(folders: Sequence[Path] = ()) -> MachineIdentity:
     )
 
 
-def differences(profile: HardwareProfile) -> tuple[str, ...]:
+def differences(profile: "HardwareProfile") -> tuple[str, ...]:
     """Return the known differences between this machine and the one that a profile was measured on.
 
-    Drives that were measured must still be here. New drives are not a difference.
+    Drives that were measured must still be here. New drives are not a difference, nor is more memory: that of a virtual
+    machine may grow as it is used.
     """
     then = profile.measured_on
     if then is None:
@@ -118,7 +123,7 @@ def differences(profile: HardwareProfile) -> tuple[str, ...]:
         result.append(f"its CPU is {then.cpu!r}, this one {now.cpu!r}")
     if now.num_cpus != then.num_cpus:
         result.append(f"it has {then.num_cpus} logical CPUs, this one {now.num_cpus}")
-    if abs(now.memory_bytes / then.memory_bytes - 1) > _SAME_MEMORY:
+    if now.memory_bytes < (1 - _SAME_MEMORY) * then.memory_bytes:
         result.append(f"it has {then.memory_bytes / 1e9:.1f} GB of memory, this one {now.memory_bytes / 1e9:.1f} GB")
     if now.gpus != then.gpus:
         result.append(f"its GPUs are {_listed(then.gpus)}, those of this one {_listed(now.gpus)}")
@@ -134,7 +139,7 @@ class OtherMachineError(ValueError):
 ALLOWED = ", or use it anyway with --allow-other-machine"
 
 
-def check_measured_here(profile: HardwareProfile, otherwise: str = ALLOWED) -> None:
+def check_measured_here(profile: "HardwareProfile", otherwise: str = ALLOWED) -> None:
     """Refuse a profile that was measured on another machine.
 
     Args:

@@ -29,10 +29,11 @@ settings.register_profile("same", derandomize=True, deadline=None, max_examples=
 settings.register_profile("fuzz", derandomize=False, deadline=None, print_blob=True)
 settings.load_profile("same")
 # Hypothesis also draws constants of local source files; which files are local depends on the path of the checkout.
-_of_local_files = providers._get_local_constants
-providers._get_local_constants = lambda: (
-    providers._local_constants if settings.default.derandomize else _of_local_files()
-)
+_of_local_files = getattr(providers, "_get_local_constants", None)  # private: other versions may not have it
+if _of_local_files is not None:
+    providers._get_local_constants = lambda: (
+        providers._local_constants if settings.default.derandomize else _of_local_files()
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

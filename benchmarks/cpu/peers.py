@@ -78,7 +78,7 @@ def main() -> None:
     if args.bf16_state:
         chosen = (dataclasses.replace(chosen[0], dtype="bf16", state="bf16", device_memory_bytes=_BF16_STATE_BYTES),)
     quick = args.quick or args.tiny
-    rounds = Rounds(1 if quick else 3, 2, 4 if quick else 5, quick=quick)
+    rounds = Rounds(1 if quick else 3, 2, 4 if quick else 5, 1 if quick else None)
     compare(args, "cpu", chosen, profiles, rounds)
 
 

@@ -16,21 +16,27 @@ to its last, with the gaps between them.
 """
 
 import argparse
-import concurrent.futures
+import functools
 import itertools
 import json
 import multiprocessing
 import os
+import signal
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
+import torch
+from torch.nn.attention import SDPBackend
+
+from benchmarks import prepared
 from benchmarks.calibration import iteration_s
-from benchmarks.origin import origin, write_result
+from benchmarks.forks import started
+from benchmarks.origin import gpu_facts, origin, write_result
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.registry import load_profile
 from planner.costs.model import CostModel
@@ -43,15 +49,14 @@ from planner.schedule.series import busy
 from planner.search.scoring import Scorer
 from planner.simulate.prediction import Workload
 from ullage.analysis.comparison import Explained, explain_run
-from ullage.analysis.runs import RunRecord, load_run
+from ullage.analysis.runs import MIN_MEASURED, RunRecord, load_run
 
 OUTPUT: Final = Path(__file__).parents[1] / "results" / "gpu" / "agreement.json"
 GOALS: Final = {"error": 0.05, "mean_error": 0.03, "refitted_error": 0.04, "memory_error": 0.03, "over_bound": 1.10}
 FITTED_TO: Final = "mixed"
 _READ: Final = {"goals", "summary", "not_run", "rows"}  # what --read makes again
-NUM_ITERATIONS: Final = 10
 _PLANNING_S: Final = 4.0
-_LIMIT_S: Final = 90.0  # of one execution: the largest model's state is made and registered in half of that
+_LIMIT_S: Final = 180.0  # of one execution: the largest model's state is made and registered in a third of that
 
 
 class Placing(NamedTuple):
@@ -75,6 +80,7 @@ class Setting(NamedTuple):
     placing: Placing | None = None
     device_bytes: int | None = None
     compiled: bool = False
+    num_iterations: int = 10
 
 
 SETTINGS: Final[Mapping[str, Setting]] = {
@@ -85,7 +91,7 @@ SETTINGS: Final[Mapping[str, Setting]] = {
     "planned": Setting("llama-3.2-3b", 4, 2048, device_bytes=20_000_000_000),
     "streamed": Setting("llama-3.2-1b", 2, 2048, placing=Placing("gpu", (Place.STREAM,), "recompute")),
     "activations on the host": Setting("qwen2.5-1.5b", 4, 4096, placing=Placing("gpu", (Place.CPU,), "offload")),
-    "planned, 8B": Setting("llama-3.1-8b", 4, 4096, device_bytes=40_000_000_000),
+    "planned, 8B": Setting("llama-3.1-8b", 4, 4096, device_bytes=40_000_000_000, num_iterations=MIN_MEASURED),
     "accumulated": Setting("llama-3.2-1b", 4, 2048, 8, placing=Placing("gpu", (Place.CPU,), "recompute")),
     "compiled": Setting("llama-3.2-1b", 4, 2048, device_bytes=16_000_000_000, compiled=True),
 }  # fmt: skip
@@ -116,11 +122,11 @@ def placed(plan: Plan, placing: Placing) -> Plan:
     return plan.model_copy(update={"decisions": decisions, "prediction": scorer.predict(decisions)}).sealed()
 
 
-def planned(setting: Setting, profile: HardwareProfile, path: Path) -> str | None:
-    """Write a setting's plan; return why there is none, if so."""
+def request_of(setting: Setting, profile: HardwareProfile) -> Request:
+    """Return what is planned for a setting."""
     if setting.device_bytes:
         profile = profile.with_device_memory(min(setting.device_bytes, int(profile.device.memory_bytes.value)))
-    request = Request(
+    return Request(
         resolve_model(setting.model),
         profile,
         seq_len=setting.seq_len,
@@ -128,8 +134,16 @@ def planned(setting: Setting, profile: HardwareProfile, path: Path) -> str | Non
         num_micro_batches=setting.num_micro_batches,
         storage="activations" if setting.placing and setting.placing.activations == "offload" else "never",
     )
+
+
+def planned(setting: Setting, profile: HardwareProfile, path: Path) -> str | None:
+    """Write a setting's plan; return why there is none, if so."""
     try:
-        plan = make_plan(request, budget_s=_PLANNING_S)
+        request = request_of(setting, profile)
+        if setting.placing is None:
+            plan = prepared.planned(request, path.parent.name, _PLANNING_S)
+        else:
+            plan = make_plan(request, budget_s=_PLANNING_S)
         plan = placed(plan, setting.placing) if setting.placing else plan
     except ValueError as error:
         return f"not planned: {error}"
@@ -141,14 +155,23 @@ def planned(setting: Setting, profile: HardwareProfile, path: Path) -> str | Non
 def executed(setting: Setting, folder: Path, limit_s: float) -> str | None:
     """Execute a plan in a process of its own; return why there is no run, if so."""
     command = [sys.executable, "-m", "ullage", "execute", str(folder / "plan.json"), "--json"]
-    command += ["--iterations", str(NUM_ITERATIONS), "--output-dir", str(folder), *(["--compile"] * setting.compiled)]
+    command += [
+        "--iterations",
+        str(setting.num_iterations),
+        "--output-dir",
+        str(folder),
+        *(["--compile"] * setting.compiled),
+    ]
+    process = started(command, os.environ, folder / "log.txt", folder / "screen.json")
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
-    except subprocess.TimeoutExpired:
+        code = process.wait(limit_s)
+    finally:
+        process.end()
+    if code is None:
         return f"took more than {limit_s:.0f} s"
-    (folder / "log.txt").write_text(done.stderr, encoding="utf-8")
-    last = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "")
-    return f"ended with {done.returncode}: {last}"[:500] if done.returncode else None
+    lines = (folder / "log.txt").read_text(encoding="utf-8").splitlines()
+    last = next((line for line in reversed(lines) if line.strip()), "")
+    return f"ended with {code}: {last}"[:500] if code else None
 
 
 def row(record: RunRecord, found: Explained) -> dict[str, Any]:
@@ -185,11 +208,10 @@ def _explained(path: Path) -> tuple[dict[str, Any], HardwareProfile] | str:
     return row(record, found), found.refitted.profile
 
 
-def read(folder: Path, names: Sequence[str], not_run: Mapping[str, str]) -> dict[str, Any]:
+def read(pool: Executor, folder: Path, names: Sequence[str], not_run: Mapping[str, str]) -> dict[str, Any]:
     """Return predicted beside measured of all runs in a folder, and what they say together."""
-    with _processes() as pool:
-        paths = {name: folder / folder_name(name) / "run.json" for name in names if name not in not_run}
-        results = dict(zip(paths, pool.map(_explained, paths.values()), strict=True))
+    paths = {name: folder / folder_name(name) / "run.json" for name in names if name not in not_run}
+    results = dict(zip(paths, pool.map(_explained, paths.values()), strict=True))
     not_run = dict(not_run) | {name: found for name, found in results.items() if isinstance(found, str)}
     compared = {name: found for name, found in results.items() if not isinstance(found, str)}
     rows = {name: found for name, (found, _) in compared.items()}
@@ -220,35 +242,42 @@ def summary(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     return result | {"over_bound_of_own_plans": own}
 
 
-def _processes() -> concurrent.futures.ProcessPoolExecutor:
-    return concurrent.futures.ProcessPoolExecutor(
-        len(os.sched_getaffinity(0)), mp_context=multiprocessing.get_context("spawn")
-    )
+def plan_all(pool: Executor, settings: Mapping[str, Setting], profile: HardwareProfile, folder: Path) -> dict[str, str]:
+    """Plan; return which settings have no plan to execute, and why."""
+    plans = {
+        name: pool.submit(planned, s, profile, folder / folder_name(name) / "plan.json") for name, s in settings.items()
+    }
+    return {name: why for name, future in plans.items() if (why := future.result())}
 
 
-def measure(settings: Mapping[str, Setting], profile: HardwareProfile, folder: Path, budget_s: float) -> dict[str, str]:
-    """Plan and execute; return which settings were not run, and why."""
-    end_s = time.monotonic() + budget_s
-    with _processes() as pool:
-        plans = {
-            name: pool.submit(planned, s, profile, folder / folder_name(name) / "plan.json")
-            for name, s in settings.items()
-        }
-        not_run = {name: why for name, future in plans.items() if (why := future.result())}
+def measure(settings: Mapping[str, Setting], folder: Path, not_run: Mapping[str, str], end_s: float) -> dict[str, str]:
+    """Execute the plans that there are, until a time of the clock; return which settings were not run, and why."""
+    not_run = dict(not_run)
     for name, setting in settings.items():
         if name in not_run:
             continue
         left_s = end_s - time.monotonic()
         begin_s = time.monotonic()
+        began = time.strftime("%H:%M:%S")  # so that clocks and power of that time can be found
         why = executed(setting, folder / folder_name(name), min(left_s, _LIMIT_S)) if left_s > 5 else "no time was left"
         if why:
             not_run[name] = why
         print(
-            f"[{left_s:4.0f} s left] {name}: {why or f'{time.monotonic() - begin_s:.0f} s'}",
+            f"[{left_s:4.0f} s left] {began} {name}: {why or f'{time.monotonic() - begin_s:.0f} s'}",
             file=sys.stderr,
             flush=True,
         )
     return not_run
+
+
+def attention_by(setting: Setting) -> str:
+    """Return which of PyTorch's kernels computes the attention of a setting on the GPU that is here."""
+    model = resolve_model(setting.model)
+    made = functools.partial(torch.empty, device="cuda", dtype=torch.bfloat16)
+    heads = (model.num_attention_heads, model.num_key_value_heads, model.num_key_value_heads)
+    q, k, v = (made(setting.micro_batch, n, setting.seq_len, model.head_dim).requires_grad_() for n in heads)
+    enum: Any = SDPBackend
+    return str(enum(torch._fused_sdp_choice(q, k, v, None, 0.0, is_causal=True, enable_gqa=True)))
 
 
 def table(result: Mapping[str, Any]) -> str:
@@ -278,21 +307,28 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=OUTPUT, metavar="PATH", help="result file; runs go beside it")
     args = parser.parse_args()
     folder = args.output.parent / "agreement"
-    if args.read:
-        began = {key: value for key, value in json.loads(args.output.read_text()).items() if key not in _READ}
-        not_run = {n: "there is no run" for n in SETTINGS if not (folder / folder_name(n) / "run.json").exists()}
-    else:
-        profile = load_profile(args.profile)
-        began = origin("torch", "transformers", "numba", "numpy", gpu=profile.device.kind == "gpu")
-        chosen = {name: SETTINGS[name] for name in args.only}
-        if args.model or args.seq_len:
+    end_s = time.monotonic() + args.budget
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the execution under way is ended too
+    # Forked, so that none of them imports anything, and before CUDA is initialised here, if at all.
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), multiprocessing.get_context("fork")) as pool:
+        if args.read:
+            began = {key: value for key, value in json.loads(args.output.read_text()).items() if key not in _READ}
+            not_run = {n: "there is no run" for n in SETTINGS if not (folder / folder_name(n) / "run.json").exists()}
+        else:
+            profile = load_profile(args.profile)
+            began = origin("torch", "transformers", "numba", "numpy")
             chosen = {
-                n: s._replace(model=args.model or s.model, seq_len=args.seq_len or s.seq_len) for n, s in chosen.items()
+                n: s._replace(model=args.model or s.model, seq_len=args.seq_len or s.seq_len)
+                for n, s in SETTINGS.items()
+                if n in args.only
             }
-        not_run = measure(chosen, profile, folder, args.budget)
-        not_run |= {name: "not asked for" for name in SETTINGS if name not in chosen}
-        write_result(args.output, {**began, "not_run": not_run})  # so that --read can go on if this is cut
-    result = {**began, **read(folder, list(SETTINGS), not_run)}
+            not_run = plan_all(pool, chosen, profile, folder)
+            if profile.device.kind == "gpu":
+                began |= gpu_facts() | {"attention_by": {n: attention_by(s) for n, s in chosen.items()}}
+            not_run = measure(chosen, folder, not_run, end_s)
+            not_run |= {name: "not asked for" for name in SETTINGS if name not in chosen}
+            write_result(args.output, {**began, "not_run": not_run})  # so that --read can go on if this is cut
+        result = {**began, **read(pool, folder, list(SETTINGS), not_run)}
     write_result(args.output, result)
     print(table(result))
 

@@ -1,13 +1,14 @@
 """Our training beside that of peers on one GPU: same model, text, arithmetic and device memory.
 
-    python benchmarks/gpu/peers.py --quick --budget 550                      one setting per peer, one process each
+    python benchmarks/gpu/peers.py --tries 1 --rounds 1 --budget 550         one setting per peer, one process each
     python benchmarks/gpu/peers.py --models llama-3.2-3b --cells large long  tuned, three processes each
 
-Cells are trained one after another, the most important first: 8k tokens per step, without clipping and with it, where
-peers have to be beaten; 64k, where training in memory has to be matched; the largest model that trains at all, which
-may use all of the device, since no host of 128 GiB holds it; weights in bf16 that are their own master copies, beside
-engines that keep nothing else; then the rest of four models by seven batches. What --budget leaves no time for is not
-begun, and named.
+Cells are trained one after another, the most important first: 8k tokens per step, where peers have to be beaten, of a
+model that every peer's state fits 128 GiB of host memory with, then of a larger one; 64k, where training in memory has
+to be matched; the largest model that trains at all, which may use all of the device, since no host of 128 GiB holds it;
+weights in bf16 that are their own master copies, beside engines that keep nothing else; then the rest of four models by
+seven batches. What --budget leaves no time for is not begun, and named. An engine that keeps more than the host has is
+not started, and its row says so. Memory is pinned for all without rounding it up to a power of two.
 
 Peers are installed by ``pip install --target PEERS -r benchmarks/requirements-peers.txt``; one that is not there is a
 row that says so. The device's memory is bounded for all but the ceiling, by PyTorch's allocator, as soon as the
@@ -43,9 +44,11 @@ SHAPES: dict[str, tuple[int, int, int, float, bool, Literal["fp32", "bf16"]]] = 
 _LARGEST = "llama-2-13b"
 MODELS = ("llama-3.2-3b", "llama-2-7b", "llama-3.1-8b", _LARGEST)
 FIRST = (
+    ("llama-3.2-3b", "large"),
     ("llama-2-7b", "large"),
-    ("llama-2-7b", "long"),
     ("llama-3.2-3b", "tokens-64k"),
+    ("llama-2-7b", "long"),
+    ("llama-3.1-8b", "large"),
     (_LARGEST, "small"),
     ("llama-3.1-8b", "all-bf16"),
 )
@@ -72,7 +75,8 @@ def main() -> None:
     """Calibrate if need be, compare, write and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser, OUTPUT)
-    parser.add_argument("--quick", action="store_true", help="one setting per peer, one process per row")
+    parser.add_argument("--tries", type=int, metavar="N", help="settings per peer, of which the best is kept (all)")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="processes per row (3)")
     parser.add_argument("--models", nargs="+", metavar="MODEL", help=f"see `ullage models` ({', '.join(MODELS)})")
     parser.add_argument("--cells", nargs="+", choices=SHAPES, help="batches, of every model (all)")
     parser.add_argument(
@@ -87,7 +91,7 @@ def main() -> None:
         profile = calibrate(options, kernels(), lambda *_: None)[0]
     threads = profile.device.num_cores
     cells = [cell_of(*names, args.device_memory, threads) for names in chosen(args.models, args.cells)]
-    rounds = Rounds(1, 3, 7, quick=True) if args.quick else Rounds(3, 5, 20, quick=False)
+    rounds = Rounds(args.rounds, *((3, 7) if args.rounds == 1 else (5, 20)), args.tries)
     compare(args, args.device, tuple(cells), {threads: profile}, rounds)
 
 

@@ -16,13 +16,14 @@ from hwprofiles.paths import replace
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.quantity import Provenance
 from hwprofiles.registry import load_profile, save_profile
+from ullage.cli.arguments import parse_bytes
 
 _DEVICE_SHARE = 0.95
 
 
-def stand_in(profile: HardwareProfile) -> HardwareProfile:
-    """Return a profile with no more memory and cores than are free here."""
-    host_bytes = min(profile.host.memory_bytes.value, USABLE_SHARE * available_memory_bytes())
+def stand_in(profile: HardwareProfile, host_bytes: float | None = None) -> HardwareProfile:
+    """Return a profile with no more memory and cores than are free here, or with a given host memory."""
+    host_bytes = host_bytes or min(profile.host.memory_bytes.value, USABLE_SHARE * available_memory_bytes())
     numbers = {"host.memory_bytes": host_bytes}
     if torch.cuda.is_available():
         free_bytes = _DEVICE_SHARE * torch.cuda.mem_get_info()[0]
@@ -37,8 +38,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("profile", help="name of a packaged profile")
     parser.add_argument("output", type=Path)
+    parser.add_argument("--host-memory", type=parse_bytes, metavar="SIZE", help="that plans may use (what is free now)")
     args = parser.parse_args()
-    save_profile(stand_in(load_profile(args.profile)), args.output)
+    save_profile(stand_in(load_profile(args.profile), args.host_memory), args.output)
 
 
 if __name__ == "__main__":

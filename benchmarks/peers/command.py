@@ -25,13 +25,13 @@ class Rounds:
     Attributes:
         num_rounds: processes per row and cell.
         num_warm_up, num_timed: iterations of each.
-        quick: try the likeliest settings of every peer alone.
+        most_settings: how many of every peer are tried, the likeliest first; ``None``: all.
     """
 
     num_rounds: int
     num_warm_up: int
     num_timed: int
-    quick: bool
+    most_settings: int | None = None
 
 
 def add_arguments(parser: argparse.ArgumentParser, output: Path) -> None:
@@ -70,7 +70,7 @@ def compare(
         num_rounds=rounds.num_rounds,
         num_warm_up=rounds.num_warm_up,
         num_timed=rounds.num_timed,
-        quick=rounds.quick,
+        most_settings=rounds.most_settings,
         output=args.output,
     )
     if (load := os.getloadavg()[0]) > _BUSY * runner.num_cores:

@@ -11,7 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import ullage
+from benchmarks import prepared
 from benchmarks.origin import origin, write_result
+from benchmarks.peers import host_memory
+from benchmarks.peers.engines import PACKAGES
 from benchmarks.peers.jobs import Cell, Job, Outcome, model_config
 from benchmarks.peers.processes import Runner
 from benchmarks.peers.rows import Rounding, Row
@@ -39,7 +42,7 @@ class Settings:
         profiles: the machine's, by threads that compute (0 where a GPU does).
         num_rounds: processes per row and cell; in each round all rows of a cell take their turn.
         num_warm_up, num_timed: iterations of each.
-        quick: try the likeliest settings of every peer alone.
+        most_settings: how many of every peer are tried, the likeliest first; ``None``: all.
         output: result file, written after every process.
     """
 
@@ -50,8 +53,29 @@ class Settings:
     num_rounds: int
     num_warm_up: int
     num_timed: int
-    quick: bool
+    most_settings: int | None
     output: Path
+
+
+def request_of(cell: Cell, profile: HardwareProfile, device: str) -> ullage.Request:
+    """Return what our engine's plan is made for.
+
+    Raises:
+        ValueError: there is no such model, or the device has less memory.
+    """
+    if cell.device_memory_bytes is not None:
+        share = _PLANNED_SHARE if device == "cuda" else 1.0
+        profile = profile.with_device_memory(int(share * cell.device_memory_bytes))
+    return ullage.Request(
+        model_config(cell.model),
+        profile,
+        seq_len=cell.seq_len,
+        micro_batch=cell.micro_batch,
+        num_micro_batches=cell.num_micro_batches,
+        precision=Precision(weights=cell.dtype, master="bf16" if cell.state == "bf16" else None),
+        optimizer="adamw-bf16" if cell.state == "bf16" else "adamw",
+        clip=cell.max_norm > 0,
+    )
 
 
 class Comparison:
@@ -77,6 +101,8 @@ class Comparison:
         self._tried: dict[Cell, dict[str, list[dict[str, Any]]]] = {cell: {} for cell in settings.cells}
         self._notes: dict[str, Any] = {}
         self._not_begun = list(settings.cells)
+        self._ceilings: dict[Cell, Outcome] = {}
+        self._memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
     def run(self) -> dict[str, Any]:
         """Compare, and return what was written."""
@@ -100,33 +126,22 @@ class Comparison:
 
     def _build(self) -> None:
         """Let DeepSpeed compile its optimizer before anything is timed."""
-        if not any(row.engine.startswith("zero") for row in self._settings.rows):
+        if not any(PACKAGES.get(row.engine) == "deepspeed" for row in self._settings.rows):
+            return
+        if self._runner.peers is not None and list(self._runner.extensions.glob("**/cpu_adam.so")):
             return
         begin_s = time.monotonic()
         job = Job(Cell("llama-tiny", seq_len=16), "zero2", device=self._device, num_warm_up=1, num_timed=1)
-        outcome = self._runner.run(job, _BUILD_LIMIT_S)
+        outcome = self._runner.run(job, min(_BUILD_LIMIT_S, self._runner.clock.left_s / 3))
         self._notes["deepspeed_build"] = {"seconds": time.monotonic() - begin_s, "error": outcome.error}
         self._say(f"DeepSpeed's extension: {outcome.error or 'ready'}")
 
     def _plan(self, cell: Cell) -> None:
         """Plan a cell; what cannot be planned is told in our row."""
         begin_s = time.monotonic()
-        profile = self._settings.profiles[cell.compute_threads]
-        if cell.device_memory_bytes is not None:
-            share = _PLANNED_SHARE if self._device == "cuda" else 1.0
-            profile = profile.with_device_memory(int(share * cell.device_memory_bytes))
-        request = ullage.Request(
-            model_config(cell.model),
-            profile,
-            seq_len=cell.seq_len,
-            micro_batch=cell.micro_batch,
-            num_micro_batches=cell.num_micro_batches,
-            precision=Precision(weights=cell.dtype, master="bf16" if cell.state == "bf16" else None),
-            optimizer="adamw-bf16" if cell.state == "bf16" else "adamw",
-            clip=cell.max_norm > 0,
-        )
         try:
-            plan = ullage.plan(request)
+            request = request_of(cell, self._settings.profiles[cell.compute_threads], self._device)
+            plan = prepared.planned(request, cell.name)
         except ValueError as error:
             self._outcomes[cell]["ours"] = [Outcome(error=f"not planned: {error}")]
             return
@@ -144,9 +159,12 @@ class Comparison:
         """
         too_large = self._too_large(cell)
         for rounding in dict.fromkeys(row.rounding(cell) for row in self._rows(cell)):
-            settings = {"fused": False, "rounding": rounding} | self._recompute(cell)
+            once = self._settings.num_rounds == 1 and rounding == "nearest"  # it is the ceiling's only round too
+            settings = {"fused": once, "rounding": rounding} | self._recompute(cell)
             job = self._job(cell, "in_memory", settings)
             outcome = Outcome(error=too_large) if too_large else self._runner.run(job)
+            if once:
+                self._ceilings[cell] = outcome
             if outcome.error is None:
                 self._references[cell][rounding] = Reference(IN_MEMORY, outcome.losses)
                 self._say(f"{cell.name}: reference, losses {outcome.losses[0]:.4f} -> {outcome.losses[-1]:.4f}")
@@ -170,7 +188,7 @@ class Comparison:
 
         Without a reference that is the fastest of all that train; what it is measured with is held to other engines.
         """
-        candidates = row.candidates(self._device, recompute=cell.recompute, quick=self._settings.quick)
+        candidates = row.candidates(self._device, recompute=cell.recompute, most=self._settings.most_settings)
         self._chosen[cell, row.name] = candidates[0]
         if len(candidates) == 1 or row.kind == "ours":
             return
@@ -180,7 +198,7 @@ class Comparison:
             return
         tried = self._tried[cell].setdefault(row.name, [])
         for settings in candidates:
-            outcome = self._runner.run(self._job(cell, row.engine, settings, *_TUNED_ITERATIONS))
+            outcome = self._run(self._job(cell, row.engine, settings, *_TUNED_ITERATIONS))
             known = self._references[cell].get(row.rounding(cell))
             references = (known,) if known else ()
             status, why = verdict([outcome], references, cell)
@@ -200,11 +218,16 @@ class Comparison:
         if any(outcome.error is not None for outcome in outcomes) or self._runner.clock.left_s < 1:
             return
         settings = self._chosen[cell, row.name]
-        outcome = self._runner.run(self._job(cell, row.engine, settings))
+        known = self._ceilings.get(cell) if row.engine == "in_memory" and settings == self._recompute(cell) else None
+        outcome = known or self._run(self._job(cell, row.engine, settings))
         if outcome.error is None or self._runner.clock.left_s >= 1:  # not its fault that the time was up
             outcomes.append(outcome)
         self._write()
         self._say(f"{cell.name}: {row.name}: {outcome.error or f'{_median(outcome):.3f} s per iteration'}")
+
+    def _run(self, job: Job) -> Outcome:
+        too_large = host_memory.too_large(job, self._memory_bytes)
+        return Outcome(error=too_large) if too_large else self._runner.run(job)
 
     def _job(
         self,

@@ -2,17 +2,17 @@
 
 import dataclasses
 import os
-import signal
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
+from benchmarks.forks import ADDRESS, started
 from benchmarks.peers.engines import PACKAGES
 from benchmarks.peers.jobs import Job, Outcome
 
 ROOT = Path(__file__).parents[2]
+_END_S = 0.5  # a job leaves nothing that takes longer
 
 
 class Clock:
@@ -58,16 +58,13 @@ class Runner:
             dataclasses.replace(job, started_s=time.time()).save(job_file)
             command = [sys.executable, "-m", "benchmarks.peers.worker", str(job_file), str(outcome_file)]
             with (Path(folder) / "log.txt").open("w+") as log:
-                # A session of its own, so that what it started goes with it.
-                process = subprocess.Popen(
-                    command, cwd=ROOT, env=self._environment(job), stdout=log, stderr=log, start_new_session=True
-                )
+                process = started(command, self._environment(job), log)
                 try:
                     code = process.wait(limit_s)
-                except subprocess.TimeoutExpired:
-                    return Outcome(error=f"took more than {limit_s:.0f} s")
                 finally:
-                    _end(process)
+                    process.end(_END_S)  # and what it has started
+                if code is None:
+                    return Outcome(error=f"took more than {limit_s:.0f} s")
                 log.seek(0)
                 text = log.read()
             if self.verbose:
@@ -78,7 +75,7 @@ class Runner:
             return Outcome.load(outcome_file)
 
     @property
-    def _extensions(self) -> Path:
+    def extensions(self) -> Path:
         """Where DeepSpeed's extensions are compiled: in a place of our own, so that no other process waits for us."""
         assert self.peers is not None
         return self.peers.absolute() / "extensions"
@@ -86,7 +83,7 @@ class Runner:
     def _unlock(self) -> None:
         """Remove locks that a compilation left which was ended: PyTorch would wait for them for ever."""
         if self.peers is not None:
-            for lock in self._extensions.glob("**/lock"):
+            for lock in self.extensions.glob("**/lock"):
                 lock.unlink()
 
     def _environment(self, job: Job) -> dict[str, str]:
@@ -97,19 +94,11 @@ class Runner:
             environment["PATH"] = os.pathsep.join([environment.get("PATH", ""), str(self.peers.absolute() / "bin")])
         environment["PYTHONPATH"] = os.pathsep.join(place for place in places if place)
         if self.peers is not None:
-            environment.setdefault("TORCH_EXTENSIONS_DIR", str(self._extensions))
+            environment.setdefault("TORCH_EXTENSIONS_DIR", str(self.extensions))
+        if job.setting("spin", default=False):  # what OpenMP reads when it is loaded
+            environment.pop(ADDRESS, None)
         environment["OMP_NUM_THREADS"] = str(job.step_threads)
         environment["OMP_WAIT_POLICY"] = "active" if job.setting("spin", default=False) else "passive"
         environment.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
         environment.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
         return environment
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process and all that it started."""
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
-    finally:
-        process.wait()

@@ -40,11 +40,11 @@ class Row:
         """Return how weights are rounded after an update: ours in bf16 stochastically, so they train differently."""
         return "stochastic" if self.kind == "ours" and cell.state == "bf16" else "nearest"
 
-    def candidates(self, device: str, *, recompute: bool, quick: bool) -> tuple[dict[str, Any], ...]:
-        """Return the settings to try, all with recomputation or none; with ``quick`` the likeliest alone."""
+    def candidates(self, device: str, *, recompute: bool, most: int | None) -> tuple[dict[str, Any], ...]:
+        """Return the settings to try, all with recomputation or none, at most so many."""
         added = {"recompute": True} if recompute else {}
         found = (self.cpu if device == "cpu" else self.cuda) or self.cpu or self.cuda
-        return tuple(candidate | added for candidate in found[: 1 if quick else None])
+        return tuple(candidate | added for candidate in found[:most])
 
 
 _ONE_THREAD = {"step_threads": 1}  # no team of threads to start and to wait for in every kernel of the step

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.peers.engines import ENGINES, one_rank_environment
+from benchmarks.peers.host_memory import EXACT, pinned_exactly
 from benchmarks.peers.jobs import Job, Outcome
 from benchmarks.peers.training import train
 
@@ -20,6 +21,8 @@ def run(job: Job) -> Outcome:
     """Train the job; whatever it raises becomes the outcome's error."""
     try:
         torch.set_num_threads(job.num_threads)
+        if job.device == "cuda" and job.engine in EXACT:
+            torch.Tensor.pin_memory = pinned_exactly  # type: ignore[method-assign,assignment]
         trainer = ENGINES[job.engine](job)
         torch.set_num_threads(job.num_threads)  # some engines, and numba's first kernel, set it
         if job.device == "cuda":

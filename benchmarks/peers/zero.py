@@ -1,6 +1,7 @@
 """DeepSpeed: ZeRO-2 and ZeRO-3 with the optimizer on the host, Twin-Flow, Super-Offload and ZenFlow."""
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any, final
 
@@ -68,7 +69,7 @@ class Zero:
     """
 
     def __init__(self, job: Job) -> None:
-        _environment(job)
+        find_toolkit(job.device)
         import deepspeed  # noqa: PLC0415 - optional
 
         self._cell, self._device = job.cell, job.device
@@ -111,10 +112,11 @@ class Zero:
         return {"optimizer": type(self._optimizer).__name__}
 
 
-def _environment(job: Job) -> None:
-    """Say which accelerator there is, before DeepSpeed is imported, and where its extensions are built."""
-    os.environ["DS_ACCELERATOR"] = job.device
+def find_toolkit(device: str) -> None:
+    """Say which accelerator there is, before DeepSpeed is imported, and what its extensions are built with."""
+    os.environ["DS_ACCELERATOR"] = device
     os.environ.setdefault("DS_SKIP_CUDA_CHECK", "1")  # minor versions of nvcc and of torch's CUDA need not be equal
-    toolkit = Path("/usr/local/cuda")
-    if job.device == "cuda" and toolkit.is_dir():
+    compiler = shutil.which("nvcc")
+    toolkit = Path(compiler).resolve().parents[1] if compiler else Path("/usr/local/cuda")
+    if device == "cuda" and toolkit.is_dir():
         os.environ.setdefault("CUDA_HOME", str(toolkit))

@@ -19,6 +19,7 @@ from executor.direct_io import pages
 from executor.optimizer.passes import cut
 from executor.optimizer.table import Rule
 from executor.optimizer.workers import WorkerTeam
+from hwprofiles.machine import available_memory_bytes
 from planner.schedule.tasks import Lane
 
 # Lanes whose threads work on the host; all others submit their work to a stream.
@@ -32,9 +33,33 @@ _PACED_LANES: Final = frozenset({Lane.ACTIVATION_IN})
 _APART_S: Final = 1.0
 _MOST_ANCHORS: Final = 1 << 12  # then every second one goes
 _PASSING_BYTES: Final = 16 << 20
+_TOUCHED_BYTES: Final = 1 << 30
+_GROWING_S: Final = 20.0  # most that memory which grows is waited for, per part
+_POLL_S: Final = 0.02
 # Limits the float32 copy of a gradient during an update on the device to 64 MiB. For smaller chunks, launching a kernel
 # may take longer than the kernel itself.
 _CHUNK_PARAMS: Final = 1 << 24
+
+
+def _touch(block: torch.Tensor) -> None:
+    """Touch the pages of a block with all threads, as the driver would use one; a part after another.
+
+    The memory of a virtual machine may grow as it is used, but more slowly than threads touch it. Each part waits until
+    there is room for it: the kernel would end the process.
+
+    Raises:
+        MemoryError: memory does not grow.
+    """
+    for part in block.split(_TOUCHED_BYTES):  # type: ignore[no-untyped-call]
+        end_s = time.monotonic() + _GROWING_S
+        while (free_bytes := available_memory_bytes()) < part.nbytes:
+            if time.monotonic() > end_s:
+                raise MemoryError(
+                    f"pinned host memory of {block.nbytes:,} B does not fit: {part.nbytes:,} B more are needed, and "
+                    f"{free_bytes:,} B are free; leave more host memory free, or give the plan less of it"
+                )
+            time.sleep(_POLL_S)
+        part.zero_()
 
 
 class _Event:
@@ -163,7 +188,7 @@ class CudaBackend:
             return torch.empty(num_bytes, dtype=torch.uint8, device=self.device if on_device else "cpu")
         memory = pages(num_bytes, inherited=False)
         block = torch.from_numpy(memory)
-        block.zero_()  # touches pages with all threads; the driver would use one
+        _touch(block)
         cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         code = cudart.cudaHostRegister(block.data_ptr(), num_bytes, 0)
         if int(code) != 0:

@@ -82,6 +82,8 @@ class CalibrationOptions:
         device_cores: kind ``host`` only: cores that stand in for the device (default: half of them, at least 1).
         device_memory_bytes: memory that training may use on the device (default: the free memory of a GPU; a quarter
             of the usable memory for kind ``host``).
+        host_memory_bytes: memory that training may use on the host (default: 85 % of what is free, less the device's
+            for kind ``host``).
         scratch_dir: existing directory on the disk to measure (default: a temporary one below ``~/.cache``). Nothing is
             left there.
         seed: seed of the random operands.
@@ -98,6 +100,7 @@ class CalibrationOptions:
     name: str | None = None
     device_cores: int | None = None
     device_memory_bytes: int | None = None
+    host_memory_bytes: int | None = None
     scratch_dir: Path | None = None
     seed: int = 0
     device: str | None = None
@@ -115,7 +118,13 @@ class CalibrationOptions:
             raise CalibrationError(
                 f"name is {self.name!r}; start with a lower-case letter or digit, then letters, digits, '.', '_' or '-'"
             )
-        for field in ("device_cores", "device_memory_bytes", "budget_s", "endurance_bytes_per_day"):
+        for field in (
+            "device_cores",
+            "device_memory_bytes",
+            "host_memory_bytes",
+            "budget_s",
+            "endurance_bytes_per_day",
+        ):
             value = getattr(self, field)
             if value is not None and not value > 0:
                 raise CalibrationError(f"{field} is {value}; give a positive number, or leave it out")

@@ -321,7 +321,7 @@ def _new_profile(found: _Found, machine: _Machine, options: CalibrationOptions) 
 
 
 def _updated_profile(
-    base: HardwareProfile, found: _Found, _machine: _Machine, options: CalibrationOptions
+    base: HardwareProfile, found: _Found, machine: _Machine, options: CalibrationOptions
 ) -> HardwareProfile:
     """Return a profile in which the measured parts are replaced."""
     here = this_machine(found.folders if options.measures("disk") else ())
@@ -334,6 +334,8 @@ def _updated_profile(
     if found.device is not None:  # the memory limit is that of the options, or that of the old profile
         memory = found.device if options.device_memory_bytes else base.device
         changed["device"] = found.device.model_copy(update={"memory_bytes": memory.memory_bytes})
+    if options.host_memory_bytes is not None:
+        found.host["memory_bytes"] = machine.host_memory
     if found.host:
         changed["host"] = base.host.model_copy(update=found.host)
     if found.fabric is not None:
@@ -412,14 +414,16 @@ def _divide_memory(options: CalibrationOptions, *, on_gpu: bool) -> tuple[Quanti
             f"device_memory_bytes is {requested}, but at most {capacity} are free for it; give fewer"
         )
     if on_gpu:
+        device, host = requested or capacity, usable
         source = "as asked for" if requested else "free memory of the GPU, less 1 GiB for libraries"
-        return quantity(requested or capacity, "bytes", source, 1), quantity(usable, "bytes", share, 1)
-    device = requested or usable // 4
-    source = "arena in host memory, " + ("as asked for" if requested else f"a quarter of {share}")
-    return (
-        quantity(device, "bytes", source, 1),
-        quantity(usable - device, "bytes", f"{share}, less the device's arena", 1),
-    )
+    else:
+        device = requested or usable // 4
+        host = usable - device
+        source = "arena in host memory, " + ("as asked for" if requested else f"a quarter of {share}")
+        share += ", less the device's arena"
+    if options.host_memory_bytes is not None:
+        host, share = options.host_memory_bytes, "as asked for"
+    return quantity(device, "bytes", source, 1), quantity(host, "bytes", share, 1)
 
 
 @contextlib.contextmanager

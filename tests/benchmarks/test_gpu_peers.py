@@ -1,12 +1,9 @@
 """The benchmarks for a GPU: what they do there, on the virtual GPU of the executor's tests, and what they leave."""
 
-import gzip
 import json
 import os
 import runpy
-import subprocess
 import sys
-import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +33,10 @@ bounds = []
 """
 
 
-def virtually(path: str) -> None:
-    """Be ``python -m virtual PATH``."""
+def virtually(*arguments: str) -> None:
+    """Be ``python -m virtual ARGUMENTS``."""
     sys.path.insert(0, str(ROOT / "tests" / "executor"))
-    sys.argv = ["virtual", path]
+    sys.argv = ["virtual", *arguments]
     runpy.run_module("virtual", run_name="__main__", alter_sys=True)
     # At once: the thread in which the virtual device goes backward does not outlive the interpreter in good order.
     sys.stdout.flush()
@@ -55,6 +52,24 @@ def on_gpu(folder: Path, code: str) -> Any:
         pytest.skip(done.stderr.strip().splitlines()[-1])
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_the_probe_takes_all_steps(tmp_path: Path) -> None:
+    output = tmp_path / "probe.jsonl"
+    probe = ROOT / "benchmarks" / "gpu" / "probe.py"
+    done = completed(virtually, str(probe), "--tiny", "--output", str(output), cwd=tmp_path)
+    if "NoVirtualGpuError" in done.stderr:
+        pytest.skip(done.stderr.strip().splitlines()[-1])
+    lines = [json.loads(line) for line in output.read_text().splitlines()]
+    assert {line["step"] for line in lines if "error" in line} == {"device attributes"}  # which CUDA's driver tells
+    assert {line["step"] for line in lines} >= {"gpu", "touched memory", "attention", "sustained products", "pinning"}
+    assert {line["step"] for line in lines} >= {"copies beside products", "host update", "elementwise", "norm", "layer"}
+    (touched,) = (line for line in lines if line["step"] == "touched memory")
+    assert touched["code"] == 0
+    assert float(touched["gib_s_total_available_kb"][0].split()[0]) == 1 / 32
+    update = [line for line in lines if line["step"] == "host update"]
+    assert [line["threads"] for line in update] == [1, 2, 2]  # by Ullage's kernel: no line says otherwise
+    assert min(update[-1]["copies_gb_per_s"]) > 0
 
 
 @pytest.mark.part(0)
@@ -101,6 +116,44 @@ print(json.dumps([worker.run(job).error for job in jobs] + [len(bounds)]))
     assert errors[1:] == [None, 0]
 
 
+def test_memory_is_pinned_without_rounding_up(tmp_path: Path) -> None:
+    found = on_gpu(
+        tmp_path,
+        """
+import gc
+from benchmarks.peers.host_memory import pinned_exactly
+runtime, registered = torch.cuda.cudart(), {}
+class Recorded:
+    def cudaHostRegister(self, address, num_bytes, flags):
+        registered[address] = num_bytes
+        return runtime.cudaHostRegister(address, num_bytes, flags)
+    def cudaHostUnregister(self, address):
+        del registered[address]
+        return runtime.cudaHostUnregister(address)
+torch.cuda.cudart = Recorded
+values = torch.arange(3 * 5000, dtype=torch.bfloat16).view(3, -1)
+pinned = pinned_exactly(values)
+equal, then = torch.equal(pinned, values), list(registered.values())
+at_its_beginning = pinned.data_ptr() in registered
+del pinned
+gc.collect()
+print(json.dumps([equal, then, at_its_beginning, len(registered)]))
+""",
+    )
+    assert found == [True, [30_000], True, 0]
+
+
+def test_the_kernel_of_attention_is_told(tmp_path: Path) -> None:
+    found = on_gpu(
+        tmp_path,
+        """
+from benchmarks.gpu.agreement import SETTINGS, attention_by
+print(json.dumps(attention_by(SETTINGS["mixed"]._replace(model="demo-llama", micro_batch=1, seq_len=64))))
+""",
+    )
+    assert found in {f"SDPBackend.{name}" for name in ("MATH", "FLASH_ATTENTION", "CUDNN_ATTENTION")}
+
+
 def test_models_change_their_type_at_home(tmp_path: Path) -> None:
     peaks = on_gpu(
         tmp_path,
@@ -144,64 +197,6 @@ def test_means_leave_out_what_is_compiled() -> None:
     assert said["memory"] == {"mean": pytest.approx(0.002), "worst": 0.003, "worst_case": "planned, gpu"}
     assert said["over_bound_of_own_plans"] == {"planned": 1.2}
     assert summary({"compiled": found(0.5)}) == {"num_runs": 0}
-
-
-@pytest.mark.part(0)
-def test_what_was_executed_is_kept(tmp_path: Path) -> None:
-    model, out, archive = tmp_path / "tiny", tmp_path / "results", tmp_path / "all.tar.gz"
-    model.mkdir()
-    out.mkdir()
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 256}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 2048}
-    (model / "config.json").write_text(json.dumps({"model_type": "llama"} | sizes | heads))
-    profile = load_profile("epyc-turin-2c").model_copy(update={"measured_on": None})
-    (out / "profile.json").write_text(profile.model_dump_json())
-    (out / "stages").mkdir()
-    (out / "stages" / "doctor.json").write_text("{}")  # of an earlier call
-    environment = {"OUT": str(out), "STAGES": "agreement checkpoints", "BUDGET_S": "250", "ARCHIVE": str(archive)}
-    environment |= {"PYTHON": sys.executable, "WHEELS": str(tmp_path / "none")}
-    environment["PLANS"] = f"--only mixed fetched --model {model / 'config.json'} --seq-len 64"
-    environment["CHECKPOINTS"] = f"--tiny --rounds 1 --iterations 2 --folder {tmp_path}"
-    command = ["bash", str(ROOT / "benchmarks" / "gpu" / "run.sh")]
-    done = subprocess.run(command, env=os.environ | environment, check=False, capture_output=True, timeout=300)
-    assert done.returncode == 0, done.stdout.decode()[-3000:]
-    found = json.loads((out / "agreement.json").read_text())
-    assert found["rows"].keys() == {"mixed", "fetched"}
-    assert found["not_run"]["planned"] == "not asked for"
-    mixed, fetched = found["rows"]["mixed"], found["rows"]["fetched"]
-    assert mixed["error"] == pytest.approx(mixed["predicted"] / mixed["measured"] - 1)
-    assert "refitted_error" in fetched  # by the profile that is fitted to the other
-    assert "refitted_error" not in mixed
-    placed = json.loads((out / "agreement" / "mixed" / "plan.json").read_text())["decisions"]["units"]
-    assert {place for unit in placed.values() for place in unit["update"]} == {"cpu", "gpu", "stream"}
-    with gzip.open(out / "agreement" / "fetched" / "trace.json.gz", "rt") as file:
-        events = json.load(file)["traceEvents"]
-    processes = {event["args"]["name"] for event in events if event["name"] == "process_name"}
-    assert {name.split()[0] for name in processes} == {"predicted", "measured"}
-    assert json.loads((out / "checkpoints.json").read_text())["lost"].keys() == {"torch.save", "dcp.async_save", "ours"}
-    assert {path.stem for path in (out / "stages").iterdir()} == {"doctor", "agreement", "checkpoints"}
-    with tarfile.open(archive) as kept:
-        names = {name.removeprefix("./") for name in kept.getnames()}
-    assert {"agreement.json", "checkpoints.json", "logs/agreement.txt", "agreement/mixed/run.json"} <= names
-
-
-def test_a_stage_that_fails_or_takes_too_long_stops_no_other(tmp_path: Path) -> None:
-    python = tmp_path / "python"  # the real one, but for two stages
-    python.write_text(
-        '#!/bin/sh\ncase "$*" in "-m pytest"*) echo broken; exit 3 ;; "-m ullage calibrate"*) exec sleep 60 ;; esac\n'
-        f'exec {sys.executable} "$@"\n'
-    )
-    python.chmod(0o755)
-    environment = {"OUT": str(tmp_path / "out"), "STAGES": "tests calibrate peers", "BUDGET_S": "9"}
-    environment |= {"PYTHON": str(python), "WHEELS": str(tmp_path / "none")}
-    command = ["bash", str(ROOT / "benchmarks" / "gpu" / "run.sh")]
-    done = subprocess.run(command, env=os.environ | environment, check=False, capture_output=True, timeout=60)
-    assert done.returncode == 1
-    found = {path.stem: json.loads(path.read_text()) for path in (tmp_path / "out" / "stages").iterdir()}
-    assert found["tests"]["code"] == 3
-    assert found["tests"]["output_tail"] == ["broken"]
-    assert found["calibrate"]["code"] == 124
-    assert found["peers"]["code"] is None
 
 
 def test_where_calibration_left_nothing_plans_are_for_this_machine() -> None:

@@ -32,6 +32,7 @@ from hwprofiles.calibrate import (
 from hwprofiles.calibrate.backend import adamw_state
 from hwprofiles.calibrate.compute import ComputeProbe
 from hwprofiles.calibrate.options import NAME_PATTERN
+from hwprofiles.calibrate.run import _divide_memory
 from hwprofiles.calibrate.sampling import (
     SUSTAINED,
     Case,
@@ -45,6 +46,7 @@ from hwprofiles.calibrate.sampling import (
     wall_clock,
 )
 from hwprofiles.calibrate.traffic import fewest_threads, fit_capacity, optimizer_by_threads
+from hwprofiles.machine import available_memory_bytes
 from hwprofiles.profile import HardwareProfile, NarrowUpdate, Storage
 from hwprofiles.quantity import Provenance, Quantity
 
@@ -89,6 +91,16 @@ def provenances(model: BaseModel) -> Iterator[Provenance]:
 def test_profile_survives_json(calibrated: Calibrated) -> None:
     assert HardwareProfile.model_validate_json(calibrated.profile.model_dump_json()) == calibrated.profile
     assert calibrated.profile.name == "here"
+
+
+@given(st.none() | st.integers(10**6, 10**9), st.none() | st.integers(10**6, 10**14))
+def test_memory_is_divided_as_asked_for(device_bytes: int | None, host_bytes: int | None) -> None:
+    options = CalibrationOptions(device_memory_bytes=device_bytes, host_memory_bytes=host_bytes)
+    device, host = _divide_memory(options, on_gpu=False)
+    assert device.value == (device_bytes or device.value)
+    # What is asked for may be more than is free: the memory of a virtual machine may grow as it is used.
+    assert host.value == host_bytes or (host_bytes is None and device.value + host.value <= available_memory_bytes())
+    assert (host.provenance.source == "as asked for") == (host_bytes is not None)
 
 
 def test_every_value_is_measured(calibrated: Calibrated) -> None:

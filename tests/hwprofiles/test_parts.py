@@ -69,7 +69,13 @@ def test_parts_are_measured_again_and_the_rest_stays(calibrated: Calibrated, tmp
     base = calibrated.profile
     only = parse_only(f"cpu,disk:{tmp_path},pfs:{tmp_path}")
     options = CalibrationOptions(
-        quick=True, budget_s=1, device="host", only=only, base=base, endurance_bytes_per_day=5e12
+        quick=True,
+        budget_s=1,
+        device="host",
+        only=only,
+        base=base,
+        endurance_bytes_per_day=5e12,
+        host_memory_bytes=7_000_000_000,
     )
     steps: list[str] = []
     with small_measurements():
@@ -79,6 +85,7 @@ def test_parts_are_measured_again_and_the_rest_stays(calibrated: Calibrated, tmp
     assert not {"copies", "products in bf16", "all at once"} & set(steps)
     assert not report.pairs
     before, after = quantities(base), quantities(found)
+    assert after.pop("host.memory_bytes").value == 7e9  # asked for, not measured
     changed = {path for path, item in after.items() if before.get(path) != item}
     parts = {CATALOGUE[path if path in CATALOGUE else f"{path.rpartition('.')[0]}.*"].part for path in changed}
     assert parts == {"cpu", "disk", "pfs"}
@@ -134,6 +141,8 @@ def test_a_profile_knows_its_machine(calibrated: Calibrated) -> None:
     assert machine.differences(profile) == ()
     machine.check_measured_here(profile)
     machine.check_measured_here(load_profile("h100"))
+    grown = profile.model_copy(update={"measured_on": here.model_copy(update={"memory_bytes": here.memory_bytes // 4})})
+    assert machine.differences(grown) == ()  # it was measured when the machine had a part of its memory
     for changes, words in [
         ({"cpu": "Z80"}, "its CPU is 'Z80'"),
         ({"num_cpus": here.num_cpus + 1}, f"{here.num_cpus + 1} logical CPUs, this one {here.num_cpus}"),

@@ -13,7 +13,7 @@ _REPEATED_S: Final = 3.0  # torchrun repeats signals that its processes have alr
 
 
 class InterruptedTrainingError(Exception):
-    """A signal ended training early; its state is in a checkpoint.
+    """A signal ended training early; its state is in a checkpoint, if checkpoints are made.
 
     Attributes:
         signal: number of the signal.
@@ -74,20 +74,21 @@ class Interruption:
     Args:
         tell: called on the first signal with a line for the user, in a thread of its own. The signal may interrupt a
             write to the same stream, so the handler itself must not write.
+        saves: whether there will be a checkpoint. If not, Ctrl-C keeps its meaning: nobody who types it wants to wait.
     """
 
-    def __init__(self, tell: Callable[[str], None]) -> None:
+    def __init__(self, tell: Callable[[str], None], *, saves: bool = True) -> None:
         self.signal: int | None = None
         self._first_s = 0.0
-        self._telling = threading.Thread(
-            target=tell,
-            args=("ending after this iteration with a checkpoint in all places; a second signal ends at once",),
-        )
+        self._numbers = tuple(_DEFAULTS) if saves else (signal.SIGTERM,)
+        what = "with a checkpoint in all places" if saves else "with what was measured until then"
+        line = f"ending after this iteration {what}; a second signal ends at once"
+        self._telling = threading.Thread(target=tell, args=(line,))
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():  # Python accepts handlers only there
-            self._before = {number: signal.signal(number, self._handle) for number in _DEFAULTS}
+            self._before = {number: signal.signal(number, self._handle) for number in self._numbers}
         return self
 
     def __exit__(self, *_exc_info: object) -> None:

@@ -6,7 +6,9 @@ import functools
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
+from hwprofiles.paths import replace
 from hwprofiles.profile import Dtype, HardwareProfile
+from hwprofiles.quantity import Provenance
 from hwprofiles.registry import load_profile
 from planner.decisions import Precision
 from planner.models.adapters import Lora
@@ -39,6 +41,11 @@ def request_of(
     hardware = change_machine(load_profile(args.hardware or default_hardware().name))
     if args.device_memory is not None:
         hardware = hardware.with_device_memory(args.device_memory)
+    if args.host_memory is not None:
+        asked_for = Provenance(
+            origin="assumed", source=f"asked for, in place of {hardware.host.memory_bytes.value:.0f} B"
+        )
+        hardware = replace(hardware, {"host.memory_bytes": args.host_memory}, asked_for)
     if args.nodes is not None:
         hardware = _with_nodes(hardware, args.gpus or 1, args.nodes)
     precision = precision_of(args, hardware)

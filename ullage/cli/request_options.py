@@ -174,6 +174,13 @@ def add_request_options(parser: argparse.ArgumentParser, *, model_required: bool
     group.add_argument(
         "--device-memory", type=parse_bytes, metavar="SIZE", help="use this much of each device, as in 150MB or 16GiB"
     )
+    group.add_argument(
+        "--host-memory",
+        type=parse_bytes,
+        metavar="SIZE",
+        help="use this much of each host's memory, whatever its profile says: what was free at calibration is too "
+        "little if the memory of a virtual machine grows as it is used",
+    )
 
 
 def given_options(args: argparse.Namespace) -> list[str]:

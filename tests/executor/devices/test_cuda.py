@@ -1,5 +1,6 @@
 """The same small models on a CUDA device, or on the virtual one. ``benchmarks/gpu/run.sh`` runs them on the former."""
 
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from training import OPTIMIZERS, Task, decide, prepare, reference, train, uniform
 
-import executor.devices.cuda
+from executor.devices import cuda
 from executor.devices.cuda import Clock, CudaBackend, update_on_device
 from executor.optimizer import AdamWParams
 from executor.optimizer.table import ENTRIES, Rule
@@ -136,6 +137,28 @@ def mapping(address):
     raise AssertionError(f"nothing is at {address:#x}")
 
 
+@pytest.mark.parametrize("grows", [True, False])
+def test_memory_is_touched_no_faster_than_it_grows(grows, monkeypatch):
+    """There is room for one part of three, and a quarter of one more at each look, or never more."""
+    part_bytes, looks = 1000, itertools.count(1)
+    block = torch.ones(3 * part_bytes, dtype=torch.uint8)
+
+    def available_bytes():
+        return part_bytes + grows * next(looks) * part_bytes // 4 - int((block == 0).sum())
+
+    monkeypatch.setattr(cuda, "available_memory_bytes", available_bytes)
+    monkeypatch.setattr(cuda, "_TOUCHED_BYTES", part_bytes)
+    monkeypatch.setattr(cuda, "_GROWING_S", 20.0 if grows else 0.05)
+    if grows:
+        cuda._touch(block)
+        assert not block.any()
+        assert next(looks) > 8  # two parts had to be waited for
+        return
+    with pytest.raises(MemoryError, match=r"of 3,000 B does not fit: 1,000 B more are needed, and 0 B are free; leave"):
+        cuda._touch(block)
+    assert block[part_bytes:].all()
+
+
 def test_host_memory_that_cannot_be_registered_is_an_error(monkeypatch):
     backend, runtime = CudaBackend(), Runtime(code=2)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
@@ -147,7 +170,7 @@ def test_host_memory_that_cannot_be_registered_is_an_error(monkeypatch):
 @pytest.mark.parametrize("num_params", [1, 1000, 64, 128, 4097])
 def test_gradients_are_added_up_by_way_of_registered_memory(num_params, dtype, monkeypatch):
     """In two buffers by turns, of which each has 64 float32; whatever else a copy is made to would be new each time."""
-    monkeypatch.setattr(executor.devices.cuda, "_PASSING_BYTES", 256)
+    monkeypatch.setattr(cuda, "_PASSING_BYTES", 256)
     runtime, backend = Runtime(), CudaBackend()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.Tensor, "cpu", None)
@@ -233,7 +256,7 @@ def test_gradients_end_to_end_are_one_however_it_is_cut(lengths, chunk, dtype):
     whole, cut = state(), state()
     update_on_device(whole, [gradient.to(device)], rule, 1, 0.5)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(executor.devices.cuda, "_CHUNK_PARAMS", chunk)
+        patch.setattr(cuda, "_CHUNK_PARAMS", chunk)
         update_on_device(cut, gradient.to(device).split(lengths), rule, 1, 0.5)
     for one, other in zip(whole, cut, strict=True):
         assert torch.allclose(one.cpu().float(), other.cpu().float(), rtol=1e-6, atol=1e-7)

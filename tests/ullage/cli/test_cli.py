@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from hwprofiles.registry import canonical_json, load_profile
+from ullage.cli.request import request_of
 from ullage.commands import SUMMARIES, build_parser
 from ullage.main import main
 
@@ -42,11 +43,12 @@ REQUEST = {
     "--no-clip",
     "--optimizer",
     "--device-memory",
+    "--host-memory",
 }
 FLAGS = {
     "verify": {"plan_file", "--json"},
     "explain": {"plan_file", "unit", "--all", "--json"},
-    "calibrate": {"--quick", "--name", "--output", "--device-memory", "--json"}
+    "calibrate": {"--quick", "--name", "--output", "--device-memory", "--host-memory", "--json"}
     | {"--only", "--into", "--device-cores", "--drive-endurance", "--allow-other-machine", "--list"}
     | {"--from-runs", "--profile", "--fit-on", "--parameters", "--bounds"},
     "plan": {
@@ -104,6 +106,15 @@ def test_flags_are_exactly_these():
         actions = [a for a in subparser(command)._actions if a.dest != "help"]
         found[command] = {(a.option_strings or [a.dest])[0] for a in actions}
     assert found == FLAGS
+
+
+def test_memory_of_the_host_is_what_is_asked_for():
+    command = ["plan", "--model", "gpt2", "--hardware", "h100", "--host-memory"]
+    had = load_profile("h100").host.memory_bytes.value
+    for size in (had / 4, had * 4):  # what was free when it was measured says little, if memory grows as it is used
+        request = request_of(build_parser("plan").parse_args([*command, str(int(size))]))
+        assert request.hardware.host.memory_bytes.value == int(size)
+        assert request.hardware.device == load_profile("h100").device
 
 
 @pytest.mark.parametrize("command", SUMMARIES)

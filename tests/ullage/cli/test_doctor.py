@@ -68,10 +68,11 @@ def test_a_narrow_link_fails(width: int, fails: bool, tmp_path: Path, monkeypatc
 
 def test_a_package_that_cannot_be_imported_is_the_first_failure(tmp_path: Path) -> None:
     (tmp_path / "highspy.py").write_text("raise ImportError('libhighs.so is not there')", encoding="utf-8")
+    (tmp_path / "pydantic.py").write_text("raise ImportError('of another Python')", encoding="utf-8")
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     command = [sys.executable, "-m", "ullage", "doctor"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 1
     words = " ".join(done.stdout.split())
-    assert "packages cannot be used: highspy (libhighs.so is not there)" in words
+    assert "packages cannot be used: highspy (libhighs.so is not there); pydantic (of another Python)" in words
     assert "pip install" in words

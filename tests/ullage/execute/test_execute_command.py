@@ -22,7 +22,8 @@ from planner.optimizers import OPTIMIZERS
 from planner.plan.document import load_plan
 from planner.plan.planning import Request, make_plan
 from planner.schedule.tasks import MemoryClass, Tier
-from ullage.analysis.runs import load_run
+from ullage.analysis.comparison import compare_record
+from ullage.analysis.runs import MIN_MEASURED, load_run
 from ullage.cli.arguments import parse_bytes
 from ullage.main import main
 from ullage.output.formatting import si
@@ -219,6 +220,22 @@ def test_tokens_are_trained_on_from_a_position(plan: Path, tmp_path: Path, capsy
         losses.append(json.loads(capsys.readouterr().out)["losses"])
     assert losses[0] == losses[1] != losses[2]
     assert load_run(tmp_path / "run.json").data_position == 12 + 12
+
+
+def test_sigterm_ends_with_what_was_measured(plan: Path, tmp_path: Path) -> None:
+    """A limit of time ends a run so: the part that was measured can be compared."""
+    metrics = tmp_path / "run.prom"
+    arguments = [str(plan), "--iterations", "100000", "--output-dir", str(tmp_path / "out")]
+    process = Forked(forked.ullage, "execute", *arguments, "--metrics-file", str(metrics))
+    until_training(process, metrics, MIN_MEASURED + 1)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate()
+    assert process.returncode == 143, err
+    assert "Traceback" not in err
+    run = load_run(tmp_path / "out" / "run.json")
+    assert MIN_MEASURED < len(run.losses) < 100_000
+    assert f"interrupted after iteration {len(run.losses)}; what was measured is in" in " ".join(err.split())
+    assert compare_record(run).phases[0].measured
 
 
 def test_ctrl_c_ends_with_one_line_and_writes_nothing(plan: Path, tmp_path: Path) -> None:

@@ -58,6 +58,13 @@ def add_parser(subparsers: Subparsers) -> None:
         "--device-memory", type=parse_bytes, metavar="SIZE", help="memory that training may use on each device"
     )
     parser.add_argument(
+        "--host-memory",
+        type=parse_bytes,
+        metavar="SIZE",
+        help="memory that training may use on the host, beside a device that cores stand in for (default: 85 %% of "
+        "what is free now, which is too little if the memory of a virtual machine grows as it is used)",
+    )
+    parser.add_argument(
         "--device-cores",
         type=positive_int,
         metavar="N",
@@ -119,6 +126,7 @@ def run(args: argparse.Namespace) -> int:
         quick=args.quick,
         name=args.name,
         device_memory_bytes=args.device_memory,
+        host_memory_bytes=args.host_memory,
         device="host" if args.device_cores else None,
         device_cores=args.device_cores,
         only=only,

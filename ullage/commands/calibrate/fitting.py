@@ -19,7 +19,17 @@ Errors = dict[Metric, list[float]]
 
 # Options for fitting, and options for measuring.
 FITS = ("profile", "fit_on", "parameters", "bounds")
-MEASURES = ("quick", "name", "device_memory", "only", "into", "device_cores", "drive_endurance", "allow_other_machine")
+MEASURES = (
+    "quick",
+    "name",
+    "device_memory",
+    "host_memory",
+    "only",
+    "into",
+    "device_cores",
+    "drive_endurance",
+    "allow_other_machine",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -73,7 +73,7 @@ def execute(plan: Plan, options: ExecuteOptions) -> RunRecord | None:
         OutOfMemoryError: training takes more memory of a tier than there is.
         RankError: another rank has failed.
         CheckpointError: checkpoints cannot be made in their folder, or the one to resume from is of another model.
-        InterruptedTrainingError: a signal ended training; the state is in a checkpoint.
+        InterruptedTrainingError: a signal ended training; the state is in a checkpoint, if there is a place for them.
     """
     _check_checkpoints(options)
     check_data(options)
@@ -112,6 +112,9 @@ def execute(plan: Plan, options: ExecuteOptions) -> RunRecord | None:
         _write(options, trained.record, trained.replanned)
     if options.checkpoint_places:
         _print_checkpoints(options, trainer, trained)
+    elif trained.signal is not None:
+        kept = f"what was measured is in {options.output_dir / _RUN}" if trained.record else "nothing was measured"
+        raise InterruptedTrainingError(f"interrupted after iteration {trainer.iteration}; {kept}", trained.signal)
     if trained.not_saved is not None:
         again = "train again with --checkpoint-dir, so that nothing is lost"
         if options.checkpoint_places:
@@ -194,7 +197,7 @@ def _train(
     replanned, before, first = None, None, None
     with (
         _progress(length, trainer) as (show, warn),
-        _interruption(options, warn) as interruption,
+        _interruption(options, warn, alone=trainer.plan.decisions.num_devices == 1) as interruption,
         contextlib.ExitStack() as closing,
     ):
         if options.resume:
@@ -278,10 +281,11 @@ def _warn_about_checkpoints(
 
 
 def _interruption(
-    options: ExecuteOptions, warn: Callable[[str], None]
+    options: ExecuteOptions, warn: Callable[[str], None], *, alone: bool
 ) -> contextlib.AbstractContextManager[Interruption | None]:
-    """Return the handler of signals. Without checkpoints there is none, because nothing would be saved."""
-    return Interruption(warn) if options.checkpoint_places else contextlib.nullcontext()
+    """Return the handler of signals. Ranks without checkpoints have none: they would have to agree each time."""
+    saves = bool(options.checkpoint_places)
+    return Interruption(warn, saves=saves) if saves or alone else contextlib.nullcontext()
 
 
 def _resume(options: ExecuteOptions, trainer: Trainer, length: int, warn: Callable[[str], None]) -> None:
