@@ -173,6 +173,11 @@ class Session(contextlib.AbstractContextManager["Session"]):
         return self.runtime.loop.iteration
 
     @property
+    def num_left(self) -> int:
+        """Number of iterations that have left the plan, see [Note: On demand] in :mod:`executor.driver.on_demand`."""
+        return self.driver.num_left
+
+    @property
     def record(self) -> bool:
         """Whether times are recorded for :meth:`timeline`. May be changed between iterations."""
         return self.runtime.machine.record

@@ -45,6 +45,7 @@ class RunRecord(Frozen):
         device_bytes: peak bytes of device memory beyond ``static_bytes`` during each compute task, by the task's index,
             in one metered iteration; empty if they were not recorded.
         checkpoint_bytes: host memory for checkpoints. If it is not 0, tasks that copy state for them are recorded too.
+        num_left: number of iterations that left the plan. They are not recorded.
     """
 
     schema_version: Literal[1] = 1
@@ -61,6 +62,7 @@ class RunRecord(Frozen):
     device_bytes: dict[int, int] = Field(default_factory=dict)
     checkpoint_bytes: int = 0
     eval_losses: tuple[tuple[int, float], ...] = ()
+    num_left: int = 0
 
     @property
     def timeline(self) -> Timeline:

@@ -372,6 +372,7 @@ def _record(
         },
         device_bytes=dict(memory[Tier.GPU].dynamic_bytes_of),
         data_position=trainer.position,
+        num_left=trainer.session.num_left,
         checkpoint_bytes=memory[Tier.HOST].static_bytes.get(MemoryClass.CHECKPOINT, 0),
     )
 
