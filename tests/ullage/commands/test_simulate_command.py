@@ -163,9 +163,6 @@ def test_json_has_what_is_seen_over_time(plan, plan_path, capsys):
     assert {step["task"] for step in path} <= {task.name for task in tasks}
     assert sum(found["slowed_by_sharing_s"].values()) == pytest.approx(sum(step["slowed_s"] for step in path))
     assert sum(s["end_s"] - s["start_s"] for s in found["stretches"]) == pytest.approx(period_s)
-    allocator = found["allocator"]
-    assert allocator["requested_bytes"] == found["memory"]["gpu"]["peak_bytes"]
-    assert allocator["requested_bytes"] <= allocator["allocated_bytes"] <= allocator["reserved_bytes"]
 
 
 def test_half_the_work_helps_no_more_than_the_lanes_share(plan_path, capsys):
@@ -187,7 +184,7 @@ def test_screen_has_every_lane_and_tier(plan, plan_path, tmp_path, capsys):
     for lane in {task.lane for task in plan.schedule().tasks}:
         assert f"\n{lane} " in text
     parts = ("forward", "backward", "update", "bound by ", "would help", "critical path", "traffic of one rank", "busy")
-    for part in (*parts, "gpu memory of one rank", "host memory of one rank", "allocated", "reserved", "fragmentation"):
+    for part in (*parts, "gpu memory of one rank", "host memory of one rank"):
         assert part in text
     assert str(trace) in text.replace("\n", "")
     events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
@@ -221,9 +218,7 @@ def test_a_figure_shows_what_was_simulated(plan):
     seen = Iteration.of(subject := planned(plan, "zero-offload"), subject.simulate())
     memory, links, processors = draw(seen).axes
     assert memory.get_xlim() == (0.0, pytest.approx(seen.period_s))
-    assert {line.get_ydata()[0] for line in memory.get_lines()} >= {
-        seen.peaks[Tier.GPU].capacity_bytes, seen.allocator.reserved_bytes
-    }  # fmt: skip
+    assert seen.peaks[Tier.GPU].capacity_bytes in {line.get_ydata()[0] for line in memory.get_lines()}
     shown = [text.get_text() for text in memory.get_legend().get_texts()]
     assert set(shown) == {name.value for name, values in seen.memory[Tier.GPU].num_bytes.items() if any(values)}
     lowest, highest = links.get_ylim()
