@@ -362,9 +362,13 @@ class Session(contextlib.AbstractContextManager["Session"]):
         On NVMe, both versions of all state count, see [Note: Two versions] in :mod:`executor.memory.nvme_files`.
         """
         runtime, stored = self.runtime, self.runtime.state.stored
-        metered = () if self._meter is None else (self._meter.peak_bytes, dict(self._meter.peak_bytes_of))
         used = {
-            Tier.GPU: MeasuredMemory(runtime.gpu.by_class(), *metered),
+            Tier.GPU: MeasuredMemory(
+                runtime.gpu.by_class(),
+                None if self._meter is None else self._meter.peak_bytes,
+                {} if self._meter is None else dict(self._meter.peak_bytes_of),
+                runtime.backend.allocator_counts(),
+            ),
             Tier.HOST: MeasuredMemory(runtime.host.by_class()),
         }
         on_nvme = (stored.by_class if stored else {}) | runtime.offloaded.by_class

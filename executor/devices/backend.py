@@ -97,6 +97,9 @@ class Backend(Protocol):
     def meter(self) -> contextlib.AbstractContextManager["Meter"]:
         """Return a context that measures all device memory except that of :meth:`empty`."""
 
+    def allocator_counts(self) -> dict[str, int]:
+        """Return what the device's allocator has counted since memory was last metered, by its own names."""
+
     def sum_of_squares_on_host(self, tensor: torch.Tensor, team: WorkerTeam) -> float:
         """Return :meth:`sum_of_squares` of a tensor in host memory."""
 
@@ -193,6 +196,10 @@ class HostBackend:
                 yield meter
             finally:
                 self._meter = None
+
+    def allocator_counts(self) -> dict[str, int]:
+        """See :class:`Backend`. The host's allocator counts nothing."""
+        return {}
 
     def sum_of_squares_on_host(self, tensor: torch.Tensor, team: WorkerTeam) -> float:  # noqa: ARG002
         """See :class:`Backend`. It uses one thread, because the other cores compute at that time."""

@@ -33,6 +33,12 @@ _PASSING_BYTES: Final = 16 << 20
 # Limits the float32 copy of a gradient during an update on the device to 64 MiB. For smaller chunks, launching a kernel
 # may take longer than the kernel itself.
 _CHUNK_PARAMS: Final = 1 << 24
+RESERVED: Final = "reserved_bytes.all.peak"
+"""The allocator's name for the most bytes that it had from the driver."""
+RETRIES: Final = "num_alloc_retries"
+"""The allocator's name for how often memory was full until it gave unused segments back."""
+_ALLOCATOR_PEAKS: Final = (RESERVED, "inactive_split_bytes.all.peak")
+_ALLOCATOR_EVENTS: Final = (RETRIES, "num_ooms")
 
 
 class _Event:
@@ -97,6 +103,7 @@ class CudaBackend:
         torch.cuda.synchronize(self.device)
         self._clock = Clock(zero, time.perf_counter())
         self._lane = threading.local()  # its stream, so that no task has to ask for it
+        self._events_before: dict[str, int] = {}  # counts of the allocator when memory was last metered
         self._passing: torch.Tensor | None = None  # buffers for gradients that are accumulated on the host
 
     @contextlib.contextmanager
@@ -231,9 +238,24 @@ class CudaBackend:
         """Take one step with torch's kernels."""
         update_on_device(state, gradients, rule, step, scale)
 
-    def meter(self) -> "contextlib.AbstractContextManager[_CudaMeter]":
+    @contextlib.contextmanager
+    def meter(self) -> "Iterator[_CudaMeter]":
         """Read the counts of torch's allocator."""
-        return _CudaMeter()
+        with _CudaMeter() as meter:
+            yield meter
+        torch.cuda.reset_peak_memory_stats()
+        stats = torch.cuda.memory_stats()
+        self._events_before = {name: stats[name] for name in _ALLOCATOR_EVENTS}
+
+    def allocator_counts(self) -> dict[str, int]:
+        """Return peaks in bytes, and how often memory was short.
+
+        At a retry, the allocator waits for the device and gives unused segments back to the driver.
+        """
+        stats = torch.cuda.memory_stats()
+        return {name: stats[name] for name in _ALLOCATOR_PEAKS} | {
+            name: stats[name] - self._events_before.get(name, 0) for name in _ALLOCATOR_EVENTS
+        }
 
     def sum_of_squares_on_host(self, tensor: torch.Tensor, team: WorkerTeam) -> float:
         """Sum with the team's threads, which run no updates just before clipping."""

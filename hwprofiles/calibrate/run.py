@@ -32,11 +32,9 @@ from hwprofiles.calibrate.saving import probe_saving
 from hwprofiles.calibrate.traffic import TrafficProbe, fewest_threads, narrow_update_s, optimizer_by_threads
 from hwprofiles.catalogue import Part
 from hwprofiles.machine import available_memory_bytes, cpu_name, num_cores, profile_name, this_machine
-from hwprofiles.profile import Device, Fabric, HardwareProfile, Host, Link, Storage
+from hwprofiles.profile import FOR_LIBRARIES_BYTES, Device, Fabric, HardwareProfile, Host, Link, Storage
 from hwprofiles.quantity import Provenance, Quantity
 
-# GPU memory that is left free for cuBLAS, NCCL, the code of kernels, and rounding of PyTorch's allocator.
-FOR_LIBRARIES_BYTES = 1 << 30
 USABLE_SHARE = 0.85
 """Usable fraction of the available memory; the rest is for the program itself and for other programs."""
 # Steps of each part in order, with their shares of the time. The disk comes first, because it fails most often.
@@ -371,14 +369,16 @@ def _divide_memory(options: CalibrationOptions, *, on_gpu: bool) -> tuple[Quanti
     usable = int(available_memory_bytes() * USABLE_SHARE)
     share = f"{USABLE_SHARE:.0%} of the available memory"
     requested = options.device_memory_bytes
-    capacity = torch.cuda.mem_get_info()[0] - FOR_LIBRARIES_BYTES if on_gpu else usable - 1
-    if requested is not None and requested > capacity:
+    margin = FOR_LIBRARIES_BYTES if on_gpu else 0
+    capacity = torch.cuda.mem_get_info()[0] if on_gpu else usable - 1
+    if requested is not None and not margin < requested <= capacity:
+        least = f", and {margin} of them are for libraries" if margin else ""
         raise CalibrationError(
-            f"device_memory_bytes is {requested}, but at most {capacity} are free for it; give fewer"
+            f"device_memory_bytes is {requested}, but at most {capacity} are free for it{least}; give another number"
         )
     if on_gpu:
-        source = "as asked for" if requested else "free memory of the GPU, less 1 GiB for libraries"
-        return quantity(requested or capacity, "bytes", source, 1), quantity(usable, "bytes", share, 1)
+        source = f"{'as asked for' if requested else 'free memory of the GPU'}, less 1 GiB for libraries"
+        return quantity((requested or capacity) - margin, "bytes", source, 1), quantity(usable, "bytes", share, 1)
     device = requested or usable // 4
     source = "arena in host memory, " + ("as asked for" if requested else f"a quarter of {share}")
     return (

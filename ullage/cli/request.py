@@ -38,7 +38,7 @@ def request_of(
     """
     hardware = change_machine(load_profile(args.hardware or default_hardware().name))
     if args.device_memory is not None:
-        hardware = hardware.with_device_memory(args.device_memory)
+        hardware = hardware.with_device_limit(args.device_memory)
     if args.nodes is not None:
         hardware = _with_nodes(hardware, args.gpus or 1, args.nodes)
     precision = precision_of(args, hardware)

@@ -17,6 +17,7 @@ from executor.optimizer.table import ENTRIES, Rule
 from executor.optimizer.workers import WorkerTeam
 from planner.models.formulas.work import attention_scratch_bytes
 from planner.models.kernels import Attention
+from planner.schedule.tasks import Tier
 
 pytestmark = pytest.mark.usefixtures("gpu")
 
@@ -225,6 +226,24 @@ def test_events_are_used_again(record, monkeypatch):
     with optimizer.session as session:
         train(task, model, optimizer)
         assert 0 < len(made) <= 2 * (2 + 3) * len(session.schedule.tasks)
+
+
+def test_what_the_allocator_did_after_memory_was_metered_is_counted(monkeypatch):
+    task, stats = Task("llama", iterations=2), torch.cuda.memory_stats
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda: stats() | retried)
+    model, optimizer = prepare(task, decide(task, uniform("gpu", "gpu")), device="cuda")
+    with optimizer.session as session:
+        retried = {"num_alloc_retries": 2, "num_ooms": 0}
+        with session.metered():
+            train(task, model, optimizer)
+        found = session.memory()[Tier.GPU]
+        assert found.allocator["num_alloc_retries"] == found.allocator["num_ooms"] == 0
+        retried = {"num_alloc_retries": 5, "num_ooms": 1}
+        train(task, model, optimizer)
+        found = session.memory()[Tier.GPU]
+    assert (found.allocator["num_alloc_retries"], found.allocator["num_ooms"]) == (3, 1)
+    assert found.allocator["reserved_bytes.all.peak"] >= found.peak_bytes > 0
+    assert found.allocator["inactive_split_bytes.all.peak"] >= 0
 
 
 class AtTime:

@@ -321,6 +321,18 @@ def test_namespace_intruder_is_harmless(cli, tmp_path):
     assert cli("models").returncode == 0
 
 
+@pytest.mark.parametrize("given", [{}, {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}])
+def test_segments_of_device_memory_can_grow_unless_the_user_says_otherwise(given, monkeypatch):
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    for name in names:
+        monkeypatch.setenv(name, given.get(name, ""))  # so that it is as before afterwards
+        if name not in given:
+            del os.environ[name]
+    assert main(["--help"]) == 0
+    found = {name: os.environ[name] for name in names if name in os.environ}
+    assert found == (given or dict.fromkeys(names, "expandable_segments:True"))
+
+
 def test_broken_pipe_is_quiet():
     for arguments in (["hardware", "show", "h100"], ["hardware", "show", "h100", "--json"]):
         with subprocess.Popen(

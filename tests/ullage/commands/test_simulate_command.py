@@ -7,6 +7,7 @@ import sys
 import numpy as np
 import pytest
 
+from hwprofiles.profile import FOR_LIBRARIES_BYTES
 from hwprofiles.registry import load_profile, save_profile
 from planner.costs.model import CostModel
 from planner.engines.catalogue import POLICIES, STORAGE_POLICIES
@@ -130,7 +131,7 @@ def test_the_scripts_own_time_is_shown_where_it_is_a_task(plan, capsys):
 
 def test_what_does_not_fit_is_shown_and_said(tiny_model, capsys):
     arguments = ["simulate", "--model", str(tiny_model), "--hardware", "rtx-4090", "--engine", "gpu-only"]
-    assert main([*arguments, "--device-memory", "1MB"]) == 1
+    assert main([*arguments, "--device-memory", str(FOR_LIBRARIES_BYTES + 1_000_000)]) == 1
     text = capsys.readouterr().out
     line = next(line for line in text.splitlines() if line.startswith("does not fit: gpu memory lacks "))
     assert "beyond the 1.00 MB of one device" in line
