@@ -220,6 +220,10 @@ BAD_INPUT = {
     "seed without end": (["execute", "{plan}", "--seed", "9" * 20], ["--seed", "is too large; give a whole number"]),
     "seed of a study": (["whatif", "--model", "gpt2", "--seed", "-1"], ["--seed", "'-1' is not a whole number"]),
     "size": (["plan", "--model", "gpt2", "--device-memory", "12 apples"], ["150MB"]),
+    "size for libraries alone": (
+        ["plan", "--model", "gpt2", "--hardware", "h100", "--device-memory", "1GiB"],
+        ["more"],
+    ),
     "size below zero": (["plan", "--model", "gpt2", "--device-memory", "-1GB"], ["'-1GB' is not a size", "150MB"]),
     "zero devices": (["plan", "--model", "gpt2", "--gpus", "0"], ["--gpus", "from 1 on"]),
     "sequence too long": (["plan", "--model", "gpt2", "--seq-len", "4096"], ["1024"]),
