@@ -1,6 +1,10 @@
 """The same small models on a CUDA device, or on the virtual one. ``benchmarks/gpu/run.sh`` runs them on the former."""
 
+import collections
+import itertools
+import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +21,7 @@ from executor.optimizer.table import ENTRIES, Rule
 from executor.optimizer.workers import WorkerTeam
 from planner.models.formulas.work import attention_scratch_bytes
 from planner.models.kernels import Attention
-from planner.schedule.tasks import Tier
+from planner.schedule.tasks import Lane, Tier
 
 pytestmark = pytest.mark.usefixtures("gpu")
 
@@ -205,6 +209,37 @@ def test_gradients_are_added_up_by_way_of_registered_memory(num_params, dtype, m
         backend.accumulate(held, gradient, first=not number)
     assert list(runtime.registered.values()) == [512]
     assert torch.equal(held, gradients[0] + gradients[1] + gradients[2])
+
+
+@pytest.mark.parametrize(("lane", "sizes"), [(Lane.H2D, [100]), (Lane.STATE_IN, [64, 36]), (Lane.STATE_OUT, [64, 36])])
+def test_copies_of_state_give_way_to_others(lane, sizes, monkeypatch):
+    """A copy engine ends what it has begun."""
+    monkeypatch.setattr(executor.devices.cuda, "_YIELDING_BYTES", 256)
+    backend, copy, seen = CudaBackend(), torch.Tensor.copy_, []
+    held, there = backend.empty(400, on_device=False).view(torch.float32), torch.zeros(100, device="cuda")
+    held.copy_(torch.arange(100.0))
+    monkeypatch.setattr(
+        torch.Tensor, "copy_", lambda self, *args, **kw: seen.append(len(self)) or copy(self, *args, **kw)
+    )
+    with backend.lane(lane):
+        backend.copy(there, held)
+        torch.cuda.current_stream().synchronize()
+    assert seen == sizes
+    assert torch.equal(there.cpu(), torch.arange(100.0))
+
+
+@pytest.mark.parametrize(("ends_s", "blocks"), [(0.0, False), (2e-5, False), (math.inf, True)])
+def test_a_thread_polls_before_it_blocks(ends_s, blocks, monkeypatch):
+    now_s, blocked = itertools.count(step=1e-5), []
+    monkeypatch.setattr(executor.devices.cuda.time, "perf_counter", lambda: next(now_s))
+    cuda = SimpleNamespace(
+        record=lambda _: None, query=lambda: next(now_s) >= ends_s, synchronize=lambda: blocked.append(1)
+    )
+    pool = collections.deque([cuda])
+    executor.devices.cuda._Event(pool).wait()
+    assert bool(blocked) == blocks
+    assert 0 < next(now_s) <= 1e-4
+    assert pool
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

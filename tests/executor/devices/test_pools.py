@@ -16,30 +16,29 @@ MIB = 2**20
 def memory(capacity_bytes=2**40, *, expandable=False):
     """Yield what takes memory on a new stream, what frees it, and what is held: active and reserved MiB, retries."""
     try:
-        extension = install()
+        install()
     except NoVirtualGpuError as error:
         pytest.skip(str(error))
     gc.collect()
-    extension.set_memory(2**40, expandable)
-    before, held = extension.memory_stats(), {}
-    extension.set_memory(before["reserved_bytes.all.current"] + capacity_bytes, expandable)
+    with present() as extension, torch.cuda.stream(torch.cuda.Stream()):
+        extension.set_memory(2**40, expandable)
+        before, held = extension.memory_stats(), {}
+        extension.set_memory(before["reserved_bytes.all.current"] + capacity_bytes, expandable)
 
-    def now():
-        stats = extension.memory_stats()
-        names = ("active_bytes.all.current", "reserved_bytes.all.current", "num_alloc_retries")
-        active, reserved, retries = (stats[name] - before[name] for name in names)
-        return active / MIB, reserved / MIB, retries
+        def take(key, size):
+            held[key] = torch.empty(int(size), dtype=torch.uint8, device="cuda")
 
-    try:
-        with present(), torch.cuda.stream(torch.cuda.Stream()):
-            yield (
-                (lambda key, size: held.update({key: torch.empty(int(size), dtype=torch.uint8, device="cuda")})),
-                (held.pop),
-                now,
-            )
-    finally:
-        held.clear()
-        extension.set_memory(2**63 - 1, False)
+        def now():
+            stats = extension.memory_stats()
+            names = ("active_bytes.all.current", "reserved_bytes.all.current", "num_alloc_retries")
+            active, reserved, retries = (stats[name] - before[name] for name in names)
+            return active / MIB, reserved / MIB, retries
+
+        try:
+            yield take, held.pop, now
+        finally:
+            held.clear()
+            extension.set_memory(2**63 - 1, False)
 
 
 def test_requests_are_rounded_and_small_ones_have_segments_of_their_own():

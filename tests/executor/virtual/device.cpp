@@ -139,7 +139,10 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     }
   }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
-  bool queryEvent(void*) const override { return true; }
+  bool queryEvent(void* event) const override {
+    synchronizeEvent(event);  // who asks, knows
+    return true;
+  }
   bool queryStream(const c10::Stream&) const override { return true; }
   void synchronizeEvent(void* event) const override {
     pools.settle();
