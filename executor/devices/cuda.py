@@ -176,13 +176,18 @@ class CudaBackend:
                 f"cudaHostRegister of {num_bytes:,} B failed with {code}; leave more host memory free, or raise the "
                 "limit of locked memory (ulimit -l)"
             )
+        device, chosen, synchronize = self.device, torch.cuda.device, torch.cuda.synchronize
+
+        def unregister(address: int, _memory: object) -> None:
+            # Whatever thread drops the last view: its device may be another, on which this would make a context. Copies
+            # may be under way, if training ended half way.
+            with chosen(device):
+                with contextlib.suppress(RuntimeError):  # of a kernel that failed before
+                    synchronize(device)
+                cudart.cudaHostUnregister(address)
+
         # Keep ``memory`` alive until it is unregistered: freed pages could not be.
-        weakref.finalize(
-            block.untyped_storage(),
-            lambda address, _memory: cudart.cudaHostUnregister(address),
-            block.data_ptr(),
-            memory,
-        )
+        weakref.finalize(block.untyped_storage(), unregister, block.data_ptr(), memory)
         return block
 
     def _forget_error(self) -> None:
@@ -338,17 +343,19 @@ class _CudaMeter:
         torch.cuda.reset_peak_memory_stats()
         self._base_bytes = torch.cuda.memory_stats()["active_bytes.all.current"]
         self._peak_bytes = 0
+        self._is_open = True
         self._task: int | None = None
         self.peak_bytes_of: dict[int, int] = {}
         return self
 
     def __exit__(self, *_exc_info: object) -> None:
         torch.cuda.synchronize()
+        self._peak_bytes, self._is_open = self.peak_bytes, False
 
     @property
     def peak_bytes(self) -> int:
-        """Most bytes held at one time."""
-        return max(self._peak_bytes, self._now_bytes())
+        """Most bytes held at one time inside the context."""
+        return max(self._peak_bytes, self._now_bytes()) if self._is_open else self._peak_bytes
 
     def set_task(self, task: int | None) -> None:
         """See :class:`executor.devices.backend.Meter`.

@@ -1,8 +1,10 @@
 """The same small models on a CUDA device, or on the virtual one. ``benchmarks/gpu/run.sh`` runs them on the former."""
 
 import collections
+import contextlib
 import itertools
 import math
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -154,6 +156,26 @@ def test_host_memory_is_registered_as_long_as_it_is_there(monkeypatch):
     assert not runtime.registered
 
 
+def test_host_memory_is_registered_until_the_device_is_done_with_it(monkeypatch):
+    """Another thread may drop it last, which has not chosen the device."""
+    runtime, backend, seen = Runtime(), CudaBackend(), []
+
+    @contextlib.contextmanager
+    def on_device(device):
+        seen.append((threading.current_thread().name, device.type))
+        yield
+
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "device", on_device)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _device: seen.append(len(runtime.registered)))
+    blocks = [backend.empty(10_000, on_device=False)]
+    other = threading.Thread(target=blocks.clear, name="other")
+    other.start()
+    other.join()
+    assert seen == [("other", "cuda"), 1]
+    assert not runtime.registered
+
+
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="no list of this process's memory")
 def test_registered_memory_is_there_before_in_large_pages_and_no_child_has_it(monkeypatch):
     """A driver that has to fetch it does so page by page, and a fork would copy what a device holds."""
@@ -276,6 +298,8 @@ def test_what_the_allocator_did_after_memory_was_metered_is_counted(monkeypatch)
         retried = {"num_alloc_retries": 5, "num_ooms": 1}
         train(task, model, optimizer)
         found = session.memory()[Tier.GPU]
+        torch.empty(found.peak_bytes, dtype=torch.uint8, device="cuda")
+        assert session.memory()[Tier.GPU].peak_bytes == found.peak_bytes, "metering had ended"
     assert (found.allocator["num_alloc_retries"], found.allocator["num_ooms"]) == (3, 1)
     assert found.allocator["reserved_bytes.all.peak"] >= found.peak_bytes > 0
     assert found.allocator["inactive_split_bytes.all.peak"] >= 0

@@ -453,6 +453,21 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
 
 TORCH_LIBRARY_IMPL(_, CUDA, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_host>()); }
 
+// Operators of one kernel on CPUs, as on CUDA, for which any other device runs several operators: a fallback comes after
+// these. Their memory would be another.
+TORCH_LIBRARY_IMPL(aten, CUDA, m) {
+  auto& dispatcher = c10::Dispatcher::singleton();
+  for (const auto& name : dispatcher.getAllOpNames()) {
+    const auto op = dispatcher.findSchema(name);
+    if (op && name.getNamespace() == "aten" && op->hasKernelForDispatchKey(c10::DispatchKey::CPU) &&
+        op->hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd) &&
+        !op->hasKernelForDispatchKey(key)) {
+      const auto whole = name.overload_name.empty() ? name.name : name.name + "." + name.overload_name;
+      m.impl(whole.c_str(), torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
+    }
+  }
+}
+
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
