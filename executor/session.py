@@ -155,6 +155,7 @@ class Session(contextlib.AbstractContextManager["Session"]):
             self._undo += bind_state_dict(model, self._names, self.access.weights)
             self._undo.append(driver.accumulation.bind(model))
             if options.batch:
+                self._undo.append(backend.forget_shapes)
                 self._undo.append(bind_batches(model, options.batch, lambda: driver.trains, driver.on_other_shape))
             _move_buffers(model, backend.device, ranks)
             driver.visibility.show("")

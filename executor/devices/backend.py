@@ -97,6 +97,12 @@ class Backend(Protocol):
     def meter(self) -> contextlib.AbstractContextManager["Meter"]:
         """Return a context that measures all device memory except that of :meth:`empty`."""
 
+    def expect_many_shapes(self) -> None:
+        """Avoid kernels that take long to prepare for a new shape, until :meth:`forget_shapes`."""
+
+    def forget_shapes(self) -> None:
+        """End the effect of :meth:`expect_many_shapes`. May be called twice."""
+
     def allocator_counts(self) -> dict[str, int]:
         """Return what the device's allocator has counted since memory was last metered, by its own names."""
 
@@ -196,6 +202,12 @@ class HostBackend:
                 yield meter
             finally:
                 self._meter = None
+
+    def expect_many_shapes(self) -> None:
+        """See :class:`Backend`. The host's kernels need no preparation."""
+
+    def forget_shapes(self) -> None:
+        """See :class:`Backend`."""
 
     def allocator_counts(self) -> dict[str, int]:
         """See :class:`Backend`. The host's allocator counts nothing."""

@@ -120,6 +120,7 @@ class CudaBackend:
         # Its stream, so that no task has to ask for it, and whether its copies give way.
         self._lane = threading.local()
         self._events_before: dict[str, int] = {}  # counts of the allocator when memory was last metered
+        self._without_cudnn = False  # whether it has switched cuDNN's attention off
         self._passing: torch.Tensor | None = None  # buffers for gradients that are accumulated on the host
 
     @contextlib.contextmanager
@@ -272,6 +273,22 @@ class CudaBackend:
         torch.cuda.reset_peak_memory_stats()
         stats = torch.cuda.memory_stats()
         self._events_before = {name: stats[name] for name in _ALLOCATOR_EVENTS}
+
+    def expect_many_shapes(self) -> None:
+        """Switch cuDNN's attention off.
+
+        It makes a plan for each shape in each thread, the caller's and autograd's (``MHAGraphCache`` in PyTorch's
+        ``aten/src/ATen/native/cudnn/MHA.cpp``), which takes as long as many iterations of attention.
+        """
+        if torch.backends.cuda.cudnn_sdp_enabled():  # type: ignore[no-untyped-call]
+            self._without_cudnn = True
+            torch.backends.cuda.enable_cudnn_sdp(False)
+
+    def forget_shapes(self) -> None:
+        """Switch cuDNN's attention on again, if it was."""
+        if self._without_cudnn:
+            self._without_cudnn = False
+            torch.backends.cuda.enable_cudnn_sdp(True)
 
     def allocator_counts(self) -> dict[str, int]:
         """Return peaks in bytes, and how often memory was short.

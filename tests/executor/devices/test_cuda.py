@@ -105,6 +105,21 @@ def test_every_optimizer_steps_on_the_device_as_on_the_host(optimizer):
     assert curves[0][0] != pytest.approx(curves[0][-1], rel=1e-3)
 
 
+@pytest.mark.parametrize(("num_shapes", "stays"), [(4, True), (5, False)])
+def test_where_shapes_vary_cudnn_makes_no_plan_for_each(num_shapes, stays):
+    """While no forward has run that is recomputed; for as long as the session."""
+    shapes = tuple((2, length) for length in range(8, 8 - num_shapes, -1))  # the first one is planned
+    task = Task("llama", torch.bfloat16, num_micro_batches=2, iterations=5, shapes=shapes)
+    planned = (("input_ids", (2, 8)),)
+    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
+        decisions = decide(task, uniform("gpu", "gpu", "recompute"))
+        model, optimizer = prepare(task, decisions, device="cuda", batch=planned)
+        with optimizer.session:
+            train(task, model, optimizer)
+            assert torch.backends.cuda.cudnn_sdp_enabled() == stays
+        assert torch.backends.cuda.cudnn_sdp_enabled()
+
+
 @pytest.mark.parametrize("num_key_heads", [8, 2])
 @pytest.mark.parametrize("head_dim", [64, 72])
 def test_backward_of_attention_takes_the_scratch_that_is_planned(num_key_heads, head_dim):
