@@ -155,6 +155,7 @@ class Session(contextlib.AbstractContextManager["Session"]):
             self._undo += bind_state_dict(model, self._names, self.access.weights)
             self._undo.append(driver.accumulation.bind(model))
             if options.batch:
+                self._undo.append(backend.forget_shapes)
                 self._undo.append(bind_batches(model, options.batch, lambda: driver.trains, driver.on_other_shape))
             _move_buffers(model, backend.device, ranks)
             driver.visibility.show("")
@@ -367,9 +368,13 @@ class Session(contextlib.AbstractContextManager["Session"]):
         On NVMe, both versions of all state count, see [Note: Two versions] in :mod:`executor.memory.nvme_files`.
         """
         runtime, stored = self.runtime, self.runtime.state.stored
-        metered = () if self._meter is None else (self._meter.peak_bytes, dict(self._meter.peak_bytes_of))
         used = {
-            Tier.GPU: MeasuredMemory(runtime.gpu.by_class(), *metered),
+            Tier.GPU: MeasuredMemory(
+                runtime.gpu.by_class(),
+                None if self._meter is None else self._meter.peak_bytes,
+                {} if self._meter is None else dict(self._meter.peak_bytes_of),
+                runtime.backend.allocator_counts(),
+            ),
             Tier.HOST: MeasuredMemory(runtime.host.by_class()),
         }
         on_nvme = (stored.by_class if stored else {}) | runtime.offloaded.by_class

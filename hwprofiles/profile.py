@@ -44,6 +44,25 @@ NarrowUpdate = Literal["adamw-bf16", "adamw-8bit", "adamw-bf16-rounded", "adamw-
 """Updates of optimizers with state in fewer bytes; ``rounded`` with a master copy in bf16."""
 
 
+FOR_LIBRARIES_BYTES: Final = 1 << 30
+"""Memory of a GPU that no plan fills with tensors.
+
+A device's ``memory_bytes`` are what tensors may take. They are less by this than the memory that is free when a machine
+is calibrated, than the memory that CUDA sees (packaged profiles), and than ``--device-memory SIZE``. It is for:
+
+- the CUDA context and the code of kernels, before a process has made its first tensor;
+- workspaces of cuBLAS and cuBLASLt: on Hopper 32 MiB for each handle and stream, so 64 MiB for forward and autograd's
+  thread, and 32 MiB more if updates multiply on their stream (PyTorch's docs, ``CUBLAS_WORKSPACE_CONFIG``);
+- workspaces of cuDNN and buffers of NCCL;
+- page tables of registered host memory: 8 B for each page of 4 KiB, 0.2 GB for 100 GB in small pages;
+- what PyTorch's allocator rounds up, and the unused end of the segments that each stream has for itself: up to 22 MiB a
+  stream, if segments are expandable.
+
+It is an estimate. ``ullage execute`` records what the allocator has reserved, and warns if that exceeds the capacity by
+more.
+"""
+
+
 class Device(Frozen):
     """The device that computes.
 
@@ -335,6 +354,21 @@ class HardwareProfile(Frozen):
         links = {frozenset(pair) for pair in self.topology}
         shared = Counter(place for link in links if link & devices for place in link if place.startswith("switch"))
         return max(shared.values(), default=1)
+
+    def with_device_limit(self, num_bytes: int) -> Self:
+        """Return the same machine, of whose devices a process takes at most so many bytes.
+
+        Of a GPU, :data:`FOR_LIBRARIES_BYTES` of them are left free.
+
+        Raises:
+            ValueError: ``num_bytes`` is more than the device has, or leaves nothing for tensors.
+        """
+        margin = FOR_LIBRARIES_BYTES if self.device.kind == "gpu" else 0
+        if num_bytes <= margin:
+            raise ValueError(
+                f"device memory of {num_bytes} B is too little: {margin} B of a GPU are for libraries; give more"
+            )
+        return self.with_device_memory(num_bytes - margin)
 
     def with_device_memory(self, num_bytes: int) -> Self:
         """Return the same machine with less memory on each device.

@@ -44,6 +44,16 @@ _REMEDIES = {
 }
 
 
+def _settings_for_torch() -> None:
+    """Set variables that torch reads when it is loaded, or when CUDA is first used; both happen later."""
+    # Let torch's threads sleep while they wait for each other, because updates need the cores.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    # Segments of device memory that grow leave less of it unused where sizes vary. Older versions know the second name.
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    if not os.environ.keys() & set(names):
+        os.environ |= dict.fromkeys(names, "expandable_segments:True")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
@@ -62,9 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # do not fail if the terminal cannot show a character
-    # Let torch's threads sleep while they wait for each other, because updates need the cores. OpenMP reads this when
-    # torch is loaded, which happens later.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    _settings_for_torch()
     try:
         with consistent_interrupt():
             check_packages()

@@ -97,6 +97,15 @@ class Backend(Protocol):
     def meter(self) -> contextlib.AbstractContextManager["Meter"]:
         """Return a context that measures all device memory except that of :meth:`empty`."""
 
+    def expect_many_shapes(self) -> None:
+        """Avoid kernels that take long to prepare for a new shape, until :meth:`forget_shapes`."""
+
+    def forget_shapes(self) -> None:
+        """End the effect of :meth:`expect_many_shapes`. May be called twice."""
+
+    def allocator_counts(self) -> dict[str, int]:
+        """Return what the device's allocator has counted since memory was last metered, by its own names."""
+
     def sum_of_squares_on_host(self, tensor: torch.Tensor, team: WorkerTeam) -> float:
         """Return :meth:`sum_of_squares` of a tensor in host memory."""
 
@@ -193,6 +202,16 @@ class HostBackend:
                 yield meter
             finally:
                 self._meter = None
+
+    def expect_many_shapes(self) -> None:
+        """See :class:`Backend`. The host's kernels need no preparation."""
+
+    def forget_shapes(self) -> None:
+        """See :class:`Backend`."""
+
+    def allocator_counts(self) -> dict[str, int]:
+        """See :class:`Backend`. The host's allocator counts nothing."""
+        return {}
 
     def sum_of_squares_on_host(self, tensor: torch.Tensor, team: WorkerTeam) -> float:  # noqa: ARG002
         """See :class:`Backend`. It uses one thread, because the other cores compute at that time."""

@@ -32,6 +32,12 @@ _PACED_LANES: Final = frozenset({Lane.ACTIVATION_IN})
 # Between anchors of the clock. In a second, clocks drift apart by tens of microseconds.
 _APART_S: Final = 1.0
 _MOST_ANCHORS: Final = 1 << 12  # then every second one goes
+# Lanes whose copies give way: a device has one copy engine for each direction, which ends a copy that it has begun,
+# whatever waits on other streams. A weight that forward waits for comes 0.6 ms late at most, at 55 GB/s.
+_YIELDING_LANES: Final = frozenset({Lane.STATE_IN, Lane.STATE_OUT})
+_YIELDING_BYTES: Final = 32 << 20
+# A thread that blocks may wake 50 to 100 us late, one that polls has no core to give to others. So it polls first.
+_SPIN_S: Final = 50e-6
 _PASSING_BYTES: Final = 16 << 20
 _TOUCHED_BYTES: Final = 1 << 30
 _GROWING_S: Final = 20.0  # most that memory which grows is waited for, per part
@@ -39,6 +45,12 @@ _POLL_S: Final = 0.02
 # Limits the float32 copy of a gradient during an update on the device to 64 MiB. For smaller chunks, launching a kernel
 # may take longer than the kernel itself.
 _CHUNK_PARAMS: Final = 1 << 24
+RESERVED: Final = "reserved_bytes.all.peak"
+"""The allocator's name for the most bytes that it had from the driver."""
+RETRIES: Final = "num_alloc_retries"
+"""The allocator's name for how often memory was full until it gave unused segments back."""
+_ALLOCATOR_PEAKS: Final = (RESERVED, "inactive_split_bytes.all.peak")
+_ALLOCATOR_EVENTS: Final = (RETRIES, "num_ooms")
 
 
 def _touch(block: torch.Tensor) -> None:
@@ -76,6 +88,15 @@ class _Event:
 
     def __del__(self) -> None:
         self._pool.append(self.event)
+
+    def wait(self) -> None:
+        """Let the calling thread wait for it."""
+        until_s = time.perf_counter() + _SPIN_S
+        while not self.event.query():  # type: ignore[no-untyped-call]
+            if time.perf_counter() > until_s:
+                self.event.synchronize()
+                return
+            time.sleep(0)  # other threads need the interpreter
 
     def seconds_to(self, other: "_Event") -> float:
         """Return the seconds from this event to another. Both have ended."""
@@ -128,7 +149,10 @@ class CudaBackend:
         self._pool: collections.deque[torch.cuda.Event] = collections.deque()
         self._idle = torch.cuda.Stream(self.device, priority=-1)  # type: ignore[no-untyped-call]
         self._clock = Clock(self._anchor)
-        self._lane = threading.local()  # its stream, so that no task has to ask for it
+        # Its stream, so that no task has to ask for it, and whether its copies give way.
+        self._lane = threading.local()
+        self._events_before: dict[str, int] = {}  # counts of the allocator when memory was last metered
+        self._without_cudnn = False  # whether it has switched cuDNN's attention off
         self._passing: torch.Tensor | None = None  # buffers for gradients that are accumulated on the host
 
     @contextlib.contextmanager
@@ -143,9 +167,9 @@ class CudaBackend:
         priority = 0 if lane is Lane.GPU_UPDATE else -1
         stream = torch.cuda.Stream(self.device, priority=priority)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(stream):
-            self._lane.stream = stream
+            self._lane.stream, self._lane.yields = stream, lane in _YIELDING_LANES
             yield
-            self._lane.stream = None
+            self._lane.stream, self._lane.yields = None, False
 
     def record_event(self, lane: Lane) -> Event:
         """Return the host's time, or an event on the current stream."""
@@ -170,14 +194,14 @@ class CudaBackend:
         """
         if isinstance(event, _Event):
             if lane in _HOST_LANES or lane in _PACED_LANES:
-                event.event.synchronize()
+                event.wait()
             else:
                 self._stream().wait_event(event.event)
 
     def event_time_s(self, event: Event) -> float:
         """Return the time of an event, on the host's clock."""
         if isinstance(event, _Event):
-            event.event.synchronize()
+            event.wait()
             return self._clock.time_s(event)
         assert isinstance(event, float)
         return event
@@ -197,13 +221,18 @@ class CudaBackend:
                 f"cudaHostRegister of {num_bytes:,} B failed with {code}; leave more host memory free, or raise the "
                 "limit of locked memory (ulimit -l)"
             )
+        device, chosen, synchronize = self.device, torch.cuda.device, torch.cuda.synchronize
+
+        def unregister(address: int, _memory: object) -> None:
+            # Whatever thread drops the last view: its device may be another, on which this would make a context. Copies
+            # may be under way, if training ended half way.
+            with chosen(device):
+                with contextlib.suppress(RuntimeError):  # of a kernel that failed before
+                    synchronize(device)
+                cudart.cudaHostUnregister(address)
+
         # Keep ``memory`` alive until it is unregistered: freed pages could not be.
-        weakref.finalize(
-            block.untyped_storage(),
-            lambda address, _memory: cudart.cudaHostUnregister(address),
-            block.data_ptr(),
-            memory,
-        )
+        weakref.finalize(block.untyped_storage(), unregister, block.data_ptr(), memory)
         return block
 
     def _forget_error(self) -> None:
@@ -224,8 +253,13 @@ class CudaBackend:
         block.untyped_storage().resize_(num_bytes)
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy on the current stream."""
-        destination.copy_(source, non_blocking=True)
+        """Copy on the current stream; in parts, if copies on other streams must not wait for the whole."""
+        parts = [(destination, source)]
+        if getattr(self._lane, "yields", False):
+            num_items = _YIELDING_BYTES // destination.itemsize
+            parts = list(zip(destination.split(num_items), source.split(num_items), strict=True))  # type: ignore[no-untyped-call]
+        for target, values in parts:
+            target.copy_(values, non_blocking=True)
 
     def accumulate(self, destination: torch.Tensor, source: torch.Tensor, *, first: bool) -> None:
         """Add on the host, after waiting for the copies.
@@ -275,9 +309,40 @@ class CudaBackend:
         """Take one step with torch's kernels."""
         update_on_device(state, gradients, rule, step, scale)
 
-    def meter(self) -> "contextlib.AbstractContextManager[_CudaMeter]":
+    @contextlib.contextmanager
+    def meter(self) -> "Iterator[_CudaMeter]":
         """Read the counts of torch's allocator."""
-        return _CudaMeter()
+        with _CudaMeter() as meter:
+            yield meter
+        torch.cuda.reset_peak_memory_stats()
+        stats = torch.cuda.memory_stats()
+        self._events_before = {name: stats[name] for name in _ALLOCATOR_EVENTS}
+
+    def expect_many_shapes(self) -> None:
+        """Switch cuDNN's attention off.
+
+        It makes a plan for each shape in each thread, the caller's and autograd's (``MHAGraphCache`` in PyTorch's
+        ``aten/src/ATen/native/cudnn/MHA.cpp``), which takes as long as many iterations of attention.
+        """
+        if torch.backends.cuda.cudnn_sdp_enabled():  # type: ignore[no-untyped-call]
+            self._without_cudnn = True
+            torch.backends.cuda.enable_cudnn_sdp(False)
+
+    def forget_shapes(self) -> None:
+        """Switch cuDNN's attention on again, if it was."""
+        if self._without_cudnn:
+            self._without_cudnn = False
+            torch.backends.cuda.enable_cudnn_sdp(True)
+
+    def allocator_counts(self) -> dict[str, int]:
+        """Return peaks in bytes, and how often memory was short.
+
+        At a retry, the allocator waits for the device and gives unused segments back to the driver.
+        """
+        stats = torch.cuda.memory_stats()
+        return {name: stats[name] for name in _ALLOCATOR_PEAKS} | {
+            name: stats[name] - self._events_before.get(name, 0) for name in _ALLOCATOR_EVENTS
+        }
 
     def sum_of_squares_on_host(self, tensor: torch.Tensor, team: WorkerTeam) -> float:
         """Sum with the team's threads, which run no updates just before clipping."""
@@ -339,17 +404,19 @@ class _CudaMeter:
         torch.cuda.reset_peak_memory_stats()
         self._base_bytes = torch.cuda.memory_stats()["active_bytes.all.current"]
         self._peak_bytes = 0
+        self._is_open = True
         self._task: int | None = None
         self.peak_bytes_of: dict[int, int] = {}
         return self
 
     def __exit__(self, *_exc_info: object) -> None:
         torch.cuda.synchronize()
+        self._peak_bytes, self._is_open = self.peak_bytes, False
 
     @property
     def peak_bytes(self) -> int:
-        """Most bytes held at one time."""
-        return max(self._peak_bytes, self._now_bytes())
+        """Most bytes held at one time inside the context."""
+        return max(self._peak_bytes, self._now_bytes()) if self._is_open else self._peak_bytes
 
     def set_task(self, task: int | None) -> None:
         """See :class:`executor.devices.backend.Meter`.

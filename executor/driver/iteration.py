@@ -5,7 +5,7 @@ import itertools
 import warnings
 import zlib
 from collections.abc import Callable, Iterator
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 from torch import nn
@@ -29,6 +29,8 @@ from planner.decisions import Decisions, Place
 from planner.graph import Unit
 from planner.schedule.loop import OutOfOrderError
 from planner.schedule.tasks import Op
+
+_MANY_SHAPES: Final = 4  # other shapes of batches from which on each is expected to be new
 
 
 @final
@@ -74,6 +76,7 @@ class IterationDriver:
         self._shapes = {shard.name: shard.whole_shape for shard in shards.values()}
         self._last_short = -2  # the latest iteration that ended before all its micro-batches had run
         self._last_other = -2  # the latest iteration with a batch of another shape than planned
+        self._other_shapes: set[tuple[int, ...]] = set()
         self._model_trains = False  # a training forward is under way
         self._loop, self._units = runtime.loop, runtime.state.units
         self.accumulation = Accumulation(decisions.num_micro_batches)
@@ -283,8 +286,14 @@ class IterationDriver:
         if task is not None and task.op is Op.FORWARD and expected is not None and expected.op is Op.BACKWARD:
             self.on_backward(expected.unit)
 
-    def on_other_shape(self) -> None:
+    def on_other_shape(self, shape: tuple[int, ...]) -> None:
         """A forward of the plan begins with a batch of another shape; see [Note: Other shapes]."""
+        if len(self._other_shapes) < _MANY_SHAPES:
+            self._other_shapes.add(tuple(shape))
+        expected = self._loop.expected()
+        # In the middle of an iteration, forward may have run that is still to be recomputed.
+        if len(self._other_shapes) == _MANY_SHAPES and expected is not None and not expected.micro_batch:
+            self._runtime.backend.expect_many_shapes()
         if self._last_other != self._loop.iteration:
             self._last_other = self._loop.iteration
             self._runtime.machine.exclude(self._last_other)

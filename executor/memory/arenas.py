@@ -166,11 +166,13 @@ class MeasuredMemory:
         static_bytes: allocated once, by class.
         dynamic_peak_bytes: peak of all other memory inside :meth:`Session.metered`; ``None`` if not measured.
         dynamic_bytes_of: the same peak during each of the caller's tasks, by the task's index.
+        allocator: see :meth:`executor.devices.backend.Backend.allocator_counts`.
     """
 
     static_bytes: Mapping[MemoryClass, int]
     dynamic_peak_bytes: int | None = None
     dynamic_bytes_of: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    allocator: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     @property
     def peak_bytes(self) -> int:

@@ -19,7 +19,7 @@ BatchShapes = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 def bind_batches(
-    model: nn.Module, planned: BatchShapes, trains: Callable[[], bool], on_other: Callable[[], None]
+    model: nn.Module, planned: BatchShapes, trains: Callable[[], bool], on_other: Callable[[torch.Size], None]
 ) -> Callable[[], None]:
     """Report batches of other shapes, and warn once of a larger one; return a function that removes the hook.
 
@@ -27,7 +27,7 @@ def bind_batches(
         model: the bound model.
         planned: planned inputs.
         trains: returns whether a forward that begins now is one of the plan's.
-        on_other: called before the forward of a batch of another shape; see [Note: Other shapes].
+        on_other: called with the shape before the forward of a batch of another one; see [Note: Other shapes].
     """
     has_warned = False
 
@@ -39,7 +39,7 @@ def bind_batches(
             given = kwargs.get(name, args[position] if position < len(args) else None)
             if not isinstance(given, torch.Tensor) or given.shape == shape:
                 continue
-            on_other()
+            on_other(given.shape)
             if given.numel() > math.prod(shape) and not has_warned:
                 has_warned = True
                 warnings.warn(

@@ -47,11 +47,9 @@ from hwprofiles.machine import (
     profile_name,
     this_machine,
 )
-from hwprofiles.profile import Device, Fabric, HardwareProfile, Host, Link, Storage
+from hwprofiles.profile import FOR_LIBRARIES_BYTES, Device, Fabric, HardwareProfile, Host, Link, Storage
 from hwprofiles.quantity import Provenance, Quantity
 
-# GPU memory that is left free for cuBLAS, NCCL, the code of kernels, and rounding of PyTorch's allocator.
-FOR_LIBRARIES_BYTES = 1 << 30
 USABLE_SHARE = 0.85
 """Usable fraction of the available memory; the rest is for the program itself and for other programs."""
 # Steps of each part in order, with their shares of the time. The disk comes first, because it fails most often.
@@ -408,14 +406,16 @@ def _divide_memory(options: CalibrationOptions, *, on_gpu: bool) -> tuple[Quanti
     usable = int(available_memory_bytes() * USABLE_SHARE)
     share = f"{USABLE_SHARE:.0%} of the available memory"
     requested = options.device_memory_bytes
-    capacity = torch.cuda.mem_get_info()[0] - FOR_LIBRARIES_BYTES if on_gpu else usable - 1
-    if requested is not None and requested > capacity:
+    margin = FOR_LIBRARIES_BYTES if on_gpu else 0
+    capacity = torch.cuda.mem_get_info()[0] if on_gpu else usable - 1
+    if requested is not None and not margin < requested <= capacity:
+        least = f", and {margin} of them are for libraries" if margin else ""
         raise CalibrationError(
-            f"device_memory_bytes is {requested}, but at most {capacity} are free for it; give fewer"
+            f"device_memory_bytes is {requested}, but at most {capacity} are free for it{least}; give another number"
         )
     if on_gpu:
-        device, host = requested or capacity, usable
-        source = "as asked for" if requested else "free memory of the GPU, less 1 GiB for libraries"
+        device, host = (requested or capacity) - margin, usable
+        source = f"{'as asked for' if requested else 'free memory of the GPU'}, less 1 GiB for libraries"
     else:
         device = requested or usable // 4
         host = usable - device

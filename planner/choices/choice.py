@@ -70,6 +70,7 @@ def batch_of(
         decided.micro_batch,
         seq_len,
         precision.weight_bytes,
+        attention_scratch=device.kind == "gpu",
         tensor_parallel=decided.tensor_parallel,
         expert_parallel=decided.expert_parallel,
         expert_units=decided.expert_units,

@@ -17,6 +17,7 @@ class Batch:
         seq_len: tokens of each.
         dtype_bytes: 2 for bf16, 4 for fp32 (weights and activations).
         flash_attention: fused attention (``sdpa``), otherwise ``eager``.
+        attention_scratch: whether its backward takes the scratch memory of CUDA's kernels.
         tensor_parallel: ranks that share every layer; the graph is then that of one of them.
         kernels: the implementation that runs; see [Note: Kernel lists].
         adds_gradients: whether Megatron's lists contain the addition of gradients to those of earlier micro-batches.
@@ -37,6 +38,7 @@ class Batch:
     seq_len: int
     dtype_bytes: Literal[2, 4] = 2
     flash_attention: bool = True
+    attention_scratch: bool = False
     tensor_parallel: int = 1
     kernels: Literal["transformers", "megatron", "megatron-core", "fused"] = "transformers"
     adds_gradients: bool = True

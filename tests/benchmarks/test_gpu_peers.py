@@ -163,7 +163,7 @@ torch.cuda.reset_peak_memory_stats()
 model = make_model(cell, "cuda", torch.float32, home="cpu")
 places = {(str(p.device), str(p.dtype)) for p in model.parameters()}
 num_params = sum(p.numel() for p in model.parameters())
-print(json.dumps([sorted(places), torch.cuda.max_memory_reserved() / num_params]))
+print(json.dumps([sorted(places), torch.cuda.max_memory_allocated() / num_params]))
 """,
     )
     assert peaks[0] == [["cpu", "torch.float32"]]

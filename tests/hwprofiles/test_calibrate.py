@@ -279,7 +279,7 @@ def test_options_that_do_not_fit() -> None:
         CalibrationOptions(device="host", device_cores=9999),
         CalibrationOptions(device_memory_bytes=2**60),
     ):
-        with pytest.raises(CalibrationError, match=r"(9999|1152921504606846976), but .* give fewer"):
+        with pytest.raises(CalibrationError, match=r"(9999|1152921504606846976), but .* give (fewer|another number)"):
             calibrate(options, KERNELS, silent)
 
 

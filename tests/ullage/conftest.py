@@ -9,6 +9,7 @@ import pytest
 from amount import short_searches
 from tiny import TINY
 
+from hwprofiles.profile import FOR_LIBRARIES_BYTES
 from planner.plan.document import Plan, load_plan
 from ullage.main import main
 
@@ -34,7 +35,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def plan_args(tiny_model: Path) -> list[str]:
     model = ["--model", str(tiny_model), "--seq-len", "128", "--hardware", "rtx-4090"]
-    return ["plan", *model, "--device-memory", "3MB"]
+    return ["plan", *model, "--device-memory", str(FOR_LIBRARIES_BYTES + 3_000_000)]
 
 
 @pytest.fixture(scope="session")

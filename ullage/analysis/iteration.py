@@ -8,13 +8,12 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from planner.costs.allocator import AllocatorUse, replay
 from planner.schedule.series import Series, busy, traffic
 from planner.schedule.tasks import Lane, Phase, Tier
 from planner.schedule.timeline import MemoryUse, Phases, Stretch, memory_use
 from planner.simulate.critical_path import Part, Step, critical_path, critical_steps, parts, slowed
 from planner.simulate.machine import Simulation
-from planner.simulate.prediction import TierMemory, capacities, memory_peaks
+from planner.simulate.prediction import TierMemory, memory_peaks
 from ullage.analysis.simulation import Subject
 from ullage.output.formatting import LANE_WORDS, percent, si
 
@@ -36,7 +35,6 @@ class Iteration:
         traffic: bytes/s over time on each link.
         memory: bytes over time in each tier.
         peaks: peaks and capacities of one device, and of all ranks on one node together.
-        allocator: bytes that PyTorch's caching allocator would reserve on the device; ``None`` without a GPU.
         steps, parts: the critical path, in full and summed by kind.
         half_work_s: for important lanes, the iteration time with half the work on that lane.
     """
@@ -50,7 +48,6 @@ class Iteration:
     traffic: dict[Lane, Series]
     memory: dict[Tier, MemoryUse]
     peaks: dict[Tier, TierMemory]
-    allocator: AllocatorUse | None
     steps: tuple[Step, ...]
     parts: tuple[Part, ...]
     half_work_s: dict[Lane, float]
@@ -64,7 +61,6 @@ class Iteration:
         steps = critical_steps(timeline, steady)
         steps = slowed(timeline, steady, steps, cost.prices(schedule), cost.capacities())
         matter = [Lane(lane) for lane, s in critical_path(timeline, steady).items() if s >= _WORTH_ASKING * period_s]
-        is_gpu = subject.hardware.device.kind == "gpu"
         return cls(
             subject=subject,
             simulation=simulation,
@@ -77,7 +73,6 @@ class Iteration:
             traffic=traffic(timeline, steady),
             memory=memory_use(timeline, steady),
             peaks=memory_peaks(timeline, steady, cost),
-            allocator=replay(timeline, steady, capacities(cost)[Tier.GPU]) if is_gpu else None,
             steps=steps,
             parts=parts(schedule, steps),
             half_work_s={lane: subject.iteration_with_half_the_work_s(schedule, lane) for lane in matter},
@@ -123,12 +118,6 @@ class Iteration:
             warnings.append(
                 f"iterations differ and repeat every {self.simulation.cycle}; this is one of them; their mean is "
                 f"{si(self.simulation.period_s, 's')}"
-            )
-        use, capacity_bytes = self.allocator, self.peaks[Tier.GPU].capacity_bytes
-        if use is not None and use.allocated_bytes <= capacity_bytes < use.reserved_bytes:
-            warnings.append(
-                f"PyTorch's caching allocator would reserve {si(use.reserved_bytes, 'B')}, but the device has "
-                f"{si(capacity_bytes, 'B')}: leave more room, or set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
             )
         return warnings
 
@@ -204,11 +193,6 @@ class Iteration:
             "memory_over_time": {
                 tier.value: {"times_s": use.times_s, "num_bytes": {c.value: n for c, n in use.num_bytes.items()}}
                 for tier, use in self.memory.items()
-            },
-            "allocator": self.allocator
-            and {
-                **dataclasses.asdict(self.allocator),
-                "fragmentation": self.allocator.fragmentation,
             },
             "critical_s": self.critical_s,
             "slowed_by_sharing_s": self.slowed_s,

@@ -44,6 +44,8 @@ class RunRecord(Frozen):
         static_bytes: the part of ``memory`` that was allocated once, by class.
         device_bytes: peak bytes of device memory beyond ``static_bytes`` during each compute task, by the task's index,
             in one metered iteration; empty if they were not recorded.
+        allocator: counts of PyTorch's allocator for the GPU since that iteration: the names of
+            ``torch.cuda.memory_stats``; empty without a GPU.
         checkpoint_bytes: host memory for checkpoints. If it is not 0, tasks that copy state for them are recorded too.
         num_left: number of iterations that left the plan. They are not recorded.
     """
@@ -60,6 +62,7 @@ class RunRecord(Frozen):
     before: "RunRecord | None" = None
     static_bytes: dict[Tier, dict[MemoryClass, int]] = Field(default_factory=dict)
     device_bytes: dict[int, int] = Field(default_factory=dict)
+    allocator: dict[str, int] = Field(default_factory=dict)
     checkpoint_bytes: int = 0
     eval_losses: tuple[tuple[int, float], ...] = ()
     num_left: int = 0

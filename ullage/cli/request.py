@@ -40,7 +40,7 @@ def request_of(
     """
     hardware = change_machine(load_profile(args.hardware or default_hardware().name))
     if args.device_memory is not None:
-        hardware = hardware.with_device_memory(args.device_memory)
+        hardware = hardware.with_device_limit(args.device_memory)
     if args.host_memory is not None:
         asked_for = Provenance(
             origin="assumed", source=f"asked for, in place of {hardware.host.memory_bytes.value:.0f} B"

@@ -172,7 +172,10 @@ def add_request_options(parser: argparse.ArgumentParser, *, model_required: bool
         "--no-clip", action="store_true", default=None, help="do not clip gradients by their global norm"
     )
     group.add_argument(
-        "--device-memory", type=parse_bytes, metavar="SIZE", help="use this much of each device, as in 150MB or 16GiB"
+        "--device-memory",
+        type=parse_bytes,
+        metavar="SIZE",
+        help="take at most this much of each device, as in 150MB or 16GiB; of a GPU, 1 GiB of it is for libraries",
     )
     group.add_argument(
         "--host-memory",

@@ -17,9 +17,9 @@ from executor.module.guards import check_kinds, check_memory, check_plain, check
 from executor.optimizer.reference import rounds
 from executor.optimizer.table import entry_of
 from executor.training_state.rng_state import preserved_rng_state
-from hwprofiles.calibrate.run import FOR_LIBRARIES_BYTES, USABLE_SHARE
+from hwprofiles.calibrate.run import USABLE_SHARE
 from hwprofiles.machine import available_memory_bytes
-from hwprofiles.profile import Dtype, Fabric, HardwareProfile
+from hwprofiles.profile import FOR_LIBRARIES_BYTES, Dtype, Fabric, HardwareProfile
 from hwprofiles.quantity import Provenance, Quantity
 from hwprofiles.registry import load_profile
 from planner.decisions import Precision
@@ -262,8 +262,14 @@ def machine_now(plan_options: PlanOptions, free: Free) -> HardwareProfile:
             wanted = parse_bytes(wanted)
         except argparse.ArgumentTypeError as error:
             raise ValueError(f"device_memory: {error}") from error
-    if wanted is not None and wanted > most:
-        raise ValueError(f"device_memory is {wanted} B, but {most} B are free for each device; give at most that")
+    if wanted is not None:
+        margin = FOR_LIBRARIES_BYTES if kind == "gpu" else 0
+        if not margin < wanted <= most + margin:
+            least = f", of which {margin} B are for libraries" if margin else ""
+            raise ValueError(
+                f"device_memory is {wanted} B, but {most + margin} B are free for each device{least}; give another size"
+            )
+        wanted -= margin
     if wanted is None:
         wanted = most if kind == "gpu" else min(int(profile.device.memory_bytes.value), most // 2)
     host = free.host_bytes - (wanted * num_ranks if kind == "host" else 0)

@@ -2,13 +2,16 @@
 
 import contextlib
 import dataclasses
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 
 import torch
 from rich.console import Group, RenderableType
 
+from executor.devices.cuda import RESERVED, RETRIES
 from executor.memory.arenas import DeviceMemoryError, MeasuredMemory, MemoryShortage
+from hwprofiles.profile import FOR_LIBRARIES_BYTES
 from planner.plan.document import Plan
 from planner.schedule.tasks import MemoryClass, Tier
 from ullage.output.console import table
@@ -29,6 +32,7 @@ class MemoryReport:
         what: the event in words.
         predicted_bytes, actual_bytes: bytes by class; ``actual_bytes`` lacks classes that were not measured.
         capacity_bytes: capacity that the plan may use.
+        libraries_bytes: bytes of ``--device-memory`` that are not for tensors.
     """
 
     tier: Tier
@@ -36,6 +40,7 @@ class MemoryReport:
     predicted_bytes: Mapping[str, int]
     actual_bytes: Mapping[str, int]
     capacity_bytes: int
+    libraries_bytes: int = 0
 
     @property
     def remedy(self) -> str:
@@ -43,7 +48,8 @@ class MemoryReport:
         excess = sum(self.actual_bytes.values()) - sum(self.predicted_bytes.values())
         enough = self.capacity_bytes - (excess if excess > 0 else int(_MARGIN * self.capacity_bytes))
         if self.tier is Tier.GPU:
-            return f"plan for less device memory: `ullage plan ... --device-memory {max(enough, 0) // 10**6}MB`"
+            size = max(enough, 0) + self.libraries_bytes
+            return f"plan for less device memory: `ullage plan ... --device-memory {size // 10**6}MB`"
         return (
             "free memory on this machine; or run `ullage calibrate` with the other programs running, and plan again; "
             "or plan with a smaller --micro-batch, more devices, or --storage nvme"
@@ -86,15 +92,43 @@ def reporting_out_of_memory(
 
 
 def check_device(plan: Plan, use: MeasuredMemory) -> None:
-    """Check the peak of a device whose memory is an arena in ordinary memory, where nothing else limits it.
+    """Check a device's peak against the capacity that the plan keeps to.
+
+    A GPU ends training by itself when its memory is full; the plan's capacity may be less. So going beyond that is a
+    ``RuntimeWarning`` there.
 
     Raises:
-        OutOfMemoryError: the peak is above the capacity.
+        OutOfMemoryError: the device's memory is an arena in ordinary memory, and the peak is above the capacity.
     """
     capacity_bytes = int(plan.hardware.device.memory_bytes.value)
-    if plan.hardware.device.kind == "host" and use.peak_bytes > capacity_bytes:
+    reserved_bytes = use.allocator.get(RESERVED, 0)
+    what = ""
+    if use.peak_bytes > capacity_bytes:
         what = f"the device holds {si(use.peak_bytes, 'B')} at its peak, but has {si(capacity_bytes, 'B')}"
-        raise OutOfMemoryError(_report(plan, Tier.GPU, what, use.static_bytes, use.dynamic_peak_bytes))
+    elif reserved_bytes > capacity_bytes + FOR_LIBRARIES_BYTES:
+        what = (
+            f"PyTorch has reserved {si(reserved_bytes, 'B')} of the device, but the plan has "
+            f"{si(capacity_bytes, 'B')} and {si(FOR_LIBRARIES_BYTES, 'B')} for libraries"
+        )
+    if what:
+        error = OutOfMemoryError(_report(plan, Tier.GPU, what, use.static_bytes, use.dynamic_peak_bytes))
+        if plan.hardware.device.kind == "host":
+            raise error
+        warnings.warn(str(error), RuntimeWarning, stacklevel=2)
+
+
+def warning_of_retries(counts: Mapping[str, int]) -> str:
+    """Return a line about an allocator that ran out of memory after the first iterations; empty if it did not.
+
+    Args:
+        counts: see :meth:`executor.devices.backend.Backend.allocator_counts`.
+    """
+    if not (num_retries := counts.get(RETRIES, 0)):
+        return ""
+    return (
+        f"warning: device memory was full {num_retries} x after the first iterations; each time PyTorch's allocator "
+        "waited for the device to give memory back, so times are too long: plan with a smaller --device-memory"
+    )
 
 
 def render_report(report: MemoryReport) -> RenderableType:
@@ -152,6 +186,7 @@ def _report(
         {words: count // share for words, count in planned_bytes.items()},
         actual_bytes,
         int(capacity_bytes.get(tier, predicted.capacity_bytes)) // share,
+        FOR_LIBRARIES_BYTES if machine.device.kind == "gpu" else 0,
     )
 
 

@@ -283,7 +283,9 @@ def _core_work(config: ModelConfig, batch: Batch) -> Work:
     if batch.is_megatron and not batch.flash_attention:
         attend = megatron.attention(core, query, key, e, dropout=has_learned_positions(config))
     elif batch.flash_attention:
-        attend = work.flash_attention(core, query, key, e, merged_gradient=config.family == "gpt2")
+        scratch_bytes = work.attention_scratch_bytes(core, grouped=key < query, e=e) if batch.attention_scratch else 0
+        merged = config.family == "gpt2"
+        attend = work.flash_attention(core, query, key, e, merged_gradient=merged, scratch_bytes=scratch_bytes)
     else:
         attend = work.eager_attention(core, query, key, e, upcast=config.family != "gpt2")
     if has_learned_positions(config):

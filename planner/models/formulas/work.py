@@ -103,7 +103,13 @@ def rotary(elements: int, e: int) -> Work:
 
 
 def flash_attention(
-    core: Attention, query_elements: int, key_value_elements: int, e: int, *, merged_gradient: bool
+    core: Attention,
+    query_elements: int,
+    key_value_elements: int,
+    e: int,
+    *,
+    merged_gradient: bool,
+    scratch_bytes: int = 0,
 ) -> Work:
     """Return fused attention: query, key, value, output and one fp32 logarithm per row and head are saved.
 
@@ -113,9 +119,10 @@ def flash_attention(
         key_value_elements: values of the key, and of the value.
         e: bytes per value.
         merged_gradient: the three gradients are concatenated, as for GPT-2's joint projection.
+        scratch_bytes: memory inside the backward kernel. That of CPUs is left out: a block of scores per thread.
 
-    Workspace: the three gradients, and the gradient of the output or the tensor in which they are concatenated. Memory
-    inside flash kernels is left out: an fp32 sum of the query's gradient on CUDA, a block of scores per thread on CPUs.
+    Workspace: the three gradients, and the gradient of the output with the kernel's own memory, or the tensor in which
+    they are concatenated.
     """
     logsumexp_bytes = 4 * core.batch * core.num_heads * core.seq_len
     gradient = query_elements + 2 * key_value_elements
@@ -126,8 +133,29 @@ def flash_attention(
         (core,),
         backward,
         (2 * query_elements + 2 * key_value_elements) * e + logsumexp_bytes,
-        (2 * gradient if merged_gradient else gradient + query_elements) * e,
+        max(2 * gradient * e if merged_gradient else 0, (gradient + query_elements) * e + scratch_bytes),
     )
+
+
+def attention_scratch_bytes(core: Attention, *, grouped: bool, e: int) -> int:
+    """Return the memory that the backward kernel of fused attention takes for itself on CUDA.
+
+    It is that of FlashAttention (``mha_bwd`` in PyTorch's ``aten/src/ATen/native/transformers/cuda/flash_attn/``
+    ``flash_api.cpp``): an fp32 sum of the query's gradient, one fp32 factor per row and head, and, if heads share keys
+    and values, a gradient of these for each head. cuDNN does not say what its plans take; this stands for it too. In
+    fp32 another kernel runs, which adds in place.
+
+    Args:
+        core: its forward kernel.
+        grouped: several heads share a key and value.
+        e: bytes per value.
+    """
+    if e == 4:
+        return 0
+    rows = core.batch * core.num_heads * (-(-core.seq_len // 128) * 128)
+    grain = 32 if core.head_dim <= 128 else 64
+    sums_bytes = 4 * rows * (-(-core.head_dim // grain) * grain + 1)
+    return sums_bytes + 2 * core.batch * core.num_heads * core.seq_len * core.head_dim * e * grouped
 
 
 def eager_attention(core: Attention, query_elements: int, key_value_elements: int, e: int, *, upcast: bool) -> Work:

@@ -1,20 +1,29 @@
 """The same small models on a CUDA device, or on the virtual one. ``benchmarks/gpu/run.sh`` runs them on the former."""
 
+import collections
+import contextlib
 import itertools
+import math
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from training import OPTIMIZERS, Task, decide, prepare, reference, train, uniform
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from training import OPTIMIZERS, Task, assert_same, decide, prepare, reference, train, uniform
 
 from executor.devices import cuda
 from executor.devices.cuda import Clock, CudaBackend, update_on_device
 from executor.optimizer import AdamWParams
 from executor.optimizer.table import ENTRIES, Rule
 from executor.optimizer.workers import WorkerTeam
+from planner.models.formulas.work import attention_scratch_bytes
+from planner.models.kernels import Attention
+from planner.schedule.tasks import Lane, Tier
 
 pytestmark = pytest.mark.usefixtures("gpu")
 
@@ -47,16 +56,38 @@ def test_losses_and_norms_follow_the_reference(params, place, activations, dtype
     assert timeline.makespan_s() > 0
 
 
-def test_places_agree_with_each_other():
-    """The host's kernel and the device's round differently, by far less than training moves."""
-    task = Task("llama", iterations=ITERATIONS)
-    curves = []
-    for params, place, activations in PLACES:
-        model, optimizer = prepare(task, decide(task, uniform(params, place, activations)), device="cuda")
-        with optimizer.session:
-            curves.append(train(task, model, optimizer))
-    for curve in curves[1:]:
-        assert curve == pytest.approx(curves[0], rel=0.01)
+@pytest.mark.parametrize(
+    ("family", "dtype", "attention", "max_norm"),
+    [
+        ("llama", torch.float32, SDPBackend.MATH, None),
+        ("llama", torch.bfloat16, SDPBackend.MATH, 0.5),
+        ("llama", torch.bfloat16, SDPBackend.FLASH_ATTENTION, 0.5),
+        ("gpt2", torch.bfloat16, SDPBackend.FLASH_ATTENTION, None),  # attention drops values out
+        ("gpt2", torch.bfloat16, SDPBackend.CUDNN_ATTENTION, 0.5),
+    ],
+    ids=str,
+)
+def test_placements_give_the_bits_of_what_is_resident(family, dtype, attention, max_norm):
+    """Whatever the device makes of a product, it makes it again: a copy that comes late is a bit that differs.
+
+    The host's kernel of updates and the device's round differently, by far less than training moves. cuDNN's attention
+    sums up in any order.
+    """
+    task = Task(family, dtype, iterations=ITERATIONS, max_norm=max_norm)
+    exact = attention is not SDPBackend.CUDNN_ATTENTION
+    resident = {}  # by whether the device updates
+    with sdpa_kernel(attention):
+        torch.use_deterministic_algorithms(exact)
+        for params, place, activations in PLACES:
+            model, optimizer = prepare(task, decide(task, uniform(params, place, activations)), device="cuda")
+            with optimizer.session as session:
+                seen = train(task, model, optimizer)
+                final = {name: weight.cpu().clone() for name, weight in session.full_parameters().items()}
+            first = resident.setdefault(place in {"gpu", "stream"}, (seen, final))
+            if exact:
+                assert_same((seen, final), first)
+            assert seen == pytest.approx(first[0], rel=0.02)
+    assert resident[True][0] == pytest.approx(resident[False][0], rel=0.02)
 
 
 @pytest.mark.part(4)
@@ -72,6 +103,43 @@ def test_every_optimizer_steps_on_the_device_as_on_the_host(optimizer):
     for curve in curves[1:]:
         assert curve == pytest.approx(curves[0], rel=0.01)
     assert curves[0][0] != pytest.approx(curves[0][-1], rel=1e-3)
+
+
+@pytest.mark.parametrize(("num_shapes", "stays"), [(4, True), (5, False)])
+def test_where_shapes_vary_cudnn_makes_no_plan_for_each(num_shapes, stays):
+    """While no forward has run that is recomputed; for as long as the session."""
+    shapes = tuple((2, length) for length in range(8, 8 - num_shapes, -1))  # the first one is planned
+    task = Task("llama", torch.bfloat16, num_micro_batches=2, iterations=5, shapes=shapes)
+    planned = (("input_ids", (2, 8)),)
+    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
+        decisions = decide(task, uniform("gpu", "gpu", "recompute"))
+        model, optimizer = prepare(task, decisions, device="cuda", batch=planned)
+        with optimizer.session:
+            train(task, model, optimizer)
+            assert torch.backends.cuda.cudnn_sdp_enabled() == stays
+        assert torch.backends.cuda.cudnn_sdp_enabled()
+
+
+@pytest.mark.parametrize("num_key_heads", [8, 2])
+@pytest.mark.parametrize("head_dim", [64, 72])
+def test_backward_of_attention_takes_the_scratch_that_is_planned(num_key_heads, head_dim):
+    batch, num_heads, seq_len = 2, 8, 300
+    query, key, value = (
+        torch.randn(batch, seq_len, heads, head_dim, dtype=torch.bfloat16, device="cuda").transpose(1, 2)
+        for heads in (num_heads, num_key_heads, num_key_heads)
+    )
+    inputs = [tensor.requires_grad_() for tensor in (query, key, value)]
+    torch.use_deterministic_algorithms(mode=False)  # which takes more
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        output = torch.nn.functional.scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=True)
+        gradient = torch.ones_like(output)
+        torch.cuda.reset_peak_memory_stats()
+        before_bytes = torch.cuda.memory_allocated()
+        gradients = torch.autograd.grad(output, inputs, gradient)
+        peak_bytes = torch.cuda.max_memory_allocated() - before_bytes - sum(made.nbytes for made in gradients)
+    core = Attention(batch, num_heads, seq_len, head_dim)
+    planned_bytes = attention_scratch_bytes(core, grouped=num_key_heads < num_heads, e=2)
+    assert peak_bytes == pytest.approx(planned_bytes, rel=0.01)
 
 
 class Runtime:
@@ -100,6 +168,26 @@ def test_host_memory_is_registered_as_long_as_it_is_there(monkeypatch):
     del block
     assert runtime.registered, "a part of it is still there"
     del part
+    assert not runtime.registered
+
+
+def test_host_memory_is_registered_until_the_device_is_done_with_it(monkeypatch):
+    """Another thread may drop it last, which has not chosen the device."""
+    runtime, backend, seen = Runtime(), CudaBackend(), []
+
+    @contextlib.contextmanager
+    def on_device(device):
+        seen.append((threading.current_thread().name, device.type))
+        yield
+
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "device", on_device)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _device: seen.append(len(runtime.registered)))
+    blocks = [backend.empty(10_000, on_device=False)]
+    other = threading.Thread(target=blocks.clear, name="other")
+    other.start()
+    other.join()
+    assert seen == [("other", "cuda"), 1]
     assert not runtime.registered
 
 
@@ -182,6 +270,37 @@ def test_gradients_are_added_up_by_way_of_registered_memory(num_params, dtype, m
     assert torch.equal(held, gradients[0] + gradients[1] + gradients[2])
 
 
+@pytest.mark.parametrize(("lane", "sizes"), [(Lane.H2D, [100]), (Lane.STATE_IN, [64, 36]), (Lane.STATE_OUT, [64, 36])])
+def test_copies_of_state_give_way_to_others(lane, sizes, monkeypatch):
+    """A copy engine ends what it has begun."""
+    monkeypatch.setattr(cuda, "_YIELDING_BYTES", 256)
+    backend, copy, seen = CudaBackend(), torch.Tensor.copy_, []
+    held, there = backend.empty(400, on_device=False).view(torch.float32), torch.zeros(100, device="cuda")
+    held.copy_(torch.arange(100.0))
+    monkeypatch.setattr(
+        torch.Tensor, "copy_", lambda self, *args, **kw: seen.append(len(self)) or copy(self, *args, **kw)
+    )
+    with backend.lane(lane):
+        backend.copy(there, held)
+        torch.cuda.current_stream().synchronize()
+    assert seen == sizes
+    assert torch.equal(there.cpu(), torch.arange(100.0))
+
+
+@pytest.mark.parametrize(("ends_s", "blocks"), [(0.0, False), (2e-5, False), (math.inf, True)])
+def test_a_thread_polls_before_it_blocks(ends_s, blocks, monkeypatch):
+    now_s, blocked = itertools.count(step=1e-5), []
+    monkeypatch.setattr(cuda.time, "perf_counter", lambda: next(now_s))
+    event = SimpleNamespace(
+        record=lambda _: None, query=lambda: next(now_s) >= ends_s, synchronize=lambda: blocked.append(1)
+    )
+    pool = collections.deque([event])
+    cuda._Event(pool).wait()
+    assert bool(blocked) == blocks
+    assert 0 < next(now_s) <= 1e-4
+    assert pool
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_team_adds_up_squares_as_one_thread_does(dtype):
     gradient = torch.randn(300_001, generator=torch.Generator().manual_seed(0)).to(dtype)
@@ -201,6 +320,26 @@ def test_events_are_used_again(record, monkeypatch):
     with optimizer.session as session:
         train(task, model, optimizer)
         assert 0 < len(made) <= 2 * (2 + 3) * len(session.schedule.tasks)
+
+
+def test_what_the_allocator_did_after_memory_was_metered_is_counted(monkeypatch):
+    task, stats = Task("llama", iterations=2), torch.cuda.memory_stats
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda: stats() | retried)
+    model, optimizer = prepare(task, decide(task, uniform("gpu", "gpu")), device="cuda")
+    with optimizer.session as session:
+        retried = {"num_alloc_retries": 2, "num_ooms": 0}
+        with session.metered():
+            train(task, model, optimizer)
+        found = session.memory()[Tier.GPU]
+        assert found.allocator["num_alloc_retries"] == found.allocator["num_ooms"] == 0
+        retried = {"num_alloc_retries": 5, "num_ooms": 1}
+        train(task, model, optimizer)
+        found = session.memory()[Tier.GPU]
+        torch.empty(found.peak_bytes, dtype=torch.uint8, device="cuda")
+        assert session.memory()[Tier.GPU].peak_bytes == found.peak_bytes, "metering had ended"
+    assert (found.allocator["num_alloc_retries"], found.allocator["num_ooms"]) == (3, 1)
+    assert found.allocator["reserved_bytes.all.peak"] >= found.peak_bytes > 0
+    assert found.allocator["inactive_split_bytes.all.peak"] >= 0
 
 
 class AtTime:

@@ -25,6 +25,7 @@ import pytest
 import torch
 
 _NAME = "ullage_virtual_gpu"
+_PARTS = ("device.cpp", "pools.h", "attention.h")
 
 
 class NoVirtualGpuError(RuntimeError):
@@ -44,7 +45,8 @@ def install():
     if torch.version.cuda or torch.version.hip:
         raise NoVirtualGpuError("this torch has CUDA itself, whose place is taken; it takes one built without")
     source = Path(__file__).with_name("device.cpp")
-    key = hashlib.sha256(f"{torch.__version__} {sys.version} {source.read_text()}".encode()).hexdigest()[:16]
+    text = "".join(source.with_name(name).read_text() for name in _PARTS)
+    key = hashlib.sha256(f"{torch.__version__} {sys.version} {text}".encode()).hexdigest()[:16]
     built = Path.home() / ".cache" / "ullage" / f"{_NAME}-{key}.so"
     if not built.exists():
         _build(source, built)
@@ -80,6 +82,7 @@ def _build(source, built):
 def present():
     """Let ``torch.cuda`` find the device; yield its extension."""
     extension = install()
+    extension.set_memory(2**63 - 1, "expandable_segments:True" in os.environ.get("PYTORCH_ALLOC_CONF", ""))
     device = torch.device("cuda", 0)
     free_bytes, total_bytes = 3 << 30, 4 << 30
     runtime = types.SimpleNamespace(
@@ -129,17 +132,14 @@ def present():
         "current_stream": current_stream,
         "synchronize": lambda _device=None: extension.synchronize(),
         "mem_get_info": lambda _device=None: (free_bytes, total_bytes),
-        "memory_allocated": lambda _device=None: extension.held_bytes(),
-        "memory_reserved": lambda _device=None: extension.held_bytes(),
-        "max_memory_allocated": lambda _device=None: extension.peak_bytes(),
-        "max_memory_reserved": lambda _device=None: extension.peak_bytes(),
-        "memory_stats": lambda _device=None: {  # no kernel is under way when its tensor goes
-            "active_bytes.all.current": extension.held_bytes(),
-            "active_bytes.all.peak": extension.peak_bytes(),
-        },
-        "reset_peak_memory_stats": lambda _device=None: extension.reset_peak(),
+        "memory_allocated": lambda _device=None: extension.memory_stats()["active_bytes.all.current"],
+        "memory_reserved": lambda _device=None: extension.memory_stats()["reserved_bytes.all.current"],
+        "max_memory_allocated": lambda _device=None: extension.memory_stats()["active_bytes.all.peak"],
+        "max_memory_reserved": lambda _device=None: extension.memory_stats()["reserved_bytes.all.peak"],
+        "memory_stats": lambda _device=None: extension.memory_stats(),
+        "reset_peak_memory_stats": lambda _device=None: extension.reset_peaks(),
         "set_per_process_memory_fraction": lambda _share, _device=None: None,
-        "empty_cache": lambda: None,
+        "empty_cache": extension.empty_cache,
         "cudart": lambda: runtime,
         "default_generators": (torch.default_generator,),
         "get_rng_state": lambda _device=None: torch.get_rng_state(),

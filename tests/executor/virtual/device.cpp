@@ -16,6 +16,7 @@
 #include <chrono>
 #include <map>
 #include <mutex>
+#include <random>
 #include <set>
 
 namespace {
@@ -25,7 +26,6 @@ const c10::DispatchKey key = c10::DispatchKey::CUDA;
 
 PyObject* observer = nullptr;  // never freed: tensors may outlive the interpreter
 std::atomic<bool> observed{false};
-std::atomic<int64_t> held_bytes{0}, peak_bytes{0};
 
 template <typename... Args>
 void tell(const char* method, Args&&... args) {
@@ -42,27 +42,24 @@ void tell(const char* method, Args&&... args) {
 
 // Memory.
 
-void count(int64_t num_bytes) {
-  const auto held = held_bytes += num_bytes;
-  auto peak = peak_bytes.load();
-  while (held > peak && !peak_bytes.compare_exchange_weak(peak, held)) {
-  }
-}
-
 thread_local int64_t current_stream = 0;
 std::atomic<int64_t> num_streams{1};
+
+#include "pools.h"
 
 struct Block {
   at::Storage storage;  // of the CPU, if a kernel made it
   void* data;
   int64_t num_bytes;
+  Piece* piece;
+  std::atomic<bool> shared{false};  // with another stream than its own
 };
 
 void release(void* context) {
   auto* block = static_cast<Block*>(context);
   if (block->num_bytes) {
     tell("freed", reinterpret_cast<int64_t>(block->data));
-    count(-block->num_bytes);
+    pools.give(block->piece, block->shared);
   }
   if (!block->storage) {
     std::free(block->data);
@@ -70,18 +67,29 @@ void release(void* context) {
   delete block;
 }
 
-c10::DataPtr owned(at::Storage storage, void* data, int64_t num_bytes) {
+c10::DataPtr owned(at::Storage storage, void* data, int64_t num_bytes, Piece* piece) {
   if (num_bytes) {
-    count(num_bytes);
     tell("allocated", reinterpret_cast<int64_t>(data), num_bytes, current_stream);
   }
-  return {data, new Block{std::move(storage), data, num_bytes}, &release, device};
+  return {data, new Block{std::move(storage), data, num_bytes, piece}, &release, device};
+}
+
+// Another stream uses it: it is not free before the host has waited.
+void share(const c10::DataPtr& data, const c10::Stream& stream) {
+  if (data.get_deleter() == &release) {
+    auto* block = static_cast<Block*>(data.get_context());
+    if (block->piece && block->piece->pool.first != stream.id()) {
+      block->shared = true;
+    }
+  }
+  tell("kept_for", reinterpret_cast<int64_t>(data.get()), stream.id());
 }
 
 struct Allocator final : c10::Allocator {
   c10::DataPtr allocate(size_t num_bytes) override {
+    auto* piece = num_bytes ? pools.take(static_cast<int64_t>(num_bytes)) : nullptr;
     void* data = num_bytes ? std::aligned_alloc(512, (num_bytes + 511) / 512 * 512) : nullptr;
-    return owned({}, data, static_cast<int64_t>(num_bytes));
+    return owned({}, data, static_cast<int64_t>(num_bytes), piece);
   }
   c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
   void copy_data(void* to, const void* from, size_t num_bytes) const override { std::memcpy(to, from, num_bytes); }
@@ -90,6 +98,11 @@ Allocator allocator;
 REGISTER_ALLOCATOR(c10::DeviceType::CUDA, &allocator);
 
 // Streams and events.
+
+void wait_for_all() {
+  pools.settle();
+  tell("waited_for_all");
+}
 
 struct Event {
   int64_t id;
@@ -126,18 +139,23 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     }
   }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
-  bool queryEvent(void*) const override { return true; }
+  bool queryEvent(void* event) const override {
+    synchronizeEvent(event);  // who asks, knows
+    return true;
+  }
   bool queryStream(const c10::Stream&) const override { return true; }
   void synchronizeEvent(void* event) const override {
+    pools.settle();
     if (event) {
       tell("waited", static_cast<Event*>(event)->id);
     }
   }
-  void synchronizeStream(const c10::Stream& on) const override { tell("waited_for_stream", on.id()); }
-  void synchronizeDevice(const c10::DeviceIndex) const override { tell("waited_for_all"); }
-  void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& on) const override {
-    tell("kept_for", reinterpret_cast<int64_t>(data.get()), on.id());
+  void synchronizeStream(const c10::Stream& on) const override {
+    pools.settle();
+    tell("waited_for_stream", on.id());
   }
+  void synchronizeDevice(const c10::DeviceIndex) const override { wait_for_all(); }
+  void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& on) const override { share(data, on); }
   double elapsedTime(void* first, void* second, const c10::DeviceIndex) const override {
     return std::chrono::duration<double, std::milli>(static_cast<Event*>(second)->time - static_cast<Event*>(first)->time)
         .count();
@@ -195,7 +213,7 @@ struct CUDAHooks final : at::CUDAHooksInterface {
     return at::detail::getDefaultCPUGenerator();
   }
   at::Generator getNewGenerator(c10::DeviceIndex) const override { return at::detail::createCPUGenerator(); }
-  void deviceSynchronize(c10::DeviceIndex) const override { tell("waited_for_all"); }
+  void deviceSynchronize(c10::DeviceIndex) const override { wait_for_all(); }
   long versionCuDNN() const override { return 0; }
 };
 
@@ -244,8 +262,9 @@ at::Tensor on_device(const at::Tensor& tensor) {
   auto whole = tensor.storage();
   auto* data = whole.mutable_data();
   const auto num_bytes = static_cast<int64_t>(whole.nbytes());
+  auto* piece = num_bytes ? pools.take(num_bytes) : nullptr;
   auto made = make(
-      c10::Storage(c10::Storage::use_byte_size_t(), num_bytes, owned(whole, data, num_bytes), &allocator, true),
+      c10::Storage(c10::Storage::use_byte_size_t(), num_bytes, owned(whole, data, num_bytes, piece), &allocator, true),
       tensor.dtype());
   made.unsafeGetTensorImpl()->set_storage_offset(tensor.storage_offset());
   made.unsafeGetTensorImpl()->set_sizes_and_strides(tensor.sizes(), tensor.strides());
@@ -409,9 +428,9 @@ const at::Tensor& resize(const at::Tensor& self, at::IntArrayRef size, std::opti
   return self;
 }
 
-void record_stream(at::Tensor& self, c10::Stream stream) {
-  tell("kept_for", reinterpret_cast<int64_t>(self.storage().data()), stream.id());
-}
+void record_stream(at::Tensor& self, c10::Stream stream) { share(self.storage().data_ptr(), stream); }
+
+#include "attention.h"
 
 TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("empty.memory_format", &empty);
@@ -426,27 +445,55 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("resize_", &resize);
   m.impl("set_.source_Storage_storage_offset", &set_storage);
   m.impl("record_stream", &record_stream);
+  m.impl("_scaled_dot_product_flash_attention", &flash_attention);
+  m.impl("_scaled_dot_product_flash_attention_backward", &flash_attention_backward);
+  m.impl("_scaled_dot_product_cudnn_attention", &cudnn_attention);
+  m.impl("_scaled_dot_product_cudnn_attention_backward", &cudnn_attention_backward);
 }
 
 TORCH_LIBRARY_IMPL(_, CUDA, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_host>()); }
+
+// Operators of one kernel on CPUs, as on CUDA, for which any other device runs several operators: a fallback comes after
+// these. Their memory would be another.
+TORCH_LIBRARY_IMPL(aten, CUDA, m) {
+  auto& dispatcher = c10::Dispatcher::singleton();
+  for (const auto& name : dispatcher.getAllOpNames()) {
+    const auto op = dispatcher.findSchema(name);
+    if (op && name.getNamespace() == "aten" && op->hasKernelForDispatchKey(c10::DispatchKey::CPU) &&
+        op->hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd) &&
+        !op->hasKernelForDispatchKey(key)) {
+      const auto whole = name.overload_name.empty() ? name.name : name.name + "." + name.overload_name;
+      m.impl(whole.c_str(), torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
+    }
+  }
+}
 
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   put_hooks_in_place();
-  at::native::_fused_sdp_choice_stub.set_cuda_dispatch_ptr(
-      [](const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, double, bool,
-         std::optional<double>, bool) -> int64_t { return 0; });  // products and a softmax: no fused kernel
-  m.def("synchronize", [] { tell("waited_for_all"); });
+  at::native::_fused_sdp_choice_stub.set_cuda_dispatch_ptr(&fused_choice);
+  m.def("synchronize", &wait_for_all);
   m.def("observe", [](py::object given) {
     Py_XDECREF(observer);
     observer = given.is_none() ? nullptr : given.release().ptr();
     observed = observer != nullptr;
   });
   m.def("on_host", &on_host, "Return a tensor of the host that is the same memory.");
-  m.def("held_bytes", [] { return held_bytes.load(); });
-  m.def("peak_bytes", [] { return peak_bytes.load(); });
-  m.def("reset_peak", [] { peak_bytes = held_bytes.load(); });
+  m.def("set_memory", [](int64_t capacity, bool expandable) {
+    pools.empty();
+    pools.capacity = capacity, pools.expandable = expandable;
+  });
+  m.def("memory_stats", [] {
+    const std::lock_guard lock(pools.mutex);
+    return std::map<std::string, int64_t>{
+        {"active_bytes.all.current", pools.active},       {"active_bytes.all.peak", pools.active_peak},
+        {"reserved_bytes.all.current", pools.reserved},   {"reserved_bytes.all.peak", pools.reserved_peak},
+        {"inactive_split_bytes.all.peak", pools.split_peak},
+        {"num_alloc_retries", pools.num_retries},         {"num_ooms", pools.num_ooms}};
+  });
+  m.def("empty_cache", [] { pools.empty(); });
+  m.def("reset_peaks", [] { pools.reset_peaks(); });
   // Not told while the mutex is held: Python may collect garbage then, and unpin.
   m.def("pin", [](uintptr_t data, size_t num_bytes) {
     {

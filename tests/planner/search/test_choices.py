@@ -15,19 +15,22 @@ from hypothesis import strategies as st
 from machines import machine
 from walked import ordered_by_rules
 
+from hwprofiles.registry import load_profile
 from planner.bounds.certificate import CertificateError, certify, check, computing_s
 from planner.bounds.conditions import conditions, decided
 from planner.bounds.program import bound
 from planner.bounds.solver import solve
-from planner.choices.choice import Choice, Constraints
+from planner.choices.choice import Choice, Constraints, batch_of
 from planner.choices.variants import Variant
 from planner.costs.model import CostModel
 from planner.decisions import BF16
 from planner.engines.setup import Setup
-from planner.graph import Unit
+from planner.graph import Batch, Unit, build_graph, units
 from planner.lowering import lower
+from planner.lowering.workspace import least_workspace_bytes
 from planner.models import resolve_model
-from planner.models.kernels import Collective
+from planner.models.formulas.work import attention_scratch_bytes
+from planner.models.kernels import Attention, Collective
 from planner.models.patterns import Degrees, Pattern
 from planner.plan.document import Plan
 from planner.plan.planning import Request, make_plan
@@ -37,6 +40,16 @@ from planner.simulate.prediction import Workload
 from planner.verification import verify
 
 OPT, MIXTRAL = resolve_model("opt-125m"), resolve_model("mixtral-8x7b")
+
+
+@pytest.mark.parametrize(("profile", "takes"), [("h100", True), ("epyc-turin-2c", False)])
+def test_attention_takes_scratch_on_a_gpu_alone(profile, takes) -> None:
+    batch = batch_of(Choice(micro_batch=8), 1024, BF16, (), load_profile(profile).device)
+    attention = [unit for unit in units(build_graph(OPT, batch)) if unit.name == "layers.3.attn"]
+    plain = [unit for unit in units(build_graph(OPT, Batch(8, 1024))) if unit.name == "layers.3.attn"]
+    more_bytes = least_workspace_bytes(*attention, 2) - least_workspace_bytes(*plain, 2)
+    scratch_bytes = attention_scratch_bytes(Attention(8, 12, 1024, 64), grouped=False, e=2)
+    assert 0 < more_bytes <= scratch_bytes if takes else more_bytes == 0
 
 
 @given(

@@ -231,6 +231,10 @@ BAD_INPUT = {
     "seed without end": (["execute", "{plan}", "--seed", "9" * 20], ["--seed", "is too large; give a whole number"]),
     "seed of a study": (["whatif", "--model", "gpt2", "--seed", "-1"], ["--seed", "'-1' is not a whole number"]),
     "size": (["plan", "--model", "gpt2", "--device-memory", "12 apples"], ["150MB"]),
+    "size for libraries alone": (
+        ["plan", "--model", "gpt2", "--hardware", "h100", "--device-memory", "1GiB"],
+        ["more"],
+    ),
     "size below zero": (["plan", "--model", "gpt2", "--device-memory", "-1GB"], ["'-1GB' is not a size", "150MB"]),
     "zero devices": (["plan", "--model", "gpt2", "--gpus", "0"], ["--gpus", "from 1 on"]),
     "sequence too long": (["plan", "--model", "gpt2", "--seq-len", "4096"], ["1024"]),
@@ -330,6 +334,18 @@ def test_intruder_is_named(intruder, cli, tmp_path):
 def test_namespace_intruder_is_harmless(cli, tmp_path):
     (tmp_path / "executor").mkdir()  # no __init__.py: a folder that happens to be called so; ours is found after it
     assert cli("models").returncode == 0
+
+
+@pytest.mark.parametrize("given", [{}, {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}])
+def test_segments_of_device_memory_can_grow_unless_the_user_says_otherwise(given, monkeypatch):
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    for name in names:
+        monkeypatch.setenv(name, given.get(name, ""))  # so that it is as before afterwards
+        if name not in given:
+            del os.environ[name]
+    assert main(["--help"]) == 0
+    found = {name: os.environ[name] for name in names if name in os.environ}
+    assert found == (given or dict.fromkeys(names, "expandable_segments:True"))
 
 
 def test_broken_pipe_is_quiet():

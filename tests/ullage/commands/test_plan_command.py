@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from hwprofiles.paths import quantities, replace
+from hwprofiles.profile import FOR_LIBRARIES_BYTES
 from hwprofiles.quantity import Curve, Provenance, Quantity
 from hwprofiles.registry import load_profile
 from planner.decisions import Precision
@@ -22,6 +23,11 @@ from ullage.main import main
 from ullage.output.formatting import duration, si
 from ullage.output.plans import engine_fits, engine_line, engine_setting, faster_line, mfu
 from ullage.training.levels import MEMORY, buffer_bytes, intervals, levels_of
+
+
+def for_tensors(num_bytes):
+    """Return what to give ``--device-memory`` for a GPU, so that tensors may take so much."""
+    return str(FOR_LIBRARIES_BYTES + num_bytes)
 
 
 def test_two_processes_write_the_same_bytes(plan_args, tmp_path):
@@ -116,7 +122,7 @@ def test_json_is_the_plan(plan_args, plan_path, tmp_path, capsys):
 def test_options_reach_the_plan(tiny_model, tmp_path):
     path = tmp_path / "p.json"
     options = ["--gpus", "2", "--hardware", "h100", "--seq-len", "32", "--micro-batch", "3", "--accumulate", "2"]
-    options += ["--precision", "fp32", "--no-clip", "--device-memory", "1GiB"]
+    options += ["--precision", "fp32", "--no-clip", "--device-memory", "2GiB"]
     assert main(["plan", "--model", str(tiny_model), *options, "--output", str(path), "--json"]) == 0
     plan = load_plan(path)
     decided = plan.decisions
@@ -161,14 +167,14 @@ def no_remedies(monkeypatch):
 def test_a_plan_that_cannot_fit_leaves_the_old_file(plan_args, tmp_path, capsys):
     path = tmp_path / "p.json"
     path.write_text("old")
-    arguments = [*plan_args, "--device-memory", "40kB", "--output", str(path)]
+    arguments = [*plan_args, "--device-memory", for_tensors(40_000), "--output", str(path)]
     assert main(arguments) == 2
     assert "does not fit" in capsys.readouterr().err
     assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("p.json", "old")]
 
 
 ASSUMED = Provenance(origin="assumed", source="a test")
-TOO_LITTLE = ["plan", "--model", "gpt2", "--device-memory", "99MB", "--seq-len", "64"]
+TOO_LITTLE = ["plan", "--model", "gpt2", "--device-memory", for_tensors(99_000_000), "--seq-len", "64"]
 
 
 @pytest.mark.usefixtures("no_engines")
@@ -209,8 +215,18 @@ def test_json_of_what_does_not_fit_is_one_document(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("host_bytes", "options", "change", "effect"),
     [
-        (2e8, ["60MB"], "--lora rank=16", "only adapters are trained; all other weights stay as they are"),
-        (2e7, ["30MB", "--lora", "rank=4"], "--quantize nf4", "the frozen weights are rounded to 4 bits"),
+        (
+            2e8,
+            [for_tensors(60_000_000)],
+            "--lora rank=16",
+            "only adapters are trained; all other weights stay as they are",
+        ),
+        (
+            2e7,
+            [for_tensors(30_000_000), "--lora", "rank=4"],
+            "--quantize nf4",
+            "the frozen weights are rounded to 4 bits",
+        ),
     ],
 )
 def test_adapters_are_a_remedy_that_says_what_it_changes(host_bytes, options, change, effect, tmp_path, capsys):
@@ -231,7 +247,15 @@ def test_adapters_are_a_remedy_that_says_what_it_changes(host_bytes, options, ch
 
 @pytest.mark.usefixtures("no_engines", "no_remedies")
 def test_nothing_that_helps_is_said_too(tmp_path, capsys):
-    arguments = ["plan", "--model", "demo-llama", "--micro-batch", "1000000", "--device-memory", "1MB"]
+    arguments = [
+        "plan",
+        "--model",
+        "demo-llama",
+        "--micro-batch",
+        "1000000",
+        "--device-memory",
+        for_tensors(1_000_000),
+    ]
     assert main([*arguments, "--output", str(tmp_path / "p.json")]) == 2
     verdict, *others = capsys.readouterr().err.splitlines()
     assert "does not fit" in verdict
@@ -383,7 +407,14 @@ def test_where_updates_on_the_cpu_bind_the_screen_says_how_much_of_host_memory_i
     for factor in (0.5, 50):
         machine = replace(profile, {"host.dram_bytes_per_s": factor * now}, ASSUMED)
         path.write_text(machine.model_dump_json())
-        options = ["--seq-len", "64", "--hardware", str(path), "--device-memory", "700MB"]
+        options = [
+            "--seq-len",
+            "64",
+            "--hardware",
+            str(path),
+            "--device-memory",
+            for_tensors(700_000_000),
+        ]
         assert main(["plan", "--model", "gpt2", *options, "-o", str(tmp_path / "p.json")]) == 0
         line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("host memory"))
         used.append(float(re.search(r"([\d.]+) % of its", line).group(1)))

@@ -7,6 +7,7 @@ import sys
 import numpy as np
 import pytest
 
+from hwprofiles.profile import FOR_LIBRARIES_BYTES
 from hwprofiles.registry import load_profile, save_profile
 from planner.costs.model import CostModel
 from planner.engines.catalogue import POLICIES, STORAGE_POLICIES
@@ -130,7 +131,7 @@ def test_the_scripts_own_time_is_shown_where_it_is_a_task(plan, capsys):
 
 def test_what_does_not_fit_is_shown_and_said(tiny_model, capsys):
     arguments = ["simulate", "--model", str(tiny_model), "--hardware", "rtx-4090", "--engine", "gpu-only"]
-    assert main([*arguments, "--device-memory", "1MB"]) == 1
+    assert main([*arguments, "--device-memory", str(FOR_LIBRARIES_BYTES + 1_000_000)]) == 1
     text = capsys.readouterr().out
     line = next(line for line in text.splitlines() if line.startswith("does not fit: gpu memory lacks "))
     assert "beyond the 1.00 MB of one device" in line
@@ -163,9 +164,6 @@ def test_json_has_what_is_seen_over_time(plan, plan_path, capsys):
     assert {step["task"] for step in path} <= {task.name for task in tasks}
     assert sum(found["slowed_by_sharing_s"].values()) == pytest.approx(sum(step["slowed_s"] for step in path))
     assert sum(s["end_s"] - s["start_s"] for s in found["stretches"]) == pytest.approx(period_s)
-    allocator = found["allocator"]
-    assert allocator["requested_bytes"] == found["memory"]["gpu"]["peak_bytes"]
-    assert allocator["requested_bytes"] <= allocator["allocated_bytes"] <= allocator["reserved_bytes"]
 
 
 def test_half_the_work_helps_no_more_than_the_lanes_share(plan_path, capsys):
@@ -187,7 +185,7 @@ def test_screen_has_every_lane_and_tier(plan, plan_path, tmp_path, capsys):
     for lane in {task.lane for task in plan.schedule().tasks}:
         assert f"\n{lane} " in text
     parts = ("forward", "backward", "update", "bound by ", "would help", "critical path", "traffic of one rank", "busy")
-    for part in (*parts, "gpu memory of one rank", "host memory of one rank", "allocated", "reserved", "fragmentation"):
+    for part in (*parts, "gpu memory of one rank", "host memory of one rank"):
         assert part in text
     assert str(trace) in text.replace("\n", "")
     events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
@@ -221,9 +219,7 @@ def test_a_figure_shows_what_was_simulated(plan):
     seen = Iteration.of(subject := planned(plan, "zero-offload"), subject.simulate())
     memory, links, processors = draw(seen).axes
     assert memory.get_xlim() == (0.0, pytest.approx(seen.period_s))
-    assert {line.get_ydata()[0] for line in memory.get_lines()} >= {
-        seen.peaks[Tier.GPU].capacity_bytes, seen.allocator.reserved_bytes
-    }  # fmt: skip
+    assert seen.peaks[Tier.GPU].capacity_bytes in {line.get_ydata()[0] for line in memory.get_lines()}
     shown = [text.get_text() for text in memory.get_legend().get_texts()]
     assert set(shown) == {name.value for name, values in seen.memory[Tier.GPU].num_bytes.items() if any(values)}
     lowest, highest = links.get_ylim()

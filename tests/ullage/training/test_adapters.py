@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import ullage
 from executor.packed import stored_parameters
+from hwprofiles.profile import FOR_LIBRARIES_BYTES
 from planner.models.adapters import Lora
 from planner.models.captured import CapturedModel
 from planner.models.quantization import Quantization
@@ -335,7 +336,15 @@ def test_studies_vary_adapters_and_quantization(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    model = ["--model", f"{base}/config.json", *BATCH, "--hardware", "rtx-4090", "--device-memory", "8MB"]
+    model = [
+        "--model",
+        f"{base}/config.json",
+        *BATCH,
+        "--hardware",
+        "rtx-4090",
+        "--device-memory",
+        str(FOR_LIBRARIES_BYTES + 8_000_000),
+    ]
     sweeps = ["--sweep", "lora=none,rank=2,rank=4,targets=q_proj", "--sweep", "quantize=none,nf4"]
     assert main(["whatif", *model, *sweeps, "--workers", "1", "--json"]) == 0
     points = json.loads(capsys.readouterr().out)["points"]

@@ -13,14 +13,16 @@ import torch
 
 import ullage
 from executor.checkpoint import CheckpointError, Level
+from executor.memory.arenas import MeasuredMemory
 from executor.prepare import OffloadedOptimizer
+from hwprofiles.profile import FOR_LIBRARIES_BYTES
 from hwprofiles.registry import load_profile
 from planner.models import resolve_model
 from planner.plan.document import Plan
 from planner.plan.planning import Request, make_plan
 from ullage.training.batches import batch_source
 from ullage.training.checkpoints import CheckpointOptions, CheckpointSaver
-from ullage.training.out_of_memory import OutOfMemoryError
+from ullage.training.out_of_memory import OutOfMemoryError, check_device, warning_of_retries
 from ullage.training.text import Tokens, TokenStream
 
 SEQ_LEN = 32
@@ -150,6 +152,39 @@ def test_memory_that_runs_out_on_the_way_is_reported_with_its_ledger(
             actual = {name: n for name, n in report.actual_bytes.items() if "activations" not in name}
             assert actual == {str(c): n for c, n in trainer.session.memory()[report.tier].static_bytes.items()}
             assert report.remedy
+
+
+@pytest.mark.parametrize(
+    ("kind", "held_bytes", "reserved_bytes", "message"),
+    [
+        ("host", 60_000_000, 0, ""),
+        ("host", 60_000_001, 0, r"the device holds 60.0 MB at its peak, .* --device-memory 35MB`"),
+        ("gpu", 60_000_001, 0, r"the device holds 60.0 MB at its peak, .* --device-memory 1108MB`"),
+        ("gpu", 60_000_000, FOR_LIBRARIES_BYTES + 60_000_000, ""),
+        ("gpu", 60_000_000, FOR_LIBRARIES_BYTES + 60_000_001, "PyTorch has reserved 1.1. GB of the device, but"),
+    ],
+)
+def test_a_device_that_holds_more_than_planned_is_told(
+    plan: Plan, kind: str, held_bytes: int, reserved_bytes: int, message: str
+) -> None:
+    """A host in place of a device ends training; a GPU goes on while it has the memory."""
+    device = plan.hardware.device.model_copy(update={"kind": kind})
+    plan = plan.model_copy(update={"hardware": plan.hardware.model_copy(update={"device": device})})
+    use = MeasuredMemory({}, held_bytes, allocator={"reserved_bytes.all.peak": reserved_bytes})
+    if not message:
+        check_device(plan, use)
+    elif kind == "gpu":
+        with pytest.warns(RuntimeWarning, match=message):
+            check_device(plan, use)
+    else:
+        with pytest.raises(OutOfMemoryError, match=message):
+            check_device(plan, use)
+
+
+def test_a_full_allocator_is_told_once() -> None:
+    assert not warning_of_retries({})
+    assert not warning_of_retries({"num_alloc_retries": 0})
+    assert "memory was full 3 x after the first iterations" in warning_of_retries({"num_alloc_retries": 3})
 
 
 def test_memory_of_times_is_bounded(plan: Plan, tokens: Tokens, monkeypatch: pytest.MonkeyPatch) -> None:

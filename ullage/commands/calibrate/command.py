@@ -55,7 +55,10 @@ def add_parser(subparsers: Subparsers) -> None:
         "~/.local/share/ullage)",
     )
     parser.add_argument(
-        "--device-memory", type=parse_bytes, metavar="SIZE", help="memory that training may use on each device"
+        "--device-memory",
+        type=parse_bytes,
+        metavar="SIZE",
+        help="memory that training may take of each device; of a GPU, 1 GiB of it is for libraries",
     )
     parser.add_argument(
         "--host-memory",

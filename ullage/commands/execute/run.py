@@ -42,6 +42,7 @@ from ullage.training.checkpoints import CheckpointOptions, where_saved
 from ullage.training.drift import DriftWatch, warning
 from ullage.training.levels import buffer_bytes, levels_of
 from ullage.training.options import DEFAULT_CHECKPOINTS, MIN_CHECKPOINTS, ExecuteOptions
+from ullage.training.out_of_memory import warning_of_retries
 from ullage.training.processes import Process
 from ullage.training.replanning import Replanned
 from ullage.training.text import Tokens
@@ -307,6 +308,8 @@ def _watch(plan: Plan) -> DriftWatch:
 
 
 def _write(options: ExecuteOptions, record: RunRecord, replanned: Replanned | None) -> None:
+    if line := warning_of_retries(record.allocator):
+        console(stderr=True).print(line, soft_wrap=True)
     parts = {"": record} | ({" before": record.before} if record.before else {})
     timelines: dict[str, Timeline] = {}
     for words, part in parts.items():
@@ -371,6 +374,7 @@ def _record(
             tier: {kind: n * ranks.get(tier, 1) for kind, n in use.static_bytes.items()} for tier, use in memory.items()
         },
         device_bytes=dict(memory[Tier.GPU].dynamic_bytes_of),
+        allocator=dict(memory[Tier.GPU].allocator),
         data_position=trainer.position,
         num_left=trainer.session.num_left,
         checkpoint_bytes=memory[Tier.HOST].static_bytes.get(MemoryClass.CHECKPOINT, 0),

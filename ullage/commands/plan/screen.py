@@ -6,7 +6,6 @@ from pathlib import Path
 from rich.table import Table
 
 from planner.choices.choice import Choice
-from planner.costs.allocator import AllocatorUse
 from planner.costs.model import CostModel
 from planner.costs.resources import Resource
 from planner.engines.catalogue import POLICIES, policies_of
@@ -56,13 +55,8 @@ def plan_screen(plan: Plan, path: Path, *, default_hardware: bool) -> None:
     out.print(f"plan written to {path}", soft_wrap=True)
 
 
-def memory_table(memory: dict[Tier, TierMemory], allocator: AllocatorUse | None = None) -> Table:
-    """Return peak memory per tier by class, against capacity.
-
-    Args:
-        memory: peaks and capacities.
-        allocator: bytes that PyTorch's caching allocator would reserve on the device, if known.
-    """
+def memory_table(memory: dict[Tier, TierMemory]) -> Table:
+    """Return peak memory per tier by class, against capacity."""
     result = table("peak memory", "", *(TIER_WORDS[tier] for tier in memory))
     for memory_class in MemoryClass:
         held = [use.by_class.get(memory_class, 0) for use in memory.values()]
@@ -71,14 +65,6 @@ def memory_table(memory: dict[Tier, TierMemory], allocator: AllocatorUse | None 
     result.add_row("all", *(si(use.peak_bytes, "B") for use in memory.values()), style="bold")
     result.add_row("capacity", *(si(use.capacity_bytes, "B") for use in memory.values()))
     result.add_row("used", *(percent(use.peak_bytes / use.capacity_bytes) for use in memory.values()))
-    if allocator is not None:
-        rows = {
-            "allocated by PyTorch": si(allocator.allocated_bytes, "B"),
-            "reserved by PyTorch": si(allocator.reserved_bytes, "B"),
-            "fragmentation": percent(allocator.fragmentation),
-        }
-        for name, value in rows.items():
-            result.add_row(name, *(value if tier is Tier.GPU else "" for tier in memory))
     return result
 
 

@@ -51,10 +51,7 @@ def _charts(seen: Iteration) -> tuple[Chart, ...]:
     sections = (memory_section(views, cost, None), traffic_section(views, cost), resources_section(views, cost))
     found = {chart.key: chart for section in sections for chart in section.pictures if isinstance(chart, Chart)}
     memory, busy = found[f"memory-{Tier.GPU}"], found["busy"]
-    levels = [Level(seen.peaks[Tier.GPU].capacity_bytes, "capacity")]
-    if seen.allocator is not None:
-        levels.append(Level(seen.allocator.reserved_bytes, "reserved by PyTorch's allocator"))
-    memory = dataclasses.replace(memory, levels=tuple(levels))
+    memory = dataclasses.replace(memory, levels=(Level(seen.peaks[Tier.GPU].capacity_bytes, "capacity"),))
     nothing = dataclasses.replace(
         memory, y=dataclasses.replace(memory.y, title="rate", unit="B/s"), traces=(), levels=()
     )

@@ -25,7 +25,7 @@ def iteration_screen(seen: Iteration) -> None:
     out.print(facts(_summary(seen)))
     if seen.missing:
         out.print(f"does not fit: {seen.missing}", style="bold", soft_wrap=True)
-    for part in (_lanes(seen), _critical(seen), memory_table(seen.peaks, seen.allocator)):
+    for part in (_lanes(seen), _critical(seen), memory_table(seen.peaks)):
         out.print()
         out.print(part)
     room = out.width - _LABEL_COLUMNS - _NOTE_COLUMNS - 3
