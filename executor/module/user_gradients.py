@@ -43,7 +43,6 @@ class UserGradients:
         self._dropped = False
         self._dropped_early: set[str] = set()  # since the last backward that has not ended
         self._num_added = 0  # number of micro-batches in the sum that the stand-ins represent
-        self._exposed: set[str] = set()  # parameters whose gradient has a stand-in, unless the user has dropped it
         self._stand_ins: dict[str, OffloadedGradient] = {}  # made once, because that is slow
 
     def begin_iteration(self) -> None:
@@ -62,7 +61,6 @@ class UserGradients:
                     if name not in self._stand_ins:
                         self._stand_ins[name] = OffloadedGradient(whole, name, self)
                     whole.grad = self._stand_ins[name]
-                    self._exposed.add(name)
 
     def gradient_norm(self, name: str) -> torch.Tensor:
         """Wait for all gradients, and return the 2-norm of a parameter's gradient, a float32 scalar.
@@ -97,8 +95,7 @@ class UserGradients:
         """
         found = set(self._dropped_early)
         with unguarded():
-            for name in self._exposed:
-                parts = self._parts[name]
+            for name, parts in self._parts.items() if self._num_added else ():
                 gradient = parts[0].shard.whole.grad
                 if iteration not in [part.arrived for part in parts] or isinstance(gradient, OffloadedGradient):
                     continue
@@ -141,7 +138,6 @@ class UserGradients:
                 if isinstance(whole.grad, OffloadedGradient):
                     whole.grad = None
             self._num_added = 0
-            self._exposed.clear()
 
     def begin_step(self, iteration: int) -> None:
         """Remove the stand-ins, because the step begins.
@@ -156,7 +152,7 @@ class UserGradients:
                 whole = parts[0].shard.whole
                 gradient = whole.grad
                 for part in parts:
-                    if part.arrived == iteration and gradient is None and name in self._exposed:
+                    if part.arrived == iteration and gradient is None:
                         self._drop(part)
                 if gradient is not None and not isinstance(gradient, OffloadedGradient):
                     raise GradientError(
@@ -165,7 +161,6 @@ class UserGradients:
                     )
                 whole.grad = None
             self._num_added = 0
-            self._exposed.clear()
 
     def _drop(self, parameter: ParameterState) -> None:
         if not self._waits:

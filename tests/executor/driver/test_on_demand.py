@@ -5,7 +5,7 @@ import functools
 
 import pytest
 import torch
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, example, given, settings
 from plans import mixed, plans
 from programs import forward, programs, run
 from rank_programs import ran
@@ -127,8 +127,13 @@ def test_loops_that_break_the_order_of_backward(loop, plan):
     assert_same((found, final), expected)
 
 
+LATE = [[("forward", "whole"), ("backward", "sum"), ("forward", "late"), ("backward", "sum")]] * 3
+SHARDED = Task("gpt2", torch.float32, 2, iterations=3)
+
+
+@example(plan=(SHARDED, decide(SHARDED, mixed, data_parallel=2, zero_stage=3)), program=LATE)
 @given(plans(sizes=(2,), iterations=3, dtype=torch.float32, max_norm=0.5), programs())
-@settings(max_examples=8, deadline=None, phases=[Phase.generate])
+@settings(max_examples=8, deadline=None, phases=[Phase.explicit, Phase.generate])
 def test_ranks_leave_the_plan_together(processes, plan, program):
     task, decisions = plan
     for found, expected, off in processes.call(2, ran, program, task, decisions):
