@@ -117,8 +117,6 @@ class OnDemand:
 
     def _take_back(self, unit: UnitState) -> None:
         """Take back the gradients that have left autograd, and make weights again that they have overwritten."""
-        if self._runtime.collectives is not None and unit.group is not None:
-            self._runtime.collectives.postpone(unit)
         if flushed := [parameter for parameter in unit.parameters if parameter.flushed == self._iteration]:
             self._take_back_flushed(unit, flushed)
         for gradients in [unit.flushing.pop(micro_batch) for micro_batch in sorted(unit.flushing)]:

@@ -70,15 +70,6 @@ class ScheduleCollectives:
         """Reduce-scatter or all-reduce a unit's gradient, and keep the part that this rank updates."""
         self._reduce(self._state.units[task.unit], task.micro_batch)
 
-    def postpone(self, unit: UnitState) -> None:
-        """Let a unit's gradients wait for its last reduction that are not reduced yet."""
-        last = self._scattered[unit.name][-1]
-        for due in sorted(unit.buckets.keys() - {last}):
-            bucket = unit.buckets.pop(due)
-            for parameter in unit.parameters:
-                if parameter.name in bucket.present:
-                    self.collect(unit, parameter, bucket.values[parameter.start : parameter.stop], last)
-
     def reduce_rest(self, doing: str, num_issued: int) -> None:
         """Reduce the gradients that arrived after their unit's last reduction, on any rank. Ranks call it together.
 

@@ -360,12 +360,26 @@ def test_torchrun_starts_two_ranks_of_an_sft_trainer(tiny_model: Path, tmp_path:
     same_saved(tmp_path / "two", tmp_path / "one")
 
 
-def test_a_trainer_whose_model_is_its_own_reference_is_told_before_training(tiny_model: Path, tmp_path: Path) -> None:
-    """As TRL's DPO and KTO trainers are with adapters: the reference runs between forward and backward."""
-    ours = trainer(ullage.offloaded(Trainer), tiny_model, tmp_path, max_steps=2)
-    ours.ref_model, ours.args.precompute_ref_log_probs = None, False
-    with pytest.raises(PlanError, match="precompute_ref_log_probs=True"):
-        ours.train()
-    ours.args.precompute_ref_log_probs = True
-    ours.train()
+class OwnReference(Trainer):
+    """Runs its model without gradients between forward and backward, as TRL's DPO and KTO trainers do with adapters."""
+
+    def compute_loss(self, model, inputs, *args, **kwargs):  # type: ignore[no-untyped-def]
+        loss = super().compute_loss(model, inputs, *args, **kwargs)
+        if not model.training:
+            return loss
+        with torch.no_grad():
+            reference = super().compute_loss(model, inputs)
+        return loss - 0.5 * reference
+
+
+def test_a_trainer_whose_model_is_its_own_reference(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = trainer(ullage.offloaded(OwnReference), tiny_model, tmp_path / "ours", max_steps=2)
+    plain = trainer(OwnReference, tiny_model, tmp_path / "plain", max_steps=2)
+    assert ours.train().training_loss == pytest.approx(plain.train().training_loss, abs=2e-2)  # in bf16
     ours.close()
+    ours.ref_model, ours.args.precompute_ref_log_probs = None, False
+    monkeypatch.setattr(type(ours.args), "world_size", 2)
+    with pytest.raises(PlanError, match=r"several ranks .* precompute_ref_log_probs=True"):
+        ours.train()
