@@ -9,6 +9,8 @@ from planner.optimizers import OPTIMIZERS, Optimizer, OptimizerState
 
 # Over gradients in buffers: read for the check and for the norm, read and written to scale, written to clear.
 _GRADIENT_PASSES = 5
+TIE_PARAMS = 256
+"""Parameters that share a tie of 16 bits, see [Note: Split masters] in :mod:`executor.optimizer.split`."""
 
 
 class Precision(Frozen):
