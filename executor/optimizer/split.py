@@ -14,7 +14,7 @@ master in 131,072 is one). Masters are restored to the last bit, whatever they a
 import contextlib
 import dataclasses
 from collections.abc import Iterator
-from typing import Any, Final, final
+from typing import Any, Final, Self, final
 
 import numpy as np
 import numpy.typing as npt
@@ -160,6 +160,12 @@ class SplitMaster:
     start: int
     stop: int
 
+    @classmethod
+    def of_zeros(cls, num_params: int) -> Self:
+        """Return masters of 0 in new host memory."""
+        weights, remainders = (torch.zeros(num_params, dtype=dtype) for dtype in (torch.bfloat16, torch.int16))
+        return cls(weights, remainders, torch.zeros(-(-num_params // BLOCK), dtype=torch.int16), 0, num_params)
+
     def __len__(self) -> int:
         return self.stop - self.start
 
@@ -224,6 +230,11 @@ class SplitMaster:
             self.remainders[of_range],
             self.ties[self.start // BLOCK : -(-self.stop // BLOCK)],
         )
+
+
+def opened(master: torch.Tensor | SplitMaster) -> contextlib.AbstractContextManager[torch.Tensor]:
+    """Return a context with a master copy as a tensor, to change in place, whatever its form."""
+    return contextlib.nullcontext(master) if isinstance(master, torch.Tensor) else master.opened()
 
 
 def _joined(blocks: SplitMaster) -> torch.Tensor:

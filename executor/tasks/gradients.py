@@ -109,7 +109,7 @@ class GradientTasks:
             if self._num_micro_batches == 1:
                 self._backend.copy(target, source)
             else:
-                self._backend.accumulate(target, source, first=parameter.flushed != iteration)
+                self._backend.accumulate(target, source, self._team, first=parameter.flushed != iteration)
         self._backend.record_stream(gradient.values)
         parameter.flushed = iteration
 

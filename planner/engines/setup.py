@@ -100,6 +100,11 @@ class Setup:
         del common["units"], common["fp8_weights"], common["storage"]
         return common
 
+    @property
+    def ours(self) -> dict[str, Any]:
+        """The same of our own policy, which fetches weights in fp8 and splits master copies where it can."""
+        return {**self.given, "fp8_weights": self.fp8_weights, "precision": self.precision.split}
+
     @functools.cached_property
     def known_mixes(self) -> "dict[Mix, Decisions]":
         """The decisions that :func:`mixed` has made so far."""

@@ -153,8 +153,11 @@ def test_gradients_are_added_up_by_way_of_registered_memory(num_params, dtype, m
     monkeypatch.setattr(torch.Tensor, "cpu", None)
     gradients = torch.randn(3, num_params, generator=torch.Generator().manual_seed(0)).to(dtype)
     held = torch.empty(num_params, dtype=dtype)
-    for number, gradient in enumerate(gradients.to("cuda")):
-        backend.accumulate(held, gradient, first=not number)
+    on_device = gradients.to("cuda")
+    monkeypatch.setattr(torch.Tensor, "add_", None)  # its threads would spin beside those of updates
+    with WorkerTeam(2) as team:
+        for number, gradient in enumerate(on_device):
+            backend.accumulate(held, gradient, team, first=not number)
     assert list(runtime.registered.values()) == [512]
     assert torch.equal(held, gradients[0] + gradients[1] + gradients[2])
 

@@ -9,12 +9,15 @@ from amount import examples
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_kernels import KERNELS
+from test_narrow_adamw import Traffic
 
+from executor.devices.meter import MemoryMeter
 from executor.optimizer import AdamWParams, WorkerTeam, adamw_step
 from executor.optimizer.adamw import SeededAdamWParams
 from executor.optimizer.adamw_8bit import adamw_8bit_step
 from executor.optimizer.adamw_bf16 import adamw_bf16_step
 from executor.optimizer.split import BLOCK, SplitMaster, join, join_with_operators, split, split_with_operators
+from planner.decisions.precision import SPLIT_OPERATOR_BYTES, SPLIT_SCRATCH_BYTES
 
 NAN_BITS = 0x7FC00000
 BITS = st.one_of(
@@ -166,3 +169,17 @@ def state_of(kernel, seed, length, start):
     codes = [rng.integers(0, 256, length, np.uint8) for _ in range(2)]
     scales = [rng.random(-(-length // BLOCK), np.float32) + np.float32(0.1) for _ in range(2)]
     return adamw_8bit_step, [*codes, *scales], seeded, start // BLOCK * BLOCK
+
+
+def test_the_planner_knows_what_operators_move_and_hold():
+    """Beside what is done for each tie: such are few among random masters."""
+    num_params = 1 << 20
+    parts = SplitMaster.of_zeros(num_params)
+    parts.copy_(torch.randn(num_params, generator=torch.Generator().manual_seed(0)))
+    with Traffic() as traffic, MemoryMeter() as meter:
+        values, scaled = torch.empty(num_params), torch.empty(num_params)
+        join_with_operators(*parts.of_blocks(), values)
+        split_with_operators(values, *parts.of_blocks())
+        del scaled
+    assert traffic.num_bytes / num_params == pytest.approx(SPLIT_OPERATOR_BYTES, rel=0.02)
+    assert meter.peak_bytes / num_params == pytest.approx(SPLIT_SCRATCH_BYTES, rel=0.02)

@@ -11,11 +11,13 @@ import pytest
 from cases import decide, small_units
 from machines import machine, rate
 
+from benchmarks.planning import accumulated
 from hwprofiles.registry import load_profile
-from planner.bounds.certificate import prove_misfits
+from planner.bounds.certificate import infeasible, prove_misfits
 from planner.bounds.proof import Proof
-from planner.decisions import Place
+from planner.decisions import Place, Precision
 from planner.models import resolve_model
+from planner.plan.competition import first_fit
 from planner.plan.document import describe
 from planner.plan.planning import InfeasibleError, Request, default_precision, find, make_plan
 from planner.schedule.tasks import Tier
@@ -189,3 +191,15 @@ def test_prediction_memory_is_within_capacity() -> None:
         used = plan.prediction.memory[tier]
         assert 0 < used.peak_bytes <= used.capacity_bytes
         assert sum(used.by_class.values()) == used.peak_bytes
+
+
+def test_an_8b_model_with_accumulated_gradients_fits_where_whole_master_copies_do_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In 12 GiB of a GPU and 113 GB of a host: 14 bytes per parameter fit, 16 do not."""
+    asked = accumulated.request(accumulated.machine(150e9))
+    found = first_fit(asked.variants(), asked.seq_len)
+    assert found is not None
+    assert found.decisions.precision.splits
+    monkeypatch.setattr(Precision, "split", property(lambda self: self))
+    assert infeasible(asked.variants())
