@@ -14,8 +14,10 @@ from hwprofiles.quantity import Quantity
 from hwprofiles.registry import load_profile
 from planner.models import resolve_model
 from planner.plan.document import describe
-from planner.plan.planning import Request, engine_rows, make_plan
+from planner.plan.planning import Request, make_plan
 from planner.schedule.tasks import Tier
+from planner.search import Candidate, Scorer, best_of, best_of_engine
+from planner.simulate.prediction import Workload
 from planner.verification import verify
 
 MODEL: Final = "llama-3-8b"
@@ -60,12 +62,21 @@ def request(hardware: HardwareProfile) -> Request:
     )
 
 
+def deepspeed(hardware: HardwareProfile) -> Candidate:
+    """Return the best candidate of DeepSpeed, with the loss in tiles or whole."""
+    asked = request(hardware)
+    variants = asked.variants()
+    scorers = [Scorer(Workload(variant.setup.units, SEQ_LEN), variant.cost) for variant in variants]
+    return best_of(
+        best_of_engine(variant.setup, scorer, DEEPSPEED) for variant, scorer in zip(variants, scorers, strict=True)
+    )
+
+
 def cell(dram_bytes_per_s: float) -> dict[str, Any]:
     """Plan and verify for one machine."""
     plan = make_plan(request(machine(dram_bytes_per_s)))
     verify(plan)
-    theirs = next(row for row in plan.engines if row.name == DEEPSPEED)
-    roomy = next(row for row in engine_rows(request(machine(dram_bytes_per_s, ROOMY_BYTES))) if row.name == DEEPSPEED)
+    theirs, roomy = (deepspeed(machine(dram_bytes_per_s, host_bytes)) for host_bytes in (HOST_BYTES, ROOMY_BYTES))
     iteration_s, num_tokens = plan.prediction.iteration_s, SEQ_LEN * MICRO_BATCH * NUM_MICRO_BATCHES
     return {
         "dram_bytes_per_s": dram_bytes_per_s,
@@ -76,10 +87,9 @@ def cell(dram_bytes_per_s: float) -> dict[str, Any]:
         "held_bytes": {tier.value: plan.prediction.memory[tier].peak_bytes for tier in (Tier.GPU, Tier.HOST)},
         "placement": describe(plan.decisions, plan.units()),
         "deepspeed": {
-            "setting": theirs.setting,
-            "fits": theirs.fits,
+            "fits": not theirs.missing_bytes,
             "lacks_host_bytes": theirs.missing_bytes.get(Tier.HOST, 0),
-            "with_160_gb_fits": roomy.fits,
+            "with_160_gb_fits": not roomy.missing_bytes,
             "with_160_gb_iteration_s": roomy.iteration_s,
         },
     }

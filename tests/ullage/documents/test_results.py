@@ -416,6 +416,7 @@ TABLES = (
     first_answer,
     study,
     storage,
+    accumulated,
     storage_gap,
     elixir,
     claims,
