@@ -12,6 +12,7 @@ from training import OPTIMIZERS, Task, decide, prepare, reference, train, unifor
 import executor.devices.cuda
 from executor.devices.cuda import Clock, CudaBackend, update_on_device
 from executor.optimizer import AdamWParams
+from executor.optimizer.split import SplitMaster
 from executor.optimizer.table import ENTRIES, Rule
 from executor.optimizer.workers import WorkerTeam
 
@@ -36,7 +37,7 @@ PLACES = [
 @pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES, ids=str)
 @pytest.mark.parametrize(("params", "place", "activations"), PLACES)
 def test_losses_and_norms_follow_the_reference(params, place, activations, dtype, tolerance):
-    task = Task("llama", dtype, iterations=ITERATIONS)
+    task = Task("llama", dtype, iterations=ITERATIONS, splits=True)
     model, optimizer = prepare(task, decide(task, uniform(params, place, activations)), device="cuda", record=True)
     with optimizer.session as session:
         seen = train(task, model, optimizer)
@@ -48,7 +49,7 @@ def test_losses_and_norms_follow_the_reference(params, place, activations, dtype
 
 def test_places_agree_with_each_other():
     """The host's kernel and the device's round differently, by far less than training moves."""
-    task = Task("llama", iterations=ITERATIONS)
+    task = Task("llama", iterations=ITERATIONS, splits=True)
     curves = []
     for params, place, activations in PLACES:
         model, optimizer = prepare(task, decide(task, uniform(params, place, activations)), device="cuda")
@@ -141,6 +142,21 @@ def test_host_memory_that_cannot_be_registered_is_an_error(monkeypatch):
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     with pytest.raises(MemoryError, match=r"cudaHostRegister of 10,000 B failed with 2; leave more .*\(ulimit -l\)"):
         backend.empty(10_000, on_device=False)
+
+
+def test_a_device_splits_master_copies_as_the_host_does():
+    """A third of them lies exactly between two weights; some are not finite."""
+    bits = torch.randint(-(2**31), 2**31 - 1, (1000,), dtype=torch.int64, generator=torch.Generator().manual_seed(0))
+    bits[::3] = (bits[::3] & ~0xFFFF) | 0x8000
+    bits[-2:] = torch.tensor([0x7F800000, 0x7FC00000])
+    masters = bits.to(torch.int32).view(torch.float32)
+    here = SplitMaster.of_zeros(len(masters))
+    there = SplitMaster(*(part.to("cuda") for part in here.of_blocks()), 0, len(masters))
+    for split in (here, there):
+        split[7:].copy_(masters[7:])
+    for mine, theirs in zip((*here.of_blocks(), here.joined()), (*there.of_blocks(), there.joined()), strict=True):
+        assert torch.equal(mine.view(torch.uint8), theirs.cpu().view(torch.uint8))
+    assert here.ties.any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
