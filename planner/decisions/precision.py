@@ -88,6 +88,11 @@ class Precision(Frozen):
         return self.model_copy(update={"master": "split"}) if can else self
 
     @property
+    def whole(self) -> Self:
+        """The same values, with whole master copies, as other engines have them."""
+        return self.model_copy(update={"master": None}) if self.splits else self
+
+    @property
     def master_is_weight(self) -> bool:
         """Whether the optimizer's master copy is the weight itself, if both are in one place."""
         return self.master_bytes == self.weight_bytes

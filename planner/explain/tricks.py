@@ -167,7 +167,7 @@ def _with_less_resident(bench: Bench) -> Iterator[Decisions]:
 
 def _wide_state(bench: Bench) -> Iterator[Decisions]:
     if wide := OPTIMIZERS[bench.decisions.optimizer].wide:
-        precision = bench.decisions.precision.model_copy(update={"master": None})
+        precision = bench.decisions.precision.model_copy(update={"master": None}).split
         for other in _with_less_resident(bench):
             yield changed(other, optimizer=wide, precision=precision)
 

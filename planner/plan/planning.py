@@ -82,7 +82,7 @@ def default_precision(device: Device) -> Precision:
 
 def _precision(given: Precision | Dtype) -> Precision:
     if isinstance(given, Precision):
-        return given
+        return given.whole
     if given not in get_args(Dtype):
         raise ValueError(f"precision is {given!r}, which cannot be planned; give one of {', '.join(get_args(Dtype))}")
     return Precision(weights=given)

@@ -21,6 +21,8 @@ from planner.plan.competition import first_fit
 from planner.plan.document import describe
 from planner.plan.planning import InfeasibleError, Request, default_precision, find, make_plan
 from planner.schedule.tasks import Tier
+from planner.verification import job_of
+from ullage.analysis.simulation import engine_decisions
 
 DEMO = resolve_model("demo-llama")
 
@@ -203,3 +205,13 @@ def test_an_8b_model_with_accumulated_gradients_fits_where_whole_master_copies_d
     assert found.decisions.precision.splits
     monkeypatch.setattr(Precision, "split", property(lambda self: self))
     assert infeasible(asked.variants())
+
+
+def test_other_engines_keep_whole_master_copies() -> None:
+    plan = make_plan(Request(resolve_model("demo-llama"), machine(gpu_bytes=1e8), seq_len=128, micro_batch=1), 20)
+    assert plan.decisions.precision.splits
+    assert not job_of(plan).precision.splits
+    assert Request(plan.model, plan.hardware, precision=plan.decisions.precision).job.precision == Precision(
+        weights="bf16"
+    )
+    assert engine_decisions(plan, "zero-offload").precision == Precision(weights="bf16")
