@@ -16,7 +16,7 @@ from test_bounds import check
 from hwprofiles.profile import NarrowUpdate
 from hwprofiles.quantity import Provenance, Quantity
 from planner.costs.model import CostModel
-from planner.decisions import BF16, Place, Precision
+from planner.decisions import BF16, FP32, Place, Precision
 from planner.decisions.precision import SPLIT_OPERATOR_BYTES
 from planner.lowering import lower
 from planner.models import resolve_model
@@ -349,3 +349,14 @@ def test_plans_of_every_optimizer_are_verified(plans, name):
     assert job_of(plans[name]).precision == plans[name].decisions.precision
     verified = verify(plans[name])
     assert verified.prediction.iteration_s == pytest.approx(plans[name].prediction.iteration_s, rel=1e-9)
+
+
+def test_master_copies_are_split_where_weights_are_in_bf16_and_their_values_in_fp32():
+    assert SPLIT.master == "split"
+    assert SPLIT.whole == BF16
+    for precision in (FP32, ROUNDED, SPLIT, Precision(weights="bf16", gradients="fp32")):
+        assert precision.split == precision
+    with pytest.raises(ValueError, match="master split needs weights in bf16, not fp32; change one"):
+        Precision(weights="fp32", master="split")
+    with pytest.raises(ValueError, match="master split has the values of fp32, but"):
+        Precision(weights="bf16", master="split", state="bf16")
