@@ -173,12 +173,13 @@ def _workspace(program: Program, fresh: Fresh) -> None:
             num_bytes = backward_workspace_bytes(unit.unit, sizes, new, gradient_bytes, piled=piled)
         num_bytes = _held_share(program, unit, num_bytes)
         program.hold_while(MemoryClass.WORKSPACE, num_bytes, f"{unit.name} workspace", draft, draft)
+    on_gpu = any(draft.op is Op.ISSUE for draft in program.drafts)
     for unit in program.units:
         for update in unit.updates:
             if update.lane is not Lane.CPU:
                 subgroup = unit.amounts.subgroups[update.piece]
                 num_bytes = subgroup.workspace_bytes + OPTIMIZERS[subgroup.kind].scratch_bytes(subgroup.num_params)
-                if update.splits:
+                if update.splits and on_gpu:  # a host as the device updates in one pass
                     num_bytes += SPLIT_SCRATCH_BYTES * min(subgroup.num_params, UPDATED_AT_ONCE)
                 program.hold_while(MemoryClass.WORKSPACE, num_bytes, f"{unit.name} update", update, update)
     for draft in program.drafts:

@@ -346,7 +346,7 @@ def test_other_optimizers_keep_no_master_copy_in_bf16(optimizer):
 @pytest.mark.parametrize("name", ["adamw", "lion", "rounded"])
 def test_plans_of_every_optimizer_are_verified(plans, name):
     assert job_of(plans[name]).optimizer == plans[name].decisions.optimizer
-    assert job_of(plans[name]).precision == plans[name].decisions.precision
+    assert job_of(plans[name]).precision == plans[name].decisions.precision.whole
     verified = verify(plans[name])
     assert verified.prediction.iteration_s == pytest.approx(plans[name].prediction.iteration_s, rel=1e-9)
 
