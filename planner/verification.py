@@ -102,7 +102,7 @@ def job_of(plan: Plan) -> Job:
         hardware=plan.hardware,
         seq_len=plan.seq_len,
         expert_load=plan.expert_load,
-        precision=decisions.precision.whole,
+        precision=decisions.precision,
         optimizer=decisions.optimizer,
         clip=decisions.clip,
         subgroup_params=decisions.subgroup_params,

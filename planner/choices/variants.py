@@ -170,7 +170,7 @@ def variant(job: Job, choice: Choice, storage: Storage) -> Variant:
         storage=storage,
     )
     degrees = dataclasses.astuple(setup.degrees)
-    cost = CostModel(job.hardware, setup.units, job.precision.split, *degrees, optimizer=job.optimizer)
+    cost = CostModel(job.hardware, setup.units, job.precision, *degrees, optimizer=job.optimizer)
     return Variant(choice, setup, cost)
 
 
