@@ -116,7 +116,7 @@ class Parking:
         for unit in runtime.state.units.values():
             for piece in unit.pieces if unit.on_device else ():
                 if piece.place is Place.STREAM:
-                    unit.own(piece).copy_(unit.master(piece))
+                    unit.own(piece).copy_(unit.masters(piece))
         self._access.forget_current()
         self._access.make_current("unpark()", unparks=True)  # uploads weights that the host updates
         runtime.actions.synchronize()

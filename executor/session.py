@@ -6,6 +6,7 @@ session then issues the schedule's tasks up to that point (:mod:`executor.driver
 """
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, final
 
@@ -126,12 +127,14 @@ class Session(contextlib.AbstractContextManager["Session"]):
             self.runtime.state.absent |= absent.buffers
             self.schedule = self.runtime.loop.schedule
             precision, kinds = decisions.precision, {2: np.uint16, 4: np.float32}
-            for group in groups:  # else the first update would compile the kernels
-                entry.warm_up(
+            places = {place for unit in decisions.units.values() for place in unit.update}
+            for group, splits in itertools.product(groups, {decisions.splits(place) for place in places}):
+                entry.warm_up(  # else the first update would compile the kernels
                     kinds[precision.gradient_bytes],
                     group,
                     writes_bf16=not precision.master_is_weight,
                     master_dtype=kinds[precision.master_bytes],
+                    splits=splits,
                 )
             self.access = StateAccess(model, self.runtime, units)
             self._parking = Parking(model, self.runtime, self.access, options.link_bytes_per_s)

@@ -15,6 +15,7 @@ from executor.direct_io import forget_pages, pages
 from executor.optimizer import WorkerTeam
 from executor.optimizer.bf16 import bf16_to_float32, float32_to_bf16
 from executor.optimizer.passes import as_float32, cut
+from executor.optimizer.split import SplitMaster
 from executor.optimizer.table import Rule
 from planner.schedule.tasks import Lane
 
@@ -68,8 +69,11 @@ class Backend(Protocol):
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         """Copy between contiguous tensors of one type and shape, on the thread's lane."""
 
-    def accumulate(self, destination: torch.Tensor, source: torch.Tensor, *, first: bool) -> None:
-        """Add a tensor to one in host memory, in their type, or copy it if it is the ``first``. Returns when done."""
+    def accumulate(self, destination: torch.Tensor, source: torch.Tensor, team: WorkerTeam, *, first: bool) -> None:
+        """Add a tensor to one in host memory, in their type, or copy it if it is the ``first``. Returns when done.
+
+        A GPU's is added by fewer threads than ``team`` has, and not by those.
+        """
 
     def scale(self, values: torch.Tensor, factor: float) -> None:
         """Multiply a flat tensor on the device, in its own type, on the thread's lane."""
@@ -81,13 +85,18 @@ class Backend(Protocol):
         """Keep the allocator from reusing a tensor's memory before the lane has finished with it."""
 
     def update(
-        self, state: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], rule: Rule, step: int, scale: float
+        self,
+        state: Sequence[torch.Tensor | SplitMaster],
+        gradients: Sequence[torch.Tensor],
+        rule: Rule,
+        step: int,
+        scale: float,
     ) -> None:
         """Take one optimizer step on the device.
 
         Args:
-            state: master copy, the optimizer's buffers, and the target of new bf16 weights, if the master copy is not
-                the weight.
+            state: master copy, the optimizer's buffers, and the target of new bf16 weights, if the master copy does not
+                have them.
             gradients: consecutive parts of the gradient.
             rule: the optimizer and its hyper-parameters.
             step: number of this step, from 1.
@@ -162,8 +171,15 @@ class HostBackend:
             destination, source = destination.view(torch.uint8), source.view(torch.uint8)
         np.copyto(destination.numpy(), source.numpy())
 
-    def accumulate(self, destination: torch.Tensor, source: torch.Tensor, *, first: bool) -> None:
-        """See :class:`Backend`."""
+    def accumulate(
+        self,
+        destination: torch.Tensor,
+        source: torch.Tensor,
+        team: WorkerTeam,  # noqa: ARG002
+        *,
+        first: bool,
+    ) -> None:
+        """See :class:`Backend`. It uses torch's threads, which also compute."""
         if first:
             self.copy(destination, source)
         else:
@@ -184,7 +200,12 @@ class HostBackend:
         """See :class:`Backend`."""
 
     def update(
-        self, state: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], rule: Rule, step: int, scale: float
+        self,
+        state: Sequence[torch.Tensor | SplitMaster],
+        gradients: Sequence[torch.Tensor],
+        rule: Rule,
+        step: int,
+        scale: float,
     ) -> None:
         """See :class:`Backend`. It uses the kernel of updates on the host, so the bits are the same."""
         begin = 0
@@ -223,7 +244,7 @@ class HostBackend:
 
 
 def update_on_host(
-    state: Sequence[torch.Tensor],
+    state: Sequence[torch.Tensor | SplitMaster],
     gradient: torch.Tensor,
     rule: Rule,
     step: int,
@@ -242,10 +263,24 @@ def update_on_host(
         team: threads to run on; ``None`` for the calling thread.
         memory: uint8 workspace for rules that need one; ``None``: they allocate it.
     """
-    arrays, count = [as_array(tensor) for tensor in state], 1 + len(rule.entry.buffers)
+    arrays = [tensor if isinstance(tensor, SplitMaster) else as_array(tensor) for tensor in state]
+    count = 1 + len(rule.entry.buffers)
     weight_out = arrays[count] if len(arrays) > count else None
     more = () if rule.entry.others is None else (memory,)
     rule.entry.host(arrays[:count], as_array(gradient), weight_out, rule.params, step, scale, team, *more)
+
+
+def add_on_host(target: torch.Tensor, values: torch.Tensor, team: WorkerTeam) -> None:
+    """Add flat values to others of their type, in host memory, to the bits of torch's addition."""
+    sums, others = as_array(target), as_array(values)
+
+    def add(start: int, stop: int) -> None:
+        if sums.dtype == np.uint16:
+            _add_bf16(sums[start:stop], others[start:stop])
+        else:
+            np.add(sums[start:stop], others[start:stop], out=sums[start:stop])
+
+    team.run(add, len(sums))
 
 
 def as_array(tensor: torch.Tensor) -> Array:
@@ -263,6 +298,12 @@ def _sum_squares(values: Any) -> float:
         wide = np.float64(as_float32(values[i]))
         total += wide * wide
     return total
+
+
+@nb.njit(nogil=True, cache=True)
+def _add_bf16(target: Any, bits: Any) -> None:
+    for i in range(target.size):
+        target[i] = float32_to_bf16(bf16_to_float32(target[i]) + bf16_to_float32(bits[i]))
 
 
 @nb.njit(nogil=True, cache=True)

@@ -14,12 +14,14 @@ from typing import Final, Self
 
 import torch
 
-from executor.devices.backend import Event, as_array, sum_of_squares
+from executor.devices.backend import Event, add_on_host, as_array, sum_of_squares
 from executor.direct_io import pages
 from executor.optimizer.passes import cut
+from executor.optimizer.split import SplitMaster, opened
 from executor.optimizer.table import Rule
 from executor.optimizer.workers import WorkerTeam
 from hwprofiles.machine import available_memory_bytes
+from planner.optimizers import UPDATED_AT_ONCE
 from planner.schedule.tasks import Lane
 
 # Lanes whose threads work on the host; all others submit their work to a stream.
@@ -42,6 +44,8 @@ _PASSING_BYTES: Final = 16 << 20
 _TOUCHED_BYTES: Final = 1 << 30
 _GROWING_S: Final = 20.0  # most that memory which grows is waited for, per part
 _POLL_S: Final = 0.02
+# Memory bounds an addition before so many threads do; more would only take cores from updates.
+_MOST_ADDERS: Final = 8
 # Limits the float32 copy of a gradient during an update on the device to 64 MiB. For smaller chunks, launching a kernel
 # may take longer than the kernel itself.
 _CHUNK_PARAMS: Final = 1 << 24
@@ -154,6 +158,7 @@ class CudaBackend:
         self._events_before: dict[str, int] = {}  # counts of the allocator when memory was last metered
         self._without_cudnn = False  # whether it has switched cuDNN's attention off
         self._passing: torch.Tensor | None = None  # buffers for gradients that are accumulated on the host
+        self._adders: WorkerTeam | None = None  # threads that accumulate them
 
     @contextlib.contextmanager
     def lane(self, lane: Lane) -> Iterator[None]:
@@ -261,33 +266,35 @@ class CudaBackend:
         for target, values in parts:
             target.copy_(values, non_blocking=True)
 
-    def accumulate(self, destination: torch.Tensor, source: torch.Tensor, *, first: bool) -> None:
+    def accumulate(self, destination: torch.Tensor, source: torch.Tensor, team: WorkerTeam, *, first: bool) -> None:
         """Add on the host, after waiting for the copies.
 
         Gradients are copied through two pinned buffers: one is added while the next is being copied. Copies to pageable
         memory would take twice as long, and allocate each time. The ledger does not count these buffers, like the
-        driver's memory.
+        driver's memory. Threads of their own add: those of updates may be busy for much longer than a copy takes.
         """
         if first:
             destination.copy_(source)
             return
         if self._passing is None:
             self._passing = self.empty(2 * _PASSING_BYTES, on_device=False)
+            self._adders = WorkerTeam(min(_MOST_ADDERS, team.num_threads))
         halves = self._passing.view(source.dtype).view(2, -1)
         parts = zip(*(tensor.split(halves.shape[1]) for tensor in (destination, source)), strict=True)  # type: ignore[no-untyped-call]
-        arriving: collections.deque[tuple[torch.Tensor, torch.Tensor, torch.cuda.Event]] = collections.deque()
+        arriving: collections.deque[tuple[torch.Tensor, torch.Tensor, _Event]] = collections.deque()
 
         def add() -> None:
             target, values, arrived = arriving.popleft()
-            arrived.synchronize()
-            target.add_(values)
+            arrived.event.synchronize()
+            assert self._adders is not None
+            add_on_host(target, values, self._adders)
 
         for half, (target, values) in zip(itertools.cycle(halves), parts, strict=False):
             if len(arriving) == len(halves):
                 add()
             passing = half[: len(values)]
             passing.copy_(values, non_blocking=True)
-            arriving.append((target, passing, self._stream().record_event()))
+            arriving.append((target, passing, _Event(self._pool, self._stream())))
         while arriving:
             add()
 
@@ -304,7 +311,12 @@ class CudaBackend:
         tensor.record_stream(self._stream())
 
     def update(
-        self, state: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], rule: Rule, step: int, scale: float
+        self,
+        state: Sequence[torch.Tensor | SplitMaster],
+        gradients: Sequence[torch.Tensor],
+        rule: Rule,
+        step: int,
+        scale: float,
     ) -> None:
         """Take one step with torch's kernels."""
         update_on_device(state, gradients, rule, step, scale)
@@ -362,25 +374,30 @@ class CudaBackend:
 
 
 def update_on_device(
-    state: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], rule: Rule, step: int, scale: float
+    state: Sequence[torch.Tensor | SplitMaster],
+    gradients: Sequence[torch.Tensor],
+    rule: Rule,
+    step: int,
+    scale: float,
 ) -> None:
     """Take one optimizer step on the current stream. See :meth:`executor.devices.backend.Backend.update`.
 
     All parameters of a chunk are updated together, because launching a kernel for one small parameter takes longer than
     the kernel.
     """
-    master = state[0]
+    whole = state[0]
     count = 1 + len(rule.entry.buffers)
     # A 1-D tensor makes the product float32; a Python number would keep the gradient's type.
-    factor = torch.full((1,), scale, dtype=torch.float32, device=master.device)
-    num_params = rule.chunk_params(_CHUNK_PARAMS)
-    for begin in range(0, len(master), num_params):
-        chunk = cut(state, begin, min(begin + num_params, len(master)))
-        scaled = torch.empty_like(chunk[0], dtype=torch.float32)
+    factor = torch.full((1,), scale, dtype=torch.float32, device=whole.device)
+    num_params = rule.chunk_params(UPDATED_AT_ONCE if isinstance(whole, SplitMaster) else _CHUNK_PARAMS)
+    for begin in range(0, len(whole), num_params):
+        chunk = cut(state, begin, min(begin + num_params, len(whole)))
+        scaled = torch.empty(len(chunk[0]), dtype=torch.float32, device=whole.device)
         _scale_into(scaled, gradients, begin, factor)
-        rule.entry.device(chunk[0], tuple(chunk[1:count]), scaled, rule.at(begin).params, step)
-        for weight in chunk[count:]:
-            weight.copy_(chunk[0])
+        with opened(chunk[0]) as master:
+            rule.entry.device(master, tuple(chunk[1:count]), scaled, rule.at(begin).params, step)
+            for weight in chunk[count:]:
+                weight.copy_(master)
 
 
 def _scale_into(scaled: torch.Tensor, gradients: Sequence[torch.Tensor], begin: int, factor: torch.Tensor) -> None:

@@ -14,6 +14,7 @@ import torch
 from executor.distributed.groups import Group
 from executor.distributed.shards import ParameterShard
 from executor.optimizer.muon import MuonParams, apply_update, momentum_update, newton_schulz
+from executor.optimizer.split import SplitMaster
 from planner.models.formulas.work import shared_orthogonalization_bytes
 from planner.subgroups import shares
 
@@ -26,7 +27,8 @@ class MatrixPart(NamedTuple):
         params: hyper-parameters, with the shape of the whole matrix.
         scale: factor of the gradient.
         gradient: flat.
-        master, momentum: float32, flat.
+        master: float32 or split, flat.
+        momentum: float32, flat.
         weight_out: where new weights are written, flat, perhaps over the gradient; ``None``: nowhere.
     """
 
@@ -34,7 +36,7 @@ class MatrixPart(NamedTuple):
     params: MuonParams
     scale: float
     gradient: torch.Tensor
-    master: torch.Tensor
+    master: torch.Tensor | SplitMaster
     momentum: torch.Tensor
     weight_out: torch.Tensor | None = None
 
@@ -83,6 +85,7 @@ def update_matrices(
     for part, place in zip(order, places, strict=True):
         apply_update(part.master, place, part.params)
         if part.weight_out is not None:
+            assert isinstance(part.master, torch.Tensor)
             part.weight_out.copy_(part.master)
 
 

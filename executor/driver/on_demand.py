@@ -136,9 +136,9 @@ class OnDemand:
                 weights = unit.host_weight(piece)
                 assert weights is not None
                 if piece.place is Place.NVME:
-                    self._runtime.state.nvme.read_master((unit.name, piece.index), weights)
+                    self._runtime.state.nvme.restore_weights((unit.name, piece.index), weights)
                 else:
-                    weights.copy_(unit.master(piece))
+                    weights.copy_(unit.masters(piece))
 
     def _take_back_spilled(self, unit: UnitState) -> None:
         for piece in unit.pieces:

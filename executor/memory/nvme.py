@@ -1,7 +1,7 @@
 """State on NVMe, and the host buffers for reading and writing it.
 
 [Note: Records] The file of optimizer state has one record per piece. If parameters are on NVMe too, the record begins
-with the piece's weights. If the master copy is the weight, as in float32, this holds anyway. So an update writes
+with the piece's weights. If the weight is in the state, as in float32, this holds anyway. So an update writes
 weights and state at once, and a read of parameters reads the beginning of every piece's record. Each part begins at a
 block.
 """
@@ -18,7 +18,8 @@ import torch
 from executor.direct_io import BLOCK_BYTES, in_blocks, pages
 from executor.memory.arenas import Arena
 from executor.memory.nvme_files import RecordFile, as_bytes, folder_of
-from executor.memory.pieces import DTYPES, state_buffers, state_tensors
+from executor.memory.pieces import DTYPES, State, as_state, state_buffers, state_tensors
+from executor.optimizer.split import SplitMaster
 from planner.decisions import Decisions, Place
 from planner.graph import Unit
 from planner.lowering.storage import SpillRooms
@@ -53,6 +54,7 @@ class _Layout:
         weight_bytes, state_bytes, gradient_bytes: bytes of each part; 0 if it is missing.
         kind: the optimizer that updates it.
         master_bytes: bytes of one value of its master copy.
+        splits: whether its master copy is split.
     """
 
     num_params: int
@@ -60,6 +62,7 @@ class _Layout:
     state_bytes: int
     kind: Optimizer
     master_bytes: int
+    splits: bool
     gradient_bytes: int
 
     @property
@@ -253,9 +256,10 @@ class StoredState:
             key: _Layout(
                 piece.num_params,
                 decisions.stored_weight_bytes(key[0]) * piece.num_params,
-                decisions.state_bytes(piece),
+                decisions.state_bytes(piece, Place.NVME),
                 piece.kind,
                 decisions.precision.master_bytes,
+                decisions.splits(Place.NVME),
                 gradient_bytes * piece.num_params,
             )
             for key, piece in pieces.items()
@@ -291,7 +295,7 @@ class StoredState:
         Other state stays the same, or becomes 0 unless ``reads``. Only one piece at a time is in memory.
         """
         current: int | None = None
-        master = self._ring[0]
+        master: torch.Tensor | SplitMaster = self._ring[0]
         with contextlib.ExitStack() as piece:
 
             def keep(index: int, start: int, values: torch.Tensor) -> None:
@@ -316,7 +320,7 @@ class StoredState:
         if reads:
             self.state(key)
 
-    def state(self, key: Key) -> tuple[torch.Tensor, ...]:
+    def state(self, key: Key) -> State:
         """Return the state of a piece that has a buffer, master copy first. Read it if that has not been done."""
         held, layout = self._held[key], self._layouts[key]
         if not held.is_loaded:
@@ -337,12 +341,12 @@ class StoredState:
         layout = self._layouts[key]
         return self._held[key].buffer[: layout.weight_bytes].view(self._dtype) if layout.weight_bytes else None
 
-    def read_master(self, key: Key, target: torch.Tensor) -> None:
-        """Read a piece's master copy as of the last step into ``target``, and round it to its type."""
-        scratch, values = torch.from_numpy(pages(_SCRATCH_BYTES)), self.values(key)[0]
-        master = torch.empty(len(target), dtype=DTYPES[self._layouts[key].master_bytes])
-        values.read(master.view(torch.uint8), scratch)
-        target.copy_(master)
+    def restore_weights(self, key: Key, target: torch.Tensor) -> None:
+        """Read a piece's weights of the last step into ``target``: its state begins with them, or with masters."""
+        scratch, values, layout = torch.from_numpy(pages(_SCRATCH_BYTES)), self.values(key)[0], self._layouts[key]
+        stored = torch.empty(len(target), dtype=self._dtype if layout.splits else DTYPES[layout.master_bytes])
+        values.read(stored.view(torch.uint8), scratch)
+        target.copy_(stored)
 
     def has_spilled(self, key: Key) -> bool:
         """Return whether a piece's gradient has left the host memory in which it arrived."""
@@ -377,7 +381,7 @@ class StoredState:
         del self._held[key]
 
     @contextlib.contextmanager
-    def at_rest(self, key: Key, *, reads: bool = True, writes: bool = False) -> Iterator[tuple[torch.Tensor, ...]]:
+    def at_rest(self, key: Key, *, reads: bool = True, writes: bool = False) -> Iterator[State]:
         """Return a context with a piece's state, for use between iterations.
 
         If ``writes``, it writes the state at the end.
@@ -395,9 +399,9 @@ class StoredState:
             self._write_at_rest(key)
 
     def values(self, key: Key) -> list[StoredValues]:
-        """Return the tensors of a piece's state as byte ranges of the file, master copy first."""
+        """Return the tensors of a piece's state as byte ranges of the file, see :meth:`UnitState.tensors`."""
         layout = self._layouts[key]
-        buffers = state_buffers(layout.kind, layout.master_bytes)
+        buffers = state_buffers(layout.kind, layout.master_bytes, splits=layout.splits)
         sizes = [buffer.num_bytes(layout.num_params) for buffer in buffers]
         ends = itertools.accumulate(sizes, initial=layout.state_start)
         return [StoredValues(self.file, self._record[key], *ends_of) for ends_of in itertools.pairwise(ends)]
@@ -408,9 +412,11 @@ class StoredState:
         if self.spilled is not None:
             self.spilled.file.close()
 
-    def _tensors(self, key: Key, buffer: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def _tensors(self, key: Key, buffer: torch.Tensor) -> State:
         layout = self._layouts[key]
-        return state_tensors(buffer[layout.state_start :], layout.num_params, layout.kind, layout.master_bytes)
+        memory, splits = buffer[layout.state_start :], layout.splits
+        tensors = state_tensors(memory, layout.num_params, layout.kind, layout.master_bytes, splits=splits)
+        return as_state(tensors, splits=splits)
 
     def _read(self, key: Key, buffer: torch.Tensor, start: int) -> None:
         if self.file.is_written(self._record[key]):
@@ -422,7 +428,9 @@ class StoredState:
         """Write the state in the first buffer, and weights that are rounded from its master copy."""
         layout, buffer = self._layouts[key], self._ring[0]
         if layout.weight_bytes:
-            buffer[: layout.weight_bytes].view(self._dtype).copy_(self._tensors(key, buffer)[0])
+            master = self._tensors(key, buffer)[0]
+            assert isinstance(master, torch.Tensor)  # else the weight is in it
+            buffer[: layout.weight_bytes].view(self._dtype).copy_(master)
         self.file.write(self._record[key], as_bytes(buffer))
 
 

@@ -5,7 +5,9 @@ are cut from that range. Pieces with state on the host lie one after another in 
 the device lie in the device's slabs. If the master copy has the type of the weights (in float32, or with a master copy
 in bf16) and both are in one place, they are the same memory. In this case the host's slab of master copies also holds
 the weights of pieces with state on NVMe (:mod:`executor.memory.nvme`), so that a fetch is one copy. If parameters are
-on NVMe too, the host has no copy of them: see [Note: Records] there.
+on NVMe too, the host has no copy of them: see [Note: Records] there. The same holds for weights of split master copies
+([Note: Split masters] in :mod:`executor.optimizer.split`): they take the master copy's place, and remainders and ties
+are slabs of their own.
 
 [Note: Shards] Under ZeRO the range is padded to equal shards, one per rank, and a rank has the pieces of its own shard.
 Some parameters may have no part in that shard. Padding is at the end of the range, or between parameters that lie whole
@@ -19,7 +21,9 @@ import itertools
 
 import torch
 
+from executor.optimizer.split import SplitMaster
 from planner.decisions import Decisions, Place
+from planner.decisions.precision import TIE_PARAMS
 from planner.graph import Unit
 from planner.optimizers import OPTIMIZERS, Optimizer
 
@@ -38,11 +42,13 @@ class Piece:
         index: number within the unit's shard.
         kind: the optimizer that updates it.
         master_bytes: bytes of one value of its master copy.
+        splits: whether its master copy is split.
         place: the tier of its state, and where it is updated.
         start, stop: range within the unit; the last piece of the last rank may go beyond, see [Note: Shards].
         offset: its beginning in the host's or the device's slab of master copies; -1 on NVMe.
         buffer_offsets: its beginning in each slab of the optimizer's own buffers, in its values; pieces of other kinds
             may have more.
+        tie_offset: its beginning in the host's slab of ties.
         served: its beginning in the host's slab of master copies, see [Note: Layout].
         staging: its beginning among the weights that the host updates and copies to the device.
         leaves: whether its gradient goes to the host.
@@ -54,11 +60,13 @@ class Piece:
     index: int
     kind: Optimizer
     master_bytes: int
+    splits: bool
     place: Place
     start: int
     stop: int
     offset: int
     buffer_offsets: tuple[int, ...]
+    tie_offset: int
     served: int
     staging: int
     leaves: bool
@@ -79,11 +87,12 @@ class Piece:
     @property
     def state_bytes(self) -> int:
         """Bytes of its state."""
-        return sum(buffer.num_bytes(self.num_params) for buffer in state_buffers(self.kind, self.master_bytes))
+        form = state_buffers(self.kind, self.master_bytes, splits=self.splits)
+        return sum(buffer.num_bytes(self.num_params) for buffer in form)
 
     def state_in(self, memory: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the tensors of its state in uint8 memory, one after another from the beginning."""
-        return state_tensors(memory, self.num_params, self.kind, self.master_bytes)
+        return state_tensors(memory, self.num_params, self.kind, self.master_bytes, splits=self.splits)
 
     @property
     def by_host(self) -> bool:
@@ -126,20 +135,40 @@ class StateBuffer:
         return self.dtype.itemsize * self.length(num_params)
 
 
+REMAINDERS, TIES = StateBuffer(torch.int16), StateBuffer(torch.int16, TIE_PARAMS)
+"""What split master copies have beside weights."""
+
+
 @functools.cache
-def state_buffers(optimizer: Optimizer, master_bytes: int = 4) -> tuple[StateBuffer, ...]:
-    """Return the tensors of an optimizer's state: the master copy, with so many bytes a value, then its buffers."""
-    return (
-        StateBuffer(DTYPES[master_bytes]),
-        *(StateBuffer(DTYPES[num_bytes], params) for num_bytes, params in OPTIMIZERS[optimizer].buffers),
-    )
+def state_buffers(optimizer: Optimizer, master_bytes: int = 4, *, splits: bool = False) -> tuple[StateBuffer, ...]:
+    """Return the tensors of an optimizer's state: the master copy, with so many bytes a value, then its buffers.
+
+    If master copies are split, the first two are weights and remainders, and ties are last: so float32 values begin at
+    a multiple of their size.
+    """
+    buffers = (StateBuffer(DTYPES[num_bytes], params) for num_bytes, params in OPTIMIZERS[optimizer].buffers)
+    if splits:
+        return (StateBuffer(torch.bfloat16), REMAINDERS, *buffers, TIES)
+    return (StateBuffer(DTYPES[master_bytes]), *buffers)
+
+
+State = tuple[torch.Tensor | SplitMaster, *tuple[torch.Tensor, ...]]
+"""The state of a piece as updates take it: the master copy, and buffers."""
+
+
+def as_state(tensors: tuple[torch.Tensor, ...], *, splits: bool) -> State:
+    """Return state from its tensors, see :func:`state_buffers`."""
+    if not splits:
+        return tensors[0], *tensors[1:]
+    weights, remainders, *buffers, ties = tensors
+    return SplitMaster(weights, remainders, ties, 0, len(weights)), *buffers
 
 
 def state_tensors(
-    memory: torch.Tensor, num_params: int, optimizer: Optimizer, master_bytes: int
+    memory: torch.Tensor, num_params: int, optimizer: Optimizer, master_bytes: int, *, splits: bool
 ) -> tuple[torch.Tensor, ...]:
     """Return the flat tensors of a piece's state in uint8 memory, one after another from its beginning."""
-    buffers = state_buffers(optimizer, master_bytes)
+    buffers = state_buffers(optimizer, master_bytes, splits=splits)
     ends = itertools.accumulate((buffer.num_bytes(num_params) for buffer in buffers), initial=0)
     return tuple(
         memory[start:stop].view(buffer.dtype)
@@ -151,7 +180,7 @@ def pieces_of(unit: Unit, decisions: Decisions, start: int) -> tuple[Piece, ...]
     """Return the pieces, in order, of the shard that begins at ``start`` in a unit's flat range."""
     sizes = decisions.piece_params(unit)
     starts = tuple(itertools.accumulate(sizes, initial=start))
-    taken = {"host": 0, "device": 0, "served": 0, "staging": 0, "arrival": 0}
+    taken = {"host": 0, "device": 0, "served": 0, "staging": 0, "arrival": 0, "ties": 0}
     in_buffers = {tier: [0] * NUM_BUFFERS for tier in ("host", "device")}
     pieces = []
     kinds = (subgroup.kind for subgroup in decisions.subgroups(unit))
@@ -159,7 +188,7 @@ def pieces_of(unit: Unit, decisions: Decisions, start: int) -> tuple[Piece, ...]
         zip(decisions.units[unit.name].update, sizes, kinds, strict=True)
     ):
         tier = {Place.GPU: "device", Place.NVME: None}.get(place, "host")
-        with_master = decisions.precision.master_is_weight and decisions.units[unit.name].params != "nvme"
+        with_master = decisions.precision.weight_in_state and decisions.units[unit.name].params != "nvme"
         serves = place in {Place.CPU, Place.STREAM} or (place is Place.NVME and with_master)
         start = starts[index]
         leaves = decisions.flushes(unit.name, place)
@@ -171,11 +200,13 @@ def pieces_of(unit: Unit, decisions: Decisions, start: int) -> tuple[Piece, ...]
                 index=index,
                 kind=kind,
                 master_bytes=decisions.precision.master_bytes,
+                splits=decisions.splits(place),
                 place=place,
                 start=start,
                 stop=start + num_params,
                 offset=taken[tier] if tier else -1,
                 buffer_offsets=tuple(in_buffers[tier][: len(lengths)]) if tier else (-1,) * len(lengths),
+                tie_offset=taken["ties"],
                 served=taken["served"],
                 staging=taken["staging"],
                 leaves=leaves,
@@ -186,6 +217,7 @@ def pieces_of(unit: Unit, decisions: Decisions, start: int) -> tuple[Piece, ...]
         )
         if tier:
             taken[tier] += num_params
+            taken["ties"] += TIES.length(num_params) if tier == "host" else 0
             for i, length in enumerate(lengths):
                 in_buffers[tier][i] += length
         taken["served"] += num_params if serves else 0

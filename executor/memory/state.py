@@ -8,6 +8,7 @@ reads that address, the slot holds the same bytes again (see [Note: Static slots
 """
 
 import contextlib
+import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,8 +21,9 @@ from executor.memory.arenas import ALIGNMENT_BYTES, Arena
 from executor.memory.fp8_weights import Fp8Copy, Range
 from executor.memory.frozen import FrozenParameter, FrozenState, FrozenWeights
 from executor.memory.nvme import StoredState
-from executor.memory.pieces import DTYPES, Part, Piece, StateBuffer, pieces_of, state_buffers
+from executor.memory.pieces import DTYPES, REMAINDERS, TIES, Part, Piece, StateBuffer, pieces_of, state_buffers
 from executor.memory.units import Moments, ParameterState, StateSlot, UnitState
+from executor.optimizer.split import SplitMaster, opened
 from planner.decisions import Decisions, Place
 from planner.graph import Unit
 from planner.lowering import slots
@@ -183,20 +185,27 @@ class ModelState:
         assert self.stored is not None
         return self.stored
 
+    @contextlib.contextmanager
     def state_of(
         self, unit: UnitState, piece: Piece, *, reads: bool = True, writes: bool = False
-    ) -> contextlib.AbstractContextManager[tuple[torch.Tensor, ...]]:
+    ) -> Iterator[tuple[torch.Tensor, ...]]:
         """Return a context with the state of a piece, master copy first, for use between iterations.
 
         Args:
             unit: the piece's unit.
             piece: the piece.
             reads: whether the current values are needed. If not, values on NVMe are zero.
-            writes: whether the values change. If so, values on NVMe are written back.
+            writes: whether the values change. If so, values on NVMe are written back, and split master copies are split
+                again. Without, these are a copy.
         """
-        if piece.place is Place.NVME:
-            return self.nvme.at_rest((unit.name, piece.index), reads=reads, writes=writes)
-        return contextlib.nullcontext(unit.state(piece))
+        key, stored = (unit.name, piece.index), piece.place is Place.NVME
+        with self.nvme.at_rest(key, reads=reads, writes=writes) if stored else contextlib.nullcontext() as state:
+            master, *buffers = state or unit.state(piece)
+            if isinstance(master, SplitMaster) and not writes:
+                yield master.joined(), *buffers
+            else:
+                with opened(master) as values:
+                    yield values, *buffers
 
     def parameters(self) -> Iterator[tuple[UnitState, ParameterState]]:
         """Yield every parameter with its unit."""
@@ -282,7 +291,7 @@ class ModelState:
             weights = without_values(torch.Size([padded]), dtype, weights.device)
         own = weights[start : start + shard] if resident is None or resident is weights else resident
         served = None
-        if not (self._decisions.precision.master_is_weight or on_nvme):
+        if not (self._decisions.precision.weight_in_state or on_nvme):
             served = self._host.take(f"{name} weights", MemoryClass.PARAMETERS, num_served, dtype)
         landing = self.stored.landing.get(name, ()) if self.stored else ()
         spilled = self.stored.spilled if self.stored else None
@@ -334,7 +343,7 @@ class ModelState:
         """Take slabs for pieces. The slab of master copies also has room for ``num_weights`` weights."""
 
         def slab(name: str, num_bytes_of: Mapping[MemoryClass, int], buffer: StateBuffer) -> torch.Tensor:
-            shift_bytes = self._shifts[buffer][unit]
+            shift_bytes = self._shifts[buffer][unit] if buffer in self._shifts else 0
             aligned = (ALIGNMENT_BYTES, 0) if arena.tier is Tier.GPU else (_SECTOR_BYTES, shift_bytes)
             taken = arena.take_blocks(f"{unit} {name}", num_bytes_of, aligned[0], shift_bytes=aligned[1])
             return taken[: sum(num_bytes_of.values())].view(buffer.dtype)
@@ -351,9 +360,18 @@ class ModelState:
         )
         if num_masters and not keeps_master:
             return Moments(None, buffers)
+        splits = self._decisions.precision.splits and arena is self._host
+        masters = StateBuffer(self.dtype) if splits else self.master_copy
         counts = {MemoryClass.OPTIMIZER: num_masters, MemoryClass.PARAMETERS: num_weights}
-        num_bytes_of = {held: self.master_copy.num_bytes(count) for held, count in counts.items()}
-        return Moments(slab("master", num_bytes_of, self.master_copy), buffers)
+        num_bytes_of = {held: masters.num_bytes(count) for held, count in counts.items()}
+        whole = Moments(slab("master", num_bytes_of, masters), buffers)
+        if not splits:
+            return whole
+        remainders, ties = (
+            slab(name, {MemoryClass.OPTIMIZER: sum(form.num_bytes(p.num_params) for p in pieces)}, form).zero_()
+            for name, form in (("remainders", REMAINDERS), ("ties", TIES))
+        )
+        return dataclasses.replace(whole, remainders=remainders, ties=ties)
 
 
 def _shifts(units: Iterable[Unit], written: Iterable[str], buffer: StateBuffer) -> Mapping[str, int]:
@@ -402,11 +420,12 @@ def _clear_pads(unit: UnitState) -> None:
         for piece in unit.pieces:
             beyond = slice(max(start - piece.start, 0), max(stop - piece.start, 0))
             held = [unit.own(piece)] if unit.on_device else []
-            held += [unit.master(piece)] if piece.place is not Place.NVME else []
             held += [unit.gradient(piece)] if piece.leaves else []
             weight = unit.host_weight(piece)
             for tensor in held if weight is None else (*held, weight):
                 tensor[beyond].zero_()
+            if piece.place is not Place.NVME:
+                unit.state(piece)[0][beyond].zero_()
 
 
 def without_values(shape: torch.Size, dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
@@ -440,7 +459,7 @@ def write_weights(
             continue
         source, within = values[first - start : last - start], slice(first - piece.start, last - piece.start)
         if piece.place is not Place.NVME:
-            unit.master(piece)[within].copy_(source)
+            unit.state(piece)[0][within].copy_(source)
         elif keep is not None:
             keep(piece.index, within.start, source)
         if unit.on_device:

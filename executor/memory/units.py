@@ -11,13 +11,14 @@ from executor.distributed.groups import Group
 from executor.distributed.shards import ParameterShard
 from executor.memory.fp8_weights import Fp8Copy
 from executor.memory.frozen import FrozenWeights
-from executor.memory.pieces import Part, Piece, state_buffers
+from executor.memory.pieces import TIES, Part, Piece, State, as_state, state_buffers
 from executor.optimizer.passes import BLOCK
 from planner.decisions import Place
 from planner.optimizers import Optimizer
 
 NEVER = -1
 
+_EMPTY = torch.empty(0, dtype=torch.int16)
 _Of = TypeVar("_Of", Piece, Part)
 _View = TypeVar("_View")
 
@@ -103,12 +104,16 @@ class Moments:
     """Slabs of optimizer state on one tier, ``[num_params of that tier that have it]`` each, or their blocks.
 
     Attributes:
-        master: master copies; ``None`` if the weights themselves are the master copies.
+        master: master copies, or their weights if they are split; ``None`` if the weights are the master copies, on the
+            device.
         buffers: the optimizer's buffers, in the order of its entry in :mod:`executor.optimizer.table`.
+        remainders, ties: of split master copies; empty without.
     """
 
     master: torch.Tensor | None
     buffers: tuple[torch.Tensor, ...]
+    remainders: torch.Tensor = _EMPTY
+    ties: torch.Tensor = _EMPTY
 
 
 def _cached(view: Callable[["UnitState", _Of], _View]) -> Callable[["UnitState", _Of], _View]:
@@ -202,8 +207,8 @@ class UnitState:
         return self.group.all_gather_on_host(shard) if self.group is not None and self.is_sharded else shard
 
     @_cached
-    def master(self, piece: Piece) -> torch.Tensor:
-        """Return the master copy of a piece."""
+    def masters(self, piece: Piece) -> torch.Tensor:
+        """Return the master copy of a piece, or its weights if it is split."""
         moments = self.moments(piece)
         if moments.master is None:
             return self.own(piece)
@@ -254,9 +259,19 @@ class UnitState:
                 self.device_gradients[key] = values.clone() if copy else values
 
     @_cached
-    def state(self, piece: Piece) -> tuple[torch.Tensor, ...]:
+    def tensors(self, piece: Piece) -> tuple[torch.Tensor, ...]:
+        """Return the tensors of a piece's state, see :func:`executor.memory.pieces.state_buffers`."""
+        if not piece.splits:
+            return (self.masters(piece), *self.buffers(piece))
+        moments, num_ties = self.moments(piece), TIES.length(piece.num_params)
+        remainders = moments.remainders[piece.offset : piece.offset + piece.num_params]
+        ties = moments.ties[piece.tie_offset : piece.tie_offset + num_ties]
+        return (self.masters(piece), remainders, *self.buffers(piece), ties)
+
+    @_cached
+    def state(self, piece: Piece) -> State:
         """Return all optimizer state of a piece, master copy first."""
-        return (self.master(piece), *self.buffers(piece))
+        return as_state(self.tensors(piece), splits=piece.splits)
 
     def moments(self, piece: Piece) -> Moments:
         """Return the slabs that hold a piece. For pieces on NVMe, see :class:`executor.memory.nvme.StoredState`."""
@@ -295,7 +310,7 @@ class UnitState:
     def uploaded(self, piece: Piece) -> torch.Tensor:
         """Return the host memory that an upload of a piece reads."""
         weight = self.host_weight(piece)
-        return self.master(piece) if weight is None else weight
+        return self.masters(piece) if weight is None else weight
 
     def served(self) -> torch.Tensor:
         """Return the weights in host memory that are fetched. The unit must not be on NVMe."""
@@ -362,11 +377,17 @@ class StateSlot:
 
     def of(self, piece: Piece) -> "SlotPart":
         """Return a piece's part of the slot."""
-        return SlotPart(piece.state_in(self.state), self.weights[: piece.num_params])
+        return SlotPart(piece.state_in(self.state), self.weights[: piece.num_params], piece.splits)
 
 
 class SlotPart(NamedTuple):
-    """A piece's part of a :class:`StateSlot`: master copy and buffers, and weights."""
+    """A piece's part of a :class:`StateSlot`: the tensors of its state, and weights."""
 
-    state: tuple[torch.Tensor, ...]
+    tensors: tuple[torch.Tensor, ...]
     weights: torch.Tensor
+    splits: bool
+
+    @property
+    def state(self) -> State:
+        """The state, master copy first."""
+        return as_state(self.tensors, splits=self.splits)

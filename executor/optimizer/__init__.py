@@ -3,10 +3,9 @@
 Kernels work without torch. :mod:`executor.optimizer.table` joins them to optimizers.
 """
 
-from executor.optimizer.adagrad import AdagradParams, adagrad_step
 from executor.optimizer.adamw import BYTES_PER_PARAM, AdamWParams, adamw_step
 from executor.optimizer.lion import LionParams, lion_step
-from executor.optimizer.sgd import SgdParams, sgd_step
+from executor.optimizer.sgd import AdagradParams, SgdParams, adagrad_step, sgd_step
 from executor.optimizer.workers import WorkerTeam
 
 __all__ = [

@@ -13,6 +13,7 @@ import numpy as np
 from numba import njit
 
 from executor.optimizer.passes import HostStep, as_float32, check_params, float32s, store_weight
+from executor.optimizer.split import CHUNK, close_chunk, first_chunk, open_chunk
 
 BYTES_PER_PARAM: Final = 28
 """Bytes that a step reads and writes per parameter, with bf16 gradients and weights."""
@@ -111,10 +112,27 @@ def _update(
         store_weight(weight_out, grad, i, p)
 
 
+@njit(nogil=True, cache=True, error_model="numpy")
+def _update_split(
+    halves: Any,
+    start: Any,
+    stop: Any,
+    buffers: Any,
+    grad: Any,
+    args: Any,
+    position: Any,  # noqa: ARG001
+) -> None:  # [Note: Chunks] in executor.optimizer.split
+    values = np.empty(CHUNK, np.float32)
+    for begin in range(first_chunk(start), stop, CHUNK):
+        whole, cut, gradient = open_chunk(halves, begin, start, stop, buffers, grad, values)
+        _update(whole, *cut, gradient, None, *args)  # type: ignore[call-arg]
+        close_chunk(halves, begin, values)
+
+
 MOMENTS: Final = ("exp_avg", "exp_avg_sq")
 """Keys of both moments in a parameter's state."""
 
-adamw_step: Final = HostStep(_update, MOMENTS, _kernel_args)
+adamw_step: Final = HostStep(_update, _update_split, MOMENTS, _kernel_args)
 """As ``torch.optim.AdamW`` without amsgrad (Loshchilov and Hutter, arXiv:1711.05101); g = ``grad_scale`` * ``grad``::
 
     m = beta1 * m + (1 - beta1) * g

@@ -28,6 +28,7 @@ from executor.optimizer.blocks import (
     encode_unsigned,
 )
 from executor.optimizer.passes import BLOCK, HostStep, as_float32, store_master, store_weight
+from executor.optimizer.split import CHUNK, close_chunk, first_chunk, open_chunk
 
 BYTES_PER_PARAM: Final = 12 + 2 * 2 + 4 * 4 / BLOCK
 """Bytes that an update moves with a bf16 gradient and weight, and a master copy in fp32."""
@@ -75,13 +76,24 @@ def _update(
         encode_unsigned(vs, _ONE / float32_of_bits(max(v_most, _LEAST_BITS)), v_codes)
 
 
+@njit(nogil=True, cache=True, error_model="numpy")
+def _update_split(
+    halves: Any, start: Any, stop: Any, buffers: Any, grad: Any, args: Any, position: Any
+) -> None:  # [Note: Chunks] in executor.optimizer.split
+    values = np.empty(CHUNK, np.float32)
+    for begin in range(first_chunk(start), stop, CHUNK):
+        whole, cut, gradient = open_chunk(halves, begin, start, stop, buffers, grad, values)
+        _update(whole, *cut, gradient, None, *args, position + max(begin - start, 0))  # type: ignore[call-arg]
+        close_chunk(halves, begin, values)
+
+
 def _kernel_args(params: AdamWParams, step: int, grad_scale: float) -> tuple[object, ...]:
     seeds = seeds_of(params, step) if isinstance(params, SeededAdamWParams) else (_ZERO, _ZERO)
     return ((seeds, np.float32(grad_scale), adamw_factors(params, step)),)
 
 
 adamw_8bit_step: Final = HostStep(
-    _update, MOMENTS, _kernel_args, buffer_dtype="uint8", scales=KEYS[2:], seeded=SeededAdamWParams
+    _update, _update_split, MOMENTS, _kernel_args, buffer_dtype="uint8", scales=KEYS[2:], seeded=SeededAdamWParams
 )
 """As :data:`executor.optimizer.adamw.adamw_step` with decoupled weight decay; moments are codes (uint8), and their
 scales (float32) one for each block. The first value is the first of a block. With seeds, the master copy may be bf16

@@ -20,6 +20,7 @@ from numba import njit
 from executor.optimizer.adamw import MOMENTS, SeededAdamWParams, adamw_factors, advanced
 from executor.optimizer.bf16 import MASK, MIXERS, SPREAD, bf16_to_float32, float32_to_bf16_by, noise_at, noise_key
 from executor.optimizer.passes import HostStep, as_float32, store_master, store_weight
+from executor.optimizer.split import CHUNK, close_chunk, first_chunk, open_chunk
 
 BYTES_PER_PARAM: Final = 20
 """Bytes that an update moves with a bf16 gradient and weight, and a master copy in fp32."""
@@ -64,7 +65,20 @@ def _update(
         store_weight(weight_out, grad, i, p)
 
 
-adamw_bf16_step: Final = HostStep(_update, MOMENTS, _kernel_args, buffer_dtype="uint16", seeded=SeededAdamWParams)
+@njit(nogil=True, cache=True, error_model="numpy")
+def _update_split(
+    halves: Any, start: Any, stop: Any, buffers: Any, grad: Any, args: Any, position: Any
+) -> None:  # [Note: Chunks] in executor.optimizer.split
+    values = np.empty(CHUNK, np.float32)
+    for begin in range(first_chunk(start), stop, CHUNK):
+        whole, cut, gradient = open_chunk(halves, begin, start, stop, buffers, grad, values)
+        _update(whole, *cut, gradient, None, *args, position + max(begin - start, 0))  # type: ignore[call-arg]
+        close_chunk(halves, begin, values)
+
+
+adamw_bf16_step: Final = HostStep(
+    _update, _update_split, MOMENTS, _kernel_args, buffer_dtype="uint16", seeded=SeededAdamWParams
+)
 """As :data:`executor.optimizer.adamw.adamw_step` with decoupled weight decay; moments are bf16 bits (uint16), and the
 master copy may be, see [Note: Stochastic rounding]."""
 

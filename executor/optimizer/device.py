@@ -51,7 +51,7 @@ def sgd(master: torch.Tensor, buffers: Tensors, gradient: torch.Tensor, params: 
 
 
 def adagrad(master: torch.Tensor, buffers: Tensors, gradient: torch.Tensor, params: AdagradParams, step: int) -> None:
-    """Take one step of Adagrad. See :func:`executor.optimizer.adagrad.adagrad_step`."""
+    """Take one step of Adagrad. See :func:`executor.optimizer.sgd.adagrad_step`."""
     (sum_of_squares,) = buffers
     if params.weight_decay:
         gradient.add_(master, alpha=params.weight_decay)

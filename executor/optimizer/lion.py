@@ -7,6 +7,7 @@ import numpy as np
 from numba import njit
 
 from executor.optimizer.passes import HostStep, as_float32, check_params, float32s, store_weight
+from executor.optimizer.split import CHUNK, close_chunk, first_chunk, open_chunk
 
 _ZERO: Final = np.float32(0)
 _ONE: Final = np.float32(1)
@@ -50,7 +51,24 @@ def _update(master: Any, exp_avg: Any, grad: Any, weight_out: Any, factors: Any)
         store_weight(weight_out, grad, i, p)
 
 
-lion_step: Final = HostStep(_update, ("exp_avg",), _kernel_args)
+@njit(nogil=True, cache=True, error_model="numpy")
+def _update_split(
+    halves: Any,
+    start: Any,
+    stop: Any,
+    buffers: Any,
+    grad: Any,
+    args: Any,
+    position: Any,  # noqa: ARG001
+) -> None:  # [Note: Chunks] in executor.optimizer.split
+    values = np.empty(CHUNK, np.float32)
+    for begin in range(first_chunk(start), stop, CHUNK):
+        whole, cut, gradient = open_chunk(halves, begin, start, stop, buffers, grad, values)
+        _update(whole, *cut, gradient, None, *args)  # type: ignore[call-arg]
+        close_chunk(halves, begin, values)
+
+
+lion_step: Final = HostStep(_update, _update_split, ("exp_avg",), _kernel_args)
 """As algorithm 2 of Chen et al., arXiv:2302.06675, with g = ``grad_scale`` * ``grad``; the same at each step::
 
     c = beta1 * m + (1 - beta1) * g

@@ -14,8 +14,10 @@ import numpy as np
 import torch
 
 from executor.optimizer.passes import Bf16Array, Float32Array, GradientArray, check_params
+from executor.optimizer.split import SplitMaster, opened
 from executor.optimizer.workers import WorkerTeam
 from planner.models.formulas.work import orthogonalization_bytes
+from planner.optimizers import UPDATED_AT_ONCE
 
 COEFFICIENTS: Final = (3.4445, -4.7750, 2.0315)
 _ADJUSTMENTS: Final = (None, "original", "match_rms_adamw")
@@ -101,7 +103,7 @@ def newton_schulz(
 
 
 def muon(
-    master: torch.Tensor,
+    master: torch.Tensor | SplitMaster,
     buffers: tuple[torch.Tensor, ...],
     gradient: torch.Tensor,
     params: MuonParams,
@@ -116,17 +118,19 @@ def muon(
         p = p * (1 - lr * weight_decay) - adjusted lr * newton_schulz(u)
 
     Args:
-        master: float32, flat.
-        buffers: the momentum alone, like ``master``.
+        master: float32 or split, flat.
+        buffers: the momentum alone, float32, flat.
         gradient: float32, scaled; overwritten.
         params: hyper-parameters.
         memory: see :func:`newton_schulz`.
     """
     assert params.shape is not None
-    for p, m, g in zip(*(tensor.view(-1, *params.shape) for tensor in (master, *buffers, gradient)), strict=True):
+    num_params = math.prod(params.shape)
+    matrices = (tensor.view(-1, *params.shape) for tensor in (*buffers, gradient))
+    for i, (m, g) in enumerate(zip(*matrices, strict=True)):
         update = momentum_update(m, g, params)
         update = newton_schulz(update, params.ns_coefficients, params.eps, params.ns_steps, memory)
-        apply_update(p, update, params)
+        apply_update(master[i * num_params : (i + 1) * num_params], update, params)
 
 
 def momentum_update(momentum: torch.Tensor, gradient: torch.Tensor, params: MuonParams) -> torch.Tensor:
@@ -135,14 +139,20 @@ def momentum_update(momentum: torch.Tensor, gradient: torch.Tensor, params: Muon
     return gradient.lerp_(momentum, params.momentum) if params.nesterov else momentum
 
 
-def apply_update(master: torch.Tensor, update: torch.Tensor, params: MuonParams) -> None:
-    """Decay a master copy, and add an orthogonalized update to it."""
-    master.mul_(1 - params.lr * params.weight_decay)
-    master.add_(update, alpha=-params.adjusted_lr)
+def apply_update(master: torch.Tensor | SplitMaster, update: torch.Tensor, params: MuonParams) -> None:
+    """Decay a flat master copy, and add an orthogonalized update to it, some rows at a time if it is split."""
+    rows = update.view(-1, 1) if update.dim() == 1 else update
+    at_once = len(rows) if isinstance(master, torch.Tensor) else max(UPDATED_AT_ONCE // rows.shape[1], 1)
+    for start in range(0, len(rows), at_once):
+        part = rows[start : start + at_once]
+        with opened(master[start * rows.shape[1] :][: part.numel()]) as flat:
+            values = flat.view(part.shape)
+            values.mul_(1 - params.lr * params.weight_decay)
+            values.add_(part, alpha=-params.adjusted_lr)
 
 
 def muon_step(
-    state: Sequence[Float32Array | None],
+    state: Sequence[Float32Array | SplitMaster | None],
     grad: GradientArray,
     weight_out: Bf16Array | None,
     params: MuonParams,
@@ -163,11 +173,15 @@ def muon_step(
         memory = torch.empty(orthogonalization_bytes((rows, columns)), dtype=torch.uint8)
     for start in range(0, len(grad), num_params):
         cut = slice(start, start + num_params)
-        master, momentum = (_as_tensor(array[cut]) for array in state if array is not None)
+        whole, buffer = state
+        assert isinstance(buffer, np.ndarray)
+        assert whole is not None
+        master = whole[cut] if isinstance(whole, SplitMaster) else _as_tensor(whole[cut])
         gradient = memory[: 4 * num_params].view(torch.float32).copy_(_as_tensor(grad[cut]))
         gradient.mul_(float(np.float32(grad_scale)))
-        muon(master, (momentum,), gradient, params, memory[4 * num_params :].view(torch.bfloat16))
+        muon(master, (_as_tensor(buffer[cut]),), gradient, params, memory[4 * num_params :].view(torch.bfloat16))
         if weight_out is not None:
+            assert isinstance(master, torch.Tensor)
             _as_tensor(weight_out[cut]).copy_(master)
 
 

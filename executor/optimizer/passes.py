@@ -23,6 +23,7 @@ from numba import types
 from numba.extending import overload
 
 from executor.optimizer.bf16 import bf16_to_float32, float32_to_bf16, float32_to_bf16_by, noise_of_weight
+from executor.optimizer.split import SplitMaster
 from executor.optimizer.workers import WorkerTeam
 from planner.optimizers import OPTIMIZERS
 
@@ -52,6 +53,7 @@ class HostStep(Generic[_Params]):
     Args:
         kernel: compiled; called with pieces of the state, of ``grad`` and of ``weight_out`` or :data:`IN_PLACE`, then
             with the result of ``kernel_args``.
+        split_kernel: the same for split masters, see [Note: Chunks] in :mod:`executor.optimizer.split`.
         buffers: names of the state beside the master copy.
         kernel_args: returns flags and factors for ``(params, step, grad_scale)``.
         has_buffers: whether an optimizer with these hyper-parameters has the buffers.
@@ -64,6 +66,7 @@ class HostStep(Generic[_Params]):
     def __init__(
         self,
         kernel: Callable[..., object],
+        split_kernel: Callable[..., object],
         buffers: tuple[str, ...],
         kernel_args: Callable[[_Params, int, float], tuple[object, ...]],
         has_buffers: Callable[[_Params], bool] = lambda _: True,
@@ -73,6 +76,7 @@ class HostStep(Generic[_Params]):
         seeded: type | None = None,
     ) -> None:
         self._kernel = kernel
+        self._split_kernel = split_kernel
         self._names = ("master", *buffers, *scales)
         self._kernel_args = functools.lru_cache(maxsize=4)(kernel_args)  # an iteration's pieces have the same
         self._has_buffers = has_buffers
@@ -82,7 +86,7 @@ class HostStep(Generic[_Params]):
 
     def __call__(
         self,
-        state: Sequence[BufferArray | None],
+        state: Sequence[BufferArray | SplitMaster | None],
         grad: GradientArray,
         weight_out: Bf16Array | None,
         params: _Params,
@@ -93,8 +97,9 @@ class HostStep(Generic[_Params]):
         """Take the step. The bits do not depend on how ``team`` cuts the range: see [Note: Rounding].
 
         Args:
-            state: weights, float32 or rounded to bf16 bits (uint16), and then buffers, each ``[num_params]``, updated;
-                no other arrays may overlap. Scales are ``[blocks]``.
+            state: weights, float32, split or rounded to bf16 bits (uint16), and then buffers, each ``[num_params]``,
+                updated; no other arrays may overlap. Scales are ``[blocks]``. Nobody else uses blocks of split weights
+                meanwhile.
             grad: gradient, float32 or bf16 bits (uint16), ``[num_params]``; only read, unless it is ``weight_out`` too.
             weight_out: where the new weights go as bf16 bits (uint16), ``[num_params]``; ``None`` where the master copy
                 is the weight.
@@ -111,9 +116,12 @@ class HostStep(Generic[_Params]):
         master, *buffers = state
         held = (master, *(buffers if self._has_buffers(params) else [None] * len(buffers)))
         self._check(held, grad, weight_out, params)
+        args = self._kernel_args(params, step, grad_scale)
+        if isinstance(master, SplitMaster):
+            self._take_split(master, (*held[1:], grad), args, team)
+            return
         in_place = weight_out is not None and np.may_share_memory(weight_out, grad)  # then they are the same
         arrays = (*held, grad, IN_PLACE if in_place else weight_out)
-        args = self._kernel_args(params, step, grad_scale)
 
         grain = BLOCK if self._scales else 1
 
@@ -127,16 +135,36 @@ class HostStep(Generic[_Params]):
         else:
             team.run(update, num_grains)
 
+    def _take_split(
+        self, master: SplitMaster, arrays: tuple[Any, ...], args: tuple[object, ...], team: WorkerTeam | None
+    ) -> None:
+        """Take the step with split weights. Threads have whole blocks of them."""
+        halves, first = master.halves(), master.start // BLOCK
+
+        def update(start: int, stop: int) -> None:
+            begin, end = max(BLOCK * (first + start), master.start), min(BLOCK * (first + stop), master.stop)
+            *buffers, grad = cut_range(arrays, begin - master.start, end - master.start, len(master))
+            self._split_kernel(halves, begin, end, tuple(buffers), grad, args, begin - master.start)
+
+        num_blocks = -(-master.stop // BLOCK) - first
+        if team is None:
+            update(0, num_blocks)
+        else:
+            team.run(update, num_blocks)
+
     def _check(
         self,
-        held: Sequence[BufferArray | None],
+        held: Sequence[BufferArray | SplitMaster | None],
         grad: GradientArray,
         weight_out: Bf16Array | None,
         params: _Params,
     ) -> None:
-        num_params = held[0].size if held[0] is not None else 0
+        num_params = len(held[0]) if held[0] is not None else 0
         for name, dtype, array in zip(self._names, self._dtypes, held, strict=True):
-            if array is not None:
+            if isinstance(array, SplitMaster):
+                if weight_out is not None:
+                    raise ValueError("weight_out is given, but a split master copy has the weight; pass None")
+            elif array is not None:
                 length = -(-num_params // BLOCK) if name in self._scales else num_params
                 rounds = name == self._names[0] and self._seeded is not None and isinstance(params, self._seeded)
                 _check_array(name, array, (dtype, _BITS) if rounds else (dtype,), length)
@@ -145,7 +173,7 @@ class HostStep(Generic[_Params]):
         _check_array("grad", grad, (_BITS, _FLOAT32), num_params, written=False)
         if weight_out is not None:
             _check_array("weight_out", weight_out, (_BITS,), num_params)
-            if held[0] is not None and held[0].dtype == _BITS:
+            if isinstance(held[0], np.ndarray) and held[0].dtype == _BITS:
                 raise ValueError("weight_out is given, but a master copy in bf16 is the weight itself; pass None")
 
 
@@ -169,9 +197,14 @@ def cut(arrays: Sequence[Any], start: int, stop: int) -> tuple[Any, ...]:
     """
     if start == 0 and stop >= len(arrays[0]):
         return tuple(arrays)
+    return cut_range(arrays, start, stop, len(arrays[0]))
+
+
+def cut_range(arrays: Sequence[Any], start: int, stop: int, num_params: int) -> tuple[Any, ...]:
+    """Return the same, given how many parameters the arrays are of."""
     blocks = slice(start // BLOCK, -(-stop // BLOCK))
     return tuple(
-        each if each is None or not len(each) else each[start:stop] if len(each) == len(arrays[0]) else each[blocks]
+        each if each is None or not len(each) else each[start:stop] if len(each) == num_params else each[blocks]
         for each in arrays
     )
 

@@ -1,11 +1,14 @@
-"""SGD with momentum on a CPU in one pass over memory: 20 bytes a parameter, 12 without momentum."""
+"""SGD with momentum, and Adagrad, on a CPU in one pass over memory: 20 bytes a parameter, 12 without momentum."""
 
+import math
 from dataclasses import dataclass
 from typing import Any, Final
 
+import numpy as np
 from numba import njit
 
 from executor.optimizer.passes import HostStep, as_float32, check_params, float32s, store_weight
+from executor.optimizer.split import CHUNK, close_chunk, first_chunk, open_chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +69,26 @@ def _update(
         store_weight(weight_out, grad, i, p)
 
 
-sgd_step: Final = HostStep(_update, ("momentum_buffer",), _kernel_args, has_buffers=lambda params: params.momentum != 0)
+@njit(nogil=True, cache=True, error_model="numpy")
+def _update_split(
+    halves: Any,
+    start: Any,
+    stop: Any,
+    buffers: Any,
+    grad: Any,
+    args: Any,
+    position: Any,  # noqa: ARG001
+) -> None:  # [Note: Chunks] in executor.optimizer.split
+    values = np.empty(CHUNK, np.float32)
+    for begin in range(first_chunk(start), stop, CHUNK):
+        whole, cut, gradient = open_chunk(halves, begin, start, stop, buffers, grad, values)
+        _update(whole, *cut, gradient, None, *args)  # type: ignore[call-arg]
+        close_chunk(halves, begin, values)
+
+
+sgd_step: Final = HostStep(
+    _update, _update_split, ("momentum_buffer",), _kernel_args, has_buffers=lambda params: params.momentum != 0
+)
 """As ``torch.optim.SGD`` (Sutskever et al., ICML 2013), with g = ``grad_scale`` * ``grad``::
 
     g = g + weight_decay * p
@@ -74,4 +96,69 @@ sgd_step: Final = HostStep(_update, ("momentum_buffer",), _kernel_args, has_buff
     p = p - lr * (g + momentum * m with Nesterov's momentum, else m)
 
 Step 1 has no momentum yet. Without momentum m is not used, and may be ``None``.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class AdagradParams:
+    """Hyper-parameters, as ``torch.optim.Adagrad`` names and bounds them.
+
+    Raises:
+        ValueError: one is negative or not finite.
+    """
+
+    lr: float = 1e-2
+    lr_decay: float = 0.0
+    weight_decay: float = 0.0
+    eps: float = 1e-10
+
+    def __post_init__(self) -> None:
+        check_params(self, not_negative=("lr", "lr_decay", "weight_decay", "eps"))
+
+
+def _adagrad_args(params: AdagradParams, step: int, grad_scale: float) -> tuple[object, ...]:
+    rate = params.lr / (1 + (step - 1) * params.lr_decay)
+    return params.weight_decay > 0, float32s(grad_scale, params.weight_decay, rate, params.eps)
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _update_adagrad(master: Any, sum_of_squares: Any, grad: Any, weight_out: Any, decays: Any, factors: Any) -> None:
+    grad_scale, weight_decay, rate, eps = factors
+    for i in range(master.size):
+        p = master[i]
+        g = as_float32(grad[i]) * grad_scale
+        if decays:
+            g = g + weight_decay * p
+        s = sum_of_squares[i] + g * g
+        p = p - rate * g / (math.sqrt(s) + eps)
+        sum_of_squares[i] = s
+        master[i] = p
+        store_weight(weight_out, grad, i, p)
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _update_adagrad_split(
+    halves: Any,
+    start: Any,
+    stop: Any,
+    buffers: Any,
+    grad: Any,
+    args: Any,
+    position: Any,  # noqa: ARG001
+) -> None:  # [Note: Chunks] in executor.optimizer.split
+    values = np.empty(CHUNK, np.float32)
+    for begin in range(first_chunk(start), stop, CHUNK):
+        whole, cut, gradient = open_chunk(halves, begin, start, stop, buffers, grad, values)
+        _update_adagrad(whole, *cut, gradient, None, *args)  # type: ignore[call-arg]
+        close_chunk(halves, begin, values)
+
+
+adagrad_step: Final = HostStep(_update_adagrad, _update_adagrad_split, ("sum",), _adagrad_args)
+"""As ``torch.optim.Adagrad`` (Duchi et al., JMLR 12, 2011), with g = ``grad_scale`` * ``grad``::
+
+    g = g + weight_decay * p
+    s = s + g * g
+    p = p - lr / (1 + (step - 1) * lr_decay) * g / (sqrt(s) + eps)
+
+The sum s starts from the initial accumulator value.
 """

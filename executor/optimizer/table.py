@@ -30,6 +30,7 @@ from executor.optimizer.adamw_8bit import KEYS, adamw_8bit_, adamw_8bit_step
 from executor.optimizer.adamw_bf16 import adamw_bf16_, adamw_bf16_step
 from executor.optimizer.muon import MuonParams, muon_step
 from executor.optimizer.reference import AdamW8bit, AdamWBf16, Lion, Muon, adam_numbers, read_muon, read_seeded, rounds
+from executor.optimizer.split import SplitMaster
 from planner.optimizers import OPTIMIZERS, UPDATED_AT_ONCE, Optimizer
 
 Params = AdamWParams | SeededAdamWParams | SgdParams | AdagradParams | LionParams | MuonParams
@@ -93,7 +94,13 @@ class OptimizerEntry:
         return Rule(entry, entry.read(group))
 
     def warm_up(
-        self, grad_dtype: npt.DTypeLike, group: Group, *, writes_bf16: bool, master_dtype: npt.DTypeLike = np.float32
+        self,
+        grad_dtype: npt.DTypeLike,
+        group: Group,
+        *,
+        writes_bf16: bool,
+        master_dtype: npt.DTypeLike = np.float32,
+        splits: bool = False,
     ) -> None:
         """Compile a group's kernels, or load them from numba's cache, so that the first step does not have to.
 
@@ -102,13 +109,17 @@ class OptimizerEntry:
             group: hyper-parameters.
             writes_bf16: whether steps will write bf16 weights, to memory of their own or over bf16 gradients.
             master_dtype: of the master copy: ``float32``, or ``uint16`` (bf16 bits).
+            splits: whether master copies are split instead.
         """
         entry = self.of_group(group)
         if entry.others is not None:
             return  # torch's products are compiled already
         buffers = [np.zeros(1, _KERNEL_DTYPES[num_bytes]) for num_bytes, _ in OPTIMIZERS[entry.planned_as].buffers]
-        state = [np.zeros(1, master_dtype), *buffers]
         grad = np.zeros(1, grad_dtype)
+        if splits:
+            entry.host([SplitMaster.of_zeros(1), *buffers], grad, None, entry.read(group), 1, 1.0, None)
+            return
+        state = [np.zeros(1, master_dtype), *buffers]
         for weight_out in (np.zeros(1, np.uint16), grad) if writes_bf16 else (None,):
             entry.host(state, grad, weight_out, entry.read(group), 1, 1.0, None)
 

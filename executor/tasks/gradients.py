@@ -133,7 +133,7 @@ class GradientTasks:
             if self._num_micro_batches == 1 and parameter.flushed != iteration:
                 self._backend.copy(target, source)
             else:
-                self._backend.accumulate(target, source, first=parameter.flushed != iteration)
+                self._backend.accumulate(target, source, self._team, first=parameter.flushed != iteration)
         if self._is_on_device(gradient):
             self._backend.record_stream(gradient.values)
         parameter.flushed = iteration

@@ -12,11 +12,13 @@ from executor.checkpoint.source import MASTER, Key, Slice, files_of
 from executor.devices.backend import Backend
 from executor.memory.arenas import Arena
 from executor.memory.nvme import StoredValues
-from executor.memory.pieces import StateBuffer, state_buffers
+from executor.memory.pieces import Piece, StateBuffer, state_buffers
 from executor.memory.state import ModelState
+from executor.optimizer.split import SplitMaster
 from executor.optimizer.table import OptimizerEntry
 from executor.options import SessionOptions
 from planner.decisions import Place
+from planner.decisions.precision import TIE_PARAMS
 from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import Lane, MemoryClass, Op
 
@@ -93,21 +95,21 @@ class Snapshots:
         """See :class:`executor.checkpoint.source.Source`."""
         return self._buffer(state).params
 
-    def tensors(self, key: Key) -> Sequence[torch.Tensor | Buffer | StoredValues]:
+    def tensors(self, key: Key) -> Sequence[Any]:
         """See :class:`executor.checkpoint.source.Source`."""
         unit = self._state.units[key[0]]
         piece = unit.pieces[key[1]]
         if piece.place is Place.NVME:
-            return self._state.nvme.values(key)
-        tensors = [tensor.detach().view(torch.uint8) for tensor in unit.state(piece)]
+            return _joined(piece, self._state.nvme.values(key))
+        tensors = [tensor.detach().view(torch.uint8) for tensor in unit.tensors(piece)]
         if piece.place is Place.GPU:
             return tensors
         self._wait()  # copies to host memory may still run
-        return [tensor.numpy() for tensor in tensors]
+        return _joined(piece, [tensor.numpy() for tensor in tensors])
 
     def copy(self, buffer: Buffer, values: Any) -> None:
         """See :class:`executor.checkpoint.source.Source`."""
-        if isinstance(values, StoredValues):
+        if isinstance(values, StoredValues | _SplitValues):
             values.read(torch.from_numpy(buffer), self._scratch)
             return
         self._backend.copy(torch.from_numpy(buffer), values)
@@ -140,3 +142,50 @@ class Snapshots:
             for part in parameter.parts
             if part.piece.index == key[1] and (parameter.shard.dim is not None or not parameter.shard.mesh.tensor)
         ]
+
+
+def _joined(piece: Piece, tensors: Sequence[Any]) -> Sequence[Any]:
+    """Return the tensors of a piece's state with a split master copy as one."""
+    if not piece.splits:
+        return tensors
+    weights, remainders, *buffers, ties = tensors
+    return [_SplitValues((weights, remainders, ties), 0, 4 * piece.num_params), *buffers]
+
+
+class _SplitValues:
+    """A range of bytes of split master copies, as float32. It is sliced like a tensor, and joined when it is copied.
+
+    Args:
+        halves: weights, remainders and ties of a piece, as bytes on the host or on NVMe.
+        start, stop: the range, whole values.
+    """
+
+    def __init__(self, halves: tuple[Any, ...], start: int, stop: int) -> None:
+        self._halves = halves
+        self._start, self._stop = start, stop
+
+    def __len__(self) -> int:
+        return self._stop - self._start
+
+    def __getitem__(self, part: slice) -> "_SplitValues":
+        start, stop, _ = part.indices(len(self))
+        return _SplitValues(self._halves, self._start + start, self._start + stop)
+
+    def read(self, target: torch.Tensor, scratch: torch.Tensor) -> None:
+        """See :meth:`executor.memory.nvme.StoredValues.read`."""
+        start, stop = self._start // 4, self._stop // 4
+        first, last = start // TIE_PARAMS, -(-stop // TIE_PARAMS)  # whole blocks
+        begin, num_params = first * TIE_PARAMS, len(self._halves[0]) // 2
+        end = min(last * TIE_PARAMS, num_params)
+        parts = zip(self._halves, ((begin, end), (begin, end), (first, last)), strict=True)
+        weights, remainders, ties = (_read(half[2 * a : 2 * b], scratch).view(torch.int16) for half, (a, b) in parts)
+        blocks = SplitMaster(weights.view(torch.bfloat16), remainders, ties, start - begin, stop - begin)
+        target.copy_(blocks.joined().view(torch.uint8))
+
+
+def _read(values: Any, scratch: torch.Tensor) -> torch.Tensor:
+    if not isinstance(values, StoredValues):
+        return torch.from_numpy(values)
+    read = torch.empty(len(values), dtype=torch.uint8)
+    values.read(read, scratch)
+    return read

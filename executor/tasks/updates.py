@@ -1,7 +1,7 @@
 """Optimizer updates of pieces: on the host, on the device, and streamed through the device."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import numpy as np
 import torch
@@ -10,12 +10,13 @@ from executor.devices.backend import Backend, as_array, update_on_host
 from executor.distributed.groups import Group
 from executor.distributed.matrices import MatrixPart, update_matrices
 from executor.distributed.shards import ParameterShard
-from executor.memory.pieces import Piece
+from executor.memory.pieces import Piece, State
 from executor.memory.state import ModelState
 from executor.memory.units import ParameterState, SlotPart, UnitState
 from executor.optimizer import WorkerTeam
 from executor.optimizer.muon import MuonParams
 from executor.optimizer.passes import cut
+from executor.optimizer.split import SplitMaster
 from executor.optimizer.table import Rule
 from planner.decisions import Decisions, Place
 from planner.schedule.tasks import Lane, Task
@@ -37,8 +38,8 @@ class _Run(NamedTuple):
     step: int
     shard: ParameterShard | None = None  # of a matrix that ranks share, which is a run of its own
 
-    def of(self, piece: Piece, state: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Return the same range of a piece's tensors, master copy first."""
+    def of(self, piece: Piece, state: Sequence[Any]) -> tuple[Any, ...]:
+        """Return the same range of a piece's state, master copy first, or of other tensors of it."""
         return cut(state, self.start - piece.start, self.stop - piece.start)
 
 
@@ -47,7 +48,7 @@ class _Step(NamedTuple):
 
     run: _Run
     gradients: Sequence[torch.Tensor]
-    state: Sequence[torch.Tensor]
+    state: Sequence[torch.Tensor | SplitMaster]
 
     def part(self, shard: ParameterShard) -> MatrixPart:
         """Return the part of a shared matrix that it is."""
@@ -73,6 +74,7 @@ class UpdateTasks:
         self._backend = backend
         self._team = team
         self._master_is_weight = decisions.precision.master_is_weight
+        self._weight_in_state = decisions.precision.weight_in_state
         self._keeps_spent = decisions.num_devices == 1 and decisions.update_start == "step"
         self._updates: dict[int, Mapping[str, ParameterUpdate]] = {}
         self._slot_of: dict[tuple[str, int], SlotPart] = {}
@@ -99,7 +101,7 @@ class UpdateTasks:
         if not unit.has_gradient(piece, iteration):
             return
         slot = self._state.state_slots[task.slot].of(piece)
-        for target, source in zip(slot.state, unit.state(piece), strict=True):
+        for target, source in zip(slot.tensors, unit.tensors(piece), strict=True):
             self._backend.copy(target, source)
         if piece.leaves:
             self._backend.copy(slot.weights, unit.gradient(piece))
@@ -112,7 +114,7 @@ class UpdateTasks:
         slot = self._slot_of.pop((unit.name, piece.index), None)
         if slot is None:
             return
-        for target, source in zip(unit.state(piece), slot.state, strict=True):
+        for target, source in zip(unit.tensors(piece), slot.tensors, strict=True):
             self._backend.copy(target, source)
         weights = unit.host_weight(piece)
         if weights is not None:
@@ -126,7 +128,7 @@ class UpdateTasks:
         gradient = self._state.nvme.gradient(key) if piece.spilled else unit.gradient(piece)
         # Memory to write weights to, besides the master copy; None if there is none.
         weights = self._state.nvme.weights(key) if unit.on_nvme else unit.host_weight(piece)
-        rounds = weights is not None and not self._master_is_weight
+        rounds = weights is not None and not self._weight_in_state
         state = [*held, *([weights] if weights is not None and rounds else [])]
         runs = list(self._runs(unit, piece, iteration))
         self._take([_Step(run, run.of(piece, [gradient]), run.of(piece, state)) for run in runs], on_host=True)
@@ -137,13 +139,14 @@ class UpdateTasks:
                 stored.set_changed(key)
         if weights is None:
             return
+        master = held[0].weight if isinstance(held[0], SplitMaster) else held[0]
         if unit.on_nvme:
             if 0 < num_updated < piece.num_params:  # the piece is written whole, with weights that got no update
-                weights.copy_(held[0])
+                weights.copy_(master)
         elif not rounds:
-            np.copyto(as_array(weights), as_array(held[0]))
+            np.copyto(as_array(weights), as_array(master))
         elif piece.in_place:
-            self._restore_dropped(unit, piece, weights, held[0], iteration)
+            self._restore_dropped(unit, piece, weights, master, iteration)
 
     def _take(self, steps: Sequence[_Step], *, on_host: bool = False) -> None:
         """Take steps one after another, and at last those of matrices that ranks share, together."""
@@ -172,9 +175,9 @@ class UpdateTasks:
                 for part in parameter.parts_in(piece):
                     weights[part.within].copy_(master[part.within])
 
-    def _update_on_device(self, unit: UnitState, piece: Piece, state: tuple[torch.Tensor, ...], iteration: int) -> None:
+    def _update_on_device(self, unit: UnitState, piece: Piece, state: State, iteration: int) -> None:
         """Update with a gradient that stayed on the device, and write the resident weights, if there are any."""
-        targets = (unit.own(piece),) if unit.on_device and not self._master_is_weight else ()
+        targets = (unit.own(piece),) if unit.on_device and not (self._master_is_weight or piece.splits) else ()
         singles, steps = self._parameter_runs(unit, piece, iteration), list[_Step]()
         for run in self._runs(unit, piece, iteration):
             gradients, stop = list[torch.Tensor](), run.start
@@ -216,9 +219,9 @@ class UpdateTasks:
             self._update_on_device(unit, piece, slot.state, iteration)
         # Write the whole piece: parameters without an update get the same bits again.
         if unit.on_device:
-            unit.own(piece).copy_(slot.state[0])
+            unit.own(piece).copy_(slot.tensors[0])
         elif unit.host_weights is not None:
-            slot.weights.copy_(slot.state[0])
+            slot.weights.copy_(slot.tensors[0])
 
     def _parameter_runs(self, unit: UnitState, piece: Piece, iteration: int) -> Iterator[tuple[ParameterState, _Run]]:
         """Yield each parameter of a piece that got a gradient and is updated, with its range."""

@@ -202,7 +202,7 @@ def _parts(
     checkpoint: Checkpoint,
     unit: UnitState,
     piece: Piece,
-    state: tuple[torch.Tensor, ...],
+    state: tuple[Any, ...],
 ) -> Iterator["_SavedPart"]:
     """Yield the parts of parameters in a piece, with this state."""
     keys = _keys(optimizer, piece.kind)
@@ -236,7 +236,8 @@ class _SavedPart:
     def is_direct(self) -> bool:
         """Whether values are read to where they are kept: in host memory, as they were saved."""
         return self._own.keys() == self._dtypes.keys() and all(
-            not tensor.is_cuda and tensor.dtype is self._dtypes[key] for key, tensor in self._own.items()
+            isinstance(tensor, torch.Tensor) and not tensor.is_cuda and tensor.dtype is self._dtypes[key]
+            for key, tensor in self._own.items()
         )
 
     def requests(self) -> Iterator[ReadRequest]:

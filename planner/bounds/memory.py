@@ -53,7 +53,7 @@ class Memory:
             versions = self.on.given.num_state_versions
             nvme.plus(on_nvme, float(versions * self.on.given.placed_state_bytes_per_param(unit) * shard))
             weights_there = f"{name}:onnvme"
-            if weights_there in self.on.program.boxes and not self.on.given.precision.master_is_weight:
+            if weights_there in self.on.program.boxes and not self.on.given.precision.weight_in_state:
                 nvme[weights_there] += float(versions * self.on.weight_bytes * shard)
         for unit in (unit for unit in self.on.units if unit.frozen):
             for held, where in ((host, f"{unit.name}:host"), (nvme, f"{unit.name}:onnvme")):
@@ -73,7 +73,7 @@ class Memory:
         if f"{name}:spill" in program.boxes:
             gradients[f"{name}:spill"] -= 1.0
         there = program.variable(f"{name}:there", 0.0, 2.0)
-        if not self.on.given.precision.master_is_weight:
+        if not self.on.given.precision.weight_in_state:
             if self.on.repeats > 1:
                 gradients.plus(served)
             weights = Sum((f"{name}:upload", 1.0)).plus(served)
@@ -81,6 +81,10 @@ class Memory:
             if f"{name}:spill" in program.boxes and f"{name}:onnvme" in program.boxes:
                 elsewhere = weights.plus(Sum((f"{name}:onnvme", 1.0), (f"{name}:spill", -1.0)))
                 program.at_least(f"{name}: weights, or gradients of those on NVMe", Sum((there, 1.0)), elsewhere)
+        elif f"{name}:spill" in program.boxes:  # the host has weights of state on NVMe, and gradients of other state
+            elsewhere = Sum((f"{name}:onnvme", -1.0)) if f"{name}:onnvme" in program.boxes else Sum()
+            elsewhere = elsewhere.plus(self.on.leaves(unit))
+            program.at_least(f"{name}: weights of state on NVMe", Sum((there, 1.0)), elsewhere)
         program.at_least(f"{name}: gradients on the host", Sum((there, 1.0)), gradients)
         return there
 

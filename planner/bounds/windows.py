@@ -217,7 +217,7 @@ class Windows:
         and are read again for the forward.
         """
         device_bytes = float(capacities(self.on.cost)[Tier.GPU])
-        weight_bytes = 0 if self.on.given.precision.master_is_weight else self.on.weight_bytes
+        weight_bytes = 0 if self.on.given.precision.weight_in_state else self.on.weight_bytes
         weights_share = weight_bytes / min(
             map(self.on.given.placed_state_bytes_per_param, self.on.units)
         )  # the most of any unit

@@ -108,7 +108,7 @@ class Work:
         """Add the reads and writes of a unit's parameters, gradients and state on NVMe in an iteration."""
         name, shard = unit.name, self.on.given.placed_params(unit)
         read, written = Resource.NVME_READ, Resource.NVME_WRITE
-        weights_written = 0 if self.on.given.precision.master_is_weight else self.on.weight_bytes
+        weights_written = 0 if self.on.given.precision.weight_in_state else self.on.weight_bytes
         for what, num_bytes, directions in (
             (Place.NVME, self.on.given.placed_state_bytes_per_param(unit) * shard, (read, written)),
             ("spill", self.on.given.spilled_bytes_per_param * shard, (read, written)),

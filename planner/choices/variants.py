@@ -61,8 +61,7 @@ class Variant:
     def space(self) -> Space:
         """All its schedules, of every ZeRO stage."""
         reduce_start = "step" if self.choice.pipeline_parallel > 1 else "backward"
-        given = {**self.setup.given, "policy": "any", "reduce_start": reduce_start, "units": {}}
-        given["fp8_weights"] = self.setup.fp8_weights
+        given = {**self.setup.ours, "policy": "any", "reduce_start": reduce_start, "units": {}}
         return Space(self.setup.units, Decisions.model_validate(given), self.setup.storage)
 
 

@@ -16,6 +16,7 @@ from planner.costs.kernels import KernelCosts
 from planner.costs.layout import Layout
 from planner.costs.resources import Price, RankHardware, Resource
 from planner.decisions import BF16, Decisions, Precision
+from planner.decisions.precision import SPLIT_OPERATOR_BYTES
 from planner.graph import Degrees, Kernel, Unit
 from planner.lowering import stages
 from planner.models.formulas.work import newton_schulz
@@ -214,6 +215,8 @@ class CostModel:
         state = self._precision.optimizer_state(self._kind(task))
         operator_bytes = state.gpu_update_bytes if device.kind == "gpu" else None
         update_bytes = operator_bytes or self._update_bytes(task)
+        if task.splits and device.kind == "gpu":
+            update_bytes += SPLIT_OPERATOR_BYTES
         duration_s = (
             self._with_arithmetic(self._of_measured(update_bytes) * read_s, task, device.num_cores) + products_s
         )
@@ -226,7 +229,7 @@ class CostModel:
 
     def _update_bytes(self, task: Work) -> float:
         """Return the bytes per parameter that an update moves."""
-        return self._precision.update_bytes_per_param(self._kind(task))
+        return self._precision.update_bytes_per_param(self._kind(task), splits=task.splits)
 
     def _with_arithmetic(self, memory_s: float, task: Work, num_cores: float) -> float:
         """Return the time of an update on so many cores, at least that of its arithmetic; on a GPU there are none."""
@@ -234,7 +237,7 @@ class CostModel:
         core_s = self._precision.optimizer_state(kind).host_core_s
         if not num_cores or not core_s:
             return memory_s
-        name = f"{kind}-rounded" if self._precision.master else kind
+        name = f"{kind}-rounded" if self._precision.rounds else kind
         measured = next((s for key, s in (self.profile.host.narrow_update_s or {}).items() if key == name), None)
         arithmetic_s = task.num_params * (measured.value if measured else core_s) / num_cores
         if measured is None and arithmetic_s > memory_s:

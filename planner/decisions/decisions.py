@@ -171,8 +171,8 @@ class Decisions(Sharding):
 
     @property
     def master_is_fetched(self) -> bool:
-        """Whether fetched weights are the master copy: FSDP2 casts it on the device."""
-        return self.precision.master_is_weight or self.gradient_path is GradientPath.FSDP2
+        """Whether fetched weights are in the state: FSDP2 casts the master copy on the device."""
+        return self.precision.weight_in_state or self.gradient_path is GradientPath.FSDP2
 
     @property
     def fetched_bytes_per_param(self) -> int:
@@ -186,8 +186,8 @@ class Decisions(Sharding):
         return self.fetched_bytes_per_param
 
     def stored_weight_bytes(self, unit: str) -> int:
-        """Return the bytes per parameter of a unit's weights on NVMe: 0 if the master copy is the weight."""
-        has_copy = self.units[unit].params == "nvme" and not self.precision.master_is_weight
+        """Return the bytes per parameter of a unit's weights on NVMe beside its state: 0 if they are in it."""
+        has_copy = self.units[unit].params == "nvme" and not self.precision.weight_in_state
         return self.precision.weight_bytes if has_copy else 0
 
     def gathers(self, unit: Unit) -> bool:
@@ -227,8 +227,8 @@ class Decisions(Sharding):
     def serves(self, unit: str, place: Place) -> bool:
         """Return whether the host keeps weights for the device, of a unit's subgroups with this update place.
 
-        It keeps weights that it updates and weights that are fetched. If the master copy is the weight, no extra copy
-        is needed.
+        It keeps weights that it updates and weights that are fetched. If the weight is in the state, no extra copy is
+        needed.
         """
         params = self.units[unit].params
         if params == "nvme" or (self.master_is_fetched and place is not Place.NVME):
@@ -250,7 +250,7 @@ class Decisions(Sharding):
 
     def weights_pass(self, unit: str) -> bool:
         """Return whether streamed state of a unit travels with its gradients, or with its new weights."""
-        weights_go = self.units[unit].fetched and not self.precision.master_is_weight
+        weights_go = self.units[unit].fetched and not self.precision.weight_in_state
         gradients_come = self.flushes(unit, Place.STREAM) and self.gradient_path is not GradientPath.ON_DEVICE
         return gradients_come or weights_go
 

@@ -6,7 +6,8 @@ from typing import Annotated
 from pydantic import Field
 
 from hwprofiles.quantity import Frozen
-from planner.decisions.precision import BF16, Precision
+from planner.decisions.places import Place
+from planner.decisions.precision import BF16, TIE_PARAMS, Precision
 from planner.graph import Degrees, Unit
 from planner.models.captured import Tiles
 from planner.optimizers import OPTIMIZERS, Optimizer
@@ -133,9 +134,14 @@ class Sharding(Frozen):
         kinds = {subgroup.kind for subgroup in self.placed_subgroups(unit)} or {self.optimizer}
         return min(map(self.precision.state_bytes_per_param, kinds))
 
-    def state_bytes(self, subgroup: Subgroup) -> int:
-        """Return the bytes of a subgroup's optimizer state, the master copy included."""
-        return round(self.precision.state_bytes_per_param(subgroup.kind) * subgroup.num_params)
+    def splits(self, place: Place) -> bool:
+        """Return whether master copies that are updated in a place are split."""
+        return self.precision.splits and place is not Place.GPU
+
+    def state_bytes(self, subgroup: Subgroup, place: Place) -> int:
+        """Return the bytes of a subgroup's optimizer state where it is updated, the master copy included."""
+        num_ties = -(-subgroup.num_params // TIE_PARAMS) if self.splits(place) else 0
+        return round(self.precision.state_bytes_per_param(subgroup.kind) * subgroup.num_params) + 2 * num_ties
 
     def piece_params(self, unit: Unit) -> tuple[int, ...]:
         """Return the sizes of a unit's subgroups on one rank, in order."""

@@ -264,7 +264,7 @@ def _mixed(setup: Setup, mix: Mix) -> Decisions:
         for unit in order
     }
     return Decisions(
-        **setup.given,
+        **setup.ours,
         policy="ullage",
         zero_stage=mix.zero_stage,
         num_param_slots=mix.num_slots,
@@ -272,7 +272,6 @@ def _mixed(setup: Setup, mix: Mix) -> Decisions:
         num_gradient_slots=mix.num_gradient_slots,
         num_nvme_slots=mix.num_nvme_slots,
         spill_gradients=mix.spill > 0,
-        fp8_weights=setup.fp8_weights,
         update_start="step" if setup.clip else "backward",
         update_order="forward" if setup.clip else "backward",
         units=units,

@@ -66,7 +66,7 @@ class Setup:
         data_parallel: ranks that each work on tokens of their own.
         micro_batch: sequences per forward on each device.
         num_micro_batches: forwards per iteration.
-        precision: types of weights and gradients.
+        precision: types of weights and gradients. Only our own policy splits master copies.
         optimizer: what updates the parameters.
         clip: clip gradients by their global norm.
         subgroup_params: parameters in one subgroup.
@@ -98,7 +98,12 @@ class Setup:
         """The fields that all decisions for this setup have in common, of every engine."""
         common = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         del common["units"], common["fp8_weights"], common["storage"]
-        return common
+        return common | {"precision": self.precision.whole}
+
+    @property
+    def ours(self) -> dict[str, Any]:
+        """The same of our own policy, which may fetch weights in fp8 and split master copies."""
+        return {**self.given, "fp8_weights": self.fp8_weights, "precision": self.precision}
 
     @functools.cached_property
     def known_mixes(self) -> "dict[Mix, Decisions]":

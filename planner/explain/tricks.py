@@ -167,7 +167,8 @@ def _with_less_resident(bench: Bench) -> Iterator[Decisions]:
 
 def _wide_state(bench: Bench) -> Iterator[Decisions]:
     if wide := OPTIMIZERS[bench.decisions.optimizer].wide:
-        precision = bench.decisions.precision.model_copy(update={"master": None})
+        splits = bench.decisions.precision.splits
+        precision = bench.decisions.precision.model_copy(update={"master": "split" if splits else None})
         for other in _with_less_resident(bench):
             yield changed(other, optimizer=wide, precision=precision)
 

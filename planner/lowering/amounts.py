@@ -134,7 +134,7 @@ def _amounts(decisions: Decisions, unit: Unit, decided: UnitDecision) -> Amounts
         exchanged_params=decisions.exchanged_params(unit),
         pieces=pieces,
         subgroups=decisions.subgroups(unit),
-        state_bytes=tuple(map(decisions.state_bytes, decisions.subgroups(unit))),
+        state_bytes=tuple(map(decisions.state_bytes, decisions.subgroups(unit), decided.update)),
         streamed=tuple(n for n, place in pieces if place is Place.STREAM),
         from_nvme=tuple(n for n, place in pieces if place is Place.NVME),
         flushes=flushes,
@@ -169,7 +169,7 @@ def _parameters(
 def _optimizer(decisions: Decisions, unit: Unit, placed: Counter[Place]) -> HeldBytes:
     held = Counter[Place]()
     for subgroup, place in zip(decisions.subgroups(unit), decisions.units[unit.name].update, strict=True):
-        held[place] += decisions.state_bytes(subgroup)
+        held[place] += decisions.state_bytes(subgroup, place)
     extra_bytes = decisions.habits.host_bytes if decisions.habits else 0
     return _held(
         (Tier.HOST, extra_bytes * placed[Place.CPU]),

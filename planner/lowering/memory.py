@@ -3,6 +3,7 @@
 from collections.abc import Collection, Iterable, Mapping
 
 from planner.decisions import Decisions, GradientPath, Place
+from planner.decisions.precision import SPLIT_SCRATCH_BYTES
 from planner.graph import Unit
 from planner.lowering.activations import OFFLOADS, OffloadRooms, Segment, offloaded_bytes
 from planner.lowering.amounts import HeldBytes
@@ -10,7 +11,7 @@ from planner.lowering.parameters import assign_slots
 from planner.lowering.program import Draft, LoweredUnit, Program
 from planner.lowering.storage import SpillRooms, spilled_bytes
 from planner.lowering.workspace import backward_workspace_bytes
-from planner.optimizers import OPTIMIZERS
+from planner.optimizers import OPTIMIZERS, UPDATED_AT_ONCE
 from planner.schedule.tasks import Lane, MemoryClass, Op, Tier
 
 # DeepSpeed keeps the optimizer's gradients of device updates in fp32 (``stage3.py::initialize_optimizer_states``).
@@ -172,11 +173,14 @@ def _workspace(program: Program, fresh: Fresh) -> None:
             num_bytes = backward_workspace_bytes(unit.unit, sizes, new, gradient_bytes, piled=piled)
         num_bytes = _held_share(program, unit, num_bytes)
         program.hold_while(MemoryClass.WORKSPACE, num_bytes, f"{unit.name} workspace", draft, draft)
+    on_gpu = any(draft.op is Op.ISSUE for draft in program.drafts)
     for unit in program.units:
         for update in unit.updates:
             if update.lane is not Lane.CPU:
                 subgroup = unit.amounts.subgroups[update.piece]
                 num_bytes = subgroup.workspace_bytes + OPTIMIZERS[subgroup.kind].scratch_bytes(subgroup.num_params)
+                if update.splits and on_gpu:  # a host as the device updates in one pass
+                    num_bytes += SPLIT_SCRATCH_BYTES * min(subgroup.num_params, UPDATED_AT_ONCE)
                 program.hold_while(MemoryClass.WORKSPACE, num_bytes, f"{unit.name} update", update, update)
     for draft in program.drafts:
         if draft.op is Op.GATHER and (fp8 := program.named[draft.unit].amounts.fp8) and draft.num_params:

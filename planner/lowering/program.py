@@ -53,6 +53,7 @@ class Draft:
     stalls: bool = dataclasses.field(default=False, init=False)
     matrices: Shapes = dataclasses.field(default=(), init=False)
     in_fp8: bool = dataclasses.field(default=False, init=False)
+    splits: bool = dataclasses.field(default=False, init=False)
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -267,6 +268,7 @@ def _made(
             stalls=d.stalls,
             matrices=d.matrices,
             in_fp8=d.in_fp8,
+            splits=d.splits,
             stage=d.stage,
             after=afters[i],
             after_previous=afters_previous[i],

@@ -150,6 +150,7 @@ def _update(program: Program, unit: LoweredUnit, piece: int, lane: Lane, num_par
     update.num_params = num_params
     subgroup = unit.amounts.subgroups[piece]
     update.matrices, update.num_bytes = subgroup.matrices, subgroup.exchanged_bytes
+    update.splits = program.decisions.splits(unit.amounts.pieces[piece][1])
     unit.updates.append(update)
     return update
 
@@ -276,7 +277,7 @@ def _streamed(program: Program, ring: Ring, unit: LoweredUnit, piece: int, num_p
     unit.changes.append(store)
     if not unit.amounts.fetched:
         return update  # the new weights are written in place
-    if on_device or not decisions.precision.master_is_weight:
+    if on_device or not decisions.precision.weight_in_state:
         store.num_bytes += weight_bytes * num_params
     return store
 

@@ -236,7 +236,7 @@ def other_numerics(decisions: Decisions) -> str | None:
         parts.append(f"the host updates every {habits.num_steps} iterations, the device the largest gradients in each")
     if habits is not None and habits.publishes_late:
         parts.append("weights are one update old")
-    if decisions.precision.master and not decisions.precision.can_be_kept(decisions.optimizer):
+    if decisions.precision.rounds and not decisions.precision.can_be_kept(decisions.optimizer):
         parts.append(f"no master copy beside weights in {decisions.precision.weights}")
     return "; ".join(parts) or None
 

@@ -251,8 +251,25 @@ def find(
 ) -> Found:
     """Search for the best plan; arguments and errors are those of :func:`make_plan`.
 
-    With a ``pool``, proofs for the certificate that need no plan are made there during the search.
+    With a ``pool``, proofs for the certificate that need no plan are made there during the search. Master copies are
+    split if nothing fits with whole ones: updates of split ones take longer where cores bind.
     """
+    assert isinstance(request.precision, Precision)
+    try:
+        return _find(request, max_simulations, progress, budget_s, pool)
+    except InfeasibleError:
+        if (split := request.precision.split) == request.precision:
+            raise
+    return _find(dataclasses.replace(request, precision=split), max_simulations, progress, budget_s, pool)
+
+
+def _find(
+    request: Request,
+    max_simulations: int | None,
+    progress: Progress | None,
+    budget_s: float | None,
+    pool: Executor | None,
+) -> Found:
     rivals = request.variants()
     if proofs := infeasible(rivals):  # a proof saves the search
         raise _infeasible(request, *_closest(request, rivals, proofs), proofs)

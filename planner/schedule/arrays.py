@@ -92,6 +92,7 @@ _amounts = operator.attrgetter(
     "stalls",
     "matrices",
     "in_fp8",
+    "splits",
     "stage",
 )
 

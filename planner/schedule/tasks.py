@@ -144,6 +144,7 @@ class Task:
         stalls: for copies, whether the device computes nothing meanwhile.
         matrices: shapes of the whole matrices that an update orthogonalizes.
         in_fp8: whether the unit's weights come in fp8, so that computing does not cast them.
+        splits: whether an update is of split master copies.
         after: indices of tasks of the same iteration that must have ended; all smaller than ``index``.
         after_previous: indices of tasks of the previous iteration that must have ended.
     """
@@ -165,6 +166,7 @@ class Task:
     stalls: bool = False
     matrices: Shapes = ()
     in_fp8: bool = False
+    splits: bool = False
     stage: int = 0
     after: tuple[int, ...] = ()
     after_previous: tuple[int, ...] = ()
@@ -223,6 +225,8 @@ class Work(Protocol):
     def matrices(self) -> Shapes: ...  # noqa: D102
     @property
     def in_fp8(self) -> bool: ...  # noqa: D102
+    @property
+    def splits(self) -> bool: ...  # noqa: D102
     @property
     def stage(self) -> int: ...  # noqa: D102
 

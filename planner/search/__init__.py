@@ -290,6 +290,7 @@ def _driven_by_us(setup: Setup, decisions: Decisions) -> Decisions:
             "spill_gradients": False,
             "pinned_reads": True,
             "fp8_weights": setup.fp8_weights,
+            "precision": setup.precision,
             "num_nvme_slots": Mix(0, 0, 0).num_nvme_slots,
             "clip": setup.clip,
             "update_start": "backward" if early else "step",

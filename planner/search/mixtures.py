@@ -24,7 +24,7 @@ _SLOTS = ((2, 2, 2), (2, 3, 2), (3, 3, 2))
 _FEWEST_SLOTS = ((2, 1, 1), (1, 1, 1))
 # Mixtures tend to put a little of everything on NVMe, which costs more than fractions show. So some kinds of data are
 # excluded in turn.
-_WITHOUT = ((), (":spill", ":evict"), (":offload", ":evict"), (":onnvme", ":spill", ":evict"))
+_WITHOUT = ((), (":stays",), (":spill", ":evict"), (":offload", ":evict"), (":onnvme", ":spill", ":evict"))
 # Gradients wait on NVMe if the mixture has them there for at least this share of all units.
 _SPILLING = 0.1
 

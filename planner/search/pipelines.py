@@ -42,7 +42,7 @@ def staged(setup: Setup, num_layers: int, zero_stage: int) -> Decisions:
         layers = [segment[0].segment for segment in stage if segment[0].can_swap]
         count = min(num_layers // min(num_stages - number, setup.num_micro_batches), len(layers))
         keep |= set(layers[len(layers) - count :])
-    given = Decisions(**setup.given, policy="ullage", zero_stage=zero_stage, reduce_start="step", units={})
+    given = Decisions(**setup.ours, policy="ullage", zero_stage=zero_stage, reduce_start="step", units={})
     units = {
         unit.name: UnitDecision(
             params="gpu",

@@ -44,6 +44,7 @@ def plans(
         "family": draw(st.sampled_from(families)),
         "optimizer": draw(st.sampled_from(optimizers)),
         "dtype": draw(st.sampled_from([torch.bfloat16, torch.float32])),
+        "splits": draw(st.booleans()),
         "num_micro_batches": num_micro_batches,
         "max_norm": 0.5 if clip else None,
         "iterations": 3,

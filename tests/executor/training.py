@@ -121,6 +121,7 @@ class Task:
     group_sizes: tuple[int, ...] = ()  # micro-batches of each iteration; as many as planned if it is empty
     shapes: tuple[tuple[int, int], ...] = ()  # samples and tokens of micro-batches in turn; as planned if it is empty
     frozen: frozenset[str] = frozenset()  # parameters that are planned as frozen
+    splits: bool = False  # master copies, where they can be
     products: str = ""  # a recipe of torchao for products in fp8, of all linear layers; "fp8": planned by formulas
 
 
@@ -303,7 +304,8 @@ PLANNED_AS |= {name: name.removesuffix("-rounded") for name in OPTIMIZERS if nam
 def precision_of(task: Task) -> Precision:
     rounded = task.dtype is torch.bfloat16 and task.optimizer.endswith("-rounded")
     products = "fp8" if task.products == "fp8" else None
-    return Precision(weights=PRECISION[task.dtype], master="bf16" if rounded else None, products=products)
+    found = Precision(weights=PRECISION[task.dtype], master="bf16" if rounded else None, products=products)
+    return found.split if task.splits else found
 
 
 def decide(task: Task, choose, **settings) -> Decisions:

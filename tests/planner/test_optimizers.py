@@ -16,7 +16,8 @@ from test_bounds import check
 from hwprofiles.profile import NarrowUpdate
 from hwprofiles.quantity import Provenance, Quantity
 from planner.costs.model import CostModel
-from planner.decisions import BF16, Place, Precision
+from planner.decisions import BF16, FP32, Place, Precision
+from planner.decisions.precision import SPLIT_OPERATOR_BYTES
 from planner.lowering import lower
 from planner.models import resolve_model
 from planner.optimizers import OPTIMIZERS
@@ -29,6 +30,7 @@ from planner.verification import job_of, verify
 
 ONE_BUFFER = ("sgd", "adagrad", "lion")
 NARROW = (*ONE_BUFFER, "adamw-bf16", "adamw-8bit")
+SPLIT = BF16.split
 ROUNDED = Precision(weights="bf16", master="bf16")
 MOVED = {"adamw-bf16": 20, "adamw-8bit": 16 + 16 / 256}  # bytes of an update per parameter
 HELD = {"adamw": 12, **dict.fromkeys(NARROW, 8), "adamw-8bit": 6 + 8 / 256}  # bytes of state per parameter
@@ -94,7 +96,8 @@ def test_memory_feeds_an_update_of_fewer_bytes_faster():
 @pytest.mark.parametrize("place", [Place.STREAM, Place.CPU, Place.NVME])
 @pytest.mark.parametrize("params", ["gpu", "host"])
 @pytest.mark.parametrize(
-    ("optimizer", "precision"), [*((name, BF16) for name in NARROW), *((name, ROUNDED) for name in MOVED)]
+    ("optimizer", "precision"),
+    [*((name, BF16) for name in NARROW), *((name, ROUNDED) for name in MOVED), ("adamw", SPLIT), ("lion", SPLIT)],
 )
 def test_bounds_hold_where_what_moves_and_holds_state_binds(optimizer, precision, place, params):
     """Drives, links and DRAM are what binds here, so that conditions which ask for AdamW's bytes would fail."""
@@ -126,17 +129,7 @@ def test_a_master_copy_in_bf16_takes_two_bytes_less_and_the_place_of_weights(opt
         return
     units = small_units()
     total = sum(unit.num_params for unit in units)
-
-    def held(precision):
-        decisions = decide(units, place, params=params, optimizer=optimizer, precision=precision)
-        schedule = lower(units, decisions, asynchronous=True)
-        sizes = {tier: dict.fromkeys((MemoryClass.OPTIMIZER, MemoryClass.PARAMETERS), 0) for tier in Tier}
-        for buffer in schedule.buffers:
-            if buffer.memory_class in sizes[buffer.tier]:
-                sizes[buffer.tier][buffer.memory_class] += buffer.num_bytes
-        return sizes
-
-    wide, rounded = held(BF16), held(ROUNDED)
+    wide, rounded = (held(units, place, params, optimizer, precision) for precision in (BF16, ROUNDED))
     tier = {Place.GPU: Tier.GPU, Place.NVME: Tier.NVME}.get(place, Tier.HOST)
     versions = 2 if tier is Tier.NVME else 1
     on_device = 2 * (place is Place.GPU)  # there the weight is the master copy
@@ -144,6 +137,73 @@ def test_a_master_copy_in_bf16_takes_two_bytes_less_and_the_place_of_weights(opt
     assert wide[tier][MemoryClass.OPTIMIZER] - rounded[tier][MemoryClass.OPTIMIZER] == less
     copies = 2 * total if place is Place.CPU or (params == "host" and place is Place.STREAM) else 0
     assert wide[Tier.HOST][MemoryClass.PARAMETERS] - rounded[Tier.HOST][MemoryClass.PARAMETERS] == copies
+
+
+def held(units, place, params, optimizer, precision, num_micro_batches=1):
+    """Return the bytes of state, parameters and gradients by tier."""
+    settings = {"params": params, "optimizer": optimizer, "precision": precision}
+    decisions = decide(units, place, **settings, num_micro_batches=num_micro_batches)
+    classes = (MemoryClass.OPTIMIZER, MemoryClass.PARAMETERS, MemoryClass.GRADIENTS)
+    sizes = {tier: dict.fromkeys(classes, 0) for tier in Tier}
+    for buffer in lower(units, decisions, asynchronous=True).buffers:
+        if buffer.memory_class in classes:
+            sizes[buffer.tier][buffer.memory_class] += buffer.num_bytes
+    return sizes
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 2])
+@pytest.mark.parametrize("optimizer", MOVED)
+@pytest.mark.parametrize("params", ["gpu", "host"])
+def test_split_masters_take_the_place_of_weights_on_the_host(optimizer, params, num_micro_batches):
+    """Gradients of one micro-batch took that place before, and so they have memory of their own; so have all others."""
+    units = small_units()
+    sizes = [unit.num_params for unit in units]
+    whole, split = (
+        held(units, Place.CPU, params, optimizer, precision, num_micro_batches)[Tier.HOST]
+        for precision in (BF16, SPLIT)
+    )
+    ties = sum(2 * -(-size // 256) for size in sizes)
+    assert split[MemoryClass.OPTIMIZER] - whole[MemoryClass.OPTIMIZER] == ties
+    assert whole[MemoryClass.PARAMETERS] == 2 * sum(sizes)
+    assert split[MemoryClass.PARAMETERS] == 0
+    assert split[MemoryClass.GRADIENTS] == 2 * sum(sizes)
+    in_place = num_micro_batches == 1 or params == "gpu"
+    assert whole[MemoryClass.GRADIENTS] == (0 if in_place else 2 * sum(sizes))
+    assert SPLIT.update_bytes_per_param(optimizer, splits=True) == MOVED[optimizer] - 2
+
+
+@pytest.mark.parametrize("place", [Place.CPU, Place.STREAM, Place.GPU])
+@pytest.mark.parametrize("kind", ["gpu", "host"])
+def test_an_update_of_split_masters_takes_the_time_of_what_it_moves(place, kind):
+    units, profile = small_units(), machine()
+    profile = profile.model_copy(update={"device": profile.device.model_copy(update={"kind": kind})})
+
+    def prices_of(precision):
+        decisions = decide(units, place, precision=precision)
+        schedule, cost = lower(units, decisions, asynchronous=True), CostModel.of(profile, units, decisions)
+        return [cost.price(task).duration_s for task in schedule.tasks if task.op is Op.UPDATE]
+
+    operators = SPLIT_OPERATOR_BYTES if place is Place.STREAM and kind == "gpu" else 0
+    moved = 28 if place is Place.GPU else 26 + operators
+    for split, whole in zip(prices_of(SPLIT), prices_of(BF16), strict=True):
+        assert split == pytest.approx(whole * moved / 28)
+
+
+@pytest.mark.parametrize("place", [Place.STREAM, Place.NVME, Place.GPU])
+@pytest.mark.parametrize("params", ["gpu", "host", "nvme"])
+def test_split_masters_take_no_more_anywhere(place, params):
+    if (params == "host" and place is Place.GPU) or (params == "nvme" and place is not Place.NVME):
+        return
+    units = small_units()
+    whole, split = (held(units, place, params, "adamw", precision) for precision in (BF16, SPLIT))
+    for tier in Tier:
+        versions = 2 if tier is Tier.NVME else 1
+        ties = versions * sum(2 * -(-unit.num_params // 256) for unit in units)
+        assert sum(split[tier].values()) <= sum(whole[tier].values()) + ties
+    assert place is not Place.GPU or split == whole
+    stored = whole[Tier.NVME][MemoryClass.PARAMETERS]
+    assert (stored > 0) == (params == "nvme")
+    assert split[Tier.NVME][MemoryClass.PARAMETERS] == 0, "the weight is a part of the state"
 
 
 @pytest.mark.parametrize(("optimizer", "moved"), MOVED.items())
@@ -286,6 +346,17 @@ def test_other_optimizers_keep_no_master_copy_in_bf16(optimizer):
 @pytest.mark.parametrize("name", ["adamw", "lion", "rounded"])
 def test_plans_of_every_optimizer_are_verified(plans, name):
     assert job_of(plans[name]).optimizer == plans[name].decisions.optimizer
-    assert job_of(plans[name]).precision == plans[name].decisions.precision
+    assert job_of(plans[name]).precision == plans[name].decisions.precision.whole
     verified = verify(plans[name])
     assert verified.prediction.iteration_s == pytest.approx(plans[name].prediction.iteration_s, rel=1e-9)
+
+
+def test_master_copies_are_split_where_weights_are_in_bf16_and_their_values_in_fp32():
+    assert SPLIT.master == "split"
+    assert SPLIT.whole == BF16
+    for precision in (FP32, ROUNDED, SPLIT, Precision(weights="bf16", gradients="fp32")):
+        assert precision.split == precision
+    with pytest.raises(ValueError, match="master split needs weights in bf16, not fp32; change one"):
+        Precision(weights="fp32", master="split")
+    with pytest.raises(ValueError, match="master split has the values of fp32, but"):
+        Precision(weights="bf16", master="split", state="bf16")

@@ -79,7 +79,7 @@ def batch_line(plan: Plan) -> str:
     accumulated = f" x {decided.num_micro_batches} micro-batches" if decided.num_micro_batches > 1 else ""
     products = f" with products in {decided.precision.products}" if decided.precision.products else ""
     ranks = "device(s)" if decided.num_devices == decided.data_parallel else "data-parallel rank(s)"
-    master = " (also the master copy)" if decided.precision.master else ""
+    master = " (also the master copy)" if decided.precision.rounds else ""
     per_rank = f"{sequences if items == 'tokens' else f'{decided.micro_batch} samples'}{accumulated}"
     return (
         f"{per_rank} x {decided.data_parallel} {ranks} = {tokens_per_iteration(plan):,} {items}, "

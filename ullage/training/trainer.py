@@ -404,7 +404,7 @@ def _make(
             adamw = {"lr": lr, **_HYPER_PARAMETERS["adamw"]}
             optimizer = torch_class_of(name)(model.named_parameters(), adamw, lr=lr, **more)
         else:
-            if plan.decisions.precision.master:
+            if plan.decisions.precision.rounds:
                 more = {**more, ROUNDS: True}
             optimizer = torch_class_of(name)(model.parameters(), lr=lr, **more)
     return model, optimizer

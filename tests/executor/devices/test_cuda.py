@@ -19,6 +19,7 @@ from training import OPTIMIZERS, Task, assert_same, decide, prepare, reference, 
 from executor.devices import cuda
 from executor.devices.cuda import Clock, CudaBackend, update_on_device
 from executor.optimizer import AdamWParams
+from executor.optimizer.split import SplitMaster
 from executor.optimizer.table import ENTRIES, Rule
 from executor.optimizer.workers import WorkerTeam
 from planner.models.formulas.work import attention_scratch_bytes
@@ -46,7 +47,7 @@ PLACES = [
 @pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES, ids=str)
 @pytest.mark.parametrize(("params", "place", "activations"), PLACES)
 def test_losses_and_norms_follow_the_reference(params, place, activations, dtype, tolerance):
-    task = Task("llama", dtype, iterations=ITERATIONS)
+    task = Task("llama", dtype, iterations=ITERATIONS, splits=True)
     model, optimizer = prepare(task, decide(task, uniform(params, place, activations)), device="cuda", record=True)
     with optimizer.session as session:
         seen = train(task, model, optimizer)
@@ -88,6 +89,18 @@ def test_placements_give_the_bits_of_what_is_resident(family, dtype, attention, 
                 assert_same((seen, final), first)
             assert seen == pytest.approx(first[0], rel=0.02)
     assert resident[True][0] == pytest.approx(resident[False][0], rel=0.02)
+
+
+def test_places_agree_with_each_other():
+    """The host's kernel and the device's round differently, by far less than training moves."""
+    task = Task("llama", iterations=ITERATIONS, splits=True)
+    curves = []
+    for params, place, activations in PLACES:
+        model, optimizer = prepare(task, decide(task, uniform(params, place, activations)), device="cuda")
+        with optimizer.session:
+            curves.append(train(task, model, optimizer))
+    for curve in curves[1:]:
+        assert curve == pytest.approx(curves[0], rel=0.01)
 
 
 @pytest.mark.part(4)
@@ -254,6 +267,21 @@ def test_host_memory_that_cannot_be_registered_is_an_error(monkeypatch):
         backend.empty(10_000, on_device=False)
 
 
+def test_a_device_splits_master_copies_as_the_host_does():
+    """A third of them lies exactly between two weights; some are not finite."""
+    bits = torch.randint(-(2**31), 2**31 - 1, (1000,), dtype=torch.int64, generator=torch.Generator().manual_seed(0))
+    bits[::3] = (bits[::3] & ~0xFFFF) | 0x8000
+    bits[-2:] = torch.tensor([0x7F800000, 0x7FC00000])
+    masters = bits.to(torch.int32).view(torch.float32)
+    here = SplitMaster.of_zeros(len(masters))
+    there = SplitMaster(*(part.to("cuda") for part in here.of_blocks()), 0, len(masters))
+    for split in (here, there):
+        split[7:].copy_(masters[7:])
+    for mine, theirs in zip((*here.of_blocks(), here.joined()), (*there.of_blocks(), there.joined()), strict=True):
+        assert torch.equal(mine.view(torch.uint8), theirs.cpu().view(torch.uint8))
+    assert here.ties.any()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("num_params", [1, 1000, 64, 128, 4097])
 def test_gradients_are_added_up_by_way_of_registered_memory(num_params, dtype, monkeypatch):
@@ -264,8 +292,11 @@ def test_gradients_are_added_up_by_way_of_registered_memory(num_params, dtype, m
     monkeypatch.setattr(torch.Tensor, "cpu", None)
     gradients = torch.randn(3, num_params, generator=torch.Generator().manual_seed(0)).to(dtype)
     held = torch.empty(num_params, dtype=dtype)
-    for number, gradient in enumerate(gradients.to("cuda")):
-        backend.accumulate(held, gradient, first=not number)
+    on_device = gradients.to("cuda")
+    monkeypatch.setattr(torch.Tensor, "add_", None)  # its threads would spin beside those of updates
+    with WorkerTeam(2) as team:
+        for number, gradient in enumerate(on_device):
+            backend.accumulate(held, gradient, team, first=not number)
     assert list(runtime.registered.values()) == [512]
     assert torch.equal(held, gradients[0] + gradients[1] + gradients[2])
 

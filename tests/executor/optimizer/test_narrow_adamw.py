@@ -154,7 +154,7 @@ class Traffic(TorchDispatchMode):
         if not func.is_view:
             read = args[1:] if func is torch.ops.aten.copy_.default else args
             operands = {x.data_ptr(): x for x in tree_leaves(read) if isinstance(x, torch.Tensor)}
-            self.num_bytes += sum(x.nbytes for x in (*operands.values(), result))
+            self.num_bytes += sum(x.nbytes for x in (*operands.values(), *tree_leaves(result)))
         return result
 
 

@@ -44,12 +44,13 @@ ATOL |= {f"{name}-rounded": ATOL[name] for name in ("adamw-bf16", "adamw-8bit")}
 
 
 @pytest.mark.part(5)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("form", ["bf16", "split", "fp32"])
 @pytest.mark.parametrize(("params", "place"), PLACEMENTS)
 @pytest.mark.parametrize("optimizer", OTHERS)
-def test_every_placement_gives_the_same_bits(optimizer, params, place, dtype):
+def test_every_placement_gives_the_same_bits(optimizer, params, place, form):
     """With a rate that changes at every step, groups of other rates and decay, and clipping."""
-    task = Task("gpt2", dtype, optimizer=optimizer)
+    dtype = torch.float32 if form == "fp32" else torch.bfloat16
+    task = Task("gpt2", dtype, optimizer=optimizer, splits=form == "split")
     assert_same(planned(task, decide(task, uniform(params, place))), reference(task))
 
 

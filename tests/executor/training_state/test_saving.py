@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import dataclasses
 import itertools
 import json
 import shutil
@@ -16,7 +17,19 @@ from rank_failures import FullDrive
 from rank_programs import resumed, saved
 from safetensors.torch import load_file
 from test_numerics import mixed, plans
-from training import Task, assert_same, batches, decide, delay, grouped, prepare, reference, uniform, units_of
+from training import (
+    Task,
+    assert_same,
+    batches,
+    decide,
+    delay,
+    grouped,
+    precision_of,
+    prepare,
+    reference,
+    uniform,
+    units_of,
+)
 
 import executor.tasks.snapshots
 from executor.checkpoint import Checkpoint, CheckpointError, Files, Level, ReadRequest, ShardWriter, Store
@@ -96,12 +109,13 @@ def test_a_checkpoint_at_every_iteration_leaves_no_trace_and_any_plan_goes_on_fr
     if data.draw(st.booleans()):  # the same plan again, or another one of the same model
         again, last, _ = run(task, decisions, folder, start=start)
     else:
-        model_units = decide(task, mixed).units
+        model_units, whole = decide(task, mixed).units, dataclasses.replace(task, splits=False)
+        forms = precision_of(whole), precision_of(whole).split
         others = others.model_copy(
             update={
                 "units": model_units,
                 "subgroup_params": 3000,
-                "precision": decisions.precision,
+                "precision": data.draw(st.sampled_from([decisions.precision, *forms])),
                 "num_micro_batches": decisions.num_micro_batches,
                 "clip": decisions.clip,
                 "update_start": decisions.update_start,
@@ -113,13 +127,24 @@ def test_a_checkpoint_at_every_iteration_leaves_no_trace_and_any_plan_goes_on_fr
 
 
 @pytest.mark.part(2)
-@pytest.mark.parametrize("optimizer", ["adam", "adamw-bf16", "adamw-8bit", "sgd", "adagrad", "lion", *ROUNDED])
-def test_every_optimizer_goes_on_bit_for_bit(optimizer, tmp_path):
+@pytest.mark.parametrize(
+    ("optimizer", "splits"),
+    [
+        *((name, False) for name in ["adam", "adamw-bf16", "adamw-8bit", "sgd", "adagrad", "lion", *ROUNDED]),
+        *((name, True) for name in ["adam", "adamw-8bit", "lion", "muon"]),
+    ],
+)
+def test_every_optimizer_goes_on_bit_for_bit(optimizer, splits, tmp_path):
+    """Split master copies go on as whole ones, which go on as split ones."""
     task = Task("llama", optimizer=optimizer)
-    seen, final, _ = run(task, decide(task, mixed), tmp_path / "saved", every=2)
-    again, last, _ = run(task, decide(task, uniform("gpu", "gpu")), tmp_path / "saved", start=2)
-    assert again == {i: seen[i] for i in (2, 3)}
-    assert all(torch.equal(last[name], final[name]) for name in final)
+    split = dataclasses.replace(task, splits=splits)
+    pairs = [(decide(split, mixed), decide(task, uniform("gpu", "gpu")))]
+    pairs += [(decide(task, mixed), decide(split, uniform("nvme", "nvme")))] if splits else []
+    for number, (before, after) in enumerate(pairs):
+        seen, final, _ = run(task, before, tmp_path / str(number), every=2)
+        again, last, _ = run(task, after, tmp_path / str(number), start=2)
+        assert again == {i: seen[i] for i in (2, 3)}
+        assert all(torch.equal(last[name], final[name]) for name in final)
 
 
 def moments(entry):

@@ -1,5 +1,6 @@
 """From a request to a plan, or to a refusal that says what to do."""
 
+import dataclasses
 import os
 import re
 import subprocess
@@ -11,14 +12,18 @@ import pytest
 from cases import decide, small_units
 from machines import machine, rate
 
+from benchmarks.planning import accumulated
 from hwprofiles.registry import load_profile
-from planner.bounds.certificate import prove_misfits
+from planner.bounds.certificate import infeasible, prove_misfits
 from planner.bounds.proof import Proof
-from planner.decisions import Place
+from planner.decisions import Place, Precision
 from planner.models import resolve_model
+from planner.plan.competition import first_fit
 from planner.plan.document import describe
 from planner.plan.planning import InfeasibleError, Request, default_precision, find, make_plan
-from planner.schedule.tasks import Tier
+from planner.schedule.tasks import MemoryClass, Tier
+from planner.verification import job_of, verify
+from ullage.analysis.simulation import engine_decisions
 
 DEMO = resolve_model("demo-llama")
 
@@ -189,3 +194,39 @@ def test_prediction_memory_is_within_capacity() -> None:
         used = plan.prediction.memory[tier]
         assert 0 < used.peak_bytes <= used.capacity_bytes
         assert sum(used.by_class.values()) == used.peak_bytes
+
+
+def test_an_8b_model_with_accumulated_gradients_fits_where_whole_master_copies_do_not() -> None:
+    """In 12 GiB of a GPU and 113 GB of a host: 14 bytes per parameter fit, 16 do not."""
+    asked = accumulated.request(accumulated.machine(150e9))
+    assert infeasible(asked.variants())
+    assert isinstance(asked.precision, Precision)
+    split = dataclasses.replace(asked, precision=asked.precision.split)
+    found = first_fit(split.variants(), asked.seq_len)
+    assert found is not None
+    assert found.decisions.precision.splits
+
+
+def test_master_copies_are_split_where_nothing_fits_with_whole_ones_and_by_no_other_engine() -> None:
+    def asked(host_bytes: float) -> Request:
+        hardware = machine(gpu_bytes=1e8)
+        host = hardware.host.model_copy(
+            update={"memory_bytes": hardware.host.memory_bytes.model_copy(update={"value": host_bytes})}
+        )
+        return Request(
+            resolve_model("demo-llama"),
+            hardware.model_copy(update={"host": host}),
+            seq_len=128,
+            micro_batch=1,
+            num_micro_batches=2,
+        )
+
+    whole = make_plan(asked(1e12), 20)
+    assert whole.decisions.precision == Precision(weights="bf16")
+    held = whole.prediction.memory[Tier.HOST].by_class
+    needed = held[MemoryClass.OPTIMIZER] + held[MemoryClass.PARAMETERS] + held[MemoryClass.GRADIENTS]
+    shares = (0.95, 0.9, 0.85, 0.8, 0.75)
+    plan = next(p for p in (make_plan(asked(share * needed), 20) for share in shares) if p.decisions.precision.splits)
+    assert job_of(plan).precision.splits
+    verify(plan)
+    assert engine_decisions(plan, "zero-offload").precision == Precision(weights="bf16")

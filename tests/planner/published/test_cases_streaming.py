@@ -180,7 +180,7 @@ def test_what_can_only_be_simulated_is_refused_by_name() -> None:
     model, profile = resolve_model("demo-llama"), machine()
     with pytest.raises(ValueError, match="only be simulated so far; give 'bf16' or 'fp32'"):
         Request(model, profile, precision=_BF16)
-    with pytest.raises(ValueError, match="state bf16 needs weights of the same type"):
+    with pytest.raises(ValueError, match="state bf16 needs weights in bf16"):
         Precision(weights="fp32", state="bf16")
 
 

@@ -122,7 +122,7 @@ def test_arrays_that_are_lowered_say_the_same_as_tasks(case: Case) -> None:
         one, other = getattr(lowered, field.name), getattr(from_tasks, field.name)
         if field.name == "works":
             names = [name for name in vars(Work) if isinstance(vars(Work)[name], property)]
-            assert len(names) == 14
+            assert len(names) == 15
             assert [[getattr(each, n) for n in names] for each in one] == [
                 [getattr(t, n) for n in names] for t in other
             ]

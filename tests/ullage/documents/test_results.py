@@ -314,6 +314,23 @@ def storage() -> Iterator[tuple[str, ...]]:
             yield *setting, "proven not to fit", "-"
 
 
+def accumulated() -> Iterator[tuple[str, ...]]:
+    for cell in result("planning_accumulated.json")["cells"]:
+        theirs, held = cell["deepspeed"], cell["held_bytes"]
+        assert cell["fits"]
+        assert not theirs["fits"]
+        assert theirs["with_160_gb_fits"]
+        yield (
+            f"{cell['dram_bytes_per_s'] / 1e9:.0f} GB/s",
+            f"{cell['iteration_s']:.2f} s",
+            f"{cell['tokens_per_s']:,.0f}",
+            f"{held['gpu'] / 2**30:.1f} GiB",
+            f"{held['host'] / 1e9:.1f} GB",
+            f"lacks {theirs['lacks_host_bytes'] / 1e9:.1f} GB",
+            f"{theirs['with_160_gb_iteration_s']:.2f} s",
+        )
+
+
 def storage_gap() -> Iterator[tuple[str, ...]]:
     gaps = [c["gap"] for c in result("planning_storage.json")["cells"] if c["fits"] and c["storage"] == "nvme"]
     yield f"gap to the proven bound with `nvme`, median of {len(gaps)}", percent(statistics.median(gaps))
@@ -399,6 +416,7 @@ TABLES = (
     first_answer,
     study,
     storage,
+    accumulated,
     storage_gap,
     elixir,
     claims,

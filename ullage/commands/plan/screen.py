@@ -101,11 +101,11 @@ def _narrow_state(plan: Plan) -> dict[str, str]:
         decided.precision.state_bytes_per_param(decided.optimizer),
         OPTIMIZERS[wide].state_bytes_per_param,
     )
-    if decided.precision.master:  # there the weight is part of the state
+    if decided.precision.rounds:  # there the weight is part of the state
         wide_bytes += decided.precision.weight_bytes
     num_params = sum(decided.shard_params(unit) for unit in plan.units()) // decided.pipeline_parallel
     saved = si((wide_bytes - own_bytes) * num_params, "B")
-    counted = " with the weight" if decided.precision.master else ""
+    counted = " with the weight" if decided.precision.rounds else ""
     words = f"{own_bytes:.3g} bytes per parameter{counted}, {wide_bytes} with {wide}: {saved} less for each device"
     return {"state": words}
 
