@@ -71,7 +71,7 @@ def prepare_session(
 
     Returns:
         The model, and the optimizer to use from now on. The model has ``no_sync()``, as ``DistributedDataParallel``
-        does: see :mod:`executor.module.accumulation`.
+        does, which changes nothing.
 
     Raises:
         TypeError: the model is not a module, or the optimizer is not an optimizer.

@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from executor.audit import Audit
+from executor.callbacks import replace_attribute
 from executor.checks import check_decisions, check_groups, check_units
 from executor.devices.backend import Meter
 from executor.devices.cores import take_cores
@@ -156,7 +157,8 @@ class Session(contextlib.AbstractContextManager["Session"]):
                 )
                 self.sync_rng_state()
             self._undo += bind_state_dict(model, self._names, self.access.weights)
-            self._undo.append(driver.accumulation.bind(model))
+            # As DistributedDataParallel has it; the plan decides when ranks add their gradients up.
+            self._undo.append(replace_attribute(model, "no_sync", contextlib.nullcontext))
             if options.batch:
                 self._undo.append(backend.forget_shapes)
                 self._undo.append(bind_batches(model, options.batch, lambda: driver.trains, driver.on_other_shape))

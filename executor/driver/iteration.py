@@ -17,7 +17,6 @@ from executor.driver.on_demand import OnDemand, why_not
 from executor.driver.progress import Progress
 from executor.gradients import GradientError
 from executor.memory.units import ParameterState, UnitState
-from executor.module.accumulation import Accumulation
 from executor.module.guards import LEFT_HALF_WAY, ON_DEMAND, OWN_CHECKPOINTING
 from executor.module.user_gradients import UserGradients
 from executor.module.visibility import WeightVisibility
@@ -41,7 +40,6 @@ class IterationDriver:
     an iteration begin.
 
     Attributes:
-        accumulation: checks ``no_sync()`` against the plan.
         gradients: sets ``parameter.grad`` between backward and step.
         num_left: number of iterations that have left the plan, see [Note: On demand] in
             :mod:`executor.driver.on_demand`.
@@ -79,7 +77,6 @@ class IterationDriver:
         self._other_shapes: set[tuple[int, ...]] = set()
         self._model_trains = False  # a training forward is under way
         self._loop, self._units = runtime.loop, runtime.state.units
-        self.accumulation = Accumulation(decisions.num_micro_batches)
         self.gradients = UserGradients(
             decisions, (p for _, p in runtime.state.parameters()), self._norms, self._end_early
         )
@@ -134,8 +131,6 @@ class IterationDriver:
                 "trains (of a trainer of TRL whose reference is the model itself: precompute_ref_log_probs=True); "
                 f"otherwise, {OWN_CHECKPOINTING}"
             )
-        if not self.unit and (expected := self._loop.expected()) is not None:
-            self.accumulation.begin_forward(expected.micro_batch)
         if not self._runtime.inside_iteration:
             self._begin()
         self.progress.forward(unit)
@@ -217,7 +212,6 @@ class IterationDriver:
         with self._leaving:
             self._on_demand = OnDemand(self._runtime, self._access, self._decisions, self._reopen())
             self.progress.leave()
-        self.accumulation.leave()
         self._audit.abandon()
         self._runtime.machine.exclude(self._loop.iteration)
         self._last_short = self._loop.iteration
@@ -274,7 +268,7 @@ class IterationDriver:
             self._audit.begin_iteration(self._loop.iteration, self._access.weights)
         elif self.trains and not self.progress.is_between:  # leave before a segment begins to offload, see its forward
             with self._forward:
-                self._leave(self.progress.unexpected_forward())
+                self._leave(self.progress.unexpected(Op.FORWARD))
 
     def on_model_end(self) -> None:
         """The model's own forward has ended, or failed."""
@@ -332,7 +326,6 @@ class IterationDriver:
         """
         self._runtime.machine.check()
         self.visibility.check_unmodified()
-        self.accumulation.check_step()
         for group in self._groups:
             self._entry.rule(group)  # raises before anything is done
         with self._clipping:
@@ -399,7 +392,6 @@ class IterationDriver:
                 "after optimizer.step()"
             )
         self.gradients.clear()
-        self.accumulation.begin_backward(micro_batch)
         if micro_batch == self._decisions.num_micro_batches - 1 and self._decisions.update_start == "backward":
             self._begin_updates()
 
@@ -442,7 +434,6 @@ class IterationDriver:
         self._runtime.offloaded.drop_all()
 
     def _end_after(self, num_complete: int) -> None:
-        self.accumulation.check_step()
         iteration = self._loop.iteration
         self._runtime.doing = f"iteration {iteration + 1}, which ended after micro-batch {num_complete}"
         self._sync_arrivals()

@@ -8,7 +8,7 @@ import torch
 
 from executor.callbacks import in_backward
 from executor.devices.lanes import LaneMachine
-from executor.module.guards import ANOTHER_BRANCH, LEFT_HALF_WAY, OWN_CHECKPOINTING
+from executor.module.guards import OWN_CHECKPOINTING
 from planner.decisions import Decisions
 from planner.graph import Unit, segments
 from planner.lowering.by_layer import AGAIN
@@ -50,7 +50,6 @@ class Progress:
         self._loop = loop
         self._machine = machine
         self._num_micro_batches = decisions.num_micro_batches
-        self._skips = decisions.update_start == "step"
         self._first = next(task.unit for task in loop.schedule.tasks if task.op is Op.FORWARD)
         self._backward_begins = backward_begins
         self._backward_ended = backward_ended
@@ -70,7 +69,6 @@ class Progress:
             for task in loop.schedule.tasks
             if task.op in _INSIDE_BACKWARD
         }
-        self._ended_after = 0  # micro-batches that ran, if this iteration ended early
         self._watching_end = False  # whether the end of the running backward has a callback
         self._goes_on = False  # whether the backward that has ended was inside another one
         self._left: set[str] = set()  # units that this backward has left
@@ -100,7 +98,6 @@ class Progress:
 
     def end_early(self) -> None:
         """Skip the micro-batches that are missing. Raises as :meth:`forward`."""
-        self._ended_after = self.num_complete
         while (expected := self._loop.expected()) is not None and expected.op is not Op.CLIP:
             self._loop.reach(expected.op, expected.unit)
         self._machine.end_open()
@@ -122,7 +119,6 @@ class Progress:
             LaneError: a task failed on some lane.
         """
         self._reach(Op.FORWARD, unit)
-        self._ended_after = 0
 
     def recompute(self, unit: str) -> None:
         """Recomputation (a forward inside backward) has reached a unit. Raises as :meth:`forward`."""
@@ -151,13 +147,13 @@ class Progress:
         self._skip_to(op, unit)
         try:
             task = self._loop.reach(op, unit)
-        except OutOfOrderError as error:
+        except OutOfOrderError:
             if op in _RUN_AGAIN:
                 raise OutOfOrderError(
                     f"forward reached {unit} inside backward, but the plan does not recompute it there; "
                     f"{OWN_CHECKPOINTING}"
                 ) from None
-            raise OutOfOrderError(self._advice(error, op, unit)) from None
+            raise self.unexpected(op, unit) from None
         if self.task is not None and self.task.op is Op.BACKWARD:
             self._left.add(self.task.unit)
         self.task = task
@@ -182,46 +178,11 @@ class Progress:
         """Forget a backward that is broken off."""
         self._watching_end = self._goes_on = False
 
-    def unexpected_forward(self) -> OutOfOrderError:
-        """Return the error for a forward of the model that begins where the plan has something else."""
-        error = OutOfOrderError(f"the model reached {Op.FORWARD} {self._first}")
-        return OutOfOrderError(self._advice(error, Op.FORWARD, self._first))
-
-    def _advice(self, error: OutOfOrderError, op: Op, unit: str) -> str:
-        """Return the error text, with a remedy, if the plan expected another compute task."""
+    def unexpected(self, op: Op, unit: str = "") -> OutOfOrderError:
+        """Return the error for a task that the model has reached where the plan has another one."""
         expected = self._loop.expected()
-        found = f"the model reached {op} {unit}, but the plan expects"
-        rule = (
-            "Every forward needs its backward and "
-            + ("" if self._num_micro_batches == 1 else f"every {self._num_micro_batches} of them ")
-            + "an optimizer.step(); evaluate under torch.no_grad()"
-        )
-        ended_in = None if self.task is None else self.task.op
-        if op is Op.BACKWARD and expected is not None and expected.op is ended_in is Op.FORWARD:
-            return (
-                f"backward began, but forward has not run {expected.unit}, which the plan expects. {ANOTHER_BRANCH}. "
-                f"{LEFT_HALF_WAY}"
-            )
-        if op is Op.BACKWARD and (expected is None or expected.op is not Op.BACKWARD):
-            return (
-                f"{error}. A forward has one backward: add the losses and call backward once, as in "
-                f"(first + second).backward(). {rule}"
-            )
-        if op is not Op.FORWARD or unit != self._first:
-            return f"{error}. {rule}"
-        if expected is not None and expected.op is not Op.CLIP:
-            return f"{found} {expected.name}. {rule}. {LEFT_HALF_WAY}"
-        more = (
-            "if the loop accumulates more micro-batches than planned, plan for them (num_micro_batches, --accumulate)"
-        )
-        if self._skips:
-            skip = "to skip this update (if the norm is NaN, say), call optimizer.zero_grad(); optimizer.step()"
-        else:
-            skip = "updates began during backward, and only a plan with update_start 'step' can leave them out"
-        why = "all backward passes of the iteration are done"
-        if self._ended_after:
-            why = f"reading or scaling gradients ended the iteration after micro-batch {self._ended_after}"
-        return f"{found} optimizer.step(), since {why}; {more}; {skip}. {rule}"
+        wanted = "optimizer.step()" if expected is None or expected.op is Op.CLIP else expected.name
+        return OutOfOrderError(f"the model reached {op} {unit or self._first}, but the plan expects {wanted}")
 
     def _skip_to(self, op: Op, unit: str) -> None:
         """Skip units that backward never reaches, because neither they nor earlier units need a gradient."""

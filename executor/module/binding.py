@@ -30,7 +30,7 @@ from executor.distributed.shards import BindingError
 from executor.memory.activations import OffloadedActivations, SegmentOffload
 from executor.memory.forward_state import ForwardState, Snapshot
 from executor.module.guarded_parameters import unguarded
-from executor.module.guards import ANOTHER_BRANCH, OWN_CHECKPOINTING, SECOND_ORDER
+from executor.module.guards import OWN_CHECKPOINTING, SECOND_ORDER
 from executor.module.naming import KEYS_ALONE
 from executor.module.tiled_layers import tile_modules
 from executor.module.tiled_logits import tile_head
@@ -142,9 +142,8 @@ def bind(
         unit_of = _compile(model, stay, unit_of, compile_backend, undo)
     if decisions.layer_tile_tokens is not None:
         unit_of = _tile(model, units, unit_of, decisions.layer_tile_tokens, undo)
-    paths = {module: path for path, module in model.named_modules()}
     for marker in markers(unit_of, units):
-        before, after = _hooks(marker.unit, paths[marker.module], callbacks)
+        before, after = _hooks(marker.unit, callbacks)
         if marker.begins:
             undo.append(marker.module.register_forward_pre_hook(before).remove)
         if marker.ends:
@@ -225,17 +224,14 @@ def _bind_ties(model: nn.Module) -> Iterator[Any]:
             yield owner.register_state_dict_post_hook(tying(keys))  # type: ignore[no-untyped-call]
 
 
-def _hooks(unit: str, path: str, callbacks: ModuleCallbacks) -> tuple[Callable[..., None], Callable[..., None]]:
+def _hooks(unit: str, callbacks: ModuleCallbacks) -> tuple[Callable[..., None], Callable[..., None]]:
     """Return the hooks before and after a module's forward, which report that forward or backward has reached it."""
     begun = 0  # autograd's next number when the forward began
 
     def before(_module: nn.Module, _args: Any) -> None:
         nonlocal begun
         begun = torch._C._autograd._get_sequence_nr()
-        try:
-            callbacks.on_forward(unit)
-        except OutOfOrderError as error:
-            raise _naming(error, f"the model reached forward {unit},", path) from None
+        callbacks.on_forward(unit)
 
     def arrive(_gradient: torch.Tensor) -> None:
         if torch.is_grad_enabled():
@@ -254,14 +250,6 @@ def _hooks(unit: str, path: str, callbacks: ModuleCallbacks) -> tuple[Callable[.
                     _hook_gradient(made, node, arrive)  # else the tensor only passed through this module
 
     return before, after
-
-
-def _naming(error: OutOfOrderError, reached: str, path: str) -> OutOfOrderError:
-    """Return an error that names the module that ran instead of its unit, if that is what it says."""
-    if not path or reached not in (text := str(error)):  # the model itself: a forward without its backward
-        return error
-    ran = f"module {path} ran (in another branch than with the example batch?),"
-    return OutOfOrderError(f"{text.replace(reached, ran)}. {ANOTHER_BRANCH}")
 
 
 def _watch_losses(callbacks: ModuleCallbacks) -> Callable[..., None]:

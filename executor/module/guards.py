@@ -26,12 +26,6 @@ OWN_CHECKPOINTING: Final = (
 )
 """Remedy if forward runs inside backward, or without gradients in training, but the plan has no such forward."""
 
-ANOTHER_BRANCH: Final = (
-    "If this batch takes another branch of the model than the example batch, give prepare() an example batch that "
-    "takes the same"
-)
-"""Cause and remedy if a module runs that the plan does not expect."""
-
 SECOND_ORDER: Final = (
     "gradients of gradients (create_graph=True, as a gradient penalty needs them) are not supported, because weights "
     "move during backward; leave the penalty out, or train this model in memory"

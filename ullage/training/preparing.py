@@ -78,8 +78,7 @@ def prepare(
     Returns:
         The model and the optimizer to use from now on. ``optimizer.plan`` is the plan, and ``optimizer.session``
         executes it. Under a plan of n micro-batches, call ``step()`` after every n forward and backward passes. The
-        first n - 1 may run inside ``with model.no_sync():``, as with ``DistributedDataParallel``; then their number is
-        checked.
+        first n - 1 may run inside ``with model.no_sync():``, as with ``DistributedDataParallel``.
 
     A plan for several devices needs one process per device, started by ``torchrun``; see
     :func:`executor.prepare.prepare_session`. Without a plan, the number of devices is the number of these processes.

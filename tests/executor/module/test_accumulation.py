@@ -131,17 +131,6 @@ class Loop:
             self.backward()
 
 
-def step_inside(loop):
-    loop.inside()
-    with loop.model.no_sync():
-        loop.optimizer.step()
-
-
-def step_behind_inside(loop):
-    loop.inside()
-    loop.optimizer.step()
-
-
 def step_at_once(loop):
     loop.optimizer.step()
 
@@ -155,8 +144,6 @@ def clip_in_between(loop):
 @pytest.mark.parametrize(
     ("misuse", "message"),
     [
-        (step_inside, r"optimizer.step\(\) .*came inside no_sync\(\)"),
-        (step_behind_inside, r"optimizer.step\(\) .*came right after a micro-batch inside no_sync\(\)"),
         (step_at_once, r"optimizer.step\(\) was called when the plan expects .* the plan has 3 forward and backward"),
         (clip_in_between, r"was scaled \(clipped\), and then more came for this step; clip after the last backward"),
     ],
