@@ -195,7 +195,7 @@ class IterationDriver:
             OutOfOrderError: it cannot; the text is that of ``error``, and why.
         """
         self._check_backward()
-        if reason := why_not(self._runtime):
+        if reason := why_not(self._runtime, self._decisions):
             raise OutOfOrderError(f"{error}. {reason}") from None
 
     def _reopen(self) -> frozenset[str]:
@@ -309,7 +309,7 @@ class IterationDriver:
         expected = self._loop.expected()
         if expected is None or expected.op is Op.CLIP or not expected.micro_batch or self._on_demand is not None:
             return
-        if reason := why_not(self._runtime):
+        if reason := why_not(self._runtime, self._decisions):
             raise GradientError(
                 f"zero_grad() was called when the plan expects {expected.name}, but gradients of earlier "
                 f"micro-batches are summed already; call it after optimizer.step(). {reason}"

@@ -14,7 +14,7 @@ which are made again from the master copy: it rounds to the same bits.
 """
 
 from collections.abc import Collection, Sequence
-from typing import final
+from typing import Final, final
 
 import torch
 
@@ -23,6 +23,8 @@ from executor.runtime import Runtime
 from executor.state_access import StateAccess
 from planner.decisions import Decisions, Place
 from planner.schedule.tasks import Op
+
+_OF_GRADIENTS: Final = frozenset({Op.SCATTER, Op.FLUSH, Op.SPILL})
 
 
 @final
@@ -96,11 +98,13 @@ class OnDemand:
         self._runtime.actions.skip(self._iteration, self._last + 1, self._first_skipped)
 
     def flush_rest(self) -> None:
-        """Move the gradients whose tasks had been issued before the model left the plan."""
+        """Move the gradients whose tasks had been issued before the model left the plan, after all such tasks."""
         runtime = self._runtime
+        of_gradients = (task.index for task in runtime.loop.schedule.tasks if task.op in _OF_GRADIENTS)
+        runtime.loop.issue_up_to(1 + max(of_gradients, default=-1))
         runtime.machine.wait()
         if (collectives := runtime.collectives) is not None:
-            collectives.reduce_rest(self._doing, self._first_skipped)
+            collectives.reduce_rest(self._doing)
         for unit in runtime.state.units.values():
             held = self._held.get(unit.name, {})
             if not (unit.flushing or held):
@@ -168,14 +172,19 @@ class OnDemand:
             first, *others = (unit.arrival(part) for part in parameter.leaving)
             own = unit.group is None and not any(p.piece.in_place or p.piece.spilled for p in parameter.leaving)
             size = parameter.stop - parameter.start
-            values = first if own and not others and len(first) == size else torch.empty(size, dtype=first.dtype)
+            values = (
+                first
+                if own and not others and len(first) == size
+                else torch.empty(size, dtype=first.dtype, device=first.device)
+            )
             held[parameter.name] = FlatGradient(values, parameter.start)
         return held[parameter.name]
 
 
-def why_not(runtime: Runtime) -> str:
+def why_not(runtime: Runtime, decisions: Decisions) -> str:
     """Return why an iteration cannot leave the plan here; empty if it can."""
-    issued = runtime.loop.schedule.tasks[: runtime.loop.num_issued]
-    if any(task.op in {Op.UPDATE, Op.LOAD} for task in issued):
+    issued, last = runtime.loop.schedule.tasks[: runtime.loop.num_issued], decisions.num_micro_batches - 1
+    ends = any(task.op in _OF_GRADIENTS and task.micro_batch == last for task in issued)
+    if any(task.op in {Op.UPDATE, Op.LOAD} for task in issued) or (ends and decisions.update_start == "backward"):
         return "Updates of this plan begin in backward; under a plan with clip=True, they wait for the step"
     return ""

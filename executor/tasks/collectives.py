@@ -35,7 +35,6 @@ class ScheduleCollectives:
         self, state: ModelState, decisions: Decisions, schedule: Schedule, backend: Backend, ranks: Ranks
     ) -> None:
         self._state = state
-        self._schedule = schedule
         self._backend = backend
         self._ranks = ranks
         self._shards = decisions.zero_stage >= 1
@@ -70,19 +69,13 @@ class ScheduleCollectives:
         """Reduce-scatter or all-reduce a unit's gradient, and keep the part that this rank updates."""
         self._reduce(self._state.units[task.unit], task.micro_batch)
 
-    def reduce_rest(self, doing: str, num_issued: int) -> None:
+    def reduce_rest(self, doing: str) -> None:
         """Reduce the gradients that arrived after their unit's last reduction, on any rank. Ranks call it together.
 
-        Args:
-            doing: the call that this rank is in, in words.
-            num_issued: number of the iteration's tasks that had been issued when such gradients began to arrive.
+        All reductions of the schedule must have ended. ``doing`` is the call that this rank is in, in words.
         """
-        last = {task.unit: task.index for task in self._schedule.tasks if task.op is Op.SCATTER}
-        late = {name for name, index in last.items() if index < num_issued}
         owners = [unit for unit, _ in self._state.by_name.values()]
-        waiting = self._ranks.check_same_call(
-            doing, [float(unit.name in late and bool(unit.buckets)) for unit in owners]
-        )
+        waiting = self._ranks.check_same_call(doing, [float(bool(unit.buckets)) for unit in owners])
         for name in dict.fromkeys(unit.name for unit, count in zip(owners, waiting, strict=True) if count):
             self._reduce(self._state.units[name], self._scattered[name][-1])
 

@@ -64,18 +64,19 @@ class Loop:
                 f"the model reached {op} {unit or 'model'}, but the plan expects {wanted}; run the model as it was "
                 "planned (same modules in the same order, as many micro-batches), or plan again"
             )
-        self._issue_up_to(task.index + 1)
+        self.issue_up_to(task.index + 1)
         self._reached += 1
         return task
 
-    def finish(self) -> None:
-        """Issue the rest of this iteration and begin the next."""
-        self._issue_up_to(len(self.schedule.tasks))
-        self._next = 0
-        self._reached = 0
-        self.iteration += 1
-
-    def _issue_up_to(self, stop: int) -> None:
+    def issue_up_to(self, stop: int) -> None:
+        """Issue the tasks before index ``stop`` that have not been issued. The caller has reached its own."""
         if stop > self._next:
             self._machine.issue(self.schedule.tasks[self._next : stop], self.iteration)
             self._next = stop
+
+    def finish(self) -> None:
+        """Issue the rest of this iteration and begin the next."""
+        self.issue_up_to(len(self.schedule.tasks))
+        self._next = 0
+        self._reached = 0
+        self.iteration += 1

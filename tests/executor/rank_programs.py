@@ -80,7 +80,7 @@ def ran(rank: int, size: int, program, task: Task, decisions: Decisions):
                 dist.all_reduce(gradient)
                 parameter.grad = gradient / size
 
-    tokens = batches(task, rank)
+    tokens = batches(task, rank // decisions.tensor_parallel)
     expected = run(program, plain, ReferenceOptimizer(make_optimizer(task, plain)), tokens, task.max_norm, average)
     model, optimizer = prepare(task, decisions)
     with optimizer.session as session:

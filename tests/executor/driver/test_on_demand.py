@@ -46,6 +46,7 @@ def test_any_program_under_any_plan_trains_as_in_memory(plan, program):
         found = planned(program, task, decisions)
     except OutOfOrderError as error:
         assert "Updates of this plan begin in backward" in str(error)
+        assert decisions.update_start == "backward"
     else:
         assert_same(found, in_memory(program, task))
 
@@ -131,7 +132,12 @@ LATE = [[("forward", "whole"), ("backward", "sum"), ("forward", "late"), ("backw
 SHARDED = Task("gpt2", torch.float32, 2, iterations=3)
 
 
+OFTEN = [[("forward", "whole"), ("forward", "without a block"), ("forward", "no gradients"), ("backward", "sum")]] * 3
+DIVIDED = Task("llama-shared", torch.float32, iterations=3)
+
+
 @example(plan=(SHARDED, decide(SHARDED, mixed, data_parallel=2, zero_stage=3)), program=LATE)
+@example(plan=(DIVIDED, decide(DIVIDED, mixed, tensor_parallel=2)), program=OFTEN)
 @given(plans(sizes=(2,), iterations=3, dtype=torch.float32, max_norm=0.5), programs())
 @settings(max_examples=8, deadline=None, phases=[Phase.explicit, Phase.generate])
 def test_ranks_leave_the_plan_together(processes, plan, program):
