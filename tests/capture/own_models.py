@@ -305,7 +305,38 @@ class Timed(nn.Module):
         return self.last(self.activation(x)).square().mean()
 
 
+class Layer(nn.Module):
+    """A layer that scales what the layers inside it make, and keeps a penalty for the model."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Linear(width, width), nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.gamma = nn.Parameter(torch.full((width,), 0.5))
+
+    def forward(self, x):
+        y = self.down(functional.gelu(self.up(self.norm(self.conv(x))))) * self.gamma
+        self.penalty = torch.tanh(y @ self.conv.weight)
+        return x + y
+
+
+class Scaled(nn.Module):
+    """Weights that are read between calls of other modules: of the model, a list, one layer, another module."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.first, self.layer, self.middle = nn.Linear(width, width), Layer(width), nn.Linear(width, 2 * width)
+        self.scales, self.shift = nn.ParameterList([torch.ones(2 * width)]), nn.Parameter(torch.zeros(width))
+        self.back, self.last = nn.Linear(2 * width, width), nn.Linear(width, width)
+
+    def forward(self, x):
+        x = self.middle(self.layer(self.first(x))) * self.scales[0]
+        x = self.last(functional.silu(self.back(x) + self.shift))
+        return x.square().mean() + self.layer.penalty.square().mean()
+
+
 OWN = {
+    "scaled": (Scaled, (CapturedInput(shape=(4, 6, 16)),)),
     "timed": (Timed, (CapturedInput(shape=(4, 3, 16)),)),
     "adapted": (Adapted, (CapturedInput(shape=(4, 12), dtype="int64"),)),
     "mixer": (Mixer, (IMAGES, LABELS)),

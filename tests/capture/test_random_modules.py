@@ -25,7 +25,6 @@ from planner.plan.planning import InfeasibleError, Request, make_plan
 from planner.schedule.tasks import Tier
 from planner.terms import Storage
 from ullage.capture import capture_module
-from ullage.capture.records import CaptureError
 
 FOLDER = tempfile.TemporaryDirectory(prefix="ullage-nvme-")
 NUMBERS = itertools.count()
@@ -62,13 +61,13 @@ def parameter() -> torch.nn.Parameter:
     return torch.nn.Parameter(torch.randn(WIDTH, WIDTH))
 
 
-def test_weights_that_backward_reaches_unseen_are_refused() -> None:
+def test_weights_that_backward_reaches_unseen_are_there_with_what_reads_them() -> None:
     """They would be read in backward before they are brought."""
-    capture_module(lambda: Penalised(before=True), [INPUT], "fp32")
-    with pytest.raises(
-        CaptureError, match=r"the weight attached\.weight reaches the loss by another way than the output of its module"
-    ):
-        capture_module(lambda: Penalised(before=False), [INPUT], "fp32")
+    apart = units_of(capture_module(lambda: Penalised(before=True), [INPUT], "fp32"))
+    joined = units_of(capture_module(lambda: Penalised(before=False), [INPUT], "fp32"))
+    assert [unit.name for unit in apart] == ["first", "attached", "last"]
+    assert [unit.name for unit in joined] == ["first", "attached"]
+    assert {"attached.weight", "last.weight"} < {*joined[1].sizes}
 
 
 def units_of(model: CapturedModel) -> tuple[Unit, ...]:

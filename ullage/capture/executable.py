@@ -13,11 +13,25 @@ from planner.models.captured import CapturedModel
 from ullage.capture.records import CaptureError, Event, Recording
 
 
+class UnseenError(CaptureError):
+    """A weight is read while another unit computes, at a point without a hook.
+
+    Attributes:
+        weight: its name.
+        owner, reading: the units that it belongs to, and that computes then; empty if none does.
+    """
+
+    def __init__(self, message: str, weight: str, owner: str, reading: str) -> None:
+        super().__init__(message)
+        self.weight, self.owner, self.reading = weight, owner, reading
+
+
 def check_executable(recording: Recording, captured: CapturedModel) -> None:
     """Check that hooks see the beginning of each unit, in order, before its weights are read.
 
     Raises:
-        CaptureError: they do not; the message names the weight or module, and the remedy.
+        UnseenError: a weight is read elsewhere; the message names it, and the remedy.
+        CaptureError: units do not run in order; the message names the module, and the remedy.
     """
     found = units(build_graph(captured, captured.batch))
     names = {unit.name: {*unit.sizes, *(s.name for s in unit.frozen), *unit.shared_parameters} for unit in found}
@@ -33,26 +47,32 @@ def check_executable(recording: Recording, captured: CapturedModel) -> None:
     forward = [(recording.visits[visit].first, unit) for visit, unit in begins.items()]
     copied = {copy.path for copy in recording.copies}
     _check_order([unit.name for unit in found if unit.segment not in copied], [unit for _, unit in forward])
-    if (name := _unseen(recording.forward, forward, names)) is not None:
-        raise CaptureError(
+    owners = {name: unit.name for unit in found for name in (*unit.sizes, *(s.name for s in unit.frozen))}
+    if (unseen := _unseen(recording.forward, forward, names)) is not None:
+        name, reading = unseen
+        raise UnseenError(
             f"the weight {name} is read outside the modules that own it, so it cannot be fetched in time; read it in "
-            "the forward of the module that owns it"
+            "the forward of the module that owns it",
+            name,
+            owners.get(name, ""),
+            reading,
         )
     backward = [(position, ends[visit]) for visit, position in recording.arrivals if visit in ends]
     if recording.returns_loss:  # a hook on the loss reports the last unit
         backward.insert(0, (0, found[-1].name))
-    if (name := _unseen(recording.backward, backward, names)) is not None:
-        owner = recording.model.get_submodule(name.rpartition(".")[0])
-        if next(owner.children(), None) is not None:
-            raise CaptureError(
-                f"the weight {name} belongs to a module that calls other modules, and backward reads it where no hook "
-                "is; move it into a small module of its own, whose forward does what is done with it"
-            )
-        raise CaptureError(
+    if (unseen := _unseen(recording.backward, backward, names)) is not None:
+        name, reading = unseen
+        message = (
             f"the weight {name} reaches the loss by another way than the output of its module (an attribute, or an "
             "object that is no tuple, list, dict or dataclass), so its backward is not noticed; return it from "
             "forward"
         )
+        if next(recording.model.get_submodule(name.rpartition(".")[0]).children(), None) is not None:
+            message = (
+                f"the weight {name} belongs to a module that calls other modules, and backward reads it where no hook "
+                "is; move it into a small module of its own, whose forward does what is done with it"
+            )
+        raise UnseenError(message, name, owners.get(name, ""), reading)
 
 
 def _visits(recording: Recording, found_markers: Iterable[Marker]) -> dict[int, str]:
@@ -72,8 +92,10 @@ def _check_order(order: list[str], begun: list[str]) -> None:
         )
 
 
-def _unseen(events: list[Event], boundaries: list[tuple[int, str]], names: dict[str, set[str]]) -> str | None:
-    """Return a weight that is read while a unit without it computes; ``None`` if there is none.
+def _unseen(
+    events: list[Event], boundaries: list[tuple[int, str]], names: dict[str, set[str]]
+) -> tuple[str, str] | None:
+    """Return a weight that is read while a unit without it computes, and that unit; ``None`` if there is none.
 
     Args:
         events: events of forward or of backward.
@@ -82,11 +104,11 @@ def _unseen(events: list[Event], boundaries: list[tuple[int, str]], names: dict[
     """
     left: Iterator[tuple[int, str]] = iter([*boundaries, (len(events), "")])
     position, following = next(left)
-    there: set[str] = set()
+    reading, there = "", set[str]()
     for index, event in enumerate(events):
         while position <= index:
-            there = names[following]
+            reading, there = following, names[following]
             position, following = next(left)
         if event.kernels and (missing := [name for name in event.parameters if name not in there]):
-            return missing[0]
+            return missing[0], reading
     return None

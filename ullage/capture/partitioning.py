@@ -67,6 +67,30 @@ def partition(recording: Recording) -> list[UnitVisits]:
     return _named(_computing(recording, places))
 
 
+def joined_around(
+    recording: Recording, places: list[UnitVisits], weight: str, owner: str, reading: str
+) -> list[UnitVisits] | None:
+    """Return the units where those are one that a weight needs to be there when it is read; ``None`` if they cannot be.
+
+    If the weight belongs to a module that calls others, these are the units inside it: a hook on its output then
+    reports its backward. Else they are the weight's own, and the one that computes when it is read.
+    """
+    number_of = {unit.name: number for number, unit in enumerate(places)}
+    path = weight.rpartition(".")[0]
+    inside = [
+        number
+        for number, unit in enumerate(places)
+        if any(f"{recording.visits[index].path}.".startswith(f"{path}.") for index in unit.visits)
+    ]
+    if not path or len(inside) < 2:
+        inside = [number_of[name] for name in (owner, reading) if name in number_of]
+    first, last = min(inside, default=0), max(inside, default=0)
+    copied = {copy.of for copy in recording.copies}
+    if first == last or any(unit.segment in copied for unit in places[first : last + 1]):
+        return None
+    return _joined(places, [(first, last)])
+
+
 def _block_visits(recording: Recording) -> list[int]:
     """Return the visits of repeated blocks that each run once."""
     count = Counter(visit.path for visit in recording.visits)
