@@ -5,6 +5,7 @@ The executor fetches the weights of a unit when forward or backward reaches it, 
 """
 
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 from executor.distributed.shards import BindingError
 from executor.module.binding import Marker, markers, tiled_modules, unit_modules, without_inner
@@ -13,24 +14,25 @@ from planner.models.captured import CapturedModel
 from ullage.capture.records import CaptureError, Event, Recording
 
 
-class UnseenError(CaptureError):
-    """A weight is read while another unit computes, at a point without a hook.
+class Unseen(NamedTuple):
+    """A weight that is read while another unit computes, at a point without a hook.
 
     Attributes:
         weight: its name.
         owner, reading: the units that it belongs to, and that computes then; empty if none does.
+        message: what to tell the user.
     """
 
-    def __init__(self, message: str, weight: str, owner: str, reading: str) -> None:
-        super().__init__(message)
-        self.weight, self.owner, self.reading = weight, owner, reading
+    weight: str
+    owner: str
+    reading: str
+    message: str
 
 
-def check_executable(recording: Recording, captured: CapturedModel) -> None:
-    """Check that hooks see the beginning of each unit, in order, before its weights are read.
+def check_executable(recording: Recording, captured: CapturedModel) -> Unseen | None:
+    """Check that hooks see the beginning of each unit, in order, before its weights are read; return one that is not.
 
     Raises:
-        UnseenError: a weight is read elsewhere; the message names it, and the remedy.
         CaptureError: units do not run in order; the message names the module, and the remedy.
     """
     found = units(build_graph(captured, captured.batch))
@@ -50,13 +52,11 @@ def check_executable(recording: Recording, captured: CapturedModel) -> None:
     owners = {name: unit.name for unit in found for name in (*unit.sizes, *(s.name for s in unit.frozen))}
     if (unseen := _unseen(recording.forward, forward, names)) is not None:
         name, reading = unseen
-        raise UnseenError(
+        message = (
             f"the weight {name} is read outside the modules that own it, so it cannot be fetched in time; read it in "
-            "the forward of the module that owns it",
-            name,
-            owners.get(name, ""),
-            reading,
+            "the forward of the module that owns it"
         )
+        return Unseen(name, owners.get(name, ""), reading, message)
     backward = [(position, ends[visit]) for visit, position in recording.arrivals if visit in ends]
     if recording.returns_loss:  # a hook on the loss reports the last unit
         backward.insert(0, (0, found[-1].name))
@@ -72,7 +72,8 @@ def check_executable(recording: Recording, captured: CapturedModel) -> None:
                 f"the weight {name} belongs to a module that calls other modules, and backward reads it where no hook "
                 "is; move it into a small module of its own, whose forward does what is done with it"
             )
-        raise UnseenError(message, name, owners.get(name, ""), reading)
+        return Unseen(name, owners.get(name, ""), reading, message)
+    return None
 
 
 def _visits(recording: Recording, found_markers: Iterable[Marker]) -> dict[int, str]:

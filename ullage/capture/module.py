@@ -38,12 +38,12 @@ from planner.models.quantization import Quantization
 from ullage.capture.adapters import check_adapters, make_adapted
 from ullage.capture.architectures import architecture
 from ullage.capture.assembly import assemble, repeated
-from ullage.capture.executable import UnseenError, check_executable
+from ullage.capture.executable import check_executable
 from ullage.capture.fakes import VALUES, Untracked
 from ullage.capture.inputs import NO_EXAMPLE, Example, tensor_of
 from ullage.capture.kernels import UnsupportedOperatorError
 from ullage.capture.operator_checks import RefusedOperatorError
-from ullage.capture.partitioning import UnitVisits, joined_around, partition
+from ullage.capture.partitioning import joined_around, partition
 from ullage.capture.quantized import check_formats, is_packed, pack
 from ullage.capture.recording import OUTPUTS_LOSS, record
 from ullage.capture.records import DTYPES, CaptureError, LongLoopError, Recording
@@ -228,9 +228,8 @@ class _Capture:
                         model.zero_grad()
                     tiled = [model.get_submodule(path) for path in self.token_wise]
                 recording = recorded(tiles, tiled, repeats=repeats)
-            places: list[UnitVisits] | None = partition(recording)
+            places = partition(recording)
             while True:
-                assert places is not None
                 captured = assemble(
                     recording,
                     places,
@@ -242,14 +241,12 @@ class _Capture:
                 captured = repeated(captured, recording)
                 captured = captured.model_copy(update={"num_logits": _num_logits(model, recording), **tiles._asdict()})
                 with _as_capture_errors(self.name):
-                    try:
-                        check_executable(recording, captured)
-                    except UnseenError as error:
-                        places = joined_around(recording, places, error.weight, error.owner, error.reading)
-                        if places is None:
-                            raise
-                    else:
+                    if (unseen := check_executable(recording, captured)) is None:
                         return captured
+                    joined = joined_around(recording, places, unseen.weight, unseen.owner, unseen.reading)
+                    if joined is None:
+                        raise CaptureError(unseen.message)
+                    places = joined
 
 
 def _with_copies(paths: list[str], recording: Recording) -> list[str]:
