@@ -5,6 +5,7 @@ import functools
 
 import pytest
 import torch
+from amount import examples
 from hypothesis import Phase, example, given, settings
 from plans import mixed, plans
 from programs import forward, programs, run
@@ -39,7 +40,9 @@ def planned(program, task, decisions, said=None):
 
 
 @given(plans(), programs())
-@settings(max_examples=40, deadline=None, phases=[Phase.generate])  # to make an example smaller takes minutes
+@settings(
+    max_examples=examples(100), deadline=None, phases=[Phase.generate]
+)  # to make an example smaller takes minutes
 def test_any_program_under_any_plan_trains_as_in_memory(plan, program):
     task, decisions = plan
     try:
@@ -139,7 +142,7 @@ DIVIDED = Task("llama-shared", torch.float32, iterations=3)
 @example(plan=(SHARDED, decide(SHARDED, mixed, data_parallel=2, zero_stage=3)), program=LATE)
 @example(plan=(DIVIDED, decide(DIVIDED, mixed, tensor_parallel=2)), program=OFTEN)
 @given(plans(sizes=(2,), iterations=3, dtype=torch.float32, max_norm=0.5), programs())
-@settings(max_examples=8, deadline=None, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=examples(20), deadline=None, phases=[Phase.explicit, Phase.generate])
 def test_ranks_leave_the_plan_together(processes, plan, program):
     task, decisions = plan
     for found, expected, off in processes.call(2, ran, program, task, decisions):
