@@ -6,12 +6,10 @@ from collections.abc import Callable, Iterator
 from typing import final
 
 import torch
-from torch import nn
 
 from executor.distributed.shards import unshard
 from executor.memory.frozen import FrozenParameter
 from executor.memory.units import ParameterState, UnitState
-from executor.module.guards import OWN_CHECKPOINTING
 from executor.packed import with_own_storage
 from executor.runtime import Runtime, Unbroken
 from planner.graph import Unit
@@ -32,8 +30,7 @@ class StateAccess:
         settled: units whose weights, if resident, are those of this iteration until its updates begin.
     """
 
-    def __init__(self, model: nn.Module, runtime: Runtime, units: tuple[Unit, ...]) -> None:
-        self._model = model
+    def __init__(self, runtime: Runtime, units: tuple[Unit, ...]) -> None:
         self._runtime = runtime
         self._state = state = runtime.state
         self._shared = {unit.name: unit.shared_units for unit in units}
@@ -262,15 +259,7 @@ class StateAccess:
         if not self.is_evaluating:
             self._runtime.check_has_weights()
             self._runtime.check_unparked()
-            try:
-                self.make_current("an evaluation", uses=True)
-            except OutOfOrderError as error:
-                if not self._model.training:
-                    raise
-                raise OutOfOrderError(
-                    f"{error}; a forward without gradients runs before the one that trains (of a trainer of TRL whose "
-                    f"reference is the model itself: precompute_ref_log_probs=True); otherwise, {OWN_CHECKPOINTING}"
-                ) from None
+            self.make_current("an evaluation", uses=True)
             self.is_evaluating = True
         self.fill_slots(unit)
 
