@@ -58,7 +58,7 @@ def check_units(decisions: Decisions, units: tuple[Unit, ...]) -> None:
     """
     for unit in units:
         elsewhere = unit.num_weights and (decisions.units[unit.name].fetched or decisions.gathers(unit))
-        if elsewhere and not unit.forward:
+        if elsewhere and not (unit.forward or unit.is_unused):
             raise ValueError(
                 f"{unit.name} was planned for experts that no token reaches, so the plan never moves it to the "
                 "device; plan without --expert-load, or with a load that reaches all experts"

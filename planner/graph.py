@@ -11,7 +11,7 @@ from planner.models.formulas import experts, float8, megatron_core
 from planner.models.formulas.ends import embedding_operators, head_operators
 from planner.models.formulas.layers import Part, layer_operators, layer_parts
 from planner.models.kernels import Attention, Collective, Elementwise, Gemm, Kernel, Kernels, num_kernels
-from planner.models.operators import Batch, Graph, Operator, weight_of
+from planner.models.operators import UNUSED, Batch, Graph, Operator, weight_of
 from planner.models.parameters import ParameterSpec, layer_path, parameters, root
 from planner.models.patterns import Degrees, Pattern
 from planner.models.sharding import share
@@ -231,10 +231,15 @@ class Unit:
         lists = {name: getattr(self, name) for name in ("forward", "backward", "recompute", "remake")}
         return {name: num_kernels(kernels) for name, kernels in lists.items()}
 
+    @property
+    def is_unused(self) -> bool:
+        """Whether the batch does not reach it; see [Note: Unused units] in :mod:`planner.lowering.parameters`."""
+        return self.operators[0].kind == UNUSED
+
     @functools.cached_property
     def num_modules(self) -> int:
-        """The number of modules with parameters of their own."""
-        return len({spec.name.rpartition(".")[0] for spec in (*self.parameters, *self.frozen)})
+        """The number of modules with parameters of their own that are called."""
+        return 0 if self.is_unused else len({spec.name.rpartition(".")[0] for spec in (*self.parameters, *self.frozen)})
 
     @functools.cached_property
     def activation_output_bytes(self) -> int:

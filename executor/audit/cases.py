@@ -59,6 +59,7 @@ def cases(
         spec.name.partition("[")[0]: number
         for number, segment in enumerate(segments(units))
         for unit in segment
+        if not unit.is_unused
         for spec in (*unit.parameters, *unit.frozen)
     }
     names = {id(shard.whole): name for name, shard in shards.items()}

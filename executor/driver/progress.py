@@ -50,6 +50,7 @@ class Progress:
         self._loop = loop
         self._machine = machine
         self._num_micro_batches = decisions.num_micro_batches
+        self._unused = {unit.name for unit in units if unit.is_unused}
         self._first = next(task.unit for task in loop.schedule.tasks if task.op is Op.FORWARD)
         self._backward_begins = backward_begins
         self._backward_ended = backward_ended
@@ -146,6 +147,8 @@ class Progress:
     def _reach(self, op: Op, unit: str) -> None:
         self._skip_to(op, unit)
         try:
+            if unit in self._unused:
+                raise self.unexpected(op, unit)
             task = self._loop.reach(op, unit)
         except OutOfOrderError:
             if op in _RUN_AGAIN:
@@ -185,10 +188,13 @@ class Progress:
         return OutOfOrderError(f"the model reached {op} {unit or self._first}, but the plan expects {wanted}")
 
     def _skip_to(self, op: Op, unit: str) -> None:
-        """Skip units that backward never reaches, because neither they nor earlier units need a gradient."""
+        """Skip units that the batch never reaches.
+
+        Neither does backward where neither they nor earlier units need a gradient.
+        """
         while (expected := self._loop.expected()) is not None and (expected.op is not op or expected.unit != unit):
             ahead = self._index.get((op, unit, expected.micro_batch), -1) > expected.index
-            if expected.op not in _INSIDE_BACKWARD or not ahead:
+            if not (ahead if expected.op in _INSIDE_BACKWARD else expected.unit in self._unused):
                 return
             self._loop.reach(expected.op, expected.unit)
             self._left.add(expected.unit)

@@ -173,11 +173,15 @@ class FrozenState:
         if on_nvme:
             path = folder_of(folder, "weights") / f"frozen-rank-{ranks.rank if ranks else 0}.state"
             file = RecordFile(path, [size[name] for name in on_nvme], 1, "frozen weights")
+            most_bytes: dict[int, int] = {}  # by slot
+            for name in on_nvme:
+                slot = slots.of_unit[name]
+                most_bytes[slot] = max(most_bytes.get(slot, 0), size[name])
             landing = {
                 slot: host.take_blocks(
                     f"buffer of slot {slot} frozen", {MemoryClass.PARAMETERS: num_bytes}, BLOCK_BYTES
                 )
-                for slot, num_bytes in {slots.of_unit[n]: size[n] for n in on_nvme if n in slots.of_unit}.items()
+                for slot, num_bytes in most_bytes.items()
             }
         found = {}
         for unit in (unit for unit in units if unit.frozen):

@@ -51,7 +51,7 @@ def unit_modules(model: nn.Module, units: tuple[Unit, ...]) -> dict[nn.Module, s
     other unit, or else (it never runs in training) to the other unit. If a module reads parameters of modules inside it
     without calling them, it belongs to the unit that reads them (operators of a captured unit are named by the module
     that runs them). Experts that are divided over several units are left out, because they report themselves which unit
-    computes. The model itself belongs to its first unit.
+    computes. The model itself belongs to the first unit that runs.
 
     Raises:
         BindingError: a module belongs to no unit, or to several.
@@ -82,7 +82,7 @@ def unit_modules(model: nn.Module, units: tuple[Unit, ...]) -> dict[nn.Module, s
     modules = dict(model.named_modules())
     for reader, unit_name in _readers(modules, result, units):
         result.setdefault(reader, unit_name)
-    result.setdefault(model, units[0].name)
+    result.setdefault(model, next(unit.name for unit in units if not unit.is_unused))
     return result
 
 
@@ -111,9 +111,11 @@ class Marker(NamedTuple):
 def markers(unit_of: Mapping[nn.Module, str], units: tuple[Unit, ...]) -> Iterator[Marker]:
     """Yield the modules of ``unit_of`` whose hooks report progress; see [Note: Module boundaries]."""
     order = [unit.name for unit in units]
+    unused = {unit.name for unit in units if unit.is_unused}
     for module, unit in unit_of.items():
         # A module with other units inside reports forward only if its own unit comes first, and never reports backward.
-        inside = {unit_of[inner] for inner in module.modules() if inner in unit_of}
+        # Unused units run on demand only: they are in units of their own with all that is inside them.
+        inside = {unit_of[inner] for inner in module.modules() if inner in unit_of} - unused | {unit}
         yield Marker(module, unit, begins=unit == min(inside, key=order.index), ends=len(inside) == 1)
 
 

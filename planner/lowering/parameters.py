@@ -4,6 +4,11 @@
 views of the weights that it saved in forward: the same bytes are back at the same address before backward reads them. A
 slot is refilled as soon as its previous unit has been used, so a ring of S slots looks S - 1 units ahead. Parameters
 that are still in their slot are not fetched again.
+
+[Note: Unused units] Modules that the example batch does not reach (a tower of images, in a batch of text) make units of
+their own. No task brings their weights, and they use slots of other units that are large enough. If a batch does reach
+one, the iteration leaves the plan, and its weights come into that slot, see [Note: On demand] in
+:mod:`executor.driver.on_demand`. Gradients and updates are planned as those of all others.
 """
 
 import dataclasses
@@ -44,7 +49,7 @@ def assign_slots(program: Program) -> Slots:
     """Give every unit that is fetched or gathered a slot in the ring of units of its size.
 
     If a unit needs several units of one size at once (its own and another's weights, or those of two others), each of
-    the others has a ring of its own.
+    the others has a ring of its own. Units that the batch does not reach take the smallest slot that is large enough.
     """
     rings: dict[tuple[_Size, str], list[LoweredUnit]] = defaultdict(list)
     alone = _needed_at_once(program)
@@ -57,11 +62,22 @@ def assign_slots(program: Program) -> Slots:
         count = min(program.decisions.num_param_slots, len(ring))
         of_unit |= {unit.name: len(sizes) + i % count for i, unit in enumerate(ring)}
         sizes += [size] * count
+    unused = [unit for unit in program.units if unit.unit.is_unused and _moves(unit)]
+    for unit in sorted(unused, key=_size_without_fp8, reverse=True):
+        num_params, frozen_bytes = _size_without_fp8(unit)
+        large = [i for i, size in enumerate(sizes) if size[0] >= num_params and not size[1] and size[2] >= frozen_bytes]
+        of_unit[unit.name] = min(large, key=lambda i: sizes[i][::2], default=len(sizes))
+        if not large:
+            sizes.append((num_params, None, frozen_bytes))
     return Slots(of_unit, *(zip(*sizes, strict=True) if sizes else ((), (), ())))
 
 
 def _size(unit: LoweredUnit) -> _Size:
     return unit.amounts.padded_params, unit.amounts.fp8, unit.amounts.padded_frozen_bytes
+
+
+def _size_without_fp8(unit: LoweredUnit) -> tuple[int, int]:
+    return unit.amounts.padded_params, unit.amounts.padded_frozen_bytes
 
 
 def _needed_at_once(program: Program) -> set[str]:
@@ -76,9 +92,12 @@ def _needed_at_once(program: Program) -> set[str]:
 
 
 def needs_slot(unit: LoweredUnit) -> bool:
-    """Return whether a unit's full parameters are on the device only while they are in a slot."""
-    # An expert that no token visits needs no slot.
-    return bool((unit.amounts.gathered or unit.amounts.fetched) and unit.unit.num_weights and unit.unit.forward)
+    """Return whether tasks bring a unit's full parameters into a slot: not those of an expert that no token visits."""
+    return _moves(unit) and bool(unit.unit.forward)
+
+
+def _moves(unit: LoweredUnit) -> bool:
+    return bool((unit.amounts.gathered or unit.amounts.fetched) and unit.unit.num_weights)
 
 
 def parameters(program: Program) -> None:
@@ -100,10 +119,9 @@ def parameters(program: Program) -> None:
         if user.op is Op.BACKWARD and not (computes.backward or computes.num_params):
             continue  # nothing in or before it is trained
         for name in (user.unit, *computes.shared_units):
-            slot = slots.of_unit.get(name)
-            if slot is None:
+            slot, unit = slots.of_unit.get(name), program.named[name]
+            if slot is None or unit.unit.is_unused:
                 continue
-            unit = program.named[name]
             held, used = occupant.get(slot, (None, None))
             again = anew and user.op is not Op.BACKWARD
             if held is not unit or again or _released(program, unit, passed - used_at[name]):

@@ -1,11 +1,14 @@
 """The graph of a model: its batch, its operators, and which operator uses whose output."""
 
 import dataclasses
-from typing import Literal
+from typing import Final, Literal
 
 from planner.models.kernels import Kernels
 from planner.models.parameters import ParameterSpec
 from planner.models.patterns import Pattern
+
+UNUSED: Final = "unused"
+"""The kind of an operator that only has the parameters of modules which the batch does not reach."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -136,16 +136,32 @@ class Repeated(nn.Module):
         return self.last(x)
 
 
+class Gated(nn.Module):
+    """Has a weight that is read on both sides of its children, in forward and so in backward."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gate, self.inner = nn.Parameter(torch.randn(width)), nn.Linear(width, width)
+
+    def forward(self, x):
+        return self.inner(x * self.gate) * self.gate
+
+
 class Unused(nn.Module):
+    """Has parts that its example batch does not reach, but every second batch of training does."""
+
     def __init__(self) -> None:
         super().__init__()
+        self.image = nn.Sequential(*(Gated(16) for _ in range(4)), nn.LayerNorm(16))
         self.layers = nn.ModuleList(Mlp(16, 32) for _ in range(2))
         self.spare = nn.Linear(16, 16)
 
-    def forward(self, x):
+    def forward(self, x, image=None):
+        if image is not None:
+            x = x + self.image(image)
         for layer in self.layers:
             x = layer(x)
-        return x
+        return x if image is None else self.spare(x)
 
 
 class Residual(nn.Module):
@@ -366,4 +382,6 @@ def batch(name: str, dtype: torch.dtype, seed: int = 0) -> tuple[list, dict]:
             kwargs[spec.name] = tensor
         else:
             args.append(tensor)
+    if name == "unused" and seed % 2:
+        kwargs["image"] = args[0].flip(0)
     return args, kwargs

@@ -134,3 +134,41 @@ def test_offloaded_activations_are_those_that_were_counted(name: str) -> None:
         find_loss(model(*args, **kwargs))[0].backward()
         optimizer.step()
         assert moved == {task.unit: task.num_bytes for task in session.schedule.tasks if task.op is Op.OFFLOAD}
+
+
+def train_with_parts(model: torch.nn.Module, optimizer) -> list[float]:
+    """Reach parts that the example batch does not: not, inside the model's forward, and before it."""
+    seen = []
+    for iteration in range(ITERATIONS):
+        (x,), image = batch("unused", torch.float32, seed=iteration)
+        loss = model(x + model.image(x) if iteration == 2 else x, **image).square().mean()
+        loss.backward()
+        seen += [loss.item(), float(optimizer.clip_grad_norm_(0.5))]
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen
+
+
+@pytest.mark.parametrize("where", ["host", "nvme"])
+def test_parts_that_the_batch_does_not_reach_come_on_demand(where: str) -> None:
+    found = units_of("unused", "fp32")
+    update = (Place.NVME if where == "nvme" else Place.CPU,)
+    assert max(unit.num_params for unit in found) <= SUBGROUP_PARAMS
+    decisions = Decisions(
+        policy="test",
+        precision=Precision(weights="fp32"),
+        micro_batch=4,
+        subgroup_params=SUBGROUP_PARAMS,
+        clip=True,
+        num_param_slots=1,
+        units={unit.name: UnitDecision(params=where, activations="keep", update=update) for unit in found},
+    )
+    plain, plain_optimizer = make("unused", "fp32")
+    expected = train_with_parts(plain, ReferenceOptimizer(plain_optimizer))
+    options = SessionOptions(num_threads=1, storage_dir=Path(FOLDER.name) / str(next(NUMBERS)))
+    model, optimizer = prepare_session(*make("unused", "fp32"), found, decisions, options)
+    with optimizer.session as session:
+        assert train_with_parts(model, optimizer) == expected
+        assert session.num_left == 2
+        final = session.full_parameters()
+        assert not [path for path, weight in weights(plain).items() if not torch.equal(final[path], weight)]

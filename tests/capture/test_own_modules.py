@@ -11,9 +11,12 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop, sdpa_flop
 
+from planner.decisions import Decisions, Place, Precision, UnitDecision
 from planner.graph import Batch, Unit, build_graph, segments, units
+from planner.lowering import lower, slots
 from planner.models.captured import CapturedModel
 from planner.models.kernels import Attention, flop
+from planner.schedule.tasks import Op
 from ullage.capture import capture_module
 from ullage.capture.recording import find_loss
 
@@ -214,13 +217,27 @@ class Towers(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
-        self.unused = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
+        self.first, self.last = nn.Linear(8, 24), nn.Linear(24, 8)
+        self.unused = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 24))
 
     def forward(self, x, image=None):
         return self.last(self.first(x) if image is None else self.unused(image)).sum()
 
 
-def test_a_tower_that_the_batch_does_not_use_is_divided_over_units() -> None:
+def test_a_tower_that_the_batch_does_not_use_needs_no_slot_of_its_own() -> None:
     found = units_of(capture_module(Towers, ["4x8"], "fp32"))
-    assert [unit.num_params for unit in found] == [4 * (8 * 8 + 8)] * 2
+    assert [(unit.name, unit.num_params, unit.is_unused) for unit in found] == [
+        ("unused.0", 2 * (8 * 8 + 8), True),
+        ("unused.2", 8 * 24 + 24, True),
+        ("first", 8 * 24 + 24, False),
+        ("last", 24 * 8 + 8, False),
+    ]
+    sizes = {unit.name: -(-unit.num_params // 1000) for unit in found}
+    on_host = {
+        name: UnitDecision(params="host", activations="keep", update=(Place.CPU,) * count)
+        for name, count in sizes.items()
+    }
+    decisions = Decisions(policy="test", precision=Precision(weights="fp32"), subgroup_params=1000, units=on_host)
+    assert slots(found, decisions).num_params == (8 * 24 + 24, 24 * 8 + 8)
+    moved = {task.unit for task in lower(found, decisions, asynchronous=False).tasks if task.op is Op.FETCH}
+    assert moved == {"first", "last"}

@@ -4,7 +4,7 @@ import bisect
 import dataclasses
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
 from executor.packed import StoredParameter, stored_parameters
@@ -18,6 +18,7 @@ from planner.models.captured import (
     join,
 )
 from planner.models.kernels import Elementwise, Kernel, flop
+from planner.models.operators import UNUSED
 from planner.models.parameters import FrozenFormat, ParameterSpec
 from ullage.capture.partitioning import UnitVisits
 from ullage.capture.records import DTYPES, Recording, Save, Visit
@@ -64,6 +65,14 @@ def assemble(
     _dissolve_segments(recording, places, drafts)
     _set_workspace(recording, drafts, operator_of, len(places))
     _set_outputs(recording, places, drafts)
+    unused = [
+        _Draft(names[0].rpartition(".")[0], UNUSED, number, parameters=names)
+        for number, names in enumerate(_unused(recording, drafts))
+    ]
+    for draft in drafts:
+        draft.unit += len(unused)
+    drafts[:0] = unused
+    places = [*(UnitVisits(draft.path, "", []) for draft in unused), *places]
     blocks: dict[CapturedBlock, int] = {}
     segments = []
     outside: dict[str, int] = {}  # number of operators outside segments, by name
@@ -177,10 +186,11 @@ def _assign_parameters(recording: Recording, places: list[UnitVisits], drafts: l
     for name, number in uses:
         unit_of.setdefault(name.rpartition(".")[0], drafts[number].unit)
     last = {draft.unit: number for number, draft in enumerate(drafts)}
-    _place_unused(recording, places, unit_of)
+    readers = {drafts[number].path: drafts[number].unit for _, number in reversed(uses)}
+    _place_unused(recording, places, unit_of, readers)
     for name, _ in recording.model.named_parameters():
-        if not recording.is_copied(name):
-            unit, number = unit_of[name.rpartition(".")[0]], first_use.get(name, -1)
+        if (unit := unit_of.get(name.rpartition(".")[0])) is not None and not recording.is_copied(name):
+            number = first_use.get(name, -1)
             drafts[number if number >= 0 and drafts[number].unit == unit else last[unit]].parameters.append(name)
     for draft in drafts:
         draft.parameters.sort(key=lambda name: _first_read(recording, draft, name))
@@ -210,29 +220,64 @@ def _units_of_calls(recording: Recording, places: list[UnitVisits]) -> dict[str,
     return found
 
 
-def _place_unused(recording: Recording, places: list[UnitVisits], unit_of: dict[str, int]) -> None:
-    """Choose units for the parameters of modules of which none is used, by the paths of the modules.
+def _place_unused(
+    recording: Recording, places: list[UnitVisits], unit_of: dict[str, int], readers: Mapping[str, int]
+) -> None:
+    """Choose units for the modules of which no parameter is used, but for those of :func:`_unused`.
 
-    Such a parameter goes to the unit that calls its module, or to that of the nearest module. If none is near (a tower
-    that the batch does not use), it goes to the smallest unit that is no block, so that no slot becomes larger than
-    need be.
+    A module goes to the unit that calls it. In a block, it goes to that of the nearest module. Below a module that has
+    or reads weights of its own, it goes to that module's unit: these stay on the device while it runs.
     """
-    called, used, sizes = _units_of_calls(recording, places), dict(unit_of), Counter[int]()
-    blocks = [unit.segment and any(recording.model.get_submodule(unit.segment).children()) for unit in places]
-    others = [number for number, is_block in enumerate(blocks) if not is_block] or [len(places) - 1]
-    named = {name: parameter.numel() for name, parameter in recording.model.named_parameters()}
-    for name, size in named.items():
-        if (module := name.rpartition(".")[0]) in used:
-            sizes[used[module]] += size
-    for name, size in named.items():
+    called, used = _units_of_calls(recording, places), {**readers, **unit_of}
+    segment_of = {path: places[number].segment for path, number in used.items()}
+    for name, _ in recording.model.named_parameters():
         module = name.rpartition(".")[0]
-        if module in used or recording.is_copied(name):
+        if module in unit_of or recording.is_copied(name):
             continue
-        if module not in unit_of:
-            near = max(used, key=lambda other: _in_common(module, other), default="")
-            smallest = min(others, key=sizes.__getitem__)
-            unit_of[module] = called.get(module, used[near] if near and _in_common(module, near) else smallest)
-        sizes[unit_of[module]] += size
+        near = max(used, key=lambda other: _in_common(module, other), default="")
+        inside = bool(segment_of.get(near)) and _is_below(segment_of[near], module)
+        if module in called or inside:
+            unit_of[module] = called.get(module, used.get(near, 0))
+        elif (above := next((path for path in _above(module) if path in used), None)) is not None:
+            unit_of[module] = used[above]
+
+
+def _above(path: str) -> Iterator[str]:
+    """Yield the paths of the modules around one, from the innermost."""
+    while path:
+        path = path.rpartition(".")[0]
+        yield path
+
+
+def _unused(recording: Recording, drafts: Iterable[_Draft]) -> Iterator[list[str]]:
+    """Yield the parameters that are in no draft, in parts that need no larger slot than units do, if possible.
+
+    A module that has weights of its own stays in one part with those inside it, so that these weights are there while
+    it runs; see [Note: Unused units] in :mod:`planner.lowering.parameters`.
+    """
+    sizes, placed = Counter[int](), set[str]()
+    for draft in drafts:
+        placed.update(draft.parameters)
+        sizes[draft.unit] += _count(recording, draft.parameters)
+    left = [n for n, _ in recording.model.named_parameters() if n not in placed and not recording.is_copied(n)]
+    owners = {name.rpartition(".")[0] for name in left}
+
+    def outermost(name: str) -> str:
+        return [path for path in _above(name) if path in owners][-1]
+
+    part: list[str] = []
+    for _, group in itertools.groupby(left, key=outermost):
+        names = list(group)
+        if part and _count(recording, part + names) > max(sizes.values()):
+            yield part
+            part = []
+        part += names
+    if part:
+        yield part
+
+
+def _count(recording: Recording, names: Iterable[str]) -> int:
+    return sum(recording.model.get_parameter(name).numel() for name in names)
 
 
 def _in_common(module: str, other: str) -> int:

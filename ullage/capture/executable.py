@@ -48,7 +48,8 @@ def check_executable(recording: Recording, captured: CapturedModel) -> Unseen | 
     )
     forward = [(recording.visits[visit].first, unit) for visit, unit in begins.items()]
     copied = {copy.path for copy in recording.copies}
-    _check_order([unit.name for unit in found if unit.segment not in copied], [unit for _, unit in forward])
+    planned = [unit.name for unit in found if unit.segment not in copied and not unit.is_unused]
+    _check_order(planned, [unit for _, unit in forward])
     owners = {name: unit.name for unit in found for name in (*unit.sizes, *(s.name for s in unit.frozen))}
     if (unseen := _unseen(recording.forward, forward, names)) is not None:
         name, reading = unseen
