@@ -106,6 +106,7 @@ class OffloadedActivations:
             raise modified_in_place(f"an input or product of {unit}")
         for tensor in (*tensors, *(t for product in segment.products_of[unit] for t in product.tensors)):
             tensor.tensor = None
+        segment.moved.add(unit)
         segment.away.add(unit)
         if unit in self._record:
             self._unwritten.add(unit)
@@ -122,8 +123,11 @@ class OffloadedActivations:
             self.evict(unit)
 
     def bring_back(self, segment: SegmentActivations) -> None:
-        """Bring back the activations of a run of a segment that the plan has offloaded and not reloaded."""
-        for unit in tuple(segment.away):
+        """Bring back the activations of a run of a segment that the plan has offloaded and not reloaded.
+
+        Those of an earlier run stay away: their memory on the host is another run's.
+        """
+        for unit in tuple(segment.away) if self._segments.get(next(iter(segment.products_of))) is segment else ():
             if unit in self._record:
                 self.recall(unit)
             self._reload(segment, unit)
@@ -155,7 +159,6 @@ class OffloadedActivations:
         """Free all tensors at the end of backward, including those of segments without gradients."""
         for segment in self._segments.values():
             segment.drop()
-        self._segments.clear()
 
 
 def _take_ring(rooms: OffloadRooms, of_model: Sequence[Sequence[Unit]], host: Arena) -> dict[str, torch.Tensor]:

@@ -113,8 +113,8 @@ class SavedTensor:
         """Return the tensor to the recomputation, and drop the reference, so that its memory is freed after use."""
         if self.tensor is None:
             raise ActivationError(
-                "backward ran twice through one forward, whose activations are freed by then; run forward before each "
-                "backward"
+                "backward ran twice through one forward, whose activations have been freed or overwritten since; run "
+                "forward before each backward"
             )
         if not self.is_unmodified:
             raise modified_in_place("the input of a segment")
@@ -158,7 +158,8 @@ class SegmentActivations:
         products: in the order in which they ran.
         products_of: the same, by the unit that ran them.
         position: index in ``products`` of the next product of the recomputation.
-        away: units whose offloaded tensors are not on the device.
+        moved: units that were offloaded.
+        away: those of them whose offloaded tensors are not on the device.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -166,6 +167,7 @@ class SegmentActivations:
         self.products: list[Product] = []
         self.products_of: dict[str, list[Product]] = {name: [] for name in names}
         self.position = 0
+        self.moved: set[str] = set()
         self.away: set[str] = set()
 
     def offloaded(self, unit: str) -> Iterator[SavedTensor]:
@@ -175,7 +177,8 @@ class SegmentActivations:
         yield from (tensor for product in self.products_of[unit] if product.is_offloaded for tensor in product.tensors)
 
     def drop(self) -> None:
-        """Free the tensors that were not restored."""
+        """Free the tensors that were not restored. Offloaded ones can be brought back for another backward."""
+        self.away |= self.moved
         for product in self.products:
             for tensor in product.tensors:
                 tensor.tensor = None

@@ -16,7 +16,7 @@ def programs(draw):
     """Any three steps: of each, what happens in which order."""
     event = st.one_of(
         st.tuples(st.just("forward"), st.sampled_from(FORWARDS)),
-        st.tuples(st.just("backward"), st.sampled_from(["sum", "one by one", "the latest"])),
+        st.tuples(st.just("backward"), st.sampled_from(["sum", "one by one", "the latest", "twice"])),
         st.tuples(st.sampled_from(["zero_grad", "give up"]), st.just("")),
     )
     return [draw(st.lists(event, max_size=6)) for _ in range(3)]
@@ -73,6 +73,9 @@ def run(program, model, optimizer, tokens, max_norm, average=lambda: None):
                 optimizer.zero_grad()
             elif what in {"zero_grad", "give up"}:
                 optimizer.zero_grad()
+            elif pending and how == "twice":
+                pending[-1].backward(retain_graph=True)
+                (0.5 * pending.pop()).backward()
             elif pending and how == "sum":
                 sum(pending).backward()
                 pending.clear()

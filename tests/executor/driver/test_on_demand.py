@@ -131,6 +131,15 @@ def test_loops_that_break_the_order_of_backward(loop, plan):
     assert_same((found, final), expected)
 
 
+TWICE = [[("forward", "whole"), ("backward", "twice")]] * 3
+
+
+@pytest.mark.parametrize("activations", ["offload", "offload-nvme"])
+def test_offloaded_activations_serve_a_second_backward(activations):
+    decisions = decide(TASK, uniform("host", "cpu", activations))
+    assert_same(planned(TWICE, TASK, decisions), in_memory(TWICE, TASK))
+
+
 LATE = [[("forward", "whole"), ("backward", "sum"), ("forward", "late"), ("backward", "sum")]] * 3
 SHARDED = Task("gpt2", torch.float32, 2, iterations=3)
 
