@@ -27,7 +27,7 @@ class StateAccess:
     Attributes:
         is_evaluating: whether an evaluation has begun since the last iteration.
         is_closed: whether the session is closed.
-        settled: units whose weights, if resident, are those of this iteration until its updates begin.
+        settled: resident units whose weights are those of this iteration until its updates begin.
     """
 
     def __init__(self, runtime: Runtime, units: tuple[Unit, ...]) -> None:
@@ -164,7 +164,7 @@ class StateAccess:
 
     def _is_settled(self, name: str) -> bool:
         parts = (*self._state.by_parameter.get(name, ()), *self._state.frozen_by_parameter.get(name, ()))
-        return all(unit.slot < 0 and unit.name in self.settled for unit, _ in parts)
+        return all(unit.name in self.settled for unit, _ in parts)
 
     def masters(self) -> Callable[[str], torch.Tensor]:
         """Return a function that returns a parameter's whole master copy, float32, on the host.
@@ -276,7 +276,7 @@ class StateAccess:
                 unit.changed.discard(number)
             if unit.slot < 0 and unit.is_sharded:
                 self._runtime.actions.all_gather(unit)
-        self.settled.update(self._state.units)
+        self.settled.update(unit.name for unit in self._state.units.values() if unit.slot < 0)
 
     def fill_slots(self, unit: str) -> None:
         """Bring all weights that a unit uses to the device, if they are not there."""

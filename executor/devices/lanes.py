@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, final
 
 from executor.checkpoint.files.flusher import lower_thread_priority
@@ -148,8 +148,7 @@ class LaneMachine(contextlib.AbstractContextManager["LaneMachine"]):
             RuntimeError: the machine is closed.
         """
         self.check()
-        with self._ending_if_left():
-            self._issue(tasks, iteration)
+        self._end_if_left(self._issue, tasks, iteration)
 
     def _issue(self, tasks: Sequence[Task], iteration: int) -> None:
         for_lanes: list[_Ticket] = []
@@ -159,19 +158,23 @@ class LaneMachine(contextlib.AbstractContextManager["LaneMachine"]):
                 for_lanes.append(ticket)
                 continue
             # End the open task before lanes wake: a lane that finds it open would wait and wake again.
-            self._end_open(before=task)
-            self._send(for_lanes)
-            for_lanes.clear()
+            if self._open:
+                self._end_tickets(before=task)
+            if for_lanes:
+                self._send(for_lanes)
+                for_lanes.clear()
             self._wait_in_caller(self._begin, ticket)
             if self._stopped:
                 self._check()
             self.on_caller(task.index)
             self._open.append(ticket)
-        self._send(for_lanes)
+        if for_lanes:
+            self._send(for_lanes)
 
     def end_open(self) -> None:
         """End open tasks of the caller's lanes, because the caller leaves them."""
-        self._end_open()
+        if self._open:
+            self._end_if_left(self._end_tickets, None)
 
     def wait(self) -> None:
         """End open tasks, and wait until all tasks issued so far have ended, on the device's streams too.
@@ -316,8 +319,6 @@ class LaneMachine(contextlib.AbstractContextManager["LaneMachine"]):
 
     def _send(self, tickets: Sequence[_Ticket]) -> None:
         """Append tickets to the queues of their lanes."""
-        if not tickets:
-            return
         with self._lock:
             self._num_pending += len(tickets)
             if self._room:
@@ -383,13 +384,8 @@ class LaneMachine(contextlib.AbstractContextManager["LaneMachine"]):
             if not self._num_pending or self._wants_room:
                 self._changed.notify_all()
 
-    def _end_open(self, *, before: Task | None = None) -> None:
-        """End open tickets, ``before`` the caller's next task. The caller wakes no one but lanes that wait for them."""
-        if self._open:
-            with self._ending_if_left():
-                self._end_tickets(before)
-
     def _end_tickets(self, before: Task | None) -> None:
+        """End open tickets, ``before`` the caller's next task. The caller wakes no one but lanes that wait for them."""
         stay = []
         for ticket in self._open:
             # On a GPU, issuing a compute task overlaps with the task itself.
@@ -441,15 +437,14 @@ class LaneMachine(contextlib.AbstractContextManager["LaneMachine"]):
         finally:
             self.is_waiting = False
 
-    @contextlib.contextmanager
-    def _ending_if_left(self) -> Iterator[None]:
-        """Return a context that an exception may leave only while the caller waits. Otherwise lanes stop.
+    def _end_if_left(self, call: Callable[..., None], *args: object) -> None:
+        """Make a call that an exception may leave only while the caller waits. Otherwise lanes stop.
 
         Tickets may have been left half issued or half ended, so that waiting for them would never end.
         """
         self._was_waiting = False
         try:
-            yield
+            call(*args)
         except BaseException:
             if not self._was_waiting:
                 self._stop()

@@ -96,7 +96,7 @@ class IterationDriver:
             unbroken=self._backward,
         )
         shared = {unit.name: unit.shared_units for unit in units}
-        self.visibility = WeightVisibility(runtime.state, shared, shards.values(), access)
+        self.visibility = WeightVisibility(runtime.state, shared, shards.values(), access, access.settled)
 
     @property
     def last_was_whole(self) -> bool:
@@ -113,7 +113,7 @@ class IterationDriver:
         if in_backward():
             with self._backward:
                 self._follow(self.progress.recompute, unit)
-        elif not self.trains and not self._runtime.inside_iteration:
+        elif not self._runtime.inside_iteration and not self.trains:
             self._access.evaluate(unit)
             self.visibility.show(unit)
         elif self.progress.has_left or not self.progress.is_at(Op.FORWARD, unit):
@@ -134,9 +134,10 @@ class IterationDriver:
         if not self._runtime.inside_iteration:
             self._begin()
         self.progress.forward(unit)
-        if unit in self._units:  # in this stream's order, its updates have ended: see [Note: Spent]
-            self._units[unit].spent.clear()
-        self._access.settled.add(unit)
+        if (state := self._units.get(unit)) is not None:
+            state.spent.clear()  # in this stream's order, its updates have ended: see [Note: Spent]
+            if state.slot < 0:
+                self._access.settled.add(unit)
 
     def on_backward(self, unit: str) -> None:
         """Backward has reached a unit. Raises as :meth:`on_forward`."""
@@ -502,6 +503,7 @@ class IterationDriver:
         return self._runtime.actions.gradients.norms(self._loop.iteration)
 
     def _begin_updates(self) -> None:
+        self.visibility.unsettle()
         self._access.settled.clear()
         updates = {}
         numbers = itertools.count()

@@ -90,8 +90,7 @@ _VERSION: Final = "version_of_weights"
 _IS_ALIAS: Final = "is_alias_of_weights"
 _LIKE: Final = "like_weights"  # of an alias without memory: a tensor with its metadata
 _STALE: Final = -1
-# It only reads, and the gradient has its own memory.
-_READ_GRADIENT: Final = torch.Tensor.grad.__get__  # type: ignore[union-attr]
+_GRADIENT: Final[Any] = torch.Tensor.grad
 
 
 class WeightReader(Protocol):
@@ -126,9 +125,6 @@ class Guarded(torch.Tensor):
         Raises:
             ValueError: it does, or the weights cannot be read now.
         """
-        if func == _READ_GRADIENT:  # clipping reads it four times for each parameter
-            with unguarded():
-                return func(*args)
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         written = [t for t in tree_leaves(list(_written(name, func, args, kwargs))) if isinstance(t, Guarded)]
@@ -145,6 +141,21 @@ class Guarded(torch.Tensor):
                 result = func(like, *args[1:], **kwargs)
                 return args[0] if result is like else result
             return _read(name, func, args, kwargs)
+
+    @property
+    def grad(self) -> Any:
+        """The gradient, which has its own memory. Clipping reads it four times for each parameter."""
+        with unguarded():
+            return _GRADIENT.__get__(self)
+
+    @grad.setter
+    def grad(self, gradient: torch.Tensor | None) -> None:
+        with unguarded():
+            _GRADIENT.__set__(self, gradient)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
 
     def set_(self, *_args: object, **_kwargs: object) -> NoReturn:
         """Refuse other memory. torch does not call ``__torch_function__`` for this method.

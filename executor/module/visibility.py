@@ -1,31 +1,54 @@
 """Shows weights in the parameters of the computing unit only, and guards the others."""
 
 from collections.abc import Iterable, Mapping
-from typing import final
+from collections.abc import Set as AbstractSet
+from typing import NamedTuple, final
+
+import torch
+from torch import nn
 
 from executor.distributed.shards import ParameterShard
 from executor.memory.state import ModelState, without_values
-from executor.module.guarded_parameters import WeightReader, guard, lift_guard, refusal, unguard, unguarded
+from executor.module.guarded_parameters import (
+    Guarded,
+    WeightReader,
+    guard,
+    lift_guard,
+    refusal,
+    unguard,
+    unguarded,
+)
+
+
+class _Leaf(NamedTuple):
+    """A parameter, its class while it is not guarded, and what its memory is in sight and out of sight."""
+
+    parameter: nn.Parameter
+    ordinary: type
+    weights: torch.Tensor
+    nothing: torch.Tensor
 
 
 @final
 class WeightVisibility:
     """Shows a unit's weights while it computes.
 
-    At other times, it hides them, guards reads, and refuses all writes.
+    At other times, it guards reads, refuses all writes, and hides the memory of weights.
 
     [Note: Out of sight] Fetched units share slots, and weights of resident units may be those of the previous step
-    until they are uploaded. So while its unit does not compute, a parameter is guarded: code that reads it is given the
-    current weights, and writes are refused (see [Note: Guarded parameters] in
+    until they are uploaded, or half updated. So while its unit does not compute, a parameter is guarded: code that
+    reads it is given the current weights, and writes are refused (see [Note: Guarded parameters] in
     :mod:`executor.module.guarded_parameters`). What reads its memory without PyTorch's knowledge finds NaN of the same
-    shape, not another unit's weights nor old ones. The memory of its weights does not change, so running kernels and
-    autograd's saved tensors are not affected. Quantized parameters of ``torchao`` are left alone, because reading them
-    needs their class.
+    shape, not another unit's weights nor old ones. From a resident unit's forward until updates begin, its memory holds
+    current weights, and is not hidden. The memory of weights does not change, so running kernels and autograd's saved
+    tensors are not affected. Quantized parameters of ``torchao`` are left alone, because reading them needs their
+    class.
 
     Args:
         shared: units whose weights a unit uses besides its own, by its name.
         shards: the shards of all parameters.
         reader: gives current weights to code that reads a parameter while its unit does not compute.
+        settled: resident units whose weights do not change before :meth:`unsettle`.
     """
 
     def __init__(
@@ -34,23 +57,25 @@ class WeightVisibility:
         shared: Mapping[str, tuple[str, ...]],
         shards: Iterable[ParameterShard],
         reader: WeightReader,
+        settled: AbstractSet[str],
     ) -> None:
-        self._reader = reader
-        self._leaves = {
+        self._settled = settled
+        of_units = {
             unit.name: [(shard.leaf, shard.name) for shard in unit.shards() if not shard.stored.is_wrapper]
             for unit in state.units.values()
         }
-        self._views = {
-            name: [(leaf, leaf.data, without_values(leaf.shape, leaf.dtype, leaf.device)) for leaf, _ in leaves]
-            for name, leaves in self._leaves.items()
-        }
+        self._leaves = {name: tuple(_leaf(leaf) for leaf, _ in leaves) for name, leaves in of_units.items()}
         # The units whose weights each unit uses; most units use only their own.
         self._used_by = {
             unit: frozenset(name for name in (unit, *others) if name in self._leaves) for unit, others in shared.items()
         }
         self._shown: frozenset[str] = frozenset(self._leaves)
         self._shown_for: str | None = None
-        self._all = {id(leaf): (leaf, name) for leaves in self._leaves.values() for leaf, name in leaves}
+        self._in_sight = set(self._leaves)  # units whose memory their parameters have
+        self._all = {id(leaf): (leaf, name) for leaves in of_units.values() for leaf, name in leaves}
+        for leaf, name in self._all.values():  # until the first call of show(), they are ordinary
+            guard(leaf, name, reader)
+            lift_guard(leaf)
         for shard in shards:  # if a parameter's rows are leaves of their own, the parameter has no values
             if id(shard.whole) not in self._all and not shard.stored.is_wrapper:
                 self._all[id(shard.whole)] = shard.whole, shard.name
@@ -70,18 +95,30 @@ class WeightVisibility:
         unknown, self._shown_for = self._shown_for is None, None
         used = self._used_by.get(unit, frozenset())
         for name in (self._leaves.keys() if unknown else self._shown) - used:
-            with unguarded():
-                for leaf, _, nothing in self._views[name]:
-                    leaf.data = nothing
-            for leaf, name_in_model in self._leaves[name]:
-                guard(leaf, name_in_model, self._reader)
+            for parameter, _, _, _ in self._leaves[name]:
+                parameter.__class__ = Guarded  # type: ignore[assignment]
+            if name not in self._settled:
+                self._hide_memory(name)
         for name in used if unknown else used - self._shown:
-            for leaf, _ in self._leaves[name]:
-                lift_guard(leaf)
-            for leaf, weights, _ in self._views[name]:
-                leaf.data = weights
+            for parameter, ordinary, _, _ in self._leaves[name]:
+                parameter.__class__ = ordinary
+            if name not in self._in_sight:
+                for parameter, _, weights, _ in self._leaves[name]:
+                    parameter.data = weights
+                self._in_sight.add(name)
         self._shown = used
         self._shown_for = unit
+
+    def unsettle(self) -> None:
+        """Hide the memory of settled units, because their updates are about to begin."""
+        for name in self._settled - self._shown:
+            self._hide_memory(name)
+
+    def _hide_memory(self, unit: str) -> None:
+        self._in_sight.discard(unit)
+        with unguarded():
+            for parameter, _, _, nothing in self._leaves[unit]:
+                parameter.data = nothing
 
     def check_unmodified(self) -> None:
         """Check that no parameter was written to while its unit computed, since the last check.
@@ -102,3 +139,8 @@ class WeightVisibility:
         """Make all parameters ordinary ones again."""
         for leaf, _ in self._all.values():
             unguard(leaf)
+
+
+def _leaf(parameter: nn.Parameter) -> _Leaf:
+    nothing = without_values(parameter.shape, parameter.dtype, parameter.device)
+    return _Leaf(parameter, type(parameter), parameter.data, nothing)

@@ -185,6 +185,9 @@ def test_an_optimizer_of_the_users_own_is_refused_too(started):
         with pytest.raises(ValueError, match=REFUSED):
             other.step()
         other.zero_grad()
+    parameter.grad = torch.ones(parameter.shape)
+    del parameter.grad
+    assert parameter.grad is None
 
 
 def test_reading_is_as_ever(started):
