@@ -17,7 +17,7 @@ from executor.driver.on_demand import OnDemand, why_not
 from executor.driver.progress import Progress
 from executor.gradients import GradientError
 from executor.memory.units import ParameterState, UnitState
-from executor.module.guards import LEFT_HALF_WAY, ON_DEMAND, OWN_CHECKPOINTING
+from executor.module.guards import LEFT_HALF_WAY, ON_DEMAND, OWN_CHECKPOINTING, SECOND_ORDER
 from executor.module.user_gradients import UserGradients
 from executor.module.visibility import WeightVisibility
 from executor.optimizer.table import OptimizerEntry
@@ -150,10 +150,27 @@ class IterationDriver:
                 self._check_begin()
                 self._begin()
                 self._leave(error)
+            if torch.is_grad_enabled():
+                self._begin_second_order()
             if self.progress.has_left or not self.progress.is_at(Op.BACKWARD, unit):
                 self._follow(self.progress.backward, unit)
             else:
                 self.visibility.show(unit)
+
+    def _begin_second_order(self) -> None:
+        """Backward makes a graph of its own, where no hook sees which weights it reads: all of them have to be there.
+
+        Raises:
+            OutOfOrderError: they are not.
+        """
+        decisions, units = self._decisions, self._units.values()
+        moves = any(unit.slot >= 0 for unit in units) or any(u.activations != "keep" for u in decisions.units.values())
+        tiles = decisions.loss_tile_tokens is not None or decisions.layer_tile_tokens is not None
+        divides = max(decisions.degrees.tensor_parallel, decisions.degrees.expert_parallel) > 1
+        if moves or tiles or divides:
+            raise OutOfOrderError(SECOND_ORDER)
+        if self._on_demand is None:
+            self._leave(OutOfOrderError("backward makes a graph of its own (create_graph=True)"))
 
     def on_recomputed(self, unit: str) -> None:
         """Recomputation of the segment that ends with this unit has ended. Raises as :meth:`on_forward`."""
@@ -524,6 +541,8 @@ class IterationDriver:
         def collect(leaf: torch.Tensor) -> None:
             gradient, leaf.grad = leaf.grad, None
             assert gradient is not None
+            if gradient.requires_grad:  # it has a graph of its own: create_graph=True
+                gradient = gradient.detach()
             with self._backward:
                 task = progress.task
                 if self._on_demand is None and (task is None or not progress.awaits_gradient(unit.name)):

@@ -30,7 +30,7 @@ from executor.distributed.shards import BindingError
 from executor.memory.activations import OffloadedActivations, SegmentOffload
 from executor.memory.forward_state import ForwardState, Snapshot
 from executor.module.guarded_parameters import unguarded
-from executor.module.guards import OWN_CHECKPOINTING, SECOND_ORDER
+from executor.module.guards import OWN_CHECKPOINTING
 from executor.module.naming import KEYS_ALONE
 from executor.module.tiled_layers import tile_modules
 from executor.module.tiled_logits import tile_head
@@ -236,8 +236,6 @@ def _hooks(unit: str, callbacks: ModuleCallbacks) -> tuple[Callable[..., None], 
         callbacks.on_forward(unit)
 
     def arrive(_gradient: torch.Tensor) -> None:
-        if torch.is_grad_enabled():
-            raise OutOfOrderError(SECOND_ORDER)
         callbacks.on_backward(unit)
 
     def after(_module: nn.Module, _args: Any, output: Any) -> None:

@@ -27,8 +27,9 @@ OWN_CHECKPOINTING: Final = (
 """Remedy if forward runs inside backward, or without gradients in training, but the plan has no such forward."""
 
 SECOND_ORDER: Final = (
-    "gradients of gradients (create_graph=True, as a gradient penalty needs them) are not supported, because weights "
-    "move during backward; leave the penalty out, or train this model in memory"
+    "gradients of gradients (create_graph=True, as a gradient penalty needs them) need all weights and activations on "
+    "the device, but this plan moves, recomputes, tiles or divides some; give prepare() a larger device_memory=..., or "
+    "leave the penalty out"
 )
 """Why backward through backward is refused."""
 
