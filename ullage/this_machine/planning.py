@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import functools
 import json
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Literal, TypedDict
@@ -52,7 +53,7 @@ MOST_SIMULATIONS: Final = 150
 
 
 _REMEDIES: Final = {
-    Tier.GPU: "give a smaller example batch, a larger device_memory=..., one process for each of several devices "
+    Tier.GPU: "give a smaller example batch, a larger device_memory={enough}, one process for each of several devices "
     "(torchrun), or use a device with more memory",
     Tier.HOST: "give storage_dir=..., a folder on a drive, or use a host with more memory",
     Tier.NVME: "use a larger drive",
@@ -118,9 +119,19 @@ def plan_here(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, 
                 try:
                     return make_plan(request, max_simulations=MOST_SIMULATIONS, progress=progress)
                 except InfeasibleError as error:
-                    raise error.with_remedies(_REMEDIES) from None
+                    device = request.hardware.device
+                    least = int(device.memory_bytes.value) + error.missing_bytes.get(Tier.GPU, 0)
+                    enough = repr(_rounded_up(least + (FOR_LIBRARIES_BYTES if device.kind == "gpu" else 0)))
+                    remedies = {tier: remedy.format(enough=enough) for tier, remedy in _REMEDIES.items()}
+                    raise error.with_remedies(remedies) from None
 
         return made_by_rank_0(make)
+
+
+def _rounded_up(num_bytes: int) -> str:
+    """Return a size that is not smaller, as ``device_memory`` takes it."""
+    unit, name = next(((u, n) for u, n in ((10**9, "GB"), (10**6, "MB")) if num_bytes >= u), (1000, "kB"))
+    return f"{math.ceil(100 * num_bytes / unit) / 100:.2f}{name}"
 
 
 def capture_live(model: nn.Module, batch: Batch, precision: Dtype | None = None) -> CapturedModel:
