@@ -162,20 +162,23 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             "optimizer.state_dict(), and load it into another optimizer with load_state_dict()"
         )
 
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Begin the updates and return while they run. Each update ends before its parameter is used next.
 
+        Args:
+            closure: runs forward and backward before the updates; its result is returned.
+
         Raises:
-            ValueError: there is a closure.
             OutOfOrderError: no micro-batch has run, or one is under way, or the session is closed.
         """
         self._check_open("step()")
+        loss = None
         if closure is not None:
-            raise ValueError(
-                "step(closure) would run forward and backward inside the step, which no plan does; call step()"
-            )
+            with torch.enable_grad():
+                loss = closure()
         self.session.driver.step()
         self._given._opt_called = True  # type: ignore[attr-defined]  # schedulers built on it check whether it has stepped
+        return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop gradients after backward, so that no update reads them. After a step there are no gradients to drop.

@@ -134,7 +134,6 @@ def bind(
     compiled. Units with offloaded activations are not compiled: a compiled graph has no separate matrix products.
     """
     unit_of = unit_modules(model, units)
-    undo.append(model.register_forward_pre_hook(lambda *_: callbacks.on_model_begin()).remove)
     undo.append(model.register_forward_hook(lambda *_: callbacks.on_model_end(), always_call=True).remove)
     undo.append(model.register_forward_hook(_watch_losses(callbacks)).remove)
     if decisions.loss_tile_tokens is not None:
@@ -146,10 +145,11 @@ def bind(
         unit_of = _tile(model, units, unit_of, decisions.layer_tile_tokens, undo)
     for marker in markers(unit_of, units):
         before, after = _hooks(marker.unit, callbacks)
-        if marker.begins:
-            undo.append(marker.module.register_forward_pre_hook(before).remove)
+        if marker.begins:  # before hooks of the user's that read weights, as those of torch.nn.utils.weight_norm do
+            undo.append(marker.module.register_forward_pre_hook(before, prepend=True).remove)
         if marker.ends:
             undo.append(marker.module.register_forward_hook(after).remove)
+    undo.append(model.register_forward_pre_hook(lambda *_: callbacks.on_model_begin(), prepend=True).remove)
     for segment in segments(units):
         decided, names = decisions.units[segment[0].name], [unit.name for unit in segment]
         if decided.activations != "keep":

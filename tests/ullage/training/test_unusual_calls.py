@@ -232,6 +232,27 @@ def test_a_second_backward_trains_as_in_memory() -> None:
     assert trained_beside(IDS, step) == 3
 
 
+def test_a_closure_runs_forward_and_backward_in_the_step() -> None:
+    torch.manual_seed(0)
+    alone = Branching()
+    plain = torch.optim.AdamW(alone.parameters(), lr=1e-2)
+    model, optimizer = branching(IDS)
+    with optimizer.session as session, torch.no_grad():
+        for _ in range(3):
+            losses = []
+            for each, steps_of in ((alone, plain), (model, optimizer)):
+
+                def closure(each=each, steps_of=steps_of):
+                    steps_of.zero_grad()
+                    loss = each(**IDS)
+                    loss.backward()
+                    return loss
+
+                losses.append(steps_of.step(closure).item())
+            assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+        assert session.num_left == 0
+
+
 def with_penalty(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     at = x.clone().requires_grad_()
     loss = model(at).square().mean()
