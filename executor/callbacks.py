@@ -86,9 +86,18 @@ def replace_attribute(module: nn.Module, name: str, value: Any) -> Callable[[], 
 
 
 def copied_cache(cache: Any) -> Any:
-    """Return a copy of a key-value cache of ``transformers``, to which a layer may add without changing the cache."""
+    """Return a copy of a key-value cache of ``transformers``, to which a layer may add without changing the cache.
+
+    That of an encoder and a decoder holds two caches, and which layers it has filled.
+    """
     result = copy.copy(cache)
-    result.layers = [copy.copy(layer) for layer in cache.layers]
+    for name, value in vars(cache).items():
+        if isinstance(value, list):
+            setattr(result, name, [copy.copy(layer) for layer in value])
+        elif isinstance(value, dict):
+            setattr(result, name, value.copy())
+        elif hasattr(value, "get_seq_length"):
+            setattr(result, name, copied_cache(value))
     return result
 
 

@@ -36,7 +36,9 @@ from executor.audit.tensors import (
     is_differentiable,
     keeping,
     on_host,
+    outputs_inside,
     random_states,
+    referred_to,
     restored_random,
     sampled,
     targets_of,
@@ -276,6 +278,9 @@ class Audit:
             if case.calls > 1:
                 return forward(*args, **kwargs)
             leaves, structure = tree_flatten((args, kwargs))
+            if any(isinstance(leaf, nn.Parameter) for leaf in leaves):
+                case.why_not = "it is given a weight"
+                return forward(*args, **kwargs)
             held: dict[int, Any] = {id(leaf): Held.of(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
             held |= {id(leaf): copied_cache(leaf) for leaf in leaves if hasattr(leaf, "get_seq_length")}
             case.call = [held.get(id(leaf), leaf) for leaf in leaves], structure
@@ -285,8 +290,11 @@ class Audit:
             case.random, case.autocast = random_states(tensors[0].device), same_autocast(tensors[0])
             edges = {get_gradient_edge(t): n for n, t in enumerate(given) if is_differentiable(t)}
             begun = torch._C._autograd._get_sequence_nr()
-            output = forward(*args, **kwargs)
-            made = [*tree_leaves(output), *state.made(given, begun)]
+            with outputs_inside(case.module, empty=self._compiles) as inside:
+                output = forward(*args, **kwargs)
+            own = {id(leaf) for leaf in tree_leaves(output)}
+            case.leaving = [number for number in referred_to(inside) if id(inside[number]) not in own]
+            made = [*tree_leaves(output), *(inside[n] for n in case.leaving), *state.made(given, begun)]
             targets = list(targets_of(made, begun))
             for number, target in targets:
                 target.register_hook(keeping(case.output_gradients, number))  # type: ignore[no-untyped-call]
@@ -317,12 +325,13 @@ class Audit:
         ):
             given = (*args, *kwargs.values())
             begun = torch._C._autograd._get_sequence_nr()
-            output = case.module.forward(
-                *(aliased(value) for value in args), **{name: aliased(value) for name, value in kwargs.items()}
-            )
-            results = [*tree_leaves(output), *state.made(given, begun)]
-            if len(case.outputs) == len(tree_leaves(output)):  # a cache of keys and values is only filled here
-                results = results[: len(case.outputs)]
+            with outputs_inside(case.module) as inside:
+                output = case.module.forward(
+                    *(aliased(value) for value in args), **{name: aliased(value) for name, value in kwargs.items()}
+                )
+            results = [*tree_leaves(output), *(inside[n] for n in case.leaving), *state.made(given, begun)]
+            if len(case.outputs) == len(tree_leaves(output)) + len(case.leaving):
+                results = results[: len(case.outputs)]  # a cache of keys and values is only filled here
             targets = [(n, t) for n, t in targets_of(results, begun) if n in case.output_gradients]
             inputs = [(number, given[number]) for number in case.input_gradients]
             parameters = [case.shards[name].leaf for name in trained]

@@ -22,6 +22,7 @@ class Case:
         shards: its parameters, by name.
         exclusive: names of those that nothing outside the module reads.
         calls: how often its forward ran in the audited micro-batch.
+        leaving: which outputs of modules inside it, in order, something outside refers to.
     """
 
     path: str
@@ -35,6 +36,7 @@ class Case:
     state: tuple[ForwardState, Snapshot] | None = None
     random: tuple[Tensor, ...] = ()
     autocast: Callable[[], Any] = contextlib.nullcontext
+    leaving: list[int] = dataclasses.field(default_factory=list)
     outputs: list[Tensor | None] = dataclasses.field(default_factory=list)
     output_gradients: dict[int, Tensor] = dataclasses.field(default_factory=dict)
     input_gradients: dict[int, Tensor] = dataclasses.field(default_factory=dict)
@@ -47,7 +49,7 @@ class Case:
     def forget(self) -> None:
         """Free what was copied."""
         self.calls, self.call, self.state, self.random = 0, None, None, ()
-        self.weights, self.outputs = {}, []
+        self.weights, self.leaving, self.outputs = {}, [], []
         self.output_gradients, self.input_gradients = {}, {}
 
 

@@ -2,11 +2,12 @@
 
 import contextlib
 import dataclasses
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.utils._pytree import tree_leaves
 
@@ -83,6 +84,36 @@ def _adding(store: dict[int, Tensor], slots: list[tuple[int, int]]) -> Callable[
                 store[number] = store[number] + held if number in store else held
 
     return add
+
+
+@contextlib.contextmanager
+def outputs_inside(module: nn.Module, *, empty: bool = False) -> Iterator[list[Tensor]]:
+    """Return a context that collects what the modules inside a module return, in order; or nothing (``empty``)."""
+    found: list[Tensor] = []
+
+    def collect(_module: nn.Module, _args: Any, output: Any) -> None:
+        found.extend(leaf for leaf in tree_leaves(output) if is_differentiable(leaf))
+
+    with contextlib.ExitStack() as hooks:
+        for inner in module.modules():
+            if inner is not module and not empty:
+                hooks.callback(inner.register_forward_hook(collect, prepend=True).remove)
+        yield found
+
+
+def referred_to(tensors: list[Tensor]) -> list[int]:
+    """Return the indices of the tensors that something in Python, other than this list, still refers to.
+
+    Such is what a hook collects (a router's logits, for a loss of its own): it gets a gradient from elsewhere.
+    """
+    alone = torch.ones(1, requires_grad=True) * 1
+    saved = alone * 1
+    by_autograd = saved.sin()  # what C++ holds may count as a reference too
+    counts = [sys.getrefcount(tensor) for tensor in [*tensors, alone, saved]]
+    *counts, of_alone, of_saved = counts
+    del by_autograd
+    expected = [of_saved if tensor._use_count() > 1 else of_alone for tensor in tensors]
+    return [number for number, count in enumerate(counts) if count > expected[number]]
 
 
 def keeping(store: dict[int, Tensor], number: int) -> Callable[[Tensor], None]:

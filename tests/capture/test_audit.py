@@ -29,6 +29,21 @@ class Global(nn.Module):
         return torch.tanh(self.linear(x * (1 + CALLS["first"] / 8)))
 
 
+class Routed(nn.Module):
+    """Has a module inside whose output a hook collects for a loss of its own, as routers of experts do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.linear = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.router.register_forward_hook(lambda _module, _args, output: COLLECTED.append(output))
+
+    def forward(self, x):
+        return self.linear(x) * self.router(x).sigmoid()
+
+
+COLLECTED: list[torch.Tensor] = []
+
+
 class Net(nn.Module):
     def __init__(self, make) -> None:
         super().__init__()
@@ -71,6 +86,19 @@ def prepared(make, activations: Activations = "recompute", audit="first", micro_
     options = SessionOptions(num_threads=1, audit=audit, report=lines.append)
     model, optimizer = prepare_session(model, torch.optim.AdamW(model.parameters()), its_units, decisions, options)
     return model, optimizer, lines
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
+def test_what_a_hook_takes_from_inside_a_module_is_another_output(activations: Activations) -> None:
+    model, optimizer, lines = prepared(Routed, activations)
+    with optimizer.session:
+        COLLECTED.clear()
+        loss = model(torch.randn(BATCH, LENGTH, WIDTH))
+        (loss + sum(logits.square().mean() for logits in COLLECTED)).backward()
+        COLLECTED.clear()
+        optimizer.step()
+        assert optimizer.session.audit.result.kinds == ("first", "blocks.2", "last")
+    assert "bit for bit (" in lines[0]
 
 
 def step(model, optimizer, micro_batches=1) -> None:

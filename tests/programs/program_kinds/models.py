@@ -1,0 +1,289 @@
+"""Models of transformers, each called as its documentation shows it."""
+
+import torch
+import transformers
+from program_catalogue import Trained, registry, train
+from transformers import AutoConfig, AutoModelForCausalLM
+
+PROGRAMS, program = registry()
+SIZES = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+    "use_cache": False,
+}
+ENCODER = {key: value for key, value in SIZES.items() if key not in {"num_key_value_heads", "use_cache"}}
+IMAGES = {"image_size": 32, "patch_size": 8, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3}
+IMAGES |= {"num_attention_heads": 4}
+
+
+def generator(step: int) -> torch.Generator:
+    return torch.Generator().manual_seed(step)
+
+
+def tokens(step: int) -> dict[str, torch.Tensor]:
+    ids = torch.randint(1, 128, (4, 16), generator=generator(step))
+    return {"input_ids": ids, "labels": ids}
+
+
+def padded(step: int) -> dict[str, torch.Tensor]:
+    found = tokens(step)
+    mask = torch.ones_like(found["input_ids"])
+    mask[1, 9:] = 0
+    return found | {"attention_mask": mask, "labels": found["labels"].masked_fill(mask == 0, -100)}
+
+
+def pixels(step: int) -> dict[str, torch.Tensor]:
+    of = generator(step)
+    return {"pixel_values": torch.randn(4, 3, 32, 32, generator=of), "labels": torch.randint(2, (4,), generator=of)}
+
+
+def causal(name: str, batch=padded, **changes):
+    def run(ullage) -> Trained:
+        return train(ullage, AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **SIZES | changes)), batch)
+
+    run.__doc__ = f"A causal {name}, padded."
+    run.__name__ = name
+    return run
+
+
+EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+for each in (
+    causal("gpt2", n_embd=64, n_layer=3, n_head=4, n_positions=32),
+    causal("llama"),
+    causal("qwen3", head_dim=16),
+    causal("mistral", sliding_window=8),
+    causal("gemma2", head_dim=16, sliding_window=8),
+    causal("gemma3_text", head_dim=16, sliding_window=8),
+    causal("opt", ffn_dim=128, word_embed_proj_dim=32),
+    causal("bloom", n_layer=3, n_head=4),
+    causal("falcon"),
+    causal("mixtral", **EXPERTS, output_router_logits=True),
+    causal("qwen3_moe", head_dim=16, **EXPERTS),
+    causal("gpt_oss", head_dim=16, sliding_window=8, **EXPERTS),
+    causal("mamba", tokens, state_size=8, num_hidden_layers=2),
+):
+    program(each)
+
+
+@program
+def bert_for_masked_words(ullage) -> Trained:
+    """BERT for masked words, with dropout."""
+    return train(ullage, transformers.BertForMaskedLM(transformers.BertConfig(**ENCODER)), padded)
+
+
+@program
+def bert_without_its_pooler(ullage) -> Trained:
+    """A model whose pooler has no part in the loss."""
+    model = transformers.BertModel(transformers.BertConfig(**ENCODER))
+    return train(
+        ullage,
+        model,
+        lambda step: {"input_ids": tokens(step)["input_ids"]},
+        loss=lambda out: out.last_hidden_state.square().mean(),
+    )
+
+
+@program
+def roberta_classifies(ullage) -> Trained:
+    """RoBERTa for classes."""
+    model = transformers.RobertaForSequenceClassification(transformers.RobertaConfig(**ENCODER, num_labels=3))
+    return train(ullage, model, lambda step: padded(step) | {"labels": torch.tensor([0, 1, 2, step % 3])})
+
+
+@program
+def deberta(ullage) -> Trained:
+    """DeBERTa, whose layers share relative positions."""
+    config = transformers.DebertaV2Config(
+        **ENCODER, relative_attention=True, pos_att_type=["p2c", "c2p"], position_buckets=8, num_labels=3
+    )
+    model = transformers.DebertaV2ForSequenceClassification(config)
+    return train(ullage, model, lambda step: padded(step) | {"labels": torch.tensor([0, 1, 2, step % 3])})
+
+
+@program
+def albert(ullage) -> Trained:
+    """ALBERT: one layer for all."""
+    config = transformers.AlbertConfig(**ENCODER, embedding_size=32)
+    return train(ullage, transformers.AlbertForMaskedLM(config), padded)
+
+
+@program
+def t5(ullage) -> Trained:
+    """T5, encoder and decoder."""
+    sizes = {"vocab_size": 128, "d_model": 64, "d_ff": 128, "d_kv": 16, "num_layers": 2, "num_heads": 4}
+    config = transformers.T5Config(**sizes, pad_token_id=0, decoder_start_token_id=0)
+    return train(ullage, transformers.T5ForConditionalGeneration(config), padded)
+
+
+@program
+def bart(ullage) -> Trained:
+    """BART, encoder and decoder."""
+    both = {f"{side}_{what}": n for side in ("encoder", "decoder") for what, n in (("layers", 2), ("ffn_dim", 128))}
+    config = transformers.BartConfig(
+        vocab_size=128, d_model=64, encoder_attention_heads=4, decoder_attention_heads=4, pad_token_id=0, **both
+    )
+    return train(ullage, transformers.BartForConditionalGeneration(config), padded)
+
+
+@program
+def vit(ullage) -> Trained:
+    """ViT for classes."""
+    return train(ullage, transformers.ViTForImageClassification(transformers.ViTConfig(**IMAGES)), pixels)
+
+
+@program
+def swin(ullage) -> Trained:
+    """Swin, with stages."""
+    config = transformers.SwinConfig(
+        image_size=32, patch_size=4, embed_dim=16, depths=[2, 2], num_heads=[2, 4], window_size=4
+    )
+    return train(ullage, transformers.SwinForImageClassification(config), pixels)
+
+
+@program
+def convnext(ullage) -> Trained:
+    """ConvNeXt."""
+    config = transformers.ConvNextConfig(hidden_sizes=[16, 32], depths=[2, 2], num_stages=2)
+    return train(ullage, transformers.ConvNextForImageClassification(config), pixels)
+
+
+@program
+def resnet(ullage) -> Trained:
+    """ResNet, with batch norm."""
+    config = transformers.ResNetConfig(embedding_size=16, hidden_sizes=[16, 32], depths=[2, 2], layer_type="basic")
+    return train(ullage, transformers.ResNetForImageClassification(config), pixels)
+
+
+@program
+def dinov2(ullage) -> Trained:
+    """DINOv2, with layer scales and stochastic depth."""
+    config = transformers.Dinov2Config(**IMAGES, mlp_ratio=2, drop_path_rate=0.1)
+    return train(ullage, transformers.Dinov2ForImageClassification(config), pixels)
+
+
+@program
+def segformer(ullage) -> Trained:
+    """SegFormer: an image of classes."""
+    config = transformers.SegformerConfig(
+        num_encoder_blocks=2, depths=[1, 1], sr_ratios=[2, 1], hidden_sizes=[16, 32], patch_sizes=[3, 3],
+        strides=[2, 2], num_attention_heads=[1, 2], mlp_ratios=[2, 2], decoder_hidden_size=32, num_labels=4,
+    )  # fmt: skip
+    model = transformers.SegformerForSemanticSegmentation(config)
+    labels = lambda step: torch.randint(4, (4, 32, 32), generator=generator(step))
+    return train(ullage, model, lambda step: pixels(step) | {"labels": labels(step)})
+
+
+@program
+def clip(ullage) -> Trained:
+    """CLIP, with as many texts as images."""
+    config = transformers.CLIPConfig(
+        text_config=ENCODER | {"max_position_embeddings": 16, "eos_token_id": 2},
+        vision_config=IMAGES,
+        projection_dim=32,
+    )
+    inputs = lambda step: {
+        "input_ids": tokens(step)["input_ids"], "pixel_values": pixels(step)["pixel_values"], "return_loss": True
+    }  # fmt: skip
+    return train(ullage, transformers.CLIPModel(config), inputs)
+
+
+@program
+def clip_with_more_texts(ullage) -> Trained:
+    """CLIP with other numbers of texts and images."""
+    config = transformers.CLIPConfig(
+        text_config=ENCODER | {"max_position_embeddings": 16, "eos_token_id": 2},
+        vision_config=IMAGES,
+        projection_dim=32,
+    )
+    inputs = lambda step: {
+        "input_ids": tokens(step)["input_ids"][:3], "pixel_values": pixels(step)["pixel_values"]
+    }  # fmt: skip
+    loss = lambda out: out.logits_per_image.square().mean()
+    return train(ullage, transformers.CLIPModel(config), inputs, loss=loss)
+
+
+@program
+def whisper(ullage) -> Trained:
+    """Whisper: speech to text."""
+    config = transformers.WhisperConfig(
+        vocab_size=128, d_model=64, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=128, decoder_ffn_dim=128, num_mel_bins=16, max_source_positions=20,
+        max_target_positions=32, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1,
+    )  # fmt: skip
+    model = transformers.WhisperForConditionalGeneration(config)
+    sounds = lambda step: torch.randn(4, 16, 40, generator=generator(step))
+    return train(ullage, model, lambda step: {"input_features": sounds(step), "labels": tokens(step)["labels"]})
+
+
+@program
+def wav2vec2_ctc(ullage) -> Trained:
+    """Wav2Vec2 with CTC."""
+    config = transformers.Wav2Vec2Config(
+        vocab_size=30, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        conv_dim=(32, 32), conv_kernel=(10, 3), conv_stride=(5, 2), num_feat_extract_layers=2,
+        num_conv_pos_embeddings=16, num_conv_pos_embedding_groups=4, mask_time_prob=0.0, layerdrop=0.0,
+    )  # fmt: skip
+
+    def sounds(step: int) -> dict[str, torch.Tensor]:
+        of = generator(step)
+        return {"input_values": torch.randn(4, 800, generator=of), "labels": torch.randint(1, 30, (4, 6), generator=of)}
+
+    return train(ullage, transformers.Wav2Vec2ForCTC(config), sounds)
+
+
+@program
+def llava(ullage) -> Trained:
+    """LLaVA: text with images in it."""
+    config = transformers.LlavaConfig(
+        text_config=transformers.LlamaConfig(**SIZES),
+        vision_config=transformers.CLIPVisionConfig(**IMAGES),
+        image_token_index=5,
+        vision_feature_select_strategy="full",
+    )
+
+    def both(step: int) -> dict[str, torch.Tensor]:
+        ids = torch.randint(6, 128, (2, 24), generator=generator(step))
+        ids[:, 2 : 2 + 17] = 5
+        return {"input_ids": ids, "labels": ids, "pixel_values": pixels(step)["pixel_values"][:2]}
+
+    return train(ullage, transformers.LlavaForConditionalGeneration(config), both)
+
+
+@program
+def llava_with_text_alone(ullage) -> Trained:
+    """LLaVA, planned for text; some batches have images."""
+    config = transformers.LlavaConfig(
+        text_config=transformers.LlamaConfig(**SIZES),
+        vision_config=transformers.CLIPVisionConfig(**IMAGES),
+        image_token_index=5,
+        vision_feature_select_strategy="full",
+    )
+
+    def either(step: int) -> dict[str, torch.Tensor]:
+        ids = torch.randint(6, 128, (2, 24), generator=generator(step))
+        if step % 2 == 0:
+            return {"input_ids": ids, "labels": ids}
+        ids[:, 2 : 2 + 17] = 5
+        return {"input_ids": ids, "labels": ids, "pixel_values": pixels(step)["pixel_values"][:2]}
+
+    return train(ullage, transformers.LlavaForConditionalGeneration(config), either)
+
+
+@program
+def time_series(ullage) -> Trained:
+    """PatchTST: forecasts of series."""
+    config = transformers.PatchTSTConfig(
+        num_input_channels=3, context_length=32, patch_length=8, patch_stride=8, prediction_length=8, d_model=32,
+        num_attention_heads=4, num_hidden_layers=2, ffn_dim=64,
+    )  # fmt: skip
+
+    def series(step: int) -> dict[str, torch.Tensor]:
+        of = generator(step)
+        return {"past_values": torch.randn(4, 32, 3, generator=of), "future_values": torch.randn(4, 8, 3, generator=of)}
+
+    return train(ullage, transformers.PatchTSTForPrediction(config), series)

@@ -1,0 +1,23 @@
+"""A tenth of the programs train as in memory; ``python tests/programs/run_programs.py`` tries all, also with little."""
+
+import pytest
+from amount import ALL
+from program_catalogue import IN_MEMORY, Program, programs
+from run_programs import BOUND, outcome, trained
+
+TRIED = {
+    "loops": ("r_drop", "gradual_unfreezing", "batches_without_backward", "closures"),
+    "modules": ("layer_scale", "pruned", "parts_that_do_not_run", "routed_experts"),
+    "models": ("mixtral", "deberta", "t5", "llava_with_text_alone"),
+    "adapters": ("trained_tokens", "prefix_tuning"),
+}
+
+
+@pytest.mark.parametrize(
+    "program", [p for kind, names in TRIED.items() for p in programs(kind) if p.name in names], ids=lambda p: p.name
+)
+def test_programs_train_as_in_memory(program: Program) -> None:
+    found = outcome(program, trained(program, IN_MEMORY), tight=ALL)
+    assert (found.refused, found.failed) == ("", "")
+    assert found.off is not None
+    assert found.off <= BOUND
