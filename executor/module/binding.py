@@ -308,7 +308,8 @@ def _checkpoint(call: Callable[..., Any], bound: inspect.BoundArguments, **setti
                 raise
             failed.append(error)
 
-    output = checkpoint(kept, *bound.args, use_reentrant=False, **settings, **bound.kwargs)
+    # Its state of random numbers is a part of ForwardState.
+    output = checkpoint(kept, *bound.args, use_reentrant=False, preserve_rng_state=False, **settings, **bound.kwargs)
     if failed:
         raise failed.pop()  # the list holds it no longer, so no cycle keeps tensors
     return output
@@ -322,7 +323,7 @@ def _recompute(
     The module computes the units of these ``names``.
     """
     original, last_unit = module.forward, names[-1]
-    state = ForwardState(module, names[0])
+    state = ForwardState(module, names[0], torch_too=True)
     signature = inspect.signature(original)
     numbers = (vars(inner).get("layer_idx") for inner in module.modules())
     layer = next((number for number in numbers if isinstance(number, int)), None)
