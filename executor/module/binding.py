@@ -133,7 +133,7 @@ def bind(
     """
     unit_of = unit_modules(model, units)
     undo.append(model.register_forward_pre_hook(lambda *_: callbacks.on_model_begin()).remove)
-    undo.append(model.register_forward_hook(lambda *_: callbacks.on_model_end(), always_call=True).remove)
+    undo.append(model.register_forward_hook(lambda *given: callbacks.on_model_end(given[-1]), always_call=True).remove)
     undo.append(model.register_forward_hook(_watch_losses(callbacks)).remove)
     if decisions.loss_tile_tokens is not None:
         undo.append(tile_head(model, decisions.loss_tile_tokens, unit_of, callbacks))

@@ -143,17 +143,6 @@ print(json.dumps([equal, then, at_its_beginning, len(registered)]))
     assert found == [True, [30_000], True, 0]
 
 
-def test_the_kernel_of_attention_is_told(tmp_path: Path) -> None:
-    found = on_gpu(
-        tmp_path,
-        """
-from benchmarks.gpu.agreement import SETTINGS, attention_by
-print(json.dumps(attention_by(SETTINGS["mixed"]._replace(model="demo-llama", micro_batch=1, seq_len=64))))
-""",
-    )
-    assert found in {f"SDPBackend.{name}" for name in ("MATH", "FLASH_ATTENTION", "CUDNN_ATTENTION")}
-
-
 def test_models_change_their_type_at_home(tmp_path: Path) -> None:
     peaks = on_gpu(
         tmp_path,
