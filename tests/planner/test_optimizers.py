@@ -8,7 +8,7 @@ from typing import get_args
 import pytest
 from amount import examples
 from cases import decide, small_units
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from machines import machine
 from test_bounds import check
@@ -272,6 +272,7 @@ def test_on_few_cores_arithmetic_binds_an_update_of_narrow_moments(optimizer, mo
 
 @settings(max_examples=examples(60), deadline=None)
 @given(st.sampled_from(get_args(NarrowUpdate)), st.floats(0, 1e-7), st.integers(1, 64), st.sampled_from(["cpu", "gpu"]))
+@example("adamw-split", 1e-8, 2, "cpu")
 def test_a_measured_time_per_core_replaces_the_constant_and_no_update_is_faster_than_memory(
     name, core_s, num_cores, place
 ):
