@@ -91,11 +91,14 @@ plan = ullage.plan(ullage.Request(model_config(cell.model), profile, seq_len=32,
 Path("plan.json").write_text(plan.to_json())
 outcome = worker.run(Job(cell, "ours", device="cuda", num_warm_up=1, num_timed=1, plan="plan.json"))
 total = torch.cuda.mem_get_info()[1]
-print(json.dumps([outcome.error, making, bounds, total, outcome.peak_device_bytes]))
+told = [outcome.detail["num_alloc_retries"], outcome.detail["attention"]]
+print(json.dumps([outcome.error, making, bounds, total, outcome.peak_device_bytes, told]))
 """,
     )
-    error, ((made_bytes, bounds_then),), bounds, total_bytes, peak_bytes = found
+    error, ((made_bytes, bounds_then),), bounds, total_bytes, peak_bytes, told = found
     assert error is None
+    assert told[0] >= 0
+    assert told[1] in ([], ["flash"], ["cudnn"])
     assert made_bytes > 40_000_000  # it was made on the device,
     assert bounds_then == []  # which was not bounded then,
     assert bounds == [pytest.approx(40_000_000 / total_bytes)]
