@@ -35,8 +35,8 @@ class ModuleCallbacks(HeadCallbacks, Protocol):
     def on_model_begin(self) -> None:
         """The model's own forward begins."""
 
-    def on_model_end(self) -> None:
-        """The model's own forward has ended, or failed."""
+    def on_model_end(self, output: Any) -> None:
+        """The model's own forward has ended, or failed: then without ``output``."""
 
     def on_loss(self) -> None:
         """Backward has reached a loss that the model's own forward returned."""

@@ -179,6 +179,11 @@ class Session(contextlib.AbstractContextManager["Session"]):
         return self.runtime.loop.iteration
 
     @property
+    def attention(self) -> tuple[str, ...]:
+        """The fused kernels that compute attention, such as ``cudnn`` or ``flash``; empty before the first forward."""
+        return self.driver.attention or ()
+
+    @property
     def num_left(self) -> int:
         """Number of iterations that have left the plan, see [Note: On demand] in :mod:`executor.driver.on_demand`."""
         return self.driver.num_left

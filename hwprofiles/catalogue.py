@@ -69,7 +69,9 @@ CATALOGUE: Final[Mapping[str, Entry]] = {
     "host.optimizer": _measured("cpu", "one-pass CPU AdamW, the kernel of the executor"),
     "host.optimizer_by_threads.*": _measured("cpu", "the same with 1, 2, 4, ... threads"),
     "host.optimizer_process_params_per_s": Entry("fitted", "", "engines that bind each process to some of the cores"),
-    "host.narrow_update_s.*": _measured("cpu", "AdamW with bf16 and 8-bit moments by one thread"),
+    "host.narrow_update_s.*": _measured(
+        "cpu", "AdamW with bf16 and 8-bit moments, and with split master copies, by one thread"
+    ),
     "host.elementwise_bytes_per_s": _measured("cpu", "casts and sign changes"),
     "host.fresh_bytes_per_s": _measured("cpu", "first touch of new pages"),
     "host.serialise_bytes_per_s": _measured("cpu", "torch.save to a file in memory"),

@@ -40,8 +40,10 @@ The plain types stand for heads of 64 values, and for all that a profile says no
 
 ATTENTION_TYPES: Final[tuple[AttentionType, ...]] = get_args(AttentionType)
 
-NarrowUpdate = Literal["adamw-bf16", "adamw-8bit", "adamw-bf16-rounded", "adamw-8bit-rounded"]
-"""Updates of optimizers with state in fewer bytes; ``rounded`` with a master copy in bf16."""
+NarrowUpdate = Literal["adamw-bf16", "adamw-8bit", "adamw-bf16-rounded", "adamw-8bit-rounded", "adamw-split"]
+"""Updates of optimizers with state in fewer bytes; ``rounded`` with a master copy in bf16, ``split`` with a
+split one.
+"""
 
 
 FOR_LIBRARIES_BYTES: Final = 1 << 30
@@ -164,7 +166,8 @@ class Host(Frozen):
         optimizer_process_params_per_s: the highest rate of one process if its threads are bound to some of the cores,
             even if no other process runs; ``None``: a lone process uses all cores.
         narrow_update_s: time of one core for one parameter of an update with state in fewer bytes, whose arithmetic may
-            take longer than memory; ``None``: constants of the planner stand in.
+            take longer than memory; ``None``: constants of the planner stand in. ``adamw-split`` is for all updates
+            of split master copies; without it, memory alone binds them.
         elementwise_bytes_per_s: rate of elementwise passes on the host other than the optimizer (casts, scaling), on
             ``num_optimizer_cores``.
         fresh_bytes_per_s: rate at which one process touches newly allocated memory (page faults, zeroing); ``None`` if

@@ -16,7 +16,6 @@ to its last, with the gaps between them.
 """
 
 import argparse
-import functools
 import itertools
 import json
 import multiprocessing
@@ -29,9 +28,6 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
-
-import torch
-from torch.nn.attention import SDPBackend
 
 from benchmarks import prepared
 from benchmarks.calibration import iteration_s
@@ -196,6 +192,7 @@ def row(record: RunRecord, found: Explained) -> dict[str, Any]:
         "over_bound": measured_s / plan.certificate.bound_s,
         "tokens_per_s": chosen.micro_batch * plan.seq_len * chosen.num_micro_batches / measured_s,
         "losses": [record.losses[0], record.losses[-1]],
+        "attention": record.attention,
     }
 
 
@@ -270,16 +267,6 @@ def measure(settings: Mapping[str, Setting], folder: Path, not_run: Mapping[str,
     return not_run
 
 
-def attention_by(setting: Setting) -> str:
-    """Return which of PyTorch's kernels computes the attention of a setting on the GPU that is here."""
-    model = resolve_model(setting.model)
-    made = functools.partial(torch.empty, device="cuda", dtype=torch.bfloat16)
-    heads = (model.num_attention_heads, model.num_key_value_heads, model.num_key_value_heads)
-    q, k, v = (made(setting.micro_batch, n, setting.seq_len, model.head_dim).requires_grad_() for n in heads)
-    enum: Any = SDPBackend
-    return str(enum(torch._fused_sdp_choice(q, k, v, None, 0.0, is_causal=True, enable_gqa=True)))
-
-
 def table(result: Mapping[str, Any]) -> str:
     """Return the result as lines to print."""
     lines = ["plan                      predicted   measured    error  refitted   memory  span  over bound"]
@@ -324,7 +311,7 @@ def main() -> None:
             }
             not_run = plan_all(pool, chosen, profile, folder)
             if profile.device.kind == "gpu":
-                began |= gpu_facts() | {"attention_by": {n: attention_by(s) for n, s in chosen.items()}}
+                began |= gpu_facts()
             not_run = measure(chosen, folder, not_run, end_s)
             not_run |= {name: "not asked for" for name in SETTINGS if name not in chosen}
             write_result(args.output, {**began, "not_run": not_run})  # so that --read can go on if this is cut

@@ -139,7 +139,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(*found, sep="\n", end="\n" if found else "")
     if found:
         return 1
-    if args.python is None:
+    # A name may be there without a program behind it, as pyenv's.
+    if (
+        args.python is None
+        or subprocess.run([args.python, "-c", ""], check=False, stderr=subprocess.DEVNULL).returncode
+    ):
         print("not tried: there is no python3.12; name one with --python")
     elif not args.check:
         try_out(args.folder, args.python)

@@ -67,6 +67,7 @@ class Ours:
         """See :class:`Trainer`."""
         measured = self._session.timeline()
         memory = {tier: use.peak_bytes for tier, use in self._session.memory().items()}
+        attention = self._session.attention
         self._session.close()
         plan = self._plan
         steady = range(min(_FIRST_STEADY, measured.num_iterations - 2), measured.num_iterations - 1)
@@ -77,6 +78,7 @@ class Ours:
             "plan": plan_summary(plan),
             "predicted_and_measured": comparison.to_json(),
             "replayed_over_measured": replay(measured, steady),
+            "attention": attention,
             "device_span_share": statistics.median(
                 busy(measured, i)["gpu"].integral / measured.period_s(i) for i in steady
             ),

@@ -112,6 +112,7 @@ def row_summary(cell: Cell, row: Row, outcomes: Sequence[Outcome], references: S
     mean_s = statistics.median(outcome.total_s / len(outcome.iteration_s) for outcome in whole)
     errors = worst_errors(whole, references)
     busy = [share for outcome in whole if (share := outcome.detail.get("device_span_share")) is not None]
+    told = {name: whole[-1].detail.get(name) for name in ("num_alloc_retries", "attention")}
     device_bytes = [outcome.peak_device_bytes for outcome in whole if outcome.peak_device_bytes is not None]
     return result | {
         "iteration_s": iteration_s,
@@ -125,6 +126,7 @@ def row_summary(cell: Cell, row: Row, outcomes: Sequence[Outcome], references: S
         "device_span_share": statistics.median(busy) if busy else None,
         "start_up_s": statistics.median(outcome.start_up_s for outcome in whole),
         "first_iteration_s": statistics.median(outcome.first_iteration_s for outcome in whole),
+        **{name: value for name, value in told.items() if value is not None},
     }
 
 

@@ -31,7 +31,9 @@ def run(job: Job) -> Outcome:
         losses, iteration_s, total_s = train(job, trainer)
         peak_device_bytes = torch.cuda.max_memory_reserved() if job.device == "cuda" else None
         peak_rss_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # KiB on Linux
-        detail = trainer.close()
+        # How often its memory was full until it gave unused segments back: each takes milliseconds, on any engine.
+        retries = {"num_alloc_retries": torch.cuda.memory_stats()["num_alloc_retries"]} if job.device == "cuda" else {}
+        detail = trainer.close() | retries
     except Exception as error:  # noqa: BLE001 - a row of the table, with the reason
         traceback.print_exc()
         text = str(error).strip().splitlines()

@@ -112,7 +112,7 @@ def referred_to(tensors: list[Tensor]) -> list[int]:
     counts = [sys.getrefcount(tensor) for tensor in [*tensors, alone, saved]]
     *counts, of_alone, of_saved = counts
     del by_autograd
-    expected = [of_saved if tensor._use_count() > 1 else of_alone for tensor in tensors]
+    expected = [of_saved if tensor._use_count() > 1 else of_alone for tensor in tensors]  # type: ignore[attr-defined]
     return [number for number, count in enumerate(counts) if count > expected[number]]
 
 

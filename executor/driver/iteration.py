@@ -17,6 +17,7 @@ from executor.driver.on_demand import OnDemand, why_not
 from executor.driver.progress import Progress
 from executor.gradients import GradientError
 from executor.memory.units import ParameterState, UnitState
+from executor.module.attention import fused_attention
 from executor.module.guards import LEFT_HALF_WAY, ON_DEMAND, OWN_CHECKPOINTING, SECOND_ORDER
 from executor.module.user_gradients import UserGradients
 from executor.module.visibility import WeightVisibility
@@ -40,6 +41,8 @@ class IterationDriver:
     an iteration begin.
 
     Attributes:
+        attention: the fused kernels of attention, see :func:`executor.module.attention.fused_attention`; ``None``
+            before the first forward.
         gradients: sets ``parameter.grad`` between backward and step.
         num_left: number of iterations that have left the plan, see [Note: On demand] in
             :mod:`executor.driver.on_demand`.
@@ -63,6 +66,7 @@ class IterationDriver:
         self._audit = audit
         self._report = report
         self._on_demand: OnDemand | None = None
+        self.attention: tuple[str, ...] | None = None
         self.num_left = 0
         self._runtime = runtime
         self._access = access
@@ -288,8 +292,12 @@ class IterationDriver:
             with self._forward:
                 self._leave(self.progress.unexpected(Op.FORWARD))
 
-    def on_model_end(self) -> None:
-        """The model's own forward has ended, or failed."""
+    def on_model_end(self, output: Any) -> None:
+        """The model's own forward has ended, or failed: then without ``output``. After the first, look at attention."""
+        if self.attention is None and self._model_trains and output is not None:
+            self.attention = fused_attention(output)
+            if self.attention and self._runtime.backend.device.type == "cuda":
+                self._report(f"attention: {', '.join(self.attention)}")
         self._model_trains = False
 
     def on_loss(self) -> None:

@@ -3,9 +3,9 @@
 [Note: The same forward twice] Recomputation runs a block's forward a second time. It must compute with the same values
 as the first time, and must leave no trace. But forward may draw random numbers, and may change buffers and attributes:
 moving averages, codebooks, counters, queues. So a snapshot is taken before the first pass, and the second pass runs on
-it. Afterwards everything is put back as it was. ``torch.utils.checkpoint`` does this for torch's own global generators;
-here follow those of Python and NumPy, generators that the modules hold or that their forward names, and the modules'
-attributes and buffers.
+it. Afterwards everything is put back as it was: the generators of Python, NumPy and torch, those that the modules hold
+or that their forward names, and the modules' attributes and buffers. ``torch.utils.checkpoint`` could do it for torch's
+global generators, but goes a longer way than to ask a generator for its state.
 
 Attributes are compared and exchanged by identity, which costs microseconds. Tensors may change in place, so they are
 copied: small ones always, large ones only if the first forward of all changed them. If a large one changes for the
@@ -47,14 +47,15 @@ class ForwardState:
     Args:
         module: its forward runs twice.
         name: its name, for errors.
+        torch_too: whether torch's global generators belong to it, that of the current GPU too.
     """
 
-    def __init__(self, module: nn.Module, name: str) -> None:
+    def __init__(self, module: nn.Module, name: str, *, torch_too: bool = False) -> None:
         # The first forward of quantized layers moves what decodes their weights from the parameter to the module.
         self._modules = [m for m in module.modules() if type(m).__module__.partition(".")[0] not in _QUANTIZERS]
         self._name = name
         functions = list(_functions(self._modules))
-        self._generators = [random, *_named_generators(functions)]
+        self._generators = [random, *(_of_torch() if torch_too else ()), *_named_generators(functions)]
         self._changing: set[_Key] | None = None  # large tensors that forward changes; unknown before the first forward
         # NumPy's state takes 30 us to read, so it is left out if neither a method nor the first forward asks for it.
         self._draws_from_numpy = any("random" in function.__code__.co_names for function in functions)
@@ -341,6 +342,12 @@ def _functions(modules: list[nn.Module]) -> Iterator[Any]:
     """Yield the methods of modules."""
     for kind in {type(module) for module in modules}:
         yield from (function for function in vars(kind).values() if hasattr(function, "__code__"))
+
+
+def _of_torch() -> Iterator[torch.Generator]:
+    yield torch.default_generator
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        yield torch.cuda.default_generators[torch.cuda.current_device()]
 
 
 def _named_generators(functions: list[Any]) -> Iterator[Any]:

@@ -134,7 +134,7 @@ def bind(
     compiled. Units with offloaded activations are not compiled: a compiled graph has no separate matrix products.
     """
     unit_of = unit_modules(model, units)
-    undo.append(model.register_forward_hook(lambda *_: callbacks.on_model_end(), always_call=True).remove)
+    undo.append(model.register_forward_hook(lambda *given: callbacks.on_model_end(given[-1]), always_call=True).remove)
     undo.append(model.register_forward_hook(_watch_losses(callbacks)).remove)
     if decisions.loss_tile_tokens is not None:
         undo.append(tile_head(model, decisions.loss_tile_tokens, unit_of, callbacks))
@@ -308,7 +308,8 @@ def _checkpoint(call: Callable[..., Any], bound: inspect.BoundArguments, **setti
                 raise
             failed.append(error)
 
-    output = checkpoint(kept, *bound.args, use_reentrant=False, **settings, **bound.kwargs)
+    # Its state of random numbers is a part of ForwardState.
+    output = checkpoint(kept, *bound.args, use_reentrant=False, preserve_rng_state=False, **settings, **bound.kwargs)
     if failed:
         raise failed.pop()  # the list holds it no longer, so no cycle keeps tensors
     return output
@@ -322,7 +323,7 @@ def _recompute(
     The module computes the units of these ``names``.
     """
     original, last_unit = module.forward, names[-1]
-    state = ForwardState(module, names[0])
+    state = ForwardState(module, names[0], torch_too=True)
     signature = inspect.signature(original)
     numbers = (vars(inner).get("layer_idx") for inner in module.modules())
     layer = next((number for number in numbers if isinstance(number, int)), None)

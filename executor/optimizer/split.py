@@ -118,7 +118,8 @@ def open_chunk(halves: Any, begin: Any, start: Any, stop: Any, buffers: Any, gra
     [Note: Chunks] A kernel for split masters opens one chunk after another (``range(first_chunk(start), stop, CHUNK)``)
     and calls the kernel for whole masters, which so pass through a core's cache. ``start`` and ``stop`` are the range
     that is updated, among the masters of ``halves``; buffers and gradient are of that range. Each file has a kernel of
-    this kind of its own, because numba would not find one in its cache that took another as an argument.
+    this kind of its own, because numba would not find one in its cache that took another as an argument, or that a
+    function made for another: it knows kernels of one process only.
     """
     weights, remainders, ties = halves
     end = min(begin + CHUNK, weights.size)

@@ -235,10 +235,13 @@ class CostModel:
         """Return the time of an update on so many cores, at least that of its arithmetic; on a GPU there are none."""
         kind = self._kind(task)
         core_s = self._precision.optimizer_state(kind).host_core_s
-        if not num_cores or not core_s:
+        if not num_cores or not (core_s or task.splits):
             return memory_s
+        known: dict[str, Quantity] = {str(key): each for key, each in (self.profile.host.narrow_update_s or {}).items()}
+        if task.splits and (splitting := known.get("adamw-split")):
+            memory_s = max(memory_s, task.num_params * splitting.value / num_cores)
         name = f"{kind}-rounded" if self._precision.rounds else kind
-        measured = next((s for key, s in (self.profile.host.narrow_update_s or {}).items() if key == name), None)
+        measured = known.get(name)
         arithmetic_s = task.num_params * (measured.value if measured else core_s) / num_cores
         if measured is None and arithmetic_s > memory_s:
             self._rank.warnings.setdefault(

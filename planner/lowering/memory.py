@@ -1,5 +1,6 @@
 """The pass that adds buffers: which bytes are held on which tier, from which task to which."""
 
+import itertools
 from collections.abc import Collection, Iterable, Mapping
 
 from planner.decisions import Decisions, GradientPath, Place
@@ -69,15 +70,23 @@ def _gradients(program: Program) -> Fresh:
     tied = {name: unit for unit in sharing for name in unit.unit.shared_parameters if name in owners}
     makers = {owners[name]: unit for name, unit in tied.items()}
     fresh: Fresh = [{unit.name: {} for unit in program.units} for _ in range(program.decisions.num_micro_batches)]
+    free_after = _free_after(program)
     for unit in program.units:
         if unit.num_params:
             _hold_always(program, unit, MemoryClass.OPTIMIZER, unit.amounts.optimizer)
-            _gradients_of(program, unit, makers.get(unit.name, unit), tied, fresh)
+            _gradients_of(program, unit, makers.get(unit.name, unit), tied, fresh, free_after)
     _tied_gradients(program, tied, fresh)
     return fresh
 
 
-def _gradients_of(program: Program, unit: LoweredUnit, maker: LoweredUnit, tied: Collection[str], fresh: Fresh) -> None:
+def _gradients_of(
+    program: Program,
+    unit: LoweredUnit,
+    maker: LoweredUnit,
+    tied: Collection[str],
+    fresh: Fresh,
+    free_after: Mapping[int, Draft],
+) -> None:
     """Hold a unit's gradients, and note in ``fresh`` in which backward they are new.
 
     The ``maker`` makes only the gradient of a ``tied`` weight; the unit's own backward makes the others.
@@ -113,13 +122,15 @@ def _gradients_of(program: Program, unit: LoweredUnit, maker: LoweredUnit, tied:
         if scatter := unit.scatters.get(micro_batch):
             # First the unreduced gradient of all parameters, then the rank's shard.
             num_bytes, label = gradient_bytes * amounts.padded_params, f"{unit.name} unreduced"
-            program.hold_while(MemoryClass.GRADIENTS, num_bytes, label, made, scatter)
+            last = scatter if host else free_after.get(scatter.key, scatter)
+            program.hold_while(MemoryClass.GRADIENTS, num_bytes, label, made, last)
             made = scatter
         elif ranks > 1 or (decisions.layer_by_layer and micro_batch not in unit.flushes):
             continue
         if host:
             stays = decisions.gradient_path is GradientPath.ON_DEVICE and micro_batch + 1 == decisions.num_micro_batches
             last = unit.updates[-1] if stays else unit.flushes[micro_batch][-1]
+            last = free_after.get(last.key, last)
             _hold_from(program, unit, tied, gradient_bytes * host, unit.name, made, last)
         summed, made = summed or made, None
     if resident:
@@ -127,6 +138,24 @@ def _gradients_of(program: Program, unit: LoweredUnit, maker: LoweredUnit, tied:
         final = max(i for i, (_, place) in enumerate(amounts.pieces) if place not in amounts.flushes)
         last = unit.updates[final]
         _hold_from(program, unit, tied, gradient_bytes * resident, f"{unit.name} resident", summed, last)
+
+
+def _free_after(program: Program) -> dict[int, Draft]:
+    """Return the tasks after which backward can use the memory of gradients again, by the last task that moves them.
+
+    On a GPU, the host issues backward ahead. What autograd allocates then cannot take memory that a copy on another
+    stream still reads, while memory of its own stream is freed in the order of issue. So for what is issued next, a
+    gradient is there until the host waits for its copy, before it issues a later backward.
+    """
+    found: dict[int, Draft] = {}
+    if program.decisions.gradient_path is not GradientPath.ONCE or program.decisions.habits is not None:
+        return found
+    for before, draft in itertools.pairwise(program.computing):
+        for issue in program.before.get(draft.key, ()):
+            for key in issue.after if issue.op is Op.ISSUE else ():
+                if before.unit != program.drafts[key].unit:
+                    found.setdefault(key, before)
+    return found
 
 
 def _hold_from(

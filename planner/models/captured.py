@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, PrivateAttr, T
 from planner.models.adapters import Lora
 from planner.models.config import ModelConfig, ModelConfigError
 from planner.models.formulas.conversion import with_fp8_products
+from planner.models.formulas.work import attention_scratch_bytes
 from planner.models.kernels import Attention, Elementwise, Gemm, flop
 from planner.models.operators import Batch, Graph, Operator
 from planner.models.parameters import ParameterSpec
@@ -347,7 +348,7 @@ class CapturedModel(_Frozen):
         source: tuple[str, ...] = ()
         operators = self.at(_size(batch)).operators()
         for operator in with_fp8_products(self.name, operators, batch) if batch.fp8_products else operators:
-            source = (graph.add(operator, *source),)
+            source = (graph.add(_with_scratch(operator, batch) if batch.attention_scratch else operator, *source),)
         return graph
 
 
@@ -401,6 +402,13 @@ def resized(inputs: tuple[CapturedInput, ...], micro_batch: int, seq_len: int) -
 def join(path: str, name: str) -> str:
     """Return the path of ``name`` below ``path``; either may be empty."""
     return f"{path}.{name}" if path and name else path or name
+
+
+def _with_scratch(operator: Operator, batch: Batch) -> Operator:
+    """Return an operator with the memory that kernels of its backward take for themselves, which no capture sees."""
+    fused = (kernel for kernel in operator.backward if isinstance(kernel, Attention) and kernel.flash)
+    found = [attention_scratch_bytes(kernel, grouped=kernel.shares_keys, e=batch.dtype_bytes) for kernel in fused]
+    return dataclasses.replace(operator, workspace_bytes=operator.workspace_bytes + max(found, default=0))
 
 
 def _operator(path: str, captured: CapturedOperator) -> Operator:

@@ -48,6 +48,7 @@ class RunRecord(Frozen):
             ``torch.cuda.memory_stats``; empty without a GPU.
         checkpoint_bytes: host memory for checkpoints. If it is not 0, tasks that copy state for them are recorded too.
         num_left: number of iterations that left the plan. They are not recorded.
+        attention: the fused kernels that computed attention, such as ``cudnn`` or ``flash``; empty if none did.
     """
 
     schema_version: Literal[1] = 1
@@ -66,6 +67,7 @@ class RunRecord(Frozen):
     checkpoint_bytes: int = 0
     eval_losses: tuple[tuple[int, float], ...] = ()
     num_left: int = 0
+    attention: tuple[str, ...] = ()
 
     @property
     def timeline(self) -> Timeline:

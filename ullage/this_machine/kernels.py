@@ -12,6 +12,7 @@ from executor.devices.cuda import update_on_device
 from executor.memory.pieces import state_buffers
 from executor.optimizer import AdamWParams, WorkerTeam, adamw_step
 from executor.optimizer.adamw import SeededAdamWParams
+from executor.optimizer.split import SplitMaster
 from executor.optimizer.table import ENTRIES, Rule
 from hwprofiles.calibrate import Kernels
 from hwprofiles.profile import NarrowUpdate
@@ -51,12 +52,16 @@ def _narrow_updates(num_params: int) -> dict[NarrowUpdate, Callable[[], object]]
 
 
 def _narrow_update(name: NarrowUpdate, num_params: int) -> Callable[[], object]:
-    planned, rounded, _ = name.partition("-rounded")
+    planned, rounded, _ = name.removesuffix("-split").partition("-rounded")
     entry = next(entry for entry in ENTRIES if entry.planned_as == planned)
     generator = torch.Generator().manual_seed(0)
     values = [torch.randn(num_params, generator=generator) for _ in range(2)]
     master, gradient = (as_array(v) for v in (values[0].bfloat16() if rounded else values[0], values[1].bfloat16()))
     buffers = [as_array(torch.zeros(b.length(num_params), dtype=b.dtype)) for b in state_buffers(entry.planned_as)[1:]]
     weight = None if rounded else np.zeros(num_params, np.uint16)
+    whole: Any = master
+    if name.endswith("-split"):
+        whole, weight = SplitMaster.of_zeros(num_params), None
+        whole.copy_(values[0])
     steps = itertools.count(1)
-    return lambda: entry.host([master, *buffers], gradient, weight, SeededAdamWParams(), next(steps))
+    return lambda: entry.host([whole, *buffers], gradient, weight, SeededAdamWParams(), next(steps))

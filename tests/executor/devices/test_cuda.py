@@ -42,6 +42,12 @@ PLACES = [
     ("nvme", "nvme", "offload-nvme"),
 ]
 
+KERNELS = {
+    SDPBackend.MATH: (),
+    SDPBackend.FLASH_ATTENTION: ("flash",),
+    SDPBackend.CUDNN_ATTENTION: ("cudnn",),
+}
+
 
 @pytest.mark.part(2)
 @pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES, ids=str)
@@ -80,9 +86,13 @@ def test_placements_give_the_bits_of_what_is_resident(family, dtype, attention, 
     with sdpa_kernel(attention):
         torch.use_deterministic_algorithms(exact)
         for params, place, activations in PLACES:
-            model, optimizer = prepare(task, decide(task, uniform(params, place, activations)), device="cuda")
+            lines = []
+            decisions = decide(task, uniform(params, place, activations))
+            model, optimizer = prepare(task, decisions, device="cuda", report=lines.append)
             with optimizer.session as session:
                 seen = train(task, model, optimizer)
+                assert session.attention == KERNELS[attention]
+                assert [line for line in lines if "attention" in line] == [f"attention: {n}" for n in session.attention]
                 final = {name: weight.cpu().clone() for name, weight in session.full_parameters().items()}
             first = resident.setdefault(place in {"gpu", "stream"}, (seen, final))
             if exact:

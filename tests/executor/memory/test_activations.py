@@ -25,6 +25,7 @@ from executor.devices.backend import HostBackend
 from executor.memory import recompute_cache
 from executor.memory.activations import OffloadedActivations, SegmentOffload
 from executor.memory.arenas import Arena
+from executor.memory.forward_state import ForwardState
 from executor.memory.recompute_cache import ActivationError
 from executor.module.guarded_parameters import guard, lifted
 from executor.prepare import prepare_session
@@ -218,6 +219,26 @@ def test_random_numbers_of_a_product_are_drawn_once(monkeypatch):
         y.sum().backward()
         found.append((y.detach(), x.grad, torch.get_rng_state()))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_a_second_pass_draws_what_the_first_one_has_drawn(monkeypatch):
+    """From torch's own generators, that of the GPU too, which nothing in the module leads to."""
+    on_gpu = torch.Generator()
+    for name, value in (("is_initialized", lambda: True), ("current_device", lambda: 1)):
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch.cuda, "default_generators", (torch.Generator(), on_gpu))
+
+    class Drawing(torch.nn.Module):
+        def forward(self, x):
+            return x + torch.rand(4) + torch.rand(4, generator=torch.cuda.default_generators[1])
+
+    module = Drawing()
+    state = ForwardState(module, "drawing", torch_too=True)
+    before, zero = state.save(), torch.zeros(4)
+    first, after = module(zero), [one.get_state() for one in (torch.default_generator, on_gpu)]
+    with state.restored(before):
+        assert torch.equal(module(zero), first)
+    assert all(map(torch.equal, after, [one.get_state() for one in (torch.default_generator, on_gpu)]))
 
 
 @pytest.mark.parametrize("room_bytes", [0, 2048, 2047, 4096, 6144, 6143, 100_000])

@@ -29,7 +29,7 @@ from planner.verification import verify
 @pytest.fixture(scope="module")
 def plan() -> Plan:
     """A plan over two ranks, where every ZeRO stage needs a proof, and one of them that nothing fits."""
-    profile = machine(gpu_bytes=1.2e8, devices_per_node=2, cpu_params_per_s=2e8)
+    profile = machine(gpu_bytes=1.25e8, devices_per_node=2, cpu_params_per_s=2e8)
     request = Request(
         resolve_model("demo-llama"), profile, num_devices=2, seq_len=256, micro_batch=1, subgroup_params=10**6
     )

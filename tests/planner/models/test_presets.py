@@ -1,5 +1,6 @@
 """Packaged models that are captured, and models in the hub's cache."""
 
+import dataclasses
 import json
 import re
 import subprocess
@@ -9,7 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+import ullage
 from planner.models.config import ModelConfigError, NoFormulasError, UnknownModelError
+from planner.models.formulas.work import attention_scratch_bytes
+from planner.models.kernels import Attention
 from planner.models.registry import captured_preset, configuration, list_models, models_with_formulas, resolve_model
 from ullage.capture.architectures import architecture
 from ullage.main import main
@@ -118,3 +122,32 @@ def test_what_names_nothing_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("[]", encoding="utf-8")
     with pytest.raises(ModelConfigError, match="holds a list, not an object"):
         configuration(str(tmp_path))
+
+
+class Attends(torch.nn.Module):
+    """Four heads of 16 values, of which two share a key."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = torch.nn.Linear(64, 64 + 2 * 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, key, value = (
+            part.unflatten(-1, (-1, 16)).transpose(1, 2) for part in self.project(x).split([64, 32, 32], -1)
+        )
+        attend = torch.nn.functional.scaled_dot_product_attention
+        return attend(query, key, value, is_causal=True, enable_gqa=True).sum()
+
+
+def test_captured_attention_takes_scratch_on_a_gpu() -> None:
+    captured = ullage.capture_module(Attends, ["2x32x64"], "bf16", name="attends")
+    plain, on_gpu = (captured.graph(dataclasses.replace(captured.batch, attention_scratch=it)) for it in (False, True))
+    found = [
+        (one.workspace_bytes - other.workspace_bytes, [kernel for kernel in one.backward if type(kernel) is Attention])
+        for one, other in zip(on_gpu.operators.values(), plain.operators.values(), strict=True)
+    ]
+    (kernel,) = (kernel for _, kernels in found for kernel in kernels)
+    assert kernel.shares_keys
+    scratch_bytes = attention_scratch_bytes(kernel, grouped=True, e=2)
+    assert scratch_bytes > 0
+    assert [more for more, _ in found] == [scratch_bytes if kernels else 0 for _, kernels in found]

@@ -33,6 +33,7 @@ def test_the_profile_is_local_from_then_on(tmp_path, capsys):
     narrow = profile.host.narrow_update_s
     assert narrow is not None
     assert narrow["adamw-8bit"].value > narrow["adamw-bf16"].value > 0, "codes are more work than rounding"
+    assert narrow["adamw-split"].value > 0
     assert f"profile written to {next(tmp_path.iterdir())}" in text.replace("\n", "")
     assert "host.optimizer" in text
     plan = tmp_path / "plan.json"

@@ -377,6 +377,7 @@ def _record(
         allocator=dict(memory[Tier.GPU].allocator),
         data_position=trainer.position,
         num_left=trainer.session.num_left,
+        attention=trainer.session.attention,
         checkpoint_bytes=memory[Tier.HOST].static_bytes.get(MemoryClass.CHECKPOINT, 0),
     )
 
