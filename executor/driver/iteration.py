@@ -522,6 +522,8 @@ class IterationDriver:
         def collect(leaf: torch.Tensor) -> None:
             gradient, leaf.grad = leaf.grad, None
             assert gradient is not None
+            if gradient.is_sparse:  # of an embedding: what it does not have is zero
+                gradient = gradient.to_dense()
             with self._backward:
                 task = progress.task
                 if self._on_demand is None and (task is None or not progress.awaits_gradient(unit.name)):

@@ -203,7 +203,7 @@ def _offloadable_inputs(args: Sequence[Any]) -> list[torch.Tensor]:
 
     The other inputs are masks and positions, which all segments share.
     """
-    tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+    tensors = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.layout is torch.strided]
     trained = [tensor for tensor in tensors if tensor.requires_grad]
     return trained or [tensor for tensor in tensors if tensor.is_floating_point()][:1]
 
@@ -230,7 +230,8 @@ class SegmentOffload:
 
         def pack(tensor: torch.Tensor) -> SavedTensor | torch.Tensor:
             # A parameter (DeBERTa gives every layer its positions) moves as its unit does, and has values only then.
-            if isinstance(tensor, torch.nn.Parameter) or tensor.untyped_storage()._cdata not in offloadable:
+            stays = isinstance(tensor, torch.nn.Parameter) or tensor.layout is not torch.strided
+            if stays or tensor.untyped_storage()._cdata not in offloadable:
                 return tensor
             segment.inputs.append(SavedTensor.of(tensor))
             return segment.inputs[-1]

@@ -197,6 +197,7 @@ class CapturedModel(_Frozen):
         num_logits: size of its vocabulary, if it has a head whose loss can be computed in tiles.
         loss_tile_tokens: tokens of such a tile, with which it was captured; ``None``: logits were whole.
         layer_tile_tokens: tokens of a tile of norms and MLPs, likewise.
+        assumed: what its capture did not know, as sentences for the user; ``None`` if it knew everything.
         others: the same at other sizes, for plans that were compared at several; they have no others.
     """
 
@@ -212,6 +213,7 @@ class CapturedModel(_Frozen):
     num_logits: int | None = None
     loss_tile_tokens: int | None = None
     layer_tile_tokens: int | None = None
+    assumed: tuple[str, ...] | None = None
     others: tuple["CapturedModel", ...] = ()
     _sizes: _Sizes = PrivateAttr(default_factory=_Sizes)
 

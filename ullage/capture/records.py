@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from typing import Any, Final, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from planner.models.kernels import Kernels
 from ullage.capture.repeats import Copy
@@ -105,6 +106,8 @@ class Recording:
         gradients: numbers of the storages of parameters' gradients at the end, by name.
         sums: for every sum in backward, the storages of its terms.
         num_values: for every input of table indices, the length of the table; ``None`` for other inputs.
+        unpriced: forward's operators without a known cost, each with the path of the module that ran it first.
+        reader: the first line of code that needed values, which were assumed, in brackets; ``None`` if none did.
         copies: blocks that were not recorded, because they equal recorded ones.
         begins: forward events before which blocks of lists with copies were called, in order.
         arrivals: visits whose outputs backward reached, in order, with the number of backward events until then.
@@ -122,6 +125,8 @@ class Recording:
     sums: dict[int, tuple[int, ...]]
     num_values: list[int | None]
     arrivals: list[tuple[int, int]]
+    unpriced: dict[str, str]
+    reader: str | None
     copies: list[Copy] = dataclasses.field(default_factory=list)
     begins: list[int] = dataclasses.field(default_factory=list)
     tiled: frozenset[str] = frozenset()
@@ -143,6 +148,24 @@ class Recording:
     @functools.cached_property
     def _copied(self) -> tuple[str, ...]:
         return tuple(f"{copy.path}." for copy in self.copies)
+
+
+def strided(value: Any) -> list[Tensor]:
+    """Return the tensors among values; those that hold its parts in place of a sparse one."""
+    found = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+    if all(leaf.layout is torch.strided for leaf in found):
+        return found
+    return [part for leaf in found for part in _parts(leaf)]
+
+
+def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout is torch.sparse_csr:
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout is torch.sparse_csc:
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return (tensor,)
 
 
 class CaptureError(ValueError):

@@ -32,6 +32,7 @@ INTERNALS = {
     "torch._C._autograd._get_sequence_nr",
     "torch._C._current_autograd_node",
     "torch._C._current_graph_task_id",
+    "torch._VF",
     "torch._dynamo.allow_in_graph",
     "torch._dynamo.config.recompile_limit",
     "torch._dynamo.exc.TorchDynamoException",
