@@ -137,8 +137,8 @@ def is_differentiable(leaf: Any) -> bool:
 
 
 def aliased(value: Any) -> Any:
-    """Return a view of a leaf that needs a gradient, because a module may change its input in place."""
-    return value.view_as(value) if is_differentiable(value) else value
+    """Return a copy of a leaf that needs a gradient, because a module may change its input in place."""
+    return value.clone() if is_differentiable(value) else value
 
 
 def on_host(leaf: Any) -> Tensor | None:

@@ -102,8 +102,13 @@ class OffloadedActivations:
             self._backend.copy(room[tensor.start : tensor.start + tensor.num_bytes], tensor.flat())
         # When this task has ended, the next segment may reuse the memory. So wait for the copies here.
         self._backend.event_time_s(self._backend.record_event(Lane.ACTIVATION_OUT))
-        if not all(tensor.is_unmodified for tensor in tensors):
-            raise modified_in_place(f"an input or product of {unit}")
+        for product in segment.products_of[unit]:
+            if not all(
+                tensor.is_unmodified for tensor in product.tensors
+            ):  # changed since it was chosen: it runs again
+                product.is_offloaded = False
+        if not all(tensor.is_unmodified for tensor in segment.offloaded(unit)):
+            raise modified_in_place(f"an input of {unit}")
         for tensor in (*tensors, *(t for product in segment.products_of[unit] for t in product.tensors)):
             tensor.tensor = None
         segment.away.add(unit)

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from executor.callbacks import ModuleCallbacks, copied_cache, hook_target, in_backward, replace_attribute
@@ -152,7 +152,8 @@ def bind(
         decided, names = decisions.units[segment[0].name], [unit.name for unit in segment]
         if decided.activations != "keep":
             offload = SegmentOffload(activations, names, callbacks) if decided.offloads else None
-            undo.append(_recompute(segment_module(model, segment), names, callbacks, offload))
+            changed = segment[0].operators[0].changed_inputs
+            undo.append(_recompute(segment_module(model, segment), names, callbacks, offload, changed))
 
 
 def no_compile(compile_backend: str | None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -315,11 +316,16 @@ def _checkpoint(call: Callable[..., Any], bound: inspect.BoundArguments, **setti
 
 
 def _recompute(
-    module: nn.Module, names: list[str], callbacks: ModuleCallbacks, offload: SegmentOffload | None
+    module: nn.Module,
+    names: list[str],
+    callbacks: ModuleCallbacks,
+    offload: SegmentOffload | None,
+    changed_inputs: tuple[int, ...],
 ) -> Callable[[], None]:
     """Apply activation checkpointing to a module, and offload some activations; return a function that undoes this.
 
-    The module computes the units of these ``names``.
+    The module computes the units of these ``names``. Of ``changed_inputs`` (see
+    :class:`planner.models.operators.Operator`) a copy is kept for the second pass.
     """
     original, last_unit = module.forward, names[-1]
     state = ForwardState(module, names[0])
@@ -327,8 +333,11 @@ def _recompute(
     numbers = (vars(inner).get("layer_idx") for inner in module.modules())
     layer = next((number for number in numbers if isinstance(number, int)), None)
 
-    def run(before: Snapshot, *args: Any, **kwargs: Any) -> Any:
+    def run(before: Snapshot, given: dict[int, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
         if not in_backward():
+            if given:  # the copies are for the second pass
+                args, kwargs = tree_map(lambda leaf: given.get(id(leaf), leaf), (args, kwargs))
+                given.clear()
             output = original(*args, **kwargs)
             state.check(before)
             return output
@@ -339,10 +348,10 @@ def _recompute(
         finally:  # recomputation stops with an exception as soon as it has all needed tensors
             callbacks.on_recomputed(last_unit)
 
-    def with_own_caches(before: Snapshot, *args: Any, **kwargs: Any) -> Any:
+    def with_own_caches(before: Snapshot, given: dict[int, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
         _copy_caches(bound.arguments)
-        return run(before, *bound.args, **bound.kwargs)
+        return run(before, given, *bound.args, **bound.kwargs)
 
     @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -353,10 +362,12 @@ def _recompute(
                     f"in backward; {OWN_CHECKPOINTING}"
                 )
             return original(*args, **kwargs)
+        args, kwargs, given = _with_copies(args, kwargs, changed_inputs)
         bound = signature.bind(*args, **kwargs)
         call = functools.partial(
             with_own_caches if _drop_caches(bound.arguments, layer) else run,
             state.save(bound.arguments.values()),
+            given,
         )
         if offload is None or not callbacks.trains:
             return _checkpoint(call, bound)
@@ -364,6 +375,19 @@ def _recompute(
             return _checkpoint(call, bound, context_fn=modes)
 
     return replace_attribute(module, "forward", forward)
+
+
+def _with_copies(args: Any, kwargs: Any, positions: tuple[int, ...]) -> tuple[Any, Any, dict[int, torch.Tensor]]:
+    """Return arguments with copies of those at some positions, and what was there, by ``id`` of the copy."""
+    given: dict[int, torch.Tensor] = {}
+    if not positions:
+        return args, kwargs, given
+    leaves, structure = tree_flatten((args, kwargs))
+    for position in positions:
+        if position < len(leaves) and isinstance(tensor := leaves[position], torch.Tensor):
+            leaves[position] = tensor.clone()
+            given[id(leaves[position])] = tensor
+    return *tree_unflatten(leaves, structure), given
 
 
 def _tile(

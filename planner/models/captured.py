@@ -85,6 +85,7 @@ class CapturedOperator(_Frozen):
             activations saved up to its unit. The hidden state and its gradient count.
         copies_input: it is the first of its block, which keeps nothing of its input itself, but a copy in another type.
         in_tiles: its module computes a tile of tokens at a time.
+        changed_inputs: see :class:`planner.models.operators.Operator`; ``None`` if there are none.
     """
 
     name: str
@@ -101,6 +102,7 @@ class CapturedOperator(_Frozen):
     product_bytes: Count = 0
     copies_input: bool = False
     in_tiles: bool = False
+    changed_inputs: tuple[Count, ...] | None = None
 
 
 class CapturedBlock(_Frozen):
@@ -425,6 +427,7 @@ def _operator(path: str, captured: CapturedOperator) -> Operator:
         captured.copies_input,
         measured=True,
         in_tiles=captured.in_tiles,
+        changed_inputs=captured.changed_inputs or (),
     )
 
 

@@ -387,10 +387,24 @@ def _block(
                 num_skipped=len(not_rerun),
                 product_bytes=sum(recording.forward[index].product_bytes for index in draft.events[:cut]),
                 in_tiles=draft.path in recording.tiled and seen[name] == 1,
+                changed_inputs=None if operators else _changed_inputs(recording, path) or None,
                 copies_input=not operators and bool(saves) and inputs.isdisjoint(save.storage for save in saves),
             )
         )
     return CapturedBlock(operators=tuple(operators))
+
+
+def _changed_inputs(recording: Recording, path: str) -> tuple[int, ...]:
+    """Return the arguments of a block, by position, that are changed in place when it runs or later."""
+    changed = {
+        position
+        for visit in recording.visits
+        if path and visit.path == path
+        for event in recording.forward[visit.first :]
+        for position, storage in visit.given
+        if event.changes and storage in event.storages
+    }
+    return tuple(sorted(changed))
 
 
 def _frozen_format(stored: StoredParameter, dtype: Literal["bf16", "fp32"]) -> FrozenFormat | None:

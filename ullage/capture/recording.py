@@ -248,8 +248,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._token_wise.see(func, args, kwargs, output)
             self._follow_integers(func.overloadpacket.__name__, args, read, results, written)
             self._sequences.append(torch._C._autograd._get_sequence_nr())
-            event = Event(self._stack[-1], len(self.forward), kernels, written, num_bytes, product_bytes, names)
-            self._follow_products(event, changes=func._schema.is_mutable)
+            of, changes = len(self.forward), func._schema.is_mutable
+            event = Event(self._stack[-1], of, kernels, written, num_bytes, product_bytes, names, changes)
+            self._follow_products(event)
             self.forward.append(event)
             if self._most_events is not None and len(self.forward) > self._most_events:
                 raise LongLoopError
@@ -277,9 +278,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         path = self.visits[visit].path if visit >= 0 else ""
         return f"module {path}" if path else "the model"
 
-    def _follow_products(self, event: Event, *, changes: bool) -> None:
+    def _follow_products(self, event: Event) -> None:
         """Drop results of products that are changed in place later: offloading cannot keep them and recomputes them."""
-        if changes and (names := [self._name[number] for number in event.storages if number in self._name]):
+        if (changes := event.changes) and (
+            names := [self._name[number] for number in event.storages if number in self._name]
+        ):
             raise CaptureError(
                 f"forward writes to the parameter {names[0]} (as nn.Embedding does with max_norm), which a plan would "
                 "lose; leave that out, or let forward compute with a changed copy"
@@ -385,6 +388,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             inputs = frozenset(map(self._storage, trained or given[:1]))
             visit = Visit(
                 path, module, self._stack[-1], len(self.forward), input_bytes=sum(held.values()), inputs=inputs
+            )
+            visit.given = tuple(
+                (position, self._storage(leaf))
+                for position, leaf in enumerate(tree_leaves((args, kwargs)))
+                if isinstance(leaf, Tensor) and leaf.layout is torch.strided
             )
             self._buffers.append([(buffer, buffer._version) for buffer in strided(list(module.buffers()))])
             self._begun.append(torch._C._autograd._get_sequence_nr())

@@ -32,6 +32,8 @@ class Visit:
         first, stop: range of forward events.
         input_bytes: bytes of inputs with a gradient, which must be kept for recomputation.
         inputs: storages of inputs with a gradient; if there are none, the storage of the first input.
+        given: storages of all strided tensors among its arguments, with their positions among the leaves of
+            ``(args, kwargs)``.
         state_bytes: bytes of buffers that must be copied for recomputation.
     """
 
@@ -42,6 +44,7 @@ class Visit:
     stop: int = -1
     input_bytes: int = 0
     inputs: frozenset[int] = frozenset()
+    given: tuple[tuple[int, int], ...] = ()
     state_bytes: int = 0
 
 
@@ -57,6 +60,7 @@ class Event:
         output_bytes: bytes of its first result.
         product_bytes: bytes of all floating results, if it is a product whose results are not changed later.
         parameters: names of the parameters that it read.
+        changes: whether it changes these storages in place.
     """
 
     visit: int
@@ -66,6 +70,7 @@ class Event:
     output_bytes: int
     product_bytes: int
     parameters: tuple[str, ...]
+    changes: bool = False
 
 
 @dataclasses.dataclass(slots=True)
