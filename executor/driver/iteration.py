@@ -274,8 +274,8 @@ class IterationDriver:
         """The model's own forward has ended, or failed."""
         self._model_trains = False
 
-    def on_loss(self) -> None:
-        """Backward has reached a loss that the model returned. The last unit's backward begins here."""
+    def on_output(self) -> None:
+        """Backward has reached a tensor that the model returned. The last unit's backward begins here."""
         expected, task = self._loop.expected(), self.progress.task
         if task is not None and task.op is Op.FORWARD and expected is not None and expected.op is Op.BACKWARD:
             self.on_backward(expected.unit)

@@ -2,11 +2,11 @@
 
 [Note: Module boundaries] A compute task lasts from the hook of its unit to the hook of the next unit. Forward pre-hooks
 on the modules that own or read parameters report where forward is. They report recomputation too, which is forward
-inside backward. Hooks on the gradients of these modules' outputs report where backward is. If the model itself returns
-a loss, a hook on that loss reports that the last unit's backward begins. Autograd runs nodes in the reverse order of
-their creation, and accumulates each gradient as soon as it is computed. So when backward reaches another unit, the
-gradients of the previous one are complete. If a module reads weights where no hook can see it, capturing the model
-raises an error (``ullage/capture/executable.py``).
+inside backward. Hooks on the gradients of these modules' outputs report where backward is, and hooks on what the model
+itself returns that the last unit's backward begins. Autograd runs nodes in the reverse order of their creation, and
+accumulates each gradient as soon as it is computed. So when backward reaches another unit, the gradients of the
+previous one are complete. If a module reads weights where no hook can see it, capturing the model raises an error
+(``ullage/capture/executable.py``).
 
 Recomputation starts when backward first needs a tensor of the segment that was not saved. By then, backward may already
 have reached the segment's last unit. In this case the unit's backward task begins when recomputation has ended.
@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import _StopRecomputationError, checkpoint
 
-from executor.callbacks import ModuleCallbacks, copied_cache, hook_target, in_backward, replace_attribute
+from executor.callbacks import ModuleCallbacks, copied_cache, ends_at, hook_target, in_backward, replace_attribute
 from executor.distributed.shards import BindingError
 from executor.memory.activations import OffloadedActivations, SegmentOffload
 from executor.memory.forward_state import ForwardState, Snapshot
@@ -134,7 +134,7 @@ def bind(
     unit_of = unit_modules(model, units)
     undo.append(model.register_forward_pre_hook(lambda *_: callbacks.on_model_begin()).remove)
     undo.append(model.register_forward_hook(lambda *_: callbacks.on_model_end(), always_call=True).remove)
-    undo.append(model.register_forward_hook(_watch_losses(callbacks)).remove)
+    undo.append(model.register_forward_hook(_watch_outputs(callbacks)).remove)
     if decisions.loss_tile_tokens is not None:
         undo.append(tile_head(model, decisions.loss_tile_tokens, unit_of, callbacks))
     if compile_backend is not None:
@@ -234,7 +234,9 @@ def _hooks(unit: str, callbacks: ModuleCallbacks) -> tuple[Callable[..., None], 
         begun = torch._C._autograd._get_sequence_nr()
         callbacks.on_forward(unit)
 
-    def arrive(_gradient: torch.Tensor) -> None:
+    def arrive(node: Any, _gradient: torch.Tensor) -> None:
+        if ends_at(node):
+            return
         if torch.is_grad_enabled():
             raise OutOfOrderError(SECOND_ORDER)
         callbacks.on_backward(unit)
@@ -248,22 +250,26 @@ def _hooks(unit: str, callbacks: ModuleCallbacks) -> tuple[Callable[..., None], 
                 made = hook_target(leaf)
                 node = made.grad_fn
                 if node is None or node._sequence_nr() >= begun:
-                    _hook_gradient(made, node, arrive)  # else the tensor only passed through this module
+                    _hook_gradient(
+                        made, node, functools.partial(arrive, node)
+                    )  # else the tensor only passed through this module
 
     return before, after
 
 
-def _watch_losses(callbacks: ModuleCallbacks) -> Callable[..., None]:
+def _watch_outputs(callbacks: ModuleCallbacks) -> Callable[..., None]:
     """Return a hook to run after the model's forward.
 
-    It reports when backward begins at a loss that the model returned.
+    It reports when backward begins at what the model returned: a loss, or what a loss is computed from.
     """
 
     def after(_module: nn.Module, _args: Any, output: Any) -> None:
         if callbacks.trains:
             for leaf in tree_leaves(output):
-                if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None and not leaf.dim():
-                    _hook_gradient(leaf, leaf.grad_fn, lambda _gradient: callbacks.on_loss())
+                # Logits in tiles, of a class of their own, are not computed yet.
+                if type(leaf) is torch.Tensor and leaf.grad_fn is not None:
+                    made = hook_target(leaf)
+                    _hook_gradient(made, made.grad_fn, lambda _gradient: callbacks.on_output())
 
     return after
 
@@ -345,6 +351,9 @@ def _recompute(
         try:
             with state.restored(before):
                 return original(*args, **kwargs)
+        except RuntimeError as error:
+            _end_in_script(error)
+            raise
         finally:  # recomputation stops with an exception as soon as it has all needed tensors
             callbacks.on_recomputed(last_unit)
 
@@ -375,6 +384,12 @@ def _recompute(
             return _checkpoint(call, bound, context_fn=modes)
 
     return replace_attribute(module, "forward", forward)
+
+
+def _end_in_script(error: RuntimeError) -> None:
+    """End a recomputation whose end has come out of a function of TorchScript, as an error of its own."""
+    if "TorchScript interpreter" in str(error):
+        raise _StopRecomputationError from error
 
 
 def _with_copies(args: Any, kwargs: Any, positions: tuple[int, ...]) -> tuple[Any, Any, dict[int, torch.Tensor]]:

@@ -19,7 +19,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 
-from executor.callbacks import hook_target
+from executor.callbacks import ends_at, hook_target
 from executor.memory.forward_state import SMALL_BYTES
 from executor.memory.recompute_cache import is_running_again
 from executor.module.guards import SECOND_ORDER
@@ -108,6 +108,7 @@ def record(
         recorder.arrivals,
         recorder.unpriced,
         fakes.reader,
+        recorder.backward_inside,
         repeats.copies if repeats else [],
         repeats.begins if repeats else [],
         frozenset(name for name, module in model.named_modules() if module in tiled),
@@ -185,6 +186,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.model = model
         self._most_events = repeats.most_events if repeats else None
         self._fakes = fakes
+        self.backward_inside: set[int] = set()  # visits whose forward runs a backward
         self.unpriced: dict[str, str] = {}  # operators without a known cost, with the module that ran each first
         self._checks = checks
         self._repeats = repeats
@@ -280,9 +282,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _follow_products(self, event: Event) -> None:
         """Drop results of products that are changed in place later: offloading cannot keep them and recomputes them."""
-        if (changes := event.changes) and (
-            names := [self._name[number] for number in event.storages if number in self._name]
-        ):
+        changes = event.changes
+        if changes and (names := [self._name[number] for number in event.storages if number in self._name]):
             raise CaptureError(
                 f"forward writes to the parameter {names[0]} (as nn.Embedding does with max_norm), which a plan would "
                 "lose; leave that out, or let forward compute with a changed copy"
@@ -338,6 +339,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def unpack(self, saved: tuple[Tensor, int]) -> Tensor:
         """Check that saved tensors were not overwritten, as autograd does without hooks."""
         tensor, version = saved
+        if not self._in_backward:
+            self.backward_inside.add(self._stack[-1])
         if tensor._version != version:
             raise CaptureError(
                 f"backward of {self._at()}: a tensor of shape {list(tensor.shape)} was changed in place after autograd "
@@ -390,9 +393,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 path, module, self._stack[-1], len(self.forward), input_bytes=sum(held.values()), inputs=inputs
             )
             visit.given = tuple(
-                (position, self._storage(leaf))
+                (position, self._storage(part))
                 for position, leaf in enumerate(tree_leaves((args, kwargs)))
                 if isinstance(leaf, Tensor) and leaf.layout is torch.strided
+                for part in strided(leaf)
             )
             self._buffers.append([(buffer, buffer._version) for buffer in strided(list(module.buffers()))])
             self._begun.append(torch._C._autograd._get_sequence_nr())
@@ -424,7 +428,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 node = hook_target(leaf).grad_fn
                 if node is not None and node._sequence_nr() >= self._begun[index]:
-                    node.register_prehook(self._arriving(index))
+                    node.register_prehook(self._arriving(index, node))
 
     def _running(self, source: int) -> Callable[[Any], None]:
         def hook(_gradients: Any) -> None:
@@ -432,8 +436,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         return hook
 
-    def _arriving(self, visit: int) -> Callable[[Any], None]:
+    def _arriving(self, visit: int, node: Any) -> Callable[[Any], None]:
         def hook(_gradients: Any) -> None:
+            if ends_at(node):
+                return
             if torch.is_grad_enabled():
                 raise CaptureError(SECOND_ORDER)
             self.arrivals.append((visit, len(self.backward)))

@@ -7,6 +7,8 @@ from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.func import debug_unwrap
 from torch.utils._pytree import tree_leaves
 
 from planner.models.kernels import Kernels
@@ -113,6 +115,7 @@ class Recording:
         num_values: for every input of table indices, the length of the table; ``None`` for other inputs.
         unpriced: forward's operators without a known cost, each with the path of the module that ran it first.
         reader: the first line of code that needed values, which were assumed, in brackets; ``None`` if none did.
+        backward_inside: visits whose forward runs a backward, which would begin a recomputation.
         copies: blocks that were not recorded, because they equal recorded ones.
         begins: forward events before which blocks of lists with copies were called, in order.
         arrivals: visits whose outputs backward reached, in order, with the number of backward events until then.
@@ -132,6 +135,7 @@ class Recording:
     arrivals: list[tuple[int, int]]
     unpriced: dict[str, str]
     reader: str | None
+    backward_inside: set[int]
     copies: list[Copy] = dataclasses.field(default_factory=list)
     begins: list[int] = dataclasses.field(default_factory=list)
     tiled: frozenset[str] = frozenset()
@@ -140,11 +144,6 @@ class Recording:
     def skipped(self) -> frozenset[int]:
         """Forward events that ran in place of copied blocks, or between a copied block and the next block."""
         return frozenset(index for copy in self.copies for index in range(copy.first, copy.stop))
-
-    @property
-    def returns_loss(self) -> bool:
-        """Whether the loss is a scalar that the model itself returned. See ``find_loss`` in ``recording.py``."""
-        return not self.loss.startswith("the mean")
 
     def is_copied(self, name: str) -> bool:
         """Return whether a parameter is in a copied block."""
@@ -158,6 +157,7 @@ class Recording:
 def strided(value: Any) -> list[Tensor]:
     """Return the tensors among values; those that hold its parts in place of a sparse one."""
     found = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+    found = [debug_unwrap(leaf) if is_functorch_wrapped_tensor(leaf) else leaf for leaf in found]  # inside torch.vmap
     if all(leaf.layout is torch.strided for leaf in found):
         return found
     return [part for leaf in found for part in _parts(leaf)]

@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune
 
 import ullage
+from executor.options import SessionOptions
 from executor.prepare import prepare_session
 from planner.decisions import UnitDecision
 from planner.plan.planning import make_plan
@@ -119,6 +120,54 @@ def test_what_is_changed_in_place_is_recomputed_from_what_it_was(where: str, act
     check_trained(variant, activations, lambda: InPlace(where))
 
 
+@torch.jit.script
+def scripted(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.sigmoid(x)
+
+
+def differentiated(x: torch.Tensor) -> torch.Tensor:
+    return torch.autograd.grad(x.tanh().sum(), x, create_graph=True)[0]
+
+
+SHARED = nn.Dropout(0.1)
+INSIDE: dict[str, Callable[[Callable[[torch.Tensor], torch.Tensor], torch.Tensor], torch.Tensor]] = {
+    "a module that blocks and models share": lambda block, x: SHARED(block(SHARED(x))),
+    "a scripted function": lambda block, x: scripted(block(x)),
+    "vmap": lambda block, x: torch.vmap(block)(x),
+    "a backward": lambda block, x: block(x) + differentiated(x),
+}
+
+
+class Inside(nn.Module):
+    """Its blocks call something; the first layer's weight is read again behind them."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.rows, self.blocks = nn.Linear(16, 32), nn.ModuleList(Block(32) for _ in range(4))
+        for block in self.blocks:
+            block.inner = SHARED
+            block.forward = functools.partial(INSIDE[name], block.forward)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.rows(x)
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.linear(x, self.rows.weight.t())
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_what_a_block_does_is_recomputed_or_kept(name: str) -> None:
+    """Two models train at once, and have a module in common."""
+    variant = request(lambda: Inside(name), 16, 10_000_000).variants()[0]
+    kept = name == "a backward"  # it would begin the recomputation
+    assert any(unit.can_swap for unit in variant.setup.units) != kept
+    other = Inside(name)
+    units, decisions = variant.setup.units, next(iter(smallest(variant.setup)))
+    with prepare_session(other, torch.optim.AdamW(other.parameters()), units, decisions)[1].session:
+        check_trained(variant, "keep" if kept else "recompute", lambda: Inside(name))
+
+
 def check_trained(variant: Any, activations: str, make: Callable[[], nn.Module]) -> None:
     """Check that a model trains as in memory with all weights on the host, and a single slot for each size."""
     decisions = next(iter(smallest(variant.setup))).model_copy(update={"num_param_slots": 1})
@@ -138,14 +187,18 @@ def check_trained(variant: Any, activations: str, make: Callable[[], nn.Module])
         optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         session: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
         if prepares:
-            model, optimizer = prepare_session(model, optimizer, variant.setup.units, decisions)
+            model, optimizer = prepare_session(
+                model, optimizer, variant.setup.units, decisions, SessionOptions(audit="first")
+            )
             session = optimizer.session
         with session:
             torch.manual_seed(1)
             for _ in range(3):
-                model(torch.randn(8, 16)).backward()
+                output = model(torch.randn(8, 16))
+                (output.square().mean() if output.dim() else output).backward()
                 optimizer.step()
                 optimizer.zero_grad()
+            assert not prepares or optimizer.session.num_left == 0
             found.append({name: values.clone() for name, values in model.state_dict().items()})
     torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-6)
 
