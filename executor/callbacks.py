@@ -38,8 +38,8 @@ class ModuleCallbacks(HeadCallbacks, Protocol):
     def on_model_end(self, output: Any) -> None:
         """The model's own forward has ended, or failed: then without ``output``."""
 
-    def on_loss(self) -> None:
-        """Backward has reached a loss that the model's own forward returned."""
+    def on_output(self) -> None:
+        """Backward has reached a tensor that the model's own forward returned."""
 
     @property
     def unit(self) -> str:
@@ -57,6 +57,15 @@ class ModuleCallbacks(HeadCallbacks, Protocol):
 def in_backward() -> bool:
     """Return whether this thread is inside a backward pass."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def ends_at(node: Any) -> bool:
+    """Return whether the backward that runs now goes no further than a node, as that of a gradient inside forward."""
+    with contextlib.suppress(RuntimeError):  # for a leaf whose gradient is asked for, which is further
+        return node is not None and not any(
+            torch._C._will_engine_execute_node(after) for after, _ in node.next_functions if after is not None
+        )
+    return False
 
 
 def hook_target(tensor: torch.Tensor) -> torch.Tensor:

@@ -290,6 +290,7 @@ class Audit:
             case.random, case.autocast = random_states(tensors[0].device), same_autocast(tensors[0])
             edges = {get_gradient_edge(t): n for n, t in enumerate(given) if is_differentiable(t)}
             begun = torch._C._autograd._get_sequence_nr()
+            views = [(leaf, leaf._version) for leaf in leaves if isinstance(leaf, Tensor) and leaf._base is not None]
             with outputs_inside(case.module, empty=self._compiles) as inside:
                 output = forward(*args, **kwargs)
             own = {id(leaf) for leaf in tree_leaves(output)}
@@ -302,6 +303,8 @@ class Audit:
             case.outputs = [on_host(leaf) for leaf in made]
             if any(isinstance(leaf, Tensor) and type(leaf) is not Tensor for leaf in made):
                 case.why_not = "its output is not computed yet"  # logits in tiles
+            elif any(view._version != version for view, version in views):
+                case.why_not = "it changes a view in place, whose gradients autograd takes to its base"
             elif self._compiles and not torch.equal(case.random[-1], random_states(tensors[0].device)[-1]):
                 case.why_not = "it is compiled, and draws other random numbers"
             return output
@@ -325,11 +328,11 @@ class Audit:
         ):
             given = (*args, *kwargs.values())
             begun = torch._C._autograd._get_sequence_nr()
+            args, kwargs = [aliased(value) for value in args], {name: aliased(value) for name, value in kwargs.items()}
             with outputs_inside(case.module) as inside:
-                output = case.module.forward(
-                    *(aliased(value) for value in args), **{name: aliased(value) for name, value in kwargs.items()}
-                )
-            results = [*tree_leaves(output), *(inside[n] for n in case.leaving), *state.made(given, begun)]
+                output = case.module.forward(*args, **kwargs)
+            inner = (inside[n] for n in case.leaving)
+            results = [*tree_leaves(output), *inner, *state.made((*args, *kwargs.values()), begun)]
             if len(case.outputs) == len(tree_leaves(output)) + len(case.leaving):
                 results = results[: len(case.outputs)]  # a cache of keys and values is only filled here
             targets = [(n, t) for n, t in targets_of(results, begun) if n in case.output_gradients]

@@ -2,6 +2,8 @@
 
 import contextlib
 import dataclasses
+import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -88,15 +90,20 @@ def cases(
 def recomputed_modules(
     model: nn.Module, units: tuple[Unit, ...], decisions: Decisions
 ) -> Iterator[tuple[nn.Module, tuple[str, str]]]:
-    """Yield the modules whose forward runs a second time as it ran first, with their paths and their segments."""
+    """Yield the modules whose forward runs a second time as it ran first, with their paths and their segments.
+
+    A module that several segments share is left out, because its second passes come in another order.
+    """
     paths = {module: path for path, module in model.named_modules()}
     tiled = tiled_modules(model, units) if decisions.layer_tile_tokens is not None else {}
     in_tiles = {inner for module in tiled for inner in module.modules()}
-    for segment in segments(units):
-        if decisions.units[segment[0].name].activations != "keep":
-            for module in segment_module(model, segment).modules():
-                if module not in in_tiles and next(module.children(), None) is None:
-                    yield module, (paths[module], segment[0].segment)
+    recomputed = [s for s in segments(units) if decisions.units[s[0].name].activations != "keep"]
+    inside = {segment[0].segment: set(segment_module(model, segment).modules()) for segment in recomputed}
+    used = Counter(itertools.chain.from_iterable(inside.values()))
+    for name, modules in inside.items():
+        for module in modules:
+            if used[module] == 1 and module not in in_tiles and next(module.children(), None) is None:
+                yield module, (paths[module], name)
 
 
 def _largest(

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd.graph import GradientEdge
 from torch.utils._pytree import tree_leaves
 
@@ -168,8 +169,8 @@ def is_differentiable(leaf: Any) -> bool:
 
 
 def aliased(value: Any) -> Any:
-    """Return a view of a leaf that needs a gradient, because a module may change its input in place."""
-    return value.view_as(value) if is_differentiable(value) else value
+    """Return a copy of a leaf that needs a gradient, because a module may change its input in place."""
+    return value.clone() if is_differentiable(value) else value
 
 
 def on_host(leaf: Any) -> Tensor | None:
@@ -181,7 +182,9 @@ def sampled(output: Any) -> list[Tensor]:
     """Return some values of each floating-point tensor in an output, on the host."""
     found = []
     for leaf in tree_leaves(output):
-        if type(leaf) is Tensor and leaf.is_floating_point() and leaf.numel():
+        if type(leaf) is not Tensor or is_functorch_wrapped_tensor(leaf):  # inside torch.vmap, it cannot be read
+            continue
+        if leaf.is_floating_point() and leaf.numel():
             flat = leaf.detach().reshape(-1)
             found.append(flat[:: -(-flat.numel() // _NUM_SAMPLED)].to("cpu", copy=True))
     return found

@@ -300,8 +300,8 @@ class IterationDriver:
                 self._report(f"attention: {', '.join(self.attention)}")
         self._model_trains = False
 
-    def on_loss(self) -> None:
-        """Backward has reached a loss that the model returned. The last unit's backward begins here."""
+    def on_output(self) -> None:
+        """Backward has reached a tensor that the model returned. The last unit's backward begins here."""
         expected, task = self._loop.expected(), self.progress.task
         if task is not None and task.op is Op.FORWARD and expected is not None and expected.op is Op.BACKWARD:
             self.on_backward(expected.unit)
@@ -551,6 +551,8 @@ class IterationDriver:
             assert gradient is not None
             if gradient.requires_grad:  # it has a graph of its own: create_graph=True
                 gradient = gradient.detach()
+            if gradient.is_sparse:  # of an embedding: what it does not have is zero
+                gradient = gradient.to_dense()
             with self._backward:
                 task = progress.task
                 if self._on_demand is None and (task is None or not progress.awaits_gradient(unit.name)):

@@ -102,8 +102,13 @@ class OffloadedActivations:
             self._backend.copy(room[tensor.start : tensor.start + tensor.num_bytes], tensor.flat())
         # When this task has ended, the next segment may reuse the memory. So wait for the copies here.
         self._backend.event_time_s(self._backend.record_event(Lane.ACTIVATION_OUT))
-        if not all(tensor.is_unmodified for tensor in tensors):
-            raise modified_in_place(f"an input or product of {unit}")
+        for product in segment.products_of[unit]:
+            if not all(
+                tensor.is_unmodified for tensor in product.tensors
+            ):  # changed since it was chosen: it runs again
+                product.is_offloaded = False
+        if not all(tensor.is_unmodified for tensor in segment.offloaded(unit)):
+            raise modified_in_place(f"an input of {unit}")
         for tensor in (*tensors, *(t for product in segment.products_of[unit] for t in product.tensors)):
             tensor.tensor = None
         segment.moved.add(unit)
@@ -206,7 +211,7 @@ def _offloadable_inputs(args: Sequence[Any]) -> list[torch.Tensor]:
 
     The other inputs are masks and positions, which all segments share.
     """
-    tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+    tensors = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.layout is torch.strided]
     trained = [tensor for tensor in tensors if tensor.requires_grad]
     return trained or [tensor for tensor in tensors if tensor.is_floating_point()][:1]
 
@@ -233,7 +238,8 @@ class SegmentOffload:
 
         def pack(tensor: torch.Tensor) -> SavedTensor | torch.Tensor:
             # A parameter (DeBERTa gives every layer its positions) moves as its unit does, and has values only then.
-            if isinstance(tensor, torch.nn.Parameter) or tensor.untyped_storage()._cdata not in offloadable:
+            stays = isinstance(tensor, torch.nn.Parameter) or tensor.layout is not torch.strided
+            if stays or tensor.untyped_storage()._cdata not in offloadable:
                 return tensor
             segment.inputs.append(SavedTensor.of(tensor))
             return segment.inputs[-1]

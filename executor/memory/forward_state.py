@@ -225,7 +225,7 @@ class _Visit:
     def _tensor(self, holder: Any, key: Any, tensor: torch.Tensor, _depth: int) -> None:
         if tensor.grad_fn is not None:
             self.differentiable.append(tensor)
-        elif not tensor.requires_grad and not isinstance(tensor, nn.Parameter):
+        elif not tensor.requires_grad and not isinstance(tensor, nn.Parameter) and tensor.layout is torch.strided:
             self.tensors[id(holder), key] = tensor
 
     def _generator(self, _holder: Any, _key: Any, generator: Any, _depth: int) -> None:

@@ -57,8 +57,8 @@ class ActivationError(RuntimeError):
 def modified_in_place(what: str) -> ActivationError:
     """Return the error for a tensor that was modified in place after its use, so that its saved value is wrong."""
     return ActivationError(
-        f"{what} was changed in place after it had been used; write the model without that, or plan with activations "
-        "'keep'"
+        f"{what} was changed in place after it had been used, which it was not when the model was captured; change a "
+        "copy of it (x = x + y instead of x += y), or do in each forward what the example batch does"
     )
 
 

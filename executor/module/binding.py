@@ -2,11 +2,11 @@
 
 [Note: Module boundaries] A compute task lasts from the hook of its unit to the hook of the next unit. Forward pre-hooks
 on the modules that own or read parameters report where forward is. They report recomputation too, which is forward
-inside backward. Hooks on the gradients of these modules' outputs report where backward is. If the model itself returns
-a loss, a hook on that loss reports that the last unit's backward begins. Autograd runs nodes in the reverse order of
-their creation, and accumulates each gradient as soon as it is computed. So when backward reaches another unit, the
-gradients of the previous one are complete. If a module reads weights where no hook can see it, capturing the model
-raises an error (``ullage/capture/executable.py``).
+inside backward. Hooks on the gradients of these modules' outputs report where backward is, and hooks on what the model
+itself returns that the last unit's backward begins. Autograd runs nodes in the reverse order of their creation, and
+accumulates each gradient as soon as it is computed. So when backward reaches another unit, the gradients of the
+previous one are complete. If a module reads weights where no hook can see it, capturing the model raises an error
+(``ullage/capture/executable.py``).
 
 Recomputation starts when backward first needs a tensor of the segment that was not saved. By then, backward may already
 have reached the segment's last unit. In this case the unit's backward task begins when recomputation has ended.
@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils.checkpoint import _StopRecomputationError, checkpoint
 
-from executor.callbacks import ModuleCallbacks, copied_cache, hook_target, in_backward, replace_attribute
+from executor.callbacks import ModuleCallbacks, copied_cache, ends_at, hook_target, in_backward, replace_attribute
 from executor.distributed.shards import BindingError
 from executor.memory.activations import OffloadedActivations, SegmentOffload
 from executor.memory.forward_state import ForwardState, Snapshot
@@ -135,7 +135,7 @@ def bind(
     """
     unit_of = unit_modules(model, units)
     undo.append(model.register_forward_hook(lambda *given: callbacks.on_model_end(given[-1]), always_call=True).remove)
-    undo.append(model.register_forward_hook(_watch_losses(callbacks)).remove)
+    undo.append(model.register_forward_hook(_watch_outputs(callbacks)).remove)
     if decisions.loss_tile_tokens is not None:
         undo.append(tile_head(model, decisions.loss_tile_tokens, unit_of, callbacks))
     if compile_backend is not None:
@@ -154,7 +154,8 @@ def bind(
         decided, names = decisions.units[segment[0].name], [unit.name for unit in segment]
         if decided.activations != "keep":
             offload = SegmentOffload(activations, names, callbacks) if decided.offloads else None
-            undo.append(_recompute(segment_module(model, segment), names, callbacks, offload))
+            changed = segment[0].operators[0].changed_inputs
+            undo.append(_recompute(segment_module(model, segment), names, callbacks, offload, changed))
 
 
 def no_compile(compile_backend: str | None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -235,7 +236,9 @@ def _hooks(unit: str, callbacks: ModuleCallbacks) -> tuple[Callable[..., None], 
         begun = torch._C._autograd._get_sequence_nr()
         callbacks.on_forward(unit)
 
-    def arrive(_gradient: torch.Tensor) -> None:
+    def arrive(node: Any, _gradient: torch.Tensor) -> None:
+        if ends_at(node):
+            return
         callbacks.on_backward(unit)
 
     def after(_module: nn.Module, _args: Any, output: Any) -> None:
@@ -247,22 +250,26 @@ def _hooks(unit: str, callbacks: ModuleCallbacks) -> tuple[Callable[..., None], 
                 made = hook_target(leaf)
                 node = made.grad_fn
                 if node is None or node._sequence_nr() >= begun:
-                    _hook_gradient(made, node, arrive)  # else the tensor only passed through this module
+                    _hook_gradient(
+                        made, node, functools.partial(arrive, node)
+                    )  # else the tensor only passed through this module
 
     return before, after
 
 
-def _watch_losses(callbacks: ModuleCallbacks) -> Callable[..., None]:
+def _watch_outputs(callbacks: ModuleCallbacks) -> Callable[..., None]:
     """Return a hook to run after the model's forward.
 
-    It reports when backward begins at a loss that the model returned.
+    It reports when backward begins at what the model returned: a loss, or what a loss is computed from.
     """
 
     def after(_module: nn.Module, _args: Any, output: Any) -> None:
         if callbacks.trains:
             for leaf in tree_leaves(output):
-                if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None and not leaf.dim():
-                    _hook_gradient(leaf, leaf.grad_fn, lambda _gradient: callbacks.on_loss())
+                # Logits in tiles, of a class of their own, are not computed yet.
+                if type(leaf) is torch.Tensor and leaf.grad_fn is not None:
+                    made = hook_target(leaf)
+                    _hook_gradient(made, made.grad_fn, lambda _gradient: callbacks.on_output())
 
     return after
 
@@ -316,11 +323,16 @@ def _checkpoint(call: Callable[..., Any], bound: inspect.BoundArguments, **setti
 
 
 def _recompute(
-    module: nn.Module, names: list[str], callbacks: ModuleCallbacks, offload: SegmentOffload | None
+    module: nn.Module,
+    names: list[str],
+    callbacks: ModuleCallbacks,
+    offload: SegmentOffload | None,
+    changed_inputs: tuple[int, ...],
 ) -> Callable[[], None]:
     """Apply activation checkpointing to a module, and offload some activations; return a function that undoes this.
 
-    The module computes the units of these ``names``.
+    The module computes the units of these ``names``. Of ``changed_inputs`` (see
+    :class:`planner.models.operators.Operator`) a copy is kept for the second pass.
     """
     original, last_unit = module.forward, names[-1]
     state = ForwardState(module, names[0], torch_too=True)
@@ -328,8 +340,11 @@ def _recompute(
     numbers = (vars(inner).get("layer_idx") for inner in module.modules())
     layer = next((number for number in numbers if isinstance(number, int)), None)
 
-    def run(before: Snapshot, *args: Any, **kwargs: Any) -> Any:
+    def run(before: Snapshot, given: dict[int, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
         if not in_backward():
+            if given:  # the copies are for the second pass
+                args, kwargs = tree_map(lambda leaf: given.get(id(leaf), leaf), (args, kwargs))
+                given.clear()
             output = original(*args, **kwargs)
             state.check(before)
             return output
@@ -337,13 +352,16 @@ def _recompute(
         try:
             with state.restored(before):
                 return original(*args, **kwargs)
+        except RuntimeError as error:
+            _end_in_script(error)
+            raise
         finally:  # recomputation stops with an exception as soon as it has all needed tensors
             callbacks.on_recomputed(last_unit)
 
-    def with_own_caches(before: Snapshot, *args: Any, **kwargs: Any) -> Any:
+    def with_own_caches(before: Snapshot, given: dict[int, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
         _copy_caches(bound.arguments)
-        return run(before, *bound.args, **bound.kwargs)
+        return run(before, given, *bound.args, **bound.kwargs)
 
     @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -354,10 +372,12 @@ def _recompute(
                     f"in backward; {OWN_CHECKPOINTING}"
                 )
             return original(*args, **kwargs)
+        args, kwargs, given = _with_copies(args, kwargs, changed_inputs)
         bound = signature.bind(*args, **kwargs)
         call = functools.partial(
             with_own_caches if _drop_caches(bound.arguments, layer) else run,
             state.save(bound.arguments.values()),
+            given,
         )
         if offload is None or not callbacks.trains:
             return _checkpoint(call, bound)
@@ -365,6 +385,25 @@ def _recompute(
             return _checkpoint(call, bound, context_fn=modes)
 
     return replace_attribute(module, "forward", forward)
+
+
+def _end_in_script(error: RuntimeError) -> None:
+    """End a recomputation whose end has come out of a function of TorchScript, as an error of its own."""
+    if "TorchScript interpreter" in str(error):
+        raise _StopRecomputationError from error
+
+
+def _with_copies(args: Any, kwargs: Any, positions: tuple[int, ...]) -> tuple[Any, Any, dict[int, torch.Tensor]]:
+    """Return arguments with copies of those at some positions, and what was there, by ``id`` of the copy."""
+    given: dict[int, torch.Tensor] = {}
+    if not positions:
+        return args, kwargs, given
+    leaves, structure = tree_flatten((args, kwargs))
+    for position in positions:
+        if position < len(leaves) and isinstance(tensor := leaves[position], torch.Tensor):
+            leaves[position] = tensor.clone()
+            given[id(leaves[position])] = tensor
+    return *tree_unflatten(leaves, structure), given
 
 
 def _tile(

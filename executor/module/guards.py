@@ -56,7 +56,7 @@ def check_unprepared(model: nn.Module) -> None:
     Raises:
         ValueError: another session has it. Its hooks would report to both sessions.
     """
-    if any(module in _prepared for module in model.modules()):
+    if any(module in _prepared for module in _guarded(model)):
         raise ValueError(
             "the model is prepared already, and a model can have only one session; close the first one "
             "(session.close() of the optimizer that prepare() returned), or make the model again"
@@ -67,8 +67,15 @@ def check_plain(model: nn.Module) -> None:
     """Check that a model does not checkpoint activations itself, and that all its parameters have a shape.
 
     Raises:
-        ValueError: a module has ``gradient_checkpointing = True``, as in models of ``transformers``, or is lazy.
+        ValueError: a module has ``gradient_checkpointing = True``, as in models of ``transformers``, is lazy, or is
+            scripted and has parameters.
     """
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) and next(module.parameters(), None) is not None:
+            raise ValueError(
+                f"module {name or 'the model'} is scripted (torch.jit), so its parameters cannot be moved; give the "
+                "module as it was before torch.jit.script, or script functions without parameters alone"
+            )
     if any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules()):
         raise ValueError(
             "the model's own gradient checkpointing is on, but the plan decides what is recomputed "
@@ -203,7 +210,7 @@ def bind_guards(model: nn.Module, dtype: torch.dtype, device: torch.device) -> l
     the device of weights.
     """
     undo = []
-    for module in model.modules():
+    for module in _guarded(model):
         undo.append(replace_attribute(module, "_apply", _refusing_conversion(module, dtype, device)))
         undo += [
             replace_attribute(module, "__deepcopy__", _refuse_copy),
@@ -211,12 +218,17 @@ def bind_guards(model: nn.Module, dtype: torch.dtype, device: torch.device) -> l
         ]
         _prepared.add(module)
         undo.append(functools.partial(_prepared.discard, module))
-    modules = weakref.WeakSet(model.modules())
+    modules = weakref.WeakSet(_guarded(model))
     undo += [
         register_module_parameter_registration_hook(_refuse_replacement(modules, "_parameters")).remove,
         register_module_module_registration_hook(_refuse_replacement(modules, "_modules")).remove,
     ]
     return undo
+
+
+def _guarded(model: nn.Module) -> list[nn.Module]:
+    """Return a model's modules without those that hold nothing, as activations, which models may share."""
+    return [m for m in model.modules() if m is model or m._parameters or m._buffers or m._modules]
 
 
 def _refuse_replacement(modules: weakref.WeakSet[nn.Module], kind: str) -> Callable[[nn.Module, str, Any], None]:

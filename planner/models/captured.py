@@ -86,6 +86,7 @@ class CapturedOperator(_Frozen):
             activations saved up to its unit. The hidden state and its gradient count.
         copies_input: it is the first of its block, which keeps nothing of its input itself, but a copy in another type.
         in_tiles: its module computes a tile of tokens at a time.
+        changed_inputs: see :class:`planner.models.operators.Operator`; ``None`` if there are none.
     """
 
     name: str
@@ -102,6 +103,7 @@ class CapturedOperator(_Frozen):
     product_bytes: Count = 0
     copies_input: bool = False
     in_tiles: bool = False
+    changed_inputs: tuple[Count, ...] | None = None
 
 
 class CapturedBlock(_Frozen):
@@ -198,6 +200,7 @@ class CapturedModel(_Frozen):
         num_logits: size of its vocabulary, if it has a head whose loss can be computed in tiles.
         loss_tile_tokens: tokens of such a tile, with which it was captured; ``None``: logits were whole.
         layer_tile_tokens: tokens of a tile of norms and MLPs, likewise.
+        assumed: what its capture did not know, as sentences for the user; ``None`` if it knew everything.
         others: the same at other sizes, for plans that were compared at several; they have no others.
     """
 
@@ -213,6 +216,7 @@ class CapturedModel(_Frozen):
     num_logits: int | None = None
     loss_tile_tokens: int | None = None
     layer_tile_tokens: int | None = None
+    assumed: tuple[str, ...] | None = None
     others: tuple["CapturedModel", ...] = ()
     _sizes: _Sizes = PrivateAttr(default_factory=_Sizes)
 
@@ -431,6 +435,7 @@ def _operator(path: str, captured: CapturedOperator) -> Operator:
         captured.copies_input,
         measured=True,
         in_tiles=captured.in_tiles,
+        changed_inputs=captured.changed_inputs or (),
     )
 
 

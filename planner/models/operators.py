@@ -119,6 +119,8 @@ class Operator:
         measured: whether its workspace is the measured peak of its whole unit; otherwise it is what the operator alone
             needs.
         product_bytes: bytes of the outputs of its products, without those that recomputation leaves out.
+        changed_inputs: of the first one of a segment, the arguments that are changed in place when the segment runs or
+            later, by position among the leaves of its ``(args, kwargs)``. To run it again, they must be copied before.
         fp8_twin: the same operator where its weights come in fp8; ``None`` where that changes nothing.
     """
 
@@ -139,6 +141,7 @@ class Operator:
     copies_input: bool = False
     measured: bool = False
     in_tiles: bool = False
+    changed_inputs: tuple[int, ...] = ()
     fp8_twin: "Operator | None" = None
 
     @property

@@ -16,7 +16,7 @@ from planner.choices.choice import Constraints, batch_of
 from planner.decisions import Decisions, Place
 from planner.graph import Unit, build_graph, units
 from planner.lowering import lower
-from planner.models.captured import ModelField
+from planner.models.captured import CapturedModel, ModelField
 from planner.plan.checkpoints import CheckpointPlan
 from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import Tier
@@ -114,6 +114,12 @@ class Plan(Frozen):
         }
         plan = self.model_copy(update=parts)
         return plan.model_copy(update={"content_digest": plan.digest()})
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What the user should know about the numbers."""
+        assumed = self.model.assumed if isinstance(self.model, CapturedModel) else None
+        return (*self.prediction.warnings, *(assumed or ()))
 
     def units(self, decisions: Decisions | None = None) -> tuple[Unit, ...]:
         """Return the model's units for this plan's micro-batch, or one tensor-parallel rank's share of them.

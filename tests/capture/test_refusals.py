@@ -343,12 +343,6 @@ def test_the_memory_of_a_parameter_is_not_read_through_another_tensor(how: str) 
             capture_module(model, ["4x8"], "fp32")
 
 
-def logging() -> nn.Module:
-    model = nn.Sequential(nn.Linear(8, 8))
-    model[0].register_forward_hook(lambda _module, _inputs, output: output.norm().item())
-    return model
-
-
 def resetting() -> nn.Module:
     model = nn.Sequential(nn.Linear(8, 8))
     model.register_forward_pre_hook(lambda *_: setattr(model[0], "weight", nn.Parameter(torch.ones(8, 8))))
@@ -361,14 +355,7 @@ def clamped(last: nn.Linear, x: Tensor) -> Tensor:
     return last(x)
 
 
-def packed(last: nn.GRU, x: Tensor) -> Tensor:
-    return last(nn.utils.rnn.pack_padded_sequence(x[None], torch.tensor([4]), batch_first=True))[0].data
-
-
 CAUSES: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
-    "hook": (logging, "4x8", r"line \d+: .*output\.norm\(\)\.item\(\).*register hooks .* after prepare\(\)"),
-    "packed": (lambda: Of(packed, last=nn.GRU(8, 8)), "4x8", "leave pack_padded_sequence out"),
-    "sparse": (lambda: nn.Embedding(8, 8, sparse=True), "4x8:int64", "sparse=False"),
     "renormed": (
         lambda: nn.Embedding(8, 8, max_norm=1),
         "4x8:int64",
@@ -376,7 +363,6 @@ CAUSES: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     ),
     "clamped": (lambda: Of(clamped), "4x8", r"forward writes to the parameter layers\.last\.weight"),
     "set": (resetting, "4x8", "forward sets weight of a Linear"),
-    "fft": (lambda: Of(lambda last, x: torch.fft.fft(last(x)).real), "4x8", r"torch\.fft.*transform the inputs"),
     "lazy": (lambda: nn.LazyLinear(8), "4x8", r"run the model once"),
     "penalty": (
         lambda: Of(

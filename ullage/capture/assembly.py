@@ -319,7 +319,7 @@ def _dissolve_segments(recording: Recording, places: list[UnitVisits], drafts: l
     stops = {visit.path: visit.stop for visit in recording.visits}
     behind: defaultdict[str, int] = defaultdict(int)
     saved: defaultdict[str, int] = defaultdict(int)
-    spoilt: set[str] = set()
+    spoilt = {visit.path for visit in recording.visits if _runs_backward(recording, visit)}
     for draft in drafts:
         if not (segment := places[draft.unit].segment):
             continue
@@ -335,6 +335,11 @@ def _dissolve_segments(recording: Recording, places: list[UnitVisits], drafts: l
     for unit in places:
         if unit.segment in spoilt:
             unit.segment = ""
+
+
+def _runs_backward(recording: Recording, visit: Visit) -> bool:
+    inside = (recording.visits[index] for index in recording.backward_inside if index >= 0)
+    return any(visit.first <= inner.first and inner.stop <= visit.stop for inner in inside)
 
 
 def _set_workspace(recording: Recording, drafts: list[_Draft], operator_of: dict[int, int], num_units: int) -> None:
@@ -411,9 +416,12 @@ def _block(
     rerun_until = max((save.position for save in saves), default=0)
     inputs = frozenset().union(*(visit.inputs for visit in recording.visits if path and visit.path == path))
     operators: list[CapturedOperator] = []
+    others = tuple(f"{place.segment}." for place in places if place.segment != path)
     for draft in drafts:
         unit = _below(path, places[draft.unit].name)
-        name = _below(path, draft.path) if draft.path and _is_below(path, draft.path) else unit
+        # A module that blocks share with what is outside of them has its path in one of them.
+        is_own = draft.path and _is_below(path, draft.path) and (path or not draft.path.startswith(others))
+        name = _below(path, draft.path) if is_own else unit
         seen[name] = seen.get(name, 0) + 1
         cut = bisect.bisect_left(draft.events, rerun_until) if path else len(draft.events)
         rerun, not_rerun = (_kernels(recording, part) for part in (draft.events[:cut], draft.events[cut:]))
@@ -432,10 +440,24 @@ def _block(
                 num_skipped=len(not_rerun),
                 product_bytes=sum(recording.forward[index].product_bytes for index in draft.events[:cut]),
                 in_tiles=draft.path in recording.tiled and seen[name] == 1,
+                changed_inputs=None if operators else _changed_inputs(recording, path) or None,
                 copies_input=not operators and bool(saves) and inputs.isdisjoint(save.storage for save in saves),
             )
         )
     return CapturedBlock(operators=tuple(operators))
+
+
+def _changed_inputs(recording: Recording, path: str) -> tuple[int, ...]:
+    """Return the arguments of a block, by position, that are changed in place when it runs or later."""
+    changed = {
+        position
+        for visit in recording.visits
+        if path and visit.path == path
+        for event in recording.forward[visit.first :]
+        for position, storage in visit.given
+        if event.changes and storage in event.storages
+    }
+    return tuple(sorted(changed))
 
 
 def _frozen_format(stored: StoredParameter, dtype: Literal["bf16", "fp32"]) -> FrozenFormat | None:

@@ -59,8 +59,7 @@ def check_executable(recording: Recording, captured: CapturedModel) -> Unseen | 
         )
         return Unseen(name, owners.get(name, ""), reading, message)
     backward = [(position, ends[visit]) for visit, position in recording.arrivals if visit in ends]
-    if recording.returns_loss:  # a hook on the loss reports the last unit
-        backward.insert(0, (0, found[-1].name))
+    backward.insert(0, (0, found[-1].name))  # a hook on the model's output reports the last unit
     if (unseen := _unseen(recording.backward, backward, names)) is not None:
         name, reading = unseen
         message = (

@@ -5,20 +5,34 @@ that mark the positions of images, and results of operators on known values. Ran
 be above 0, so a layer that is dropped with probability 0 runs. Experts are assumed to have equal shares of the tokens:
 ``topk``, and a maximum along a dimension, choose all experts in turn. So a loop over the chosen experts, each with its
 tokens, is recorded like any other code.
+
+[Note: Assumed values] Some models need values that are not known: branches and shapes that depend on data, functions
+of NumPy, operators whose shapes no fake kernel knows. They are captured with assumed values. Small parameters and
+buffers have their own values then, as inputs have those of the example batch. Of what is computed, an operator that
+needs values is given numbers between 0.5 and 1.5; and so is one that yields integers or marks (a comparison), so that
+all that is computed from these agrees. A plan is a forecast: what differs in a step with other values runs on demand.
 """
 
 import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
 from unittest import mock
 
 import torch
 from torch import Tensor
 from torch._meta_registrations import _create_grouped_mm_output_tensor
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
@@ -27,10 +41,16 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ullage.capture.records import CaptureError
+import executor
+from ullage.capture.records import CaptureError, strided
 
 aten = torch.ops.aten
 VALUES = (DataDependentOutputException, DynamicOutputShapeException)  # an operator needs the values of a tensor
+UNKNOWN = (UnsupportedOperatorException, UnsupportedFakeTensorException)  # PyTorch has no fake kernel for an operator
+_OURS: Final = (
+    *(str(Path(file).parent) for file in (torch.__file__, contextlib.__file__, __file__, executor.__file__)),
+    "<",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +69,10 @@ class _Layout:
     def room(self) -> int:
         """Return the number of values of a storage that ends with the tensor."""
         return self.offset + 1 + sum((n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True))
+
+    def whole(self, storage: torch.UntypedStorage) -> "_Layout":
+        """Return the layout of all values in the tensor's storage."""
+        return _Layout(self.dtype, (storage.nbytes() // self.dtype.itemsize,), (1,), 0)
 
     def within(self, values: Tensor) -> Tensor:
         """Return the tensor with this layout in a storage of ``values``."""
@@ -76,6 +100,11 @@ class _Recipe:
         self.layout.within(values).copy_(tree_leaves(_computed(self.function, self.arguments))[self.result])
         return values
 
+    @functools.cached_property
+    def is_assumed(self) -> bool:
+        """Whether they are assumed, or computed from such values."""
+        return self.function is _assumed_values or _is_assumed(self.arguments)
+
 
 @dataclasses.dataclass(frozen=True)
 class _Known:
@@ -90,9 +119,18 @@ def _computed(function: Any, arguments: Any) -> Any:
     return function(*args, **kwargs)
 
 
+def users_line(frames: Sequence[traceback.FrameSummary]) -> str:
+    """Return the innermost line of the user's code in brackets; empty if there is none."""
+    own = [frame for frame in frames if not frame.filename.startswith(_OURS) and frame.line]
+    return f" ({Path(own[-1].filename).name}, line {own[-1].lineno}: {own[-1].line})" if own else ""
+
+
 @contextlib.contextmanager
-def lists_of_scalars() -> Iterator[None]:
-    """Let ``torch.tensor`` take a list of fake scalars without reading their values."""
+def traceable_functions() -> Iterator[None]:
+    """Replace functions of torch that read or write memory where no operator shows it.
+
+    ``torch.tensor`` takes a list of fake scalars then, and packed sequences are padded.
+    """
     real = torch.tensor
 
     def tensor(data: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -101,8 +139,23 @@ def lists_of_scalars() -> Iterator[None]:
         made: Tensor = real(data, *args, **kwargs)
         return made
 
-    with mock.patch.object(torch, "tensor", tensor):
+    with (
+        mock.patch.object(torch, "tensor", tensor),
+        mock.patch.object(torch._VF, "_pad_packed_sequence", _pad_packed_sequence, create=True),
+    ):
         yield
+
+
+def _pad_packed_sequence(
+    data: Tensor, batch_sizes: Tensor, batch_first: bool, padding_value: float, total_length: int
+) -> tuple[Tensor, Tensor]:
+    sizes: list[int] = batch_sizes.tolist()
+    steps = torch.tensor([step for step, size in enumerate(sizes) for _ in range(size)])
+    rows = torch.tensor([row for size in sizes for row in range(size)])
+    padded = data.new_full((max(total_length, len(sizes)), sizes[0], *data.shape[1:]), padding_value)
+    padded = padded.index_put((steps, rows), data)
+    lengths = torch.tensor([sum(size > row for size in sizes) for row in range(sizes[0])])
+    return padded.transpose(0, 1) if batch_first else padded, lengths
 
 
 class Untracked(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -134,14 +187,24 @@ class Untracked(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class Fakes:
-    """Runs operators on fake tensors."""
+    """Runs operators on fake tensors.
 
-    def __init__(self) -> None:
+    Args:
+        values: fake tensors whose values are known, each with a real one. Shapes may depend on the positions of images.
+        assumes: whether values that are not known are assumed; see [Note: Assumed values].
+    """
+
+    def __init__(self, values: Iterable[tuple[Tensor, Tensor]] = (), *, assumes: bool = False) -> None:
+        self._assumes = assumes
         self._recipes: Any = WeakIdKeyDictionary()  # by storage
         self._random: Any = WeakIdKeyDictionary()  # storages of random numbers between 0 and 1
+        self._assumed: Any = WeakIdKeyDictionary()  # recipes of values that were assumed, by storage
+        self.by_values: set[Any] = set()  # operators that needed values
+        self.reader: str | None = None  # the first code that needed assumed values, in brackets
+        for tensor, known in values:
+            self._know(tensor, known)
 
-    def know(self, tensor: Tensor, values: Tensor) -> None:
-        """Make the values of an input known. Shapes may depend on the positions of images."""
+    def _know(self, tensor: Tensor, values: Tensor) -> None:
         self._recipes[tensor.untyped_storage()] = _Recipe(values.clone, ((), {}), 0, _Layout.of(tensor))
 
     def run(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -152,14 +215,22 @@ class Fakes:
         """
         try:
             output = _FAKES.get(function, function)(*args, **kwargs)
-        except VALUES:
-            if function in _INDEXING and (places := self._mask_positions(args[1])) is not None:
-                return self.run(function, (args[0], places, *args[2:]), kwargs)
-            if (known := self._known((args, kwargs))) is None:
+        except Exception as error:
+            if isinstance(error, VALUES) and function in _INDEXING:
+                if (places := self._mask_positions(*args[:2])) is not None:
+                    return self.run(function, (args[0], places, *args[2:]), kwargs)
+            elif not isinstance(error, VALUES) and not (self._assumes and _lacks_fake(function, error)):
                 raise
+            given = tree_map_only(Tensor, _any_numbers, args) if function in _SHAPED_BY_INTEGERS else args
+            if (known := self._known((given, kwargs), assumes=self._assumes)) is None:
+                raise
+            self._note_reader(known)
             with _disable_current_modes():
                 real = _computed(function, known)
+            self.by_values.add(function)
             output = tree_map_only(Tensor, _fake_like, real)
+            if function is aten._pack_padded_sequence.default:
+                output = output[0], real[1]  # recurrent layers read the sizes of batches where no operator shows it
         self._record(function, args, kwargs, output)
         return output
 
@@ -169,11 +240,13 @@ class Fakes:
         if function._schema.is_mutable:
             self._record_write(function, args, kwargs)
             return
-        if self._record_random(function, args, results):
+        if any(leaf.layout is not torch.strided for leaf in results) or self._record_random(function, args, results):
             return
         if function is aten.lift_fresh.default and not isinstance(args[0], FakeTensor):  # torch.tensor(...)
-            self.know(results[0], args[0])
+            self._know(results[0], args[0])
             return
+        if function.is_view and results and type(args[0]) is Tensor:  # a real one
+            self._recipes.setdefault(results[0].untyped_storage(), self._recipe(args[0], assumes=False))
         if function.is_view or not results:
             return
         if (dimension := _CHOICES.get(function)) is not None:
@@ -182,7 +255,7 @@ class Fakes:
             layout = _Layout.of(results[-1])
             chosen = _Recipe(_balanced_choices, ((layout.shape, num_choices), {}), 0, layout)
             self._recipes[results[-1].untyped_storage()] = chosen
-        elif _has_values(function) and (known := self._known((args, kwargs))) is not None:
+        elif _has_values(function) and (known := self._known((args, kwargs), assumes=self._marks(results))) is not None:
             for number, result in enumerate(results):  # a result may be an argument
                 self._recipes.setdefault(result.untyped_storage(), _Recipe(function, known, number, _Layout.of(result)))
 
@@ -190,7 +263,7 @@ class Fakes:
         """Forget the values of tensors that an operator writes, or record how they change."""
         named = {a.name: value for a, value in zip(function._schema.arguments, args, strict=False)} | kwargs
         written = [a.name for a in function._schema.arguments if a.alias_info and a.alias_info.is_write]
-        tensors = [t for t in tree_leaves([named.get(name) for name in written]) if isinstance(t, Tensor)]
+        tensors = strided([named.get(name) for name in written])
         after = None
         if len(tensors) == 1 and args and tensors[0] is args[0] and _has_values(function):
             known = self._known((args, kwargs))
@@ -198,6 +271,7 @@ class Fakes:
         for changed in tensors:
             self._recipes.pop(changed.untyped_storage(), None)
             self._random.pop(changed.untyped_storage(), None)
+            self._assumed.pop(changed.untyped_storage(), None)
         if after is not None:
             self._recipes[tensors[0].untyped_storage()] = after
 
@@ -208,33 +282,77 @@ class Fakes:
             return True
         if function in _ABOVE_ZERO and args[1] == 0 and args[0].untyped_storage() in self._random:
             with _disable_current_modes():
-                self.know(results[0], torch.full(args[0].shape, _ABOVE_ZERO[function]))
+                self._know(results[0], torch.full(args[0].shape, _ABOVE_ZERO[function]))
             return True
         return False
 
-    def _mask_positions(self, indices: Sequence[Tensor | None]) -> list[Tensor | None] | None:
-        """Return indices with masks replaced by the positions that they choose; ``None`` if no mask is known."""
+    def _mask_positions(self, tensor: Tensor, indices: Sequence[Tensor | None]) -> list[Tensor | None] | None:
+        """Return a tensor's indices with masks replaced by the positions that they choose.
+
+        ``None`` if there is no mask, or one is not known.
+        """
         if not any(index is not None and index.dtype is torch.bool for index in indices):
             return None
         found: list[Tensor | None] = []
         for index in indices:
             if index is None or index.dtype is not torch.bool:
                 found.append(index)
-            elif (known := self._known(index)) is None:
+            elif (known := self._known(index, assumes=self._assumes)) is None:
                 return None
             else:
+                if index.shape != tensor.shape[len(found) : len(found) + index.dim()]:
+                    raise IndexError(f"a mask {list(index.shape)} does not match the tensor {list(tensor.shape)}")
+                self._note_reader(known)
                 with _disable_current_modes():
                     chosen = known.layout.within(known.recipe.values).nonzero(as_tuple=True)
                 found += [_fake_like(places) for places in chosen]
         return found
 
-    def _known(self, arguments: Any) -> Any:
+    @contextlib.contextmanager
+    def readable(self) -> Iterator[None]:
+        """Let functions of NumPy and SciPy read the values of fake tensors, if values may be assumed."""
+
+        def numpy(tensor: Tensor, **_named: Any) -> Any:
+            known = self._known(tensor.detach(), assumes=True)
+            self._note_reader(known)
+            with _disable_current_modes():
+                return _computed(torch.clone, ((known,), {})).numpy()
+
+        with mock.patch.object(FakeTensor, "numpy", numpy) if self._assumes else contextlib.nullcontext():
+            yield
+
+    def _note_reader(self, known: Any) -> None:
+        if self.reader is None and _is_assumed(known):
+            self.reader = users_line(traceback.extract_stack())
+
+    def _marks(self, results: Sequence[Tensor]) -> bool:
+        """Return whether an operator's results are integers or marks, for which values are assumed."""
+        return self._assumes and not any(result.is_floating_point() or result.is_complex() for result in results)
+
+    def _known(self, arguments: Any, *, assumes: bool = False) -> Any:
         """Return arguments with tensors replaced by their known values; ``None`` if some are not known."""
         tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
-        recipes = {id(leaf): self._recipes.get(leaf.untyped_storage()) for leaf in tensors}
-        if any(recipes[id(leaf)] is None or recipes[id(leaf)].layout.dtype is not leaf.dtype for leaf in tensors):
+        found = {id(leaf): self._recipe(leaf, assumes=assumes) for leaf in tensors}
+        recipes = {number: recipe for number, recipe in found.items() if recipe is not None}
+        if len(recipes) < len(found):
             return None
         return tree_map_only(Tensor, lambda leaf: _Known(recipes[id(leaf)], _Layout.of(leaf)), arguments)
+
+    def _recipe(self, tensor: Tensor, *, assumes: bool) -> _Recipe | None:
+        """Return how a tensor's values are computed; ``None`` if they are not known."""
+        if tensor.layout is not torch.strided:
+            return None
+        storage, layout = tensor.untyped_storage(), _Layout.of(tensor)
+        if not isinstance(tensor, FakeTensor):
+            return _Recipe(_real_values, ((storage, layout.dtype), {}), 0, layout.whole(storage))
+        found: _Recipe | None = self._recipes.get(storage)
+        if found is not None and found.layout.dtype is layout.dtype:
+            return found
+        if not assumes:
+            return None
+        whole = layout.whole(storage)
+        assumed: _Recipe = self._assumed.setdefault(storage, _Recipe(_assumed_values, ((whole,), {}), 0, whole))
+        return assumed if assumed.layout.dtype is layout.dtype else _Recipe(_assumed_values, ((whole,), {}), 0, whole)
 
 
 def _after(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> _Recipe:
@@ -255,8 +373,40 @@ def _has_values(function: Any) -> bool:
     return torch.Tag.nondeterministic_seeded not in function.tags and "empty" not in function.overloadpacket.__name__
 
 
+def _is_assumed(arguments: Any) -> bool:
+    """Return whether some values among arguments are assumed, or computed from such."""
+    return any(leaf.recipe.is_assumed for leaf in tree_leaves(arguments) if isinstance(leaf, _Known))
+
+
+def _lacks_fake(function: Any, error: Exception) -> bool:
+    """Return whether an operator failed because there is no fake kernel for it."""
+    return isinstance(error, UNKNOWN) or (function.namespace != "aten" and isinstance(error, RuntimeError))
+
+
+def _real_values(storage: torch.UntypedStorage, dtype: torch.dtype) -> Tensor:
+    """Return all values in the storage of a real tensor."""
+    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage).cpu()
+
+
+def _assumed_values(layout: _Layout) -> Tensor:
+    """Return values that are assumed: numbers between 0.5 and 1.5, ``True``, or zeros of other integers."""
+    if layout.dtype is torch.bool:
+        return torch.ones(layout.shape, dtype=torch.bool)
+    if not (layout.dtype.is_floating_point or layout.dtype.is_complex):
+        return torch.zeros(layout.shape, dtype=layout.dtype)
+    return torch.rand(layout.shape, generator=torch.Generator().manual_seed(0)).add(0.5).to(layout.dtype)
+
+
 def _fake_like(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+
+
+def _any_numbers(tensor: Tensor) -> Tensor:
+    """Return real numbers of a tensor's shape if it has no integers; else itself."""
+    if not tensor.is_floating_point():
+        return tensor
+    with _disable_current_modes():
+        return torch.ones(tensor.shape, dtype=tensor.dtype)
 
 
 def _balanced_choices(shape: tuple[int, ...], num_choices: int) -> Tensor:
@@ -271,6 +421,8 @@ def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor | None = None, *_rest: Any, *
 
 _FAKES: dict[Any, Callable[..., Any]] = {aten._grouped_mm.default: _grouped_mm}
 _INDEXING = frozenset({aten.index.Tensor, aten.index_put.default, aten.index_put_.default})
+# Operators whose shapes depend on the values of integers alone.
+_SHAPED_BY_INTEGERS = frozenset({aten._pack_padded_sequence.default, aten._ctc_loss.default, aten._ctc_loss.Tensor})
 # Comparisons with 0, and their results for a number above 0.
 _ABOVE_ZERO = {aten.gt.Scalar: True, aten.ge.Scalar: True, aten.lt.Scalar: False, aten.le.Scalar: False}
 # Operators whose last result is the chosen index along a dimension, and the position of that dimension's argument.

@@ -43,10 +43,25 @@ class Example:
     Attributes:
         arguments: arguments that are no tensors, by keyword.
         values: values of inputs, by number of the input, of models whose shapes depend on them (positions of images).
+        assumes: whether other values that the model needs are assumed; see [Note: Assumed values] in
+            :mod:`ullage.capture.fakes`.
     """
 
     arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     values: Mapping[int, Tensor] = dataclasses.field(default_factory=dict)
+    assumes: bool = False
+
+    def attempts(self) -> list["Example"]:
+        """Return what to try, one after another: no values, those of whole numbers, and all.
+
+        Numbers that are no whole ones come last: a branch that depends on them may be another one in the next batch.
+        """
+        whole = {number: value for number, value in self.values.items() if not value.is_floating_point()}
+        return [
+            dataclasses.replace(self, values={}),
+            *([dataclasses.replace(self, values=whole)] if whole else []),
+            dataclasses.replace(self, assumes=True),
+        ]
 
     def known(self, inputs: Inputs, dtype: torch.dtype) -> dict[int, Tensor]:
         """Return the inputs whose values count, by number: those of this example, and what rows begin with."""

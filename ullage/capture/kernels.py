@@ -15,6 +15,7 @@ from torch.utils.flop_counter import flop_registry
 
 from planner.models.formulas.work import equal_shares, grouped
 from planner.models.kernels import Attention, Elementwise, Gemm, Kernels
+from ullage.capture.records import strided
 
 # Operators that move no data, beside views (is_view).
 _FREE = frozenset(
@@ -29,7 +30,7 @@ _LOOK_UP = frozenset({"embedding", "index", "_unsafe_index", "index_select", "ga
 _INTO_ZEROS = frozenset({"slice_backward", "select_backward"})
 # Operators of bitsandbytes that are bound by memory.
 _DEQUANTIZE = frozenset({"bitsandbytes.dequantize_4bit", "bitsandbytes.dequantize_blockwise"})
-# Operators whose time is determined neither by FLOP nor by bytes.
+# Beginnings of names of operators whose time is determined neither by FLOP nor by bytes.
 _UNPRICED = (
     *("mkldnn_rnn", "_cudnn_rnn", "miopen_rnn", "_thnn_fused"),
     *("linalg_", "_linalg_", "_fft_", "_cdist", "_trilinear"),
@@ -38,48 +39,40 @@ _UNPRICED = (
 _PRICED = frozenset({"linalg_vector_norm", "linalg_cross"})
 
 
-# Remedies by the beginning of an operator's name.
-_REMEDIES = {
-    "_fft_": "Fourier transforms (torch.fft) cannot be planned: transform the inputs before they are given to the "
-    "model, or multiply by the matrix of the transform",
-    "mkldnn_rnn": "write it with products, convolutions, scaled_dot_product_attention and elementwise operators, or "
-    "prepare and train under torch.backends.mkldnn.flags(enabled=False)",
-    "": "write it with products, convolutions, scaled_dot_product_attention and elementwise operators",
-}
-
-
-class UnsupportedOperatorError(ValueError):
-    """No kernel of the planner describes an operator."""
-
-
 def kernels_of(function: Any, args: Sequence[Any], kwargs: dict[str, Any], output: Any) -> Kernels:
     """Return the kernels of a device for one call of an operator.
 
-    Raises:
-        UnsupportedOperatorError: the cost of the operator is not known.
+    An operator whose cost is not known (see :func:`has_known_cost`) counts as one that is bound by memory.
     """
     name = function.overloadpacket.__name__
     if function.namespace == "prim" or name in _FREE or (function.is_view and not _is_copy(args, output)):
         return ()
-    if (rule := _PRODUCTS.get(name)) is not None:
+    if (rule := _PRODUCTS.get(name)) is not None and not _is_sparse(args):
         return rule(args, kwargs, output)
-    unpriced = name.startswith(_UNPRICED) and name not in _PRICED
-    known = function.namespace == "aten" or str(function.overloadpacket) in _DEQUANTIZE
-    if not known or function.overloadpacket in flop_registry or unpriced:
-        raise UnsupportedOperatorError(
-            f"operator {function} has no known cost; "
-            + next((remedy for start, remedy in _REMEDIES.items() if name.startswith(start)), _REMEDIES[""])
-        )
-    read = [_num_bytes(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    written = [_num_bytes(leaf) for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+    read, written = list(map(_num_bytes, strided((args, kwargs)))), list(map(_num_bytes, strided(output)))
     return tuple(Elementwise(num_bytes) for num_bytes in _passes(name, args, read, written) if num_bytes)
+
+
+def has_known_cost(function: Any, args: Sequence[Any]) -> bool:
+    """Return whether the time of a call of an operator follows from its FLOP or its bytes."""
+    name = function.overloadpacket.__name__
+    if function.namespace == "prim" or name in _FREE or function.is_view:
+        return True
+    if _is_sparse(args):
+        return False
+    unpriced = (name.startswith(_UNPRICED) and name not in _PRICED) or function.overloadpacket in flop_registry
+    known = function.namespace == "aten" or str(function.overloadpacket) in _DEQUANTIZE
+    return name in _PRODUCTS or (known and not unpriced)
+
+
+def _is_sparse(args: Any) -> bool:
+    return any(isinstance(leaf, Tensor) and leaf.layout is not torch.strided for leaf in tree_leaves(args))
 
 
 def _is_copy(args: Sequence[Any], output: Any) -> bool:
     """Return whether an operator that makes a view where it can, such as ``contiguous``, has copied its argument."""
-    storages = {leaf.untyped_storage()._cdata for leaf in tree_leaves(args) if isinstance(leaf, Tensor)}
-    results = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-    return any(result.untyped_storage()._cdata not in storages for result in results)
+    storages = {part.untyped_storage()._cdata for part in strided(args)}
+    return any(part.untyped_storage()._cdata not in storages for part in strided(output))
 
 
 def _passes(name: str, args: Sequence[Any], read: list[int], written: list[int]) -> list[int]:

@@ -19,15 +19,14 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode, UnsupportedFakeTensorException, UnsupportedOperatorException
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
 
-import executor
-from executor.memory.forward_state import kept_generators
+from executor.memory.forward_state import SMALL_BYTES, kept_generators
 from executor.module.guards import check_memory, trained_memory
 from executor.module.quantized import bind_quantized
 from executor.module.tiled_logits import find_head
@@ -39,9 +38,8 @@ from ullage.capture.adapters import check_adapters, make_adapted
 from ullage.capture.architectures import architecture
 from ullage.capture.assembly import assemble, repeated
 from ullage.capture.executable import check_executable
-from ullage.capture.fakes import VALUES, Untracked
+from ullage.capture.fakes import UNKNOWN, VALUES, Fakes, Untracked, users_line
 from ullage.capture.inputs import NO_EXAMPLE, Example, tensor_of
-from ullage.capture.kernels import UnsupportedOperatorError
 from ullage.capture.operator_checks import RefusedOperatorError
 from ullage.capture.partitioning import joined_around, partition
 from ullage.capture.quantized import check_formats, is_packed, pack
@@ -52,13 +50,8 @@ from ullage.capture.tiles.token_wise import TokenWise
 
 # Loggers to silence: the first logs errors that are raised here anyway, the second logs the kind of loss.
 _QUIET = [logging.getLogger(name) for name in ("torch._subclasses.fake_tensor", "transformers.modeling_utils")]
-_UNKNOWN = (UnsupportedOperatorException, UnsupportedFakeTensorException)
 _KINDS: Final = (collections.OrderedDict, dict, list, set, collections.deque)
 _LEAVES: Final = (str, bytes, int, float, type(None), type, Tensor, types.ModuleType, types.FunctionType)
-_OURS: Final = (
-    *(str(Path(file).parent) for file in (torch.__file__, contextlib.__file__, __file__, executor.__file__)),
-    "<",
-)
 _MANY_EVENTS = 8_000  # in the forward of the blocks that are recorded: from here on it is a loop over tokens
 
 
@@ -150,7 +143,7 @@ def capture_called(
     """Capture as :func:`capture_module` does. The ``example`` has what else the module is called with."""
     if not name:
         name = type(make).__name__ if isinstance(make, nn.Module) else f"{make.__module__}:{make.__qualname__}"
-    job = _Capture(make, name, dtype, as_on_gpu, example=example)
+    job = _Capture(make, name, dtype, as_on_gpu, examples=example.attempts())
 
     def again(size: Size) -> CapturedModel:
         return job.of(resized(given, size.micro_batch, size.seq_len), size.tiles)
@@ -167,7 +160,7 @@ class _Capture:
         name: its name.
         dtype, as_on_gpu: see :func:`capture`.
         token_wise: paths of modules for tiles, kept from one size to the next.
-        example: what else the module is called with.
+        examples: what else the module is called with: the attempts that are left, of which the first counts.
     """
 
     make: Callable[[], nn.Module] | nn.Module
@@ -175,7 +168,7 @@ class _Capture:
     dtype: Literal["bf16", "fp32"]
     as_on_gpu: bool
     token_wise: list[str] = dataclasses.field(default_factory=list)
-    example: Example = NO_EXAMPLE
+    examples: list[Example] = dataclasses.field(default_factory=NO_EXAMPLE.attempts)
 
     def of(self, inputs: tuple[CapturedInput, ...], tiles: Tiles = NO_TILES) -> CapturedModel:
         _check_inputs(inputs)
@@ -183,8 +176,21 @@ class _Capture:
         _check_parameters(model, self.name)
         check_formats(model, self.name)
         check_adapters(model)
-        _check_embeddings(model, self.name)
         _check_statistics(model, self.name, DTYPES[self.dtype])
+        refused: CaptureError | None = None
+        while True:
+            try:
+                return self._attempted(model, inputs, tiles)
+            except CaptureError as error:
+                refused, cause = refused if self.examples[0].assumes and refused else error, error.__cause__
+                # Values may help if the model fails without them, but not if we refuse it.
+                fails = cause is not None and not isinstance(cause, CaptureError | RefusedOperatorError)
+                again = [e for e in self.examples[1:] if fails and (e.assumes or isinstance(cause, VALUES))]
+                if not again:
+                    raise refused from refused.__cause__
+            self.examples[:] = again
+
+    def _attempted(self, model: nn.Module, inputs: tuple[CapturedInput, ...], tiles: Tiles) -> CapturedModel:
         recorded = functools.partial(self._recorded, model, inputs, tiles)
         try:
             try:
@@ -205,11 +211,13 @@ class _Capture:
         """
         dtype = DTYPES[self.dtype]
         trained = trained_memory(model)
-        known = self.example.known(inputs, dtype)  # before fake tensors exist, because conversions would be fake too
+        example = self.examples[0]
+        # Before fake tensors exist, because conversions would be fake too.
+        known, small = example.known(inputs, dtype), _small(model) if example.assumes else {}
         with (
             torch.autograd.set_detect_anomaly(False),  # it reads values
             FakeTensorMode(allow_non_fake_inputs=True),
-            _faked(model, dtype, trained),
+            _faked(model, dtype, trained) as fake,
             _unchanged(model),
             kept_generators(model),
             Untracked(trained),
@@ -217,8 +225,15 @@ class _Capture:
             with _as_capture_errors(self.name, model), _default_positions():
                 args = [tensor_of(spec, dtype) for spec in inputs if not spec.name]
                 named = {spec.name: tensor_of(spec, dtype) for spec in inputs if spec.name}
-                named |= self.example.arguments
-                recorded = functools.partial(record, model.train(), args, named, as_on_gpu=self.as_on_gpu, known=known)
+                given = [*args, *named.values()]
+                named |= example.arguments
+                values = [(given[number], value) for number, value in known.items()]
+                values += [(fake[number], value) for number, value in small.items()]
+
+                def recorded(*tile: Any, **settings: Any) -> Recording:
+                    fakes = Fakes(values, assumes=example.assumes)
+                    return record(model.train(), args, named, *tile, as_on_gpu=self.as_on_gpu, fakes=fakes, **settings)
+
                 tiled = []
                 if tiles.layer_tile_tokens is not None:
                     if not self.token_wise:
@@ -239,7 +254,8 @@ class _Capture:
                     seq_len=tokens_of(inputs),
                 )
                 captured = repeated(captured, recording)
-                captured = captured.model_copy(update={"num_logits": _num_logits(model, recording), **tiles._asdict()})
+                found = {"num_logits": _num_logits(model, recording), "assumed": _assumed(recording)}
+                captured = captured.model_copy(update={**found, **tiles._asdict()})
                 with _as_capture_errors(self.name):
                     if (unseen := check_executable(recording, captured)) is None:
                         return captured
@@ -247,6 +263,23 @@ class _Capture:
                     if joined is None:
                         raise CaptureError(unseen.message)
                     places = joined
+
+
+def _assumed(recording: Recording) -> tuple[str, ...] | None:
+    """Return what a recording does not know, in words for the user."""
+    assumed = []
+    if recording.unpriced:
+        where = [f"{name}{f' in module {path}' if path else ''}" for name, path in recording.unpriced.items()]
+        assumed.append(
+            f"operators without a known cost are priced by the bytes that they move: {', '.join(where)}; iterations "
+            "may be longer than predicted"
+        )
+    if recording.reader is not None:
+        assumed.append(
+            f"forward needs values that are computed{recording.reader}, and the plan assumes some: other values may "
+            "take more memory, and what runs in another order runs on demand"
+        )
+    return tuple(assumed) or None
 
 
 def _with_copies(paths: list[str], recording: Recording) -> list[str]:
@@ -340,14 +373,6 @@ def _check_parameters(model: nn.Module, name: str) -> None:
         )
 
 
-def _check_embeddings(model: nn.Module, name: str) -> None:
-    for path, module in model.named_modules():
-        if getattr(module, "sparse", False) is True and isinstance(module, nn.Embedding | nn.EmbeddingBag):
-            raise CaptureError(
-                f"{name}: module {path} has sparse gradients, which plans do not know; make it with sparse=False"
-            )
-
-
 def _check_statistics(model: nn.Module, name: str, dtype: torch.dtype) -> None:
     for path, module in model.named_modules():
         if isinstance(module, _BatchNorm) and module.running_mean is not None:
@@ -359,9 +384,18 @@ def _check_statistics(model: nn.Module, name: str, dtype: torch.dtype) -> None:
                 )
 
 
+def _small(model: nn.Module) -> dict[int, Tensor]:
+    """Return small parameters and buffers with values, by ``id``."""
+    tensors = [p for p in model.parameters() if not is_packed(p)] + list(model.buffers())
+    held = (t for t in tensors if not t.is_meta and t.layout is torch.strided)
+    return {id(t): t.detach() for t in held if t.nbytes <= SMALL_BYTES}
+
+
 @contextlib.contextmanager
-def _faked(model: nn.Module, dtype: torch.dtype, trained: Callable[[Tensor], str]) -> Iterator[None]:
+def _faked(model: nn.Module, dtype: torch.dtype, trained: Callable[[Tensor], str]) -> Iterator[dict[int, Any]]:
     """Replace a model's tensors by fake ones, which support autograd like real ones; restore everything at the end.
+
+    Yields the fake parameters and buffers, by ``id`` of the real ones.
 
     Fake parameters have the planned type, and tied parameters stay tied, also in lists that a module keeps of them.
     Other tensors keep their type; so do frozen parameters of a model that mixes types. Tensors in the memory of a
@@ -373,10 +407,10 @@ def _faked(model: nn.Module, dtype: torch.dtype, trained: Callable[[Tensor], str
         made = _fakes_of(model, dtype)
         for module in model.modules():
             for own in (module._parameters, module._buffers):
-                own.update({name: made.get(id(tensor)) for name, tensor in own.items()})
+                own.update({name: made.get(id(tensor), tensor) for name, tensor in own.items()})
             vars(module).update({name: _with_fakes(value, made, trained) for name, value in vars(module).items()})
         bind_quantized(model)
-        yield
+        yield made
     finally:
         for container, content in before:
             _restore(container, content)
@@ -390,7 +424,8 @@ def _fakes_of(model: nn.Module, dtype: torch.dtype) -> dict[int, Any]:
         for parameter in module._parameters.values():
             if parameter is not None and id(parameter) not in made:
                 made[id(parameter)] = _fake(parameter, module, dtype, keeps_type=mixed)
-    return made | {id(b): torch.empty(b.shape, dtype=b.dtype) for b in model.buffers() if id(b) not in made}
+    buffers = (b for b in model.buffers() if id(b) not in made and b.layout is torch.strided)  # sparse ones stay real
+    return made | {id(b): torch.empty(b.shape, dtype=b.dtype) for b in buffers}
 
 
 def _with_fakes(value: Any, made: Mapping[int, Any], trained: Callable[[Tensor], str]) -> Any:
@@ -398,7 +433,8 @@ def _with_fakes(value: Any, made: Mapping[int, Any], trained: Callable[[Tensor],
     if isinstance(value, Tensor):
         if id(value) in made:
             return made[id(value)]
-        return value if trained(value) else torch.empty(value.shape, dtype=value.dtype)
+        stays = value.layout is not torch.strided or trained(value)
+        return value if stays else torch.empty(value.shape, dtype=value.dtype)
     if type(value) in (list, tuple) and any(id(held) in made for held in value):
         return type(value)(made.get(id(held), held) for held in value)
     return value
@@ -512,15 +548,15 @@ def _as_capture_errors(name: str, model: nn.Module | None = None) -> Iterator[No
             # Copying a module reads addresses, which fake tensors do not have.
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
             yield
-    except (CaptureError, UnsupportedOperatorError, RefusedOperatorError) as error:
-        words = _line(error) if isinstance(error, UnsupportedOperatorError) else ""
-        raise CaptureError(f"{name}{_at(inside)}{words}: {error}") from error
+    except (CaptureError, RefusedOperatorError) as error:
+        raise CaptureError(f"{name}{_at(inside)}: {error}") from error
     except VALUES as error:
+        where = users_line(traceback.extract_tb(error.__traceback__))
         raise CaptureError(
-            f"{name}{_at(inside)}: {error.func} needs the values of a tensor{_line(error)}, but a capture has no "
+            f"{name}{_at(inside)}: {error.func} needs the values of a tensor{where}, but a capture has no "
             f"values (control flow or shapes that depend on data, .item(), boolean masks); {_instead(str(error.func))}"
         ) from error
-    except _UNKNOWN as error:
+    except UNKNOWN as error:
         raise CaptureError(
             f"{name}{_at(inside)}: {_first_line(error)}: PyTorch does not know the shapes that this operator makes; "
             "register a fake implementation (torch.library.register_fake)"
@@ -536,12 +572,6 @@ def _as_capture_errors(name: str, model: nn.Module | None = None) -> Iterator[No
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _line(error: BaseException) -> str:
-    """Return the line of the user's code that an error comes from, in brackets; empty if there is none."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_OURS) and f.line]
-    return f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno}: {frames[-1].line})" if frames else ""
 
 
 def _instead(function: str) -> str:

@@ -19,7 +19,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 
-from executor.callbacks import hook_target
+from executor.callbacks import ends_at, hook_target
 from executor.memory.forward_state import SMALL_BYTES
 from executor.memory.recompute_cache import is_running_again
 from executor.module.guards import SECOND_ORDER
@@ -28,11 +28,11 @@ from executor.module.tiled_logits import find_head, tile_head
 from executor.packed import stored_parameters
 from planner.models.captured import NO_TILES, Tiles
 from planner.models.kernels import flop
-from ullage.capture.fakes import Fakes, lists_of_scalars
-from ullage.capture.kernels import kernels_of
+from ullage.capture.fakes import Fakes, traceable_functions
+from ullage.capture.kernels import has_known_cost, kernels_of
 from ullage.capture.operator_checks import OperatorChecks, RefusedOperatorError
 from ullage.capture.quantized import multiply_4bit
-from ullage.capture.records import CaptureError, Event, LongLoopError, Recording, Save, Storage, Visit, nodes
+from ullage.capture.records import CaptureError, Event, LongLoopError, Recording, Save, Storage, Visit, nodes, strided
 from ullage.capture.repeats import Repeats
 from ullage.capture.tiles.token_wise import TokenWise
 
@@ -51,7 +51,7 @@ def record(
     tiled: Collection[nn.Module] = (),
     *,
     as_on_gpu: bool,
-    known: Mapping[int, Tensor] | None = None,
+    fakes: Fakes,
     repeats: Repeats | None = None,
     token_wise: TokenWise | None = None,
 ) -> Recording:
@@ -64,7 +64,7 @@ def record(
         tiles: number of tokens for which the loss, and the modules ``tiled``, are computed at a time.
         tiled: modules to compute in tiles.
         as_on_gpu: record GPU kernels if they differ from those of a CPU.
-        known: values of some inputs as real tensors, by number of the input.
+        fakes: runs the operators, and knows the values of some inputs.
         repeats: equal blocks of the model, of which some are recorded; ``None``: record all blocks.
         token_wise: finds modules that can be computed in tiles.
 
@@ -72,11 +72,11 @@ def record(
         LongLoopError: forward has more events than ``repeats`` allows.
         CaptureError: the output has no loss, backward fails, or backward reaches no parameter.
         RefusedOperatorError: a real kernel refuses the arguments of an operator.
-        UnsupportedOperatorError: the cost of an operator is not known.
     """
     inputs = [given for given in (*args, *kwargs.values()) if isinstance(given, Tensor)]
-    recorder = _Recorder(model, inputs, OperatorChecks(as_on_gpu=as_on_gpu), known or {}, repeats, tiled, token_wise)
+    recorder = _Recorder(model, inputs, fakes, OperatorChecks(as_on_gpu=as_on_gpu), repeats, tiled, token_wise)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(fakes.readable())
         if as_on_gpu:
             stack.enter_context(_as_on_gpu())
         if tiles.loss_tile_tokens is not None:
@@ -84,7 +84,7 @@ def record(
         if tiles.layer_tile_tokens is not None:
             for undo in tile_modules(tiled, tiles.layer_tile_tokens):
                 stack.callback(undo)
-        stack.enter_context(lists_of_scalars())
+        stack.enter_context(traceable_functions())
         stack.enter_context(recorder.hooked())
         if token_wise is not None:
             stack.enter_context(token_wise.hooked())
@@ -106,6 +106,9 @@ def record(
         recorder.sums,
         recorder.num_values,
         recorder.arrivals,
+        recorder.unpriced,
+        fakes.reader,
+        recorder.backward_inside,
         repeats.copies if repeats else [],
         repeats.begins if repeats else [],
         frozenset(name for name, module in model.named_modules() if module in tiled),
@@ -168,8 +171,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self,
         model: nn.Module,
         inputs: Sequence[Tensor],
+        fakes: Fakes,
         checks: OperatorChecks,
-        known: Mapping[int, Tensor],
         repeats: Repeats | None,
         tiled: Collection[nn.Module],
         token_wise: TokenWise | None,
@@ -182,7 +185,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.saves: list[Save] = []
         self.model = model
         self._most_events = repeats.most_events if repeats else None
-        self._fakes = Fakes()
+        self._fakes = fakes
+        self.backward_inside: set[int] = set()  # visits whose forward runs a backward
+        self.unpriced: dict[str, str] = {}  # operators without a known cost, with the module that ran each first
         self._checks = checks
         self._repeats = repeats
         self._token_wise = token_wise
@@ -208,12 +213,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for name, stored in stored_parameters(model).items():
             for tensor in (*stored.tensors(), *stored.tables()):
                 self._name[self._known(tensor, "parameter")] = name
-        for buffer in model.buffers():
+        for buffer in strided(list(model.buffers())):
             self._known(buffer, "buffer")
         for number, tensor in enumerate(inputs):
             self._index_of[self._known(tensor, "input")] = {number}
-            if number in known:
-                self._fakes.know(tensor, known[number])
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -227,11 +230,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         output = self._fakes.run(func, args, kwargs)
         if func.namespace == "prim":
             return output
-        kernels = kernels_of(func, args, kwargs, output)
-        if kernels:
+        if kernels := kernels_of(func, args, kwargs, output):
             self._try(func, args, kwargs, output)
-        read = [self._storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        results = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        read = [self._storage(part) for part in strided((args, kwargs))]
+        results = strided(output)
         written = tuple(self._storage(leaf) for leaf in results)
         num_bytes = results[0].numel() * results[0].element_size() if results else 0
         products = results if flop(kernels) and not is_running_again() else []
@@ -248,14 +250,23 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._token_wise.see(func, args, kwargs, output)
             self._follow_integers(func.overloadpacket.__name__, args, read, results, written)
             self._sequences.append(torch._C._autograd._get_sequence_nr())
-            event = Event(self._stack[-1], len(self.forward), kernels, written, num_bytes, product_bytes, names)
-            self._follow_products(event, changes=func._schema.is_mutable)
+            of, changes = len(self.forward), func._schema.is_mutable
+            event = Event(self._stack[-1], of, kernels, written, num_bytes, product_bytes, names, changes)
+            self._follow_products(event)
             self.forward.append(event)
             if self._most_events is not None and len(self.forward) > self._most_events:
                 raise LongLoopError
         return output
 
     def _try(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], output: Any) -> None:
+        """Try an operator, unless made-up values may crash it: one whose cost, or shapes, PyTorch cannot say."""
+        if not has_known_cost(func, args):
+            if not self._in_backward:
+                path = self.visits[self._stack[-1]].path if self.visits else ""
+                self.unpriced.setdefault(str(func.overloadpacket), path)
+            return
+        if func in self._fakes.by_values:
+            return
         try:
             self._checks.check(func, args, kwargs, output)
         except RefusedOperatorError as error:
@@ -269,8 +280,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         path = self.visits[visit].path if visit >= 0 else ""
         return f"module {path}" if path else "the model"
 
-    def _follow_products(self, event: Event, *, changes: bool) -> None:
+    def _follow_products(self, event: Event) -> None:
         """Drop results of products that are changed in place later: offloading cannot keep them and recomputes them."""
+        changes = event.changes
         if changes and (names := [self._name[number] for number in event.storages if number in self._name]):
             raise CaptureError(
                 f"forward writes to the parameter {names[0]} (as nn.Embedding does with max_norm), which a plan would "
@@ -320,12 +332,15 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def pack(self, tensor: Tensor) -> tuple[Tensor, int]:
         """Record a tensor that autograd saves."""
         if not self._in_backward:
-            self.saves.append(Save(self._storage(tensor), len(self.forward), self._stack[-1]))
+            position, visit = len(self.forward), self._stack[-1]
+            self.saves += [Save(self._storage(part), position, visit) for part in strided(tensor)]
         return tensor, tensor._version
 
     def unpack(self, saved: tuple[Tensor, int]) -> Tensor:
         """Check that saved tensors were not overwritten, as autograd does without hooks."""
         tensor, version = saved
+        if not self._in_backward:
+            self.backward_inside.add(self._stack[-1])
         if tensor._version != version:
             raise CaptureError(
                 f"backward of {self._at()}: a tensor of shape {list(tensor.shape)} was changed in place after autograd "
@@ -354,8 +369,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """
         for name, parameter in self.model.named_parameters():
             if parameter.grad is not None:
-                self.gradients[name] = number = self._storage(parameter.grad)
-                self.storages[number].owner = "gradient"
+                for part in strided(parameter.grad):
+                    self.gradients[name] = number = self._storage(part)
+                    self.storages[number].owner = "gradient"
         if not self.gradients:
             raise CaptureError(
                 "no parameter has a gradient after backward, because the loss depends on no trained parameter; return "
@@ -369,15 +385,20 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if self._repeats and self._repeats.begin(module, args, kwargs, len(self.forward)):
                 self._copied.add(module)
                 return
-            leaves = tree_leaves((args, kwargs))
-            given = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+            given = [part for part in strided((args, kwargs)) if part.is_floating_point()]
             trained = [tensor for tensor in given if tensor.requires_grad]
             held = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in trained}
             inputs = frozenset(map(self._storage, trained or given[:1]))
             visit = Visit(
                 path, module, self._stack[-1], len(self.forward), input_bytes=sum(held.values()), inputs=inputs
             )
-            self._buffers.append([(buffer, buffer._version) for buffer in module.buffers()])
+            visit.given = tuple(
+                (position, self._storage(part))
+                for position, leaf in enumerate(tree_leaves((args, kwargs)))
+                if isinstance(leaf, Tensor) and leaf.layout is torch.strided
+                for part in strided(leaf)
+            )
+            self._buffers.append([(buffer, buffer._version) for buffer in strided(list(module.buffers()))])
             self._begun.append(torch._C._autograd._get_sequence_nr())
             self._stack.append(len(self.visits))
             self.visits.append(visit)
@@ -407,7 +428,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 node = hook_target(leaf).grad_fn
                 if node is not None and node._sequence_nr() >= self._begun[index]:
-                    node.register_prehook(self._arriving(index))
+                    node.register_prehook(self._arriving(index, node))
 
     def _running(self, source: int) -> Callable[[Any], None]:
         def hook(_gradients: Any) -> None:
@@ -415,8 +436,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         return hook
 
-    def _arriving(self, visit: int) -> Callable[[Any], None]:
+    def _arriving(self, visit: int, node: Any) -> Callable[[Any], None]:
         def hook(_gradients: Any) -> None:
+            if ends_at(node):
+                return
             if torch.is_grad_enabled():
                 raise CaptureError(SECOND_ORDER)
             self.arrivals.append((visit, len(self.backward)))

@@ -6,7 +6,10 @@ from collections.abc import Iterator
 from typing import Any, Final, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.func import debug_unwrap
+from torch.utils._pytree import tree_leaves
 
 from planner.models.kernels import Kernels
 from ullage.capture.repeats import Copy
@@ -31,6 +34,8 @@ class Visit:
         first, stop: range of forward events.
         input_bytes: bytes of inputs with a gradient, which must be kept for recomputation.
         inputs: storages of inputs with a gradient; if there are none, the storage of the first input.
+        given: storages of all strided tensors among its arguments, with their positions among the leaves of
+            ``(args, kwargs)``.
         state_bytes: bytes of buffers that must be copied for recomputation.
     """
 
@@ -41,6 +46,7 @@ class Visit:
     stop: int = -1
     input_bytes: int = 0
     inputs: frozenset[int] = frozenset()
+    given: tuple[tuple[int, int], ...] = ()
     state_bytes: int = 0
 
 
@@ -56,6 +62,7 @@ class Event:
         output_bytes: bytes of its first result.
         product_bytes: bytes of all floating results, if it is a product whose results are not changed later.
         parameters: names of the parameters that it read.
+        changes: whether it changes these storages in place.
     """
 
     visit: int
@@ -65,6 +72,7 @@ class Event:
     output_bytes: int
     product_bytes: int
     parameters: tuple[str, ...]
+    changes: bool = False
 
 
 @dataclasses.dataclass(slots=True)
@@ -105,6 +113,9 @@ class Recording:
         gradients: numbers of the storages of parameters' gradients at the end, by name.
         sums: for every sum in backward, the storages of its terms.
         num_values: for every input of table indices, the length of the table; ``None`` for other inputs.
+        unpriced: forward's operators without a known cost, each with the path of the module that ran it first.
+        reader: the first line of code that needed values, which were assumed, in brackets; ``None`` if none did.
+        backward_inside: visits whose forward runs a backward, which would begin a recomputation.
         copies: blocks that were not recorded, because they equal recorded ones.
         begins: forward events before which blocks of lists with copies were called, in order.
         arrivals: visits whose outputs backward reached, in order, with the number of backward events until then.
@@ -122,6 +133,9 @@ class Recording:
     sums: dict[int, tuple[int, ...]]
     num_values: list[int | None]
     arrivals: list[tuple[int, int]]
+    unpriced: dict[str, str]
+    reader: str | None
+    backward_inside: set[int]
     copies: list[Copy] = dataclasses.field(default_factory=list)
     begins: list[int] = dataclasses.field(default_factory=list)
     tiled: frozenset[str] = frozenset()
@@ -131,11 +145,6 @@ class Recording:
         """Forward events that ran in place of copied blocks, or between a copied block and the next block."""
         return frozenset(index for copy in self.copies for index in range(copy.first, copy.stop))
 
-    @property
-    def returns_loss(self) -> bool:
-        """Whether the loss is a scalar that the model itself returned. See ``find_loss`` in ``recording.py``."""
-        return not self.loss.startswith("the mean")
-
     def is_copied(self, name: str) -> bool:
         """Return whether a parameter is in a copied block."""
         return name.startswith(self._copied)
@@ -143,6 +152,25 @@ class Recording:
     @functools.cached_property
     def _copied(self) -> tuple[str, ...]:
         return tuple(f"{copy.path}." for copy in self.copies)
+
+
+def strided(value: Any) -> list[Tensor]:
+    """Return the tensors among values; those that hold its parts in place of a sparse one."""
+    found = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+    found = [debug_unwrap(leaf) if is_functorch_wrapped_tensor(leaf) else leaf for leaf in found]  # inside torch.vmap
+    if all(leaf.layout is torch.strided for leaf in found):
+        return found
+    return [part for leaf in found for part in _parts(leaf)]
+
+
+def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout is torch.sparse_csr:
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout is torch.sparse_csc:
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return (tensor,)
 
 
 class CaptureError(ValueError):

@@ -199,10 +199,11 @@ def _call(args: Any, kwargs: Any) -> Any:
     first: dict[int, int] = {}
     found: list[Any] = []
     for number, leaf in enumerate(leaves):
-        if isinstance(leaf, Tensor):
+        if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
             found.append((_Like.of(leaf), first.setdefault(id(leaf), number)))
         else:
-            found.append(leaf if isinstance(leaf, _SIMPLE) else type(leaf))
+            is_sparse = isinstance(leaf, Tensor)  # each is another
+            found.append(leaf if is_sparse or isinstance(leaf, _SIMPLE) else type(leaf))
     return str(structure), tuple(found)
 
 

@@ -59,7 +59,7 @@ def plan_summary(plan: Plan, run: RunRecord | None, measured_s: float | None) ->
         **({} if run is None else {"ran on": run.machine, "losses": _losses(run)}),
         "made by": f"ullage {plan.program_version}",
     }
-    warnings = list(seen.warnings)
+    warnings = list(plan.warnings)
     if not seen.converged:
         warnings.append("simulated iterations differ; times are of one of them")
     return Summary(

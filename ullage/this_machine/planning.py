@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import functools
 import json
 import math
 import os
@@ -29,14 +28,13 @@ from planner.plan.document import Plan, PlanError
 from planner.plan.planning import InfeasibleError, Request, make_plan
 from planner.schedule.tasks import Tier
 from planner.terms import Storage
-from ullage.capture.fakes import VALUES
 from ullage.capture.inputs import Example
 from ullage.capture.module import capture_called
-from ullage.capture.records import DTYPES, CaptureError
+from ullage.capture.records import DTYPES, strided
 from ullage.cli.arguments import parse_bytes
 from ullage.output.progress import search_progress
 from ullage.this_machine.checks import check_tokens, check_trainable
-from ullage.this_machine.profile import profile_here
+from ullage.this_machine.profile import print_line, profile_here
 
 Batch = Mapping[str, Any] | Sequence[Tensor] | Tensor
 """The inputs of a model: ``model(**batch)``, ``model(*batch)`` or ``model(batch)``."""
@@ -115,6 +113,8 @@ def plan_here(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, 
                 clip=plan_options.get("clip", True),
                 storage=plan_options.get("storage", "activations"),
             )
+            for words in captured.assumed or ():
+                print_line(words)
             with search_progress() as progress:
                 try:
                     return make_plan(request, max_simulations=MOST_SIMULATIONS, progress=progress)
@@ -135,7 +135,7 @@ def _rounded_up(num_bytes: int) -> str:
 
 
 def capture_live(model: nn.Module, batch: Batch, precision: Dtype | None = None) -> CapturedModel:
-    """Capture an existing model with a batch. Its weights are neither read nor copied.
+    """Capture an existing model with a batch. Its large weights are neither read nor copied.
 
     Args:
         model: any module.
@@ -151,15 +151,8 @@ def capture_live(model: nn.Module, batch: Batch, precision: Dtype | None = None)
     dtype = precision or _dtype_of(model)
     arguments, inputs = _inputs(batch)
     specs = tuple(_input(name, value, position) for position, (name, value) in enumerate(inputs))
-    captured = functools.partial(capture_called, model, specs, dtype, as_on_gpu=torch.cuda.is_available())
-    try:
-        found = captured(Example(arguments))
-    except CaptureError as error:
-        if not isinstance(error.__cause__, VALUES):
-            raise
-        # Positions, but no data: a branch that depends on data may be another one in the next batch.
-        values = {number: value.cpu() for number, (_, value) in enumerate(inputs) if not value.is_floating_point()}
-        found = captured(Example(arguments, values))
+    values = {number: value.cpu() for number, (_, value) in enumerate(inputs)}
+    found = capture_called(model, specs, dtype, Example(arguments, values), as_on_gpu=torch.cuda.is_available())
     return found.of_one_size()  # the planner cannot change the size of the user's batches
 
 
@@ -236,7 +229,8 @@ def free_memory(model: nn.Module | None = None) -> Free:
     """
     device = None
     if torch.cuda.is_available():
-        own = {id(t): t.nbytes for t in (*model.parameters(), *model.buffers()) if t.is_cuda} if model else {}
+        held = strided([*model.parameters(), *model.buffers()]) if model else []
+        own = {id(t): t.nbytes for t in held if t.is_cuda}
         cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         device = torch.cuda.mem_get_info()[0] + cached + sum(own.values()) - FOR_LIBRARIES_BYTES
     host = int(available_memory_bytes() * USABLE_SHARE)

@@ -168,8 +168,6 @@ def test_an_engine_is_simulated_without_a_plan(package: str, capsys: pytest.Capt
 
 
 REFUSED = {
-    "chooses": (SHAPE, "chooses, in module 0: aten._local_scalar_dense.default needs the values of a tensor"),
-    "recurrent": (["--input-shape", "4x2x8", "--precision", "fp32"], "mkldnn_rnn_layer.default has no known cost"),
     "of_integers": (SHAPE, "parameter bias has type torch.int8, but must be floating-point"),
     "no_parameters": (SHAPE, "has no parameters"),
     "no_module": (SHAPE, "returned a int, not an nn.Module"),
@@ -200,6 +198,19 @@ def test_what_cannot_be_captured_is_refused_in_one_line(
     out, err = capsys.readouterr()
     assert message in err
     assert (out, err.count("\n")) == ("", 1)
+
+
+ASSUMED = {
+    "chooses": (SHAPE, "forward needs values that are computed (models.py, line "),
+    "recurrent": (["--input-shape", "4x2x8", "--precision", "fp32"], "by the bytes that they move: aten.mkldnn_rnn"),
+}
+
+
+@pytest.mark.parametrize("function", ASSUMED)
+def test_a_plan_says_what_its_capture_assumes(package: str, function: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments, message = ASSUMED[function]
+    assert main(["plan", "--model", f"{package}:{function}", *arguments, *MACHINE]) == 0
+    assert f"warning: {message}" in capsys.readouterr().out.replace("operators without a known cost are priced ", "")
 
 
 def test_an_unknown_module_and_shapes_for_a_known_model_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -111,7 +111,6 @@ OF_COMMANDS = {
     "UnequalError",  # never leaves a capture
     "LongLoopError",  # likewise
     "_UnlikeError",  # likewise
-    "UnsupportedOperatorError",
 }
 
 

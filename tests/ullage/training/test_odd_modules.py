@@ -1,8 +1,10 @@
 """Modules at the edge of what people write: they plan, train as in memory, and resume from checkpoints."""
 
 import contextlib
+import functools
 import random
 from collections.abc import Callable
+from typing import Any
 
 import highspy
 import pytest
@@ -14,6 +16,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune
 
 import ullage
+from executor.options import SessionOptions
 from executor.prepare import prepare_session
 from planner.decisions import UnitDecision
 from planner.plan.planning import make_plan
@@ -80,26 +83,122 @@ def test_units_that_compute_nothing_or_need_all_weights_are_planned(reads: bool,
 def test_weights_that_are_needed_at_once_are_in_different_slots(inner: tuple[int, ...]) -> None:
     """Also if the ring of each size has a single slot: the model trains as in memory."""
     variant = request(lambda: Hidden(reads=True, width=32, inner=inner), 16, 10_000_000).variants()[0]
+    check_trained(variant, "keep", lambda: Hidden(reads=True, width=32, inner=inner))
+
+
+class InPlace(nn.Module):
+    """A residual stream that blocks, or their caller, change in place."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.where, self.first, self.last = where, nn.Linear(16, 32), nn.Linear(32, 8)
+        self.blocks = nn.ModuleList(Block(32) for _ in range(5))
+        for block in self.blocks:
+            block.forward = functools.partial(self.changed, block)
+
+    def changed(self, block: Block, x: torch.Tensor) -> torch.Tensor | None:
+        added = block.down(torch.relu(block.up(block.norm(x.clone()))))
+        if self.where == "caller":
+            return added
+        x += added
+        return x if self.where == "block" else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            added = block(x=x)
+            if self.where == "caller":
+                x += added
+        return self.last(x).square().mean()
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
+@pytest.mark.parametrize("where", ["block", "argument", "caller"])
+def test_what_is_changed_in_place_is_recomputed_from_what_it_was(where: str, activations: str) -> None:
+    variant = request(lambda: InPlace(where), 16, 10_000_000).variants()[0]
+    check_trained(variant, activations, lambda: InPlace(where))
+
+
+@torch.jit.script
+def scripted(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.sigmoid(x)
+
+
+def differentiated(x: torch.Tensor) -> torch.Tensor:
+    return torch.autograd.grad(x.tanh().sum(), x, create_graph=True)[0]
+
+
+SHARED = nn.Dropout(0.1)
+INSIDE: dict[str, Callable[[Callable[[torch.Tensor], torch.Tensor], torch.Tensor], torch.Tensor]] = {
+    "a module that blocks and models share": lambda block, x: SHARED(block(SHARED(x))),
+    "a scripted function": lambda block, x: scripted(block(x)),
+    "vmap": lambda block, x: torch.vmap(block)(x),
+    "a backward": lambda block, x: block(x) + differentiated(x),
+}
+
+
+class Inside(nn.Module):
+    """Its blocks call something; the first layer's weight is read again behind them."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.rows, self.blocks = nn.Linear(16, 32), nn.ModuleList(Block(32) for _ in range(4))
+        for block in self.blocks:
+            block.inner = SHARED
+            block.forward = functools.partial(INSIDE[name], block.forward)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.rows(x)
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.linear(x, self.rows.weight.t())
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_what_a_block_does_is_recomputed_or_kept(name: str) -> None:
+    """Two models train at once, and have a module in common."""
+    variant = request(lambda: Inside(name), 16, 10_000_000).variants()[0]
+    kept = name == "a backward"  # it would begin the recomputation
+    assert any(unit.can_swap for unit in variant.setup.units) != kept
+    other = Inside(name)
+    units, decisions = variant.setup.units, next(iter(smallest(variant.setup)))
+    with prepare_session(other, torch.optim.AdamW(other.parameters()), units, decisions)[1].session:
+        check_trained(variant, "keep" if kept else "recompute", lambda: Inside(name))
+
+
+def check_trained(variant: Any, activations: str, make: Callable[[], nn.Module]) -> None:
+    """Check that a model trains as in memory with all weights on the host, and a single slot for each size."""
     decisions = next(iter(smallest(variant.setup))).model_copy(update={"num_param_slots": 1})
     away = {
-        unit.name: UnitDecision(params="host", activations="keep", update=decisions.units[unit.name].update)
+        unit.name: UnitDecision(
+            params="host",
+            activations=activations if unit.can_swap else "keep",
+            update=decisions.units[unit.name].update,
+        )
         for unit in variant.setup.units
     }
+    assert activations == "keep" or any(unit.can_swap for unit in variant.setup.units)
     decisions = decisions.model_copy(update={"units": away})
     found = []
     for prepares in (False, True):
-        model: nn.Module = Hidden(reads=True, width=32, inner=inner)
+        model = make()
         optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         session: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
         if prepares:
-            model, optimizer = prepare_session(model, optimizer, variant.setup.units, decisions)
+            model, optimizer = prepare_session(
+                model, optimizer, variant.setup.units, decisions, SessionOptions(audit="first")
+            )
             session = optimizer.session
         with session:
             torch.manual_seed(1)
             for _ in range(3):
-                model(torch.randn(8, 16)).backward()
+                output = model(torch.randn(8, 16))
+                (output.square().mean() if output.dim() else output).backward()
                 optimizer.step()
                 optimizer.zero_grad()
+            assert not prepares or optimizer.session.num_left == 0
             found.append({name: values.clone() for name, values in model.state_dict().items()})
     torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-6)
 

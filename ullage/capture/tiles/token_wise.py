@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from executor.memory.forward_state import ForwardState, Snapshot
 from executor.packed import stored_parameters
-from ullage.capture.records import CaptureError
+from ullage.capture.records import CaptureError, strided
 
 _PRODUCTS: Final = {"mm", "addmm"}
 _LAST_DIM: Final = {"mean", "sum", "var", "amax"}
@@ -56,7 +56,7 @@ class TokenWise:
         self._before: dict[str, tuple[ForwardState, Snapshot]] = {}
         # Storages of weights, and of tensors made only from weights. They are held so that no address is reused.
         stored = [t for each in stored_parameters(model).values() for t in (*each.tensors(), *each.tables())]
-        self._weights = {tensor.untyped_storage()._cdata: tensor for tensor in (*stored, *model.buffers())}
+        self._weights = {tensor.untyped_storage()._cdata: tensor for tensor in strided([*stored, *model.buffers()])}
 
     @contextlib.contextmanager
     def hooked(self) -> Iterator[None]:

@@ -48,7 +48,7 @@ def plan_screen(plan: Plan, path: Path, *, default_hardware: bool) -> None:
         for part in checkpoints_screen(plan.checkpoints):
             out.print()
             out.print(part)
-    for warning in plan.prediction.warnings:
+    for warning in plan.warnings:
         out.print(f"warning: {warning}", soft_wrap=True)
     if not plan.prediction.converged:
         out.print("warning: simulated iterations differ; times are of one of them")
