@@ -248,7 +248,7 @@ class Session(contextlib.AbstractContextManager["Session"]):
                 other weights.
             ValueError: the model has no weights yet, or has quantized weights but no adapters.
         """
-        self.access.check_idle()
+        self.access.check_at_rest()
         naming = self.naming()
         weights = self.reader(dtype)
         if not naming.adapters:

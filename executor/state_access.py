@@ -48,6 +48,7 @@ class StateAccess:
         self.is_evaluating = False
         self.is_closed = False
         self.settled: set[str] = set()
+        self.come_to_rest: Callable[[], bool] = lambda: False  # see executor.driver.iteration
 
     def check_idle(self) -> None:
         """Check that no iteration is under way.
@@ -56,8 +57,17 @@ class StateAccess:
             OutOfOrderError: one is under way.
             LaneError: the session has failed.
         """
-        self._runtime.machine.check()
+        self.check_at_rest()
         if self._runtime.inside_iteration:
+            raise OutOfOrderError(
+                "gradients have come for the next step; save, load and park after optimizer.step() or "
+                "optimizer.zero_grad(), and before the next forward"
+            )
+
+    def check_at_rest(self) -> None:
+        """Check that weights do not move: no iteration is under way, or it has left the plan. Raises as check_idle."""
+        self._runtime.machine.check()
+        if self._runtime.inside_iteration and not self.come_to_rest():
             raise OutOfOrderError(
                 "weights move in the middle of an iteration; evaluate and save after optimizer.step() and before the "
                 "next forward"
@@ -71,6 +81,7 @@ class StateAccess:
             LaneError: a task failed on some lane.
             RankError: another rank has failed.
         """
+        self.check_idle()
         self.make_current("reading of state")
         return self._state.by_name
 
@@ -87,6 +98,7 @@ class StateAccess:
         if self._is_changing:
             yield
             return
+        self.check_idle()
         self.make_current(call)
         self._is_changing = True
         try:
@@ -107,7 +119,7 @@ class StateAccess:
         self.make_current("state_dict()", uses=True)
         in_slot = dict(self._in_slot)
         weights = self._view(name)
-        if self.is_evaluating:  # the unit that computes still needs its slot
+        if self.is_evaluating or self._runtime.inside_iteration:  # the unit that computes still needs its slot
             for slot, unit in in_slot.items():
                 if self._in_slot[slot] != unit:
                     self._fill_slot(self._state.units[unit])
@@ -148,7 +160,7 @@ class StateAccess:
             )
         elif self._runtime.machine.stopped:
             why = "its session has failed, and session.full_parameters() too; continue from a checkpoint"
-        elif self._runtime.inside_iteration and not self._is_settled(name):
+        elif self._runtime.inside_iteration and not self._is_settled(name) and not self.come_to_rest():
             why = (
                 "weights move during an iteration; read it, or session.full_parameters(), after optimizer.step() and "
                 "before the next forward"
@@ -160,7 +172,9 @@ class StateAccess:
     def current(self, name: str) -> torch.Tensor:
         """See :class:`executor.module.guarded_parameters.WeightReader`."""
         self.check_readable(name)
-        return self._view(name) if self._runtime.inside_iteration else self.weights(name)
+        if self._runtime.inside_iteration and self._is_settled(name):
+            return self._view(name)
+        return self.weights(name)
 
     def _is_settled(self, name: str) -> bool:
         parts = (*self._state.by_parameter.get(name, ()), *self._state.frozen_by_parameter.get(name, ()))
@@ -217,7 +231,7 @@ class StateAccess:
             uses: whether the caller is going to use all weights, or read them whole.
             unparks: whether the session is being unparked.
         """
-        self.check_idle()
+        self.check_at_rest()
         runtime = self._runtime
         if not unparks:
             runtime.check_unparked()
