@@ -137,7 +137,7 @@ class Session(contextlib.AbstractContextManager["Session"]):
                     master_dtype=kinds[precision.master_bytes],
                     splits=splits,
                 )
-            self.access = StateAccess(self.runtime, units)
+            self.access = StateAccess(self.runtime, units, options.report)
             self._parking = Parking(model, self.runtime, self.access, options.link_bytes_per_s)
             self.driver = driver = IterationDriver(
                 model, self.runtime, self.access, units, decisions, entry, groups, self.audit, options.report

@@ -116,7 +116,7 @@ class IterationDriver:
             with self._backward:
                 self._follow(self.progress.recompute, unit)
         elif not self.trains and not self._runtime.inside_iteration:
-            self._access.evaluate(unit)
+            self._access.evaluate(unit, self.visibility)
             self.visibility.show(unit)
         elif self.progress.has_left or not self.progress.is_at(Op.FORWARD, unit):
             self._check_begin()
@@ -243,8 +243,10 @@ class IterationDriver:
                     "micro-batch"
                 )
             if shown != unit:  # after an evaluation, or on demand
-                bring = self._access.evaluate if self._on_demand is None else self._on_demand.bring
-                bring(unit)
+                if self._on_demand is None:
+                    self._access.evaluate(unit, self.visibility)
+                else:
+                    self._on_demand.bring(unit)
                 self.visibility.show(unit)
             try:
                 yield
@@ -424,6 +426,7 @@ class IterationDriver:
     def _begin(self) -> None:
         self._runtime.doing = f"iteration {self._loop.iteration + 1}"
         self._access.end_evaluation()
+        self._access.end_others()
         self._access.cast_due()
         self._runtime.inside_iteration = True
         self._has_run_back = False

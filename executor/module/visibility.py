@@ -1,9 +1,13 @@
 """Shows weights in the parameters of the computing unit only, and guards the others."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import final
 
+import torch
+from torch import nn
+
 from executor.distributed.shards import ParameterShard
+from executor.memory.frozen import FrozenParameter
 from executor.memory.state import ModelState, without_values
 from executor.module.guarded_parameters import WeightReader, guard, lift_guard, refusal, unguard, unguarded
 
@@ -19,7 +23,8 @@ class WeightVisibility:
     current weights, and writes are refused (see [Note: Guarded parameters] in
     :mod:`executor.module.guarded_parameters`). What reads its memory without PyTorch's knowledge finds NaN of the same
     shape, not another unit's weights nor old ones. The memory of its weights does not change, so running kernels and
-    autograd's saved tensors are not affected. Quantized parameters of ``torchao`` are left alone, because reading them
+    autograd's saved tensors are not affected. While a model is evaluated, weights may be in memory of their own instead
+    of a slot, see :meth:`executor.state_access.StateAccess.evaluate`. Quantized parameters of ``torchao`` are left alone, because reading them
     needs their class.
 
     Args:
@@ -36,6 +41,8 @@ class WeightVisibility:
         reader: WeightReader,
     ) -> None:
         self._reader = reader
+        self._state = state
+        self._kept: dict[str, list[tuple[nn.Parameter, torch.Tensor]]] = {}
         self._leaves = {
             unit.name: [(shard.leaf, shard.name) for shard in unit.shards() if not shard.stored.is_wrapper]
             for unit in state.units.values()
@@ -78,10 +85,52 @@ class WeightVisibility:
         for name in used if unknown else used - self._shown:
             for leaf, _ in self._leaves[name]:
                 lift_guard(leaf)
-            for leaf, weights, _ in self._views[name]:
-                leaf.data = weights
+            self._show_in(name)
         self._shown = used
         self._shown_for = unit
+
+    def keep(self, unit: str) -> None:
+        """Give weights that are in a unit's slot memory of their own, so that they are seen there until :meth:`drop`."""
+        for parameter in self._packed(unit):
+            frozen = self._state.units[unit].frozen
+            assert frozen is not None
+            parameter.live_in(frozen.device[parameter.start : parameter.stop].clone())
+        packed = {id(parameter.shard.leaf) for parameter in self._packed(unit)}
+        with unguarded():
+            self._kept[unit] = [
+                (leaf, leaf.data if id(leaf) in packed else weights.clone()) for leaf, weights, _ in self._views[unit]
+            ]
+        if unit in self._shown:
+            self._show_in(unit)
+        elif packed:
+            self._shown_for = None
+
+    @property
+    def kept(self) -> Collection[str]:
+        """The units that have been kept."""
+        return self._kept.keys()
+
+    def drop(self) -> None:
+        """Free the memory that :meth:`keep` has taken, and hide all weights."""
+        if not self._kept:
+            return
+        self.show("")
+        for unit in self._kept:
+            for parameter in self._packed(unit):
+                frozen = self._state.units[unit].frozen
+                assert frozen is not None
+                parameter.live_in(frozen.device[parameter.start : parameter.stop])
+                self._shown_for = None
+        self._kept.clear()
+        self.show("")
+
+    def _packed(self, unit: str) -> list[FrozenParameter]:
+        frozen = self._state.units[unit].frozen
+        return [] if frozen is None else [p for p in frozen.parameters if p.shard.stored.is_quantized]
+
+    def _show_in(self, unit: str) -> None:
+        for leaf, weights in self._kept.get(unit) or [(leaf, weights) for leaf, weights, _ in self._views[unit]]:
+            leaf.data = weights
 
     def check_unmodified(self) -> None:
         """Check that no parameter was written to while its unit computed, since the last check.
