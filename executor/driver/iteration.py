@@ -76,6 +76,7 @@ class IterationDriver:
         self._last_other = -2  # the latest iteration with a batch of another shape than planned
         self._other_shapes: set[tuple[int, ...]] = set()
         self._model_trains = False  # a training forward is under way
+        self._depth = 0  # of the model's own forwards, each inside the other
         self._has_run_back = False  # a backward has ended in this iteration
         self._loop, self._units = runtime.loop, runtime.state.units
         self.gradients = UserGradients(
@@ -273,6 +274,9 @@ class IterationDriver:
 
     def on_model_begin(self) -> None:
         """The model's own forward begins. If it trains, parts of it without gradients count as training too."""
+        self._depth += 1
+        if self._depth > 1:  # its forward calls the model, as a step of Lightning does
+            return
         self._model_trains = not in_backward() and torch.is_grad_enabled() and self._model.training
         if self._model_trains and self._runtime.inside_iteration:
             self._end_unused()
@@ -284,7 +288,8 @@ class IterationDriver:
 
     def on_model_end(self) -> None:
         """The model's own forward has ended, or failed."""
-        self._model_trains = False
+        self._depth -= 1
+        self._model_trains = self._model_trains and self._depth > 0
 
     def on_loss(self) -> None:
         """Backward has reached a loss that the model returned. The last unit's backward begins here."""
@@ -337,6 +342,7 @@ class IterationDriver:
             LaneError: a task failed on some lane.
         """
         self._runtime.machine.check()
+        self._depth = 0  # a signal may have ended a forward without its hooks
         self.visibility.check_unmodified()
         for group in self._groups:
             self._entry.rule(group)  # raises before anything is done

@@ -24,8 +24,8 @@ class WeightVisibility:
     :mod:`executor.module.guarded_parameters`). What reads its memory without PyTorch's knowledge finds NaN of the same
     shape, not another unit's weights nor old ones. The memory of its weights does not change, so running kernels and
     autograd's saved tensors are not affected. While a model is evaluated, weights may be in memory of their own instead
-    of a slot, see :meth:`executor.state_access.StateAccess.evaluate`. Quantized parameters of ``torchao`` are left alone, because reading them
-    needs their class.
+    of a slot, see :meth:`executor.state_access.StateAccess.evaluate`. Quantized parameters of ``torchao`` are left
+    alone, because reading them needs their class.
 
     Args:
         shared: units whose weights a unit uses besides its own, by its name.
@@ -90,7 +90,7 @@ class WeightVisibility:
         self._shown_for = unit
 
     def keep(self, unit: str) -> None:
-        """Give weights that are in a unit's slot memory of their own, so that they are seen there until :meth:`drop`."""
+        """Give weights that are in a unit's slot memory of their own, and show them there until :meth:`drop`."""
         for parameter in self._packed(unit):
             frozen = self._state.units[unit].frozen
             assert frozen is not None
