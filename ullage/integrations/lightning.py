@@ -27,9 +27,9 @@ class LightningStrategy(SingleDeviceStrategy):
 
     Write ``Trainer(strategy="ullage")``, or give one with options. When ``fit`` begins, it captures ``training_step``
     with the first batch of the training data, and prepares the module with the optimizer of ``configure_optimizers``,
-    as in :func:`ullage.prepare`. Accumulation and clipping are those of the trainer. If ``configure_optimizers`` has called
-    :func:`ullage.prepare` itself, as for the two models of a GAN, its plans stay. When ``fit`` ends, the module is an
-    ordinary one again. Evaluation outside of ``fit`` is Lightning's.
+    as in :func:`ullage.prepare`. Accumulation and clipping are those of the trainer. If ``configure_optimizers`` has
+    called :func:`ullage.prepare` itself, as for the two models of a GAN, its plans stay. When ``fit`` ends, the module
+    is an ordinary one again. Evaluation outside of ``fit`` is Lightning's.
 
     Args:
         options: see :class:`Options`.

@@ -122,6 +122,23 @@ def test_gradients_flow_through_one_model_to_another(program, plan):
     assert num_left == {"gan": [0, 0], "frozen": [0, 0], "teacher": [0, 1]}[program]
 
 
+def test_a_model_whose_forward_calls_the_model_follows_the_plan():
+    """As a step of Lightning does, which is run as the forward of the module that it calls."""
+    model, optimizer = prepare(FIRST, decide(FIRST, mixed))
+    tokens, own = torch.randint(64, (2, 8)), model.forward
+
+    def step(**inputs):
+        model.forward = own
+        return model(**inputs)
+
+    with optimizer.session as session:
+        for _ in range(2):
+            model.forward = step
+            model(input_ids=tokens, labels=tokens).loss.backward()
+            optimizer.step()
+        assert session.num_left == 0
+
+
 @given(
     plans(families=("gpt2",), iterations=3, max_norm=0.5),
     plans(families=("small",), iterations=3, max_norm=0.5),
