@@ -137,7 +137,7 @@ class Session(contextlib.AbstractContextManager["Session"]):
                     master_dtype=kinds[precision.master_bytes],
                     splits=splits,
                 )
-            self.access = StateAccess(self.runtime, units)
+            self.access = StateAccess(self.runtime, units, options.report)
             self._parking = Parking(model, self.runtime, self.access, options.link_bytes_per_s)
             self.driver = driver = IterationDriver(
                 model, self.runtime, self.access, units, decisions, entry, groups, self.audit, options.report
@@ -253,7 +253,7 @@ class Session(contextlib.AbstractContextManager["Session"]):
                 other weights.
             ValueError: the model has no weights yet, or has quantized weights but no adapters.
         """
-        self.access.check_idle()
+        self.access.check_at_rest()
         naming = self.naming()
         weights = self.reader(dtype)
         if not naming.adapters:

@@ -1,21 +1,25 @@
 """Weights and optimizer state outside training: for evaluating, saving and loading."""
 
 import contextlib
+import math
 import weakref
 from collections.abc import Callable, Iterator
-from typing import final
+from typing import Final, final
 
 import torch
 
+from executor.distributed.host_collectives import HostCollectives
 from executor.distributed.shards import unshard
 from executor.memory.frozen import FrozenParameter
 from executor.memory.units import ParameterState, UnitState
+from executor.module.visibility import WeightVisibility
 from executor.packed import with_own_storage
 from executor.runtime import Runtime, Unbroken
 from planner.graph import Unit
 from planner.schedule.loop import OutOfOrderError
 
 _NEVER = -1
+_SHARE_KEPT: Final = 0.75
 
 
 @final
@@ -30,7 +34,9 @@ class StateAccess:
         settled: resident units whose weights are those of this iteration until its updates begin.
     """
 
-    def __init__(self, runtime: Runtime, units: tuple[Unit, ...]) -> None:
+    def __init__(
+        self, runtime: Runtime, units: tuple[Unit, ...], report: Callable[[str], None] = lambda _line: None
+    ) -> None:
         self._runtime = runtime
         self._state = state = runtime.state
         self._shared = {unit.name: unit.shared_units for unit in units}
@@ -48,6 +54,12 @@ class StateAccess:
         self.is_evaluating = False
         self.is_closed = False
         self.settled: set[str] = set()
+        self.come_to_rest: Callable[[], bool] = lambda: False  # see executor.driver.iteration
+        self._report = report
+        self._visibility: WeightVisibility | None = None  # during evaluation
+        self._evaluated: set[str] = set()  # units whose weights this evaluation has brought to their slots
+
+        self._has_told = False
 
     def check_idle(self) -> None:
         """Check that no iteration is under way.
@@ -56,8 +68,17 @@ class StateAccess:
             OutOfOrderError: one is under way.
             LaneError: the session has failed.
         """
-        self._runtime.machine.check()
+        self.check_at_rest()
         if self._runtime.inside_iteration:
+            raise OutOfOrderError(
+                "gradients have come for the next step; save, load and park after optimizer.step() or "
+                "optimizer.zero_grad(), and before the next forward"
+            )
+
+    def check_at_rest(self) -> None:
+        """Check that weights do not move: no iteration is under way, or it has left the plan. Raises as check_idle."""
+        self._runtime.machine.check()
+        if self._runtime.inside_iteration and not self.come_to_rest():
             raise OutOfOrderError(
                 "weights move in the middle of an iteration; evaluate and save after optimizer.step() and before the "
                 "next forward"
@@ -71,6 +92,7 @@ class StateAccess:
             LaneError: a task failed on some lane.
             RankError: another rank has failed.
         """
+        self.check_idle()
         self.make_current("reading of state")
         return self._state.by_name
 
@@ -87,6 +109,7 @@ class StateAccess:
         if self._is_changing:
             yield
             return
+        self.check_idle()
         self.make_current(call)
         self._is_changing = True
         try:
@@ -99,6 +122,7 @@ class StateAccess:
                 if unit.fp8 is not None:
                     unit.fp8.is_due = True
             self._current_in = _NEVER
+            self._drop_kept()
             self.is_evaluating = False  # make_current() has waited for its tasks
 
     def weights(self, name: str) -> torch.Tensor:
@@ -107,7 +131,7 @@ class StateAccess:
         self.make_current("state_dict()", uses=True)
         in_slot = dict(self._in_slot)
         weights = self._view(name)
-        if self.is_evaluating:  # the unit that computes still needs its slot
+        if self.is_evaluating or self._runtime.inside_iteration:  # the unit that computes still needs its slot
             for slot, unit in in_slot.items():
                 if self._in_slot[slot] != unit:
                     self._fill_slot(self._state.units[unit])
@@ -148,7 +172,7 @@ class StateAccess:
             )
         elif self._runtime.machine.stopped:
             why = "its session has failed, and session.full_parameters() too; continue from a checkpoint"
-        elif self._runtime.inside_iteration and not self._is_settled(name):
+        elif self._runtime.inside_iteration and not self._is_settled(name) and not self.come_to_rest():
             why = (
                 "weights move during an iteration; read it, or session.full_parameters(), after optimizer.step() and "
                 "before the next forward"
@@ -160,7 +184,9 @@ class StateAccess:
     def current(self, name: str) -> torch.Tensor:
         """See :class:`executor.module.guarded_parameters.WeightReader`."""
         self.check_readable(name)
-        return self._view(name) if self._runtime.inside_iteration else self.weights(name)
+        if self._runtime.inside_iteration and self._is_settled(name):
+            return self._view(name)
+        return self.weights(name)
 
     def _is_settled(self, name: str) -> bool:
         parts = (*self._state.by_parameter.get(name, ()), *self._state.frozen_by_parameter.get(name, ()))
@@ -217,7 +243,7 @@ class StateAccess:
             uses: whether the caller is going to use all weights, or read them whole.
             unparks: whether the session is being unparked.
         """
-        self.check_idle()
+        self.check_at_rest()
         runtime = self._runtime
         if not unparks:
             runtime.check_unparked()
@@ -251,8 +277,12 @@ class StateAccess:
             weights.set_()  # type: ignore[call-overload]
         self._on_device.clear()
 
-    def evaluate(self, unit: str) -> None:
+    def evaluate(self, unit: str, visibility: WeightVisibility) -> None:
         """Bring all weights that a unit uses to the device, for a forward without training.
+
+        Forwards may follow each other, as when a text is generated or an image is sampled. So what would be brought for
+        the second time is kept in memory of its own, where it fits beside what stays on the device, until an iteration
+        begins, of this model or of another prepared one. A quarter of the room is left to what the forwards compute.
 
         Raises as :meth:`parameter_states`.
         """
@@ -261,7 +291,12 @@ class StateAccess:
             self._runtime.check_unparked()
             self.make_current("an evaluation", uses=True)
             self.is_evaluating = True
-        self.fill_slots(unit)
+        for state in self._slots_of(unit):
+            if state.name not in visibility.kept and self._in_slot.get(state.slot) != state.name:
+                self._fill_slot(state)
+                if state.name in self._evaluated and state.fp8 is None:
+                    self._keep(state, visibility)
+                self._evaluated.add(state.name)
 
     def begin_on_demand(self) -> None:
         """Begin to bring weights unit by unit in the middle of an iteration, when no task of the plan runs.
@@ -280,17 +315,64 @@ class StateAccess:
 
     def fill_slots(self, unit: str) -> None:
         """Bring all weights that a unit uses to the device, if they are not there."""
-        for name in (unit, *self._shared[unit]):
-            state = self._state.units.get(name)
-            if state is not None and state.slot >= 0:
-                self._fill_slot(state)
+        for state in self._slots_of(unit):
+            self._fill_slot(state)
+
+    def _slots_of(self, unit: str) -> list[UnitState]:
+        """Return the units whose weights a unit uses and that are in slots, not resident."""
+        used = (self._state.units.get(name) for name in (unit, *self._shared[unit]))
+        return [state for state in used if state is not None and state.slot >= 0]
+
+    def _keep(self, unit: UnitState, visibility: WeightVisibility) -> None:
+        """Let a unit keep what is in its slot, if there is room; all ranks do, or none if they gather it."""
+        kept_bytes = sum(_slot_bytes(self._state.units[name]) for name in visibility.kept)
+        fits = kept_bytes + _slot_bytes(unit) <= self._room_bytes(kept_bytes)
+        if unit.is_sharded:
+            self._runtime.doing = f"an evaluation, at {unit.name}"
+            fits = not HostCollectives(self._runtime.ranks).any(not fits)
+        if fits:
+            self._visibility = visibility
+            _evaluating.add(self)
+            visibility.keep(unit.name)
+        elif not self._has_told:
+            self._has_told = True
+            whole = sum(_slot_bytes(other) for other in self._state.units.values() if other.slot >= 0)
+            self._report(
+                f"an evaluation has room on the device to keep {kept_bytes / 1e6:,.0f} of the {whole / 1e6:,.0f} MB of "
+                "weights that are not resident: the others come anew for each forward, and for each token of a "
+                "generation, which is slower. This is said once"
+            )
+
+    def _room_bytes(self, kept_bytes: int) -> float:
+        """Return how much an evaluation may keep on the device."""
+        gpu = self._runtime.gpu
+        room = math.inf if gpu.capacity_bytes is None else gpu.capacity_bytes - gpu.used_bytes
+        if self._runtime.backend.device.type == "cuda":
+            cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+            room = min(room, torch.cuda.mem_get_info()[0] + cached + kept_bytes)
+        return room * _SHARE_KEPT
 
     def end_evaluation(self) -> None:
         """Wait for the work of evaluations, which may still read slots, before training continues."""
         if self.is_evaluating:
             self._runtime.actions.synchronize()
+            self._drop_kept()
             self.is_evaluating = False
             self._runtime.check_same_call(needed=self._gather_at_each_use)
+
+    def end_others(self) -> None:
+        """Free what evaluations of other models keep, before an iteration takes its memory."""
+        for other in tuple(_evaluating):
+            if other is not self:
+                other._runtime.actions.synchronize()
+                other._drop_kept()
+
+    def _drop_kept(self) -> None:
+        if self._visibility is not None:
+            self._visibility.drop()
+            self._visibility = None
+            self._evaluated.clear()
+        _evaluating.discard(self)
 
     def cast_due(self) -> None:
         """Cast weights that were set since their last cast, before an iteration fetches them in fp8."""
@@ -339,3 +421,11 @@ class StateAccess:
             if unit.is_sharded:
                 actions.all_gather(unit)
             self._in_slot[unit.slot] = unit.name
+
+
+def _slot_bytes(unit: UnitState) -> int:
+    return unit.device_weights.nbytes + (0 if unit.frozen is None else unit.frozen.device.nbytes)
+
+
+_evaluating: Final = weakref.WeakSet[StateAccess]()
+"""Those of all sessions that may keep weights for an evaluation."""

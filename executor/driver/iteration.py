@@ -80,6 +80,8 @@ class IterationDriver:
         self._last_other = -2  # the latest iteration with a batch of another shape than planned
         self._other_shapes: set[tuple[int, ...]] = set()
         self._model_trains = False  # a training forward is under way
+        self._depth = 0  # of the model's own forwards, each inside the other
+        self._has_run_back = False  # a backward has ended in this iteration
         self._loop, self._units = runtime.loop, runtime.state.units
         self.gradients = UserGradients(
             decisions, (p for _, p in runtime.state.parameters()), self._norms, self._end_early
@@ -99,6 +101,7 @@ class IterationDriver:
             backward_ended=self._backward_ended,
             unbroken=self._backward,
         )
+        access.come_to_rest = self.come_to_rest
         shared = {unit.name: unit.shared_units for unit in units}
         self.visibility = WeightVisibility(runtime.state, shared, shards.values(), access, access.settled)
 
@@ -118,7 +121,7 @@ class IterationDriver:
             with self._backward:
                 self._follow(self.progress.recompute, unit)
         elif not self._runtime.inside_iteration and not self.trains:
-            self._access.evaluate(unit)
+            self._access.evaluate(unit, self.visibility)
             self.visibility.show(unit)
         elif self.progress.has_left or not self.progress.is_at(Op.FORWARD, unit):
             self._check_begin()
@@ -228,11 +231,17 @@ class IterationDriver:
             self.gradients.clear()
         return dropped
 
-    def _leave(self, error: OutOfOrderError) -> None:
-        """Leave the plan until the next step, see [Note: On demand]. Raises as :meth:`_check_leaves`."""
+    def _leave(self, error: OutOfOrderError, *, is_read: bool = False) -> None:
+        """Leave the plan until the next step, see [Note: On demand]. Raises as :meth:`_check_leaves`.
+
+        Args:
+            error: says what the plan expected.
+            is_read: no gradient is to be added, so those so far may have been scaled.
+        """
         self._check_leaves(error)
         with self._leaving:
-            self._on_demand = OnDemand(self._runtime, self._access, self._decisions, self._reopen())
+            dropped = self.gradients.dropped(self._loop.iteration) if is_read else self._reopen()
+            self._on_demand = OnDemand(self._runtime, self._access, self._decisions, dropped)
             self.progress.leave()
         self._audit.abandon()
         self._runtime.machine.exclude(self._loop.iteration)
@@ -257,8 +266,10 @@ class IterationDriver:
                     "micro-batch"
                 )
             if shown != unit:  # after an evaluation, or on demand
-                bring = self._access.evaluate if self._on_demand is None else self._on_demand.bring
-                bring(unit)
+                if self._on_demand is None:
+                    self._access.evaluate(unit, self.visibility)
+                else:
+                    self._on_demand.bring(unit)
                 self.visibility.show(unit)
             try:
                 yield
@@ -285,7 +296,12 @@ class IterationDriver:
 
     def on_model_begin(self) -> None:
         """The model's own forward begins. If it trains, parts of it without gradients count as training too."""
+        self._depth += 1
+        if self._depth > 1:  # its forward calls the model, as a step of Lightning does
+            return
         self._model_trains = not in_backward() and torch.is_grad_enabled() and self._model.training
+        if self._model_trains and self._runtime.inside_iteration:
+            self._end_unused()
         if self._model_trains and not self._runtime.inside_iteration:
             self._audit.begin_iteration(self._loop.iteration, self._access.weights)
         elif self.trains and not self.progress.is_between:  # leave before a segment begins to offload, see its forward
@@ -298,7 +314,8 @@ class IterationDriver:
             self.attention = fused_attention(output)
             if self.attention and self._runtime.backend.device.type == "cuda":
                 self._report(f"attention: {', '.join(self.attention)}")
-        self._model_trains = False
+        self._depth -= 1
+        self._model_trains = self._model_trains and self._depth > 0
 
     def on_output(self) -> None:
         """Backward has reached a tensor that the model returned. The last unit's backward begins here."""
@@ -351,6 +368,7 @@ class IterationDriver:
             LaneError: a task failed on some lane.
         """
         self._runtime.machine.check()
+        self._depth = 0  # a signal may have ended a forward without its hooks
         self.visibility.check_unmodified()
         for group in self._groups:
             self._entry.rule(group)  # raises before anything is done
@@ -377,6 +395,39 @@ class IterationDriver:
                 self._loop.finish()
                 self.visibility.show("")
                 self._runtime.inside_iteration = False
+
+    def come_to_rest(self) -> bool:
+        """After a backward, end the iteration or leave the plan, so that weights can be read.
+
+        Return whether they can be.
+        """
+        if self._on_demand is None and self._has_run_back and self.progress.rests:
+            if self._end_unused():
+                return True
+            if not why_not(self._runtime, self._decisions):
+                self._leave(OutOfOrderError("weights were read between backward and step"), is_read=True)
+        return self._on_demand is not None
+
+    def _end_unused(self) -> bool:
+        """End an iteration without an update, if no gradient has come or all were dropped. Return whether it has ended.
+
+        So a model is ready for a planned iteration after backward has passed through it for the sake of another model,
+        as for a GAN's generator through its discriminator.
+        """
+        iteration, expected = self._loop.iteration, self._loop.expected()
+        if not (self._has_run_back and self.progress.rests):
+            return False
+        if self._on_demand is not None and self._runtime.offloaded.is_in_use:  # by a forward without backward so far
+            return False
+        if self._runtime.ranks is not None and expected is not None and expected.op is not Op.CLIP:
+            return False  # ranks may have different gradients until the last micro-batch
+        if not self.gradients.are_gone(iteration):
+            return False
+        self._audit.abandon()
+        self.step()
+        self._runtime.machine.exclude(iteration)
+        self._last_short = iteration
+        return True
 
     def hook_parameters(self) -> Iterator[Callable[[], None]]:
         """Collect each gradient as soon as it is accumulated; yield functions that undo this."""
@@ -407,8 +458,10 @@ class IterationDriver:
     def _begin(self) -> None:
         self._runtime.doing = f"iteration {self._loop.iteration + 1}"
         self._access.end_evaluation()
+        self._access.end_others()
         self._access.cast_due()
         self._runtime.inside_iteration = True
+        self._has_run_back = False
         self.gradients.begin_iteration()
 
     def _backward_begins(self, micro_batch: int) -> None:
@@ -424,6 +477,7 @@ class IterationDriver:
     def _backward_ended(self, micro_batch: int) -> None:
         if self._on_demand is None:  # else more may come for other forwards
             self._runtime.offloaded.drop_all()
+        self._has_run_back = True
         self._audit.end_micro_batch()
         self.visibility.show("")
         if micro_batch == self._decisions.num_micro_batches - 1:

@@ -177,6 +177,11 @@ class Progress:
         """Whether an exception has ended the latest backward."""
         return self._watching_end and not in_backward()
 
+    @property
+    def rests(self) -> bool:
+        """Whether neither forward nor backward is under way on the plan, and no exception has ended the latter."""
+        return self.task is None and not in_backward() and not self._watching_end
+
     def forget_backward(self) -> None:
         """Forget a backward that is broken off."""
         self._watching_end = self._goes_on = False

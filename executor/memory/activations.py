@@ -83,6 +83,11 @@ class OffloadedActivations:
         """Bytes on NVMe by class, without rounding up to blocks."""
         return {MemoryClass.ACTIVATIONS: self._num_bytes} if self._num_bytes else {}
 
+    @property
+    def is_in_use(self) -> bool:
+        """Whether a backward may still ask for activations."""
+        return bool(self._segments)
+
     def begin(self, names: Sequence[str]) -> SegmentActivations:
         """Begin the forward of a segment with these units."""
         segment = SegmentActivations(names)

@@ -108,6 +108,11 @@ class UserGradients:
                 found.add(name)
         return frozenset(found)
 
+    def are_gone(self, iteration: int) -> bool:
+        """Return whether no gradient has come in an iteration, or all were dropped. Raises as :meth:`dropped`."""
+        arrived = {name for name, parts in self._parts.items() if iteration in [part.arrived for part in parts]}
+        return (not arrived or self._waits) and arrived <= self.dropped(iteration)
+
     def drop_arrived(self, iteration: int) -> None:
         """Drop the gradients of a backward that an exception has ended."""
         self._dropped_early |= {

@@ -1,6 +1,6 @@
 """Shows weights in the parameters of the computing unit only, and guards the others."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from typing import NamedTuple, final
 
@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from executor.distributed.shards import ParameterShard
+from executor.memory.frozen import FrozenParameter
 from executor.memory.state import ModelState, without_values
 from executor.module.guarded_parameters import (
     Guarded,
@@ -41,8 +42,9 @@ class WeightVisibility:
     :mod:`executor.module.guarded_parameters`). What reads its memory without PyTorch's knowledge finds NaN of the same
     shape, not another unit's weights nor old ones. From a resident unit's forward until updates begin, its memory holds
     current weights, and is not hidden. The memory of weights does not change, so running kernels and autograd's saved
-    tensors are not affected. Quantized parameters of ``torchao`` are left alone, because reading them needs their
-    class.
+    tensors are not affected. While a model is evaluated, weights may be in memory of their own instead of a slot, see
+    :meth:`executor.state_access.StateAccess.evaluate`. Quantized parameters of ``torchao`` are left alone, because
+    reading them needs their class.
 
     Args:
         shared: units whose weights a unit uses besides its own, by its name.
@@ -59,7 +61,8 @@ class WeightVisibility:
         reader: WeightReader,
         settled: AbstractSet[str],
     ) -> None:
-        self._settled = settled
+        self._settled, self._state = settled, state
+        self._kept: dict[str, list[tuple[nn.Parameter, torch.Tensor]]] = {}
         of_units = {
             unit.name: [(shard.leaf, shard.name) for shard in unit.shards() if not shard.stored.is_wrapper]
             for unit in state.units.values()
@@ -103,9 +106,7 @@ class WeightVisibility:
             for parameter, ordinary, _, _ in self._leaves[name]:
                 parameter.__class__ = ordinary
             if name not in self._in_sight:
-                for parameter, _, weights, _ in self._leaves[name]:
-                    parameter.data = weights
-                self._in_sight.add(name)
+                self._show_memory(name)
         self._shown = used
         self._shown_for = unit
 
@@ -113,6 +114,55 @@ class WeightVisibility:
         """Hide the memory of settled units, because their updates are about to begin."""
         for name in self._settled - self._shown:
             self._hide_memory(name)
+
+    def keep(self, unit: str) -> None:
+        """Give weights that are in a unit's slot memory of their own, and show them there until :meth:`drop`."""
+        for parameter in self._packed(unit):
+            frozen = self._state.units[unit].frozen
+            assert frozen is not None
+            parameter.live_in(frozen.device[parameter.start : parameter.stop].clone())
+        packed = {id(parameter.shard.leaf) for parameter in self._packed(unit)}
+        with unguarded():
+            self._kept[unit] = [
+                (leaf, leaf.data if id(leaf) in packed else weights.clone())
+                for leaf, _, weights, _ in self._leaves[unit]
+            ]
+        self._in_sight.discard(unit)
+        if unit in self._shown:
+            self._show_memory(unit)
+        elif packed:
+            self._shown_for = None
+
+    @property
+    def kept(self) -> Collection[str]:
+        """The units that have been kept."""
+        return self._kept.keys()
+
+    def drop(self) -> None:
+        """Free the memory that :meth:`keep` has taken, and hide all weights."""
+        if not self._kept:
+            return
+        self.show("")
+        for unit in self._kept:
+            for parameter in self._packed(unit):
+                frozen = self._state.units[unit].frozen
+                assert frozen is not None
+                parameter.live_in(frozen.device[parameter.start : parameter.stop])
+                self._shown_for = None
+        self._in_sight.difference_update(self._kept)
+        self._kept.clear()
+        self.show("")
+
+    def _packed(self, unit: str) -> list[FrozenParameter]:
+        frozen = self._state.units[unit].frozen
+        return [] if frozen is None else [p for p in frozen.parameters if p.shard.stored.is_quantized]
+
+    def _show_memory(self, unit: str) -> None:
+        for parameter, weights in self._kept.get(unit) or [
+            (leaf.parameter, leaf.weights) for leaf in self._leaves[unit]
+        ]:
+            parameter.data = weights
+        self._in_sight.add(unit)
 
     def _hide_memory(self, unit: str) -> None:
         self._in_sight.discard(unit)

@@ -272,14 +272,24 @@ def entry_of(optimizer: torch.optim.Optimizer) -> OptimizerEntry:
     name = own.__name__
     if name in {entry.torch_class.__name__ for entry in ENTRIES}:  # another library's
         name = f"{own.__module__}.{name}"
-    remedy = "use one of them"
-    settings = getattr(optimizer, "args", None)  # of bitsandbytes
-    if "Adam" in own.__name__ and getattr(settings, "optim_bits", None) == 8:
-        remedy = (
-            "use ullage.AdamW8bit, whose state is that of bitsandbytes in 8 bits (in a Trainer: "
-            "optimizer_cls_and_kwargs=(ullage.AdamW8bit, {'lr': ...}))"
-        )
-    raise ValueError(f"the optimizer is {name}, but only {known} can be executed; {remedy}")
+    raise ValueError(f"the optimizer is {name}, but only {known} can be executed; {_nearest(optimizer)}")
+
+
+def _nearest(optimizer: torch.optim.Optimizer) -> str:
+    """Return which optimizer to use instead of one that has no entry, in words."""
+    name = type(optimizer).__name__
+    is_small = getattr(getattr(optimizer, "args", None), "optim_bits", None) == 8  # of bitsandbytes
+    if "Lion" in name or "Muon" in name:
+        ours, why = ("Lion" if "Lion" in name else "Muon"), "which makes the same updates"
+    elif "8bit" in name or (is_small and "Adam" in name):
+        ours, why = "AdamW8bit", "whose state is that of bitsandbytes in 8 bits"
+    elif "4bit" in name or is_small or name in {"Adafactor", "GaLoreAdamW", "APOLLOAdamW", "Lomo", "AdaLomo"}:
+        ours, why = "AdamW8bit", "which keeps 2 bytes of state per parameter beside the master copy"
+    elif "Adam" in name:
+        return "use torch.optim.AdamW (in a Trainer: optim='adamw_torch'): the plan puts its state where there is room"
+    else:
+        return "use one of them"
+    return f"use ullage.{ours}, {why} (in a Trainer: optimizer_cls_and_kwargs=(ullage.{ours}, {{'lr': ...}}))"
 
 
 def torch_class_of(planned: Optimizer) -> Callable[..., torch.optim.Optimizer]:

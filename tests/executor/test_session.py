@@ -65,6 +65,51 @@ def test_evaluation_between_steps_sees_the_latest_weights_and_changes_nothing(ch
         assert_same((seen, optimizer.session.full_parameters()), reference(constant))
 
 
+@pytest.mark.parametrize("room", [None, 0.5, 0.0])
+@pytest.mark.parametrize("place", [("host", "cpu"), ("nvme", "nvme")])
+def test_an_evaluation_of_many_forwards_brings_once_what_has_room(place, room, monkeypatch):
+    tokens, task = batches(TASK)[0, 0], Task("llama-tied", torch.bfloat16, iterations=3)
+    said, decisions = [], decide(task, uniform(*place), num_param_slots=1)
+    model, optimizer = prepare(task, decisions, report=said.append)
+    _, other = prepare(task, decisions)
+    plain = make_model(task).eval()
+    session, fetched = optimizer.session, []
+    actions, units = session.runtime.actions, session.runtime.state.units.values()
+    whole = sum(unit.device_weights.nbytes for unit in units)
+    if room is not None:
+        session.runtime.gpu.capacity_bytes = session.runtime.gpu.used_bytes + int(whole * room / 0.75)
+    monkeypatch.setattr(actions, "fetch", lambda unit, fetch=actions.fetch: (fetched.append(unit.name), fetch(unit)))
+
+    def forwards():
+        """Return the units that come to the device in each of four forwards."""
+        found, model_now = [], model.eval()
+        for _ in range(4):
+            fetched.clear()
+            with torch.no_grad():
+                assert torch.equal(model_now(input_ids=tokens).logits, plain(input_ids=tokens).logits)
+            found.append(len(set(fetched)))
+        model.train()
+        return found
+
+    with session, other.session:
+        first = forwards()
+        kept = sum(values.nbytes for held in session.driver.visibility._kept.values() for _, values in held)
+        assert kept <= whole * (2 if room is None else room)
+        assert first[0] == len(units)
+        assert first[2] == first[3] <= len(units) - len(session.driver.visibility.kept)
+        assert (first[3] == 0, first[3] < first[1]) == (room is None, room != 0)
+        assert [line[:21] for line in said if "evaluation" in line] == ["an evaluation has roo"] * (room is not None)
+        held = [parameter.data for parameter in model.parameters()]
+        other.session.driver.on_forward(next(iter(units)).name)  # takes its memory
+        assert not session.driver.visibility.kept
+        assert forwards()[3] == first[3]
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        plain.load_state_dict(model.state_dict())
+        assert all(torch.equal(old, new) for old, new in zip(held, plain.parameters(), strict=True))
+        assert forwards()[3] == first[3]
+
+
 @pytest.mark.parametrize("choose", [some_of_each, uniform("host", "stream"), uniform("host", "nvme")])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_training_goes_on_from_saved_states_as_if_it_had_not_stopped(choose, dtype):

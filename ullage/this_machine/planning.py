@@ -5,6 +5,8 @@ import dataclasses
 import json
 import math
 import os
+import sys
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Literal, TypedDict
 
@@ -16,6 +18,7 @@ from executor.distributed.meeting import meeting
 from executor.module.guards import check_kinds, check_memory, check_plain, check_unprepared
 from executor.optimizer.reference import rounds
 from executor.optimizer.table import entry_of
+from executor.prepare import OffloadedOptimizer
 from executor.training_state.rng_state import preserved_rng_state
 from hwprofiles.calibrate.run import USABLE_SHARE
 from hwprofiles.machine import available_memory_bytes
@@ -24,7 +27,7 @@ from hwprofiles.quantity import Provenance, Quantity
 from hwprofiles.registry import load_profile
 from planner.decisions import Precision
 from planner.models.captured import CapturedInput, CapturedModel
-from planner.plan.document import Plan, PlanError
+from planner.plan.document import Plan, PlanError, gigabytes
 from planner.plan.planning import InfeasibleError, Request, make_plan
 from planner.schedule.tasks import Tier
 from planner.terms import Storage
@@ -59,12 +62,16 @@ _REMEDIES: Final = {
 """Remedies for a tier that is too small, in the words of ``prepare``."""
 
 
+_prepared: Final = weakref.WeakSet[OffloadedOptimizer]()
+
+
 class PlanOptions(TypedDict, total=False):
     """Options for planning.
 
     Attributes:
         hardware: name or path of a profile, or a profile. Default: this machine's own.
-        device_memory: bytes of each device, or a text like ``"8GB"``. Default: the free memory.
+        device_memory: bytes of each device, or a text like ``"8GB"``. Default: the free memory, without what the plans
+            of other prepared models take.
         num_micro_batches: micro-batches of one step. Default: 1.
         clip: whether your loop clips gradients by their norm. Default: ``True``.
         precision: ``"bf16"`` or ``"fp32"``, type of weights and gradients. Default: that of the model's weights.
@@ -119,11 +126,11 @@ def plan_here(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, 
                 try:
                     return make_plan(request, max_simulations=MOST_SIMULATIONS, progress=progress)
                 except InfeasibleError as error:
-                    device = request.hardware.device
-                    least = int(device.memory_bytes.value) + error.missing_bytes.get(Tier.GPU, 0)
-                    enough = repr(_rounded_up(least + (FOR_LIBRARIES_BYTES if device.kind == "gpu" else 0)))
-                    remedies = {tier: remedy.format(enough=enough) for tier, remedy in _REMEDIES.items()}
-                    raise error.with_remedies(remedies) from None
+                    device, lacking = request.hardware.device, error.missing_bytes.get(Tier.GPU, 0)
+                    margin = FOR_LIBRARIES_BYTES if device.kind == "gpu" else 0
+                    enough = repr(_rounded_up(int(device.memory_bytes.value) + lacking + margin))
+                    own = {tier: remedy.format(enough=enough) for tier, remedy in _REMEDIES.items()}
+                    raise error.with_remedies({**own, Tier.GPU: _of_others(lacking) + own[Tier.GPU]}) from None
 
         return made_by_rank_0(make)
 
@@ -132,6 +139,29 @@ def _rounded_up(num_bytes: int) -> str:
     """Return a size that is not smaller, as ``device_memory`` takes it."""
     unit, name = next(((u, n) for u, n in ((10**9, "GB"), (10**6, "MB")) if num_bytes >= u), (1000, "kB"))
     return f"{math.ceil(100 * num_bytes / unit) / 100:.2f}{name}"
+
+
+def share_device(optimizer: OffloadedOptimizer) -> None:
+    """Let later plans in this process leave a prepared model the device memory of its plan, until its session ends."""
+    _prepared.add(optimizer)
+
+
+def _others() -> list[OffloadedOptimizer]:
+    """Return those of prepared models that hold device memory."""
+    return [other for other in _prepared if not other.session.closed and not other.session.runtime.parked]
+
+
+def _of_others(lacking_bytes: int) -> str:
+    """Return a remedy if other prepared models take device memory, so that so many bytes lack; else nothing."""
+    held = {other.plan.model.name: other.plan.gpu_memory.peak_bytes for other in _others()}
+    if not held:
+        return ""
+    most = max(held, key=held.__getitem__)
+    less = f"={held[most] - lacking_bytes}" if lacking_bytes < held[most] else ""
+    return (
+        f"the plan{'s' * (len(held) > 1)} of {', '.join(held)} take{'s' * (len(held) == 1)} "
+        f"{gigabytes(sum(held.values()))} of the device: prepare {most} with device_memory{less}, a smaller one; or "
+    )
 
 
 def capture_live(model: nn.Module, batch: Batch, precision: Dtype | None = None) -> CapturedModel:
@@ -225,7 +255,8 @@ class Free:
 def free_memory(model: nn.Module | None = None) -> Free:
     """Return the memory that is free for training. It includes memory of the model on a GPU, because weights move.
 
-    All ranks call it together. The result is for the device with least free memory.
+    What plans of other prepared models are going to take, as for activations, is not free. All ranks call it together.
+    The result is for the device with least free memory.
     """
     device = None
     if torch.cuda.is_available():
@@ -234,6 +265,11 @@ def free_memory(model: nn.Module | None = None) -> Free:
         cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         device = torch.cuda.mem_get_info()[0] + cached + sum(own.values()) - FOR_LIBRARIES_BYTES
     host = int(available_memory_bytes() * USABLE_SHARE)
+    promised = sum(max(o.plan.gpu_memory.peak_bytes - o.session.runtime.gpu.used_bytes, 0) for o in _others())
+    if device is None:
+        host -= promised
+    else:
+        device -= promised
     if world_size() > 1:
         with meeting(world_size()) as ranks:
             every = [json.loads(text) for text in ranks.exchange(json.dumps((device, host)))]
@@ -276,7 +312,10 @@ def machine_now(plan_options: PlanOptions, free: Free) -> HardwareProfile:
             )
         wanted -= margin
     if wanted is None:
-        wanted = most if kind == "gpu" else min(int(profile.device.memory_bytes.value), most // 2)
+        whole = int(profile.device.memory_bytes.value) - sum(o.plan.gpu_memory.peak_bytes for o in _others())
+        wanted = most if kind == "gpu" else min(whole, most // 2)
+    if wanted <= 0:
+        raise ValueError(f"no device memory is left for this model; {_of_others(sys.maxsize)}close their sessions")
     host = free.host_bytes - (wanted * num_ranks if kind == "host" else 0)
     return _with_memory(profile, wanted, host)
 

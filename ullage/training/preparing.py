@@ -15,7 +15,7 @@ from planner.plan.document import Plan
 from planner.terms import AuditTime
 from ullage.capture.records import DTYPES
 from ullage.this_machine.checks import check_options
-from ullage.this_machine.planning import Batch, PlanOptions, plan_here
+from ullage.this_machine.planning import Batch, PlanOptions, plan_here, share_device
 from ullage.this_machine.profile import print_line
 from ullage.training.batches import batch_shapes
 from ullage.training.processes import is_first_process, ranks_per_node
@@ -153,6 +153,7 @@ def prepare_planned(
     """Put a model and its optimizer under a plan; see :func:`executor.prepare.prepare_session`."""
     model, offloaded = prepare_session(model, optimizer, plan.units(), plan.decisions, session_options(plan, settings))
     offloaded.plan = plan
+    share_device(offloaded)
     return model, offloaded
 
 

@@ -219,7 +219,7 @@ def planned_units(quantization: Quantization, dtype: torch.dtype) -> tuple[Unit,
     return units(build_graph(captured, Batch(*SHAPE, dtype.itemsize)))
 
 
-def under_a_plan(quantization: Quantization, dtype: torch.dtype, params: str, activations: str):
+def under_a_plan(quantization: Quantization, dtype: torch.dtype, params: str, activations: str, **decided: int):
     found = planned_units(quantization, dtype)
     chosen = {
         unit.name: UnitDecision(
@@ -230,7 +230,7 @@ def under_a_plan(quantization: Quantization, dtype: torch.dtype, params: str, ac
         for unit in found
     }
     precision = Precision(weights="bf16" if dtype is torch.bfloat16 else "fp32")
-    decisions = Decisions(policy="test", precision=precision, micro_batch=SHAPE[0], clip=False, units=chosen)
+    decisions = Decisions(policy="test", precision=precision, micro_batch=SHAPE[0], clip=False, units=chosen, **decided)
     model = adapted(quantization, dtype)
     return prepare_session(model, optimizer_of(model), found, decisions, session_options())
 
@@ -252,19 +252,25 @@ def test_adapters_of_a_quantized_base_train_as_in_memory(
         assert all(torch.equal(found[name], final[name]) for name in final)
 
 
-def test_evaluating_leaves_packed_weights_as_they_are() -> None:
-    model, optimizer = under_a_plan("nf4", torch.bfloat16, "host", "keep")
+@pytest.mark.parametrize("quantization", ["nf4", "int8"])
+def test_evaluating_leaves_packed_weights_as_they_are(quantization: Quantization) -> None:
+    model, optimizer = under_a_plan(quantization, torch.bfloat16, "host", "keep", num_param_slots=1)
     tokens = torch.zeros(SHAPE, dtype=torch.long)
-    with optimizer.session:
+    with optimizer.session as session:
         before = losses(model, optimizer, 1)
         model.eval()
         with torch.no_grad():
-            model(input_ids=tokens)
+            several = [
+                model(input_ids=tokens).logits for _ in range(3)
+            ]  # from the second one on, they keep their bytes
+        assert session.driver.visibility.kept
         model.train()
         after = losses(model, optimizer, 1)
-    expected_model = adapted("nf4", torch.bfloat16)
+    expected_model = adapted(quantization, torch.bfloat16)
     reference = ReferenceOptimizer(optimizer_of(expected_model))
-    assert [*before, *after] == losses(expected_model, reference, 1) + losses(expected_model, reference, 1)
+    expected = losses(expected_model, reference, 1)
+    assert all(torch.equal(found, several[0]) for found in several)
+    assert [*before, *after] == expected + losses(expected_model, reference, 1)
 
 
 def test_a_parked_session_keeps_frozen_weights_and_gives_adapters(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Every optimizer of the table under plans: the same bits as in memory, and the state of the stock one."""
 
 import copy
+import re
 
 import bitsandbytes
 import pytest
@@ -246,11 +247,22 @@ def test_a_subclass_is_not_the_optimizer():
         entry_of(Own([torch.nn.Parameter(torch.zeros(3))]))
 
 
-@pytest.mark.parametrize("name", ["AdamW8bit", "PagedAdamW8bit"])
-def test_instead_of_an_8_bit_adam_of_bitsandbytes_ours_is_proposed(name):
-    optimizer = getattr(bitsandbytes.optim, name)([torch.nn.Parameter(torch.zeros(3))])
-    with pytest.raises(ValueError, match=r"can be executed; use ullage\.AdamW8bit, .*optimizer_cls_and_kwargs="):
-        entry_of(optimizer)
-    other = bitsandbytes.optim.AdamW32bit([torch.nn.Parameter(torch.zeros(3))])
-    with pytest.raises(ValueError, match="can be executed; use one of them"):
-        entry_of(other)
+NEAREST = {
+    bitsandbytes.optim.AdamW8bit: "ullage.AdamW8bit",
+    bitsandbytes.optim.PagedAdamW8bit: "ullage.AdamW8bit",
+    bitsandbytes.optim.PagedAdamW32bit: "torch.optim.AdamW",
+    bitsandbytes.optim.Lion: "ullage.Lion",
+    bitsandbytes.optim.AdEMAMix8bit: "ullage.AdamW8bit",
+    torch.optim.Adafactor: "ullage.AdamW8bit",
+    torch.optim.Muon: "ullage.Muon",
+    torch.optim.NAdam: "torch.optim.AdamW",
+    torch.optim.RMSprop: "one of them",
+}
+
+
+@pytest.mark.parametrize("kind", NEAREST, ids=lambda kind: kind.__name__)
+def test_instead_of_other_optimizers_the_nearest_is_proposed(kind):
+    ours = NEAREST[kind]
+    with pytest.raises(ValueError, match=rf"can be executed; use {re.escape(ours)}") as refused:
+        entry_of(kind([torch.nn.Parameter(torch.zeros(3, 3))], lr=0.1))
+    assert ("optimizer_cls_and_kwargs=" in str(refused.value)) == ours.startswith("ullage.")

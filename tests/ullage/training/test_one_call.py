@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import re
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -100,6 +101,37 @@ def test_a_batch_is_enough_and_its_plan_is_one_like_any_other(tmp_path: Path) ->
     assert roomy.plan.prediction.iteration_s <= plan.prediction.iteration_s
     roomy.session.close()
     assert losses(*made(plan=BATCH, device_memory="1MB", num_micro_batches=1, storage="never")) == ours
+
+
+def test_plans_share_the_device() -> None:
+    """The second one has what the first one leaves; if that is too little, it says what to change."""
+    _, first = made(plan=BATCH)
+    peak = first.plan.gpu_memory.peak_bytes
+    whole = first.plan.gpu_memory.capacity_bytes
+    _, second = made(plan=BATCH)
+    assert second.plan.gpu_memory.capacity_bytes == whole - peak
+    first.session.park()
+    _, third = made(plan=BATCH)
+    assert third.plan.gpu_memory.capacity_bytes == whole - second.plan.gpu_memory.peak_bytes
+    first.session.unpark()
+    for optimizer in (second, third):
+        optimizer.session.close()
+    small = load_profile("epyc-turin-2c")
+    for left, message in (
+        (40_000, r"the plan of Net takes .* of the device: prepare Net with device_memory=(\d+)"),
+        (0, "none|no "),
+    ):
+        size = small.device.memory_bytes.model_copy(update={"value": float(peak + left)})
+        machine = small.model_copy(update={"device": small.device.model_copy(update={"memory_bytes": size})})
+        with pytest.raises(ValueError, match=message) as refused:
+            made(plan=BATCH, hardware=machine)
+        if left:
+            less = int(re.search(r"device_memory=(\d+)", str(refused.value))[1])
+            assert 0 < less < peak
+    first.session.close()
+    closed = made(plan=BATCH, hardware=machine)[1]
+    assert closed.plan.gpu_memory.capacity_bytes == peak
+    closed.session.close()
 
 
 @pytest.mark.parametrize("make", [ullage.AdamWBf16, ullage.AdamW8bit])

@@ -47,12 +47,43 @@ for batch in batches:
     losses.append(loss.item())
 """
 
+OF_ACCELERATE = """
+import torch
+from accelerate import Accelerator
+
+accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.ReLU(), torch.nn.Linear(64, 4))
+optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+rows = torch.utils.data.TensorDataset(torch.randn(48, 16), torch.randint(4, (48,)))
+batches = torch.utils.data.DataLoader(rows, 8)
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
+model, optimizer, batches, scheduler = accelerator.prepare(model, optimizer, batches, scheduler)
+losses = []
+for x, y in batches:
+    with accelerator.accumulate(model):
+        loss = torch.nn.functional.cross_entropy(model(x), y)
+        accelerator.backward(loss)
+        if accelerator.sync_gradients:
+            accelerator.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+accelerator.save_state("state")
+"""
+
 CHANGES = {
     "Trainer": (OF_TRAINER, "trainer = Trainer(", "trainer = ullage.offloaded(Trainer)("),
     "own loop": (
         OF_OWN_LOOP,
         "scheduler = ",
         "model, optimizer = ullage.prepare(model, optimizer, batches[0])\nscheduler = ",
+    ),
+    "accelerate": (
+        OF_ACCELERATE,
+        "scheduler = torch",
+        "model, optimizer = ullage.prepare(model, optimizer, rows[:8][0], num_micro_batches=2)\nscheduler = torch",
     ),
 }
 
@@ -75,6 +106,7 @@ def test_a_stock_script_changes_in_two_lines_and_trains_to_the_same_losses(
         exec(script, names)  # noqa: S102
         found.append(names["losses"])
     planned = names["trainer" if kind == "Trainer" else "optimizer"]
+    planned = planned.optimizer if kind == "accelerate" else planned  # which wraps it
     assert planned.plan.prediction.fits
     (planned if kind == "Trainer" else planned.session).close()
     assert found[1] == pytest.approx(found[0], rel=1e-6)

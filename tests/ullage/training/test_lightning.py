@@ -1,0 +1,158 @@
+"""A ``LightningModule`` under a plan: accumulating, clipping, resuming, and two models that it steps itself."""
+
+import logging
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+import ullage
+from hwprofiles.machine import this_machine
+from hwprofiles.registry import load_profile, local_profile_path, save_profile
+
+pl = pytest.importorskip("lightning.pytorch", reason="Lightning is not installed")
+LightningStrategy = pytest.importorskip("ullage.integrations.lightning").LightningStrategy
+
+
+@pytest.fixture(autouse=True)
+def _profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ULLAGE_HOME", str(tmp_path))
+    profile = load_profile("epyc-turin-2c").model_copy(update={"name": "mine", "measured_on": this_machine()})
+    save_profile(profile, local_profile_path())
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+
+class Rows(Dataset[Any]):
+    """Rows as people have them: nested."""
+
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        torch_row = torch.full((16,), row / 32).sin()
+        return {"x": torch_row, "more": (torch.tensor(row % 4),)}
+
+
+def network(outputs: int = 4) -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, outputs))
+
+
+class Classifier(pl.LightningModule):  # type: ignore[misc, name-defined]
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = network()
+        self.seen: list[float] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+    def training_step(self, batch: Any, _batch_idx: int) -> Tensor:
+        loss = nn.functional.cross_entropy(self(batch["x"]), batch["more"][0])
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any, _batch_idx: int) -> None:
+        self.seen.append(nn.functional.cross_entropy(self(batch["x"]), batch["more"][0]).item())
+
+    def on_train_batch_end(self, outputs: Any, *_args: object) -> None:
+        self.seen.append(outputs["loss"].item())
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1)}
+
+
+class Adversaries(Classifier):
+    """A generator and a discriminator."""
+
+    def __init__(self, *, is_planned: bool) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.net, self.judge, self.is_planned = network(16), network(1), is_planned
+
+    def training_step(self, batch: Any, _batch_idx: int) -> None:
+        of_net, of_judge = self.optimizers()
+        made = self.net(batch["x"])
+        loss = self.judge(torch.cat([batch["x"], made.detach()])).sigmoid().mean()
+        self.manual_backward(loss)
+        of_judge.step()
+        of_judge.zero_grad()
+        judged = -self.judge(made).sigmoid().mean()
+        self.manual_backward(judged)
+        of_net.step()
+        for optimizer in (of_net, of_judge):
+            optimizer.zero_grad()
+        self.seen += [loss.item(), judged.item()]
+
+    def on_train_batch_end(self, *_args: object) -> None:
+        """See the losses above."""
+
+    def configure_optimizers(self) -> Any:
+        found = []
+        for model, rows in ((self.net, 8), (self.judge, 16)):
+            optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            if self.is_planned:
+                _, optimizer = ullage.prepare(model, optimizer, torch.ones(rows, 16), device_memory="80kB")
+            found.append(optimizer)
+        return found
+
+
+def fitted(module: Any, folder: Path, strategy: Any = "auto", resume: Path | None = None, **options: Any) -> Any:
+    """Fit; return what the module has seen, and its weights afterwards."""
+    pl.seed_everything(3, verbose=False)
+    for layer in module.modules():
+        if isinstance(layer, nn.Linear):
+            layer.reset_parameters()
+    warnings.filterwarnings("ignore", module="lightning.*")
+    options = {"max_epochs": 2, "num_sanity_val_steps": 1, "devices": 1} | options
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
+    trainer = pl.Trainer(strategy=strategy, accelerator="cpu", default_root_dir=folder, **quiet, **options)
+    trainer.fit(module, DataLoader(Rows(), 8, shuffle=True), DataLoader(Rows(), 16), ckpt_path=resume)
+    return module.seen, dict(module.state_dict()), trainer
+
+
+def assert_as(found: Any, expected: Any) -> None:
+    assert found[0] == pytest.approx(expected[0], rel=1e-6)
+    for name, weight in expected[1].items():
+        torch.testing.assert_close(found[1][name], weight)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_module_trains_as_with_lightning_alone(tmp_path: Path) -> None:
+    options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
+    expected = fitted(Classifier(), tmp_path / "plain", **options)
+    strategy = LightningStrategy(device_memory="80kB")
+    found = fitted(Classifier(), tmp_path / "planned", strategy, **options)
+    assert_as(found, expected)
+    assert strategy.plan is not None
+    assert strategy.plan.decisions.num_micro_batches == 2
+    assert strategy._offloaded.session.num_left == 0
+    assert strategy._offloaded.session.closed
+    saved = found[2].checkpoint_callback.best_model_path
+    more = [
+        fitted(Classifier(), tmp_path, other, resume=saved, max_epochs=3, **options) for other in ("auto", "ullage")
+    ]
+    assert_as(more[1], more[0])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_two_models_that_a_module_prepares_train_as_with_lightning_alone(tmp_path: Path) -> None:
+    expected = fitted(Adversaries(is_planned=False), tmp_path, max_epochs=1)
+    assert_as(fitted(Adversaries(is_planned=True), tmp_path, "ullage", max_epochs=1), expected)
+    with pytest.raises(ValueError, match=r"^Adversaries has 2 optimizers and steps them itself, .*ullage\.prepare"):
+        fitted(Adversaries(is_planned=False), tmp_path, "ullage")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_a_plan_cannot_do_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="give 'bf16-true'"):
+        fitted(Classifier(), tmp_path, LightningStrategy(), precision="bf16-mixed")
+    with pytest.raises(TypeError, match="no option device_memroy"):
+        LightningStrategy(device_memroy="1GB")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="2 processes, but this strategy trains on one device"):
+        fitted(Classifier(), tmp_path, LightningStrategy())

@@ -1,0 +1,195 @@
+"""Train a ``LightningModule`` in the memory that is free: importing this registers ``Trainer(strategy="ullage")``."""
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any, Unpack, cast
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from executor.callbacks import replace_attribute
+from executor.prepare import OffloadedOptimizer
+from executor.training_state.rng_state import preserved_rng_state
+from planner.plan.document import Plan, PlanError
+from ullage.this_machine.checks import check_options
+from ullage.this_machine.planning import world_size
+from ullage.training.preparing import Options, prepare
+
+
+class LightningStrategy(SingleDeviceStrategy):
+    """A strategy that trains under a plan for the memory that is free, on one device.
+
+    Write ``Trainer(strategy="ullage")``, or give one with options. When ``fit`` begins, it captures ``training_step``
+    with the first batch of the training data, and prepares the module with the optimizer of ``configure_optimizers``,
+    as in :func:`ullage.prepare`. Accumulation and clipping are those of the trainer. If ``configure_optimizers`` has
+    called :func:`ullage.prepare` itself, as for the two models of a GAN, its plans stay. When ``fit`` ends, the module
+    is an ordinary one again. Evaluation outside of ``fit`` is Lightning's.
+
+    Args:
+        options: see :class:`Options`.
+
+    Attributes:
+        plan: the plan, once ``fit`` has begun.
+
+    Raises:
+        TypeError: an option does not exist.
+        ValueError: an option has a wrong value.
+    """
+
+    strategy_name = "ullage"
+
+    def __init__(self, **options: Unpack[Options]) -> None:
+        check_options("LightningStrategy", options, Options.__annotations__)
+        super().__init__(torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu")
+        self._options = options
+        self._offloaded: OffloadedOptimizer | None = None
+        self._step: _Step | None = None
+        self.optimizers: list[torch.optim.Optimizer] = []
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan, once ``fit`` has begun."""
+        return None if self._offloaded is None else self._offloaded.plan
+
+    def setup(self, trainer: "pl.Trainer") -> None:
+        """Prepare the module and its optimizer, if the trainer fits.
+
+        Raises:
+            PlanError: a plan cannot do what the trainer or the module says.
+            ValueError: see :func:`ullage.prepare`.
+        """
+        if trainer.state.fn != TrainerFn.FITTING:
+            super().setup(trainer)
+            return
+        module = self.lightning_module
+        assert module is not None
+        assert self.accelerator is not None
+        if (size := world_size()) > 1:
+            raise PlanError(
+                f"there are {size} processes, but this strategy trains on one device; start one process, or write a "
+                "loop of your own around ullage.prepare and start it with torchrun"
+            )
+        if (
+            type(self.precision_plugin).__name__ in {"MixedPrecision", "HalfPrecision"}
+            and self.precision_plugin.precision != "bf16-true"
+        ):
+            raise PlanError(
+                f"the trainer has precision={self.precision_plugin.precision!r}, which plans do not support; give "
+                "'bf16-true': the plan then keeps float32 master copies beside bf16 weights"
+            )
+        self.accelerator.setup(trainer)
+        self.model = self.precision_plugin.convert_module(module)
+        self.setup_optimizers(trainer)
+        if all(isinstance(optimizer, OffloadedOptimizer) for optimizer in self.optimizers):
+            return
+        if not module.automatic_optimization or len(self.optimizers) != 1:
+            raise PlanError(
+                f"{type(module).__name__} has {len(self.optimizers)} optimizers"
+                f"{'' if module.automatic_optimization else ' and steps them itself'}, but this strategy plans one "
+                "step of one optimizer; let configure_optimizers return optimizers that ullage.prepare has returned "
+                "for each model and an example batch"
+            )
+        batch = self.batch_to_device(_first_batch(trainer))
+        options: Any = {
+            "num_micro_batches": trainer.accumulate_grad_batches,
+            "clip": bool(trainer.gradient_clip_val),
+            **self._options,
+        }
+        step = _Step(module)
+        with step.as_forward(batch) as tensors:
+            _, self._offloaded = prepare(module.train(), self.optimizers[0], tensors, **options)
+        self.optimizers = [self._offloaded]
+        self._step = step
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's ``training_step`` as its forward, which the plan follows."""
+        return super().training_step(*args, **kwargs) if self._step is None else self._step(*args, **kwargs)
+
+    def optimizer_step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        closure: Callable[[], Any],
+        model: Any = None,
+        **_kwargs: Any,
+    ) -> Any:
+        """Run forward and backward, and then step: a plan has no step that runs them inside."""
+        result = closure()
+        plugin = cast("Precision", self.precision_plugin)
+        plugin._after_closure(model or self.lightning_module, cast("Any", optimizer))
+        if result is not None or not self.lightning_module.automatic_optimization:  # else it has skipped this batch
+            optimizer.step()
+        return result
+
+    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+        """Load the state to where the plan keeps it."""
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
+            optimizer.load_state_dict(state)
+
+    def teardown(self) -> None:
+        """Give the module back as an ordinary one."""
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, OffloadedOptimizer):
+                optimizer.session.close()
+        self.optimizers, self._step = [], None
+        super().teardown()
+
+
+class _Step:
+    """Calls ``training_step`` through the module itself, with the tensors of a batch as arguments."""
+
+    def __init__(self, module: "pl.LightningModule") -> None:
+        self._module = module
+
+    def __call__(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        tensors, forward = self._forward(batch, *args, **kwargs)
+        undo = replace_attribute(self._module, "forward", forward)
+        try:
+            return self._module(*tensors)
+        finally:
+            undo()
+
+    def _forward(self, batch: Any, *args: Any, **kwargs: Any) -> tuple[tuple[Tensor, ...], Callable[..., Any]]:
+        leaves, spec = tree_flatten(batch)
+        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        own_forward = self._module.forward
+
+        def forward(*tensors: Tensor) -> Any:
+            given = dict(zip(places, tensors, strict=True))
+            with contextlib.ExitStack() as stack:  # training_step may call the module itself
+                stack.callback(replace_attribute(self._module, "forward", own_forward))
+                values = [given.get(place, leaf) for place, leaf in enumerate(leaves)]
+                return self._module.training_step(tree_unflatten(values, spec), *args, **kwargs)
+
+        return tuple(leaves[place] for place in places), forward
+
+    @contextlib.contextmanager
+    def as_forward(self, batch: Any) -> Iterator[tuple[Tensor, ...]]:
+        """Return a context in which the module's forward is a training step that logs nothing; it yields the inputs."""
+        args = (0,) * (len(inspect.signature(self._module.training_step).parameters) > 1)
+        tensors, forward = self._forward(batch, *args)
+        with contextlib.ExitStack() as stack:
+            for name, value in (("forward", forward), ("log", _no_log), ("log_dict", _no_log)):
+                stack.callback(replace_attribute(self._module, name, value))
+            yield tensors
+
+
+def _no_log(*_args: object, **_kwargs: object) -> None:
+    """Log nothing: a capture computes no values."""
+
+
+def _first_batch(trainer: "pl.Trainer") -> Any:
+    """Return the first batch of the training data. The RNG state does not change."""
+    trainer.fit_loop.setup_data()  # once; what it draws is drawn without a plan too
+    with preserved_rng_state():
+        loaders, spec = tree_flatten(trainer.train_dataloader)
+        return tree_unflatten([next(iter(loader)) for loader in loaders], spec)
+
+
+if LightningStrategy.strategy_name not in StrategyRegistry:
+    StrategyRegistry.register(LightningStrategy.strategy_name, LightningStrategy)
