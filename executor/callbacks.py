@@ -2,12 +2,14 @@
 
 import contextlib
 import copy
+import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 
 class HeadCallbacks(Protocol):
@@ -57,6 +59,15 @@ class ModuleCallbacks(HeadCallbacks, Protocol):
 def in_backward() -> bool:
     """Return whether this thread is inside a backward pass."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def tensors_of(value: object) -> Iterator[torch.Tensor]:
+    """Yield the tensors among what a module is called with or returns, also those inside tuples, dicts, dataclasses."""
+    for leaf in (value,) if isinstance(value, torch.Tensor) else tree_leaves(value):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            yield from tensors_of([getattr(leaf, field.name, None) for field in dataclasses.fields(leaf)])
 
 
 def hook_target(tensor: torch.Tensor) -> torch.Tensor:

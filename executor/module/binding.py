@@ -22,10 +22,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from executor.callbacks import ModuleCallbacks, copied_cache, hook_target, in_backward, replace_attribute
+from executor.callbacks import ModuleCallbacks, copied_cache, hook_target, in_backward, replace_attribute, tensors_of
 from executor.distributed.shards import BindingError
 from executor.memory.activations import OffloadedActivations, SegmentOffload
 from executor.memory.forward_state import ForwardState, Snapshot
@@ -242,8 +241,8 @@ def _hooks(unit: str, callbacks: ModuleCallbacks) -> tuple[Callable[..., None], 
         # Backward does not pass through recomputed outputs, unless the user's own checkpointing runs it there.
         if not torch.is_grad_enabled() or (in_backward() and not callbacks.on_demand):
             return
-        for leaf in (output,) if isinstance(output, torch.Tensor) else tree_leaves(output):
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+        for leaf in tensors_of(output):
+            if leaf.requires_grad:
                 made = hook_target(leaf)
                 node = made.grad_fn
                 if node is None or node._sequence_nr() >= begun:
@@ -260,8 +259,8 @@ def _watch_losses(callbacks: ModuleCallbacks) -> Callable[..., None]:
 
     def after(_module: nn.Module, _args: Any, output: Any) -> None:
         if callbacks.trains:
-            for leaf in tree_leaves(output):
-                if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None and not leaf.dim():
+            for leaf in tensors_of(output):
+                if leaf.grad_fn is not None and not leaf.dim():
                     _hook_gradient(leaf, leaf.grad_fn, lambda _gradient: callbacks.on_loss())
 
     return after

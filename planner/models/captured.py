@@ -35,8 +35,8 @@ class CapturedInput(_Frozen):
     """One tensor that the module is called with.
 
     Attributes:
-        name: keyword; empty for a positional argument.
-        shape: the leading dimension is the micro-batch.
+        name: keyword; empty for a positional argument. Of a tensor inside another object, the path to it.
+        shape: the leading dimension is the micro-batch, if that of all inputs is the same.
         dtype: ``float`` is the type of the weights.
         num_values: upper bound of integer values, because the model uses them as indices: rows of an embedding, or
             classes of a loss.
@@ -45,8 +45,8 @@ class CapturedInput(_Frozen):
     """
 
     name: str = ""
-    shape: tuple[Annotated[int, Field(gt=0)], ...] = Field(min_length=1)
-    dtype: Literal["float", "int64", "int32", "bool"] = "float"
+    shape: tuple[Count, ...]
+    dtype: Literal["float", "int64", "int32", "int16", "int8", "uint8", "bool"] = "float"
     num_values: Annotated[int, Field(gt=0)] | None = None
     begins: tuple[tuple[int, Annotated[int, Field(gt=0)]], ...] = ()
 
@@ -61,10 +61,11 @@ class CapturedInput(_Frozen):
             name, shape, dtype = found.groups()
             with contextlib.suppress(ValidationError):
                 sizes = tuple(map(int, shape.split("x")))
-                return cls.model_validate({"name": name or "", "shape": sizes, "dtype": dtype or "float"})
+                if all(sizes):
+                    return cls.model_validate({"name": name or "", "shape": sizes, "dtype": dtype or "float"})
         raise ModelConfigError(
             f"{text!r} is not an input; give [NAME=]SHAPE[:TYPE] with sizes from 1 on and one of float, int64, int32, "
-            "bool, as in 2x512:int64 or labels=2x512:int64"
+            "int16, int8, uint8, bool, as in 2x512:int64 or labels=2x512:int64"
         )
 
     def __str__(self) -> str:
@@ -236,8 +237,8 @@ class CapturedModel(_Frozen):
 
     @property
     def micro_batch(self) -> int:
-        """Samples of one forward."""
-        return self.inputs[0].shape[0]
+        """Samples of one forward: the leading dimension of its first input."""
+        return micro_batch_of(self.inputs)
 
     @property
     def can_be_recaptured(self) -> bool:
@@ -247,7 +248,7 @@ class CapturedModel(_Frozen):
     @property
     def is_free(self) -> bool:
         """Whether it can be captured again at every size."""
-        return self._sizes.again is not None and self._sizes.resizes
+        return self._sizes.again is not None and self._sizes.resizes and can_be_resized(self.inputs)
 
     def freed(self, again: Again | None) -> Self:
         """Return the same model, for ``again`` to capture at other sizes; ``None``: it has no others."""
@@ -274,7 +275,7 @@ class CapturedModel(_Frozen):
         if size in known:
             return known[size]
         resized = size[:2] != self.size[:2]
-        allowed = self._sizes.resizes and (size.seq_len > 1) == (self.seq_len > 1)
+        allowed = self._sizes.resizes and can_be_resized(self.inputs) and (size.seq_len > 1) == (self.seq_len > 1)
         if self._sizes.again is None or (resized and not allowed):
             wanted = dataclasses.replace(self.batch, **size._asdict())
             raise ModelConfigError(f"{self.name} was captured {_other_batch(self.batch, wanted)}")
@@ -377,6 +378,18 @@ def _other_batch(captured: Batch, wanted: Batch) -> str:
     return f"for {' and '.join(words for words, _ in parts)}; {'; '.join(remedy for _, remedy in parts)}"
 
 
+def micro_batch_of(inputs: Iterable[CapturedInput]) -> int:
+    """Return the samples of one forward: the leading dimension of the first input; 1 if it has none."""
+    first = next(iter(inputs))
+    return first.shape[0] or 1 if first.shape else 1
+
+
+def can_be_resized(inputs: Iterable[CapturedInput]) -> bool:
+    """Return whether all inputs have the same leading dimension, the micro-batch. Others are taken as they are."""
+    leading = {spec.shape[:1] for spec in inputs}
+    return len(leading) == 1 and () not in leading
+
+
 def tokens_of(inputs: Iterable[CapturedInput]) -> int:
     """Return the tokens per sample: the second dimension of the first input where that is of integers, else 1."""
     first = next(iter(inputs))
@@ -388,8 +401,18 @@ def resized(inputs: tuple[CapturedInput, ...], micro_batch: int, seq_len: int) -
 
     The leading dimension is the micro-batch. In inputs of whole numbers, each other dimension that is the number of
     tokens changes with it.
+
+    Raises:
+        ModelConfigError: the inputs have no common leading dimension, and another size is wanted.
     """
     had = tokens_of(inputs)
+    if (micro_batch_of(inputs), had) == (micro_batch, seq_len):
+        return inputs
+    if not can_be_resized(inputs):
+        raise ModelConfigError(
+            f"the inputs {' '.join(map(str, inputs))} have no common leading dimension, so the batch is taken as it "
+            "is; leave its size out (--micro-batch, --seq-len, --global-batch), or give inputs of the other size"
+        )
 
     def shape(spec: CapturedInput) -> tuple[int, ...]:
         changes = had > 1 and spec.dtype != "float"

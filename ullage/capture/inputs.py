@@ -1,14 +1,16 @@
 """Inputs of architectures of ``transformers``, made from their configurations."""
 
+import copy
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
 import transformers
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from planner.models.captured import CapturedInput
 from ullage.capture.records import CaptureError
@@ -38,24 +40,31 @@ class Kind:
 
 @dataclasses.dataclass(frozen=True)
 class Example:
-    """What a capture takes from an example batch, beside shapes and types.
+    """What a model is called with in the user's loop.
 
     Attributes:
-        arguments: arguments that are no tensors, by keyword.
+        args, kwargs: of the call. Tensors may be anywhere inside them, also several times.
+        tensors: these tensors, in the order of the captured inputs.
         values: values of inputs, by number of the input, of models whose shapes depend on them (positions of images).
     """
 
-    arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    tensors: Sequence[Tensor]
     values: Mapping[int, Tensor] = dataclasses.field(default_factory=dict)
 
-    def known(self, inputs: Inputs, dtype: torch.dtype) -> dict[int, Tensor]:
-        """Return the inputs whose values count, by number: those of this example, and what rows begin with."""
-        found = {number: begun(spec) for number, spec in enumerate(inputs) if spec.begins}
-        found |= {number: value for number, value in self.values.items() if value.shape == inputs[number].shape}
-        return {number: value.to(dtype) if value.is_floating_point() else value for number, value in found.items()}
+    def with_tensors(self, others: Sequence[Tensor]) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        """Return a copy of the arguments that has ``others`` in place of its tensors."""
+        replaced = {id(tensor): other for tensor, other in zip(self.tensors, others, strict=True)}
+        with _disable_current_modes():
+            return copy.deepcopy((self.args, self.kwargs), replaced)
 
 
-NO_EXAMPLE: Final = Example()
+def known_values(inputs: Inputs, example: Example | None, dtype: torch.dtype) -> dict[int, Tensor]:
+    """Return the inputs whose values count, by number: those of the example, and what rows begin with."""
+    found = {number: begun(spec) for number, spec in enumerate(inputs) if spec.begins}
+    found |= example.values if example else {}
+    return {number: value.to(dtype) if value.is_floating_point() else value for number, value in found.items()}
 
 
 def _ids(name: str, *shape: int, begins: tuple[tuple[int, int], ...] = ()) -> CapturedInput:

@@ -40,7 +40,7 @@ from ullage.capture.architectures import architecture
 from ullage.capture.assembly import assemble, repeated
 from ullage.capture.executable import check_executable
 from ullage.capture.fakes import VALUES, Untracked
-from ullage.capture.inputs import NO_EXAMPLE, Example, tensor_of
+from ullage.capture.inputs import Example, known_values, tensor_of
 from ullage.capture.kernels import UnsupportedOperatorError
 from ullage.capture.operator_checks import RefusedOperatorError
 from ullage.capture.partitioning import joined_around, partition
@@ -135,19 +135,19 @@ def capture_module(
     Inputs may be texts as for ``--input-shape``.
     """
     given = tuple(CapturedInput.read(spec) if isinstance(spec, str) else spec for spec in inputs)
-    return capture_called(make, given, dtype, NO_EXAMPLE, name=name, as_on_gpu=as_on_gpu)
+    return capture_called(make, given, dtype, None, name=name, as_on_gpu=as_on_gpu)
 
 
 def capture_called(
     make: Callable[[], nn.Module] | nn.Module,
     given: tuple[CapturedInput, ...],
     dtype: Literal["bf16", "fp32"],
-    example: Example,
+    example: Example | None,
     *,
     name: str = "",
     as_on_gpu: bool,
 ) -> CapturedModel:
-    """Capture as :func:`capture_module` does. The ``example`` has what else the module is called with."""
+    """Capture as :func:`capture_module` does. The ``example`` says how the module is called with the inputs."""
     if not name:
         name = type(make).__name__ if isinstance(make, nn.Module) else f"{make.__module__}:{make.__qualname__}"
     job = _Capture(make, name, dtype, as_on_gpu, example=example)
@@ -167,7 +167,7 @@ class _Capture:
         name: its name.
         dtype, as_on_gpu: see :func:`capture`.
         token_wise: paths of modules for tiles, kept from one size to the next.
-        example: what else the module is called with.
+        example: how the module is called; ``None``: with the inputs alone.
     """
 
     make: Callable[[], nn.Module] | nn.Module
@@ -175,10 +175,11 @@ class _Capture:
     dtype: Literal["bf16", "fp32"]
     as_on_gpu: bool
     token_wise: list[str] = dataclasses.field(default_factory=list)
-    example: Example = NO_EXAMPLE
+    example: Example | None = None
 
     def of(self, inputs: tuple[CapturedInput, ...], tiles: Tiles = NO_TILES) -> CapturedModel:
-        _check_inputs(inputs)
+        if self.example is None:
+            _check_inputs(inputs)
         model = self.make if isinstance(self.make, nn.Module) else _made(self.make, self.name)
         _check_parameters(model, self.name)
         check_formats(model, self.name)
@@ -205,7 +206,9 @@ class _Capture:
         """
         dtype = DTYPES[self.dtype]
         trained = trained_memory(model)
-        known = self.example.known(inputs, dtype)  # before fake tensors exist, because conversions would be fake too
+        known = known_values(
+            inputs, self.example, dtype
+        )  # before fake tensors exist, because conversions would be fake too
         with (
             torch.autograd.set_detect_anomaly(False),  # it reads values
             FakeTensorMode(allow_non_fake_inputs=True),
@@ -215,10 +218,15 @@ class _Capture:
             Untracked(trained),
         ):
             with _as_capture_errors(self.name, model), _default_positions():
-                args = [tensor_of(spec, dtype) for spec in inputs if not spec.name]
-                named = {spec.name: tensor_of(spec, dtype) for spec in inputs if spec.name}
-                named |= self.example.arguments
-                recorded = functools.partial(record, model.train(), args, named, as_on_gpu=self.as_on_gpu, known=known)
+                fakes = [tensor_of(spec, dtype) for spec in inputs]
+                args: Sequence[Any] = [fake for spec, fake in zip(inputs, fakes, strict=True) if not spec.name]
+                kwargs: Mapping[str, Any] = {
+                    spec.name: fake for spec, fake in zip(inputs, fakes, strict=True) if spec.name
+                }
+                if self.example is not None:
+                    args, kwargs = self.example.with_tensors(fakes)
+                call = functools.partial(model.train(), *args, **kwargs)
+                recorded = functools.partial(record, model, call, fakes, as_on_gpu=self.as_on_gpu, known=known)
                 tiled = []
                 if tiles.layer_tile_tokens is not None:
                     if not self.token_wise:
@@ -317,12 +325,6 @@ def _check_inputs(inputs: Sequence[CapturedInput]) -> None:
         raise CaptureError("an input without a name follows an input with a name; change the order of --input-shape")
     if not inputs:
         raise CaptureError("a captured model needs the shapes of its inputs; give --input-shape, as in 4x2048:int64")
-    sizes = {spec.shape[0] for spec in inputs}
-    if len(sizes) > 1:
-        raise CaptureError(
-            f"inputs have leading dimensions {', '.join(map(str, sorted(sizes)))}, but must have the same one, the "
-            "micro-batch; change the example batch (--input-shape)"
-        )
 
 
 def _check_parameters(model: nn.Module, name: str) -> None:

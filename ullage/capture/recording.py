@@ -19,7 +19,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 
-from executor.callbacks import hook_target
+from executor.callbacks import hook_target, tensors_of
 from executor.memory.forward_state import SMALL_BYTES
 from executor.memory.recompute_cache import is_running_again
 from executor.module.guards import SECOND_ORDER
@@ -45,8 +45,8 @@ _NO_SEQUENCE = 2**63  # autograd numbers the nodes that accumulate gradients wit
 
 def record(
     model: nn.Module,
-    args: Sequence[Tensor],
-    kwargs: Mapping[str, Tensor],
+    call: Callable[[], Any],
+    inputs: Sequence[Tensor],
     tiles: Tiles = NO_TILES,
     tiled: Collection[nn.Module] = (),
     *,
@@ -59,8 +59,8 @@ def record(
 
     Args:
         model: a model in training mode.
-        args: positional arguments.
-        kwargs: keyword arguments; those that are no tensors at the end.
+        call: calls the model, and returns its output.
+        inputs: the tensors that it is called with, in the order of the captured inputs.
         tiles: number of tokens for which the loss, and the modules ``tiled``, are computed at a time.
         tiled: modules to compute in tiles.
         as_on_gpu: record GPU kernels if they differ from those of a CPU.
@@ -74,7 +74,6 @@ def record(
         RefusedOperatorError: a real kernel refuses the arguments of an operator.
         UnsupportedOperatorError: the cost of an operator is not known.
     """
-    inputs = [given for given in (*args, *kwargs.values()) if isinstance(given, Tensor)]
     recorder = _Recorder(model, inputs, OperatorChecks(as_on_gpu=as_on_gpu), known or {}, repeats, tiled, token_wise)
     with contextlib.ExitStack() as stack:
         if as_on_gpu:
@@ -90,7 +89,7 @@ def record(
             stack.enter_context(token_wise.hooked())
         stack.enter_context(recorder)
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(recorder.pack, recorder.unpack))
-        loss, words = find_loss(model(*args, **kwargs))
+        loss, words = find_loss(call())
         recorder.begin_backward(loss)
         loss.backward()  # type: ignore[no-untyped-call]
     recorder.end()
@@ -126,7 +125,7 @@ def find_loss(output: Any) -> tuple[Tensor, str]:
     named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(named, Tensor) and named.requires_grad:
         return (named, OUTPUTS_LOSS) if named.dim() == 0 else (named.mean(), "the mean of the output's loss")
-    trained = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    trained = [leaf for leaf in tensors_of(output) if leaf.requires_grad]
     scalars = [leaf for leaf in trained if leaf.dim() == 0]
     if len(scalars) == 1:
         return scalars[0], "the scalar in the output"
@@ -369,8 +368,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if self._repeats and self._repeats.begin(module, args, kwargs, len(self.forward)):
                 self._copied.add(module)
                 return
-            leaves = tree_leaves((args, kwargs))
-            given = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+            given = [leaf for leaf in tensors_of((args, kwargs)) if leaf.is_floating_point()]
             trained = [tensor for tensor in given if tensor.requires_grad]
             held = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in trained}
             inputs = frozenset(map(self._storage, trained or given[:1]))
@@ -403,8 +401,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # Recomputation starts from a copy of them: see [Note: The same forward twice] in executor.memory.forward_state.
         copied = (b for b, before in self._buffers[index] if b.nbytes <= SMALL_BYTES or b._version != before)
         self.visits[index].state_bytes = sum(buffer.nbytes for buffer in copied)
-        for leaf in tree_leaves(output):
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
+        for leaf in tensors_of(output):
+            if leaf.requires_grad:
                 node = hook_target(leaf).grad_fn
                 if node is not None and node._sequence_nr() >= self._begun[index]:
                     node.register_prehook(self._arriving(index))

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from executor.distributed.meeting import meeting
+from executor.module.batches import named_inputs
 from executor.module.guards import check_kinds, check_memory, check_plain, check_unprepared
 from executor.optimizer.reference import rounds
 from executor.optimizer.table import entry_of
@@ -37,14 +38,15 @@ from ullage.output.progress import search_progress
 from ullage.this_machine.checks import check_tokens, check_trainable
 from ullage.this_machine.profile import profile_here
 
-Batch = Mapping[str, Any] | Sequence[Tensor] | Tensor
-"""The inputs of a model: ``model(**batch)``, ``model(*batch)`` or ``model(batch)``."""
+Batch = Mapping[str, Any] | Sequence[Any] | Tensor
+"""The inputs of a model: ``model(**batch)``, ``model(*batch)`` or ``model(batch)``. Tensors may be inside of others."""
 
-_PLAIN: Final = (bool, int, float, str, type(None))
-
-_INTEGERS: Final[dict[torch.dtype, Literal["int64", "int32", "bool"]]] = {
+_INTEGERS: Final[dict[torch.dtype, Literal["int64", "int32", "int16", "int8", "uint8", "bool"]]] = {
     torch.int64: "int64",
     torch.int32: "int32",
+    torch.int16: "int16",
+    torch.int8: "int8",
+    torch.uint8: "uint8",
     torch.bool: "bool",
 }
 MOST_SIMULATIONS: Final = 150
@@ -138,17 +140,21 @@ def capture_live(model: nn.Module, batch: Batch, precision: Dtype | None = None)
     if precision is not None and precision not in DTYPES:
         raise ValueError(f"precision is {precision!r}, which cannot be planned; give one of {', '.join(DTYPES)}")
     dtype = precision or _dtype_of(model)
-    arguments, inputs = _inputs(batch)
+    args, kwargs = _arguments(batch)
+    inputs = list(named_inputs(args, kwargs))
+    if not inputs:
+        raise ValueError("the example batch has no tensor; give one batch of your loop, the largest")
     specs = tuple(_input(name, value, position) for position, (name, value) in enumerate(inputs))
     captured = functools.partial(capture_called, model, specs, dtype, as_on_gpu=torch.cuda.is_available())
+    tensors = [value for _, value in inputs]
     try:
-        found = captured(Example(arguments))
+        found = captured(Example(args, kwargs, tensors))
     except CaptureError as error:
         if not isinstance(error.__cause__, VALUES):
             raise
         # Positions, but no data: a branch that depends on data may be another one in the next batch.
-        values = {number: value.cpu() for number, (_, value) in enumerate(inputs) if not value.is_floating_point()}
-        found = captured(Example(arguments, values))
+        values = {number: value.cpu() for number, value in enumerate(tensors) if not value.is_floating_point()}
+        found = captured(Example(args, kwargs, tensors, values))
     return found.of_one_size()  # the planner cannot change the size of the user's batches
 
 
@@ -168,43 +174,29 @@ def _dtype_of(model: nn.Module) -> Literal["bf16", "fp32"]:
     )
 
 
-def _inputs(batch: Batch) -> tuple[dict[str, object], list[tuple[str, Any]]]:
-    """Return what a model is called with: arguments that are no tensors, and tensors with their keywords, if any."""
+def _arguments(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return what a model is called with, positional and by keyword."""
     if isinstance(batch, Tensor):
-        named = [("", batch)]
-    elif isinstance(batch, Mapping):
-        named = list(batch.items())
+        return (batch,), {}
+    if isinstance(batch, Mapping):
         if others := [name for name in batch if not isinstance(name, str)]:
             raise TypeError(f"the example batch has a key {others[0]!r}; name each input as the model's forward does")
-    elif isinstance(batch, Sequence) and not isinstance(batch, str):
-        named = [("", value) for value in batch]
-    else:
-        raise TypeError(
-            f"the third argument is {type(batch).__name__}; give a plan (ullage.plan or ullage.load_plan), or an "
-            "example batch: a dict, a tuple or a tensor that the model is called with (of ullage.Data: data.example())"
-        )
-    if not named:
-        raise ValueError("the example batch is empty; give one batch of your loop, the largest")
-    arguments: dict[str, object] = {name: value for name, value in named if name and isinstance(value, _PLAIN)}
-    return arguments, [(name, value) for name, value in named if name not in arguments]
+        return (), dict(batch)
+    if isinstance(batch, Sequence) and not isinstance(batch, str):
+        return tuple(batch), {}
+    raise TypeError(
+        f"the third argument is {type(batch).__name__}; give a plan (ullage.plan or ullage.load_plan), or an "
+        "example batch: a dict, a tuple or a tensor that the model is called with (of ullage.Data: data.example())"
+    )
 
 
-def _input(name: str, value: object, position: int) -> CapturedInput:
+def _input(name: str, value: Tensor, position: int) -> CapturedInput:
     words = f"{name or f'input {position + 1}'} of the example batch"
-    if not isinstance(value, Tensor):
-        raise TypeError(
-            f"{words} is {type(value).__name__}, not a tensor; give tensors, and numbers, texts and None by keyword"
-        )
-    if not value.dim() or not value.numel():
-        raise ValueError(
-            f"{words} has shape {list(value.shape)}, but must have the micro-batch as its first dimension and no "
-            "dimension of 0; give a whole batch"
-        )
     if value.is_floating_point():
         return CapturedInput(name=name, shape=tuple(value.shape))
     if value.dtype not in _INTEGERS:
         raise ValueError(
-            f"{words} is {value.dtype}, but must be floating-point, int64, int32 or bool; convert it before the call "
+            f"{words} is {value.dtype}, but must be floating-point, whole numbers or bool; convert it before the call "
             "of the model"
         )
     return CapturedInput(name=name, shape=tuple(value.shape), dtype=_INTEGERS[value.dtype])
