@@ -34,6 +34,9 @@ class ModuleCallbacks(HeadCallbacks, Protocol):
     def on_recomputed(self, unit: str) -> None:
         """Recomputation has ended for the segment whose last unit this is."""
 
+    def on_call(self) -> None:
+        """The user's step calls the model, or a part of it, see [Note: Steps] in :mod:`ullage.capture.partitioning`."""
+
     def on_model_begin(self) -> None:
         """The model's own forward begins."""
 
@@ -42,6 +45,10 @@ class ModuleCallbacks(HeadCallbacks, Protocol):
 
     def on_loss(self) -> None:
         """Backward has reached a loss that the model's own forward returned."""
+
+    @property
+    def call(self) -> int:
+        """The call of the user's step that runs now, or whose backward does; 1 outside of planned calls."""
 
     @property
     def unit(self) -> str:

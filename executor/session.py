@@ -30,7 +30,7 @@ from executor.driver.iteration import IterationDriver
 from executor.memory.arenas import MeasuredMemory
 from executor.memory.state import without_values
 from executor.module.batches import bind_batches
-from executor.module.binding import bind, bind_state_dict, no_compile
+from executor.module.binding import bind, bind_state_dict, no_compile, watch_calls
 from executor.module.empty import take_off_meta
 from executor.module.guards import bind_guards
 from executor.module.naming import PROMPT, Naming, prompts_of
@@ -150,6 +150,7 @@ class Session(contextlib.AbstractContextManager["Session"]):
 
                 self._undo += bind_fp8_weights(model, self.runtime.state.units.values())
             bind(model, units, decisions, self.runtime.offloaded, driver, self._undo, options.compile_backend)
+            self._undo += watch_calls(model, options.calls, driver)
             self._undo += split_experts(model, units, shards, ranks and ranks.experts, driver)
             if ranks is not None and decisions.tensor_parallel > 1:
                 self._undo += bind_tensor_parallel(
@@ -161,7 +162,8 @@ class Session(contextlib.AbstractContextManager["Session"]):
             self._undo.append(replace_attribute(model, "no_sync", contextlib.nullcontext))
             if options.batch:
                 self._undo.append(backend.forget_shapes)
-                self._undo.append(bind_batches(model, options.batch, lambda: driver.trains, driver.on_other_shape))
+                called = model.get_submodule(options.calls[0]) if options.calls else model
+                self._undo.append(bind_batches(called, options.batch, lambda: driver.begins, driver.on_other_shape))
             _move_buffers(model, backend.device, ranks)
             driver.visibility.show("")
             self.synchronize()  # the copies so far were on no lane

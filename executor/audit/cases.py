@@ -89,8 +89,9 @@ def recomputed_modules(
     paths = {module: path for path, module in model.named_modules()}
     tiled = tiled_modules(model, units) if decisions.layer_tile_tokens is not None else {}
     in_tiles = {inner for module in tiled for inner in module.modules()}
+    last = max(unit.call for unit in units)  # what several calls compute is not compared
     for segment in segments(units):
-        if decisions.units[segment[0].name].activations != "keep":
+        if decisions.units[segment[0].name].activations != "keep" and last == 1:
             for module in segment_module(model, segment).modules():
                 if module not in in_tiles and next(module.children(), None) is None:
                     yield module, (paths[module], segment[0].segment)
@@ -121,7 +122,7 @@ def _readers(model: nn.Module, units: tuple[Unit, ...]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for unit in units:
         for operator in unit.operators:
-            path = operator.name.partition("#")[0]
+            path = operator.path
             for name in operator.shared_parameters:
                 found.setdefault(name, []).append(path if path in paths else "")
             for spec in operator.parameters:

@@ -76,6 +76,10 @@ class IterationDriver:
         self._last_other = -2  # the latest iteration with a batch of another shape than planned
         self._other_shapes: set[tuple[int, ...]] = set()
         self._model_trains = False  # a training forward is under way
+        self._call_of = {unit.name: unit.call for unit in units}
+        self._call = 1
+        self._evaluated = {unit.name for unit in units if unit.evaluates}
+        self._begins_without_gradients = units[0].evaluates
         self._loop, self._units = runtime.loop, runtime.state.units
         self.gradients = UserGradients(
             decisions, (p for _, p in runtime.state.parameters()), self._norms, self._end_early
@@ -113,7 +117,7 @@ class IterationDriver:
         if in_backward():
             with self._backward:
                 self._follow(self.progress.recompute, unit)
-        elif not self.trains and not self._runtime.inside_iteration:
+        elif not self.trains and not self._runtime.inside_iteration and not self._is_planned_evaluation(unit):
             self._access.evaluate(unit)
             self.visibility.show(unit)
         elif self.progress.has_left or not self.progress.is_at(Op.FORWARD, unit):
@@ -123,8 +127,14 @@ class IterationDriver:
         elif self._runtime.machine.failed:
             self._runtime.machine.check()
 
+    def _is_planned_evaluation(self, unit: str) -> bool:
+        """Return whether the plan is at this unit, or expects it next, in a call without gradients."""
+        expected = self._loop.expected()
+        there = self.progress.is_at(Op.FORWARD, unit) or (expected is not None and expected.unit == unit)
+        return there and unit in self._evaluated and self._model.training
+
     def _reach_forward(self, unit: str) -> None:
-        if not self.trains:
+        if not self.trains and not self._is_planned_evaluation(unit):
             raise OutOfOrderError(
                 "the model ran without gradients, or in evaluation mode, in the middle of an iteration; evaluate after "
                 "optimizer.step() and before the next forward; a forward without gradients runs before the one that "
@@ -133,6 +143,8 @@ class IterationDriver:
             )
         if not self._runtime.inside_iteration:
             self._begin()
+        if self.trains and unit in self._evaluated:
+            raise OutOfOrderError(f"the model reached {unit} with gradients, but the plan expects it without them")
         self.progress.forward(unit)
         if unit in self._units:  # in this stream's order, its updates have ended: see [Note: Spent]
             self._units[unit].spent.clear()
@@ -246,6 +258,19 @@ class IterationDriver:
         return reading
 
     @property
+    def call(self) -> int:
+        """See :class:`executor.callbacks.ModuleCallbacks`."""
+        if in_backward() and not self.progress.has_left:
+            return self._call_of.get(self.progress.unit, 1)
+        return self._call
+
+    def on_call(self) -> None:
+        """The user's step calls the model, or a part of it."""
+        expected = self._loop.expected()
+        begins = expected is not None and expected.op is Op.FORWARD and not self.progress.has_left
+        self._call = self._call_of[expected.unit] if begins and expected is not None else 1
+
+    @property
     def unit(self) -> str:
         """The unit that computes now; empty if none does."""
         return self.visibility.shown_for if self.progress.has_left else self.progress.unit
@@ -260,6 +285,12 @@ class IterationDriver:
         """Whether a forward that begins now is one of the plan's."""
         trains = self._model_trains or (torch.is_grad_enabled() and self._model.training)
         return trains and not self.progress.has_left
+
+    @property
+    def begins(self) -> bool:
+        """Whether a forward that begins now is the plan's first one of a micro-batch."""
+        trains = self.trains or (self._begins_without_gradients and self._model.training)
+        return trains and self.progress.begins
 
     def on_model_begin(self) -> None:
         """The model's own forward begins. If it trains, parts of it without gradients count as training too."""

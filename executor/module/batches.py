@@ -46,21 +46,21 @@ def named_inputs(args: Sequence[object], kwargs: Mapping[str, object]) -> Iterat
 
 
 def bind_batches(
-    model: nn.Module, planned: BatchShapes, trains: Callable[[], bool], on_other: Callable[[torch.Size], None]
+    model: nn.Module, planned: BatchShapes, begins: Callable[[], bool], on_other: Callable[[torch.Size], None]
 ) -> Callable[[], None]:
     """Report batches of other shapes, and warn once of a larger one; return a function that removes the hook.
 
     Args:
-        model: the bound model.
+        model: the bound model, or the part of it that a planned step calls first.
         planned: planned inputs.
-        trains: returns whether a forward that begins now is one of the plan's.
+        begins: returns whether a forward that begins now is the first one of the plan's in a micro-batch.
         on_other: called with the shape before the forward of a batch of another one; see [Note: Other shapes].
     """
     has_warned = False
 
     def before(_module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         nonlocal has_warned
-        if not trains():
+        if not begins():
             return
         given_by = dict(tensors_in(tuple(args))) | dict(tensors_in(kwargs))
         for position, (name, shape) in enumerate(planned):
@@ -79,7 +79,7 @@ def bind_batches(
                 )
             return
 
-    handle = model.register_forward_pre_hook(before, with_kwargs=True)
+    handle = model.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
     return handle.remove
 
 

@@ -81,6 +81,7 @@ class CapturedOperator(_Frozen):
         name: path of the module whose forward ran it; ``#2`` marks what that module runs later.
         kind: class of the module.
         unit: path of the unit.
+        shared_parameters: names of parameters of other units that it uses; those of its block begin with a point.
         saved_bytes: activations that autograd saves, each storage counted once.
         workspace_bytes: most bytes alive while it runs forward or backward, without gradients of parameters and
             activations saved up to its unit. The hidden state and its gradient count.
@@ -117,10 +118,14 @@ class CapturedSegment(_Frozen):
         path: of the module that is recomputed as a whole. Operators outside repeated blocks have an empty path: each
             of their units is a segment of its own and is never recomputed.
         block: index of its block.
+        call: the call of the model that runs it, from 2 on; ``None``: the first one.
+        evaluates: whether that call is without gradients.
     """
 
     path: str
     block: Count
+    call: int | None = None
+    evaluates: Literal[True] | None = None
 
 
 class Tiles(NamedTuple):
@@ -199,6 +204,9 @@ class CapturedModel(_Frozen):
         loss_tile_tokens: tokens of such a tile, with which it was captured; ``None``: logits were whole.
         layer_tile_tokens: tokens of a tile of norms and MLPs, likewise.
         others: the same at other sizes, for plans that were compared at several; they have no others.
+        calls: paths of the modules that a step of the user's loop calls, in order, of a step that calls several, or one
+            that is not the model itself; ``None``: the model is called once. See [Note: Steps] in
+            :mod:`ullage.capture.partitioning`.
     """
 
     factory: str
@@ -214,6 +222,7 @@ class CapturedModel(_Frozen):
     loss_tile_tokens: int | None = None
     layer_tile_tokens: int | None = None
     others: tuple["CapturedModel", ...] = ()
+    calls: tuple[str, ...] | None = None
     _sizes: _Sizes = PrivateAttr(default_factory=_Sizes)
 
     @property
@@ -332,7 +341,7 @@ class CapturedModel(_Frozen):
                     f"segment {segment.path} has block {segment.block}, but there are {len(self.blocks)}; capture the "
                     "model again"
                 )
-            result += [_operator(segment.path, operator) for operator in self.blocks[segment.block].operators]
+            result += [_operator(segment, operator) for operator in self.blocks[segment.block].operators]
         return tuple(result)
 
     def graph(self, batch: Batch) -> Graph:
@@ -426,13 +435,14 @@ def join(path: str, name: str) -> str:
     return f"{path}.{name}" if path and name else path or name
 
 
-def _operator(path: str, captured: CapturedOperator) -> Operator:
+def _operator(segment: CapturedSegment, captured: CapturedOperator) -> Operator:
+    path, call = segment.path, f"@{segment.call}" if segment.call else ""
     unit = join(path, captured.unit)
     return Operator(
-        join(path, captured.name),
+        join(path, captured.name) + call,
         captured.kind,
-        unit,
-        path or unit,
+        unit + call,
+        (path or unit) + call,
         tuple(dataclasses.replace(spec, name=join(path, spec.name)) for spec in captured.parameters),
         Pattern.REPLICATE,
         captured.forward,
@@ -440,12 +450,14 @@ def _operator(path: str, captured: CapturedOperator) -> Operator:
         captured.saved_bytes,
         captured.output_bytes,
         captured.workspace_bytes,
-        captured.shared_parameters,
+        tuple(join(path, name[1:]) if name.startswith(".") else name for name in captured.shared_parameters),
         captured.num_skipped,
         captured.product_bytes,
         captured.copies_input,
         measured=True,
         in_tiles=captured.in_tiles,
+        call=segment.call or 1,
+        evaluates=bool(segment.evaluates),
     )
 
 

@@ -117,6 +117,8 @@ class Operator:
             needs.
         product_bytes: bytes of the outputs of its products, without those that recomputation leaves out.
         fp8_twin: the same operator where its weights come in fp8; ``None`` where that changes nothing.
+        call: the call of the model that runs it, from 1 on; see :attr:`planner.models.captured.CapturedModel.calls`.
+        evaluates: whether it runs without gradients in a step that calls the model several times.
     """
 
     name: str
@@ -137,6 +139,13 @@ class Operator:
     measured: bool = False
     in_tiles: bool = False
     fp8_twin: "Operator | None" = None
+    call: int = 1
+    evaluates: bool = False
+
+    @property
+    def path(self) -> str:
+        """Path of its module."""
+        return self.name.partition("@")[0].partition("#")[0]
 
     @property
     def num_params(self) -> int:
@@ -171,4 +180,4 @@ class Graph:
 
 def weight_of(operator: Operator) -> str:
     """Return the name that the weight of a captured operator's module has, if it has one."""
-    return f"{operator.name.partition('#')[0]}.weight"
+    return f"{operator.path}.weight"

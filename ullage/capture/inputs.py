@@ -46,12 +46,15 @@ class Example:
         args, kwargs: of the call. Tensors may be anywhere inside them, also several times.
         tensors: these tensors, in the order of the captured inputs.
         values: values of inputs, by number of the input, of models whose shapes depend on them (positions of images).
+        step: a step of the user's loop up to the loss, which is called with the model and the arguments; ``None``: the
+            model is called.
     """
 
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
     tensors: Sequence[Tensor]
     values: Mapping[int, Tensor] = dataclasses.field(default_factory=dict)
+    step: Callable[..., Any] | None = None
 
     def with_tensors(self, others: Sequence[Tensor]) -> tuple[Sequence[Any], Mapping[str, Any]]:
         """Return a copy of the arguments that has ``others`` in place of its tensors."""
@@ -65,6 +68,19 @@ def known_values(inputs: Inputs, example: Example | None, dtype: torch.dtype) ->
     found = {number: begun(spec) for number, spec in enumerate(inputs) if spec.begins}
     found |= example.values if example else {}
     return {number: value.to(dtype) if value.is_floating_point() else value for number, value in found.items()}
+
+
+_INTEGERS: Final = {
+    getattr(torch, name): name
+    for name in CapturedInput.model_fields["dtype"].annotation.__args__  # type: ignore[union-attr]
+    if name != "float"
+}
+
+
+def input_of(name: str, tensor: Tensor) -> CapturedInput | None:
+    """Return an input like a tensor; ``None`` if it has a type that no plan knows."""
+    dtype: Any = "float" if tensor.is_floating_point() else _INTEGERS.get(tensor.dtype)
+    return None if dtype is None else CapturedInput(name=name, shape=tuple(tensor.shape), dtype=dtype)
 
 
 def _ids(name: str, *shape: int, begins: tuple[tuple[int, int], ...] = ()) -> CapturedInput:

@@ -45,7 +45,7 @@ from ullage.capture.kernels import UnsupportedOperatorError
 from ullage.capture.operator_checks import RefusedOperatorError
 from ullage.capture.partitioning import joined_around, partition
 from ullage.capture.quantized import check_formats, is_packed, pack
-from ullage.capture.recording import OUTPUTS_LOSS, record
+from ullage.capture.recording import OUTPUTS_LOSS, Called, record
 from ullage.capture.records import DTYPES, CaptureError, LongLoopError, Recording
 from ullage.capture.repeats import Repeats, UnequalError
 from ullage.capture.tiles.token_wise import TokenWise
@@ -152,6 +152,9 @@ def capture_called(
         name = type(make).__name__ if isinstance(make, nn.Module) else f"{make.__module__}:{make.__qualname__}"
     job = _Capture(make, name, dtype, as_on_gpu, example=example)
 
+    if example is not None and example.step is not None:
+        return job.of(given)
+
     def again(size: Size) -> CapturedModel:
         return job.of(resized(given, size.micro_batch, size.seq_len), size.tiles)
 
@@ -205,14 +208,14 @@ class _Capture:
             UnequalError: blocks that were skipped as copies must be recorded.
         """
         dtype = DTYPES[self.dtype]
-        trained = trained_memory(model)
+        trained, step = trained_memory(model), self.example.step if self.example else None
         known = known_values(
             inputs, self.example, dtype
         )  # before fake tensors exist, because conversions would be fake too
         with (
             torch.autograd.set_detect_anomaly(False),  # it reads values
             FakeTensorMode(allow_non_fake_inputs=True),
-            _faked(model, dtype, trained),
+            _faked(model, dtype, trained, step),
             _unchanged(model),
             kept_generators(model),
             Untracked(trained),
@@ -225,8 +228,9 @@ class _Capture:
                 }
                 if self.example is not None:
                     args, kwargs = self.example.with_tensors(fakes)
-                call = functools.partial(model.train(), *args, **kwargs)
-                recorded = functools.partial(record, model, call, fakes, as_on_gpu=self.as_on_gpu, known=known)
+                run = functools.partial(functools.partial(step, model) if step else model, *args, **kwargs)
+                called = Called(run, fakes, is_step=step is not None)
+                recorded = functools.partial(record, model.train(), called, as_on_gpu=self.as_on_gpu, known=known)
                 tiled = []
                 if tiles.layer_tile_tokens is not None:
                     if not self.token_wise:
@@ -236,6 +240,13 @@ class _Capture:
                         model.zero_grad()
                     tiled = [model.get_submodule(path) for path in self.token_wise]
                 recording = recorded(tiles, tiled, repeats=repeats)
+            if recording.copies and recording.visits[-1].call > 1:
+                raise UnequalError(recording.copies[0].path)
+            known_as = (
+                spec.model_copy(update={"num_values": num_values})
+                for spec, num_values in zip(inputs, recording.num_values, strict=True)
+            )
+            inputs = recording.called_with or (CapturedInput(shape=()),) if step else tuple(known_as)
             places = partition(recording)
             while True:
                 captured = assemble(
@@ -362,15 +373,17 @@ def _check_statistics(model: nn.Module, name: str, dtype: torch.dtype) -> None:
 
 
 @contextlib.contextmanager
-def _faked(model: nn.Module, dtype: torch.dtype, trained: Callable[[Tensor], str]) -> Iterator[None]:
+def _faked(
+    model: nn.Module, dtype: torch.dtype, trained: Callable[[Tensor], str], step: Callable[..., Any] | None
+) -> Iterator[None]:
     """Replace a model's tensors by fake ones, which support autograd like real ones; restore everything at the end.
 
     Fake parameters have the planned type, and tied parameters stay tied, also in lists that a module keeps of them.
     Other tensors keep their type; so do frozen parameters of a model that mixes types. Tensors in the memory of a
     trained parameter stay real, because reading them is refused. What forward does to attributes and containers (such
-    as a cache) is undone.
+    as a cache) is undone, and so is what a ``step`` does to those that it holds.
     """
-    before = list(_containers(model))
+    before = list(_containers(model, step))
     try:
         made = _fakes_of(model, dtype)
         for module in model.modules():
@@ -406,9 +419,11 @@ def _with_fakes(value: Any, made: Mapping[int, Any], trained: Callable[[Tensor],
     return value
 
 
-def _containers(model: nn.Module) -> Iterator[tuple[Any, Any]]:
-    """Yield the containers in which modules, and objects that these hold, keep something; each with a copy."""
+def _containers(model: nn.Module, step: Callable[..., Any] | None) -> Iterator[tuple[Any, Any]]:
+    """Yield the containers in which modules, objects that these hold, or a step keep something; each with a copy."""
     left: list[tuple[Any, bool]] = [(vars(module), True) for module in model.modules()]
+    left += [(cell.cell_contents, True) for cell in getattr(step, "__closure__", None) or ()]
+    left += [(vars(getattr(step, "__self__", None) or step), True)] if hasattr(step, "__dict__") else []
     seen: set[int] = set()
     while left:
         held, may_enter = left.pop()

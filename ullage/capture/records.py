@@ -8,11 +8,16 @@ from typing import Any, Final, Literal
 import torch
 from torch import nn
 
+from planner.models.captured import CapturedInput
 from planner.models.kernels import Kernels
 from ullage.capture.repeats import Copy
 
 DTYPES: Final[dict[Literal["bf16", "fp32"], torch.dtype]] = {"bf16": torch.bfloat16, "fp32": torch.float32}
 """The types of weights that can be planned, by name."""
+
+
+OF_STEP: Final = "the step's loss: "
+"""How the description of a loss begins that is not the model's own."""
 
 
 class LongLoopError(BaseException):
@@ -27,20 +32,25 @@ class Visit:
     """One call of a module's forward.
 
     Attributes:
-        parent: index of the calling visit; -1 for the model.
+        parent: index of the calling visit; -1 for the model, and for what else the user's step calls.
         first, stop: range of forward events.
         input_bytes: bytes of inputs with a gradient, which must be kept for recomputation.
         inputs: storages of inputs with a gradient; if there are none, the storage of the first input.
         state_bytes: bytes of buffers that must be copied for recomputation.
+        call: the call of the model that it belongs to, from 1 on. What the user's step calls is another call as soon as
+            a module runs again.
+        evaluates: whether it is without gradients.
     """
 
     path: str
     module: nn.Module
     parent: int
     first: int
-    stop: int = -1
+    call: int
+    evaluates: bool
     input_bytes: int = 0
     inputs: frozenset[int] = frozenset()
+    stop: int = -1
     state_bytes: int = 0
 
 
@@ -109,6 +119,7 @@ class Recording:
         begins: forward events before which blocks of lists with copies were called, in order.
         arrivals: visits whose outputs backward reached, in order, with the number of backward events until then.
         tiled: paths of modules that compute in tiles.
+        called_with: what the first call of a module was called with.
     """
 
     model: nn.Module
@@ -125,6 +136,7 @@ class Recording:
     copies: list[Copy] = dataclasses.field(default_factory=list)
     begins: list[int] = dataclasses.field(default_factory=list)
     tiled: frozenset[str] = frozenset()
+    called_with: tuple[CapturedInput, ...] = ()
 
     @functools.cached_property
     def skipped(self) -> frozenset[int]:
@@ -132,9 +144,15 @@ class Recording:
         return frozenset(index for copy in self.copies for index in range(copy.first, copy.stop))
 
     @property
+    def calls(self) -> tuple[str, ...] | None:
+        """Paths of the modules that the user's step calls; ``None`` if that is the model alone, once."""
+        paths = tuple(visit.path for visit in self.visits if visit.parent < 0)
+        return None if paths == ("",) else paths
+
+    @property
     def returns_loss(self) -> bool:
         """Whether the loss is a scalar that the model itself returned. See ``find_loss`` in ``recording.py``."""
-        return not self.loss.startswith("the mean")
+        return not self.loss.startswith(("the mean", OF_STEP))
 
     def is_copied(self, name: str) -> bool:
         """Return whether a parameter is in a copied block."""

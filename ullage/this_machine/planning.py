@@ -30,7 +30,7 @@ from planner.plan.planning import InfeasibleError, Request, make_plan
 from planner.schedule.tasks import Tier
 from planner.terms import Storage
 from ullage.capture.fakes import VALUES
-from ullage.capture.inputs import Example
+from ullage.capture.inputs import Example, input_of
 from ullage.capture.module import capture_called
 from ullage.capture.records import DTYPES, CaptureError
 from ullage.cli.arguments import parse_bytes
@@ -41,14 +41,9 @@ from ullage.this_machine.profile import profile_here
 Batch = Mapping[str, Any] | Sequence[Any] | Tensor
 """The inputs of a model: ``model(**batch)``, ``model(*batch)`` or ``model(batch)``. Tensors may be inside of others."""
 
-_INTEGERS: Final[dict[torch.dtype, Literal["int64", "int32", "int16", "int8", "uint8", "bool"]]] = {
-    torch.int64: "int64",
-    torch.int32: "int32",
-    torch.int16: "int16",
-    torch.int8: "int8",
-    torch.uint8: "uint8",
-    torch.bool: "bool",
-}
+Step = Callable[[nn.Module, Any], Any]
+"""A step of the user's loop up to the loss: called with the model and a batch, it returns the loss."""
+
 MOST_SIMULATIONS: Final = 150
 """Maximum number of simulations of one call. More gain little, and the user waits for each."""
 
@@ -83,10 +78,17 @@ class PlanOptions(TypedDict, total=False):
     storage: Storage
 
 
-def plan_here(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, plan_options: PlanOptions) -> Plan:
+def plan_here(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: Batch,
+    plan_options: PlanOptions,
+    step: Step | None = None,
+) -> Plan:
     """Return a plan for an existing model, for the memory that is free now.
 
-    Of several ranks, rank 0 measures, captures and plans. All ranks return its plan or raise its error.
+    It is for ``step(model, batch)``, or for a call of the model with the batch. Of several ranks, rank 0 measures,
+    captures and plans. All ranks return its plan or raise its error.
 
     Raises:
         InfeasibleError: no plan fits.
@@ -102,7 +104,7 @@ def plan_here(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, 
     with preserved_rng_state():  # the model's forward may draw numbers
 
         def make() -> Plan:
-            entry, captured = entry_of(optimizer), capture_live(model, batch, plan_options.get("precision"))
+            entry, captured = entry_of(optimizer), capture_live(model, batch, plan_options.get("precision"), step)
             rounded = captured.dtype == "bf16" and any(map(rounds, optimizer.param_groups))
             request = Request(
                 captured,
@@ -125,13 +127,16 @@ def plan_here(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, 
         return made_by_rank_0(make)
 
 
-def capture_live(model: nn.Module, batch: Batch, precision: Dtype | None = None) -> CapturedModel:
+def capture_live(
+    model: nn.Module, batch: Batch, precision: Dtype | None = None, step: Step | None = None
+) -> CapturedModel:
     """Capture an existing model with a batch. Its weights are neither read nor copied.
 
     Args:
         model: any module.
         batch: inputs of the model.
         precision: type of the planned weights. Default: that of the model's weights.
+        step: what to capture in place of a call of the model; see :func:`ullage.prepare`.
 
     Raises:
         CaptureError: the model cannot be captured, or does not run with the batch.
@@ -140,21 +145,21 @@ def capture_live(model: nn.Module, batch: Batch, precision: Dtype | None = None)
     if precision is not None and precision not in DTYPES:
         raise ValueError(f"precision is {precision!r}, which cannot be planned; give one of {', '.join(DTYPES)}")
     dtype = precision or _dtype_of(model)
-    args, kwargs = _arguments(batch)
-    inputs = list(named_inputs(args, kwargs))
-    if not inputs:
+    args, kwargs = _arguments(batch) if step is None else ((batch,), {})
+    inputs = [(name, value) for name, value in named_inputs(args, kwargs) if step is None or input_of(name, value)]
+    if not inputs and step is None:
         raise ValueError("the example batch has no tensor; give one batch of your loop, the largest")
     specs = tuple(_input(name, value, position) for position, (name, value) in enumerate(inputs))
     captured = functools.partial(capture_called, model, specs, dtype, as_on_gpu=torch.cuda.is_available())
     tensors = [value for _, value in inputs]
     try:
-        found = captured(Example(args, kwargs, tensors))
+        found = captured(Example(args, kwargs, tensors, step=step))
     except CaptureError as error:
         if not isinstance(error.__cause__, VALUES):
             raise
         # Positions, but no data: a branch that depends on data may be another one in the next batch.
         values = {number: value.cpu() for number, value in enumerate(tensors) if not value.is_floating_point()}
-        found = captured(Example(args, kwargs, tensors, values))
+        found = captured(Example(args, kwargs, tensors, values, step))
     return found.of_one_size()  # the planner cannot change the size of the user's batches
 
 
@@ -191,15 +196,12 @@ def _arguments(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _input(name: str, value: Tensor, position: int) -> CapturedInput:
-    words = f"{name or f'input {position + 1}'} of the example batch"
-    if value.is_floating_point():
-        return CapturedInput(name=name, shape=tuple(value.shape))
-    if value.dtype not in _INTEGERS:
+    if (found := input_of(name, value)) is None:
         raise ValueError(
-            f"{words} is {value.dtype}, but must be floating-point, whole numbers or bool; convert it before the call "
-            "of the model"
+            f"{name or f'input {position + 1}'} of the example batch is {value.dtype}, but must be "
+            "floating-point, whole numbers or bool; convert it before the call of the model"
         )
-    return CapturedInput(name=name, shape=tuple(value.shape), dtype=_INTEGERS[value.dtype])
+    return found
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
