@@ -150,6 +150,7 @@ class Session(contextlib.AbstractContextManager["Session"]):
 
                 self._undo += bind_fp8_weights(model, self.runtime.state.units.values())
             bind(model, units, decisions, self.runtime.offloaded, driver, self._undo, options.compile_backend)
+            driver.num_calls = len(options.calls) or 1
             self._undo += watch_calls(model, options.calls, driver)
             self._undo += split_experts(model, units, shards, ranks and ranks.experts, driver)
             if ranks is not None and decisions.tensor_parallel > 1:

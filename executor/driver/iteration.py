@@ -43,6 +43,8 @@ class IterationDriver:
         gradients: sets ``parameter.grad`` between backward and step.
         num_left: number of iterations that have left the plan, see [Note: On demand] in
             :mod:`executor.driver.on_demand`.
+        num_calls: number of calls of the model and its parts in a step, see [Note: Steps] in
+            :mod:`ullage.capture.partitioning`.
         visibility: shows and hides weights in parameters.
         progress: tracks where the model is in the schedule.
     """
@@ -63,7 +65,7 @@ class IterationDriver:
         self._audit = audit
         self._report = report
         self._on_demand: OnDemand | None = None
-        self.num_left = 0
+        self.num_left, self.num_calls = 0, 1
         self._runtime = runtime
         self._access = access
         self._decisions = decisions
@@ -77,7 +79,7 @@ class IterationDriver:
         self._other_shapes: set[tuple[int, ...]] = set()
         self._model_trains = False  # a training forward is under way
         self._call_of = {unit.name: unit.call for unit in units}
-        self._call = 1
+        self._call, self._num_called = 1, 0
         self._evaluated = {unit.name for unit in units if unit.evaluates}
         self._begins_without_gradients = units[0].evaluates
         self._loop, self._units = runtime.loop, runtime.state.units
@@ -115,6 +117,11 @@ class IterationDriver:
             LaneError: a task failed on some lane.
         """
         if in_backward():
+            if (
+                not self._runtime.inside_iteration
+            ):  # a hook of the user's on a gradient runs the model for the first time
+                self._check_begin()
+                self._begin()
             with self._backward:
                 self._follow(self.progress.recompute, unit)
         elif not self.trains and not self._runtime.inside_iteration and not self._is_planned_evaluation(unit):
@@ -266,6 +273,7 @@ class IterationDriver:
 
     def on_call(self) -> None:
         """The user's step calls the model, or a part of it."""
+        self._num_called = 0 if self.progress.begins else self._num_called + 1
         expected = self._loop.expected()
         begins = expected is not None and expected.op is Op.FORWARD and not self.progress.has_left
         self._call = self._call_of[expected.unit] if begins and expected is not None else 1
@@ -297,7 +305,9 @@ class IterationDriver:
         self._model_trains = not in_backward() and torch.is_grad_enabled() and self._model.training
         if self._model_trains and not self._runtime.inside_iteration:
             self._audit.begin_iteration(self._loop.iteration, self._access.weights)
-        elif self.trains and not self.progress.is_between:  # leave before a segment begins to offload, see its forward
+        elif (
+            self.trains and not self.progress.is_between and self._num_called >= self.num_calls
+        ):  # leave before a segment begins to offload, see its forward
             with self._forward:
                 self._leave(self.progress.unexpected(Op.FORWARD))
 

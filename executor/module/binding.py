@@ -42,11 +42,12 @@ from planner.schedule.loop import OutOfOrderError
 _CACHES = ("past_key_values", "past_key_value", "layer_past")
 
 
-def unit_modules(model: nn.Module, units: Sequence[Unit]) -> dict[nn.Module, str]:
+def unit_modules(model: nn.Module, units: Sequence[Unit], *, several: bool = False) -> dict[nn.Module, str]:
     """Return the modules that own or read parameters directly, each with its unit.
 
-    Of a step that calls the model several times, give the ``units`` of one call; see :func:`calls`. Weights that belong
-    to units of other calls are then those of the first unit that uses them, and modules that do not run are left out.
+    Of a step that calls the model ``several`` times, give the ``units`` of one call; see :func:`calls`. Weights that
+    belong to units of other calls are then those of the first unit that uses them. Modules that do not run are left
+    out, and so is the model itself, because a call may return what it has kept.
 
     A module belongs to the unit that lists its parameters by their path in the module tree. If a module owns only an
     alias of another unit's parameter (a tied head), it belongs to the unit that runs it, or else to one that shares the
@@ -88,7 +89,8 @@ def unit_modules(model: nn.Module, units: Sequence[Unit]) -> dict[nn.Module, str
     modules = dict(model.named_modules())
     for reader, unit_name in _readers(modules, result, units):
         result.setdefault(reader, unit_name)
-    result.setdefault(model, units[0].name)
+    if not several:
+        result.setdefault(model, units[0].name)
     return result
 
 
@@ -101,7 +103,8 @@ def _readers(
             yield modules[path.rpartition(".")[0]], owners[module]
     for unit in units:
         for operator in unit.operators:
-            if operator.parameters and (reader := modules.get(operator.path)) is not None:
+            reads = operator.parameters or (operator.shared_parameters and unit.call > 1)
+            if reads and (reader := modules.get(operator.path)) is not None:
                 yield reader, unit.name
 
 
@@ -120,7 +123,7 @@ def _marked(
     """Return the modules whose hooks report progress, with what they mark in each call; ``unit_of`` is of the first."""
     found: dict[nn.Module, dict[int, Marker]] = {}
     for call, mine in calls(units).items():
-        for marker in markers(unit_of if call == 1 else unit_modules(model, mine), mine):
+        for marker in markers(unit_of if call == 1 else unit_modules(model, mine, several=True), mine):
             found.setdefault(marker.module, {})[call] = marker
     return found
 
@@ -153,7 +156,7 @@ def bind(
     With a ``compile_backend``, the modules that :func:`executor.module.compilation.compiled_modules` finds are
     compiled. Units with offloaded activations are not compiled: a compiled graph has no separate matrix products.
     """
-    unit_of = unit_modules(model, calls(units)[1])
+    unit_of = unit_modules(model, calls(units)[1], several=units[-1].call > 1)
     undo.append(model.register_forward_pre_hook(lambda *_: callbacks.on_model_begin()).remove)
     undo.append(model.register_forward_hook(lambda *_: callbacks.on_model_end(), always_call=True).remove)
     undo.append(model.register_forward_hook(_watch_losses(callbacks)).remove)

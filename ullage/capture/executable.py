@@ -42,7 +42,8 @@ def check_executable(recording: Recording, captured: CapturedModel) -> Unseen | 
     try:
         tiled, found_markers = tiled_modules(recording.model, found), dict[tuple[nn.Module, int], Marker]()
         for call, mine in calls(found).items():
-            for marker in markers(without_inner(unit_modules(recording.model, mine), tiled), mine):
+            unit_of = unit_modules(recording.model, mine, several=found[-1].call > 1)
+            for marker in markers(without_inner(unit_of, tiled), mine):
                 found_markers[marker.module, call] = marker
     except BindingError as error:
         raise CaptureError(f"{str(error).partition(', but')[0]}; put the parts into modules of their own") from error
@@ -63,7 +64,8 @@ def check_executable(recording: Recording, captured: CapturedModel) -> Unseen | 
         )
         return Unseen(name, owners.get(name, ""), reading, message)
     backward = [(position, ends[visit]) for visit, position in recording.arrivals if visit in ends]
-    if recording.returns_loss:  # a hook on the loss reports the last unit
+    # A hook on the loss reports the last unit. Without one, its weights are still there since forward.
+    if recording.returns_loss or recording.is_step:
         backward.insert(0, (0, found[-1].name))
     if (unseen := _unseen(recording.backward, backward, names)) is not None:
         name, reading = unseen

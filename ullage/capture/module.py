@@ -12,7 +12,7 @@ import sys
 import traceback
 import types
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal
 from unittest import mock
@@ -383,14 +383,22 @@ def _faked(
     trained parameter stay real, because reading them is refused. What forward does to attributes and containers (such
     as a cache) is undone, and so is what a ``step`` does to those that it holds.
     """
-    before = list(_containers(model, step))
-    try:
+    held = [*map(vars, model.modules()), *(cell.cell_contents for cell in getattr(step, "__closure__", None) or ())]
+    with as_before([*held, getattr(step, "__self__", None)]):
         made = _fakes_of(model, dtype)
         for module in model.modules():
             for own in (module._parameters, module._buffers):
                 own.update({name: made.get(id(tensor)) for name, tensor in own.items()})
             vars(module).update({name: _with_fakes(value, made, trained) for name, value in vars(module).items()})
         bind_quantized(model)
+        yield
+
+
+@contextlib.contextmanager
+def as_before(held: Iterable[Any]) -> Iterator[None]:
+    """Undo what happens to containers, and to attributes and containers that objects hold."""
+    before = list(_containers(held))
+    try:
         yield
     finally:
         for container, content in before:
@@ -419,11 +427,9 @@ def _with_fakes(value: Any, made: Mapping[int, Any], trained: Callable[[Tensor],
     return value
 
 
-def _containers(model: nn.Module, step: Callable[..., Any] | None) -> Iterator[tuple[Any, Any]]:
-    """Yield the containers in which modules, objects that these hold, or a step keep something; each with a copy."""
-    left: list[tuple[Any, bool]] = [(vars(module), True) for module in model.modules()]
-    left += [(cell.cell_contents, True) for cell in getattr(step, "__closure__", None) or ()]
-    left += [(vars(getattr(step, "__self__", None) or step), True)] if hasattr(step, "__dict__") else []
+def _containers(held: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
+    """Yield containers, and those of objects, that lead to one another; each with a copy."""
+    left: list[tuple[Any, bool]] = [(each, True) for each in held]
     seen: set[int] = set()
     while left:
         held, may_enter = left.pop()

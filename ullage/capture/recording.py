@@ -258,7 +258,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kernels = kernels_of(func, args, kwargs, output)
         if kernels:
             self._try(func, args, kwargs, output)
+        known = len(self.storages)
         read = [self._storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        for storage in self.storages[known:] if self._is_step else ():
+            storage.owner = "parameter"  # of another model, or what else a step finds outside of the model
         results = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         written = tuple(self._storage(leaf) for leaf in results)
         num_bytes = results[0].numel() * results[0].element_size() if results else 0
@@ -367,6 +370,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         starts: dict[int, int] = {}  # first event dispatched after the creation of an autograd node
         for index, sequence in enumerate(self._sequences):
             starts.setdefault(sequence, index)
+        if loss.grad_fn is None:
+            raise CaptureError("the loss is made inside of a backward of its own, or of no output of the model")
         for node in nodes(loss.grad_fn):
             if (number := node._sequence_nr()) < _NO_SEQUENCE:
                 source = next((starts[n] for n in range(number + 1, number + 64) if n in starts), None)

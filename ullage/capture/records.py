@@ -150,9 +150,14 @@ class Recording:
         return None if paths == ("",) else paths
 
     @property
+    def is_step(self) -> bool:
+        """Whether a step of the user's loop was recorded."""
+        return self.loss.startswith(OF_STEP)
+
+    @property
     def returns_loss(self) -> bool:
         """Whether the loss is a scalar that the model itself returned. See ``find_loss`` in ``recording.py``."""
-        return not self.loss.startswith(("the mean", OF_STEP))
+        return not (self.loss.startswith("the mean") or self.is_step)
 
     def is_copied(self, name: str) -> bool:
         """Return whether a parameter is in a copied block."""

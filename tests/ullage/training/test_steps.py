@@ -31,6 +31,7 @@ class Net(nn.Module):
         super().__init__()
         self.first, self.last = nn.Linear(16, WIDTH), nn.Linear(WIDTH, 4)
         self.blocks = nn.ModuleList(Block() for _ in range(5))
+        self.kept: list[Any] | None = None
 
     def encode(self, x: torch.Tensor, num: int = 5) -> torch.Tensor:
         x = self.first(x)
@@ -39,8 +40,14 @@ class Net(nn.Module):
         return x
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        for given, made in self.kept or ():
+            if given is x:
+                return made  # type: ignore[no-any-return]
         scores = self.last(self.encode(x))
-        return {"scores": scores, "loss": scores.square().mean()}
+        made = {"scores": scores, "loss": scores.square().mean()}
+        if self.kept is not None:
+            self.kept.append((x, made))
+        return made
 
 
 def three(model: Any, batch: Any) -> torch.Tensor:
@@ -78,13 +85,34 @@ def mixed(model: Any, batch: Any) -> torch.Tensor:
     return loss * torch.tensor(batch["weights"]).sum()
 
 
+def remembered(model: Any, batch: Any) -> torch.Tensor:
+    """The second call with the same tensor returns what the first one has kept."""
+    model.kept = []
+    one, two, again, more = (model(batch[key])["scores"] for key in ("x", "y", "x", "y"))
+    model.kept = None
+    return (one * again - two.sigmoid() * more).square().mean()
+
+
+TEACHER = nn.Embedding(30_000, 4)
+
+
+def taught(model: Any, batch: Any) -> torch.Tensor:
+    """Another model, of more weights than the device has memory."""
+    with torch.no_grad():
+        wanted = TEACHER(torch.arange(len(batch["x"])))
+    return (model(batch["x"])["scores"] - wanted).square().mean()
+
+
 def once(model: Any, batch: Any) -> torch.Tensor:
     return model(batch["x"])["scores"].sigmoid().mean()
 
 
 STEPS: dict[str, Step] = {
-    s.__name__: s for s in (three, losses, encoded, reference_behind, reference_before, mixed, once)
+    s.__name__: s for s in (three, losses, encoded, reference_behind, reference_before, mixed, remembered, taught, once)
 }
+
+
+MEMORY = dict.fromkeys(["three", "losses", "mixed", "remembered"], 250_000) | {"taught": 150_000}  # bytes
 
 
 def batch_of(size: int = 48) -> dict[str, Any]:
@@ -130,8 +158,7 @@ def test_a_step_of_several_calls_follows_its_plan_and_trains_as_in_memory(name: 
     batches = [batch_of() for _ in range(6)]
     alone = copy.deepcopy(model)
     expected = run(alone, torch.optim.AdamW(alone.parameters(), lr=1e-2), STEPS[name], batches, accumulate)
-    least = 220_000 if name in {"encoded", "reference_behind", "reference_before", "once"} else 250_000
-    model, optimizer = prepared(model, step, batches[0], least, num_micro_batches=accumulate)
+    model, optimizer = prepared(model, step, batches[0], MEMORY.get(name, 220_000), num_micro_batches=accumulate)
     assert not log
     plan = optimizer.plan
     assert any(unit.params == "host" for unit in plan.decisions.units.values())
