@@ -225,7 +225,10 @@ class Fakes:
             else:
                 with _disable_current_modes():
                     chosen = known.layout.within(known.recipe.values).nonzero(as_tuple=True)
-                found += [_fake_like(places) for places in chosen]
+                for places in chosen:
+                    found.append(_fake_like(places))
+                    with _disable_current_modes():
+                        self.know(found[-1], places)
         return found
 
     def _known(self, arguments: Any) -> Any:

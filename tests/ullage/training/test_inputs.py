@@ -14,6 +14,7 @@ from transformers.utils import ModelOutput
 
 import ullage
 from hwprofiles.registry import load_profile
+from planner.models.kernels import Gemm
 from ullage.this_machine import planning
 from ullage.this_machine.planning import capture_live
 
@@ -178,3 +179,22 @@ def test_a_batch_without_a_common_dimension_has_one_size() -> None:
 class NoWeight(Graph):
     def forward(self, nodes: torch.Tensor, edges: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         return super().forward(nodes, edges, labels, nodes.new_ones(()))
+
+
+class Listed(nn.Module):
+    """Reads, as Qwen-VL does, which tokens that a mask leaves are images."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.sight = nn.Embedding(8, WIDTH), nn.Linear(16, WIDTH)
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor, patches: torch.Tensor) -> torch.Tensor:
+        count = sum(sum(token == 1 for token in row[kept].tolist()) for row, kept in zip(ids, mask.bool(), strict=True))
+        return self.tokens(ids).square().mean() + self.sight(patches[:count]).square().mean()
+
+
+def test_values_behind_a_mask_are_those_of_the_example_batch() -> None:
+    ids, mask = torch.tensor([[1, 1, 2, 3], [1, 2, 3, 1]]), torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]])
+    captured = capture_live(Listed(), {"ids": ids, "mask": mask, "patches": torch.randn(5, 16)})
+    products = [kernel for operator in captured.operators() for kernel in operator.forward if isinstance(kernel, Gemm)]
+    assert [product.m for product in products] == [3]
