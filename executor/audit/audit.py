@@ -319,8 +319,8 @@ class Audit:
             case.autocast(),
         ):
             given = (*args, *kwargs.values())
-            begun = torch._C._autograd._get_sequence_nr()
             args, kwargs = [aliased(value) for value in args], {name: aliased(value) for name, value in kwargs.items()}
+            begun = torch._C._autograd._get_sequence_nr()
             output = case.module.forward(*args, **kwargs)
             results = [*tree_leaves(output), *state.made((*args, *kwargs.values()), begun)]
             if len(case.outputs) == len(tree_leaves(output)):  # a cache of keys and values is only filled here
