@@ -70,21 +70,6 @@ def test_values_arguments_and_a_weight_beside_the_modules_train_as_in_memory(sca
         torch.testing.assert_close(model.state_dict()[name], weight, rtol=1e-4, atol=1e-5)
 
 
-def test_a_weight_that_backward_reads_between_modules_is_refused_with_the_remedy() -> None:
-    class Scores(Seeing):
-        def forward(self, ids, images):
-            return super().forward(ids, images)
-
-    model, inputs = Scores(scales=True), batch()
-    with pytest.raises(ullage.CaptureError, match=r"scale belongs to a module that calls other .* module of its own"):
-        ullage.prepare(
-            model,
-            torch.optim.AdamW(model.parameters()),
-            {"ids": inputs["ids"], "images": inputs["images"]},
-            hardware=load_profile("epyc-turin-2c"),
-        )
-
-
 class Halves(nn.Module):
     """Two layers whose weights lie in one storage: slices beside each other, or one the transpose of the other."""
 
