@@ -397,15 +397,17 @@ class IterationDriver:
                 self._runtime.inside_iteration = False
 
     def come_to_rest(self) -> bool:
-        """After a backward, end the iteration or leave the plan, so that weights can be read.
+        """After a forward or backward, end the iteration or leave the plan, so that weights can be read.
 
         Return whether they can be.
         """
-        if self._on_demand is None and self._has_run_back and self.progress.rests:
+        has_run_forward = self.progress.task is not None and self.progress.task.op is Op.FORWARD and not self._depth
+        has_run_back = self._has_run_back and self.progress.rests
+        if self._on_demand is None and not in_backward() and (has_run_back or has_run_forward):
             if self._end_unused():
                 return True
             if not why_not(self._runtime, self._decisions):
-                self._leave(OutOfOrderError("weights were read between backward and step"), is_read=True)
+                self._leave(OutOfOrderError("weights were read in the middle of a step"), is_read=has_run_back)
         return self._on_demand is not None
 
     def _end_unused(self) -> bool:
