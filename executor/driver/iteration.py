@@ -375,11 +375,11 @@ class IterationDriver:
 
         Return whether they can be.
         """
-        if self._on_demand is None and self._has_run_back and self.progress.rests:
-            if self._end_unused():
-                return True
-            if not why_not(self._runtime, self._decisions):
-                self._leave(OutOfOrderError("weights were read between backward and step"), is_read=True)
+        if not self._depth and self._end_unused():
+            return True
+        may_leave = self._on_demand is None and self._has_run_back and self.progress.rests
+        if may_leave and not why_not(self._runtime, self._decisions):
+            self._leave(OutOfOrderError("weights were read between backward and step"), is_read=True)
         return self._on_demand is not None
 
     def _end_unused(self) -> bool:

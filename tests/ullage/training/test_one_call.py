@@ -158,6 +158,30 @@ def test_gradients_reach_a_batch_through_layers_that_the_plan_does_not_go_back_t
             assert session.num_left == number
 
 
+def test_a_model_that_is_never_trained_is_prepared_without_an_optimizer() -> None:
+    def stack() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.Tanh())))
+
+    plain, batch = stack().requires_grad_(False), torch.randn(4, 64)
+    with pytest.raises(ValueError, match=r"0\.weight requires gradients, but no optimizer is given"):
+        ullage.prepare(stack(), None, batch)
+    teacher, held = ullage.prepare(stack().requires_grad_(False), None, batch, device_memory="60kB")
+    assert not any(parameter.requires_grad for parameter in teacher.parameters())
+    with held.session as session:
+        for mode in (True, False, True):
+            inputs = [batch.clone().requires_grad_(True) for _ in range(2)]
+            for network, given in zip((plain, teacher), inputs, strict=True):
+                network.train(mode)(given).square().sum().backward()
+            torch.testing.assert_close(inputs[1].grad, inputs[0].grad)
+            with torch.no_grad():
+                torch.testing.assert_close(teacher(batch), plain(batch))
+            values = zip(teacher.state_dict().values(), plain.state_dict().values(), strict=True)
+            assert all(torch.equal(own, other) for own, other in values)
+        session.access.check_idle()
+    assert all(torch.equal(own, other) for own, other in zip(teacher.parameters(), plain.parameters(), strict=True))
+
+
 @pytest.mark.parametrize("make", [ullage.AdamWBf16, ullage.AdamW8bit])
 def test_an_optimizer_that_rounds_weights_is_planned_without_an_fp32_copy_of_them(make: type) -> None:
     def train(*, plans: bool) -> list[torch.Tensor]:
