@@ -401,13 +401,13 @@ class IterationDriver:
 
         Return whether they can be.
         """
+        if not self._depth and self._end_unused():
+            return True
         has_run_forward = self.progress.task is not None and self.progress.task.op is Op.FORWARD and not self._depth
         has_run_back = self._has_run_back and self.progress.rests
-        if self._on_demand is None and not in_backward() and (has_run_back or has_run_forward):
-            if self._end_unused():
-                return True
-            if not why_not(self._runtime, self._decisions):
-                self._leave(OutOfOrderError("weights were read in the middle of a step"), is_read=has_run_back)
+        may_leave = self._on_demand is None and not in_backward() and (has_run_back or has_run_forward)
+        if may_leave and not why_not(self._runtime, self._decisions):
+            self._leave(OutOfOrderError("weights were read in the middle of a step"), is_read=has_run_back)
         return self._on_demand is not None
 
     def _end_unused(self) -> bool:
