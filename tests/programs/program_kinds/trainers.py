@@ -160,7 +160,7 @@ def rewards(ullage) -> Trained:
 
 def policy(ullage, trainer_class, config) -> Trained:
     rows = Dataset.from_list([{"prompt": f"{i} a"} for i in range(24)])
-    args = settings(config, num_generations=2, max_completion_length=6, temperature=1.0)
+    args = settings(config, num_generations=2, max_completion_length=6, beta=0.0)
     return run(
         ullage.offloaded(trainer_class)(
             model=llama(), args=args, train_dataset=rows, processing_class=tokenizer(),
