@@ -10,6 +10,8 @@ import transformers
 import trl
 from datasets import Dataset
 from program_catalogue import Trained, registry
+from sentence_transformers import losses
+from sentence_transformers.cross_encoder import losses as cross_losses
 from sentence_transformers.models import Pooling, Transformer
 from tokenizers import Tokenizer, models, pre_tokenizers
 from trl.experimental import cpo, orpo
@@ -61,11 +63,11 @@ def settings(kind, **changes):
 def run(trainer) -> Trained:
     """Train; return what was logged, and the weights."""
     trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    seen = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     weights = {name: weight.clone() for name, weight in trainer.model.state_dict().items()}
     if hasattr(trainer, "close"):
         trainer.close()
-    return losses, weights
+    return seen, weights
 
 
 def pairs() -> Dataset:
@@ -204,7 +206,7 @@ def sentence_embeddings(ullage) -> Trained:
     args = settings(st.SentenceTransformerTrainingArguments)
     return run(
         ullage.offloaded(st.SentenceTransformerTrainer)(
-            model=model, args=args, train_dataset=rows, loss=st.losses.MultipleNegativesRankingLoss(model)
+            model=model, args=args, train_dataset=rows, loss=losses.MultipleNegativesRankingLoss(model)
         )
     )
 
@@ -217,7 +219,7 @@ def triplets(ullage) -> Trained:
     args = settings(st.SentenceTransformerTrainingArguments)
     return run(
         ullage.offloaded(st.SentenceTransformerTrainer)(
-            model=model, args=args, train_dataset=Dataset.from_list(rows), loss=st.losses.TripletLoss(model)
+            model=model, args=args, train_dataset=Dataset.from_list(rows), loss=losses.TripletLoss(model)
         )
     )
 
@@ -228,7 +230,7 @@ def cross_encoder(ullage) -> Trained:
     model = st.CrossEncoder(bert(transformers.BertForSequenceClassification, num_labels=1), num_labels=1, device="cpu")
     rows = Dataset.from_list([{"a": "abc", "b": "abd"[i % 2 :], "label": float(i % 2)} for i in range(24)])
     args = settings(st.CrossEncoderTrainingArguments)
-    loss = st.cross_encoder.losses.BinaryCrossEntropyLoss(model)
+    loss = cross_losses.BinaryCrossEntropyLoss(model)
     return run(ullage.offloaded(st.CrossEncoderTrainer)(model=model, args=args, train_dataset=rows, loss=loss))
 
 
@@ -242,12 +244,12 @@ def accelerated(ullage) -> Trained:
     model, optimizer = ullage.prepare(model, optimizer, {"input_ids": ids[:4], "labels": ids[:4]})
     accelerator = accelerate.Accelerator(cpu=True)
     prepared, stepping, data = accelerator.prepare(model, optimizer, data)
-    losses = []
+    seen = []
     for batch in data:
         loss = prepared(input_ids=batch, labels=batch).loss
         accelerator.backward(loss)
         accelerator.clip_grad_norm_(prepared.parameters(), 1.0)
         stepping.step()
         stepping.zero_grad()
-        losses.append(loss.item())
-    return losses, model
+        seen.append(loss.item())
+    return seen, model
