@@ -1,6 +1,6 @@
 """Plans made before a machine is at hand, and priced again by its own profile when it is.
 
-    python -m benchmarks.prepared DIR --host-memory 110GB --cores 16      for benchmarks/gpu, at several host bandwidths
+    python -m benchmarks.prepared DIR --host-memory 111GB --cores 16      for benchmarks/gpu, at several host bandwidths
 
 A search takes seconds in which a lent GPU does nothing. What a host's memory delivers decides most about a plan, and is
 not known before, so there is one for each of a few rates; the fastest by the calibrated profile that fits is executed.
@@ -126,7 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, metavar="DIR")
     parser.add_argument("--profile", default="h100", metavar="NAME", help="of the machine, but for its host (h100)")
-    parser.add_argument("--host-memory", type=parse_bytes, default=110 * 10**9, metavar="SIZE", help="(110GB)")
+    parser.add_argument("--host-memory", type=parse_bytes, default=111 * 10**9, metavar="SIZE", help="(111GB)")
     parser.add_argument("--cores", type=int, default=16, metavar="N", help="(16)")
     args = parser.parse_args(arguments)
     base = load_profile(args.profile)

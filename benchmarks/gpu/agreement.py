@@ -88,6 +88,7 @@ SETTINGS: Final[Mapping[str, Setting]] = {
     "streamed": Setting("llama-3.2-1b", 2, 2048, placing=Placing("gpu", (Place.STREAM,), "recompute")),
     "activations on the host": Setting("qwen2.5-1.5b", 4, 4096, placing=Placing("gpu", (Place.CPU,), "offload")),
     "planned, 8B": Setting("llama-3.1-8b", 4, 4096, device_bytes=40_000_000_000, num_iterations=MIN_MEASURED),
+    "8B in 12 GiB": Setting("llama-3.1-8b", 4, 2048, 8, device_bytes=12 << 30, num_iterations=MIN_MEASURED),
     "accumulated": Setting("llama-3.2-1b", 4, 2048, 8, placing=Placing("gpu", (Place.CPU,), "recompute")),
     "compiled": Setting("llama-3.2-1b", 4, 2048, device_bytes=16_000_000_000, compiled=True),
 }  # fmt: skip

@@ -118,8 +118,8 @@ STAGES: Final[Mapping[str, Stage]] = {
     ),
     # Of a second call.
     "more": Stage(
-        f"{_AGREEMENT}/agreement_more.json --only 'planned, 8B' resident 'host updates' streamed "
-        "'activations on the host' accumulated",
+        f"{_AGREEMENT}/agreement_more.json --only '8B in 12 GiB' 'planned, 8B' resident 'host updates' "
+        "streamed 'activations on the host' accumulated",
         400,
         60,
         ("agreement_more.json",),

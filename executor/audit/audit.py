@@ -327,8 +327,8 @@ class Audit:
             case.autocast(),
         ):
             given = (*args, *kwargs.values())
-            begun = torch._C._autograd._get_sequence_nr()
             args, kwargs = [aliased(value) for value in args], {name: aliased(value) for name, value in kwargs.items()}
+            begun = torch._C._autograd._get_sequence_nr()
             with outputs_inside(case.module) as inside:
                 output = case.module.forward(*args, **kwargs)
             inner = (inside[n] for n in case.leaving)

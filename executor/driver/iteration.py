@@ -88,6 +88,7 @@ class IterationDriver:
         self._call, self._num_called = 1, 0
         self._evaluated = {unit.name for unit in units if unit.evaluates}
         self._first = next(unit for unit in units if not unit.is_unused)
+        self._last = next((unit.name for unit in reversed(units) if unit.backward or unit.num_params), units[-1].name)
         self._loop, self._units = runtime.loop, runtime.state.units
         self.gradients = UserGradients(
             decisions, (p for _, p in runtime.state.parameters()), self._norms, self._end_early
@@ -364,10 +365,10 @@ class IterationDriver:
         self._model_trains = self._model_trains and self._depth > 1
 
     def on_output(self) -> None:
-        """Backward has reached a tensor that the model returned. The last unit's backward begins here."""
+        """Backward has reached a tensor that the model returned: that of the last unit that has one begins here."""
         expected, task = self._loop.expected(), self.progress.task
         if task is not None and task.op is Op.FORWARD and expected is not None and expected.op is Op.BACKWARD:
-            self.on_backward(expected.unit)
+            self.on_backward(self._last)
 
     def on_other_shape(self, shape: tuple[int, ...]) -> None:
         """A forward of the plan begins with a batch of another shape; see [Note: Other shapes]."""
@@ -443,15 +444,17 @@ class IterationDriver:
                 self._runtime.inside_iteration = False
 
     def come_to_rest(self) -> bool:
-        """After a backward, end the iteration or leave the plan, so that weights can be read.
+        """After a forward or backward, end the iteration or leave the plan, so that weights can be read.
 
         Return whether they can be.
         """
-        if self._on_demand is None and self._has_run_back and self.progress.rests:
-            if self._end_unused():
-                return True
-            if not why_not(self._runtime, self._decisions):
-                self._leave(OutOfOrderError("weights were read between backward and step"), is_read=True)
+        if not self._depth and self._end_unused():
+            return True
+        has_run_forward = self.progress.task is not None and self.progress.task.op is Op.FORWARD and not self._depth
+        has_run_back = self._has_run_back and self.progress.rests
+        may_leave = self._on_demand is None and not in_backward() and (has_run_back or has_run_forward)
+        if may_leave and not why_not(self._runtime, self._decisions):
+            self._leave(OutOfOrderError("weights were read in the middle of a step"), is_read=has_run_back)
         return self._on_demand is not None
 
     def _end_unused(self) -> bool:

@@ -72,6 +72,7 @@ class Progress:
             for task in loop.schedule.tasks
             if task.op in _INSIDE_BACKWARD
         }
+        self._without_backward = {unit.name for unit in units if not (unit.backward or unit.num_params)}
         self._watching_end = False  # whether the end of the running backward has a callback
         self._goes_on = False  # whether the backward that has ended was inside another one
         self._left: set[str] = set()  # units that this backward has left
@@ -138,8 +139,16 @@ class Progress:
             self._reach(op, unit)
 
     def backward(self, unit: str) -> None:
-        """Backward has reached a unit. Raises as :meth:`forward`."""
+        """Backward has reached a unit. Raises as :meth:`forward`.
+
+        A plan brings no weights for the backward of units that neither train nor come after one that does. Backward
+        reaches them all the same if the batch itself needs gradients.
+        """
         self.enter_backward()
+        if unit in self._without_backward:
+            raise OutOfOrderError(
+                f"backward reached {unit}, but the plan ends backward before, as nothing up to there is trained"
+            )
         if (begins := self._recompute_starts.get(unit)) is not None:
             self._skip_to(*begins)
         expected = self._loop.expected()

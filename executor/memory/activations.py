@@ -108,10 +108,7 @@ class OffloadedActivations:
         # When this task has ended, the next segment may reuse the memory. So wait for the copies here.
         self._backend.event_time_s(self._backend.record_event(Lane.ACTIVATION_OUT))
         for product in segment.products_of[unit]:
-            if not all(
-                tensor.is_unmodified for tensor in product.tensors
-            ):  # changed since it was chosen: it runs again
-                product.is_offloaded = False
+            product.is_offloaded &= product.is_unmodified  # if it has changed since it was chosen, it runs again
         if not all(tensor.is_unmodified for tensor in segment.offloaded(unit)):
             raise modified_in_place(f"an input of {unit}")
         for tensor in (*tensors, *(t for product in segment.products_of[unit] for t in product.tensors)):
@@ -196,7 +193,7 @@ def _assign(segment: SegmentActivations, unit: str, room_bytes: int) -> None:
         if tensor.is_dense and end + tensor.num_bytes <= room_bytes:  # else it stays: an input cannot be recomputed
             tensor.start = end
             end += tensor.num_bytes
-    chosen = [p for p in segment.products_of[unit] if all(t.is_unmodified and t.is_dense for t in p.tensors)]
+    chosen = [p for p in segment.products_of[unit] if p.is_unmodified and all(t.is_dense for t in p.tensors)]
     while (excess := sum(product.num_bytes for product in chosen) - (room_bytes - end)) > 0:
         enough = [product for product in reversed(chosen) if product.num_bytes >= excess]
         chosen.remove(

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.flop_counter import flop_registry
 
 from executor.devices.backend import Backend
@@ -131,6 +131,7 @@ class Product:
         leaves, structure: its output, with a :class:`SavedTensor` in place of each floating-point tensor.
         random_state: the generator and its state after the product, if the product drew random numbers.
         is_offloaded: whether its output is offloaded. If not, the product runs again.
+        is_changed: whether its output was changed in place after that.
     """
 
     function: Any
@@ -138,11 +139,17 @@ class Product:
     structure: TreeSpec
     random_state: tuple[torch.Generator, torch.Tensor] | None
     is_offloaded: bool = False
+    is_changed: bool = False
 
     @property
     def tensors(self) -> list[SavedTensor]:
         """Tensors that may be offloaded."""
         return [leaf for leaf in self.leaves if isinstance(leaf, SavedTensor)]
+
+    @property
+    def is_unmodified(self) -> bool:
+        """Whether its output is on the device, as it was computed."""
+        return not self.is_changed and all(tensor.is_unmodified for tensor in self.tensors)
 
     @property
     def num_bytes(self) -> int:
@@ -176,6 +183,18 @@ class SegmentActivations:
             yield from (tensor for tensor in self.inputs if tensor.start >= 0)
         yield from (tensor for product in self.products_of[unit] if product.is_offloaded for tensor in product.tensors)
 
+    def forget_changed(self, output: Any) -> None:
+        """Let products run again whose outputs an operator has changed in place; ``output`` is what it returned.
+
+        Their versions do not show this: in place of a product of three dimensions, ``nn.Linear`` returns a tensor that
+        is no view for autograd, but has the same memory.
+        """
+        changed = {leaf.untyped_storage()._cdata for leaf in tree_leaves(output) if _is_floating(leaf)}
+        for product in self.products:
+            held = (saved.tensor for saved in product.tensors if saved.tensor is not None)
+            if any(tensor.untyped_storage()._cdata in changed for tensor in held):
+                product.is_changed = True
+
     def drop(self) -> None:
         """Free the tensors that were not restored. Offloaded ones can be brought back for another backward."""
         self.away |= self.moved
@@ -200,6 +219,8 @@ class SaveProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if _has_parts(types):
             return NotImplemented
         output = func(*args, **(kwargs or {}))
+        if func._schema.is_mutable and self._segments.products:
+            self._segments.forget_changed(output)
         if _is_product(func) and not is_running_again():
             leaves, structure = tree_flatten(output)
             saved = [SavedTensor.of(leaf) if _is_floating(leaf) else leaf for leaf in leaves]

@@ -355,6 +355,15 @@ def clamped(last: nn.Linear, x: Tensor) -> Tensor:
     return last(x)
 
 
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.last = nn.Parameter(torch.ones(8, 8, dtype=torch.complex64)), nn.Linear(8, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last((x.to(self.weight.dtype) @ self.weight).abs())
+
+
 CAUSES: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     "renormed": (
         lambda: nn.Embedding(8, 8, max_norm=1),
@@ -364,6 +373,21 @@ CAUSES: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     "clamped": (lambda: Of(clamped), "4x8", r"forward writes to the parameter layers\.last\.weight"),
     "set": (resetting, "4x8", "forward sets weight of a Linear"),
     "lazy": (lambda: nn.LazyLinear(8), "4x8", r"run the model once"),
+    "complex": (
+        Complex,
+        "4x8",
+        r"parameter weight has type torch\.complex64.*torch\.view_as_real\(parameter\)",
+    ),
+    "functional": (
+        lambda: Of(lambda last, x: torch.func.grad(lambda y: y.square().sum())(last(x))),
+        "4x8",
+        r"torch\.autograd\.grad\(\.\.\., create_graph=True\) in place of",
+    ),
+    "values": (
+        lambda: Of(lambda last, x: last(x) + torch.zeros(int(last(x).sum()) - 9**9)),
+        "4x8",
+        r"needs the values .*sum\(\)",
+    ),
     "penalty": (
         lambda: Of(
             lambda last, x: torch.autograd.grad(last(last(x) ** 2).sum(), last.weight, create_graph=True)[0].sum()

@@ -51,9 +51,17 @@ ADAPTERS = {
     "ia3": IA3Config(**TEXT, target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
     "loha": LoHaConfig(target_modules=["q_proj"], r=4),
     "lokr": LoKrConfig(target_modules=["q_proj"], r=4),
+    "lokr without some": LoKrConfig(target_modules=["q_proj"], r=4, module_dropout=0.3),
+    "vb-lora": VBLoRAConfig(target_modules=["q_proj"], num_vectors=8, vector_length=4),
+    "fourierft": FourierFTConfig(target_modules=["q_proj"], n_frequency=8),
+    "c3a": C3AConfig(target_modules=["q_proj"], block_size=8),
+    "waveft": WaveFTConfig(target_modules=["q_proj"], n_frequency=8),
     "oft": OFTConfig(target_modules=["q_proj"], oft_block_size=8),
     "boft": BOFTConfig(target_modules=["q_proj"], boft_block_size=4),
     "p-tuning": PromptEncoderConfig(**TEXT, num_virtual_tokens=4, encoder_hidden_size=16),
+    "p-tuning with an LSTM": PromptEncoderConfig(
+        **TEXT, num_virtual_tokens=4, encoder_hidden_size=16, encoder_reparameterization_type="LSTM"
+    ),
     "prefix": PrefixTuningConfig(**TEXT, num_virtual_tokens=4),  # in a cache, as keys and values
     "prompt": PromptTuningConfig(**TEXT, num_virtual_tokens=4),
     "tokens": TrainableTokensConfig(**TEXT, token_indices=[1, 2, 200], target_modules=["embed_tokens"]),
@@ -125,18 +133,7 @@ def test_what_trains_is_planned_and_trained_as_in_memory(
     ("config", "message"),
     [
         (AdaLoraConfig(target_modules=["q_proj"], total_step=9), "its loss reads the weights of all layers; use LoRA"),
-        (VBLoRAConfig(target_modules=["q_proj"], num_vectors=8, vector_length=4), "depends on their values; use LoRA"),
-        (FourierFTConfig(target_modules=["q_proj"], n_frequency=8), "Fourier transforms have no known cost; use LoRA"),
-        (C3AConfig(target_modules=["q_proj"], block_size=8), "Fourier transforms have no known cost; use LoRA or OFT"),
         (ShiraConfig(target_modules=["q_proj"], r=2), "its weights are sparse tensors; use LoRA"),
-        (WaveFTConfig(target_modules=["q_proj"], n_frequency=8), "depends on other values; use LoRA or VeRA"),
-        (LoKrConfig(target_modules=["q_proj"], r=4, module_dropout=0.1), "module_dropout=0.1 leaves out modules"),
-        (
-            PromptEncoderConfig(
-                **TEXT, num_virtual_tokens=4, encoder_hidden_size=16, encoder_reparameterization_type="LSTM"
-            ),
-            "an LSTM has no known cost; give encoder_reparameterization_type='MLP'",
-        ),
     ],
 )
 @pytest.mark.filterwarnings("ignore")  # of peft

@@ -30,13 +30,8 @@ _TASKS: Final[dict[Any, str]] = {
 # Adapters of `peft` that cannot be captured, why, and what can be instead.
 _REFUSED: Final = {
     "ADALORA": "its loss reads the weights of all layers; use LoRA, and choose the rank",
-    "VBLORA": "which of its vectors are used depends on their values; use LoRA or VeRA",
-    "FOURIERFT": "Fourier transforms have no known cost; use LoRA or VeRA",
-    "C3A": "Fourier transforms have no known cost; use LoRA or OFT",
     "SHIRA": "its weights are sparse tensors; use LoRA",
-    "WAVEFT": "how many values it has depends on other values; use LoRA or VeRA",
 }
-_LEAVE_OUT: Final = frozenset({"LOHA", "LOKR"})  # adapters whose `module_dropout` leaves out whole modules
 
 
 def check_adapters(model: nn.Module) -> None:
@@ -55,10 +50,6 @@ def check_adapters(model: nn.Module) -> None:
     for name, config in configs.items() if isinstance(configs, dict) else ():
         kind = str(getattr(config.peft_type, "value", config.peft_type))
         reason = _REFUSED.get(kind)
-        if kind in _LEAVE_OUT and config.module_dropout:
-            reason = f"module_dropout={config.module_dropout:g} leaves out modules at random; give module_dropout=0"
-        if kind == "P_TUNING" and str(config.encoder_reparameterization_type).endswith("LSTM"):
-            reason = "an LSTM has no known cost; give encoder_reparameterization_type='MLP'"
         if reason is not None:
             raise CaptureError(f"adapter {name!r} is {kind}, which cannot be planned: {reason}")
 

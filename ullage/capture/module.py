@@ -370,11 +370,16 @@ def _check_parameters(model: nn.Module, name: str) -> None:
         check_memory(model)
     except ValueError as error:
         raise CaptureError(f"{name}: {error}") from error
-    if other := [path for path, p in parameters.items() if not (is_packed(p) or p.is_floating_point())]:
-        raise CaptureError(
-            f"{name}: parameter {other[0]} has type {parameters[other[0]].dtype}, but must be floating-point; make it "
-            "a buffer"
-        )
+    for path, parameter in parameters.items():
+        if not (is_packed(parameter) or parameter.is_floating_point()):
+            of_real = (
+                "make it one of real numbers, torch.view_as_real(parameter), and call torch.view_as_complex on that in "
+                "forward: optimizers compute the same"
+            )
+            remedy = of_real if parameter.is_complex() else "make it a buffer"
+            raise CaptureError(
+                f"{name}: parameter {path} has type {parameter.dtype}, but must be floating-point; {remedy}"
+            )
 
 
 def _check_statistics(model: nn.Module, name: str, dtype: torch.dtype) -> None:
@@ -567,8 +572,8 @@ def _as_capture_errors(name: str, model: nn.Module | None = None) -> Iterator[No
     except VALUES as error:
         where = users_line(traceback.extract_tb(error.__traceback__))
         raise CaptureError(
-            f"{name}{_at(inside)}: {error.func} needs the values of a tensor{where}, but a capture has no "
-            f"values (control flow or shapes that depend on data, .item(), boolean masks); {_instead(str(error.func))}"
+            f"{name}{_at(inside)}: {error.func} needs the values of a tensor{where}, which a capture does not have, "
+            "and it does not run with those that were assumed; compute the same for all values, as torch.where does"
         ) from error
     except UNKNOWN as error:
         raise CaptureError(
@@ -576,25 +581,23 @@ def _as_capture_errors(name: str, model: nn.Module | None = None) -> Iterator[No
             "register a fake implementation (torch.library.register_fake)"
         ) from error
     except Exception as error:
-        remedy = "make it run with these inputs first"
-        if model is None:
-            remedy = (
-                "it runs for a model without memory: give device='cpu' for tensors whose values it reads, do not load "
-                "weights, and do not move the model"
-            )
+        remedy = _remedy(error, has_model=model is not None)
         raise CaptureError(f"{name}{_at(inside)}: {_first_line(error)}; {remedy}") from error
     finally:
         for handle in handles:
             handle.remove()
 
 
-def _instead(function: str) -> str:
-    if "pack_padded_sequence" in function:
-        return "leave pack_padded_sequence out, give the padded batch to the module, and mask what comes out of it"
-    return (
-        "compute the same for all values, as torch.where does; register hooks that read values, for a log, after "
-        "prepare()"
-    )
+def _remedy(error: Exception, *, has_model: bool) -> str:
+    """Return what to do if a model, or the function that makes it, fails."""
+    if not has_model:
+        return (
+            "it runs for a model without memory: give device='cpu' for tensors whose values it reads, do not load "
+            "weights, and do not move the model"
+        )
+    if "saved tensor hooks" in str(error):  # of torch.func.grad and its like
+        return "call torch.autograd.grad(..., create_graph=True) in place of functions of torch.func"
+    return "make it run with these inputs first"
 
 
 def _at(inside: list[str]) -> str:

@@ -258,28 +258,27 @@ class _Offloaded(transformers.Trainer):
             ) from failed
 
 
-class _CalledError(Exception):
-    """A model was called; the arguments are those of the call."""
-
-
 def _first_call(model: nn.Module, compute: Callable[[], Any]) -> tuple[Any, Any]:
     """Return what a function first calls a model with, which does not run.
 
     Raises:
         CaptureError: the function does not call it.
     """
+    calls: list[tuple[Any, Any]] = []
 
     def stop(_module: nn.Module, args: Any, kwargs: Any) -> None:
-        raise _CalledError(args, kwargs)
+        calls.append((args, kwargs))
+        raise CaptureError("the first call is enough")
 
     with model.register_forward_pre_hook(stop, prepend=True, with_kwargs=True):
         try:
             compute()
-        except _CalledError as called:
-            return called.args  # two, as above
         except Exception as error:
-            raise CaptureError(str(error)) from error
-    raise CaptureError("the model is not called")
+            if not calls:
+                raise CaptureError(str(error)) from error
+    if not calls:
+        raise CaptureError("the model is not called")
+    return calls[0]
 
 
 @contextlib.contextmanager

@@ -89,7 +89,7 @@ def check_trainable(model: nn.Module) -> None:
     if parameters and not any(parameter.requires_grad for parameter in parameters):
         raise ValueError(
             f"all {len(parameters)} parameters of the {type(model).__name__} are frozen; call requires_grad_(True) on "
-            "those to train, or put adapters in (peft.get_peft_model)"
+            "those to train, put adapters in (peft.get_peft_model), or give None as the optimizer to evaluate it only"
         )
 
 

@@ -1,6 +1,8 @@
 """``ullage.prepare``: put a model and its optimizer under a plan, which is given or made now."""
 
+import contextlib
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypedDict, Unpack, cast
 
@@ -59,7 +61,7 @@ class Options(PlanOptions, Settings, total=False):
 
 def prepare(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | None,
     plan: Plan | Batch,
     *,
     step: Step | None = None,
@@ -74,7 +76,8 @@ def prepare(
             :class:`ullage.AdamW8bit`, :class:`ullage.Lion` or :class:`ullage.Muon` over all or some of the model's
             parameters, in any groups. LR schedulers may be built on it or on the result. Parameters that are frozen or
             not in the optimizer do not change. If a parameter is frozen when the model is captured, the plan has no
-            optimizer state for it.
+            optimizer state for it. ``None`` for a model whose parameters are all frozen: a teacher, a reference, a
+            reward. It is evaluated, and gradients flow through it; ``session`` of what is returned for it closes it.
         plan: the largest batch of your loop: a dict (``model(**batch)``), a tuple (``model(*batch)``) or a tensor. The
             model is then captured without a copy of its weights, and planned for the memory that is free now. If this
             machine has no profile, it is first measured, once, for half a minute. Or give a plan for a model with these
@@ -105,6 +108,9 @@ def prepare(
 
     If a block cannot be compiled, it raises :class:`executor.module.compilation.CompileError` when it first runs.
     """
+    if optimizer is None:
+        with _one_trained(model) as placeholder:
+            return prepare(model, placeholder, plan, step=step, **options)
     check_kinds(model, optimizer)
     check_options("prepare", options, Options.__annotations__)
     given: dict[str, Any] = dict(options)
@@ -124,6 +130,32 @@ def prepare(
         warn_about_dtypes(model, plan)
     _warn_of_parameters_left_out(model, optimizer)
     return prepare_planned(model, optimizer, plan, cast("Settings", given))
+
+
+@contextlib.contextmanager
+def _one_trained(model: nn.Module) -> Iterator[torch.optim.Optimizer]:
+    """Let the smallest parameter of a frozen model count as trained while it is planned; yield an optimizer for it.
+
+    Raises:
+        ValueError: the model is not frozen, or has no parameters in floating point.
+    """
+    check_kinds(model, torch.optim.SGD([torch.empty(0)]))
+    if wanted := next((name for name, parameter in model.named_parameters() if parameter.requires_grad), None):
+        raise ValueError(
+            f"{wanted} requires gradients, but no optimizer is given; give the one that trains it, or freeze the model "
+            "(model.requires_grad_(False)) to evaluate it as it is"
+        )
+    found = [parameter for parameter in model.parameters() if parameter.is_floating_point()]
+    if not found:
+        raise ValueError(f"{type(model).__name__} has no parameters in floating point; leave it as it is")
+    types = [parameter.dtype for parameter in found]
+    most = max(set(types), key=types.count)
+    smallest = min((parameter for parameter in found if parameter.dtype is most), key=torch.Tensor.numel)
+    smallest.requires_grad_(True)
+    try:
+        yield torch.optim.SGD([smallest], lr=0.0)
+    finally:
+        smallest.requires_grad_(False)
 
 
 def warn_about_dtypes(model: nn.Module, plan: Plan) -> None:

@@ -224,7 +224,7 @@ def test_memory_that_is_read_without_asking_holds_no_other_weights(started):
 
 
 def test_what_needs_no_values_works_everywhere(started):
-    """Also where values are refused, and with the answers of an ordinary parameter."""
+    """Also in an iteration, with the answers of an ordinary parameter."""
     model, optimizer = started
     expected = dict(in_memory(TASK, optimizer.session).named_parameters())
     tokens = batches(TASK)[0][0]
@@ -238,7 +238,6 @@ def test_what_needs_no_values_works_everywhere(started):
         assert torch.zeros_like(parameter).equal(torch.zeros_like(plain))
         assert torch.ones(2).to(parameter).type_as(parameter).dtype == plain.dtype
         assert parameter.data_ptr()
-        assert optimizer.session.access.settled or re.search(REFUSED, repr(parameter))
     assert len({parameter.data_ptr() for parameter in model.parameters()}) == len(expected)
     model.to("cpu").float()
     kept = [parameter.detach().requires_grad_() for parameter in model.parameters()]

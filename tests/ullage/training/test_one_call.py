@@ -134,6 +134,54 @@ def test_plans_share_the_device() -> None:
     closed.session.close()
 
 
+def test_gradients_reach_a_batch_through_layers_that_the_plan_does_not_go_back_through() -> None:
+    """Only the last layer is trained, so the plan ends backward there; the batch of another model needs more."""
+
+    def stack() -> nn.Sequential:
+        torch.manual_seed(0)
+        layers = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.Tanh())))
+        layers[:-2].requires_grad_(False)
+        return layers
+
+    batch, expected = torch.randn(4, 64), torch.randn(4, 64)
+    plain, model = stack(), stack()
+    model, optimizer = ullage.prepare(model, torch.optim.SGD(model[-2].parameters()), batch, device_memory="56kB")
+    assert all(unit.params == "host" for unit in optimizer.plan.decisions.units.values())
+    with optimizer.session as session:
+        for number in (1, 2):
+            inputs = [batch.clone().requires_grad_(True) for _ in range(2)]
+            for network, given in zip((plain, model), inputs, strict=True):
+                nn.functional.mse_loss(network(given), expected).backward()
+            torch.testing.assert_close(inputs[1].grad, inputs[0].grad)
+            optimizer.zero_grad()
+            optimizer.step()
+            assert session.num_left == number
+
+
+def test_a_model_that_is_never_trained_is_prepared_without_an_optimizer() -> None:
+    def stack() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.Tanh())))
+
+    plain, batch = stack().requires_grad_(False), torch.randn(4, 64)
+    with pytest.raises(ValueError, match=r"0\.weight requires gradients, but no optimizer is given"):
+        ullage.prepare(stack(), None, batch)
+    teacher, held = ullage.prepare(stack().requires_grad_(False), None, batch, device_memory="60kB")
+    assert not any(parameter.requires_grad for parameter in teacher.parameters())
+    with held.session as session:
+        for mode in (True, False, True):
+            inputs = [batch.clone().requires_grad_(True) for _ in range(2)]
+            for network, given in zip((plain, teacher), inputs, strict=True):
+                network.train(mode)(given).square().sum().backward()
+            torch.testing.assert_close(inputs[1].grad, inputs[0].grad)
+            with torch.no_grad():
+                torch.testing.assert_close(teacher(batch), plain(batch))
+            values = zip(teacher.state_dict().values(), plain.state_dict().values(), strict=True)
+            assert all(torch.equal(own, other) for own, other in values)
+        session.access.check_idle()
+    assert all(torch.equal(own, other) for own, other in zip(teacher.parameters(), plain.parameters(), strict=True))
+
+
 @pytest.mark.parametrize("make", [ullage.AdamWBf16, ullage.AdamW8bit])
 def test_an_optimizer_that_rounds_weights_is_planned_without_an_fp32_copy_of_them(make: type) -> None:
     def train(*, plans: bool) -> list[torch.Tensor]:
