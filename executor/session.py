@@ -164,7 +164,12 @@ class Session(contextlib.AbstractContextManager["Session"]):
             if options.batch:
                 self._undo.append(backend.forget_shapes)
                 called = model.get_submodule(options.calls[0]) if options.calls else model
-                self._undo.append(bind_batches(called, options.batch, lambda: driver.begins, driver.on_other_shape))
+
+                def begins() -> bool:
+                    trains = driver.trains or (units[0].evaluates and model.training)
+                    return trains and driver.progress.begins
+
+                self._undo.append(bind_batches(called, options.batch, begins, driver.on_other_shape))
             _move_buffers(model, backend.device, ranks)
             driver.visibility.show("")
             self.synchronize()  # the copies so far were on no lane

@@ -226,9 +226,10 @@ class Fakes:
                 with _disable_current_modes():
                     chosen = known.layout.within(known.recipe.values).nonzero(as_tuple=True)
                 for places in chosen:
-                    found.append(_fake_like(places))
+                    fake = _fake_like(places)
+                    found.append(fake)
                     with _disable_current_modes():
-                        self.know(found[-1], places)
+                        self.know(fake, places)
         return found
 
     def _known(self, arguments: Any) -> Any:
