@@ -118,6 +118,11 @@ class Progress:
         """Return whether the caller is already at this task. A unit may have several modules with hooks."""
         return self.task is not None and self.task.unit == unit and self.task.op is op
 
+    def meets(self, unit: str) -> bool:
+        """Return whether forward is at a unit, or the plan expects it next."""
+        expected = self._loop.expected()
+        return self.is_at(Op.FORWARD, unit) or (expected is not None and expected.unit == unit)
+
     def awaits_gradient(self, unit: str) -> bool:
         """Return whether a gradient of a unit may arrive now: backward runs and has not left the unit."""
         return self.task is not None and unit not in self._left
