@@ -161,20 +161,15 @@ class Session(contextlib.AbstractContextManager["Session"]):
             self._undo.append(replace_attribute(model, "no_sync", contextlib.nullcontext))
             if options.batch:
                 self._undo.append(backend.forget_shapes)
-<<<<<<< HEAD
                 called = model.get_submodule(options.calls[0] if options.calls else "")
-                self._undo.append(bind_batches(called, options.batch, lambda: driver.begins, driver.on_other_shape))
-            driver.num_calls = len(options.calls) or 1
-            self._undo += watch_calls(model, options.calls, driver)  # its hooks run before all others
-=======
-                called = model.get_submodule(options.calls[0]) if options.calls else model
+                evaluates = next(unit for unit in units if not unit.is_unused).evaluates
 
                 def begins() -> bool:
-                    trains = driver.trains or (units[0].evaluates and model.training)
-                    return trains and driver.progress.begins
+                    return (driver.trains or (evaluates and model.training)) and driver.progress.begins
 
                 self._undo.append(bind_batches(called, options.batch, begins, driver.on_other_shape))
->>>>>>> w-inputs
+            driver.num_calls = len(options.calls) or 1
+            self._undo += watch_calls(model, options.calls, driver)  # its hooks run before all others
             _move_buffers(model, backend.device, ranks)
             driver.visibility.show("")
             self.synchronize()  # the copies so far were on no lane

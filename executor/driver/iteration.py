@@ -87,11 +87,8 @@ class IterationDriver:
         self._call_of = {unit.name: unit.call for unit in units}
         self._call, self._num_called = 1, 0
         self._evaluated = {unit.name for unit in units if unit.evaluates}
-<<<<<<< HEAD
-        self._first = next(unit for unit in units if not unit.is_unused)
+        self._begins_evaluating = next(unit for unit in units if not unit.is_unused).evaluates
         self._last = next((unit.name for unit in reversed(units) if unit.backward or unit.num_params), units[-1].name)
-=======
->>>>>>> w-inputs
         self._loop, self._units = runtime.loop, runtime.state.units
         self.gradients = UserGradients(
             decisions, (p for _, p in runtime.state.parameters()), self._norms, self._end_early
@@ -129,22 +126,13 @@ class IterationDriver:
         """
         evaluates = self._model.training and unit in self._evaluated  # in a planned call without gradients
         if in_backward():
-<<<<<<< HEAD
-            if not self._runtime.inside_iteration:  # a hook of the user's on a gradient runs the model first
-=======
             if not self._runtime.inside_iteration:  # a hook of the user's on a gradient runs the model
->>>>>>> w-inputs
                 self._check_begin()
                 self._begin()
             with self._backward:
                 self._follow(self.progress.recompute, unit)
-<<<<<<< HEAD
-        elif not self._runtime.inside_iteration and not self.trains and not self._is_planned_evaluation(unit):
-            self._access.evaluate(unit, self.visibility)
-=======
         elif not (self.trains or self._runtime.inside_iteration or (evaluates and self.progress.meets(unit))):
-            self._access.evaluate(unit)
->>>>>>> w-inputs
+            self._access.evaluate(unit, self.visibility)
             self.visibility.show(unit)
         elif self.progress.has_left or not self.progress.is_at(Op.FORWARD, unit):
             self._check_begin()
@@ -153,16 +141,6 @@ class IterationDriver:
         elif self._runtime.machine.failed:
             self._runtime.machine.check()
 
-<<<<<<< HEAD
-    def _is_planned_evaluation(self, unit: str) -> bool:
-        """Return whether the plan is at this unit, or expects it next, in a call without gradients."""
-        expected = self._loop.expected()
-        there = self.progress.is_at(Op.FORWARD, unit) or (expected is not None and expected.unit == unit)
-        begins = self.progress.begins and unit == self._first.name  # after units that the batch does not reach
-        return (there or begins) and unit in self._evaluated and self._model.training
-
-=======
->>>>>>> w-inputs
     def _reach_forward(self, unit: str) -> None:
         if not self.trains and not (self._model.training and unit in self._evaluated):
             raise OutOfOrderError(
@@ -325,7 +303,7 @@ class IterationDriver:
         self._depth += 1
         if self._depth > 1 or in_backward():
             return
-        begins = self._model.training and (torch.is_grad_enabled() or self._first.evaluates)
+        begins = self._model.training and (torch.is_grad_enabled() or self._begins_evaluating)
         if begins and self._runtime.inside_iteration:
             self._end_unused()
         self._num_called = 0 if self.progress.begins else self._num_called + 1
@@ -353,15 +331,6 @@ class IterationDriver:
         trains = self._model_trains or (torch.is_grad_enabled() and self._model.training)
         return trains and not self.progress.has_left
 
-<<<<<<< HEAD
-    @property
-    def begins(self) -> bool:
-        """Whether a forward that begins now is the plan's first one of a micro-batch."""
-        trains = self.trains or (self._first.evaluates and self._model.training)
-        return trains and self.progress.begins
-
-=======
->>>>>>> w-inputs
     def on_model_begin(self) -> None:
         """The model's own forward begins. If it trains, parts of it without gradients count as training too."""
         if self._depth > 1:  # its forward calls the model, as a step of Lightning does

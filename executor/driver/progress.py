@@ -53,6 +53,7 @@ class Progress:
         self._num_micro_batches = decisions.num_micro_batches
         self._unused = {unit.name for unit in units if unit.is_unused}
         self._first = next(task.unit for task in loop.schedule.tasks if task.op is Op.FORWARD)
+        self._first_used = next(unit.name for unit in units if not unit.is_unused)
         self._firsts = {next(group).name for _, group in itertools.groupby(units, key=lambda unit: unit.call)}
         self._backward_begins = backward_begins
         self._backward_ended = backward_ended
@@ -119,9 +120,10 @@ class Progress:
         return self.task is not None and self.task.unit == unit and self.task.op is op
 
     def meets(self, unit: str) -> bool:
-        """Return whether forward is at a unit, or the plan expects it next."""
+        """Return whether forward is at a unit, or the plan expects it next of those that the batch reaches."""
         expected = self._loop.expected()
-        return self.is_at(Op.FORWARD, unit) or (expected is not None and expected.unit == unit)
+        is_next = expected is not None and expected.unit == unit
+        return self.is_at(Op.FORWARD, unit) or is_next or (self.begins and unit == self._first_used)
 
     def awaits_gradient(self, unit: str) -> bool:
         """Return whether a gradient of a unit may arrive now: backward runs and has not left the unit."""
