@@ -2,12 +2,14 @@
 
 import contextlib
 import copy
+import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 
 class HeadCallbacks(Protocol):
@@ -32,6 +34,12 @@ class ModuleCallbacks(HeadCallbacks, Protocol):
     def on_recomputed(self, unit: str) -> None:
         """Recomputation has ended for the segment whose last unit this is."""
 
+    def on_call(self) -> None:
+        """The user's step calls the model, or a part of it, see [Note: Steps] in :mod:`ullage.capture.partitioning`."""
+
+    def on_call_end(self) -> None:
+        """Such a call has ended, or failed."""
+
     def on_model_begin(self) -> None:
         """The model's own forward begins."""
 
@@ -40,6 +48,10 @@ class ModuleCallbacks(HeadCallbacks, Protocol):
 
     def on_output(self) -> None:
         """Backward has reached a tensor that the model's own forward returned."""
+
+    @property
+    def call(self) -> int:
+        """The call of the user's step that runs now, or whose backward does; 1 outside of planned calls."""
 
     @property
     def unit(self) -> str:
@@ -66,6 +78,15 @@ def ends_at(node: Any) -> bool:
             torch._C._will_engine_execute_node(after) for after, _ in node.next_functions if after is not None
         )
     return False
+
+
+def tensors_of(value: object) -> Iterator[torch.Tensor]:
+    """Yield the tensors among what a module is called with or returns, also those inside tuples, dicts, dataclasses."""
+    for leaf in (value,) if isinstance(value, torch.Tensor) else tree_leaves(value):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            yield from tensors_of([getattr(leaf, field.name, None) for field in dataclasses.fields(leaf)])
 
 
 def hook_target(tensor: torch.Tensor) -> torch.Tensor:

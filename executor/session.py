@@ -30,7 +30,7 @@ from executor.driver.iteration import IterationDriver
 from executor.memory.arenas import MeasuredMemory
 from executor.memory.state import without_values
 from executor.module.batches import bind_batches
-from executor.module.binding import bind, bind_state_dict, no_compile
+from executor.module.binding import bind, bind_state_dict, no_compile, watch_calls
 from executor.module.empty import take_off_meta
 from executor.module.guards import bind_guards
 from executor.module.naming import PROMPT, Naming, prompts_of
@@ -161,7 +161,10 @@ class Session(contextlib.AbstractContextManager["Session"]):
             self._undo.append(replace_attribute(model, "no_sync", contextlib.nullcontext))
             if options.batch:
                 self._undo.append(backend.forget_shapes)
-                self._undo.append(bind_batches(model, options.batch, lambda: driver.trains, driver.on_other_shape))
+                called = model.get_submodule(options.calls[0] if options.calls else "")
+                self._undo.append(bind_batches(called, options.batch, lambda: driver.begins, driver.on_other_shape))
+            driver.num_calls = len(options.calls) or 1
+            self._undo += watch_calls(model, options.calls, driver)  # its hooks run before all others
             _move_buffers(model, backend.device, ranks)
             driver.visibility.show("")
             self.synchronize()  # the copies so far were on no lane

@@ -71,6 +71,16 @@ class Unit:
     fp8_parameters: tuple[ParameterSpec, ...] = ()
     fp8_twin: "Unit | None" = dataclasses.field(default=None, compare=False, repr=False)
 
+    @property
+    def call(self) -> int:
+        """The call of the model that runs it, from 1 on; see :attr:`planner.models.captured.CapturedModel.calls`."""
+        return self.operators[0].call
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether it runs without gradients in a step that calls the model several times."""
+        return self.operators[0].evaluates
+
     @functools.cached_property
     def num_params(self) -> int:
         """Number of its own parameters that are trained."""

@@ -97,7 +97,8 @@ def recomputed_modules(
     paths = {module: path for path, module in model.named_modules()}
     tiled = tiled_modules(model, units) if decisions.layer_tile_tokens is not None else {}
     in_tiles = {inner for module in tiled for inner in module.modules()}
-    recomputed = [s for s in segments(units) if decisions.units[s[0].name].activations != "keep"]
+    several = units[-1].call > 1  # what several calls compute is not compared
+    recomputed = [s for s in segments(units) if not several and decisions.units[s[0].name].activations != "keep"]
     inside = {segment[0].segment: set(segment_module(model, segment).modules()) for segment in recomputed}
     used = Counter(itertools.chain.from_iterable(inside.values()))
     for name, modules in inside.items():
@@ -131,7 +132,7 @@ def _readers(model: nn.Module, units: tuple[Unit, ...]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for unit in units:
         for operator in unit.operators:
-            path = operator.name.partition("#")[0]
+            path = operator.path
             for name in operator.shared_parameters:
                 found.setdefault(name, []).append(path if path in paths else "")
             for spec in operator.parameters:

@@ -46,6 +46,8 @@ class IterationDriver:
         gradients: sets ``parameter.grad`` between backward and step.
         num_left: number of iterations that have left the plan, see [Note: On demand] in
             :mod:`executor.driver.on_demand`.
+        num_calls: number of calls of the model and its parts in a step, see [Note: Steps] in
+            :mod:`ullage.capture.partitioning`.
         visibility: shows and hides weights in parameters.
         progress: tracks where the model is in the schedule.
     """
@@ -67,7 +69,7 @@ class IterationDriver:
         self._report = report
         self._on_demand: OnDemand | None = None
         self.attention: tuple[str, ...] | None = None
-        self.num_left = 0
+        self.num_left, self.num_calls = 0, 1
         self._runtime = runtime
         self._access = access
         self._decisions = decisions
@@ -80,8 +82,12 @@ class IterationDriver:
         self._last_other = -2  # the latest iteration with a batch of another shape than planned
         self._other_shapes: set[tuple[int, ...]] = set()
         self._model_trains = False  # a training forward is under way
-        self._depth = 0  # of the model's own forwards, each inside the other
+        self._depth = 0  # of calls of the model and its parts, each inside the other
         self._has_run_back = False  # a backward has ended in this iteration
+        self._call_of = {unit.name: unit.call for unit in units}
+        self._call, self._num_called = 1, 0
+        self._evaluated = {unit.name for unit in units if unit.evaluates}
+        self._first = next(unit for unit in units if not unit.is_unused)
         self._loop, self._units = runtime.loop, runtime.state.units
         self.gradients = UserGradients(
             decisions, (p for _, p in runtime.state.parameters()), self._norms, self._end_early
@@ -118,9 +124,12 @@ class IterationDriver:
             LaneError: a task failed on some lane.
         """
         if in_backward():
+            if not self._runtime.inside_iteration:  # a hook of the user's on a gradient runs the model first
+                self._check_begin()
+                self._begin()
             with self._backward:
                 self._follow(self.progress.recompute, unit)
-        elif not self._runtime.inside_iteration and not self.trains:
+        elif not self._runtime.inside_iteration and not self.trains and not self._is_planned_evaluation(unit):
             self._access.evaluate(unit, self.visibility)
             self.visibility.show(unit)
         elif self.progress.has_left or not self.progress.is_at(Op.FORWARD, unit):
@@ -130,8 +139,15 @@ class IterationDriver:
         elif self._runtime.machine.failed:
             self._runtime.machine.check()
 
+    def _is_planned_evaluation(self, unit: str) -> bool:
+        """Return whether the plan is at this unit, or expects it next, in a call without gradients."""
+        expected = self._loop.expected()
+        there = self.progress.is_at(Op.FORWARD, unit) or (expected is not None and expected.unit == unit)
+        begins = self.progress.begins and unit == self._first.name  # after units that the batch does not reach
+        return (there or begins) and unit in self._evaluated and self._model.training
+
     def _reach_forward(self, unit: str) -> None:
-        if not self.trains:
+        if not self.trains and not self._is_planned_evaluation(unit):
             raise OutOfOrderError(
                 "the model ran without gradients, or in evaluation mode, in the middle of an iteration; evaluate after "
                 "optimizer.step() and before the next forward; a forward without gradients runs before the one that "
@@ -140,6 +156,8 @@ class IterationDriver:
             )
         if not self._runtime.inside_iteration:
             self._begin()
+        if self.trains and unit in self._evaluated:
+            raise OutOfOrderError(f"the model reached {unit} with gradients, but the plan expects it without them")
         self.progress.forward(unit)
         if (state := self._units.get(unit)) is not None:
             state.spent.clear()  # in this stream's order, its updates have ended: see [Note: Spent]
@@ -279,6 +297,30 @@ class IterationDriver:
         return reading
 
     @property
+    def call(self) -> int:
+        """See :class:`executor.callbacks.ModuleCallbacks`."""
+        if in_backward() and not self.progress.has_left:
+            return self._call_of.get(self.progress.unit, 1)
+        return self._call
+
+    def on_call(self) -> None:
+        """The user's step calls the model, or a part of it."""
+        self._depth += 1
+        if self._depth > 1 or in_backward():
+            return
+        begins = self._model.training and (torch.is_grad_enabled() or self._first.evaluates)
+        if begins and self._runtime.inside_iteration:
+            self._end_unused()
+        self._num_called = 0 if self.progress.begins else self._num_called + 1
+        expected = self._loop.expected()
+        is_planned = expected is not None and expected.op is Op.FORWARD and not self.progress.has_left
+        self._call = self._call_of[expected.unit] if is_planned and expected is not None else 1
+
+    def on_call_end(self) -> None:
+        """Such a call has ended, or failed."""
+        self._depth = max(self._depth - 1, 0)  # it may have failed before it was reported
+
+    @property
     def unit(self) -> str:
         """The unit that computes now; empty if none does."""
         return self.visibility.shown_for if self.progress.has_left else self.progress.unit
@@ -294,17 +336,22 @@ class IterationDriver:
         trains = self._model_trains or (torch.is_grad_enabled() and self._model.training)
         return trains and not self.progress.has_left
 
+    @property
+    def begins(self) -> bool:
+        """Whether a forward that begins now is the plan's first one of a micro-batch."""
+        trains = self.trains or (self._first.evaluates and self._model.training)
+        return trains and self.progress.begins
+
     def on_model_begin(self) -> None:
         """The model's own forward begins. If it trains, parts of it without gradients count as training too."""
-        self._depth += 1
         if self._depth > 1:  # its forward calls the model, as a step of Lightning does
             return
         self._model_trains = not in_backward() and torch.is_grad_enabled() and self._model.training
-        if self._model_trains and self._runtime.inside_iteration:
-            self._end_unused()
         if self._model_trains and not self._runtime.inside_iteration:
             self._audit.begin_iteration(self._loop.iteration, self._access.weights)
-        elif self.trains and not self.progress.is_between:  # leave before a segment begins to offload, see its forward
+        elif (
+            self.trains and not self.progress.is_between and self._num_called >= self.num_calls
+        ):  # leave before a segment begins to offload, see its forward
             with self._forward:
                 self._leave(self.progress.unexpected(Op.FORWARD))
 
@@ -314,8 +361,7 @@ class IterationDriver:
             self.attention = fused_attention(output)
             if self.attention and self._runtime.backend.device.type == "cuda":
                 self._report(f"attention: {', '.join(self.attention)}")
-        self._depth -= 1
-        self._model_trains = self._model_trains and self._depth > 0
+        self._model_trains = self._model_trains and self._depth > 1
 
     def on_output(self) -> None:
         """Backward has reached a tensor that the model returned. The last unit's backward begins here."""

@@ -1,6 +1,7 @@
 """Tracks where the model is in the schedule. When a hook of a unit fires, its compute task is reached."""
 
 import contextlib
+import itertools
 from collections.abc import Callable
 from typing import Final, final
 
@@ -52,6 +53,7 @@ class Progress:
         self._num_micro_batches = decisions.num_micro_batches
         self._unused = {unit.name for unit in units if unit.is_unused}
         self._first = next(task.unit for task in loop.schedule.tasks if task.op is Op.FORWARD)
+        self._firsts = {next(group).name for _, group in itertools.groupby(units, key=lambda unit: unit.call)}
         self._backward_begins = backward_begins
         self._backward_ended = backward_ended
         self._unbroken = unbroken
@@ -84,14 +86,21 @@ class Progress:
     def num_complete(self) -> int:
         """Micro-batches of this iteration that have run; 0 if all have run or one is under way."""
         expected = self._loop.expected()
-        begins = expected is not None and expected.op is Op.FORWARD and expected.unit == self._first
-        return expected.micro_batch if expected is not None and begins else 0
+        return expected.micro_batch if expected is not None and self.begins else 0
+
+    @property
+    def begins(self) -> bool:
+        """Whether the plan's next task is the first forward of a micro-batch."""
+        expected = self._loop.expected()
+        return expected is not None and expected.op is Op.FORWARD and expected.unit == self._first
 
     @property
     def is_between(self) -> bool:
-        """Whether the plan's next task is the forward of a micro-batch, or one after all of them."""
+        """Whether the plan's next task is the forward of a micro-batch or call, or one after all of them."""
         expected = self._loop.expected()
-        return expected is None or expected.op is Op.CLIP or (expected.op, expected.unit) == (Op.FORWARD, self._first)
+        if expected is None or expected.op is Op.CLIP:
+            return True
+        return expected.op is Op.FORWARD and expected.unit in self._firsts
 
     def leave(self) -> None:
         """Note that this iteration has left the plan."""

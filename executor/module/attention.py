@@ -3,8 +3,7 @@
 import re
 from typing import Any, Final
 
-import torch
-from torch.utils._pytree import tree_leaves
+from executor.callbacks import tensors_of
 
 _FUSED: Final = re.compile("ScaledDotProduct(.+?)Attention")
 
@@ -17,7 +16,7 @@ def fused_attention(output: Any) -> tuple[str, ...]:
     Args:
         output: what the model returned, with gradients.
     """
-    waiting: list[Any] = [leaf.grad_fn for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+    waiting: list[Any] = [tensor.grad_fn for tensor in tensors_of(output)]
     seen: set[Any] = {None}
     found = set()
     while waiting:

@@ -17,15 +17,23 @@ import contextlib
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.checkpoint import _StopRecomputationError, checkpoint
 
-from executor.callbacks import ModuleCallbacks, copied_cache, ends_at, hook_target, in_backward, replace_attribute
+from executor.callbacks import (
+    ModuleCallbacks,
+    copied_cache,
+    ends_at,
+    hook_target,
+    in_backward,
+    replace_attribute,
+    tensors_of,
+)
 from executor.distributed.shards import BindingError
 from executor.memory.activations import OffloadedActivations, SegmentOffload
 from executor.memory.forward_state import ForwardState, Snapshot
@@ -43,8 +51,12 @@ from planner.schedule.loop import OutOfOrderError
 _CACHES = ("past_key_values", "past_key_value", "layer_past")
 
 
-def unit_modules(model: nn.Module, units: tuple[Unit, ...]) -> dict[nn.Module, str]:
+def unit_modules(model: nn.Module, units: Sequence[Unit], *, several: bool = False) -> dict[nn.Module, str]:
     """Return the modules that own or read parameters directly, each with its unit.
+
+    Of a step that calls the model ``several`` times, give the ``units`` of one call; see :func:`calls`. Weights that
+    belong to units of other calls are then those of the first unit that uses them. Modules that do not run are left
+    out, and so is the model itself, because a call may return what it has kept.
 
     A module belongs to the unit that lists its parameters by their path in the module tree. If a module owns only an
     alias of another unit's parameter (a tied head), it belongs to the unit that runs it, or else to one that shares the
@@ -54,9 +66,13 @@ def unit_modules(model: nn.Module, units: tuple[Unit, ...]) -> dict[nn.Module, s
     computes. The model itself belongs to the first unit that runs.
 
     Raises:
-        BindingError: a module belongs to no unit, or to several.
+        BindingError: a module belongs to several units.
     """
     unit_of = {spec.name: unit.name for unit in units for spec in (*unit.parameters, *unit.frozen)}
+    inside = {unit.name for unit in units}
+    for unit in units:
+        for name in unit.shared_parameters if not inside.issuperset(unit.shared_units) else ():
+            unit_of.setdefault(name, unit.name)
     split = {name.rpartition("[")[0] for name in unit_of if name.endswith("]")}
     named = dict(model.named_parameters(remove_duplicate=False))
     owner = {id(named[name]): unit for name, unit in unit_of.items() if name in named}
@@ -68,26 +84,27 @@ def unit_modules(model: nn.Module, units: tuple[Unit, ...]) -> dict[nn.Module, s
             continue
         found = {unit_of[name] for name in names if name in unit_of}
         if names and not found:
-            owners = {owner[id(named[name])] for name in names}
+            owners = {owner[id(named[name])] for name in names if id(named[name]) in owner}
             users = [unit for unit in units if owners & {unit.name, *unit.shared_units}]
-            running = {u.name for u in users if any(o.name.partition("#")[0] == path for o in u.operators)}
+            running = {u.name for u in users if any(o.path == path for o in u.operators)}
             found = running or {unit.name for unit in users if owners & {*unit.shared_units}} or owners
-        if len(found) > 1 or (names and not found):
+        if len(found) > 1:
             raise BindingError(
-                f"module {path or 'model'} belongs to the units {', '.join(sorted(found)) or '(none)'}, but must "
-                "belong to one; plan this model again"
+                f"module {path or 'model'} belongs to the units {', '.join(sorted(found))}, but must belong to one; "
+                "plan this model again"
             )
         if found:
             result[module] = found.pop()
     modules = dict(model.named_modules())
     for reader, unit_name in _readers(modules, result, units):
         result.setdefault(reader, unit_name)
-    result.setdefault(model, next(unit.name for unit in units if not unit.is_unused))
+    if not several:
+        result.setdefault(model, next(unit.name for unit in units if not unit.is_unused))
     return result
 
 
 def _readers(
-    modules: Mapping[str, nn.Module], owners: Mapping[nn.Module, str], units: tuple[Unit, ...]
+    modules: Mapping[str, nn.Module], owners: Mapping[nn.Module, str], units: Sequence[Unit]
 ) -> Iterator[tuple[nn.Module, str]]:
     """Yield the modules that read parameters of inner modules without calling these."""
     for path, module in modules.items():
@@ -95,7 +112,8 @@ def _readers(
             yield modules[path.rpartition(".")[0]], owners[module]
     for unit in units:
         for operator in unit.operators:
-            if operator.parameters and (reader := modules.get(operator.name.partition("#")[0])) is not None:
+            reads = operator.parameters or (operator.shared_parameters and unit.call > 1)
+            if reads and (reader := modules.get(operator.path)) is not None:
                 yield reader, unit.name
 
 
@@ -108,7 +126,23 @@ class Marker(NamedTuple):
     ends: bool
 
 
-def markers(unit_of: Mapping[nn.Module, str], units: tuple[Unit, ...]) -> Iterator[Marker]:
+def _marked(
+    unit_of: Mapping[nn.Module, str], model: nn.Module, units: tuple[Unit, ...]
+) -> dict[nn.Module, dict[int, Marker]]:
+    """Return the modules whose hooks report progress, with what they mark in each call; ``unit_of`` is of the first."""
+    found: dict[nn.Module, dict[int, Marker]] = {}
+    for call, mine in calls(units).items():
+        for marker in markers(unit_of if call == 1 else unit_modules(model, mine, several=True), mine):
+            found.setdefault(marker.module, {})[call] = marker
+    return found
+
+
+def calls(units: Iterable[Unit]) -> dict[int, tuple[Unit, ...]]:
+    """Return the units of each call; see :attr:`planner.models.captured.CapturedModel.calls`."""
+    return {call: tuple(group) for call, group in itertools.groupby(units, key=lambda unit: unit.call)}
+
+
+def markers(unit_of: Mapping[nn.Module, str], units: Sequence[Unit]) -> Iterator[Marker]:
     """Yield the modules of ``unit_of`` whose hooks report progress; see [Note: Module boundaries]."""
     order = [unit.name for unit in units]
     unused = {unit.name for unit in units if unit.is_unused}
@@ -133,7 +167,7 @@ def bind(
     With a ``compile_backend``, the modules that :func:`executor.module.compilation.compiled_modules` finds are
     compiled. Units with offloaded activations are not compiled: a compiled graph has no separate matrix products.
     """
-    unit_of = unit_modules(model, units)
+    unit_of = unit_modules(model, calls(units)[1], several=units[-1].call > 1)
     undo.append(model.register_forward_hook(lambda *given: callbacks.on_model_end(given[-1]), always_call=True).remove)
     undo.append(model.register_forward_hook(_watch_outputs(callbacks)).remove)
     if decisions.loss_tile_tokens is not None:
@@ -143,19 +177,24 @@ def bind(
         unit_of = _compile(model, stay, unit_of, compile_backend, undo)
     if decisions.layer_tile_tokens is not None:
         unit_of = _tile(model, units, unit_of, decisions.layer_tile_tokens, undo)
-    for marker in markers(unit_of, units):
-        before, after = _hooks(marker.unit, callbacks)
-        if marker.begins:  # before hooks of the user's that read weights, as those of torch.nn.utils.weight_norm do
-            undo.append(marker.module.register_forward_pre_hook(before, prepend=True).remove)
-        if marker.ends:
-            undo.append(marker.module.register_forward_hook(after).remove)
+    for module, of_module in _marked(unit_of, model, units).items():
+        undo += _hooks(module, of_module, callbacks)
     undo.append(model.register_forward_pre_hook(lambda *_: callbacks.on_model_begin(), prepend=True).remove)
+    again: dict[nn.Module, dict[int, _Again]] = {}
     for segment in segments(units):
         decided, names = decisions.units[segment[0].name], [unit.name for unit in segment]
         if decided.activations != "keep":
             offload = SegmentOffload(activations, names, callbacks) if decided.offloads else None
-            changed = segment[0].operators[0].changed_inputs
-            undo.append(_recompute(segment_module(model, segment), names, callbacks, offload, changed))
+            repeated = _Again(names, offload, segment[0].operators[0].changed_inputs)
+            again.setdefault(segment_module(model, segment), {})[segment[0].call] = repeated
+    undo += [_recompute(module, of_module, callbacks) for module, of_module in again.items()]
+
+
+def watch_calls(model: nn.Module, paths: Iterable[str], callbacks: ModuleCallbacks) -> Iterator[Callable[[], None]]:
+    """Report a step's calls of the model, and of modules of these paths; yield functions that undo this."""
+    for module in {model, *map(model.get_submodule, paths)}:
+        yield module.register_forward_pre_hook(lambda *_: callbacks.on_call(), prepend=True).remove
+        yield module.register_forward_hook(lambda *_: callbacks.on_call_end(), always_call=True).remove
 
 
 def no_compile(compile_backend: str | None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -227,34 +266,51 @@ def _bind_ties(model: nn.Module) -> Iterator[Any]:
             yield owner.register_state_dict_post_hook(tying(keys))  # type: ignore[no-untyped-call]
 
 
-def _hooks(unit: str, callbacks: ModuleCallbacks) -> tuple[Callable[..., None], Callable[..., None]]:
-    """Return the hooks before and after a module's forward, which report that forward or backward has reached it."""
+def _hooks(
+    module: nn.Module, of_call: Mapping[int, Marker], callbacks: ModuleCallbacks
+) -> Iterator[Callable[[], None]]:
+    """Let hooks before and after a module's forward report that forward or backward has reached it.
+
+    ``of_call`` has what it marks in each call. Yield functions that remove the hooks.
+    """
     begun = 0  # autograd's next number when the forward began
+    first = next(iter(of_call.values()))
 
     def before(_module: nn.Module, _args: Any) -> None:
         nonlocal begun
         begun = torch._C._autograd._get_sequence_nr()
-        callbacks.on_forward(unit)
+        if (marker := of_call.get(callbacks.call, first)).begins:
+            callbacks.on_forward(marker.unit)
 
-    def arrive(node: Any, _gradient: torch.Tensor) -> None:
-        if ends_at(node):
-            return
-        callbacks.on_backward(unit)
+    arrives = {marker.unit: _arriving(marker.unit, callbacks) for marker in of_call.values()}
 
     def after(_module: nn.Module, _args: Any, output: Any) -> None:
+        marker = of_call.get(callbacks.call, first)
         # Backward does not pass through recomputed outputs, unless the user's own checkpointing runs it there.
-        if not torch.is_grad_enabled() or (in_backward() and not callbacks.on_demand):
+        if not marker.ends or not torch.is_grad_enabled() or (in_backward() and not callbacks.on_demand):
             return
-        for leaf in (output,) if isinstance(output, torch.Tensor) else tree_leaves(output):
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+        for leaf in tensors_of(output):
+            if leaf.requires_grad:
                 made = hook_target(leaf)
                 node = made.grad_fn
-                if node is None or node._sequence_nr() >= begun:
-                    _hook_gradient(
-                        made, node, functools.partial(arrive, node)
-                    )  # else the tensor only passed through this module
+                if node is None or node._sequence_nr() >= begun:  # else the tensor only passed through this module
+                    _hook_gradient(made, node, functools.partial(arrives[marker.unit], node))
 
-    return before, after
+    if any(marker.begins for marker in of_call.values()):
+        # Before hooks of the user's that read weights, as those of torch.nn.utils.weight_norm do.
+        yield module.register_forward_pre_hook(before, prepend=True).remove
+    if any(marker.ends for marker in of_call.values()):
+        yield module.register_forward_hook(after).remove
+
+
+def _arriving(unit: str, callbacks: ModuleCallbacks) -> Callable[[Any, torch.Tensor], None]:
+    """Return a hook on the gradient that comes to a node, which reports that backward has reached a unit."""
+
+    def arrive(node: Any, _gradient: torch.Tensor) -> None:
+        if not ends_at(node):
+            callbacks.on_backward(unit)
+
+    return arrive
 
 
 def _watch_outputs(callbacks: ModuleCallbacks) -> Callable[..., None]:
@@ -265,7 +321,7 @@ def _watch_outputs(callbacks: ModuleCallbacks) -> Callable[..., None]:
 
     def after(_module: nn.Module, _args: Any, output: Any) -> None:
         if callbacks.trains:
-            for leaf in tree_leaves(output):
+            for leaf in tensors_of(output):
                 # Logits in tiles, of a class of their own, are not computed yet.
                 if type(leaf) is torch.Tensor and leaf.grad_fn is not None:
                     made = hook_target(leaf)
@@ -290,7 +346,7 @@ def segment_module(model: nn.Module, segment: list[Unit]) -> nn.Module:
     the ``transformers`` family: it is the deepest module that contains all parameters of the segment.
     """
     with contextlib.suppress(AttributeError):
-        return model.get_submodule(segment[0].segment)
+        return model.get_submodule(segment[0].segment.partition("@")[0])
     owners = [spec.name.split(".")[:-1] for unit in segment for spec in (*unit.parameters, *unit.frozen)]
     shared: list[str] = []
     for names in zip(*owners, strict=False):
@@ -322,29 +378,35 @@ def _checkpoint(call: Callable[..., Any], bound: inspect.BoundArguments, **setti
     return output
 
 
-def _recompute(
-    module: nn.Module,
-    names: list[str],
-    callbacks: ModuleCallbacks,
-    offload: SegmentOffload | None,
-    changed_inputs: tuple[int, ...],
-) -> Callable[[], None]:
+class _Again(NamedTuple):
+    """A segment that is recomputed.
+
+    Attributes:
+        names: of its units.
+        offload: what it offloads.
+        changed_inputs: arguments of which a copy is kept for the second pass; see
+            :class:`planner.models.operators.Operator`.
+    """
+
+    names: list[str]
+    offload: SegmentOffload | None
+    changed_inputs: tuple[int, ...]
+
+
+def _recompute(module: nn.Module, of_call: Mapping[int, _Again], callbacks: ModuleCallbacks) -> Callable[[], None]:
     """Apply activation checkpointing to a module, and offload some activations; return a function that undoes this.
 
-    The module computes the units of these ``names``. Of ``changed_inputs`` (see
-    :class:`planner.models.operators.Operator`) a copy is kept for the second pass.
+    The module computes these segments in the calls that recompute it, see :func:`calls`.
     """
-    original, last_unit = module.forward, names[-1]
-    state = ForwardState(module, names[0], torch_too=True)
+    original, first = module.forward, next(iter(of_call.values()))
+    state = ForwardState(module, first.names[0].partition("@")[0], torch_too=True)
     signature = inspect.signature(original)
     numbers = (vars(inner).get("layer_idx") for inner in module.modules())
     layer = next((number for number in numbers if isinstance(number, int)), None)
 
-    def run(before: Snapshot, given: dict[int, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+    def run(before: Snapshot, names: list[str], given: dict[int, torch.Tensor], /, *args: Any, **kwargs: Any) -> Any:
         if not in_backward():
-            if given:  # the copies are for the second pass
-                args, kwargs = tree_map(lambda leaf: given.get(id(leaf), leaf), (args, kwargs))
-                given.clear()
+            args, kwargs = _without_copies(args, kwargs, given)
             output = original(*args, **kwargs)
             state.check(before)
             return output
@@ -356,27 +418,34 @@ def _recompute(
             _end_in_script(error)
             raise
         finally:  # recomputation stops with an exception as soon as it has all needed tensors
-            callbacks.on_recomputed(last_unit)
+            callbacks.on_recomputed(names[-1])
 
-    def with_own_caches(before: Snapshot, given: dict[int, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+    def with_own_caches(
+        before: Snapshot, names: list[str], given: dict[int, torch.Tensor], /, *args: Any, **kwargs: Any
+    ) -> Any:
         bound = signature.bind(*args, **kwargs)
         _copy_caches(bound.arguments)
-        return run(before, given, *bound.args, **bound.kwargs)
+        return run(before, names, given, *bound.args, **bound.kwargs)
 
     @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             if callbacks.trains:
                 raise OutOfOrderError(
-                    f"{last_unit} runs without gradients in a forward that trains, but the plan recomputes parts of it "
-                    f"in backward; {OWN_CHECKPOINTING}"
+                    f"{first.names[-1]} runs without gradients in a forward that trains, but the plan recomputes parts "
+                    f"of it in backward; {OWN_CHECKPOINTING}"
                 )
             return original(*args, **kwargs)
+        segment = of_call.get(callbacks.call, None if callbacks.trains else first)
+        if segment is None:
+            return original(*args, **kwargs)  # this call keeps its activations
+        names, offload, changed_inputs = segment
         args, kwargs, given = _with_copies(args, kwargs, changed_inputs)
         bound = signature.bind(*args, **kwargs)
         call = functools.partial(
             with_own_caches if _drop_caches(bound.arguments, layer) else run,
             state.save(bound.arguments.values()),
+            names,
             given,
         )
         if offload is None or not callbacks.trains:
@@ -404,6 +473,15 @@ def _with_copies(args: Any, kwargs: Any, positions: tuple[int, ...]) -> tuple[An
             leaves[position] = tensor.clone()
             given[id(leaves[position])] = tensor
     return *tree_unflatten(leaves, structure), given
+
+
+def _without_copies(args: Any, kwargs: Any, given: dict[int, torch.Tensor]) -> tuple[Any, Any]:
+    """Return arguments as they were before :func:`_with_copies`: the copies are for the second pass."""
+    if not given:
+        return args, kwargs
+    result: tuple[Any, Any] = tree_map(lambda leaf: given.get(id(leaf), leaf), (args, kwargs))
+    given.clear()
+    return result
 
 
 def _tile(

@@ -131,9 +131,10 @@ class Setup:
 
     @functools.cached_property
     def tied(self) -> frozenset[str]:
-        """The units with a shared weight, which keep their parameters on the device."""
-        sharing = [unit for unit in self.units if unit.shared_units]
-        return frozenset(name for unit in sharing for name in (*unit.shared_units, unit.name))
+        """The units with a weight that another unit of the same call uses. They keep their parameters on the device."""
+        calls = {unit.name: unit.call for unit in self.units}
+        shared = [(unit.name, name) for unit in self.units for name in unit.shared_units if calls[name] == unit.call]
+        return frozenset(name for pair in shared for name in pair)
 
     @functools.cached_property
     def swappable(self) -> tuple[str, ...]:

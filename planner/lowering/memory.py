@@ -64,7 +64,7 @@ Fresh = list[dict[str, dict[str, float]]]
 def _gradients(program: Program) -> Fresh:
     """Hold optimizer state and gradients; return which gradients are new in which backward."""
     # The unit that uses a tied weight last in forward makes its gradient first; the owner's backward adds to it.
-    sharing = [unit for unit in program.units if unit.unit.shared_units]
+    sharing = [unit for unit in program.units if unit.unit.shared_units and not unit.unit.evaluates]
     trained = [unit for unit in program.units if unit.num_params] if sharing else []
     owners = {name: unit.name for unit in trained for name in unit.unit.sizes}
     tied = {name: unit for unit in sharing for name in unit.unit.shared_parameters if name in owners}

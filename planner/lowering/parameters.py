@@ -116,8 +116,9 @@ def parameters(program: Program) -> None:
     used_at: dict[str, int] = {}
     for user in program.computing:
         computes = program.named[user.unit].unit
-        if user.op is Op.BACKWARD and not (computes.backward or computes.num_params):
-            continue  # nothing in or before it is trained
+        is_trained = computes.backward or computes.num_params
+        if user.op is Op.BACKWARD and (computes.evaluates or not is_trained):
+            continue  # nothing in or before it is trained, or it ran without gradients
         for name in (user.unit, *computes.shared_units):
             slot, unit = slots.of_unit.get(name), program.named[name]
             if slot is None or unit.unit.is_unused:

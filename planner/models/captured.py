@@ -36,8 +36,8 @@ class CapturedInput(_Frozen):
     """One tensor that the module is called with.
 
     Attributes:
-        name: keyword; empty for a positional argument.
-        shape: the leading dimension is the micro-batch.
+        name: keyword; empty for a positional argument. Of a tensor inside another object, the path to it.
+        shape: the leading dimension is the micro-batch, if that of all inputs is the same.
         dtype: ``float`` is the type of the weights.
         num_values: upper bound of integer values, because the model uses them as indices: rows of an embedding, or
             classes of a loss.
@@ -46,8 +46,8 @@ class CapturedInput(_Frozen):
     """
 
     name: str = ""
-    shape: tuple[Annotated[int, Field(gt=0)], ...] = Field(min_length=1)
-    dtype: Literal["float", "int64", "int32", "bool"] = "float"
+    shape: tuple[Count, ...]
+    dtype: Literal["float", "int64", "int32", "int16", "int8", "uint8", "bool"] = "float"
     num_values: Annotated[int, Field(gt=0)] | None = None
     begins: tuple[tuple[int, Annotated[int, Field(gt=0)]], ...] = ()
 
@@ -62,10 +62,11 @@ class CapturedInput(_Frozen):
             name, shape, dtype = found.groups()
             with contextlib.suppress(ValidationError):
                 sizes = tuple(map(int, shape.split("x")))
-                return cls.model_validate({"name": name or "", "shape": sizes, "dtype": dtype or "float"})
+                if all(sizes):
+                    return cls.model_validate({"name": name or "", "shape": sizes, "dtype": dtype or "float"})
         raise ModelConfigError(
             f"{text!r} is not an input; give [NAME=]SHAPE[:TYPE] with sizes from 1 on and one of float, int64, int32, "
-            "bool, as in 2x512:int64 or labels=2x512:int64"
+            "int16, int8, uint8, bool, as in 2x512:int64 or labels=2x512:int64"
         )
 
     def __str__(self) -> str:
@@ -81,6 +82,7 @@ class CapturedOperator(_Frozen):
         name: path of the module whose forward ran it; ``#2`` marks what that module runs later.
         kind: class of the module.
         unit: path of the unit.
+        shared_parameters: names of parameters of other units that it uses; those of its block begin with a point.
         saved_bytes: activations that autograd saves, each storage counted once.
         workspace_bytes: most bytes alive while it runs forward or backward, without gradients of parameters and
             activations saved up to its unit. The hidden state and its gradient count.
@@ -119,10 +121,14 @@ class CapturedSegment(_Frozen):
         path: of the module that is recomputed as a whole. Operators outside repeated blocks have an empty path: each
             of their units is a segment of its own and is never recomputed.
         block: index of its block.
+        call: the call of the model that runs it, from 2 on; ``None``: the first one.
+        evaluates: whether that call is without gradients.
     """
 
     path: str
     block: Count
+    call: int | None = None
+    evaluates: Literal[True] | None = None
 
 
 class Tiles(NamedTuple):
@@ -202,6 +208,9 @@ class CapturedModel(_Frozen):
         layer_tile_tokens: tokens of a tile of norms and MLPs, likewise.
         assumed: what its capture did not know, as sentences for the user; ``None`` if it knew everything.
         others: the same at other sizes, for plans that were compared at several; they have no others.
+        calls: paths of the modules that a step of the user's loop calls, in order, of a step that calls several, or one
+            that is not the model itself; ``None``: the model is called once. See [Note: Steps] in
+            :mod:`ullage.capture.partitioning`.
     """
 
     factory: str
@@ -218,6 +227,7 @@ class CapturedModel(_Frozen):
     layer_tile_tokens: int | None = None
     assumed: tuple[str, ...] | None = None
     others: tuple["CapturedModel", ...] = ()
+    calls: tuple[str, ...] | None = None
     _sizes: _Sizes = PrivateAttr(default_factory=_Sizes)
 
     @property
@@ -241,8 +251,8 @@ class CapturedModel(_Frozen):
 
     @property
     def micro_batch(self) -> int:
-        """Samples of one forward."""
-        return self.inputs[0].shape[0]
+        """Samples of one forward: the leading dimension of its first input."""
+        return micro_batch_of(self.inputs)
 
     @property
     def can_be_recaptured(self) -> bool:
@@ -252,7 +262,7 @@ class CapturedModel(_Frozen):
     @property
     def is_free(self) -> bool:
         """Whether it can be captured again at every size."""
-        return self._sizes.again is not None and self._sizes.resizes
+        return self._sizes.again is not None and self._sizes.resizes and can_be_resized(self.inputs)
 
     def freed(self, again: Again | None) -> Self:
         """Return the same model, for ``again`` to capture at other sizes; ``None``: it has no others."""
@@ -279,7 +289,7 @@ class CapturedModel(_Frozen):
         if size in known:
             return known[size]
         resized = size[:2] != self.size[:2]
-        allowed = self._sizes.resizes and (size.seq_len > 1) == (self.seq_len > 1)
+        allowed = self._sizes.resizes and can_be_resized(self.inputs) and (size.seq_len > 1) == (self.seq_len > 1)
         if self._sizes.again is None or (resized and not allowed):
             wanted = dataclasses.replace(self.batch, **size._asdict())
             raise ModelConfigError(f"{self.name} was captured {_other_batch(self.batch, wanted)}")
@@ -336,7 +346,7 @@ class CapturedModel(_Frozen):
                     f"segment {segment.path} has block {segment.block}, but there are {len(self.blocks)}; capture the "
                     "model again"
                 )
-            result += [_operator(segment.path, operator) for operator in self.blocks[segment.block].operators]
+            result += [_operator(segment, operator) for operator in self.blocks[segment.block].operators]
         return tuple(result)
 
     def graph(self, batch: Batch) -> Graph:
@@ -382,6 +392,18 @@ def _other_batch(captured: Batch, wanted: Batch) -> str:
     return f"for {' and '.join(words for words, _ in parts)}; {'; '.join(remedy for _, remedy in parts)}"
 
 
+def micro_batch_of(inputs: Iterable[CapturedInput]) -> int:
+    """Return the samples of one forward: the leading dimension of the first input; 1 if it has none."""
+    first = next(iter(inputs))
+    return first.shape[0] or 1 if first.shape else 1
+
+
+def can_be_resized(inputs: Iterable[CapturedInput]) -> bool:
+    """Return whether all inputs have the same leading dimension, the micro-batch. Others are taken as they are."""
+    leading = {spec.shape[:1] for spec in inputs}
+    return len(leading) == 1 and () not in leading
+
+
 def tokens_of(inputs: Iterable[CapturedInput]) -> int:
     """Return the tokens per sample: the second dimension of the first input where that is of integers, else 1."""
     first = next(iter(inputs))
@@ -393,8 +415,18 @@ def resized(inputs: tuple[CapturedInput, ...], micro_batch: int, seq_len: int) -
 
     The leading dimension is the micro-batch. In inputs of whole numbers, each other dimension that is the number of
     tokens changes with it.
+
+    Raises:
+        ModelConfigError: the inputs have no common leading dimension, and another size is wanted.
     """
     had = tokens_of(inputs)
+    if (micro_batch_of(inputs), had) == (micro_batch, seq_len):
+        return inputs
+    if not can_be_resized(inputs):
+        raise ModelConfigError(
+            f"the inputs {' '.join(map(str, inputs))} have no common leading dimension, so the batch is taken as it "
+            "is; leave its size out (--micro-batch, --seq-len, --global-batch), or give inputs of the other size"
+        )
 
     def shape(spec: CapturedInput) -> tuple[int, ...]:
         changes = had > 1 and spec.dtype != "float"
@@ -415,13 +447,14 @@ def _with_scratch(operator: Operator, batch: Batch) -> Operator:
     return dataclasses.replace(operator, workspace_bytes=operator.workspace_bytes + max(found, default=0))
 
 
-def _operator(path: str, captured: CapturedOperator) -> Operator:
+def _operator(segment: CapturedSegment, captured: CapturedOperator) -> Operator:
+    path, call = segment.path, f"@{segment.call}" if segment.call else ""
     unit = join(path, captured.unit)
     return Operator(
-        join(path, captured.name),
+        join(path, captured.name) + call,
         captured.kind,
-        unit,
-        path or unit,
+        unit + call,
+        (path or unit) + call,
         tuple(dataclasses.replace(spec, name=join(path, spec.name)) for spec in captured.parameters),
         Pattern.REPLICATE,
         captured.forward,
@@ -429,13 +462,15 @@ def _operator(path: str, captured: CapturedOperator) -> Operator:
         captured.saved_bytes,
         captured.output_bytes,
         captured.workspace_bytes,
-        captured.shared_parameters,
+        tuple(join(path, name[1:]) if name.startswith(".") else name for name in captured.shared_parameters),
         captured.num_skipped,
         captured.product_bytes,
         captured.copies_input,
         measured=True,
         in_tiles=captured.in_tiles,
         changed_inputs=captured.changed_inputs or (),
+        call=segment.call or 1,
+        evaluates=bool(segment.evaluates),
     )
 
 

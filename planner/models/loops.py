@@ -19,6 +19,8 @@ from planner.models.captured import (
     CapturedModel,
     CapturedOperator,
     Tiles,
+    can_be_resized,
+    micro_batch_of,
     resized,
     tokens_of,
 )
@@ -33,6 +35,8 @@ class _UnlikeError(Exception):
 
 def can_be_continued(inputs: tuple[CapturedInput, ...], tiles: Tiles) -> bool:
     """Return whether a capture may be continued from shorter ones: all inputs are whole sequences of tokens."""
+    if not can_be_resized(inputs):
+        return False
     of_tokens = all(spec.dtype.startswith("int") and len(spec.shape) == 2 and not spec.begins for spec in inputs)
     return of_tokens and tiles == NO_TILES and tokens_of(inputs) >= 2 * _PROOF
 
@@ -51,7 +55,7 @@ def continued(
     """
     num_tokens = tokens_of(inputs)
     short, longer, proof = (
-        capture(resized(inputs, inputs[0].shape[0], length)) for length in (_SHORT, _LONGER, _PROOF)
+        capture(resized(inputs, micro_batch_of(inputs), length)) for length in (_SHORT, _LONGER, _PROOF)
     )
     try:
         if _blocks(short, longer, _PROOF) != proof.blocks or proof.segments != short.segments:

@@ -122,6 +122,8 @@ class Operator:
         changed_inputs: of the first one of a segment, the arguments that are changed in place when the segment runs or
             later, by position among the leaves of its ``(args, kwargs)``. To run it again, they must be copied before.
         fp8_twin: the same operator where its weights come in fp8; ``None`` where that changes nothing.
+        call: the call of the model that runs it, from 1 on; see :attr:`planner.models.captured.CapturedModel.calls`.
+        evaluates: whether it runs without gradients in a step that calls the model several times.
     """
 
     name: str
@@ -143,6 +145,13 @@ class Operator:
     in_tiles: bool = False
     changed_inputs: tuple[int, ...] = ()
     fp8_twin: "Operator | None" = None
+    call: int = 1
+    evaluates: bool = False
+
+    @property
+    def path(self) -> str:
+        """Path of its module."""
+        return self.name.partition("@")[0].partition("#")[0]
 
     @property
     def num_params(self) -> int:
@@ -177,4 +186,4 @@ class Graph:
 
 def weight_of(operator: Operator) -> str:
     """Return the name that the weight of a captured operator's module has, if it has one."""
-    return f"{operator.name.partition('#')[0]}.weight"
+    return f"{operator.path}.weight"

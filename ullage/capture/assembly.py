@@ -74,24 +74,29 @@ def assemble(
     drafts[:0] = unused
     places = [*(UnitVisits(draft.path, "", []) for draft in unused), *places]
     blocks: dict[CapturedBlock, int] = {}
-    segments = []
-    outside: dict[str, int] = {}  # number of operators outside segments, by name
-    for path, numbers in itertools.groupby(range(len(places)), key=lambda number: places[number].segment):
+    segments, several, num_unused = [], places[-1].call > 1, len(unused)
+    outside: dict[int, dict[str, int]] = defaultdict(dict)  # for each call, the number of operators outside segments
+
+    def place_of(number: int) -> tuple[tuple[str, int], bool]:
+        return places[number].block, several and number < num_unused
+
+    for ((path, call), is_unused), numbers in itertools.groupby(range(len(places)), key=place_of):
         units = set(numbers)
         inside = [draft for draft in drafts if draft.unit in units]
-        block = _block(recording, places, inside, path, {} if path else outside, dtype)
-        segments.append(CapturedSegment(path=path, block=blocks.setdefault(block, len(blocks))))
+        block = _block(recording, places, inside, (path, call), {} if path else outside[call], dtype)
+        number = blocks.setdefault(block, len(blocks))
+        visits = [recording.visits[index] for unit in units for index in places[unit].visits]
+        evaluates = True if several and not is_unused and all(visit.evaluates for visit in visits) else None
+        segments.append(CapturedSegment(path=path, block=number, call=call if call > 1 else None, evaluates=evaluates))
     return CapturedModel(
         factory=factory,
-        inputs=tuple(
-            spec.model_copy(update={"num_values": num_values})
-            for spec, num_values in zip(inputs, recording.num_values, strict=True)
-        ),
+        inputs=inputs,
         loss=recording.loss,
         dtype=dtype,
         seq_len=seq_len,
         blocks=tuple(blocks),
         segments=tuple(segments),
+        calls=recording.calls,
     )
 
 
@@ -300,7 +305,8 @@ def _count_saved(
             keepers[save.storage].append(number)
     for storage, numbers in keepers.items():
         keeper = min(numbers)
-        segments = {places[drafts[number].unit].segment or drafts[number].unit for number in numbers}
+        blocks = (places[drafts[number].unit].block for number in numbers)
+        segments = {block if block[0] else drafts[number].unit for number, block in zip(numbers, blocks, strict=True)}
         born = recording.storages[storage].born
         if len(segments) > 1 and 0 <= born < len(recording.forward):
             keeper = operator_of.get(born, keeper)
@@ -316,12 +322,13 @@ def _event_of(recording: Recording, position: int, visit: int) -> int:
 
 def _dissolve_segments(recording: Recording, places: list[UnitVisits], drafts: list[_Draft]) -> None:
     """Dissolve segments whose recomputation would differ from their description."""
-    stops = {visit.path: visit.stop for visit in recording.visits}
-    behind: defaultdict[str, int] = defaultdict(int)
-    saved: defaultdict[str, int] = defaultdict(int)
-    spoilt = {visit.path for visit in recording.visits if _runs_backward(recording, visit)}
+    stops = {(visit.path, visit.call): visit.stop for visit in recording.visits}
+    behind: defaultdict[tuple[str, int], int] = defaultdict(int)
+    saved: defaultdict[tuple[str, int], int] = defaultdict(int)
+    spoilt = {(visit.path, visit.call) for visit in recording.visits if _runs_backward(recording, visit)}
     for draft in drafts:
-        if not (segment := places[draft.unit].segment):
+        segment = places[draft.unit].block
+        if not segment[0]:
             continue
         saved[segment] += draft.saved_bytes
         late = [index for index in draft.events if index >= stops[segment]]
@@ -329,11 +336,11 @@ def _dissolve_segments(recording: Recording, places: list[UnitVisits], drafts: l
             spoilt.add(segment)
         if late and late[0] == draft.events[0]:
             behind[segment] += draft.saved_bytes
-        if any(not name.startswith(f"{segment}.") for name in draft.parameters):
+        if any(not name.startswith(f"{segment[0]}.") for name in draft.parameters):
             spoilt.add(segment)
     spoilt |= {segment for segment, num_bytes in behind.items() if num_bytes > _NEGLIGIBLE * saved[segment]}
     for unit in places:
-        if unit.segment in spoilt:
+        if unit.block in spoilt:
             unit.segment = ""
 
 
@@ -381,17 +388,17 @@ def _set_outputs(recording: Recording, places: list[UnitVisits], drafts: list[_D
     For the first unit of a block and the unit before it, use the block's inputs and the buffers that recomputation
     starts from. These are ``Unit.activation_output_bytes``, which must be kept to recompute the block.
     """
-    given = {visit.path: visit for visit in recording.visits}
+    given = {(visit.path, visit.call): visit for visit in recording.visits}
     for number, draft in enumerate(drafts):
         made = (recording.forward[i].output_bytes for i in reversed(draft.events) if recording.forward[i].kernels)
         draft.output_bytes = next(made, 0)
         if number + 1 < len(drafts) and drafts[number + 1].unit == draft.unit:
             continue
-        around = [places[unit].segment for unit in range(max(draft.unit - 1, 0), min(draft.unit + 2, len(places)))]
-        before, segment = around[0] if draft.unit else "", places[draft.unit].segment
-        if segment and (not draft.unit or before != segment):
+        around = [places[unit].block for unit in range(max(draft.unit - 1, 0), min(draft.unit + 2, len(places)))]
+        segment = places[draft.unit].block
+        if segment[0] and (not draft.unit or around[0] != segment):
             kept = given[segment]
-        elif around[-1] and around[-1] != segment:
+        elif around[-1][0] and around[-1] != segment:
             kept = given[around[-1]]
         else:
             continue
@@ -402,19 +409,21 @@ def _block(
     recording: Recording,
     places: list[UnitVisits],
     drafts: Sequence[_Draft],
-    path: str,
+    of: tuple[str, int],
     seen: dict[str, int],
     dtype: Literal["bf16", "fp32"],
 ) -> CapturedBlock:
+    path, call = of
     specs = {
         name: ParameterSpec(_below(path, name), tuple(stored.shape), _frozen_format(stored, dtype))
         for name, stored in stored_parameters(recording.model).items()
         if _is_below(path, name)
     }
-    saves = _saves(recording, path)
+    saves = _saves(recording, path, call)
     # Non-reentrant recomputation stops after the last saved tensor.
     rerun_until = max((save.position for save in saves), default=0)
-    inputs = frozenset().union(*(visit.inputs for visit in recording.visits if path and visit.path == path))
+    visits = (visit for visit in recording.visits if path and (visit.path, visit.call) == of)
+    inputs = frozenset().union(*(visit.inputs for visit in visits))
     operators: list[CapturedOperator] = []
     others = tuple(f"{place.segment}." for place in places if place.segment != path)
     for draft in drafts:
@@ -431,7 +440,10 @@ def _block(
                 kind=draft.kind,
                 unit=unit,
                 parameters=tuple(specs[name] for name in draft.parameters),
-                shared_parameters=tuple(draft.shared),
+                shared_parameters=tuple(
+                    f".{_below(path, name)}" if call > 1 and path and name.startswith(f"{path}.") else name
+                    for name in draft.shared
+                ),
                 forward=rerun + not_rerun,
                 backward=_merged(draft.backward),
                 saved_bytes=draft.saved_bytes,
@@ -440,19 +452,19 @@ def _block(
                 num_skipped=len(not_rerun),
                 product_bytes=sum(recording.forward[index].product_bytes for index in draft.events[:cut]),
                 in_tiles=draft.path in recording.tiled and seen[name] == 1,
-                changed_inputs=None if operators else _changed_inputs(recording, path) or None,
+                changed_inputs=None if operators else _changed_inputs(recording, of) or None,
                 copies_input=not operators and bool(saves) and inputs.isdisjoint(save.storage for save in saves),
             )
         )
     return CapturedBlock(operators=tuple(operators))
 
 
-def _changed_inputs(recording: Recording, path: str) -> tuple[int, ...]:
-    """Return the arguments of a block, by position, that are changed in place when it runs or later."""
+def _changed_inputs(recording: Recording, of: tuple[str, int]) -> tuple[int, ...]:
+    """Return the arguments of a block in one call, by position, that are changed in place when it runs or later."""
     changed = {
         position
         for visit in recording.visits
-        if path and visit.path == path
+        if of[0] and (visit.path, visit.call) == of
         for event in recording.forward[visit.first :]
         for position, storage in visit.given
         if event.changes and storage in event.storages
@@ -467,12 +479,12 @@ def _frozen_format(stored: StoredParameter, dtype: Literal["bf16", "fp32"]) -> F
     return "plain" if stored.parameter.dtype is DTYPES[dtype] and not stored.is_quantized else stored.num_bytes
 
 
-def _saves(recording: Recording, path: str) -> list[Save]:
-    """Return the tensors that autograd saves in a block."""
+def _saves(recording: Recording, path: str, call: int) -> list[Save]:
+    """Return the tensors that autograd saves in a block in one call."""
     visits = recording.visits
     inside: set[int] = set()
     for index, visit in enumerate(visits):
-        if path and (visit.path == path or visit.parent in inside):
+        if path and ((visit.path, visit.call) == (path, call) or visit.parent in inside):
             inside.add(index)
     return [save for save in recording.saves if save.visit in inside]
 

@@ -4,11 +4,13 @@ The executor fetches the weights of a unit when forward or backward reaches it, 
 [Note: Module boundaries] in ``executor.module.binding``). But a module may read weights at a point without a hook.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
+from torch import nn
+
 from executor.distributed.shards import BindingError
-from executor.module.binding import Marker, markers, tiled_modules, unit_modules, without_inner
+from executor.module.binding import Marker, calls, markers, tiled_modules, unit_modules, without_inner
 from planner.graph import build_graph, units
 from planner.models.captured import CapturedModel
 from ullage.capture.records import CaptureError, Event, Recording
@@ -38,14 +40,18 @@ def check_executable(recording: Recording, captured: CapturedModel) -> Unseen | 
     found = units(build_graph(captured, captured.batch))
     names = {unit.name: {*unit.sizes, *(s.name for s in unit.frozen), *unit.shared_parameters} for unit in found}
     try:
-        unit_of = unit_modules(recording.model, found)
-        found_markers = list(markers(without_inner(unit_of, tiled_modules(recording.model, found)), found))
+        tiled, found_markers = tiled_modules(recording.model, found), dict[tuple[nn.Module, int], Marker]()
+        for call, mine in calls(found).items():
+            unit_of = unit_modules(recording.model, mine, several=found[-1].call > 1)
+            for marker in markers(without_inner(unit_of, tiled), mine):
+                found_markers[marker.module, call] = marker
     except BindingError as error:
         raise CaptureError(f"{str(error).partition(', but')[0]}; put the parts into modules of their own") from error
-    begins, ends = (
-        _visits(recording, (m for m in found_markers if m.begins)),
-        _visits(recording, (m for m in found_markers if m.ends)),
-    )
+    begins, ends = dict[int, str](), dict[int, str]()  # visits of modules whose hooks mark a unit, with that unit
+    for index, visit in enumerate(recording.visits):
+        if (marked := found_markers.get((visit.module, visit.call))) is not None:
+            begins |= {index: marked.unit} if marked.begins else {}
+            ends |= {index: marked.unit} if marked.ends else {}
     forward = [(recording.visits[visit].first, unit) for visit, unit in begins.items()]
     copied = {copy.path for copy in recording.copies}
     planned = [unit.name for unit in found if unit.segment not in copied and not unit.is_unused]
@@ -59,7 +65,8 @@ def check_executable(recording: Recording, captured: CapturedModel) -> Unseen | 
         )
         return Unseen(name, owners.get(name, ""), reading, message)
     backward = [(position, ends[visit]) for visit, position in recording.arrivals if visit in ends]
-    backward.insert(0, (0, found[-1].name))  # a hook on the model's output reports the last unit
+    # A hook on the model's output reports the last unit. Without one, its weights are still there since forward.
+    backward.insert(0, (0, found[-1].name))
     if (unseen := _unseen(recording.backward, backward, names)) is not None:
         name, reading = unseen
         message = (
@@ -74,12 +81,6 @@ def check_executable(recording: Recording, captured: CapturedModel) -> Unseen | 
             )
         return Unseen(name, owners.get(name, ""), reading, message)
     return None
-
-
-def _visits(recording: Recording, found_markers: Iterable[Marker]) -> dict[int, str]:
-    """Return the visits of modules whose hooks mark the beginning of units, in order, with their units."""
-    unit_of = {marker.module: marker.unit for marker in found_markers}
-    return {index: unit_of[visit.module] for index, visit in enumerate(recording.visits) if visit.module in unit_of}
 
 
 def _check_order(order: list[str], begun: list[str]) -> None:

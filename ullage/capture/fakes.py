@@ -305,7 +305,10 @@ class Fakes:
                 self._note_reader(known)
                 with _disable_current_modes():
                     chosen = known.layout.within(known.recipe.values).nonzero(as_tuple=True)
-                found += [_fake_like(places) for places in chosen]
+                for places in chosen:
+                    found.append(fake := _fake_like(places))
+                    with _disable_current_modes():
+                        self._know(fake, places)
         return found
 
     @contextlib.contextmanager

@@ -1,14 +1,16 @@
 """Inputs of architectures of ``transformers``, made from their configurations."""
 
+import copy
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
 import transformers
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from planner.models.captured import CapturedInput
 from ullage.capture.records import CaptureError
@@ -38,18 +40,24 @@ class Kind:
 
 @dataclasses.dataclass(frozen=True)
 class Example:
-    """What a capture takes from an example batch, beside shapes and types.
+    """What a model is called with in the user's loop.
 
     Attributes:
-        arguments: arguments that are no tensors, by keyword.
+        args, kwargs: of the call. Tensors may be anywhere inside them, also several times.
+        tensors: these tensors, in the order of the captured inputs; ``None``: it is called with these alone.
         values: values of inputs, by number of the input, of models whose shapes depend on them (positions of images).
         assumes: whether other values that the model needs are assumed; see [Note: Assumed values] in
             :mod:`ullage.capture.fakes`.
+        step: a step of the user's loop up to the loss, which is called with the model and the arguments; ``None``: the
+            model is called.
     """
 
-    arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    args: Sequence[Any] = ()
+    kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    tensors: Sequence[Tensor] | None = None
     values: Mapping[int, Tensor] = dataclasses.field(default_factory=dict)
     assumes: bool = False
+    step: Callable[..., Any] | None = None
 
     def attempts(self) -> list["Example"]:
         """Return what to try, one after another: no values, those of whole numbers, and all.
@@ -69,8 +77,30 @@ class Example:
         found |= {number: value for number, value in self.values.items() if value.shape == inputs[number].shape}
         return {number: value.to(dtype) if value.is_floating_point() else value for number, value in found.items()}
 
+    def called_with(self, inputs: Inputs, others: Sequence[Tensor]) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        """Return the arguments of the call, with a tensor for each captured input."""
+        if self.tensors is None:
+            named = [(spec.name, other) for spec, other in zip(inputs, others, strict=True)]
+            return [other for name, other in named if not name], {name: other for name, other in named if name}
+        replaced = {id(tensor): other for tensor, other in zip(self.tensors, others, strict=True)}
+        with _disable_current_modes():
+            return copy.deepcopy((self.args, self.kwargs), replaced)
+
 
 NO_EXAMPLE: Final = Example()
+
+
+_INTEGERS: Final = {
+    getattr(torch, name): name
+    for name in CapturedInput.model_fields["dtype"].annotation.__args__  # type: ignore[union-attr]
+    if name != "float"
+}
+
+
+def input_of(name: str, tensor: Tensor) -> CapturedInput | None:
+    """Return an input like a tensor; ``None`` if it has a type that no plan knows."""
+    dtype: Any = "float" if tensor.is_floating_point() else _INTEGERS.get(tensor.dtype)
+    return None if dtype is None else CapturedInput(name=name, shape=tuple(tensor.shape), dtype=dtype)
 
 
 def _ids(name: str, *shape: int, begins: tuple[tuple[int, int], ...] = ()) -> CapturedInput:

@@ -12,7 +12,7 @@ import sys
 import traceback
 import types
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal
 from unittest import mock
@@ -43,7 +43,7 @@ from ullage.capture.inputs import NO_EXAMPLE, Example, tensor_of
 from ullage.capture.operator_checks import RefusedOperatorError
 from ullage.capture.partitioning import joined_around, partition
 from ullage.capture.quantized import check_formats, is_packed, pack
-from ullage.capture.recording import OUTPUTS_LOSS, record
+from ullage.capture.recording import OUTPUTS_LOSS, Called, record
 from ullage.capture.records import DTYPES, CaptureError, LongLoopError, Recording
 from ullage.capture.repeats import Repeats, UnequalError
 from ullage.capture.tiles.token_wise import TokenWise
@@ -140,10 +140,12 @@ def capture_called(
     name: str = "",
     as_on_gpu: bool,
 ) -> CapturedModel:
-    """Capture as :func:`capture_module` does. The ``example`` has what else the module is called with."""
+    """Capture as :func:`capture_module` does. The ``example`` says how the module is called with the inputs."""
     if not name:
         name = type(make).__name__ if isinstance(make, nn.Module) else f"{make.__module__}:{make.__qualname__}"
     job = _Capture(make, name, dtype, as_on_gpu, examples=example.attempts())
+    if example.step is not None:
+        return job.of(given)
 
     def again(size: Size) -> CapturedModel:
         return job.of(resized(given, size.micro_batch, size.seq_len), size.tiles)
@@ -160,7 +162,7 @@ class _Capture:
         name: its name.
         dtype, as_on_gpu: see :func:`capture`.
         token_wise: paths of modules for tiles, kept from one size to the next.
-        examples: what else the module is called with: the attempts that are left, of which the first counts.
+        examples: how the module is called: the attempts that are left, of which the first counts.
     """
 
     make: Callable[[], nn.Module] | nn.Module
@@ -171,7 +173,8 @@ class _Capture:
     examples: list[Example] = dataclasses.field(default_factory=NO_EXAMPLE.attempts)
 
     def of(self, inputs: tuple[CapturedInput, ...], tiles: Tiles = NO_TILES) -> CapturedModel:
-        _check_inputs(inputs)
+        if self.examples[0].tensors is None:
+            _check_inputs(inputs)
         model = self.make if isinstance(self.make, nn.Module) else _made(self.make, self.name)
         _check_parameters(model, self.name)
         check_formats(model, self.name)
@@ -217,22 +220,22 @@ class _Capture:
         with (
             torch.autograd.set_detect_anomaly(False),  # it reads values
             FakeTensorMode(allow_non_fake_inputs=True),
-            _faked(model, dtype, trained) as fake,
+            _faked(model, dtype, trained, example.step) as fake,
             _unchanged(model),
             kept_generators(model),
             Untracked(trained),
         ):
             with _as_capture_errors(self.name, model), _default_positions():
-                args = [tensor_of(spec, dtype) for spec in inputs if not spec.name]
-                named = {spec.name: tensor_of(spec, dtype) for spec in inputs if spec.name}
-                given = [*args, *named.values()]
-                named |= example.arguments
+                given = [tensor_of(spec, dtype) for spec in inputs]
                 values = [(given[number], value) for number, value in known.items()]
                 values += [(fake[number], value) for number, value in small.items()]
+                args, kwargs = example.called_with(inputs, given)
+                function = functools.partial(example.step, model) if example.step else model.train()
+                called = Called(functools.partial(function, *args, **kwargs), given, is_step=example.step is not None)
 
                 def recorded(*tile: Any, **settings: Any) -> Recording:
                     fakes = Fakes(values, assumes=example.assumes)
-                    return record(model.train(), args, named, *tile, as_on_gpu=self.as_on_gpu, fakes=fakes, **settings)
+                    return record(model.train(), called, *tile, as_on_gpu=self.as_on_gpu, fakes=fakes, **settings)
 
                 tiled = []
                 if tiles.layer_tile_tokens is not None:
@@ -243,6 +246,13 @@ class _Capture:
                         model.zero_grad()
                     tiled = [model.get_submodule(path) for path in self.token_wise]
                 recording = recorded(tiles, tiled, repeats=repeats)
+            if recording.copies and recording.visits[-1].call > 1:
+                raise UnequalError(recording.copies[0].path)
+            known_as = (
+                spec.model_copy(update={"num_values": num_values})
+                for spec, num_values in zip(inputs, recording.num_values, strict=True)
+            )
+            inputs = recording.called_with or (CapturedInput(shape=()),) if example.step else tuple(known_as)
             places = partition(recording)
             while True:
                 captured = assemble(
@@ -350,12 +360,6 @@ def _check_inputs(inputs: Sequence[CapturedInput]) -> None:
         raise CaptureError("an input without a name follows an input with a name; change the order of --input-shape")
     if not inputs:
         raise CaptureError("a captured model needs the shapes of its inputs; give --input-shape, as in 4x2048:int64")
-    sizes = {spec.shape[0] for spec in inputs}
-    if len(sizes) > 1:
-        raise CaptureError(
-            f"inputs have leading dimensions {', '.join(map(str, sorted(sizes)))}, but must have the same one, the "
-            "micro-batch; change the example batch (--input-shape)"
-        )
 
 
 def _check_parameters(model: nn.Module, name: str) -> None:
@@ -397,7 +401,9 @@ def _small(model: nn.Module) -> dict[int, Tensor]:
 
 
 @contextlib.contextmanager
-def _faked(model: nn.Module, dtype: torch.dtype, trained: Callable[[Tensor], str]) -> Iterator[dict[int, Any]]:
+def _faked(
+    model: nn.Module, dtype: torch.dtype, trained: Callable[[Tensor], str], step: Callable[..., Any] | None
+) -> Iterator[dict[int, Any]]:
     """Replace a model's tensors by fake ones, which support autograd like real ones; restore everything at the end.
 
     Yields the fake parameters and buffers, by ``id`` of the real ones.
@@ -405,10 +411,10 @@ def _faked(model: nn.Module, dtype: torch.dtype, trained: Callable[[Tensor], str
     Fake parameters have the planned type, and tied parameters stay tied, also in lists that a module keeps of them.
     Other tensors keep their type; so do frozen parameters of a model that mixes types. Tensors in the memory of a
     trained parameter stay real, because reading them is refused. What forward does to attributes and containers (such
-    as a cache) is undone.
+    as a cache) is undone, and so is what a ``step`` does to those that it holds.
     """
-    before = list(_containers(model))
-    try:
+    held = [*map(vars, model.modules()), *(cell.cell_contents for cell in getattr(step, "__closure__", None) or ())]
+    with as_before([*held, getattr(step, "__self__", None)]):
         made = _fakes_of(model, dtype)
         for module in model.modules():
             for own in (module._parameters, module._buffers):
@@ -416,6 +422,14 @@ def _faked(model: nn.Module, dtype: torch.dtype, trained: Callable[[Tensor], str
             vars(module).update({name: _with_fakes(value, made, trained) for name, value in vars(module).items()})
         bind_quantized(model)
         yield made
+
+
+@contextlib.contextmanager
+def as_before(held: Iterable[Any]) -> Iterator[None]:
+    """Undo what happens to containers, and to attributes and containers that objects hold."""
+    before = list(_containers(held))
+    try:
+        yield
     finally:
         for container, content in before:
             _restore(container, content)
@@ -445,9 +459,9 @@ def _with_fakes(value: Any, made: Mapping[int, Any], trained: Callable[[Tensor],
     return value
 
 
-def _containers(model: nn.Module) -> Iterator[tuple[Any, Any]]:
-    """Yield the containers in which modules, and objects that these hold, keep something; each with a copy."""
-    left: list[tuple[Any, bool]] = [(vars(module), True) for module in model.modules()]
+def _containers(held: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
+    """Yield containers, and those of objects, that lead to one another; each with a copy."""
+    left: list[tuple[Any, bool]] = [(each, True) for each in held]
     seen: set[int] = set()
     while left:
         held, may_enter = left.pop()

@@ -5,6 +5,12 @@ blocks are nested, the outermost ones count that are more than lists of blocks. 
 children of the block that have parameters. A child with submodules (attention, an MLP) is a unit of its own, plain
 children (``nn.Linear``) form a unit with their neighbours, and a small child (a norm) joins the next one. Outside
 segments, neighbours with parameters are joined until they are large enough for a unit.
+
+[Note: Steps] A step of the user's loop may call the model several times, or parts of it (``model.encode``), before one
+backward. Where a module runs again, another call of the model begins. Each call has units and segments of its own, in
+the order in which they run. A weight belongs to a unit of the first call that uses it, in whose backward its whole
+gradient is ready. The units of other calls use it as they use tied weights: it comes into the same slot for each of
+them. A call without gradients has units whose backward is empty.
 """
 
 import dataclasses
@@ -31,6 +37,7 @@ class UnitVisits:
     Attributes:
         name: path of its largest module.
         segment: path of its block; empty outside blocks.
+        call: its call, see [Note: Steps].
         visits: indices of the visits of its modules, in order.
         events: indices of its forward events, in order. Events after the segment's block are at the end.
     """
@@ -38,7 +45,13 @@ class UnitVisits:
     name: str
     segment: str
     visits: list[int]
+    call: int = 1
     events: list[int] = dataclasses.field(default_factory=list)
+
+    @property
+    def block(self) -> tuple[str, int]:
+        """Its block, and the call in which it runs."""
+        return self.segment, self.call
 
 
 def partition(recording: Recording) -> list[UnitVisits]:
@@ -52,6 +65,9 @@ def partition(recording: Recording) -> list[UnitVisits]:
     inside = {block: [block, *_descendants(visits, block)] for block in blocks}
     skipped = set(itertools.chain.from_iterable(inside.values()))
     for index, visit in enumerate(visits):
+        if atoms and visits[atoms[-1]].call != visit.call:
+            places += _outside(visits, atoms, small)
+            atoms = []
         if index in inside:
             places += _outside(visits, atoms, small)
             atoms = []
@@ -75,27 +91,36 @@ def joined_around(
     If the weight belongs to a module that calls others, these are the units inside it: a hook on its output then
     reports its backward. Else they are the weight's own, and the one that computes when it is read.
     """
-    number_of = {unit.name: number for number, unit in enumerate(places)}
     path = weight.rpartition(".")[0]
-    inside = [
-        number
-        for number, unit in enumerate(places)
-        if any(f"{recording.visits[index].path}.".startswith(f"{path}.") for index in unit.visits)
-    ]
-    if not path or len(inside) < 2:
-        inside = [number_of[name] for name in (owner, reading) if name in number_of]
-    first, last = min(inside, default=0), max(inside, default=0)
     copied = {copy.of for copy in recording.copies}
-    if first == last or any(unit.segment in copied for unit in places[first : last + 1]):
-        return None
-    return _joined(places, [(first, last)])
+    ranges = []
+    for call in {unit.call for unit in places}:
+        number_of = {unit.name: number for number, unit in enumerate(places) if unit.call == call}
+        inside = [
+            number
+            for number in number_of.values()
+            if any(f"{recording.visits[index].path}.".startswith(f"{path}.") for index in places[number].visits)
+        ]
+        if not path or len(inside) < 2:
+            names = [name.partition("@")[0] for name in (owner, reading)]
+            inside = [number_of[name] for name in names if name in number_of]
+        first, last = min(inside, default=0), max(inside, default=0)
+        if first != last and not any(unit.segment in copied for unit in places[first : last + 1]):
+            ranges.append((first, last))
+    return _joined(places, ranges) if ranges else None
 
 
 def _block_visits(recording: Recording) -> list[int]:
-    """Return the visits of repeated blocks that each run once."""
-    count = Counter(visit.path for visit in recording.visits)
-    visit_of = {visit.path: index for index, visit in enumerate(recording.visits) if count[visit.path] == 1}
-    found = (visit_of[path] for path in _blocks(recording, visit_of, recording.model, ""))
+    """Return the visits of repeated blocks that each run once in a call."""
+    count = Counter((visit.path, visit.call) for visit in recording.visits)
+    found: list[int] = []
+    for call in dict.fromkeys(visit.call for visit in recording.visits):
+        visit_of = {
+            visit.path: index
+            for index, visit in enumerate(recording.visits)
+            if visit.call == call and count[visit.path, call] == 1
+        }
+        found += (visit_of[path] for path in _blocks(recording, visit_of, recording.model, ""))
     return sorted(found)
 
 
@@ -176,7 +201,7 @@ def _inside(visits: list[Visit], block: int) -> list[UnitVisits]:
         result[-1] += carried
     elif carried:
         result.append(carried)
-    return [UnitVisits(_largest(visits, run), segment, run) for run in result or [[block]]]
+    return [UnitVisits(_largest(visits, run), segment, run, visits[block].call) for run in result or [[block]]]
 
 
 def _outside(visits: list[Visit], atoms: list[int], small: float) -> list[UnitVisits]:
@@ -189,7 +214,7 @@ def _outside(visits: list[Visit], atoms: list[int], small: float) -> list[UnitVi
     if len(runs) > 1 and _own(visits, runs[-1]) < small:
         last = runs.pop()
         runs[-1] += last
-    return [UnitVisits(_largest(visits, run, own=True), "", run) for run in runs]
+    return [UnitVisits(_largest(visits, run, own=True), "", run, visits[run[0]].call) for run in runs]
 
 
 def _own(visits: list[Visit], run: Iterable[int]) -> int:
@@ -204,14 +229,17 @@ def _largest(visits: list[Visit], run: list[int], *, own: bool = False) -> str:
 
 
 def _called_again(visits: list[Visit], places: list[UnitVisits]) -> Iterator[tuple[int, int]]:
-    """Yield ranges of units between two calls of a module with parameters; they must be one unit, which runs once."""
+    """Yield ranges of units between two runs of a module with parameters in one call of the model.
+
+    They must be one unit, which runs once.
+    """
     unit_of = {index: number for number, unit in enumerate(places) for index in unit.visits}
-    ranges: dict[int, tuple[int, int]] = {}
+    ranges: dict[tuple[int, int], tuple[int, int]] = {}
     for index, visit in enumerate(visits):  # parents come first
         number = unit_of.setdefault(index, unit_of.get(visit.parent, -1))
         if number >= 0 and next(visit.module.parameters(recurse=False), None) is not None:
-            first, last = ranges.get(id(visit.module), (number, number))
-            ranges[id(visit.module)] = (min(first, number), max(last, number))
+            first, last = ranges.get((id(visit.module), visit.call), (number, number))
+            ranges[id(visit.module), visit.call] = (min(first, number), max(last, number))
     for first, last in ranges.values():
         if places[first].segment != places[last].segment:  # whole segments, which are then no longer segments
             yield _whole(places, first, last)
@@ -221,14 +249,14 @@ def _called_again(visits: list[Visit], places: list[UnitVisits]) -> Iterator[tup
 
 def _used_in_several(recording: Recording, places: list[UnitVisits]) -> Iterator[tuple[int, int]]:
     """Yield ranges of a segment's units that use parameters of one module, because its hook runs where it is called."""
-    used: dict[str, set[int]] = {}
+    used: dict[tuple[str, int], set[int]] = {}
     for number, unit in enumerate(places):
         for index in unit.events:
             for name in recording.forward[index].parameters:
-                used.setdefault(name.rpartition(".")[0], set()).add(number)
+                used.setdefault((name.rpartition(".")[0], unit.call), set()).add(number)
     for numbers in used.values():
         first = min(numbers)
-        last = max(n for n in numbers if places[n].segment == places[first].segment)
+        last = max(n for n in numbers if places[n].block == places[first].block)
         if places[first].segment and first != last:
             yield first, last
 
@@ -242,7 +270,7 @@ def _joined(places: list[UnitVisits], ranges: Iterable[tuple[int, int]]) -> list
     for _, numbers in itertools.groupby(range(len(places)), key=lambda number: groups[number]):
         members = [places[number] for number in numbers]
         names = {unit.segment for unit in members}
-        joined = UnitVisits(members[0].name, names.pop() if len(names) == 1 else "", [])
+        joined = UnitVisits(members[0].name, names.pop() if len(names) == 1 else "", [], members[0].call)
         for unit in members:
             joined.visits += unit.visits
             joined.events += unit.events
@@ -251,9 +279,9 @@ def _joined(places: list[UnitVisits], ranges: Iterable[tuple[int, int]]) -> list
 
 
 def _whole(places: list[UnitVisits], first: int, last: int) -> tuple[int, int]:
-    while first and places[first].segment and places[first - 1].segment == places[first].segment:
+    while first and places[first].segment and places[first - 1].block == places[first].block:
         first -= 1
-    while last + 1 < len(places) and places[last].segment and places[last + 1].segment == places[last].segment:
+    while last + 1 < len(places) and places[last].segment and places[last + 1].block == places[last].block:
         last += 1
     return first, last
 
@@ -306,11 +334,11 @@ def _computing(recording: Recording, places: list[UnitVisits]) -> list[UnitVisit
 
 
 def _named(places: list[UnitVisits]) -> list[UnitVisits]:
-    """Make the names of units unique."""
-    seen: Counter[str] = Counter()
+    """Make the names of the units of a call unique."""
+    seen: Counter[tuple[str, int]] = Counter()
     for unit in places:
         unit.name = unit.name or "model"
-        seen[unit.name] += 1
-        if seen[unit.name] > 1:
-            unit.name += f"#{seen[unit.name]}"
+        seen[unit.name, unit.call] += 1
+        if (count := seen[unit.name, unit.call]) > 1:
+            unit.name += f"#{count}"
     return places

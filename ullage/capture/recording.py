@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 from unittest import mock
 
 import torch
@@ -19,34 +19,61 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 
-from executor.callbacks import ends_at, hook_target
+from executor.callbacks import ends_at, hook_target, tensors_of
 from executor.memory.forward_state import SMALL_BYTES
 from executor.memory.recompute_cache import is_running_again
+from executor.module.batches import named_inputs
 from executor.module.guards import SECOND_ORDER
 from executor.module.tiled_layers import tile_modules
 from executor.module.tiled_logits import find_head, tile_head
 from executor.packed import stored_parameters
-from planner.models.captured import NO_TILES, Tiles
+from planner.models.captured import NO_TILES, CapturedInput, Tiles
 from planner.models.kernels import flop
 from ullage.capture.fakes import Fakes, traceable_functions
+from ullage.capture.inputs import input_of
 from ullage.capture.kernels import has_known_cost, kernels_of
 from ullage.capture.operator_checks import OperatorChecks, RefusedOperatorError
 from ullage.capture.quantized import multiply_4bit
-from ullage.capture.records import CaptureError, Event, LongLoopError, Recording, Save, Storage, Visit, nodes, strided
+from ullage.capture.records import (
+    OF_STEP,
+    CaptureError,
+    Event,
+    LongLoopError,
+    Recording,
+    Save,
+    Storage,
+    Visit,
+    nodes,
+    strided,
+)
 from ullage.capture.repeats import Repeats
 from ullage.capture.tiles.token_wise import TokenWise
 
 # Operators with table look-ups: the position of the integers' argument, and the table's dimension of the first
 # argument.
 _TABLES = {"embedding": (1, 0), "nll_loss_forward": (1, 1), "nll_loss2d_forward": (1, 1)}
+aten = torch.ops.aten
 OUTPUTS_LOSS: Final = "the output's loss"
 _NO_SEQUENCE = 2**63  # autograd numbers the nodes that accumulate gradients with the largest integer
 
 
+class Called(NamedTuple):
+    """What to record.
+
+    Attributes:
+        run: calls the model, and returns its output, or a loss.
+        inputs: the tensors that it is called with, in the order of the captured inputs.
+        is_step: whether it is a step of the user's loop, which may call the model and its parts any number of times.
+    """
+
+    run: Callable[[], Any]
+    inputs: Sequence[Tensor]
+    is_step: bool = False
+
+
 def record(
     model: nn.Module,
-    args: Sequence[Tensor],
-    kwargs: Mapping[str, Tensor],
+    called: Called,
     tiles: Tiles = NO_TILES,
     tiled: Collection[nn.Module] = (),
     *,
@@ -59,8 +86,7 @@ def record(
 
     Args:
         model: a model in training mode.
-        args: positional arguments.
-        kwargs: keyword arguments; those that are no tensors at the end.
+        called: what to record.
         tiles: number of tokens for which the loss, and the modules ``tiled``, are computed at a time.
         tiled: modules to compute in tiles.
         as_on_gpu: record GPU kernels if they differ from those of a CPU.
@@ -73,8 +99,7 @@ def record(
         CaptureError: the output has no loss, backward fails, or backward reaches no parameter.
         RefusedOperatorError: a real kernel refuses the arguments of an operator.
     """
-    inputs = [given for given in (*args, *kwargs.values()) if isinstance(given, Tensor)]
-    recorder = _Recorder(model, inputs, fakes, OperatorChecks(as_on_gpu=as_on_gpu), repeats, tiled, token_wise)
+    recorder = _Recorder(model, called, fakes, OperatorChecks(as_on_gpu=as_on_gpu), repeats, tiled, token_wise)
     with contextlib.ExitStack() as stack:
         stack.enter_context(fakes.readable())
         if as_on_gpu:
@@ -90,7 +115,10 @@ def record(
             stack.enter_context(token_wise.hooked())
         stack.enter_context(recorder)
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(recorder.pack, recorder.unpack))
-        loss, words = find_loss(model(*args, **kwargs))
+        loss, words = find_loss(called.run())
+        words = OF_STEP + words if called.is_step else words
+        if not recorder.visits:
+            raise CaptureError("the step calls neither the model nor a part of it; let it call them")
         recorder.begin_backward(loss)
         loss.backward()  # type: ignore[no-untyped-call]
     recorder.end()
@@ -112,6 +140,7 @@ def record(
         repeats.copies if repeats else [],
         repeats.begins if repeats else [],
         frozenset(name for name, module in model.named_modules() if module in tiled),
+        recorder.called_with,
     )
 
 
@@ -129,7 +158,7 @@ def find_loss(output: Any) -> tuple[Tensor, str]:
     named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(named, Tensor) and named.requires_grad:
         return (named, OUTPUTS_LOSS) if named.dim() == 0 else (named.mean(), "the mean of the output's loss")
-    trained = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    trained = [leaf for leaf in tensors_of(output) if leaf.requires_grad]
     scalars = [leaf for leaf in trained if leaf.dim() == 0]
     if len(scalars) == 1:
         return scalars[0], "the scalar in the output"
@@ -170,7 +199,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(
         self,
         model: nn.Module,
-        inputs: Sequence[Tensor],
+        called: Called,
         fakes: Fakes,
         checks: OperatorChecks,
         repeats: Repeats | None,
@@ -194,7 +223,12 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # A module in tiles is one visit, because its submodules run once per tile.
         self._inner = {inner for module in tiled for inner in module.modules() if inner is not module}
         self._copied: set[nn.Module] = set()  # modules that are called now as copies, without running
-        self._stack: list[int] = [-1]
+        self._is_step = called.is_step
+        self._num_calls = 1
+        self.called_with: tuple[CapturedInput, ...] = ()
+        self._ran: set[nn.Module] = set()  # modules that have run in this call
+        # What the user's step does itself counts to its latest call, or to the first one.
+        self._stack: list[int] = [0 if called.is_step else -1]
         self._begun: list[int] = []  # autograd's next number when each visit began
         self._buffers: list[list[tuple[Tensor, int]]] = []  # buffers and their versions when each visit began
         self._number: dict[int, int] = {}  # numbers of existing storages, by address
@@ -205,7 +239,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._product_of: dict[int, int] = {}  # forward events that are products, by number of the resulting storage
         self._source = -1  # forward event of the running autograd node
         self._in_backward = False
-        self.num_values: list[int | None] = [None] * len(inputs)
+        self.num_values: list[int | None] = [None] * len(called.inputs)
         self._index_of: dict[int, set[int]] = {}  # inputs from which the integers in a storage come
         self.gradients: dict[str, int] = {}
         self.sums: dict[int, tuple[int, ...]] = {}
@@ -215,7 +249,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._name[self._known(tensor, "parameter")] = name
         for buffer in strided(list(model.buffers())):
             self._known(buffer, "buffer")
-        for number, tensor in enumerate(inputs):
+        for number, tensor in enumerate(called.inputs):
             self._index_of[self._known(tensor, "input")] = {number}
 
     def __torch_dispatch__(
@@ -223,16 +257,24 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         if any(map(is_traceable_wrapper_subclass_type, types)):
             return NotImplemented  # the class, such as one of torchao, runs operators on its parts, which come here
-        kwargs = kwargs or {}
+        kwargs = _on_cpu(kwargs or {})
+        if self._is_step and func is aten._local_scalar_dense.default and args[0].is_floating_point():
+            return 1.0  # for a log
         if func.overloadpacket.__name__ == "gemm_4bit":
             with self:
                 return multiply_4bit(*args, **kwargs)
         output = self._fakes.run(func, args, kwargs)
-        if func.namespace == "prim":
-            return output
+        if func.namespace != "prim":
+            self._record(func, args, kwargs, output)
+        return output
+
+    def _record(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], output: Any) -> None:
         if kernels := kernels_of(func, args, kwargs, output):
             self._try(func, args, kwargs, output)
+        known = len(self.storages)
         read = [self._storage(part) for part in strided((args, kwargs))]
+        for storage in self.storages[known:] if self._is_step else ():
+            storage.owner = "parameter"  # of another model, or what else a step finds outside of the model
         results = strided(output)
         written = tuple(self._storage(leaf) for leaf in results)
         num_bytes = results[0].numel() * results[0].element_size() if results else 0
@@ -256,7 +298,6 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.forward.append(event)
             if self._most_events is not None and len(self.forward) > self._most_events:
                 raise LongLoopError
-        return output
 
     def _try(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], output: Any) -> None:
         """Try an operator, unless made-up values may crash it: one whose cost, or shapes, PyTorch cannot say."""
@@ -355,6 +396,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         starts: dict[int, int] = {}  # first event dispatched after the creation of an autograd node
         for index, sequence in enumerate(self._sequences):
             starts.setdefault(sequence, index)
+        if loss.grad_fn is None:
+            raise CaptureError("the loss is made inside of a backward of its own, or of no output of the model")
         for node in nodes(loss.grad_fn):
             if (number := node._sequence_nr()) < _NO_SEQUENCE:
                 source = next((starts[n] for n in range(number + 1, number + 64) if n in starts), None)
@@ -389,9 +432,16 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             trained = [tensor for tensor in given if tensor.requires_grad]
             held = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in trained}
             inputs = frozenset(map(self._storage, trained or given[:1]))
-            visit = Visit(
-                path, module, self._stack[-1], len(self.forward), input_bytes=sum(held.values()), inputs=inputs
-            )
+            parent = self._stack[-1] if len(self._stack) > 1 else -1
+            if parent < 0 and self._is_step and not self._ran.isdisjoint(module.modules()):
+                self._num_calls += 1
+                self._ran.clear()
+            if not self.visits:
+                specs = (input_of(name, tensor) for name, tensor in named_inputs(args, kwargs))
+                self.called_with = tuple(spec for spec in specs if spec is not None)
+            self._ran.add(module)
+            visit = Visit(path, module, parent, len(self.forward), self._num_calls, not torch.is_grad_enabled())
+            visit.input_bytes, visit.inputs = sum(held.values()), inputs
             visit.given = tuple(
                 (position, self._storage(part))
                 for position, leaf in enumerate(tree_leaves((args, kwargs)))
@@ -420,12 +470,14 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._repeats:
             self._repeats.end(module, args, kwargs, output)
         index = self._stack.pop()
+        if self._is_step and len(self._stack) == 1:
+            self._stack[0] = index
         self.visits[index].stop = len(self.forward)
         # Recomputation starts from a copy of them: see [Note: The same forward twice] in executor.memory.forward_state.
         copied = (b for b, before in self._buffers[index] if b.nbytes <= SMALL_BYTES or b._version != before)
         self.visits[index].state_bytes = sum(buffer.nbytes for buffer in copied)
-        for leaf in tree_leaves(output):
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
+        for leaf in tensors_of(output):
+            if leaf.requires_grad:
                 node = hook_target(leaf).grad_fn
                 if node is not None and node._sequence_nr() >= self._begun[index]:
                     node.register_prehook(self._arriving(index, node))
@@ -472,6 +524,12 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         self._watch[number] = weakref.ref(storage, died)
         return number
+
+
+def _on_cpu(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return arguments of an operator with the CPU, where all fake tensors are, in place of a GPU."""
+    on_gpu = getattr(kwargs.get("device"), "type", "") == "cuda"
+    return kwargs | {"device": torch.device("cpu")} if on_gpu else kwargs
 
 
 class _HeadCallbacks:

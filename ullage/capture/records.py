@@ -9,13 +9,18 @@ import torch
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.func import debug_unwrap
-from torch.utils._pytree import tree_leaves
 
+from executor.callbacks import tensors_of
+from planner.models.captured import CapturedInput
 from planner.models.kernels import Kernels
 from ullage.capture.repeats import Copy
 
 DTYPES: Final[dict[Literal["bf16", "fp32"], torch.dtype]] = {"bf16": torch.bfloat16, "fp32": torch.float32}
 """The types of weights that can be planned, by name."""
+
+
+OF_STEP: Final = "the step's loss: "
+"""How the description of a loss begins that is not the model's own."""
 
 
 class LongLoopError(BaseException):
@@ -30,23 +35,28 @@ class Visit:
     """One call of a module's forward.
 
     Attributes:
-        parent: index of the calling visit; -1 for the model.
+        parent: index of the calling visit; -1 for the model, and for what else the user's step calls.
         first, stop: range of forward events.
         input_bytes: bytes of inputs with a gradient, which must be kept for recomputation.
         inputs: storages of inputs with a gradient; if there are none, the storage of the first input.
         given: storages of all strided tensors among its arguments, with their positions among the leaves of
             ``(args, kwargs)``.
         state_bytes: bytes of buffers that must be copied for recomputation.
+        call: the call of the model that it belongs to, from 1 on. What the user's step calls is another call as soon as
+            a module runs again.
+        evaluates: whether it is without gradients.
     """
 
     path: str
     module: nn.Module
     parent: int
     first: int
-    stop: int = -1
+    call: int
+    evaluates: bool
     input_bytes: int = 0
     inputs: frozenset[int] = frozenset()
     given: tuple[tuple[int, int], ...] = ()
+    stop: int = -1
     state_bytes: int = 0
 
 
@@ -120,6 +130,7 @@ class Recording:
         begins: forward events before which blocks of lists with copies were called, in order.
         arrivals: visits whose outputs backward reached, in order, with the number of backward events until then.
         tiled: paths of modules that compute in tiles.
+        called_with: what the first call of a module was called with.
     """
 
     model: nn.Module
@@ -139,11 +150,18 @@ class Recording:
     copies: list[Copy] = dataclasses.field(default_factory=list)
     begins: list[int] = dataclasses.field(default_factory=list)
     tiled: frozenset[str] = frozenset()
+    called_with: tuple[CapturedInput, ...] = ()
 
     @functools.cached_property
     def skipped(self) -> frozenset[int]:
         """Forward events that ran in place of copied blocks, or between a copied block and the next block."""
         return frozenset(index for copy in self.copies for index in range(copy.first, copy.stop))
+
+    @property
+    def calls(self) -> tuple[str, ...] | None:
+        """Paths of the modules that the user's step calls; ``None`` if that is the model alone, once."""
+        paths = tuple(visit.path for visit in self.visits if visit.parent < 0)
+        return None if paths == ("",) else paths
 
     def is_copied(self, name: str) -> bool:
         """Return whether a parameter is in a copied block."""
@@ -156,8 +174,8 @@ class Recording:
 
 def strided(value: Any) -> list[Tensor]:
     """Return the tensors among values; those that hold its parts in place of a sparse one."""
-    found = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-    found = [debug_unwrap(leaf) if is_functorch_wrapped_tensor(leaf) else leaf for leaf in found]  # inside torch.vmap
+    # Inside torch.vmap, tensors are wrapped.
+    found = [debug_unwrap(each) if is_functorch_wrapped_tensor(each) else each for each in tensors_of(value)]
     if all(leaf.layout is torch.strided for leaf in found):
         return found
     return [part for leaf in found for part in _parts(leaf)]

@@ -12,7 +12,7 @@ from hwprofiles.quantity import Provenance
 from hwprofiles.registry import load_profile
 from planner.decisions import Precision
 from planner.models.adapters import Lora
-from planner.models.captured import CapturedInput, CapturedModel, Model, resized, tokens_of
+from planner.models.captured import CapturedInput, CapturedModel, Model, micro_batch_of, resized, tokens_of
 from planner.models.config import NoFormulasError
 from planner.models.quantization import Quantization
 from planner.models.registry import resolve_model
@@ -132,11 +132,13 @@ def trained(
             "--seq-len out, or give another --input-shape"
         )
     if inputs and (args.seq_len or args.micro_batch):
-        inputs = resized(inputs, args.micro_batch or inputs[0].shape[0], args.seq_len or tokens_of(inputs))
+        inputs = resized(inputs, args.micro_batch or micro_batch_of(inputs), args.seq_len or tokens_of(inputs))
     captured = _captured(args.model, inputs, precision.weights, NO_ADAPTERS, as_on_gpu=as_on_gpu)
     changed = change(captured)
     assert isinstance(changed, CapturedModel)
-    chosen = args.global_batch is not None and args.micro_batch is None  # the planner chooses the micro-batch
+    chosen = (
+        changed.is_free and args.global_batch is not None and args.micro_batch is None
+    )  # the planner chooses the micro-batch
     return changed, changed.seq_len, None if chosen else changed.micro_batch
 
 

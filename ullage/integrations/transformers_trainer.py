@@ -1,15 +1,19 @@
 """``ullage.offloaded``: train with ``transformers.Trainer`` and its subclasses in the memory that is free."""
 
+import contextlib
+import copy
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeVar, Unpack, cast
+from unittest import mock
 
 import numpy as np
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.utils.data import ConcatDataset
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
@@ -17,6 +21,8 @@ from executor.prepare import OffloadedOptimizer
 from executor.training_state.rng_state import preserved_rng_state
 from hwprofiles.installation import check_versions
 from planner.plan.document import Plan, PlanError
+from ullage.capture.module import as_before
+from ullage.capture.records import CaptureError
 from ullage.this_machine.checks import check_options
 from ullage.training.preparing import Options, prepare
 
@@ -37,6 +43,8 @@ _REFUSED: Final = {
     "deepspeed": "leave it out: the plan shards and offloads by itself",
 }
 _PREPARED: Final = "_is_accelerate_prepared"  # the attribute with which `accelerate` marks a model
+_CALLS_MODEL: Final = frozenset({"Trainer.compute_loss", "SFTTrainer.compute_loss"})
+"""Methods whose loss is that of ``model(**batch)``. The step of other trainers is recorded."""
 _MOST_ROWS: Final = 20_000  # rows of the data whose lengths are compared
 
 
@@ -45,9 +53,11 @@ def offloaded(trainer_class: type[_Trainer], **options: Unpack[Options]) -> type
 
     Write ``ullage.offloaded(transformers.Trainer)(model=model, args=args, ...)``. The model stays where it is until
     training or evaluation begins. Then Ullage prepares it, as in :func:`ullage.prepare`, with the trainer's optimizer.
-    The example batch has the longest rows of the training data, collated by the trainer. Accumulation and clipping are
-    those of the trainer's arguments. ``bf16=True`` means bf16 weights with float32 master copies, without autocast. The
-    trainer's gradient checkpointing is switched off, because the plan decides which activations are recomputed.
+    The example batch has the longest rows of the training data, collated by the trainer. A ``compute_loss`` that does
+    more than to call the model with the batch is planned as ``step`` of :func:`ullage.prepare` is. Accumulation and
+    clipping are those of the trainer's arguments. ``bf16=True`` means bf16 weights with float32 master copies, without
+    autocast. The trainer's gradient checkpointing is switched off, because the plan decides which activations are
+    recomputed.
 
     The log then has ``ullage_iteration_s`` (measured, the mean since the last log) and ``ullage_predicted_s``, unless
     batches did not have the planned shape. ``trainer.plan`` is the plan. ``trainer.close()`` gives the model back as an
@@ -58,7 +68,7 @@ def offloaded(trainer_class: type[_Trainer], **options: Unpack[Options]) -> type
     divides the loss by the target tokens of all ranks (``average_tokens_across_devices``, its default).
 
     Args:
-        trainer_class: ``transformers.Trainer``, ``trl.SFTTrainer`` or another subclass.
+        trainer_class: ``transformers.Trainer`` or a subclass, such as those of TRL and ``sentence-transformers``.
         options: see :class:`Options`.
 
     Raises:
@@ -132,24 +142,13 @@ class _Offloaded(transformers.Trainer):
         """Make the optimizer and prepare it and the model under a plan, once, and again after :meth:`close`.
 
         Raises:
-            PlanError: the trainer runs a reference model in a way that a plan cannot follow.
+            PlanError: the trainer's step cannot be recorded, or it trains parameters that are not the model's.
         """
         if self._of_model is self.model and self.optimizer is not None:
             assert self._offloaded is not None
             if not self._offloaded.session.closed:
                 return self.optimizer
             self.optimizer = self._given
-        if (
-            self.is_in_train
-            and self.args.world_size > 1
-            and getattr(self, "ref_model", self) is None
-            and not getattr(self.args, "precompute_ref_log_probs", True)
-        ):
-            raise PlanError(
-                f"the {type(self).__name__} takes its model itself as the reference, between forward and backward of "
-                "the same model, which plans for several ranks cannot follow; give its arguments "
-                "precompute_ref_log_probs=True"
-            )
         self._given = given = super().create_optimizer(model)
         self.close()  # the plan of the model that model_init has replaced
         assert self.model is not None
@@ -160,7 +159,7 @@ class _Offloaded(transformers.Trainer):
             **self._precision,
             **self.ullage_options,
         }
-        _, self._offloaded = prepare(self.model.train(), given, self._largest_batch(), **options)
+        self._offloaded = self._prepared(self.model.train(), given, options)
         self.optimizer, self._of_model = self._offloaded, self.model
         # The plan reduces gradients over ranks, so `accelerate` must not wrap the model in DistributedDataParallel.
         setattr(self.model, _PREPARED, True)
@@ -219,19 +218,126 @@ class _Offloaded(transformers.Trainer):
             self.create_optimizer()
         return super().evaluation_loop(*args, **kwargs)
 
-    def _largest_batch(self) -> dict[str, Tensor]:
-        """Return a batch of the longest rows of the data, or a stream's first batch. The RNG state does not change."""
-        with preserved_rng_state():
-            loader = self.get_train_dataloader()
-            batch = _collated(loader, self.args.train_batch_size)
-        tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
-        tokens = tensors.get("input_ids")  # TRL also gives packed batches the offsets of documents
-        return {name: value for name, value in tensors.items() if tokens is None or len(value) == len(tokens)}
+    def _prepared(self, model: nn.Module, given: torch.optim.Optimizer, options: Any) -> OffloadedOptimizer:
+        """Prepare the model for ``compute_loss`` of a batch with the longest rows of the data.
+
+        The RNG state does not change, and neither does what the trainer keeps.
+        """
+        name = type(self).__mro__[2].__name__
+        known = {id(parameter) for parameter in model.parameters()}
+        if any(id(parameter) not in known for group in given.param_groups for parameter in group["params"]):
+            raise PlanError(
+                f"the {name} trains parameters that are not the model's, such as those of its loss; choose a loss "
+                "without parameters, or write a loop of your own around ullage.prepare, with one module that has all"
+            )
+        is_plain = type(self).compute_loss.__qualname__ in _CALLS_MODEL
+        is_plain = is_plain and self.label_smoother is None and self.compute_loss_func is None
+        with preserved_rng_state(), as_before([vars(self)]), _made_up_generation(self, model):
+            batch = _collated(self.get_train_dataloader(), self.args.train_batch_size)
+            inputs = batch if is_plain else self._prepare_inputs(batch)
+        if is_plain:
+            return prepare(model, given, _arguments(batch), **options)[1]
+        self.current_gradient_accumulation_steps = self.args.gradient_accumulation_steps
+        num_items = self._get_num_items_in_batch([inputs], torch.device("cpu")) if isinstance(inputs, Mapping) else None
+
+        def step(_model: nn.Module, inputs: Any) -> Any:
+            with _without_ranks(self.accelerator), self.compute_loss_context_manager():
+                return self.compute_loss(model, inputs, num_items_in_batch=num_items)
+
+        try:
+            return prepare(model, given, inputs, step=step, **options)[1]
+        except CaptureError as error:
+            failed = error
+        try:  # a plan of its first call brings weights too, but its steps leave the plan
+            args, kwargs = _first_call(model, lambda: self.compute_loss(model, copy.deepcopy(inputs)))
+            return prepare(model, given, (args, kwargs), step=lambda _, call: model(*call[0], **call[1]), **options)[1]
+        except CaptureError:
+            raise PlanError(
+                f"compute_loss of the {name} cannot be recorded: {failed}; write a loop of your own around "
+                "ullage.prepare"
+            ) from failed
 
 
-def _collated(loader: Any, num_rows: int) -> Mapping[str, Any]:
+class _CalledError(Exception):
+    """A model was called; the arguments are those of the call."""
+
+
+def _first_call(model: nn.Module, compute: Callable[[], Any]) -> tuple[Any, Any]:
+    """Return what a function first calls a model with, which does not run.
+
+    Raises:
+        CaptureError: the function does not call it.
+    """
+
+    def stop(_module: nn.Module, args: Any, kwargs: Any) -> None:
+        raise _CalledError(args, kwargs)
+
+    with model.register_forward_pre_hook(stop, prepend=True, with_kwargs=True):
+        try:
+            compute()
+        except _CalledError as called:
+            return called.args  # two, as above
+        except Exception as error:
+            raise CaptureError(str(error)) from error
+    raise CaptureError("the model is not called")
+
+
+@contextlib.contextmanager
+def _without_ranks(accelerator: Any) -> Iterator[None]:
+    """Let rank 0, which captures alone, gather nothing from other ranks."""
+    with contextlib.ExitStack() as stack:
+        for name in ("gather", "gather_for_metrics", "reduce", "pad_across_processes"):
+            stack.enter_context(mock.patch.object(accelerator, name, lambda tensor, *_args, **_kwargs: tensor))
+        yield
+
+
+@contextlib.contextmanager
+def _made_up_generation(trainer: Any, model: nn.Module) -> Iterator[None]:
+    """Let a trainer that generates its batches (GRPO, RLOO) get completions as long as they may be, at once.
+
+    The model has no memory on the device yet. So neither the completions nor their probabilities and rewards are real.
+    """
+
+    def generate(input_ids: Tensor, *_args: Any, generation_config: Any = None, **rest: Any) -> Tensor:
+        config: Any = generation_config or model.generation_config
+        most: int = (
+            rest.get("max_new_tokens") or config.max_new_tokens or max(config.max_length - input_ids.shape[1], 1)
+        )
+        return torch.cat([input_ids, input_ids[:, -1:].expand(-1, most)], dim=1)
+
+    def probabilities(_model: Any, input_ids: Tensor, _mask: Any, logits_to_keep: int, *_: Any, **_rest: Any) -> Any:
+        return input_ids.new_zeros(len(input_ids), logits_to_keep, dtype=torch.float32), None, None
+
+    def rewards(_inputs: Any, prompts: Any, *_args: Any) -> Tensor:
+        return torch.rand(len(prompts), len(trainer.reward_funcs), device=trainer.accelerator.device)
+
+    made_up = (
+        (model, "generate", generate),
+        (trainer, "_get_per_token_logps_and_entropies", probabilities),
+        (trainer, "_calculate_rewards", rewards),
+    )
+    with contextlib.ExitStack() as stack:
+        for owner, name, function in made_up if hasattr(trainer, "reward_funcs") else ():
+            stack.enter_context(mock.patch.object(owner, name, function))
+        yield
+
+
+def _arguments(batch: Any) -> dict[str, Any]:
+    """Return what a model is called with, of a trainer's batch."""
+    if not isinstance(batch, Mapping):
+        raise TypeError(
+            f"the trainer's batches are {type(batch).__name__}, not dictionaries; give it a data_collator that returns "
+            "the arguments of the model by name"
+        )
+    tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
+    tokens = tensors.get("input_ids")  # TRL also gives packed batches the offsets of documents
+    return {name: value for name, value in tensors.items() if tokens is None or len(value) == len(tokens)}
+
+
+def _collated(loader: Any, num_rows: int) -> Any:
+    """Return a batch of the longest rows of the data; of a stream, or data with a sampler of its own, the first one."""
     data = loader.dataset
-    if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
+    if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")) or isinstance(data, ConcatDataset):
         batch = next(iter(loader))
     else:
         step = max(len(data) // _MOST_ROWS, 1)
@@ -243,18 +349,15 @@ def _collated(loader: Any, num_rows: int) -> Mapping[str, Any]:
                 f"the longest rows of the training data cannot be collated ({type(error).__name__}: {error}); give "
                 "dictionaries as rows, and a data_collator that pads them to one length"
             ) from error
-    if not isinstance(batch, Mapping):
-        raise TypeError(
-            f"the trainer's batches are {type(batch).__name__}, not dictionaries; give it a data_collator that returns "
-            "the arguments of the model by name. A trainer that generates its batches (GRPO) cannot be planned: "
-            "write a loop of your own around ullage.prepare"
-        )
     return batch
 
 
 def _length(row: Any) -> int:
-    tokens = row.get("input_ids") if isinstance(row, Mapping) else None
-    return len(tokens) if isinstance(tokens, Sequence | Tensor | np.ndarray) else 0
+    if not isinstance(row, Mapping):
+        return 0
+    texts = [value for value in row.values() if isinstance(value, str)]
+    of = [row["input_ids"]] if "input_ids" in row else texts
+    return sum(len(tokens) for tokens in of if isinstance(tokens, Sequence | Tensor | np.ndarray))
 
 
 class _Measurements(TrainerCallback):

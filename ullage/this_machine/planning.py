@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from executor.distributed.meeting import meeting
+from executor.module.batches import named_inputs
 from executor.module.guards import check_kinds, check_memory, check_plain, check_unprepared
 from executor.optimizer.reference import rounds
 from executor.optimizer.table import entry_of
@@ -31,7 +32,7 @@ from planner.plan.document import Plan, PlanError, gigabytes
 from planner.plan.planning import InfeasibleError, Request, make_plan
 from planner.schedule.tasks import Tier
 from planner.terms import Storage
-from ullage.capture.inputs import Example
+from ullage.capture.inputs import Example, input_of
 from ullage.capture.module import capture_called
 from ullage.capture.records import DTYPES, strided
 from ullage.cli.arguments import parse_bytes
@@ -39,16 +40,12 @@ from ullage.output.progress import search_progress
 from ullage.this_machine.checks import check_tokens, check_trainable
 from ullage.this_machine.profile import print_line, profile_here
 
-Batch = Mapping[str, Any] | Sequence[Tensor] | Tensor
-"""The inputs of a model: ``model(**batch)``, ``model(*batch)`` or ``model(batch)``."""
+Batch = Mapping[str, Any] | Sequence[Any] | Tensor
+"""The inputs of a model: ``model(**batch)``, ``model(*batch)`` or ``model(batch)``. Tensors may be inside of others."""
 
-_PLAIN: Final = (bool, int, float, str, type(None))
+Step = Callable[[nn.Module, Any], Any]
+"""A step of the user's loop up to the loss: called with the model and a batch, it returns the loss."""
 
-_INTEGERS: Final[dict[torch.dtype, Literal["int64", "int32", "bool"]]] = {
-    torch.int64: "int64",
-    torch.int32: "int32",
-    torch.bool: "bool",
-}
 MOST_SIMULATIONS: Final = 150
 """Maximum number of simulations of one call. More gain little, and the user waits for each."""
 
@@ -87,10 +84,17 @@ class PlanOptions(TypedDict, total=False):
     storage: Storage
 
 
-def plan_here(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, plan_options: PlanOptions) -> Plan:
+def plan_here(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: Batch,
+    plan_options: PlanOptions,
+    step: Step | None = None,
+) -> Plan:
     """Return a plan for an existing model, for the memory that is free now.
 
-    Of several ranks, rank 0 measures, captures and plans. All ranks return its plan or raise its error.
+    It is for ``step(model, batch)``, or for a call of the model with the batch. Of several ranks, rank 0 measures,
+    captures and plans. All ranks return its plan or raise its error.
 
     Raises:
         InfeasibleError: no plan fits.
@@ -106,7 +110,7 @@ def plan_here(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, 
     with preserved_rng_state():  # the model's forward may draw numbers
 
         def make() -> Plan:
-            entry, captured = entry_of(optimizer), capture_live(model, batch, plan_options.get("precision"))
+            entry, captured = entry_of(optimizer), capture_live(model, batch, plan_options.get("precision"), step)
             rounded = captured.dtype == "bf16" and any(map(rounds, optimizer.param_groups))
             request = Request(
                 captured,
@@ -164,13 +168,16 @@ def _of_others(lacking_bytes: int) -> str:
     )
 
 
-def capture_live(model: nn.Module, batch: Batch, precision: Dtype | None = None) -> CapturedModel:
+def capture_live(
+    model: nn.Module, batch: Batch, precision: Dtype | None = None, step: Step | None = None
+) -> CapturedModel:
     """Capture an existing model with a batch. Its large weights are neither read nor copied.
 
     Args:
         model: any module.
         batch: inputs of the model.
         precision: type of the planned weights. Default: that of the model's weights.
+        step: what to capture in place of a call of the model; see :func:`ullage.prepare`.
 
     Raises:
         CaptureError: the model cannot be captured, or does not run with the batch.
@@ -179,10 +186,15 @@ def capture_live(model: nn.Module, batch: Batch, precision: Dtype | None = None)
     if precision is not None and precision not in DTYPES:
         raise ValueError(f"precision is {precision!r}, which cannot be planned; give one of {', '.join(DTYPES)}")
     dtype = precision or _dtype_of(model)
-    arguments, inputs = _inputs(batch)
+    args, kwargs = _arguments(batch) if step is None else ((batch,), {})
+    inputs = [(name, value) for name, value in named_inputs(args, kwargs) if step is None or input_of(name, value)]
+    if not inputs and step is None:
+        raise ValueError("the example batch has no tensor; give one batch of your loop, the largest")
     specs = tuple(_input(name, value, position) for position, (name, value) in enumerate(inputs))
-    values = {number: value.cpu() for number, (_, value) in enumerate(inputs)}
-    found = capture_called(model, specs, dtype, Example(arguments, values), as_on_gpu=torch.cuda.is_available())
+    tensors = [value for _, value in inputs]
+    values = {number: value.cpu() for number, value in enumerate(tensors)}
+    example = Example(args, kwargs, tensors, values, step=step)
+    found = capture_called(model, specs, dtype, example, as_on_gpu=torch.cuda.is_available())
     return found.of_one_size()  # the planner cannot change the size of the user's batches
 
 
@@ -202,46 +214,29 @@ def _dtype_of(model: nn.Module) -> Literal["bf16", "fp32"]:
     )
 
 
-def _inputs(batch: Batch) -> tuple[dict[str, object], list[tuple[str, Any]]]:
-    """Return what a model is called with: arguments that are no tensors, and tensors with their keywords, if any."""
+def _arguments(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return what a model is called with, positional and by keyword."""
     if isinstance(batch, Tensor):
-        named = [("", batch)]
-    elif isinstance(batch, Mapping):
-        named = list(batch.items())
+        return (batch,), {}
+    if isinstance(batch, Mapping):
         if others := [name for name in batch if not isinstance(name, str)]:
             raise TypeError(f"the example batch has a key {others[0]!r}; name each input as the model's forward does")
-    elif isinstance(batch, Sequence) and not isinstance(batch, str):
-        named = [("", value) for value in batch]
-    else:
-        raise TypeError(
-            f"the third argument is {type(batch).__name__}; give a plan (ullage.plan or ullage.load_plan), or an "
-            "example batch: a dict, a tuple or a tensor that the model is called with (of ullage.Data: data.example())"
-        )
-    if not named:
-        raise ValueError("the example batch is empty; give one batch of your loop, the largest")
-    arguments: dict[str, object] = {name: value for name, value in named if name and isinstance(value, _PLAIN)}
-    return arguments, [(name, value) for name, value in named if name not in arguments]
+        return (), dict(batch)
+    if isinstance(batch, Sequence) and not isinstance(batch, str):
+        return tuple(batch), {}
+    raise TypeError(
+        f"the third argument is {type(batch).__name__}; give a plan (ullage.plan or ullage.load_plan), or an "
+        "example batch: a dict, a tuple or a tensor that the model is called with (of ullage.Data: data.example())"
+    )
 
 
-def _input(name: str, value: object, position: int) -> CapturedInput:
-    words = f"{name or f'input {position + 1}'} of the example batch"
-    if not isinstance(value, Tensor):
-        raise TypeError(
-            f"{words} is {type(value).__name__}, not a tensor; give tensors, and numbers, texts and None by keyword"
-        )
-    if not value.dim() or not value.numel():
+def _input(name: str, value: Tensor, position: int) -> CapturedInput:
+    if (found := input_of(name, value)) is None:
         raise ValueError(
-            f"{words} has shape {list(value.shape)}, but must have the micro-batch as its first dimension and no "
-            "dimension of 0; give a whole batch"
+            f"{name or f'input {position + 1}'} of the example batch is {value.dtype}, but must be "
+            "floating-point, whole numbers or bool; convert it before the call of the model"
         )
-    if value.is_floating_point():
-        return CapturedInput(name=name, shape=tuple(value.shape))
-    if value.dtype not in _INTEGERS:
-        raise ValueError(
-            f"{words} is {value.dtype}, but must be floating-point, int64, int32 or bool; convert it before the call "
-            "of the model"
-        )
-    return CapturedInput(name=name, shape=tuple(value.shape), dtype=_INTEGERS[value.dtype])
+    return found
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -13,11 +13,12 @@ from executor.devices.cores import CoreChoice
 from executor.module.guards import check_kinds
 from executor.options import SessionOptions
 from executor.prepare import OffloadedOptimizer, prepare_session
+from planner.models.captured import CapturedModel
 from planner.plan.document import Plan
 from planner.terms import AuditTime
 from ullage.capture.records import DTYPES
 from ullage.this_machine.checks import check_options
-from ullage.this_machine.planning import Batch, PlanOptions, plan_here, share_device
+from ullage.this_machine.planning import Batch, PlanOptions, Step, plan_here, share_device
 from ullage.this_machine.profile import print_line
 from ullage.training.batches import batch_shapes
 from ullage.training.processes import is_first_process, ranks_per_node
@@ -59,7 +60,12 @@ class Options(PlanOptions, Settings, total=False):
 
 
 def prepare(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, plan: Plan | Batch, **options: Unpack[Options]
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    plan: Plan | Batch,
+    *,
+    step: Step | None = None,
+    **options: Unpack[Options],
 ) -> tuple[nn.Module, OffloadedOptimizer]:
     """Prepare a model and its optimizer for your own training loop, in the memory that is free.
 
@@ -76,6 +82,9 @@ def prepare(
             model is then captured without a copy of its weights, and planned for the memory that is free now. If this
             machine has no profile, it is first measured, once, for half a minute. Or give a plan for a model with these
             parameters, made for this machine.
+        step: a function of your loop that takes the model and a batch, and returns the loss. Give it if a step does
+            more than to call the model once with the batch: several calls, other methods, losses of your own. It is
+            then what is planned, called with the given batch, which may be any object.
         options: see :class:`Options`. If a plan is given, ``hardware`` to ``storage`` are decided by it.
 
     Returns:
@@ -101,7 +110,7 @@ def prepare(
     """
     if optimizer is None:
         with _one_trained(model) as placeholder:
-            return prepare(model, placeholder, plan, **options)
+            return prepare(model, placeholder, plan, step=step, **options)
     check_kinds(model, optimizer)
     check_options("prepare", options, Options.__annotations__)
     given: dict[str, Any] = dict(options)
@@ -109,7 +118,9 @@ def prepare(
     if not isinstance(plan, Plan):
         if given.get("storage_dir") is not None:
             plan_options = {"storage": "nvme", **plan_options}
-        plan = plan_here(model, optimizer, plan, cast("PlanOptions", plan_options))
+        plan = plan_here(model, optimizer, plan, cast("PlanOptions", plan_options), step)
+    elif step is not None:
+        raise ValueError("step is what a plan is made for, but a plan is given; leave it out, or give a batch instead")
     elif plan_options:
         raise ValueError(
             f"{next(iter(plan_options))} is already decided by the given plan; leave it out, or give a batch instead "
@@ -190,7 +201,17 @@ def prepare_planned(
 
 
 def session_options(plan: Plan, settings: Settings) -> SessionOptions:
-    """Return the options for a session of a plan."""
+    """Return the options for a session of a plan.
+
+    Raises:
+        ValueError: blocks are to be compiled that a step runs several times.
+    """
+    calls = (isinstance(plan.model, CapturedModel) and plan.model.calls) or ()
+    if calls and settings.get("compile_blocks"):
+        raise ValueError(
+            "compile_blocks is True, but the planned step calls the model several times, or parts of it, whose blocks "
+            "are not compiled; leave it out"
+        )
     hardware, per_node = plan.hardware, ranks_per_node(plan)
     link, storage_dir = hardware.host_link, settings.get("storage_dir")
     return SessionOptions(
@@ -205,6 +226,7 @@ def session_options(plan: Plan, settings: Settings) -> SessionOptions:
         record=True,
         link_bytes_per_s=(link.up.best_rate_per_s(), link.down.best_rate_per_s()),
         batch=batch_shapes(plan),
+        calls=calls,
         audit=settings.get("audit", "first"),
         report=print_line if is_first_process() else lambda _line: None,
     )

@@ -177,7 +177,10 @@ REFUSED = {
     "NUMBER": (SHAPE, "has no function NUMBER"),
     "make": ([], "needs the shapes of its inputs; give --input-shape"),
     "make ": (["--input-shape", "16x9"], "make it run with these inputs first"),
-    "make  ": (["--input-shape", "16x8", "4x8"], "leading dimensions 4, 16"),
+    "make  ": (
+        ["--input-shape", "16x8", "4x8", "--micro-batch", "8"],
+        "the inputs 16x8:float 4x8:float have no common leading dimension, so the batch is taken as it is; leave its",
+    ),
     "make   ": ([*SHAPE, "--seq-len", "7"], "is not a sequence of tokens; leave --seq-len out"),
     "make    ": ([*SHAPE, "--tensor-parallel", "2", "--gpus", "2"], "was captured whole"),
     "make     ": (["--input-shape", "x=16x8", "16x8"], "change the order of --input-shape"),

@@ -71,7 +71,7 @@ def test_a_batch_that_is_larger_than_planned_is_reported_once(plan: Plan) -> Non
             step(model, optimizer, 3)
             with torch.no_grad():  # nothing is kept of it
                 model(torch.ones(9, 16), torch.zeros(9, dtype=torch.long))
-        with pytest.warns(RuntimeWarning, match=r"input 1 is 9x16, but the plan is for 8x16.*--micro-batch"):
+        with pytest.warns(RuntimeWarning, match=r"input 1 is 9x16, but the plan is for 8x16.*plan for the largest"):
             step(model, optimizer, 9)
         with warnings.catch_warnings():
             warnings.simplefilter("error")

@@ -4,9 +4,11 @@ import json
 import random
 from pathlib import Path
 
+import datasets
 import forked
 import numpy as np
 import pytest
+import tokenizers
 import torch
 import transformers
 from forked import Forked, environments
@@ -203,7 +205,7 @@ def test_rows_that_make_no_batch_are_refused(tiny_model: Path, tmp_path: Path) -
     with pytest.raises(ValueError, match=r"rows of the training data cannot be collated .*a data_collator that pads"):
         ours.train()
     ours.data_collator = list
-    with pytest.raises(TypeError, match=r"batches are list, not dictionaries; .*\(GRPO\) cannot be planned"):
+    with pytest.raises(TypeError, match=r"batches are list, not dictionaries; give it a data_collator that returns"):
         ours.train()
 
 
@@ -281,7 +283,7 @@ def trainer(made):
     more = {"data_collator": padded}
     if name == "SFTTrainer":
         from tokenizers import Tokenizer, models
-        words = models.WordLevel({str(number): number for number in range(256)}, unk_token="0")
+        words = models.WordLevel({str(number): number for number in range(256)}, unk_token="0")  # noqa: S106
         special = {"pad_token": "0", "eos_token": "1"}
         tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), **special)
         more = {"processing_class": tokenizer}
@@ -372,14 +374,116 @@ class OwnReference(Trainer):
         return loss - 0.5 * reference
 
 
-def test_a_trainer_whose_model_is_its_own_reference(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+class OwnLoss(Trainer):
+    """Calls its model twice, changes the batch that it is given, and keeps metrics, as trainers of TRL do."""
+
+    seen: list[float]
+
+    def compute_loss(self, model, inputs, *args, **kwargs):  # type: ignore[no-untyped-def]  # noqa: ARG002
+        labels = inputs.pop("labels")
+        logits = [model(**inputs, use_cache=False).logits for _ in "ab"]
+        loss = torch.nn.functional.cross_entropy(logits[0].flatten(0, 1), labels.flatten())
+        loss = loss + (logits[0] - logits[1]).square().mean()
+        self.seen.append(self.accelerator.gather_for_metrics(loss.detach()).mean().item())
+        return loss
+
+
+@pytest.mark.parametrize(("made", "num_calls", "num_left"), [(OwnReference, 2, 0), (OwnLoss, 2, 0)])
+def test_a_trainer_whose_step_is_its_own_is_planned_as_it_is(
+    tiny_model: Path, tmp_path: Path, made: type[Trainer], num_calls: int, num_left: int
 ) -> None:
-    ours = trainer(ullage.offloaded(OwnReference), tiny_model, tmp_path / "ours", max_steps=2)
-    plain = trainer(OwnReference, tiny_model, tmp_path / "plain", max_steps=2)
-    assert ours.train().training_loss == pytest.approx(plain.train().training_loss, abs=2e-2)  # in bf16
+    found = []
+    for name, of in (("plain", made), ("ours", ullage.offloaded(made, device_memory="1.5MB"))):
+        mine = trainer(of, tiny_model, tmp_path / name, max_steps=2, bf16=False, eval_strategy="no")
+        mine.seen = []
+        mine.train()
+        found.append(mine)
+    plain, ours = found
+    assert ours.seen == pytest.approx(plain.seen, rel=1e-5)
+    same_logs(plain, ours)
+    session = ours._offloaded.session
+    assert (len(ours.plan.model.calls), session.num_left) == (num_calls, num_left)
     ours.close()
-    ours.ref_model, ours.args.precompute_ref_log_probs = None, False
-    monkeypatch.setattr(type(ours.args), "world_size", 2)
-    with pytest.raises(PlanError, match=r"several ranks .* precompute_ref_log_probs=True"):
+    same_weights(plain.model, ours.model)
+
+
+@pytest.mark.parametrize("kind", ["GRPO", "DPO"])
+def test_trainers_of_trl_follow_their_plan(kind: str, tiny_model: Path, tmp_path: Path) -> None:
+    """GRPO generates its batches; DPO runs its adapters' base model without gradients in each step."""
+    trl, peft = pytest.importorskip("trl"), pytest.importorskip("peft")
+    words = tokenizers.models.WordLevel({str(number): number for number in range(256)}, unk_token="0")  # noqa: S106
+    splits = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer(words),
+        pad_token="0",  # noqa: S106
+        eos_token="1",  # noqa: S106
+    )
+    splits._tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    rows = [{"prompt": "5 6 7", "chosen": f"8 {number}", "rejected": "9"} for number in range(10, 26)]
+    folder = {"output_dir": str(tmp_path), "report_to": [], "use_cpu": True, "disable_tqdm": True, "bf16": False}
+    usual = {"max_steps": 2, "logging_steps": 1, "per_device_train_batch_size": 4, "save_strategy": "no", **folder}
+    found = []
+    for wrap in (lambda made: made, lambda made: ullage.offloaded(made, device_memory="60MB")):
+        model = model_of(tiny_model)
+        if kind == "GRPO":
+            args = trl.GRPOConfig(num_generations=2, max_completion_length=6, **usual)
+            more = {"reward_funcs": lambda completions, **_: [float(len(text)) for text in completions]}
+        else:
+            model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+            args, more = trl.DPOConfig(**usual), {}
+        made = wrap(getattr(trl, f"{kind}Trainer"))
+        data = datasets.Dataset.from_list([{"prompt": row["prompt"]} for row in rows] if kind == "GRPO" else rows)
+        one = made(model=model, args=args, train_dataset=data, processing_class=splits, **more)
+        torch.manual_seed(3)
+        one.train()
+        found.append(one)
+    plain, ours = found
+    same_logs(plain, ours)
+    assert ours._offloaded.session.num_left == 0
+    assert ours.plan.model.calls == (None if kind == "GRPO" else ("", ""))
+    ours.close()
+    same_weights(plain.model, ours.model)
+
+
+class CachedLoss(OwnLoss):
+    """Runs its model inside of backward, as losses with cached gradients do."""
+
+    def compute_loss(self, model, inputs, *args, **kwargs):  # type: ignore[no-untyped-def]  # noqa: ARG002
+        with torch.no_grad():
+            logits = model(**inputs, use_cache=False).logits
+        loss = logits.square().mean().detach().requires_grad_()
+
+        def again(gradient: torch.Tensor) -> None:
+            with torch.enable_grad():
+                (model(**inputs, use_cache=False).logits.square().mean() * gradient).backward()
+
+        loss.register_hook(again)
+        return loss
+
+
+def test_a_step_that_cannot_be_recorded_trains_on_demand(tiny_model: Path, tmp_path: Path) -> None:
+    found = []
+    for name, of in (("plain", CachedLoss), ("ours", ullage.offloaded(CachedLoss, device_memory="1.5MB"))):
+        mine = trainer(of, tiny_model, tmp_path / name, max_steps=2, bf16=False, eval_strategy="no")
+        mine.train()
+        found.append(mine)
+    plain, ours = found
+    same_logs(plain, ours)
+    assert ours._offloaded.session.num_left == 2
+    ours.close()
+    same_weights(plain.model, ours.model)
+
+
+def test_a_step_that_no_plan_can_be_made_for_is_refused_with_the_trainers_name(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    class Idle(Trainer):
+        def compute_loss(self, model, inputs, *args, **kwargs):  # type: ignore[no-untyped-def]  # noqa: ARG002
+            return torch.zeros((), requires_grad=True)
+
+    with pytest.raises(PlanError, match=r"^compute_loss of the Idle cannot be recorded: LlamaForCausalLM: the step"):
+        trainer(ullage.offloaded(Idle), tiny_model, tmp_path).train()
+    ours = trainer(ullage.offloaded(Trainer), tiny_model, tmp_path)
+    other = torch.nn.Linear(2, 2)
+    ours.optimizer_cls_and_kwargs = (torch.optim.AdamW, {"params": [*ours.model.parameters(), *other.parameters()]})
+    with pytest.raises(PlanError, match=r"^the Trainer trains parameters that are not the model's, such as"):
         ours.train()
