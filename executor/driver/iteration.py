@@ -87,7 +87,6 @@ class IterationDriver:
         self._call_of = {unit.name: unit.call for unit in units}
         self._call, self._num_called = 1, 0
         self._evaluated = {unit.name for unit in units if unit.evaluates}
-        self._first = next(unit for unit in units if not unit.is_unused)
         self._loop, self._units = runtime.loop, runtime.state.units
         self.gradients = UserGradients(
             decisions, (p for _, p in runtime.state.parameters()), self._norms, self._end_early
@@ -123,13 +122,14 @@ class IterationDriver:
             OutOfOrderError: the plan does not expect it here, and the iteration cannot leave the plan.
             LaneError: a task failed on some lane.
         """
+        evaluates = self._model.training and unit in self._evaluated  # in a planned call without gradients
         if in_backward():
-            if not self._runtime.inside_iteration:  # a hook of the user's on a gradient runs the model first
+            if not self._runtime.inside_iteration:  # a hook of the user's on a gradient runs the model
                 self._check_begin()
                 self._begin()
             with self._backward:
                 self._follow(self.progress.recompute, unit)
-        elif not self._runtime.inside_iteration and not self.trains and not self._is_planned_evaluation(unit):
+        elif not (self.trains or self._runtime.inside_iteration or (evaluates and self.progress.meets(unit))):
             self._access.evaluate(unit, self.visibility)
             self.visibility.show(unit)
         elif self.progress.has_left or not self.progress.is_at(Op.FORWARD, unit):
@@ -139,15 +139,8 @@ class IterationDriver:
         elif self._runtime.machine.failed:
             self._runtime.machine.check()
 
-    def _is_planned_evaluation(self, unit: str) -> bool:
-        """Return whether the plan is at this unit, or expects it next, in a call without gradients."""
-        expected = self._loop.expected()
-        there = self.progress.is_at(Op.FORWARD, unit) or (expected is not None and expected.unit == unit)
-        begins = self.progress.begins and unit == self._first.name  # after units that the batch does not reach
-        return (there or begins) and unit in self._evaluated and self._model.training
-
     def _reach_forward(self, unit: str) -> None:
-        if not self.trains and not self._is_planned_evaluation(unit):
+        if not self.trains and not (self._model.training and unit in self._evaluated):
             raise OutOfOrderError(
                 "the model ran without gradients, or in evaluation mode, in the middle of an iteration; evaluate after "
                 "optimizer.step() and before the next forward; a forward without gradients runs before the one that "
@@ -308,7 +301,7 @@ class IterationDriver:
         self._depth += 1
         if self._depth > 1 or in_backward():
             return
-        begins = self._model.training and (torch.is_grad_enabled() or self._first.evaluates)
+        begins = self._model.training and (torch.is_grad_enabled() or self.progress.first.evaluates)
         if begins and self._runtime.inside_iteration:
             self._end_unused()
         self._num_called = 0 if self.progress.begins else self._num_called + 1
@@ -339,7 +332,7 @@ class IterationDriver:
     @property
     def begins(self) -> bool:
         """Whether a forward that begins now is the plan's first one of a micro-batch."""
-        trains = self.trains or (self._first.evaluates and self._model.training)
+        trains = self.trains or (self.progress.first.evaluates and self._model.training)
         return trains and self.progress.begins
 
     def on_model_begin(self) -> None:

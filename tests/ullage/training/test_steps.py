@@ -175,7 +175,7 @@ def test_a_step_of_several_calls_follows_its_plan_and_trains_as_in_memory(name: 
 def test_other_steps_than_the_planned_one_train_as_in_memory(name: str) -> None:
     torch.manual_seed(0)
     model, batches = Net(), [batch_of() for _ in range(5)]
-    steps = [STEPS[each] for each in (name, "once", name, "reference_behind", name)]
+    steps = [STEPS[each] for each in (name, "losses", name, "reference_behind", name)]
     alone = copy.deepcopy(model)
     model, optimizer = prepared(model, steps[0], batches[0])
     theirs = torch.optim.AdamW(alone.parameters(), lr=1e-2)

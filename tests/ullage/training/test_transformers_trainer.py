@@ -437,6 +437,8 @@ def test_trainers_of_trl_follow_their_plan(kind: str, tiny_model: Path, tmp_path
         one.train()
         found.append(one)
     plain, ours = found
+    key = "reward"  # not of what was made up for the plan
+    assert [entry.get(key) for entry in ours.state.log_history] == [entry.get(key) for entry in plain.state.log_history]
     same_logs(plain, ours)
     assert ours._offloaded.session.num_left == 0
     assert ours.plan.model.calls == (None if kind == "GRPO" else ("", ""))
