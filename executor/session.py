@@ -162,12 +162,7 @@ class Session(contextlib.AbstractContextManager["Session"]):
             if options.batch:
                 self._undo.append(backend.forget_shapes)
                 called = model.get_submodule(options.calls[0] if options.calls else "")
-                evaluates = next(unit for unit in units if not unit.is_unused).evaluates
-
-                def begins() -> bool:
-                    return (driver.trains or (evaluates and model.training)) and driver.progress.begins
-
-                self._undo.append(bind_batches(called, options.batch, begins, driver.on_other_shape))
+                self._undo.append(bind_batches(called, options.batch, lambda: driver.begins, driver.on_other_shape))
             driver.num_calls = len(options.calls) or 1
             self._undo += watch_calls(model, options.calls, driver)  # its hooks run before all others
             _move_buffers(model, backend.device, ranks)

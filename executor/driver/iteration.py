@@ -87,7 +87,6 @@ class IterationDriver:
         self._call_of = {unit.name: unit.call for unit in units}
         self._call, self._num_called = 1, 0
         self._evaluated = {unit.name for unit in units if unit.evaluates}
-        self._begins_evaluating = next(unit for unit in units if not unit.is_unused).evaluates
         self._last = next((unit.name for unit in reversed(units) if unit.backward or unit.num_params), units[-1].name)
         self._loop, self._units = runtime.loop, runtime.state.units
         self.gradients = UserGradients(
@@ -303,7 +302,7 @@ class IterationDriver:
         self._depth += 1
         if self._depth > 1 or in_backward():
             return
-        begins = self._model.training and (torch.is_grad_enabled() or self._begins_evaluating)
+        begins = self._model.training and (torch.is_grad_enabled() or self.progress.first.evaluates)
         if begins and self._runtime.inside_iteration:
             self._end_unused()
         self._num_called = 0 if self.progress.begins else self._num_called + 1
@@ -330,6 +329,12 @@ class IterationDriver:
         """Whether a forward that begins now is one of the plan's."""
         trains = self._model_trains or (torch.is_grad_enabled() and self._model.training)
         return trains and not self.progress.has_left
+
+    @property
+    def begins(self) -> bool:
+        """Whether a forward that begins now is the plan's first one of a micro-batch."""
+        trains = self.trains or (self.progress.first.evaluates and self._model.training)
+        return trains and self.progress.begins
 
     def on_model_begin(self) -> None:
         """The model's own forward begins. If it trains, parts of it without gradients count as training too."""

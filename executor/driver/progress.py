@@ -32,6 +32,7 @@ class Progress:
 
     Attributes:
         task: the compute task that runs; ``None`` outside forward and backward, and off the plan.
+        first: the first unit that the batch reaches.
         has_left: whether the iteration has left the plan, see [Note: On demand] in :mod:`executor.driver.on_demand`.
     """
 
@@ -52,8 +53,8 @@ class Progress:
         self._machine = machine
         self._num_micro_batches = decisions.num_micro_batches
         self._unused = {unit.name for unit in units if unit.is_unused}
+        self.first = next(unit for unit in units if not unit.is_unused)
         self._first = next(task.unit for task in loop.schedule.tasks if task.op is Op.FORWARD)
-        self._first_used = next(unit.name for unit in units if not unit.is_unused)
         self._firsts = {next(group).name for _, group in itertools.groupby(units, key=lambda unit: unit.call)}
         self._backward_begins = backward_begins
         self._backward_ended = backward_ended
@@ -122,8 +123,8 @@ class Progress:
     def meets(self, unit: str) -> bool:
         """Return whether forward is at a unit, or the plan expects it next of those that the batch reaches."""
         expected = self._loop.expected()
-        is_next = expected is not None and expected.unit == unit
-        return self.is_at(Op.FORWARD, unit) or is_next or (self.begins and unit == self._first_used)
+        begins = self.begins and unit == self.first.name  # after units that the batch does not reach
+        return self.is_at(Op.FORWARD, unit) or begins or (expected is not None and expected.unit == unit)
 
     def awaits_gradient(self, unit: str) -> bool:
         """Return whether a gradient of a unit may arrive now: backward runs and has not left the unit."""
