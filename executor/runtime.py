@@ -4,6 +4,8 @@ import contextlib
 from collections.abc import Mapping
 from typing import final
 
+import torch
+
 from executor.devices.backend import Backend
 from executor.devices.cores import Cores
 from executor.devices.lanes import LaneError, LaneMachine
@@ -179,6 +181,15 @@ class Runtime:
             raise ValueError(
                 f"{min(absent)}{more} no values, because the model was made on the meta device; load them first, for "
                 "example with ullage.load(optimizer, FOLDER)"
+            )
+
+    def check_autocast(self) -> None:
+        """Check that no autocast to another type than the plan's is on. Raises ValueError otherwise."""
+        kind, dtype = self.backend.device.type, self.state.dtype
+        if torch.is_autocast_enabled(kind) and (other := torch.get_autocast_dtype(kind)) != dtype:
+            raise ValueError(
+                f"autocast to {other} is on, but the plan computes with {dtype} weights; leave autocast, or plan with "
+                "another --precision"
             )
 
     def check_unparked(self) -> None:

@@ -162,7 +162,7 @@ class Session(contextlib.AbstractContextManager["Session"]):
             if options.batch:
                 self._undo.append(backend.forget_shapes)
                 called = model.get_submodule(options.calls[0] if options.calls else "")
-                self._undo.append(bind_batches(called, options.batch, lambda: driver.begins, driver.on_other_shape))
+                self._undo.append(bind_batches(called, options.batch, lambda: driver.begins, driver.other_shapes.note))
             driver.num_calls = len(options.calls) or 1
             self._undo += watch_calls(model, options.calls, driver)  # its hooks run before all others
             _move_buffers(model, backend.device, ranks)

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from executor.distributed.shards import ParameterShard
 from executor.memory.forward_state import ForwardState, Snapshot
+from executor.memory.state import ModelState
 from executor.module.binding import segment_module, tiled_modules
-from planner.decisions import Decisions
+from planner.decisions import Decisions, Place
 from planner.graph import Unit, segments
 
 
@@ -144,3 +145,15 @@ def _readers(model: nn.Module, units: tuple[Unit, ...]) -> dict[str, list[str]]:
 def _read_outside(readers: Mapping[str, list[str]], path: str) -> set[str]:
     """Return the parameters that a module outside ``path`` reads."""
     return {name for name, read in readers.items() if any(f"{one}.".find(f"{path}.") != 0 for one in read)}
+
+
+def stored_gradients(state: ModelState, iteration: int, name: str) -> Iterator[tuple[slice, Tensor]]:
+    """Yield the parts of a parameter's gradient that its updates read, each with its place in the flat parameter."""
+    for unit, parameter in state.by_parameter.get(name, ()):
+        for part in parameter.parts:
+            inside = slice(part.start - parameter.start, part.stop - parameter.start)
+            on_host = part.piece.leaves and part.piece.place is not Place.NVME  # buffers for NVMe change hands
+            if on_host and parameter.flushed == iteration:
+                yield inside, unit.arrival(part)
+            elif (held := unit.device_gradients.get((parameter.name, part.piece.index))) is not None:
+                yield inside, held

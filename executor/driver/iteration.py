@@ -1,49 +1,46 @@
 """One training iteration: from the first forward to ``optimizer.step()``, as the hooks on the model report it."""
 
 import contextlib
-import itertools
 import warnings
-import zlib
 from collections.abc import Callable, Iterator
-from typing import Any, Final, final
+from typing import Any, final
 
 import torch
 from torch import nn
 
-from executor.audit import Audit, AuditError
+from executor.audit import Audit
 from executor.callbacks import in_backward
-from executor.distributed.host_collectives import HostCollectives
-from executor.driver.on_demand import OnDemand, why_not
+from executor.driver.auditing import end_audit
+from executor.driver.on_demand import OnDemand, check_second_order, why_not
+from executor.driver.other_shapes import OtherShapes
 from executor.driver.progress import Progress
+from executor.driver.rules import UpdateRules
 from executor.gradients import GradientError
 from executor.memory.units import ParameterState, UnitState
 from executor.module.attention import fused_attention
-from executor.module.guards import LEFT_HALF_WAY, ON_DEMAND, OWN_CHECKPOINTING, SECOND_ORDER
+from executor.module.guards import LEFT_HALF_WAY, ON_DEMAND, OWN_CHECKPOINTING
 from executor.module.user_gradients import UserGradients
 from executor.module.visibility import WeightVisibility
 from executor.optimizer.table import OptimizerEntry
 from executor.runtime import Runtime, Unbroken
 from executor.state_access import StateAccess
-from executor.tasks.updates import ParameterUpdate
-from planner.decisions import Decisions, Place
+from planner.decisions import Decisions
 from planner.graph import Unit
 from planner.schedule.loop import OutOfOrderError
 from planner.schedule.tasks import Op
-
-_MANY_SHAPES: Final = 4  # other shapes of batches from which on each is expected to be new
 
 
 @final
 class IterationDriver:
     """Issues the tasks of an iteration when forward, backward and the step reach them.
 
-    It implements :class:`executor.callbacks.ModuleCallbacks`. It reads the parameter ``groups`` whenever the updates of
-    an iteration begin.
+    It implements :class:`executor.callbacks.ModuleCallbacks`.
 
     Attributes:
         attention: the fused kernels of attention, see :func:`executor.module.attention.fused_attention`; ``None``
             before the first forward.
         gradients: sets ``parameter.grad`` between backward and step.
+        other_shapes: notes batches of other shapes than planned.
         num_left: number of iterations that have left the plan, see [Note: On demand] in
             :mod:`executor.driver.on_demand`.
         num_calls: number of calls of the model and its parts in a step, see [Note: Steps] in
@@ -73,19 +70,12 @@ class IterationDriver:
         self._runtime = runtime
         self._access = access
         self._decisions = decisions
-        self._entry = entry
-        self._groups = groups
-        shards = runtime.state.shards()
-        self._names = {id(shard.whole): shard.name for shard in shards.values()}
-        self._shapes = {shard.name: shard.whole_shape for shard in shards.values()}
+        self._rules = UpdateRules(runtime, entry, groups)
+        self.other_shapes = OtherShapes(runtime)
         self._last_short = -2  # the latest iteration that ended before all its micro-batches had run
-        self._last_other = -2  # the latest iteration with a batch of another shape than planned
-        self._other_shapes: set[tuple[int, ...]] = set()
         self._model_trains = False  # a training forward is under way
         self._depth = 0  # of calls of the model and its parts, each inside the other
         self._has_run_back = False  # a backward has ended in this iteration
-        self._call_of = {unit.name: unit.call for unit in units}
-        self._call, self._num_called = 1, 0
         self._evaluated = {unit.name for unit in units if unit.evaluates}
         self._last = next((unit.name for unit in reversed(units) if unit.backward or unit.num_params), units[-1].name)
         self._loop, self._units = runtime.loop, runtime.state.units
@@ -109,12 +99,14 @@ class IterationDriver:
         )
         access.come_to_rest = self.come_to_rest
         shared = {unit.name: unit.shared_units for unit in units}
-        self.visibility = WeightVisibility(runtime.state, shared, shards.values(), access, access.settled)
+        self.visibility = WeightVisibility(
+            runtime.state, shared, runtime.state.shards().values(), access, access.settled
+        )
 
     @property
     def last_was_whole(self) -> bool:
         """Whether the latest iteration had all of the plan's micro-batches, each in the planned shape."""
-        return self._loop.iteration - 1 not in {self._last_short, self._last_other}
+        return self._loop.iteration - 1 not in {self._last_short, self.other_shapes.latest}
 
     def on_forward(self, unit: str) -> None:
         """Forward, or recomputation, has reached a unit.
@@ -165,31 +157,18 @@ class IterationDriver:
                 error = OutOfOrderError(
                     "backward came for a forward that was an evaluation; call model.train() before the forward"
                 )
-                self._check_leaves(error)
+                self._check_backward()
                 self._check_begin()
                 self._begin()
                 self._leave(error)
             if torch.is_grad_enabled():
-                self._begin_second_order()
+                check_second_order(self._units.values(), self._decisions)
+                if self._on_demand is None:
+                    self._leave(OutOfOrderError("backward makes a graph of its own (create_graph=True)"))
             if self.progress.has_left or not self.progress.is_at(Op.BACKWARD, unit):
                 self._follow(self.progress.backward, unit)
             else:
                 self.visibility.show(unit)
-
-    def _begin_second_order(self) -> None:
-        """Backward makes a graph of its own, where no hook sees which weights it reads: all of them have to be there.
-
-        Raises:
-            OutOfOrderError: they are not.
-        """
-        decisions, units = self._decisions, self._units.values()
-        moves = any(unit.slot >= 0 for unit in units) or any(u.activations != "keep" for u in decisions.units.values())
-        tiles = decisions.loss_tile_tokens is not None or decisions.layer_tile_tokens is not None
-        divides = max(decisions.degrees.tensor_parallel, decisions.degrees.expert_parallel) > 1
-        if moves or tiles or divides:
-            raise OutOfOrderError(SECOND_ORDER)
-        if self._on_demand is None:
-            self._leave(OutOfOrderError("backward makes a graph of its own (create_graph=True)"))
 
     def on_recomputed(self, unit: str) -> None:
         """Recomputation of the segment that ends with this unit has ended. Raises as :meth:`on_forward`."""
@@ -225,16 +204,6 @@ class IterationDriver:
             )
         self.progress.forget_backward()
 
-    def _check_leaves(self, error: OutOfOrderError) -> None:
-        """Check that the iteration can leave the plan.
-
-        Raises:
-            OutOfOrderError: it cannot; the text is that of ``error``, and why.
-        """
-        self._check_backward()
-        if reason := why_not(self._runtime, self._decisions):
-            raise OutOfOrderError(f"{error}. {reason}") from None
-
     def _reopen(self) -> frozenset[str]:
         """Let more gradients be added to this iteration's; return the parameters whose gradients were dropped."""
         dropped = self.gradients.dropped(self._loop.iteration)
@@ -244,13 +213,18 @@ class IterationDriver:
         return dropped
 
     def _leave(self, error: OutOfOrderError, *, is_read: bool = False) -> None:
-        """Leave the plan until the next step, see [Note: On demand]. Raises as :meth:`_check_leaves`.
+        """Leave the plan until the next step, see [Note: On demand].
 
         Args:
             error: says what the plan expected.
             is_read: no gradient is to be added, so those so far may have been scaled.
+
+        Raises:
+            OutOfOrderError: the iteration cannot leave the plan; the text is that of ``error``, and why.
         """
-        self._check_leaves(error)
+        self._check_backward()
+        if reason := why_not(self._runtime, self._decisions):
+            raise OutOfOrderError(f"{error}. {reason}") from None
         with self._leaving:
             dropped = self.gradients.dropped(self._loop.iteration) if is_read else self._reopen()
             self._on_demand = OnDemand(self._runtime, self._access, self._decisions, dropped)
@@ -293,9 +267,7 @@ class IterationDriver:
     @property
     def call(self) -> int:
         """See :class:`executor.callbacks.ModuleCallbacks`."""
-        if in_backward() and not self.progress.has_left:
-            return self._call_of.get(self.progress.unit, 1)
-        return self._call
+        return self.progress.call
 
     def on_call(self) -> None:
         """The user's step calls the model, or a part of it."""
@@ -305,10 +277,7 @@ class IterationDriver:
         begins = self._model.training and (torch.is_grad_enabled() or self.progress.first.evaluates)
         if begins and self._runtime.inside_iteration:
             self._end_unused()
-        self._num_called = 0 if self.progress.begins else self._num_called + 1
-        expected = self._loop.expected()
-        is_planned = expected is not None and expected.op is Op.FORWARD and not self.progress.has_left
-        self._call = self._call_of[expected.unit] if is_planned and expected is not None else 1
+        self.progress.begin_call()
 
     def on_call_end(self) -> None:
         """Such a call has ended, or failed."""
@@ -344,7 +313,7 @@ class IterationDriver:
         if self._model_trains and not self._runtime.inside_iteration:
             self._audit.begin_iteration(self._loop.iteration, self._access.weights)
         elif (
-            self.trains and not self.progress.is_between and self._num_called >= self.num_calls
+            self.trains and not self.progress.is_between and self.progress.num_called >= self.num_calls
         ):  # leave before a segment begins to offload, see its forward
             with self._forward:
                 self._leave(self.progress.unexpected(Op.FORWARD))
@@ -362,18 +331,6 @@ class IterationDriver:
         expected, task = self._loop.expected(), self.progress.task
         if task is not None and task.op is Op.FORWARD and expected is not None and expected.op is Op.BACKWARD:
             self.on_backward(self._last)
-
-    def on_other_shape(self, shape: tuple[int, ...]) -> None:
-        """A forward of the plan begins with a batch of another shape; see [Note: Other shapes]."""
-        if len(self._other_shapes) < _MANY_SHAPES:
-            self._other_shapes.add(tuple(shape))
-        expected = self._loop.expected()
-        # In the middle of an iteration, forward may have run that is still to be recomputed.
-        if len(self._other_shapes) == _MANY_SHAPES and expected is not None and not expected.micro_batch:
-            self._runtime.backend.expect_many_shapes()
-        if self._last_other != self._loop.iteration:
-            self._last_other = self._loop.iteration
-            self._runtime.machine.exclude(self._last_other)
 
     def after_forward(self, *_args: object) -> None:
         """Hide the weights of the last unit after an evaluation; a hook."""
@@ -410,8 +367,7 @@ class IterationDriver:
         self._runtime.machine.check()
         self._depth = 0  # a signal may have ended a forward without its hooks
         self.visibility.check_unmodified()
-        for group in self._groups:
-            self._entry.rule(group)  # raises before anything is done
+        self._rules.check()
         with self._clipping:
             self._end_early()
             expected = self._loop.expected()
@@ -426,7 +382,8 @@ class IterationDriver:
                 )
             self._reach_clip()
             if self._audit.is_active:
-                self._end_audit()
+                self.visibility.show("")
+                end_audit(self._audit, self._runtime, self._decisions)
             self.gradients.begin_step(self._loop.iteration)
             with self._updating:
                 if self._decisions.update_start == "step":
@@ -490,12 +447,7 @@ class IterationDriver:
         self._runtime.check_has_weights()
         self._runtime.check_unparked()
         self.visibility.check_unmodified()
-        kind, dtype = self._runtime.backend.device.type, self._runtime.state.dtype
-        if torch.is_autocast_enabled(kind) and (other := torch.get_autocast_dtype(kind)) != dtype:
-            raise ValueError(
-                f"autocast to {other} is on, but the plan computes with {dtype} weights; leave autocast, or plan with "
-                "another --precision"
-            )
+        self._runtime.check_autocast()
 
     def _begin(self) -> None:
         self._runtime.doing = f"iteration {self._loop.iteration + 1}"
@@ -574,39 +526,6 @@ class IterationDriver:
             )
         self._last_short = iteration
 
-    def _end_audit(self) -> None:
-        """End the audit of this iteration on all ranks.
-
-        Raises:
-            AuditError: on some rank, the plan and plain PyTorch differ.
-        """
-        runtime, iteration = self._runtime, self._loop.iteration
-        self.visibility.show("")
-        runtime.synchronize()
-        if iteration:  # the first one is left out of comparisons anyway
-            runtime.machine.exclude(iteration)
-
-        def stored(name: str) -> Iterator[tuple[slice, torch.Tensor]]:
-            for unit, parameter in runtime.state.by_parameter.get(name, ()):
-                for part in parameter.parts:
-                    inside = slice(part.start - parameter.start, part.stop - parameter.start)
-                    on_host = part.piece.leaves and part.piece.place is not Place.NVME  # buffers for NVMe change hands
-                    if on_host and parameter.flushed == iteration:
-                        yield inside, unit.arrival(part)
-                    elif (held := unit.device_gradients.get((parameter.name, part.piece.index))) is not None:
-                        yield inside, held
-
-        difference = self._audit.end_iteration(runtime.backend.device, stored)
-        runtime.doing = f"the audit of iteration {iteration + 1}"
-        if HostCollectives(runtime.ranks).any(bool(difference)):
-            what = difference or "another rank has found a difference"
-            when = "no weight has changed since the last step"
-            if self._decisions.update_start == "backward":
-                when = "without clipping, updates began in backward: begin again from the weights of the last step"
-            raise AuditError(
-                f"audit of iteration {iteration + 1}: {what}; {when}; audit='off' trains without this check"
-            )
-
     def _reach_clip(self) -> None:
         if self.progress.task is not None:
             raise OutOfOrderError(f"backward() did not complete, so that gradients are missing. {LEFT_HALF_WAY}")
@@ -616,28 +535,14 @@ class IterationDriver:
 
     def _norms(self) -> dict[str, torch.Tensor]:
         with self._clipping:
-            return self._find_norms()
-
-    def _find_norms(self) -> dict[str, torch.Tensor]:
-        self._reach_clip()
-        self._runtime.doing = f"clipping, or reading norms, in iteration {self._loop.iteration + 1}"
-        return self._runtime.actions.gradients.norms(self._loop.iteration)
+            self._reach_clip()
+            self._runtime.doing = f"clipping, or reading norms, in iteration {self._loop.iteration + 1}"
+            return self._runtime.actions.gradients.norms(self._loop.iteration)
 
     def _begin_updates(self) -> None:
         self.visibility.unsettle()
         self._access.settled.clear()
-        updates = {}
-        numbers = itertools.count()
-        for group in self._groups:
-            rule = self._entry.rule(group)
-            for parameter, number in zip(group["params"], numbers, strict=False):
-                name = self._names[id(parameter)]
-                own = rule.of_parameter(number, self._shapes[name])
-                updates[name] = ParameterUpdate(own, self.gradients.scale(name))
-        self._runtime.actions.updates.begin(self._loop.iteration, updates)
-        if (ranks := self._runtime.ranks) is not None:
-            rules = [self._entry.rule(group).params for group in self._groups]
-            ranks.decision_hash = zlib.crc32(repr((rules, self.gradients.decided())).encode())
+        self._rules.begin(self.gradients)
 
     def _collector(self, unit: UnitState, parameter: ParameterState) -> Callable[[torch.Tensor], None]:
         gradients, progress, loop = self._runtime.actions.gradients, self.progress, self._loop

@@ -13,15 +13,17 @@ Gradients that have reached the host by then are taken back first. They may have
 which are made again from the master copy: it rounds to the same bits.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Final, final
 
 import torch
 
 from executor.memory.units import NEVER, FlatGradient, ParameterState, UnitState
+from executor.module.guards import SECOND_ORDER
 from executor.runtime import Runtime
 from executor.state_access import StateAccess
 from planner.decisions import Decisions, Place
+from planner.schedule.loop import OutOfOrderError
 from planner.schedule.tasks import Op
 
 _OF_GRADIENTS: Final = frozenset({Op.SCATTER, Op.FLUSH, Op.SPILL})
@@ -188,3 +190,16 @@ def why_not(runtime: Runtime, decisions: Decisions) -> str:
     if any(task.op in {Op.UPDATE, Op.LOAD} for task in issued) or (ends and decisions.update_start == "backward"):
         return "Updates of this plan begin in backward; under a plan with clip=True, they wait for the step"
     return ""
+
+
+def check_second_order(units: Iterable[UnitState], decisions: Decisions) -> None:
+    """Check that backward may make a graph of its own, where no hook sees which weights it reads.
+
+    Raises:
+        OutOfOrderError: not all of them stay on the device.
+    """
+    moves = any(unit.slot >= 0 for unit in units) or any(u.activations != "keep" for u in decisions.units.values())
+    tiles = decisions.loss_tile_tokens is not None or decisions.layer_tile_tokens is not None
+    divides = max(decisions.degrees.tensor_parallel, decisions.degrees.expert_parallel) > 1
+    if moves or tiles or divides:
+        raise OutOfOrderError(SECOND_ORDER)

@@ -33,6 +33,7 @@ class Progress:
     Attributes:
         task: the compute task that runs; ``None`` outside forward and backward, and off the plan.
         first: the first unit that the batch reaches.
+        num_called: number of calls that have begun since the first one of a micro-batch.
         has_left: whether the iteration has left the plan, see [Note: On demand] in :mod:`executor.driver.on_demand`.
     """
 
@@ -53,6 +54,8 @@ class Progress:
         self._machine = machine
         self._num_micro_batches = decisions.num_micro_batches
         self._unused = {unit.name for unit in units if unit.is_unused}
+        self.num_called = 0
+        self._call, self._call_of = 1, {unit.name: unit.call for unit in units}
         self.first = next(unit for unit in units if not unit.is_unused)
         self._first = next(task.unit for task in loop.schedule.tasks if task.op is Op.FORWARD)
         self._firsts = {next(group).name for _, group in itertools.groupby(units, key=lambda unit: unit.call)}
@@ -95,6 +98,18 @@ class Progress:
         """Whether the plan's next task is the first forward of a micro-batch."""
         expected = self._loop.expected()
         return expected is not None and expected.op is Op.FORWARD and expected.unit == self._first
+
+    @property
+    def call(self) -> int:
+        """The call of the user's step that runs now, or whose backward does; 1 outside of planned calls."""
+        return self._call_of.get(self.unit, 1) if in_backward() and not self.has_left else self._call
+
+    def begin_call(self) -> None:
+        """The user's step calls the model, or a part of it."""
+        self.num_called = 0 if self.begins else self.num_called + 1
+        expected = self._loop.expected()
+        is_planned = expected is not None and expected.op is Op.FORWARD and not self.has_left
+        self._call = self._call_of[expected.unit] if is_planned and expected is not None else 1
 
     @property
     def is_between(self) -> bool:

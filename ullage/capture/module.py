@@ -44,7 +44,7 @@ from ullage.capture.operator_checks import RefusedOperatorError
 from ullage.capture.partitioning import joined_around, partition
 from ullage.capture.quantized import check_formats, is_packed, pack
 from ullage.capture.recording import OUTPUTS_LOSS, Called, record
-from ullage.capture.records import DTYPES, CaptureError, LongLoopError, Recording
+from ullage.capture.records import DTYPES, CaptureError, LongLoopError, Recording, at, first_line, remedy
 from ullage.capture.repeats import Repeats, UnequalError
 from ullage.capture.tiles.token_wise import TokenWise
 
@@ -347,7 +347,7 @@ def load_factory(text: str, dtype: torch.dtype) -> Callable[[], nn.Module]:
             f"there is no module {error.name}; --model {text} is searched in the current directory, {here}"
         ) from error
     except Exception as error:
-        raise CaptureError(f"{module_name} cannot be imported: {_first_line(error)}") from error
+        raise CaptureError(f"{module_name} cannot be imported: {first_line(error)}") from error
     for part in attribute.split("."):
         found = getattr(found, part, None)
     if not callable(found):
@@ -568,42 +568,21 @@ def _as_capture_errors(name: str, model: nn.Module | None = None) -> Iterator[No
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
             yield
     except (CaptureError, RefusedOperatorError) as error:
-        raise CaptureError(f"{name}{_at(inside)}: {error}") from error
+        raise CaptureError(f"{name}{at(inside)}: {error}") from error
     except VALUES as error:
         where = users_line(traceback.extract_tb(error.__traceback__))
         raise CaptureError(
-            f"{name}{_at(inside)}: {error.func} needs the values of a tensor{where}, which a capture does not have, "
+            f"{name}{at(inside)}: {error.func} needs the values of a tensor{where}, which a capture does not have, "
             "and it does not run with those that were assumed; compute the same for all values, as torch.where does"
         ) from error
     except UNKNOWN as error:
         raise CaptureError(
-            f"{name}{_at(inside)}: {_first_line(error)}: PyTorch does not know the shapes that this operator makes; "
+            f"{name}{at(inside)}: {first_line(error)}: PyTorch does not know the shapes that this operator makes; "
             "register a fake implementation (torch.library.register_fake)"
         ) from error
     except Exception as error:
-        remedy = _remedy(error, has_model=model is not None)
-        raise CaptureError(f"{name}{_at(inside)}: {_first_line(error)}; {remedy}") from error
+        way_out = remedy(error, has_model=model is not None)
+        raise CaptureError(f"{name}{at(inside)}: {first_line(error)}; {way_out}") from error
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _remedy(error: Exception, *, has_model: bool) -> str:
-    """Return what to do if a model, or the function that makes it, fails."""
-    if not has_model:
-        return (
-            "it runs for a model without memory: give device='cpu' for tensors whose values it reads, do not load "
-            "weights, and do not move the model"
-        )
-    if "saved tensor hooks" in str(error):  # of torch.func.grad and its like
-        return "call torch.autograd.grad(..., create_graph=True) in place of functions of torch.func"
-    return "make it run with these inputs first"
-
-
-def _at(inside: list[str]) -> str:
-    return f", in module {inside[-1]}" if inside and inside[-1] else ""
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__

@@ -205,3 +205,26 @@ def nodes(root: Any) -> Iterator[Any]:
             if following is not None and following not in seen:
                 seen.add(following)
                 left.append(following)
+
+
+def remedy(error: Exception, *, has_model: bool) -> str:
+    """Return what to do if a model, or the function that makes it, fails."""
+    if not has_model:
+        return (
+            "it runs for a model without memory: give device='cpu' for tensors whose values it reads, do not load "
+            "weights, and do not move the model"
+        )
+    if "saved tensor hooks" in str(error):  # of torch.func.grad and its like
+        return "call torch.autograd.grad(..., create_graph=True) in place of functions of torch.func"
+    return "make it run with these inputs first"
+
+
+def at(inside: list[str]) -> str:
+    """Return where a capture was, in words, from the paths of the modules whose forward runs."""
+    return f", in module {inside[-1]}" if inside and inside[-1] else ""
+
+
+def first_line(error: Exception) -> str:
+    """Return an error in one line."""
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__

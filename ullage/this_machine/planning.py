@@ -205,7 +205,7 @@ def _dtype_of(model: nn.Module) -> Literal["bf16", "fp32"]:
         counts[parameter.dtype] = counts.get(parameter.dtype, 0) + parameter.numel()
     if not counts:
         raise ValueError(f"{type(model).__name__} has no parameters; give the model that is trained")
-    most = max(counts, key=counts.__getitem__)
+    most = max(counts, key=counts.__getitem__).to_real()  # complex ones are refused where they are named
     for name, dtype in DTYPES.items():
         if dtype is most:
             return name

@@ -1,7 +1,6 @@
 """Loops around one small model: what happens in which order between two steps."""
 
 import contextlib
-import copy
 
 import torch
 import torch.nn.functional as F
@@ -554,23 +553,6 @@ def truncated_backpropagation(ullage) -> Trained:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    return losses, model
-
-
-@program
-def lookahead_copies(ullage) -> Trained:
-    """Weights are copied by state_dict, and compared later."""
-    model, optimizer = made(ullage)
-    losses = []
-    for step in range(NUM_STEPS):
-        before = copy.deepcopy(model.state_dict())
-        x, y = batch(step)
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        after = model.state_dict()
-        losses.append(float(sum((after[name] - weight).square().sum() for name, weight in before.items())))
     return losses, model
 
 

@@ -1,0 +1,30 @@
+"""Ends the audit of an iteration on all ranks, before its step."""
+
+import functools
+
+from executor.audit import Audit, AuditError
+from executor.audit.cases import stored_gradients
+from executor.distributed.host_collectives import HostCollectives
+from executor.runtime import Runtime
+from planner.decisions import Decisions
+
+
+def end_audit(audit: Audit, runtime: Runtime, decisions: Decisions) -> None:
+    """End the audit of this iteration on all ranks.
+
+    Raises:
+        AuditError: on some rank, the plan and plain PyTorch differ.
+    """
+    iteration = runtime.loop.iteration
+    runtime.synchronize()
+    if iteration:  # the first one is left out of comparisons anyway
+        runtime.machine.exclude(iteration)
+    stored = functools.partial(stored_gradients, runtime.state, iteration)
+    difference = audit.end_iteration(runtime.backend.device, stored)
+    runtime.doing = f"the audit of iteration {iteration + 1}"
+    if HostCollectives(runtime.ranks).any(bool(difference)):
+        what = difference or "another rank has found a difference"
+        when = "no weight has changed since the last step"
+        if decisions.update_start == "backward":
+            when = "without clipping, updates began in backward: begin again from the weights of the last step"
+        raise AuditError(f"audit of iteration {iteration + 1}: {what}; {when}; audit='off' trains without this check")
