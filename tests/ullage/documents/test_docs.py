@@ -265,10 +265,6 @@ def test_what_training_says_is_refused_is_refused(tmp_path: Path, monkeypatch: p
         scaler.scale(model(x, labels)).backward()
         scaler.step(optimizer)
 
-    def between(model: Any, _optimizer: Any) -> None:
-        model(x, labels)
-        model.state_dict()
-
     def loaded(model: Any, _optimizer: Any) -> None:
         model.load_state_dict(names["Net"]().state_dict())
 
@@ -280,7 +276,6 @@ def test_what_training_says_is_refused_is_refused(tmp_path: Path, monkeypatch: p
     said = {
         value: "only its 2-norm",
         scaled: "^GradScaler cannot unscale .* leave it out",
-        between: "after optimizer.step\\(\\) and before the next forward",
         loaded: "load them before prepare",
         penalty: "gradients of gradients",
     }
