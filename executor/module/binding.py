@@ -293,7 +293,8 @@ def _hooks(
             if leaf.requires_grad:
                 made = hook_target(leaf)
                 node = made.grad_fn
-                if node is None or node._sequence_nr() >= begun:  # else the tensor only passed through this module
+                # Else it only passed through this module, or a hook of the user's lets backward end there.
+                if node is not None and node._sequence_nr() >= begun:
                     _hook_gradient(made, node, functools.partial(arrives[marker.unit], node))
 
     if any(marker.begins for marker in of_call.values()):
