@@ -14,6 +14,7 @@ have reached the segment's last unit. In this case the unit's backward task begi
 
 import collections
 import contextlib
+import dataclasses
 import functools
 import inspect
 import itertools
@@ -394,6 +395,16 @@ class _Again(NamedTuple):
     changed_inputs: tuple[int, ...]
 
 
+@dataclasses.dataclass(slots=True)
+class _Call:
+    """A call of a module that is recomputed: what its second pass begins with, its units, and whether it has run."""
+
+    before: Snapshot
+    names: list[str]
+    given: dict[int, torch.Tensor]
+    has_run: bool = False
+
+
 def _recompute(module: nn.Module, of_call: Mapping[int, _Again], callbacks: ModuleCallbacks) -> Callable[[], None]:
     """Apply activation checkpointing to a module, and offload some activations; return a function that undoes this.
 
@@ -405,8 +416,10 @@ def _recompute(module: nn.Module, of_call: Mapping[int, _Again], callbacks: Modu
     numbers = (vars(inner).get("layer_idx") for inner in module.modules())
     layer = next((number for number in numbers if isinstance(number, int)), None)
 
-    def run(before: Snapshot, names: list[str], given: dict[int, torch.Tensor], /, *args: Any, **kwargs: Any) -> Any:
-        if not in_backward():
+    def run(call: _Call, /, *args: Any, **kwargs: Any) -> Any:
+        before, names, given = call.before, call.names, call.given
+        if not call.has_run:  # perhaps inside backward, as losses with cached gradients have it
+            call.has_run = True
             args, kwargs = _without_copies(args, kwargs, given)
             output = original(*args, **kwargs)
             state.check(before)
@@ -421,12 +434,10 @@ def _recompute(module: nn.Module, of_call: Mapping[int, _Again], callbacks: Modu
         finally:  # recomputation stops with an exception as soon as it has all needed tensors
             callbacks.on_recomputed(names[-1])
 
-    def with_own_caches(
-        before: Snapshot, names: list[str], given: dict[int, torch.Tensor], /, *args: Any, **kwargs: Any
-    ) -> Any:
+    def with_own_caches(call: _Call, /, *args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
         _copy_caches(bound.arguments)
-        return run(before, names, given, *bound.args, **bound.kwargs)
+        return run(call, *bound.args, **bound.kwargs)
 
     @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -445,9 +456,7 @@ def _recompute(module: nn.Module, of_call: Mapping[int, _Again], callbacks: Modu
         bound = signature.bind(*args, **kwargs)
         call = functools.partial(
             with_own_caches if _drop_caches(bound.arguments, layer) else run,
-            state.save(bound.arguments.values()),
-            names,
-            given,
+            _Call(state.save(bound.arguments.values()), names, given),
         )
         if offload is None or not callbacks.trains:
             return _checkpoint(call, bound)

@@ -54,21 +54,6 @@ def made(ullage, dropout: float = 0.0, **options):
 
 
 @program
-def plain_steps(ullage) -> Trained:
-    """Forward, backward, step."""
-    model, optimizer = made(ullage)
-    losses = []
-    for step in range(NUM_STEPS):
-        x, y = batch(step)
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses, model
-
-
-@program
 def r_drop(ullage) -> Trained:
     """R-Drop: two forwards with other dropout before one backward."""
     model, optimizer = made(ullage, dropout=0.1)
@@ -549,6 +534,29 @@ def truncated_backpropagation(ullage) -> Trained:
         again = model(F.pad(out, (0, 6)))
         loss = F.cross_entropy(out, y) + F.cross_entropy(again, y)
         state = F.pad(again, (0, 6)).detach()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, model
+
+
+@program
+def cached_gradients(ullage) -> Trained:
+    """GradCache: outputs without gradients first, then the model again, with dropout, inside of backward."""
+    model, optimizer = made(ullage, dropout=0.1)
+    losses = []
+    for step in range(NUM_STEPS):
+        x, _ = batch(step)
+        with torch.no_grad():
+            cached = model(x).requires_grad_()
+
+        def again(gradient, x=x):
+            with torch.enable_grad():
+                model(x).backward(gradient)
+
+        cached.register_hook(again)
+        loss = cached.square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
