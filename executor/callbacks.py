@@ -71,8 +71,12 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
-def ends_at(node: Any) -> bool:
-    """Return whether the backward that runs now goes no further than a node, as that of a gradient inside forward."""
+def ends_here() -> bool:
+    """Return whether the backward that runs now goes no further than its node, as that of a gradient inside forward.
+
+    A hook that kept its node would keep its graph too: a cycle that Python does not see.
+    """
+    node: Any = torch._C._current_autograd_node()
     with contextlib.suppress(RuntimeError):  # for a leaf whose gradient is asked for, which is further
         return node is not None and not any(
             torch._C._will_engine_execute_node(after) for after, _ in node.next_functions if after is not None

@@ -71,8 +71,8 @@ class StateAccess:
         self.check_at_rest()
         if self._runtime.inside_iteration:
             raise OutOfOrderError(
-                "gradients have come for the next step; save, load and park after optimizer.step() or "
-                "optimizer.zero_grad(), and before the next forward"
+                "a step is under way; save, load and park after optimizer.step() or optimizer.zero_grad(), and before "
+                "the next forward"
             )
 
     def check_at_rest(self) -> None:

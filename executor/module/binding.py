@@ -29,7 +29,7 @@ from torch.utils.checkpoint import _StopRecomputationError, checkpoint
 from executor.callbacks import (
     ModuleCallbacks,
     copied_cache,
-    ends_at,
+    ends_here,
     hook_target,
     in_backward,
     replace_attribute,
@@ -296,7 +296,7 @@ def _hooks(
                 node = made.grad_fn
                 # Else it only passed through this module, or a hook of the user's lets backward end there.
                 if node is not None and node._sequence_nr() >= begun:
-                    _hook_gradient(made, node, functools.partial(arrives[marker.unit], node))
+                    _hook_gradient(made, node, arrives[marker.unit])
 
     if any(marker.begins for marker in of_call.values()):
         # Before hooks of the user's that read weights, as those of torch.nn.utils.weight_norm do.
@@ -305,11 +305,11 @@ def _hooks(
         yield module.register_forward_hook(after).remove
 
 
-def _arriving(unit: str, callbacks: ModuleCallbacks) -> Callable[[Any, torch.Tensor], None]:
+def _arriving(unit: str, callbacks: ModuleCallbacks) -> Callable[[torch.Tensor], None]:
     """Return a hook on the gradient that comes to a node, which reports that backward has reached a unit."""
 
-    def arrive(node: Any, _gradient: torch.Tensor) -> None:
-        if not ends_at(node):
+    def arrive(_gradient: torch.Tensor) -> None:
+        if not ends_here():
             callbacks.on_backward(unit)
 
     return arrive

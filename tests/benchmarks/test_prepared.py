@@ -70,6 +70,6 @@ def test_a_search_finds_what_none_of_them_is(slow_and_fast: HardwareProfile, tmp
 def test_all_that_stages_plan_for_has_a_name() -> None:
     found = dict(prepared.requests(prepared.assumed(load_profile("h100"), 110e9, 16, 200e9)))
     assert {"planned", "planned-8B", "compiled"} < found.keys()
-    assert len(found) == 3 + len(FIRST)
+    assert len(found) == 4 + len(FIRST)
     assert {wanted.hardware.host.num_cores for wanted in found.values()} == {16}
     assert {wanted.hardware.host.memory_bytes.value for wanted in found.values()} == {110e9}

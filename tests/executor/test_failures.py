@@ -58,8 +58,8 @@ def test_a_step_before_any_micro_batch():
 def test_weights_are_read_between_steps(started):
     model, optimizer, tokens = started
     loss_of(model, tokens).backward()
-    with pytest.raises(OutOfOrderError):
-        model.state_dict()
+    with pytest.raises(OutOfOrderError, match="a step is under way"):
+        optimizer.state_dict()
     optimizer.step()
     with torch.no_grad():
         model(input_ids=tokens)

@@ -19,7 +19,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 
-from executor.callbacks import ends_at, hook_target, tensors_of
+from executor.callbacks import ends_here, hook_target, tensors_of
 from executor.memory.forward_state import SMALL_BYTES
 from executor.memory.recompute_cache import is_running_again
 from executor.module.batches import named_inputs
@@ -480,7 +480,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if leaf.requires_grad:
                 node = hook_target(leaf).grad_fn
                 if node is not None and node._sequence_nr() >= self._begun[index]:
-                    node.register_prehook(self._arriving(index, node))
+                    node.register_prehook(self._arriving(index))
 
     def _running(self, source: int) -> Callable[[Any], None]:
         def hook(_gradients: Any) -> None:
@@ -488,9 +488,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         return hook
 
-    def _arriving(self, visit: int, node: Any) -> Callable[[Any], None]:
+    def _arriving(self, visit: int) -> Callable[[Any], None]:
         def hook(_gradients: Any) -> None:
-            if ends_at(node):
+            if ends_here():
                 return
             if torch.is_grad_enabled():
                 raise CaptureError(SECOND_ORDER)

@@ -123,7 +123,7 @@ def test_nothing_else_is_done_while_parked():
         with pytest.raises(OutOfOrderError, match=r"the session is not parked; call session\.park"):
             session.unpark()
         loss = model(input_ids=tokens, labels=tokens).loss
-        with pytest.raises(OutOfOrderError, match="in the middle of an iteration"):
+        with pytest.raises(OutOfOrderError, match="a step is under way"):
             session.park()
         loss.backward()
         optimizer.clip_grad_norm_(1.0)
