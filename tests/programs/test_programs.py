@@ -13,6 +13,7 @@ TRIED = {
 }
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize(
     "program", [p for kind, names in TRIED.items() for p in programs(kind) if p.name in names], ids=lambda p: p.name
 )

@@ -376,6 +376,33 @@ def mutation() -> Iterator[tuple[str, ...]]:
         yield f"`{name}`", str(len(outcomes)), str(outcomes.count("caught"))
 
 
+def programs() -> Iterator[tuple[str, ...]]:
+    """Return what came of the programs of each kind; in a plan for little memory where it says so."""
+    data = result("programs.json")
+    for kind in dict.fromkeys(row["kind"] for row in data["rows"]):
+        rows = [row for row in data["rows"] if row["kind"] == kind]
+        same = [
+            row for row in rows if all((row[run]["off"] or 0) <= data["bound"] and not why(row[run]) for run in RUNS)
+        ]
+        refused = sum(bool(row["tight"]["refused"]) for row in rows)
+        followed = sum(not row["tight"]["left"] for row in same)
+        ratio = statistics.median(row["ample"]["times_plain"] for row in same)
+        yield kind, str(len(rows)), str(len(same)), str(refused), str(followed), times(ratio, 1)
+
+
+def on_demand() -> Iterator[tuple[str, ...]]:
+    for name, row in result("cpu_on_demand.json")["results"].items():
+        left = "" if row["num_left"] is None else str(row["num_left"])
+        yield name, f"{row['step_s']:.2f} s", times(row["over_fsdp2"]), left, f"{row['most_off']:.1e}"
+
+
+RUNS = ("ample", "tight")
+
+
+def why(run: dict[str, Any]) -> str:
+    return str(run["refused"] or run["failed"])
+
+
 def audit_cost() -> Iterator[tuple[str, ...]]:
     for row in result("cpu_audit.json")["results"]:
         share = percent(row["share_of_100_iterations"], 1)
@@ -421,6 +448,8 @@ TABLES = (
     elixir,
     claims,
     mutation,
+    programs,
+    on_demand,
     audit_cost,
     audited,
 )
