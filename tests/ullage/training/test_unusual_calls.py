@@ -276,7 +276,7 @@ def test_gradients_of_gradients_train_as_in_memory_where_all_is_on_the_device(ac
         )
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         if prepares:
-            model, optimizer = ullage.prepare(model, optimizer, (x,))
+            model, optimizer = ullage.prepare(model, optimizer, (x,), hardware=load_profile("epyc-turin-2c"))
         for _ in range(3):
             loss = model(x).square().mean() if accumulates else with_penalty(model, x)
             loss.backward(create_graph=accumulates)
