@@ -122,9 +122,11 @@ def measured(rank: int, _size: int, task: Task, decisions: Decisions):
 def trained_on_gpu(rank: int, _size: int, task: Task, decisions: Decisions, blind: Lane | None = None):
     """Train on a virtual GPU of each rank; return losses and norms, and what depends on when streams run.
 
-    A lane that is ``blind`` waits for nothing.
+    A lane that is ``blind`` waits for nothing. Kernels add in one order: in fp8, another order shows in the third step.
     """
-    with watched(blind) as races:
+    with watched(blind) as races, contextlib.ExitStack() as closing:
+        closing.callback(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled())
+        torch.use_deterministic_algorithms(True)
         model, optimizer = prepare(task, decisions, device="cuda")
         with optimizer.session:
             seen = train(task, model, optimizer, rank=rank // decisions.tensor_parallel)
