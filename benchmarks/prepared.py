@@ -63,7 +63,7 @@ def priced(plan: Plan, request: Request) -> Found | None:
         if any(getattr(decisions, field) != getattr(setup, field) for field in _CHOSEN):
             continue
         prediction = Scorer(Workload(setup.units, request.seq_len), own.cost).predict(decisions)
-        return Found(decisions, prediction, own, rivals, {}, 0) if prediction.fits else None
+        return Found(decisions, prediction, own, rivals, (), 0) if prediction.fits else None
     return None
 
 

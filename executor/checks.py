@@ -31,15 +31,10 @@ def check_decisions(decisions: Decisions, entry: OptimizerEntry, groups: list[di
         raise ValueError(
             f"pipeline_parallel is {stages}, which can be simulated but not executed; plan with --pipeline-parallel 1"
         )
-    if decisions.reduce_start != "backward":
+    if not decisions.precision.can_be_kept(decisions.optimizer):
         raise ValueError(
-            f"reduce_start is {decisions.reduce_start!r}, which can be simulated but not executed; set it to 'backward'"
-        )
-    if not decisions.executable:
-        raise ValueError(
-            f"policy {decisions.policy} models another engine, which can be simulated but not executed: plan again, or "
-            "set gradient_path to 'once', host_update to 'fused' and pinned_reads to true, and leave out module_hooks, "
-            "loop, device_buffer_bytes, max_prefetch_params and max_reuse_params"
+            f"the plan has {decisions.precision!r}, which can be simulated but not executed with "
+            f"{decisions.optimizer}; plan with --precision bf16 or fp32"
         )
     in_bf16, planned = decisions.precision.weights == "bf16", decisions.precision.master == "bf16"
     if in_bf16 and any(rounds(group) is not planned for group in groups):

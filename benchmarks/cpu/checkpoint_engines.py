@@ -42,7 +42,6 @@ from benchmarks.cpu.saving import BUFFER_BYTES, Training, plan_for
 from benchmarks.origin import origin, write_result
 from benchmarks.peers.jobs import Cell, Job
 from hwprofiles.profile import HardwareProfile
-from planner.cases.checkpoints import PhaseTimes, iteration
 from planner.checkpoints.costs import CheckpointCosts
 from planner.checkpoints.lowering import with_checkpoints
 from planner.checkpoints.policy import policy
@@ -53,6 +52,7 @@ from planner.decisions import BF16
 from planner.plan.planning import default_precision
 from planner.schedule.tasks import Tier
 from planner.simulate.machine import run as simulate
+from ullage.rivals.cases.checkpoints import PhaseTimes, iteration
 
 OUTPUT = Path(__file__).parents[1] / "results" / "cpu_checkpoint_engines.json"
 SIZES = {"llama-22m": 250_000_000, "llama-41m": 330_000_000, "llama-79m": 500_000_000}

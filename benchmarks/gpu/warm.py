@@ -7,15 +7,15 @@ import numpy as np
 
 from executor.optimizer import AdamWParams, adamw_step
 from hwprofiles.registry import load_profile
-from planner.engines.catalogue import POLICIES
 from planner.models import resolve_model
+from planner.placements import resident
 from planner.plan.planning import Request, prepare
 from planner.search.scoring import Scorer
 
 _setup, _workload, _cost = prepare(
     Request(resolve_model("demo-llama"), load_profile("h100"), seq_len=64, micro_batch=1)
 )
-Scorer(_workload, _cost).predict(next(iter(POLICIES["gpu-only"](_setup))))
+Scorer(_workload, _cost).predict(next(resident(_setup)))
 for _grad in (np.zeros(1, np.uint16), np.zeros(1, np.float32)):
     _state = tuple(np.zeros(1, np.float32) for _ in range(3))
     adamw_step(_state, _grad, np.zeros(1, np.uint16), AdamWParams(), step=1)

@@ -16,9 +16,9 @@ from planner.models import resolve_model
 from planner.plan.document import describe
 from planner.plan.planning import Request, make_plan
 from planner.schedule.tasks import Tier
-from planner.search import Candidate, Scorer, best_of, best_of_engine
-from planner.simulate.prediction import Workload
+from planner.search import Candidate, best_of
 from planner.verification import verify
+from ullage.rivals.best import best_of_engine, scorer_of
 
 MODEL: Final = "llama-3-8b"
 SEQ_LEN, MICRO_BATCH, NUM_MICRO_BATCHES = 2048, 4, 8
@@ -65,11 +65,7 @@ def request(hardware: HardwareProfile) -> Request:
 def deepspeed(hardware: HardwareProfile) -> Candidate:
     """Return the best candidate of DeepSpeed, with the loss in tiles or whole."""
     asked = request(hardware)
-    variants = asked.variants()
-    scorers = [Scorer(Workload(variant.setup.units, SEQ_LEN), variant.cost) for variant in variants]
-    return best_of(
-        best_of_engine(variant.setup, scorer, DEEPSPEED) for variant, scorer in zip(variants, scorers, strict=True)
-    )
+    return best_of(best_of_engine(each.setup, scorer_of(each, SEQ_LEN), DEEPSPEED) for each in asked.variants())
 
 
 def cell(dram_bytes_per_s: float) -> dict[str, Any]:

@@ -36,10 +36,7 @@ from hwprofiles.files import write_whole
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.quantity import Curve
 from hwprofiles.registry import load_profile
-from planner.cases import Metric
-from planner.cases.training import TrainingCase
 from planner.decisions import Decisions
-from planner.engines.policies import gpu_only, interleaved, twin_flow, zero_offload, zero_offload_blocking
 from planner.models import resolve_model
 from planner.models.registry import model_from_case
 from planner.optimizers import OPTIMIZERS
@@ -47,6 +44,13 @@ from planner.plan.planning import Request, prepare
 from planner.schedule.tasks import Tier
 from planner.search import Candidate, Scorer, search
 from planner.simulate.prediction import Prediction
+from ullage.rivals.best import engine_policies
+from ullage.rivals.cases import Metric
+from ullage.rivals.cases.training import TrainingCase
+from ullage.rivals.engines.deciding import gpu_only
+from ullage.rivals.engines.deepspeed import twin_flow, zero_offload, zero_offload_blocking
+from ullage.rivals.engines.interleaved import interleaved
+from ullage.rivals.lowering import lower
 
 HERE = Path(__file__).parents[1]
 OUTPUT = HERE / "results" / "planning_claims.json"
@@ -67,7 +71,7 @@ def elixir(micro_batch: int, seq_len: int = 1024) -> dict[str, Any]:
     profile, model = load_profile("a100-40"), resolve_model("opt-30b")
     request = Request(model, profile, micro_batch=micro_batch, seq_len=seq_len)
     setup, workload, cost = prepare(request)
-    scorer = Scorer(workload, cost)
+    scorer = Scorer(workload, cost, lower=lower)
     ours = scorer.predict(search(setup, scorer, MAX_SIMULATIONS).best.decisions)
     num_devices, reference = _in_memory(request, (8, 16, 32, 64))
     _, small = _in_memory(dataclasses.replace(request, model=resolve_model("opt-1.3b")), (1,))
@@ -94,7 +98,7 @@ def _in_memory(request: Request, counts: Sequence[int]) -> tuple[int, Prediction
     """Return the fewest devices that hold a model in memory, and the fastest way to train it there."""
     for num_devices in counts:
         setup, workload, cost = prepare(dataclasses.replace(request, num_devices=num_devices))
-        scorer = Scorer(workload, cost)
+        scorer = Scorer(workload, cost, lower=lower)
         best = min(map(scorer.score, gpu_only(setup)), key=lambda candidate: candidate.order)
         if not best.missing_bytes:
             return num_devices, scorer.predict(best.decisions)
@@ -107,7 +111,7 @@ def fraction_sweep(
     """Simulate Twin-Flow with every fraction on 8 devices; one row for each way with activations."""
     request = Request(resolve_model(model), load_profile(hardware), num_devices=8, micro_batch=micro_batch)
     setup, workload, cost = prepare(request)
-    scorer = Scorer(workload, cost)
+    scorer = Scorer(workload, cost, lower=lower)
     rows = []
     for activations in ("keep", "recompute"):
         alike = functools.partial(_of_activations, activations)
@@ -182,7 +186,7 @@ def stride(cpu: float, link: float, num_slots: int, *, plans: bool) -> dict[str,
     profile = with_rates(load_profile("h100"), cpu, link).with_device_memory(STRIDE_DEVICE_BYTES)
     request = Request(resolve_model("llama-2-7b"), profile, micro_batch=1)
     setup, workload, cost = prepare(request)
-    scorer = Scorer(workload, cost)
+    scorer = Scorer(workload, cost, lower=lower)
     strides = {}
     for k in STRIDES:
         (decisions,) = _of_activations("recompute", interleaved(setup, (k,)))
@@ -224,9 +228,9 @@ def memory_wall(name: str, *, plans: bool) -> dict[str, Any]:
             case.batch.micro_batch,
         )  # fmt: skip
         setup, workload, cost = prepare(request)
-        scorer = Scorer(workload, cost)
+        scorer = Scorer(workload, cost, lower=lower)
         outcome = search(setup, scorer, MAX_SIMULATIONS)
-        row["engines"] = {engine: _bound(scorer, found) for engine, found in outcome.engines.items()}
+        row["engines"] = {engine: _bound(scorer, found) for engine, found in engine_policies(setup, scorer).items()}
         row["ours"] = _bound(scorer, outcome.best)
     return row
 

@@ -17,8 +17,9 @@ from rich.progress import track
 from hwprofiles.files import write_whole
 from hwprofiles.registry import load_profile
 from planner.models import resolve_model
-from planner.plan.planning import InfeasibleError, Request, make_plan
+from planner.plan.planning import InfeasibleError, Request
 from planner.verification import verify
+from ullage.rivals import make_plan
 
 MODELS = (
     "opt-1.3b",

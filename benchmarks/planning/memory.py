@@ -42,15 +42,15 @@ from benchmarks.origin import origin, write_result
 from hwprofiles.registry import load_profile
 from planner.costs.model import CostModel
 from planner.decisions import Precision
-from planner.engines.policies import gpu_only
-from planner.engines.setup import Setup
 from planner.graph import Batch, build_graph, units
-from planner.lowering import lower
 from planner.models import ModelConfig, from_hf_config, resolve_model, to_hf_config_dict
 from planner.schedule.tasks import MemoryClass, Tier
+from planner.setup import Setup
 from planner.simulate.machine import run_until_steady
 from planner.simulate.prediction import TierMemory, memory_peaks
 from ullage.main import main as ullage
+from ullage.rivals.engines.deciding import gpu_only
+from ullage.rivals.lowering import lower
 
 OUTPUT = Path(__file__).parents[1] / "results" / "planning_memory.json"
 MACHINE = "epyc-turin-2c"

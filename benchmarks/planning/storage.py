@@ -14,9 +14,10 @@ from hwprofiles.files import write_whole
 from hwprofiles.registry import load_profile
 from planner.models import resolve_model
 from planner.plan.document import describe
-from planner.plan.planning import InfeasibleError, Request, make_plan
+from planner.plan.planning import InfeasibleError, Request
 from planner.terms import Storage
 from planner.verification import verify
+from ullage.rivals import make_plan
 
 # Model, machine with one device, sequences of 2048 tokens.
 CASES = (

@@ -13,7 +13,9 @@ from hwprofiles.registry import load_profile
 from planner.models import resolve_model
 from planner.models.parameters import num_parameters
 from planner.plan.planning import Request, prepare
-from planner.search import Scorer, best_of_engine
+from planner.search import Scorer
+from ullage.rivals.best import best_of_engine
+from ullage.rivals.lowering import lower
 
 OUTPUT = ROOT / "benchmarks" / "results" / "published_engines.json"
 
@@ -31,7 +33,7 @@ def predicted(run: dict[str, Any]) -> dict[str, Any]:
         clip=run["engine"] == "megatrain",
     )
     setup, workload, cost = prepare(request)
-    found = best_of_engine(setup, Scorer(workload, cost), run["engine"])
+    found = best_of_engine(setup, Scorer(workload, cost, lower=lower), run["engine"])
     tokens = run["devices"] * run["micro_batch"] * run["num_micro_batches"] * run["seq_len"]
     measured = run.get("tokens_per_s") or run["flop_per_s"] / (6 * num_parameters(model))
     return {

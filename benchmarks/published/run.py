@@ -18,8 +18,8 @@ from typing import Any
 from hwprofiles.paths import number, quantities, replace
 from hwprofiles.quantity import Provenance
 from hwprofiles.registry import load_profile, save_profile
-from planner.fitting.from_runs import fitted_paths
 from ullage.main import main as ullage
+from ullage.rivals.from_runs import fitted_paths
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

@@ -14,11 +14,11 @@ from benchmarks.origin import origin, write_result
 from benchmarks.published.run import HERE, ROOT
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.registry import load_profile
-from planner.cases import Metric, load_cases
-from planner.cases.streaming import StreamingCase, within
 from planner.costs.model import CostModel
 from planner.search import Candidate, Scorer, best_of, no_garbage_collection, search
 from planner.simulate.prediction import Workload
+from ullage.rivals.cases import Metric, load_cases
+from ullage.rivals.cases.streaming import StreamingCase, within
 
 OUTPUT = ROOT / "benchmarks" / "results" / "streamed.json"
 # One sequence length and one optimizer: the others differ in computing only.

@@ -29,14 +29,14 @@ from rich.table import Table
 from benchmarks.origin import origin, write_result
 from hwprofiles.registry import load_profile
 from planner.costs.resources import Price, Resource
-from planner.engines.policies import zero_offload
-from planner.lowering import lower
 from planner.models import resolve_model
 from planner.plan.planning import Request, prepare
 from planner.schedule.schedule import Schedule
 from planner.simulate import FluidSystem, FluidTask, simulate, simulate_reference
 from planner.simulate.machine import SimulatedMachine
 from planner.simulate.machine import run as simulate_iterations
+from ullage.rivals.engines.deepspeed import zero_offload
+from ullage.rivals.lowering import lower
 
 LANES = ("compute", "h2d", "d2h", "cpu")
 COMPUTE, H2D, D2H, CPU = range(4)

@@ -12,7 +12,7 @@ from executor.devices.lanes import LaneMachine
 from executor.module.guards import OWN_CHECKPOINTING
 from planner.decisions import Decisions
 from planner.graph import Unit, segments
-from planner.lowering.by_layer import AGAIN
+from planner.lowering.compute import AGAIN
 from planner.schedule.loop import Loop, OutOfOrderError
 from planner.schedule.tasks import Op, Task
 

@@ -127,8 +127,6 @@ def decided(program: LinearProgram, units: Sequence[Unit], decisions: Decisions)
         fixed[f"{unit.name}:spill"] = fixed[f"{unit.name}:{Place.NVME}"] if decisions.spill_gradients else 0.0
         fixed[f"{unit.name}:host"] = float(choice.params == "host")
         fixed[f"{unit.name}:onnvme"] = float(choice.params == "nvme")
-        if choice.activations == "offload-input":  # there is no variable for it, and it holds less than any other way
-            continue
         way = {"offload-nvme": "evict"}.get(choice.activations, choice.activations)
         fixed |= {f"{unit.segment}:{other}": float(other == way) for other, _ in AGAIN}
     return program.within({name: (value, value) for name, value in fixed.items() if name in program.boxes})

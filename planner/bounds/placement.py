@@ -184,7 +184,7 @@ class Placement:
 
     def streamed_bytes_per_param(self, unit: Unit) -> float:
         """Return the bytes of state per parameter that streaming copies, and that a slot for it holds."""
-        return self.given.placed_state_bytes_per_param(unit) - self.given.unstreamed_weight_bytes_per_param
+        return self.given.placed_state_bytes_per_param(unit)
 
     def state_out(self, unit: Unit) -> Sum:
         """Return the bytes of streamed state and new weights that are copied back to the host."""

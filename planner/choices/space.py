@@ -62,13 +62,7 @@ _ORDER = {
         "num_activation_slots",
         "spill_gradients",
         "update_order",
-        "reduce_start",
         "update_start",
         "overlap_next_forward",
-        "max_prefetch_params",
-        "max_reuse_params",
-        "module_hooks",
-        "loop",
-        "device_buffer_bytes",
     )
 } | {"policy": "any"}

@@ -10,11 +10,11 @@ from planner.choices.space import Space
 from planner.choices.tiles import can_be_tiled, can_have_tiled_layers, layer_tile_of, tile_of, with_tiles
 from planner.costs.model import CostModel
 from planner.decisions import Decisions, Precision
-from planner.engines.setup import Setup
 from planner.graph import Batch, Unit, build_graph, units
 from planner.models.captured import CapturedModel, Model
 from planner.models.config import ModelConfigError
 from planner.optimizers import OPTIMIZERS, Optimizer
+from planner.setup import Setup
 from planner.terms import Storage, default_micro_batch
 
 
@@ -60,8 +60,7 @@ class Variant:
     @property
     def space(self) -> Space:
         """All its schedules, of every ZeRO stage."""
-        reduce_start = "step" if self.choice.pipeline_parallel > 1 else "backward"
-        given = {**self.setup.ours, "policy": "any", "reduce_start": reduce_start, "units": {}}
+        given = {**self.setup.ours, "policy": "any", "units": {}}
         return Space(self.setup.units, Decisions.model_validate(given), self.setup.storage)
 
 

@@ -2,7 +2,7 @@
 
 from planner.decisions.decisions import FROZEN_ALIGNMENT_BYTES, Decisions, check_fp8_weights
 from planner.decisions.fp8 import Fp8Weights
-from planner.decisions.places import REDUCE_BUCKET_PARAMS, Activations, GradientPath, HostUpdate, Place, UnitDecision
+from planner.decisions.places import Activations, Place, UnitDecision
 from planner.decisions.precision import BF16, FP32, Precision
 from planner.decisions.sharding import Sharding
 
@@ -10,12 +10,9 @@ __all__ = [
     "BF16",
     "FP32",
     "FROZEN_ALIGNMENT_BYTES",
-    "REDUCE_BUCKET_PARAMS",
     "Activations",
     "Decisions",
     "Fp8Weights",
-    "GradientPath",
-    "HostUpdate",
     "Place",
     "Precision",
     "Sharding",

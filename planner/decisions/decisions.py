@@ -5,11 +5,10 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from planner.decisions.fp8 import ALIGNMENT_BYTES, Fp8Weights
-from planner.decisions.places import GradientPath, HostUpdate, Place, UnitDecision
+from planner.decisions.places import Place, UnitDecision
 from planner.decisions.precision import Precision
 from planner.decisions.sharding import Sharding
 from planner.graph import Unit
-from planner.habits import Habits
 from planner.optimizers import OPTIMIZERS, Optimizer
 
 
@@ -24,30 +23,13 @@ class Decisions(Sharding):
         num_gradient_slots: units by which backward may run ahead of gradient copies to the host.
         num_activation_slots: units by which forward may run ahead of offloads, and reloads ahead of backward.
         spill_gradients: whether gradients wait on NVMe if their state is there.
-        pinned_reads: whether parameters from NVMe are read into pinned buffers, from which copies to the device are
-            fast.
         update_order: the order of updates: by next forward, or as gradients arrive (always so if updates start during
             backward).
-        reduce_start: when ranks reduce gradients that accumulate on the device: in ``backward``, each unit's as soon as
-            it is final, or all at the ``step``.
         update_start: ``step``: when all gradients are there; ``backward``: each as soon as its own gradient is there.
         overlap_next_forward: whether only a unit's own next forward waits for its update, not the whole next iteration.
-        host_update: how the host updates.
-        gradient_path: how gradients leave the device.
-        max_prefetch_params: a unit with more parameters is gathered only when it is reached, and the next backward
-            waits for the reduction of its gradient; ``None``: gathers run as far ahead as slots allow. 0 is DeepSpeed
-            with a prefetch bucket of 0.
-        max_reuse_params: gathered parameters are released at once if more parameters than that are used before their
-            next use (DeepSpeed's reuse distance); ``None``: only when their slot is needed.
-        module_hooks: whether Python hooks around every module gather and release its parameters, and gradients are
-            passed over on the device (DeepSpeed ZeRO-3, [Note: Reductions]).
-        loop: whether the script's own work between iterations (logging, data, waiting for the device) counts, as in
-            published times.
-        device_buffer_bytes: other device memory of an engine: its buckets and staging buffers.
         clip: whether gradients are clipped by their global norm; every update then waits for the norm.
         fp8_weights: weights of products in fp8 are fetched from the host, and gathered, in fp8; see [Note: Weights in
             fp8] in :mod:`planner.decisions.fp8`. ``None``: in the type of weights.
-        habits: what else another engine does; ``None`` for ours, and for engines that do nothing else.
     """
 
     num_param_slots: Annotated[int, Field(ge=1)] = 2
@@ -56,21 +38,11 @@ class Decisions(Sharding):
     num_gradient_slots: Annotated[int, Field(ge=1)] = 2
     num_activation_slots: Annotated[int, Field(ge=1)] = 2
     spill_gradients: bool = False
-    pinned_reads: bool = True
     update_order: Literal["forward", "backward"] = "forward"
-    reduce_start: Literal["step", "backward"] = "backward"
     update_start: Literal["step", "backward"] = "step"
     overlap_next_forward: bool = True
-    host_update: HostUpdate = HostUpdate.FUSED
-    gradient_path: GradientPath = GradientPath.ONCE
-    max_prefetch_params: Annotated[int, Field(ge=0)] | None = None
-    max_reuse_params: Annotated[int, Field(ge=0)] | None = None
-    module_hooks: bool = False
-    loop: bool = False
-    device_buffer_bytes: Annotated[int, Field(ge=0)] = 0
     clip: bool = True
     fp8_weights: Literal[True] | None = None
-    habits: Habits | None = None
     units: dict[str, UnitDecision]
 
     @model_validator(mode="after")
@@ -79,11 +51,6 @@ class Decisions(Sharding):
             raise ValueError(
                 "clip needs the norm of all gradients, so no update can start during backward; "
                 "set update_start to 'step' or clip to false"
-            )
-        if self.reduce_start == "step" and self.update_start == "backward":
-            raise ValueError(
-                "no update can start during backward if gradients are added up at the step; set update_start to 'step' "
-                "or reduce_start to 'backward'"
             )
         if self.data_parallel % self.expert_parallel:
             raise ValueError(
@@ -111,42 +78,7 @@ class Decisions(Sharding):
     def _consistent_gradients(self) -> Self:
         if self.precision.gradients:
             _check_gradients(self)
-        if self.gradient_path is GradientPath.FSDP2:
-            _check_fsdp2(self)
-        if self.gradient_path is GradientPath.ON_DEVICE:
-            _check_on_device(self)
         return self
-
-    @property
-    def executable(self) -> bool:
-        """Whether our executor can run them; other engines' extra copies and passes are only simulated."""
-        return (
-            self.gradient_path is GradientPath.ONCE
-            and self.host_update is HostUpdate.FUSED
-            and self.habits is None
-            and not (self.module_hooks or self.loop or self.device_buffer_bytes)
-            and self.max_prefetch_params is self.max_reuse_params is None
-            and self.reduce_start == "backward"
-            and self.pipeline_parallel == 1
-            and self.pinned_reads
-            and self.precision.can_be_kept(self.optimizer)
-            and all(unit.activations != "offload-input" for unit in self.units.values())
-        )
-
-    @property
-    def unstreamed_weight_bytes_per_param(self) -> int:
-        """Bytes of state per parameter that streaming saves; a master copy that is the weight may be there already."""
-        return self.resident_weight_bytes_per_param if self.gradient_path is GradientPath.ON_DEVICE else 0
-
-    @property
-    def layer_by_layer(self) -> bool:
-        """Whether all micro-batches pass a segment before the next one begins; see :class:`planner.habits.Habits`."""
-        return self.habits is not None and self.habits.layer_by_layer
-
-    @property
-    def fills_buckets(self) -> bool:
-        """Whether gradients that leave the device wait for one another; see [Note: Buckets]."""
-        return self.gradient_path is GradientPath.ZERO3_BLOCKING and self.update_start == "step"
 
     @property
     def uses_storage(self) -> bool:
@@ -155,35 +87,18 @@ class Decisions(Sharding):
 
     @property
     def num_state_versions(self) -> Literal[1, 2]:
-        """Versions of state and weights on NVMe: our engine writes beside the old version, others in place.
-
-        Decisions with extra copies or passes, or with unpinned reads, are those of other engines.
-        """
-        ours = self.gradient_path is GradientPath.ONCE and self.host_update is HostUpdate.FUSED and self.pinned_reads
-        return 2 if ours else 1
+        """Versions of state and weights on NVMe: the new one is written beside the old one."""
+        return 2
 
     @property
     def spilled_bytes_per_param(self) -> int:
-        """Bytes per parameter of a gradient on NVMe: in the weights' type, or in fp32 if it is converted first."""
-        if self.gradient_path.is_one_copy:
-            return self.flushed_bytes_per_param
-        return 4
+        """Bytes per parameter of a gradient that waits on the host or on NVMe: in the weights' type."""
+        return self.precision.weight_bytes
 
     @property
-    def master_is_fetched(self) -> bool:
-        """Whether fetched weights are in the state: FSDP2 casts the master copy on the device."""
-        return self.precision.weight_in_state or self.gradient_path is GradientPath.FSDP2
-
-    @property
-    def fetched_bytes_per_param(self) -> int:
-        """Bytes per parameter of a fetch from the host."""
-        fsdp2 = self.gradient_path is GradientPath.FSDP2
-        return self.precision.master_bytes if fsdp2 else self.precision.weight_bytes
-
-    @property
-    def flushed_bytes_per_param(self) -> int:
-        """Bytes per parameter of a gradient that is copied to the host once: FSDP2 has the type of the master copy."""
-        return self.fetched_bytes_per_param
+    def shared_in_words(self) -> str:
+        """How data-parallel ranks share the model, in words."""
+        return f"ZeRO-{self.zero_stage}"
 
     def stored_weight_bytes(self, unit: str) -> int:
         """Return the bytes per parameter of a unit's weights on NVMe beside its state: 0 if they are in it."""
@@ -192,7 +107,7 @@ class Decisions(Sharding):
 
     def gathers(self, unit: Unit) -> bool:
         """Return whether a unit's parameters are sharded over ranks (ZeRO-3) and gathered for every use."""
-        return self.zero_stage == 3 and self.replicas(unit) > 1 and not self.layer_by_layer
+        return self.zero_stage == 3 and self.replicas(unit) > 1
 
     def fp8_of(self, unit: Unit) -> Fp8Weights | None:
         """Return how a unit's weights move where they are fetched or gathered in fp8; ``None`` where they are not."""
@@ -210,13 +125,13 @@ class Decisions(Sharding):
         fp8 = Fp8Weights(layout.shard_params, num_others, num_scales, num_ranks, self.precision.weight_bytes)
         return fp8 if fp8.saves and num_others % ALIGNMENT_BYTES == 0 else None
 
+    def offloads(self, unit: str) -> bool:
+        """Return whether activations of a unit leave the device between forward and backward."""
+        return self.units[unit].offloads
+
     def moves_fp8(self, unit: Unit) -> bool:
         """Return whether a unit's weights are fetched or gathered in fp8."""
         return self.fp8_of(unit) is not None
-
-    def gathers_ahead(self, num_params: int) -> bool:
-        """Return whether collectives of a unit with ``num_params`` parameters overlap with computing."""
-        return self.max_prefetch_params is None or num_params <= self.max_prefetch_params
 
     def flushes(self, unit: str, place: Place) -> bool:
         """Return whether gradients of a unit's subgroups with this update place go to the host."""
@@ -231,7 +146,7 @@ class Decisions(Sharding):
         needed.
         """
         params = self.units[unit].params
-        if params == "nvme" or (self.master_is_fetched and place is not Place.NVME):
+        if params == "nvme" or (self.precision.weight_in_state and place is not Place.NVME):
             return False
         return params == "host" or place in {Place.CPU, Place.NVME}
 
@@ -245,14 +160,12 @@ class Decisions(Sharding):
         """
         often = self.num_micro_batches > 1 and self.units[unit].fetched
         spilled = place is Place.NVME and self.spill_gradients
-        once = self.gradient_path is GradientPath.ONCE and not (often or spilled)
-        return once and self.flushes(unit, place) and self.serves(unit, place)
+        return not (often or spilled) and self.flushes(unit, place) and self.serves(unit, place)
 
     def weights_pass(self, unit: str) -> bool:
         """Return whether streamed state of a unit travels with its gradients, or with its new weights."""
         weights_go = self.units[unit].fetched and not self.precision.weight_in_state
-        gradients_come = self.flushes(unit, Place.STREAM) and self.gradient_path is not GradientPath.ON_DEVICE
-        return gradients_come or weights_go
+        return self.flushes(unit, Place.STREAM) or weights_go
 
     def frozen_shard_bytes(self, unit: Unit) -> int:
         """Return the bytes of a unit's frozen weights that one rank keeps: all, or in ZeRO-3 a padded shard."""
@@ -290,31 +203,6 @@ def check_fp8_weights(precision: Precision, optimizer: Optimizer) -> None:
 
 def _check_fp8_weights(decisions: Decisions) -> None:
     check_fp8_weights(decisions.precision, decisions.optimizer)
-    if decisions.gradient_path is GradientPath.FSDP2 or decisions.habits is not None:
-        raise ValueError(
-            f"fp8_weights: policy {decisions.policy!r} fetches them in another type; leave fp8_weights out"
-        )
-
-
-def _check_on_device(decisions: Decisions) -> None:
-    if decisions.data_parallel > 1:
-        raise ValueError(
-            f"data_parallel is {decisions.data_parallel}, but gradient_path 'on-device' has one rank; set it to 1"
-        )
-    for name, unit in decisions.units.items():
-        if places := set(unit.update) & {Place.CPU, Place.NVME}:
-            raise ValueError(
-                f"unit {name}: gradient_path 'on-device' needs updates on the device, but there is one on "
-                f"{str(min(places))!r}; choose 'gpu' or 'stream'"
-            )
-
-
-def _check_fsdp2(decisions: Decisions) -> None:
-    for name, unit in decisions.units.items():
-        if set(unit.update) - {Place.CPU} or (unit.update and unit.params != "host"):
-            raise ValueError(
-                f"unit {name}: gradient_path 'fsdp2' offloads everything; set its params to 'host' and update to 'cpu'"
-            )
 
 
 def _check_gradients(decisions: Decisions) -> None:
@@ -327,10 +215,10 @@ def _check_gradients(decisions: Decisions) -> None:
 
 
 def _check_pipeline(decisions: Decisions) -> None:
-    if decisions.reduce_start != "step":
+    if decisions.update_start == "backward":
         raise ValueError(
-            f"pipeline_parallel {decisions.pipeline_parallel} needs reduce_start 'step': the outer stages add up a "
-            "tied embedding's gradient first; set it"
+            f"pipeline_parallel is {decisions.pipeline_parallel}, whose stages add up gradients at the step, so no "
+            "update can start during backward; use update_start 'step'"
         )
     if decisions.zero_stage > 1:
         raise ValueError(

@@ -8,13 +8,14 @@ from typing import Any
 from hwprofiles.profile import HardwareProfile
 from planner.costs.model import CostModel
 from planner.decisions import Decisions, Place, UnitDecision
-from planner.engines.setup import Setup
 from planner.graph import Unit
 from planner.lowering import lower
 from planner.plan.document import Plan
 from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import Lane, Tier
 from planner.search import traffic_bytes
+from planner.search.scoring import Lower
+from planner.setup import Setup
 from planner.simulate.critical_path import critical_path
 from planner.simulate.machine import Simulation, run_until_steady
 from planner.simulate.prediction import TierMemory, memory_peaks
@@ -62,6 +63,7 @@ class Bench:
 
     Args:
         plan: the plan.
+        lower: lowers what is tried.
 
     Attributes:
         units: the model's units, by name, in forward order.
@@ -70,8 +72,8 @@ class Bench:
         own: the plan's own decisions.
     """
 
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
+    def __init__(self, plan: Plan, lower: Lower = lower) -> None:
+        self.plan, self._lower = plan, lower
         self.decisions = plan.decisions
         members = plan.units()
         self.units: dict[str, Unit] = {unit.name: unit for unit in members}
@@ -88,7 +90,7 @@ class Bench:
         Raises:
             ValueError: they do not fit the units.
         """
-        return lower(self._members(decisions), decisions, asynchronous=self.cost.asynchronous)
+        return self._lower(self._members(decisions), decisions, asynchronous=self.cost.asynchronous)
 
     def trial(self, decisions: Decisions) -> Trial:
         """Simulate other decisions."""

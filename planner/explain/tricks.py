@@ -6,10 +6,10 @@ ways, the best one that fits counts, so that a trick is not credited with a bad 
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
-from planner.decisions import Decisions, GradientPath, HostUpdate, Place
+from planner.decisions import Decisions, Place
 from planner.explain.trial import Bench, Trial, changed
 from planner.models.config import ModelConfigError
 from planner.optimizers import OPTIMIZERS
@@ -47,10 +47,18 @@ class Worth:
     trial: Trial | None
 
 
-def worths(bench: Bench, progress: Callable[[int], object] = lambda _: None) -> tuple[Worth, ...]:
-    """Switch off one trick at a time; ``progress`` is called with the number done."""
+def worths(
+    bench: Bench, progress: Callable[[int], object] = lambda _: None, tricks: Sequence[Trick] | None = None
+) -> tuple[Worth, ...]:
+    """Switch off one trick at a time.
+
+    Args:
+        bench: the plan.
+        progress: called with the number done.
+        tricks: those to switch off; by default :data:`TRICKS`.
+    """
     found = []
-    for done, trick in enumerate(TRICKS):
+    for done, trick in enumerate(TRICKS if tricks is None else tricks):
         progress(done)
         found.append(Worth(trick, without(bench, trick)))
     return tuple(found)
@@ -80,16 +88,6 @@ def _options(**options: object) -> Off:
 def _forward_order(bench: Bench) -> Iterator[Decisions]:
     if bench.decisions.update_start == "step":  # updates during backward are in backward order anyway
         yield from _options(update_order="backward")(bench)
-
-
-def _early_reduction(bench: Bench) -> Iterator[Decisions]:
-    if bench.decisions.data_parallel > 1 and bench.decisions.update_start == "step":
-        yield from _options(reduce_start="step")(bench)
-
-
-def _beside_computing(bench: Bench) -> Iterator[Decisions]:
-    if bench.decisions.data_parallel > 1:
-        yield from _options(max_prefetch_params=0)(bench)
 
 
 def _several_places(bench: Bench) -> Iterator[Decisions]:
@@ -201,12 +199,6 @@ def _weights_in_own_type(bench: Bench) -> Iterator[Decisions]:
 
 TRICKS: tuple[Trick, ...] = (
     Trick(
-        "gradients-once",
-        "gradients leave once, in the weights' type",
-        "out, back in, out in fp32",
-        _options(gradient_path=GradientPath.ZERO3_ASYNC),
-    ),
-    Trick(
         "gradients-stay",
         "gradients of streamed updates stay on the device",
         "they leave and come back",
@@ -282,23 +274,5 @@ TRICKS: tuple[Trick, ...] = (
         "several slots for streamed state",
         "one slot: in and out in turn",
         _options(num_state_slots=1),
-    ),
-    Trick(
-        "collectives-beside",
-        "gathers and reductions run beside computing",
-        "when reached, waited for",
-        _beside_computing,
-    ),
-    Trick(
-        "early-reduction",
-        "ranks add up gradients during backward",
-        "all at the step",
-        _early_reduction,
-    ),
-    Trick(
-        "one-pass",
-        "one pass over host memory per CPU update",
-        "scaling, update, casting copy",
-        _options(host_update=HostUpdate.DEEPSPEED),
     ),
 )

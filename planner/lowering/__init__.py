@@ -4,45 +4,62 @@
 one machine. So the executor lowers a plan by itself and runs exactly what was simulated.
 """
 
+import functools
 from collections.abc import Callable
+from typing import Final
 
 from planner.decisions import Decisions
 from planner.graph import Unit
+from planner.lowering import pipeline
 from planner.lowering.activations import activations
 from planner.lowering.compute import compute, launch
 from planner.lowering.gradients import gradients
 from planner.lowering.memory import memory
 from planner.lowering.parameters import Slots, assign_slots, parameters
-from planner.lowering.pipeline import stage_decisions, stages
 from planner.lowering.program import Program
 from planner.lowering.snapshots import snapshots
 from planner.lowering.updates import updates
 from planner.schedule.schedule import Schedule
 
-PASSES: tuple[Callable[[Program], None], ...] = (compute, parameters, activations, gradients, updates, launch, memory)
+Pass = Callable[[Program], None]
+PASSES: Final[tuple[Pass, ...]] = (compute, parameters, activations, gradients, updates, launch, memory)
+PIPELINE: Final[tuple[Pass, ...]] = (
+    functools.partial(compute, lay=pipeline.lay),
+    pipeline.gradients,
+    updates,
+    pipeline.launch,
+    memory,
+)
+"""The passes of a pipeline: everything stays on the devices."""
 
 
 def lower(
-    units: tuple[Unit, ...], decisions: Decisions, *, asynchronous: bool, takes_snapshots: bool = False
+    units: tuple[Unit, ...],
+    decisions: Decisions,
+    passes: tuple[Pass, ...] | None = None,
+    *,
+    asynchronous: bool,
+    takes_snapshots: bool = False,
 ) -> Schedule:
     """Return the schedule of one iteration.
 
     Args:
         units: the model's units in forward order, for the decided micro-batch.
         decisions: what was chosen for them.
+        passes: what makes the tasks; by default :data:`PASSES`, or :data:`PIPELINE` if there are several stages.
         asynchronous: whether the device runs apart from the thread that issues its work (a GPU does).
         takes_snapshots: whether state can be taken for checkpoints on the way, see [Note: Snapshots].
 
     Raises:
         ValueError: the decisions do not fit the units.
     """
-    program = Program(units, decisions)
+    assert passes or type(decisions) is Decisions, "decisions of another kind have passes of their own"
+    model, own = stages(units, decisions), decisions
     if decisions.pipeline_parallel > 1:
-        merged = stages(units, decisions)
-        program = Program(merged, stage_decisions(merged, decisions))
-    for run in PASSES:
-        if run is not launch or asynchronous:
-            run(program)
+        own = pipeline.stage_decisions(model, decisions)
+    program = Program(model, own, asynchronous=asynchronous)
+    for run in passes or (PIPELINE if decisions.pipeline_parallel > 1 else PASSES):
+        run(program)
     if takes_snapshots:
         snapshots(program)
     return program.number(f"{decisions.policy}: one iteration of {decisions.num_micro_batches} micro-batch(es)")
@@ -53,4 +70,6 @@ def slots(units: tuple[Unit, ...], decisions: Decisions) -> Slots:
     return assign_slots(Program(units, decisions))
 
 
-__all__ = ["PASSES", "lower", "slots", "stages"]
+stages = pipeline.stages
+
+__all__ = ["PASSES", "PIPELINE", "Pass", "lower", "slots", "stages"]

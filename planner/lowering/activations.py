@@ -10,21 +10,12 @@ when the first segment comes back, the last one has been written.
 
 from collections.abc import Mapping
 
-from planner.decisions import Activations, Decisions
+from planner.decisions import Decisions
 from planner.graph import Unit, segments
-from planner.lowering.by_layer import SEGMENTS_OF_STAGE
 from planner.lowering.program import Draft, Keys, LoweredUnit, Program
 from planner.schedule.tasks import Lane, Op, Phase
 
 Segment = list[LoweredUnit]
-OFFLOADS = frozenset({"offload", "offload-nvme", "offload-input"})
-
-
-def offloaded_bytes(unit: Unit, activations: Activations) -> int:
-    """Return the bytes of a unit that leave the device and return."""
-    if activations == "offload-input":
-        return unit.activation_output_bytes if unit.is_first else 0
-    return unit.swap_bytes
 
 
 class OffloadRooms:
@@ -39,11 +30,7 @@ class OffloadRooms:
     def __init__(self, units: tuple[Unit, ...], decisions: Decisions) -> None:
         decided = decisions.units
         ways = {unit.name: decided[unit.name].activations for unit in units}
-        self.on_host = {
-            unit.name: offloaded_bytes(unit, ways[unit.name])
-            for unit in units
-            if ways[unit.name] in OFFLOADS - {"offload-nvme"}
-        }
+        self.on_host = {unit.name: unit.swap_bytes for unit in units if ways[unit.name] == "offload"}
         evicted = [s for s in segments(units) if decided[s[0].name].activations == "offload-nvme"]
         self.on_nvme = {unit.name: unit.swap_bytes for segment in evicted for unit in segment}
         self.slot_bytes = max((sum(unit.swap_bytes for unit in segment) for segment in evicted), default=0)
@@ -53,7 +40,7 @@ class OffloadRooms:
 
 def activations(program: Program) -> None:
     """Offload and reload activations in every micro-batch, of all segments whose decision says so."""
-    leaving = [segment for segment in program.segments if segment[0].activations in OFFLOADS]
+    leaving = [segment for segment in program.segments if segment[0].moved_bytes is not None]
     for micro_batch in range(program.decisions.num_micro_batches if leaving else 0):
         evicts = _leave(program, leaving, micro_batch)
         _return(program, leaving[::-1], evicts, micro_batch)
@@ -111,9 +98,6 @@ def _move(program: Program, anchor: Draft, lane: Lane, op: Op, unit: LoweredUnit
     """Add a copy of a unit's activations, issued right after a compute task of the same micro-batch."""
     phase = Phase.FORWARD if op in {Op.OFFLOAD, Op.EVICT} else Phase.BACKWARD
     draft = program.draft(lane, op, phase, unit, anchor.micro_batch, after)
-    draft.num_bytes = offloaded_bytes(unit.unit, unit.activations)
-    if program.decisions.layer_by_layer:
-        # Each way: a segment's input that is kept, a gradient of it, and the output of every stage of forward.
-        draft.num_bytes = draft.num_bytes * (2 * SEGMENTS_OF_STAGE + 1) // SEGMENTS_OF_STAGE
+    draft.num_bytes = unit.moved_bytes or 0
     program.behind[anchor.key].append(draft)
     return draft

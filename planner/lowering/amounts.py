@@ -38,8 +38,7 @@ class Amounts:
         streamed, from_nvme: sizes of the subgroups that are streamed, and of those whose state is on NVMe.
         flushes: the update places whose gradients are copied to the host.
         flushed_params: the number of parameters whose gradients are copied to the host.
-        buffer_params: the number of parameters whose gradients have a buffer on the device from the start.
-        resident_params: the number of other parameters whose gradients stay on the device.
+        resident_params: the number of parameters whose gradients stay on the device.
         parameters, optimizer, gradients: bytes that are always held under the unit's name.
     """
 
@@ -61,7 +60,6 @@ class Amounts:
     from_nvme: tuple[int, ...]
     flushes: frozenset[Place]
     flushed_params: int
-    buffer_params: int
     resident_params: int
     parameters: HeldBytes
     optimizer: HeldBytes
@@ -116,14 +114,12 @@ def _amounts(decisions: Decisions, unit: Unit, decided: UnitDecision) -> Amounts
         placed[place] += num_params
     flushes = frozenset(place for place in placed if decisions.flushes(name, place))
     flushed = sum(placed[place] for place in flushes)
-    # DeepSpeed allocates one flat buffer for the gradients of device updates before training.
-    buffer = placed[Place.GPU] if decisions.gradient_path.is_deepspeed else 0
     shard, padded, gathered = decisions.shard_params(unit), decisions.padded_params(unit), decisions.gathers(unit)
     frozen_bytes = decisions.frozen_shard_bytes(unit)
     return Amounts(
         params=decided.params,
         fetched=decided.fetched,
-        replicas=1 if decisions.layer_by_layer else decisions.replicas(unit),
+        replicas=decisions.replicas(unit),
         shard_params=shard,
         padded_params=padded,
         fp8=(fp8 := decisions.fp8_of(unit)),
@@ -139,8 +135,7 @@ def _amounts(decisions: Decisions, unit: Unit, decided: UnitDecision) -> Amounts
         from_nvme=tuple(n for n, place in pieces if place is Place.NVME),
         flushes=flushes,
         flushed_params=flushed,
-        buffer_params=buffer,
-        resident_params=shard - flushed - buffer,
+        resident_params=shard - flushed,
         parameters=_parameters(decisions, name, placed, shard, shard if gathered else padded, frozen_bytes, fp8),
         optimizer=_optimizer(decisions, unit, placed),
         gradients=_gradients(decisions, name, placed, flushed),
@@ -170,9 +165,7 @@ def _optimizer(decisions: Decisions, unit: Unit, placed: Counter[Place]) -> Held
     held = Counter[Place]()
     for subgroup, place in zip(decisions.subgroups(unit), decisions.units[unit.name].update, strict=True):
         held[place] += decisions.state_bytes(subgroup, place)
-    extra_bytes = decisions.habits.host_bytes if decisions.habits else 0
     return _held(
-        (Tier.HOST, extra_bytes * placed[Place.CPU]),
         (Tier.HOST, held[Place.CPU] + held[Place.STREAM]),
         (Tier.NVME, decisions.num_state_versions * held[Place.NVME]),
         (Tier.GPU, held[Place.GPU] - decisions.resident_weight_bytes_per_param * placed[Place.GPU]),

@@ -1,12 +1,13 @@
 """The pass that adds buffers: which bytes are held on which tier, from which task to which."""
 
+import functools
 import itertools
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
-from planner.decisions import Decisions, GradientPath, Place
+from planner.decisions import Decisions, Place
 from planner.decisions.precision import SPLIT_SCRATCH_BYTES
 from planner.graph import Unit
-from planner.lowering.activations import OFFLOADS, OffloadRooms, Segment, offloaded_bytes
+from planner.lowering.activations import OffloadRooms, Segment
 from planner.lowering.amounts import HeldBytes
 from planner.lowering.parameters import assign_slots
 from planner.lowering.program import Draft, LoweredUnit, Program
@@ -15,21 +16,26 @@ from planner.lowering.workspace import backward_workspace_bytes
 from planner.optimizers import OPTIMIZERS, UPDATED_AT_ONCE
 from planner.schedule.tasks import Lane, MemoryClass, Op, Tier
 
-# DeepSpeed keeps the optimizer's gradients of device updates in fp32 (``stage3.py::initialize_optimizer_states``).
-_BUFFER_BYTES_PER_PARAM = 4
+Fresh = list[dict[str, dict[str, float]]]
+"""By micro-batch and unit: the share of each parameter's gradient that is new in that unit's backward."""
+HoldGradients = Callable[[Program, LoweredUnit, LoweredUnit, Collection[str], Fresh], None]
 
 
-def memory(program: Program) -> None:
-    """Add all buffers: parameters, slots, optimizer state, gradients, activations and workspace."""
+def memory(program: Program, hold_gradients: HoldGradients | None = None) -> None:
+    """Add all buffers: parameters, slots, optimizer state, gradients, activations and workspace.
+
+    Args:
+        program: the program to extend.
+        hold_gradients: holds a unit's gradients, in place of :func:`hold_leaving`.
+    """
     _parameters(program)
-    program.hold(Tier.GPU, MemoryClass.WORKSPACE, program.decisions.device_buffer_bytes, "engine's buffers")
-    fresh = _gradients(program)
+    fresh = _gradients(program, hold_gradients or functools.partial(hold_leaving, _free_after(program)))
     _state_slots(program)
     _nvme_slots(program)
     for micro_batch in range(program.decisions.num_micro_batches):
         for segment in program.segments:
             _activations(program, segment, micro_batch)
-    if any(unit.activations in OFFLOADS for unit in program.units):
+    if any(unit.moved_bytes is not None for unit in program.units):
         _offload_rooms(program)
     if program.decisions.spill_gradients:
         for room, num_bytes in enumerate(SpillRooms(program.model, program.decisions).sizes_bytes):
@@ -57,11 +63,7 @@ def _hold_always(program: Program, unit: LoweredUnit, memory_class: MemoryClass,
         program.hold(tier, memory_class, num_bytes, unit.name, unit.stage)
 
 
-Fresh = list[dict[str, dict[str, float]]]
-"""By micro-batch and unit: the share of each parameter's gradient that is new in that unit's backward."""
-
-
-def _gradients(program: Program) -> Fresh:
+def _gradients(program: Program, hold_gradients: HoldGradients) -> Fresh:
     """Hold optimizer state and gradients; return which gradients are new in which backward."""
     # The unit that uses a tied weight last in forward makes its gradient first; the owner's backward adds to it.
     sharing = [unit for unit in program.units if unit.unit.shared_units and not unit.unit.evaluates]
@@ -70,74 +72,90 @@ def _gradients(program: Program) -> Fresh:
     tied = {name: unit for unit in sharing for name in unit.unit.shared_parameters if name in owners}
     makers = {owners[name]: unit for name, unit in tied.items()}
     fresh: Fresh = [{unit.name: {} for unit in program.units} for _ in range(program.decisions.num_micro_batches)]
-    free_after = _free_after(program)
     for unit in program.units:
         if unit.num_params:
             _hold_always(program, unit, MemoryClass.OPTIMIZER, unit.amounts.optimizer)
-            _gradients_of(program, unit, makers.get(unit.name, unit), tied, fresh, free_after)
+            _hold_always(program, unit, MemoryClass.GRADIENTS, unit.amounts.gradients)
+            hold_gradients(program, unit, makers.get(unit.name, unit), tied, fresh)
     _tied_gradients(program, tied, fresh)
     return fresh
 
 
-def _gradients_of(
+def hold_leaving(
+    free_after: Mapping[int, Draft],
     program: Program,
     unit: LoweredUnit,
     maker: LoweredUnit,
     tied: Collection[str],
     fresh: Fresh,
-    free_after: Mapping[int, Draft],
 ) -> None:
-    """Hold a unit's gradients, and note in ``fresh`` in which backward they are new.
+    """Hold a unit's gradients on the device, and note in ``fresh`` in which backward they are new.
 
-    The ``maker`` makes only the gradient of a ``tied`` weight; the unit's own backward makes the others.
+    Args:
+        free_after: see :func:`_free_after`.
+        program: the program to extend.
+        unit: whose gradients they are.
+        maker: makes only the gradient of a ``tied`` weight; the unit's own backward makes the others.
+        tied: the weights that several units use.
+        fresh: what is new in which backward.
     """
     decisions, amounts = program.decisions, unit.amounts
     gradient_bytes, ranks = decisions.precision.gradient_bytes, amounts.replicas
     host, resident = amounts.flushed_params, amounts.resident_params
-    if amounts.buffer_params:
-        num_bytes = _BUFFER_BYTES_PER_PARAM * amounts.buffer_params
-        program.hold(Tier.GPU, MemoryClass.GRADIENTS, num_bytes, f"{unit.name} buffer", unit.stage)
-    _hold_always(program, unit, MemoryClass.GRADIENTS, amounts.gradients)
-    if unit.spill and decisions.gradient_path is not GradientPath.ONCE:  # other engines allocate on demand
-        num_bytes = decisions.spilled_bytes_per_param * sum(amounts.from_nvme)
-        label, begin = f"{unit.name} spilled", unit.flushes[0][0]
-        if decisions.num_micro_batches == 1:
-            program.hold_while(MemoryClass.GRADIENTS, num_bytes, label, begin, unit.spill, Tier.HOST)
-        else:
-            program.hold(Tier.HOST, MemoryClass.GRADIENTS, num_bytes, label)
     made: Draft | None = None  # the task since which whole gradients of this rank accumulate
     summed: Draft | None = None  # the task since which the sum for the device's update is there
     for micro_batch in range(decisions.num_micro_batches):
-        whole = max(unit.num_params, amounts.shard_params)  # with the padding between parameters
-        new = whole if ranks > 1 else host + (0 if summed else resident)
-        shares = dict.fromkeys(unit.unit.sizes, 0.0 if made else new / whole)
-        if maker is not unit and ranks == 1:  # with several ranks, the first gradient allocates one block for all
-            early = {name: shares.pop(name) for name in unit.unit.sizes if name in tied}
-            fresh[micro_batch][maker.name] |= early
-            fresh[micro_batch][unit.name] |= shares
-        else:
-            fresh[micro_batch][maker.name] |= shares
-        brought = decisions.gradient_path is GradientPath.ON_DEVICE and micro_batch and unit.flushes.get(micro_batch)
-        made = made or (brought[0] if brought else maker.backwards[micro_batch])
+        note_fresh(unit, maker, tied, fresh[micro_batch], (summed is not None, made is not None))
+        made = made or maker.backwards[micro_batch]
         if scatter := unit.scatters.get(micro_batch):
             # First the unreduced gradient of all parameters, then the rank's shard.
             num_bytes, label = gradient_bytes * amounts.padded_params, f"{unit.name} unreduced"
             last = scatter if host else free_after.get(scatter.key, scatter)
             program.hold_while(MemoryClass.GRADIENTS, num_bytes, label, made, last)
             made = scatter
-        elif ranks > 1 or (decisions.layer_by_layer and micro_batch not in unit.flushes):
+        elif ranks > 1:
             continue
         if host:
-            stays = decisions.gradient_path is GradientPath.ON_DEVICE and micro_batch + 1 == decisions.num_micro_batches
-            last = unit.updates[-1] if stays else unit.flushes[micro_batch][-1]
-            last = free_after.get(last.key, last)
-            _hold_from(program, unit, tied, gradient_bytes * host, unit.name, made, last)
+            last = unit.flushes[micro_batch]
+            hold_from(program, unit, tied, gradient_bytes * host, unit.name, made, free_after.get(last.key, last))
         summed, made = summed or made, None
-    if resident:
-        assert summed is not None
-        final = max(i for i, (_, place) in enumerate(amounts.pieces) if place not in amounts.flushes)
-        last = unit.updates[final]
-        _hold_from(program, unit, tied, gradient_bytes * resident, f"{unit.name} resident", summed, last)
+    if resident and summed:
+        hold_resident(program, unit, tied, summed)
+
+
+def note_fresh(
+    unit: LoweredUnit,
+    maker: LoweredUnit,
+    tied: Collection[str],
+    fresh: dict[str, dict[str, float]],
+    there: tuple[bool, bool],
+) -> None:
+    """Note which share of each gradient of a unit is new in one micro-batch.
+
+    Args:
+        unit: whose gradients they are.
+        maker: makes the gradients of ``tied`` weights first.
+        tied: the weights that several units use.
+        fresh: what is new in each unit's backward of this micro-batch.
+        there: whether a sum for the device's update, and whole gradients of this rank, are there already.
+    """
+    amounts, ranks = unit.amounts, unit.amounts.replicas
+    whole = max(unit.num_params, amounts.shard_params)  # with the padding between parameters
+    new = whole if ranks > 1 else amounts.flushed_params + (0 if there[0] else amounts.resident_params)
+    shares = dict.fromkeys(unit.unit.sizes, 0.0 if there[1] else new / whole)
+    if maker is not unit and ranks == 1:  # with several ranks, the first gradient allocates one block for all
+        fresh[maker.name] |= {name: shares.pop(name) for name in unit.unit.sizes if name in tied}
+        fresh[unit.name] |= shares
+    else:
+        fresh[maker.name] |= shares
+
+
+def hold_resident(program: Program, unit: LoweredUnit, tied: Collection[str], summed: Draft) -> None:
+    """Hold the sum of gradients that stay on the device, from a task to their last update."""
+    amounts = unit.amounts
+    num_bytes = program.decisions.precision.gradient_bytes * amounts.resident_params
+    final = max(i for i, (_, place) in enumerate(amounts.pieces) if place not in amounts.flushes)
+    hold_from(program, unit, tied, num_bytes, f"{unit.name} resident", summed, unit.updates[final])
 
 
 def _free_after(program: Program) -> dict[int, Draft]:
@@ -148,8 +166,6 @@ def _free_after(program: Program) -> dict[int, Draft]:
     gradient is there until the host waits for its copy, before it issues a later backward.
     """
     found: dict[int, Draft] = {}
-    if program.decisions.gradient_path is not GradientPath.ONCE or program.decisions.habits is not None:
-        return found
     for before, draft in itertools.pairwise(program.computing):
         for issue in program.before.get(draft.key, ()):
             for key in issue.after if issue.op is Op.ISSUE else ():
@@ -158,7 +174,7 @@ def _free_after(program: Program) -> dict[int, Draft]:
     return found
 
 
-def _hold_from(
+def hold_from(
     program: Program, unit: LoweredUnit, tied: Collection[str], num_bytes: int, label: str, first: Draft, last: Draft
 ) -> None:
     """Hold a unit's gradients. Only those of a ``tied`` weight exist before the unit's own backward."""
@@ -200,7 +216,6 @@ def _workspace(program: Program, fresh: Fresh) -> None:
                 sizes = sizes | program.named[other].unit.sizes
             new, piled = fresh[draft.micro_batch][unit.name], unit.amounts.replicas > 1
             num_bytes = backward_workspace_bytes(unit.unit, sizes, new, gradient_bytes, piled=piled)
-        num_bytes = _held_share(program, unit, num_bytes)
         program.hold_while(MemoryClass.WORKSPACE, num_bytes, f"{unit.name} workspace", draft, draft)
     on_gpu = any(draft.op is Op.ISSUE for draft in program.drafts)
     for unit in program.units:
@@ -239,9 +254,9 @@ def _state_slots(program: Program) -> None:
     streaming = [unit for unit in program.units if unit.amounts.streamed]
     passing = [max(unit.amounts.streamed) for unit in streaming if decisions.weights_pass(unit.name)]
     state = [
-        state_bytes - decisions.unstreamed_weight_bytes_per_param * num_params
+        state_bytes
         for unit in streaming
-        for (num_params, place), state_bytes in zip(unit.amounts.pieces, unit.amounts.state_bytes, strict=True)
+        for (_, place), state_bytes in zip(unit.amounts.pieces, unit.amounts.state_bytes, strict=True)
         if place is Place.STREAM
     ]
     num_bytes = max(state, default=0) + decisions.precision.weight_bytes * max(passing, default=0)
@@ -264,7 +279,7 @@ def _nvme_slots(program: Program) -> None:
 
 def _activations(program: Program, segment: Segment, micro_batch: int) -> None:
     first = segment[0]
-    if first.activations in OFFLOADS:
+    if first.moved_bytes is not None:
         _offloaded(program, segment, micro_batch)
         return
     keep = first.activations == "keep"
@@ -272,32 +287,10 @@ def _activations(program: Program, segment: Segment, micro_batch: int) -> None:
         # From then on it is among the first unit's saved tensors, unless that unit saves a copy.
         until = first.backwards if first.unit.operators[0].copies_input else first.agains
         input_bytes, label = first.unit.activation_output_bytes, f"{first.unit.segment} input"
-        begin, end = _input_made(program, first, micro_batch), until[micro_batch]
-        program.hold_while(MemoryClass.ACTIVATIONS, input_bytes, label, begin, end)
+        program.hold_while(MemoryClass.ACTIVATIONS, input_bytes, label, first.forwards[micro_batch], until[micro_batch])
     for unit in segment:
         begin, end = (unit.forwards if keep else unit.agains)[micro_batch], unit.backwards[micro_batch]
-        saved_bytes = _held_share(program, unit, unit.unit.saved_bytes)
-        program.hold_while(MemoryClass.ACTIVATIONS, saved_bytes, unit.name, begin, end)
-
-
-def _held_share(program: Program, unit: LoweredUnit, num_bytes: int) -> int:
-    """Return the bytes that an engine with a head of its own holds, of what the model's head holds."""
-    habits = program.decisions.habits
-    if habits is None or unit.unit.segment != program.units[-1].unit.segment:
-        return num_bytes
-    return num_bytes * habits.head_percent // 100
-
-
-def _input_made(program: Program, first: LoweredUnit, micro_batch: int) -> Draft:
-    """Return the task since which a segment's input is there for its backward.
-
-    In a block that is recomputed together, only the first segment's input is kept since forward.
-    """
-    if (habits := program.decisions.habits) is None or not first.first_passes:
-        return first.forwards[micro_batch]
-    firsts = [segment[0] for segment in program.segments if segment[0].first_passes]
-    starts_block = firsts.index(first) % habits.recompute_block == 0
-    return (first.forwards if starts_block else first.first_passes)[micro_batch]
+        program.hold_while(MemoryClass.ACTIVATIONS, unit.unit.saved_bytes, unit.name, begin, end)
 
 
 def _offloaded(program: Program, segment: Segment, micro_batch: int) -> None:
@@ -306,7 +299,7 @@ def _offloaded(program: Program, segment: Segment, micro_batch: int) -> None:
         forward, offload, reload, remake, backward = (
             tasks[micro_batch] for tasks in (unit.forwards, unit.offloads, unit.reloads, unit.agains, unit.backwards)
         )
-        moved_bytes = offloaded_bytes(unit.unit, unit.activations)
+        moved_bytes = unit.moved_bytes or 0
         program.hold_while(MemoryClass.ACTIVATIONS, moved_bytes, unit.name, forward, offload)
         # Outputs of products that backward does not need, such as both parts of a sum, go as soon as they were used.
         used_bytes = max(moved_bytes - unit.unit.saved_bytes, 0)
@@ -322,10 +315,8 @@ def _offload_rooms(program: Program) -> None:
     The buffers serve all micro-batches: forward of the next one begins when all are free.
     """
     rooms = OffloadRooms(program.model, program.decisions)
-    # Layer by layer, those of all micro-batches are there at once.
-    count = program.decisions.num_micro_batches if program.decisions.layer_by_layer else 1
     for name, num_bytes in rooms.on_host.items():
-        program.hold(Tier.HOST, MemoryClass.ACTIVATIONS, count * num_bytes, name)
+        program.hold(Tier.HOST, MemoryClass.ACTIVATIONS, num_bytes, name)
     for slot in range(rooms.num_slots):
         program.hold(Tier.HOST, MemoryClass.ACTIVATIONS, rooms.slot_bytes, f"activation slot {slot}")
     for name, num_bytes in rooms.on_nvme.items():

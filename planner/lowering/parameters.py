@@ -14,7 +14,7 @@ one, the iteration leaves the plan, and its weights come into that slot, see [No
 import dataclasses
 import itertools
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable
 
 from planner.decisions import Fp8Weights
 from planner.lowering.program import Draft, LoweredUnit, Program
@@ -100,8 +100,21 @@ def _moves(unit: LoweredUnit) -> bool:
     return bool((unit.amounts.gathered or unit.amounts.fetched) and unit.unit.num_weights)
 
 
-def parameters(program: Program) -> None:
-    """Fetch (host to device) and all-gather parameters that are not resident, as early as their slots allow."""
+Released = Callable[[LoweredUnit, Draft, int], bool]
+
+
+def _stays(_unit: LoweredUnit, _user: Draft, _num_params: int) -> bool:
+    return False
+
+
+def parameters(program: Program, released: Released = _stays) -> None:
+    """Fetch (host to device) and all-gather parameters that are not resident, as early as their slots allow.
+
+    Args:
+        program: the program to extend.
+        released: whether parameters that are still in their slot are brought again: of a unit, for a user, after so
+            many parameters were used since. By default they stay until another unit needs the slot.
+    """
     slots = assign_slots(program)
     if not slots.of_unit:
         return
@@ -110,8 +123,6 @@ def parameters(program: Program) -> None:
     reads: dict[int, list[tuple[Draft, Draft]]] = defaultdict(list)  # by slot: reads from NVMe, each with its fetch
     positions = {draft.key: position for position, draft in enumerate(program.spine)}
     latest = -1  # the position in the spine behind which the latest fill was issued
-    habits = program.decisions.habits
-    anew = habits is not None and habits.recompute_block > 0
     passed = 0  # the number of parameters used so far
     used_at: dict[str, int] = {}
     for user in program.computing:
@@ -124,14 +135,12 @@ def parameters(program: Program) -> None:
             if slot is None or unit.unit.is_unused:
                 continue
             held, used = occupant.get(slot, (None, None))
-            again = anew and user.op is not Op.BACKWARD
-            if held is not unit or again or _released(program, unit, passed - used_at[name]):
+            if held is not unit or released(unit, user, passed - used_at[name]):
                 # Lanes are first-in first-out, so fills are issued in the order of use. Otherwise a fill whose slot is
                 # free early, but whose weights are updated late, would delay all fills behind it.
                 latest = max(latest, positions[used.key] if used else -1)
                 anchor = program.spine[latest] if latest >= 0 else None
-                # An engine that fetches anew for every use does so into another buffer.
-                filled = _fill(program, unit, slot, user, None if held is unit and again else used, anchor, positions)
+                filled = _fill(program, unit, slot, user, used, anchor)
                 user.after += (filled[-1].key,)
                 if filled[0].op is Op.READ:
                     reads[slot].append((filled[0], filled[1]))
@@ -143,12 +152,6 @@ def parameters(program: Program) -> None:
     for slot, fill in first_fill.items():
         fill.after_previous += (occupant[slot][1].key,)
     _bound_reads(reads)
-
-
-def _released(program: Program, unit: LoweredUnit, num_params: int) -> bool:
-    """Return whether gathered parameters are released before their next use, ``num_params`` parameters later."""
-    limit = program.decisions.max_reuse_params
-    return unit.amounts.gathered and limit is not None and num_params > limit
 
 
 def _bound_reads(reads: dict[int, list[tuple[Draft, Draft]]]) -> None:
@@ -166,7 +169,6 @@ def _fill(
     user: Draft,
     used: Draft | None,
     anchor: Draft | None,
-    positions: Mapping[int, int],
 ) -> list[Draft]:
     """Add the tasks that bring a unit into its slot, and return them.
 
@@ -177,16 +179,13 @@ def _fill(
         user: the compute task that needs the parameters.
         used: the latest task that used the slot.
         anchor: the spine task to issue them behind; ``None`` for the start of the iteration.
-        positions: the positions of spine tasks, by key.
     """
-    position = positions[user.key]
-    decisions, amounts = program.decisions, unit.amounts
-    weight_bytes = decisions.precision.weight_bytes
+    amounts, weight_bytes = unit.amounts, program.decisions.precision.weight_bytes
     start = (used.key,) if used else ()
     tasks: list[Draft] = []
     if unit.amounts.fetched:
         fetch = program.draft(Lane.H2D, Op.FETCH, user.phase, unit, user.micro_batch, start)
-        own_bytes = decisions.fetched_bytes_per_param * amounts.shard_params
+        own_bytes = weight_bytes * amounts.shard_params
         fetch.num_bytes = (amounts.fp8.fetched_bytes if amounts.fp8 else own_bytes) + amounts.frozen_bytes
         tasks.append(fetch)
     if amounts.gathered:
@@ -199,15 +198,10 @@ def _fill(
         tasks.append(gather)
     tasks[-1].slot = slot
     where = program.behind[anchor.key] if anchor else program.before[program.spine[0].key]
-    if amounts.gathered and not decisions.gathers_ahead(unit.unit.num_weights):  # only when the caller needs it
-        where = program.before[user.key]
-        if position:
-            gather.after += (program.spine[position - 1].key,)
     if unit.amounts.params == "nvme":
         read = program.draft(Lane.NVME_READ, Op.READ, user.phase, unit, user.micro_batch)
         read.num_bytes, read.slot = fetch.num_bytes, slot
         fetch.after += (read.key,)
-        fetch.pinned = decisions.pinned_reads
         tasks.insert(0, read)
     where += tasks
     # Weights change once an iteration: only the first fill waits for updates (the pass ``updates`` sees to it).

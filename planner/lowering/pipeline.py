@@ -17,6 +17,7 @@ from collections.abc import Iterator
 
 from planner.decisions import Decisions, Place, UnitDecision
 from planner.graph import Unit, segments
+from planner.lowering.gradients import add_scatter, settle
 from planner.lowering.program import Draft, Program
 from planner.models.kernels import Collective, Kernels
 from planner.models.operators import Operator
@@ -126,8 +127,8 @@ def _expert_parameters(parts: list[list[Unit]]) -> tuple[ParameterSpec, ...]:
     return tuple(spec for operator in operators if operator.pattern is Pattern.EXPERT for spec in operator.parameters)
 
 
-def compute(program: Program) -> None:
-    """Make the spine of a pipeline: forwards and backwards of all stages, each after the transfer that it needs."""
+def lay(program: Program) -> None:
+    """Append forwards and backwards of all stages to the spine, each after the transfer that it needs."""
     units, decisions = program.units, program.decisions
     sent: dict[tuple[Lane, int, int], Draft] = {}  # by sender and micro-batch
     num_stages = decisions.pipeline_parallel
@@ -147,6 +148,17 @@ def compute(program: Program) -> None:
         program.behind[draft.key].append(send)
     for stage, bank in enumerate(units[num_stages:]):
         bank.forwards, bank.backwards = units[stage].forwards, units[stage].backwards
+
+
+def gradients(program: Program) -> None:
+    """Reduce gradients over ranks after the last backward of each rank, when those of a tied embedding are added up."""
+    exchange_tied(program)
+    last = program.decisions.num_micro_batches - 1
+    ends = {draft.stage: draft for draft in program.computing}
+    for unit in reversed(program.units):
+        if unit.num_params and unit.amounts.replicas > 1:
+            program.at_step(add_scatter(program, unit, last, unit.exchange or ends[unit.stage]))
+    settle(program)
 
 
 def exchange_tied(program: Program) -> None:
@@ -170,6 +182,8 @@ def launch(program: Program) -> None:
     The host of a stage waits for each exchange (Megatron-LM synchronises there) before it turns to the next task. Then
     it issues kernels while the device runs them. The next task waits for the slower of the two.
     """
+    if not program.asynchronous:
+        return
     computed: dict[str, int] = {}  # by unit, its latest compute task
     for draft in program.computing:
         unit = program.named[draft.unit]

@@ -68,10 +68,11 @@ class LoweredUnit:
         stage: its pipeline stage.
         forwards, backwards: its compute tasks, by micro-batch.
         agains: tasks that recompute activations just before its backward, if any, by micro-batch.
-        first_passes: tasks that recompute only its output before those, if any, by micro-batch.
         offloads, reloads: copies of its activations, if any, by micro-batch.
-        scatters, flushes: by micro-batch, the collective that reduces its gradient, and the copies to the host.
-        sums: by micro-batch, passes of the host that add its gradient to the sum, in engines that have them.
+        moved_bytes: bytes of its activations that leave the device and return; ``None`` if its segment's stay.
+        scatters, flushes: by micro-batch, the collective that reduces its gradient, and the last copy to the host.
+        final: the task after which its summed gradient is on the device.
+        summed: the task after which its whole summed gradient is where it will be used.
         exchange: the all-reduce of a weight that the first and last pipeline stage share.
         spill: the write of its gradient to NVMe.
         updates: the update of every subgroup.
@@ -85,16 +86,17 @@ class LoweredUnit:
     name: str
     num_params: int
     stage: int
+    moved_bytes: int | None = None
     forwards: list[Draft] = dataclasses.field(default_factory=list)
     backwards: list[Draft] = dataclasses.field(default_factory=list)
     agains: list[Draft] = dataclasses.field(default_factory=list)
-    first_passes: list[Draft] = dataclasses.field(default_factory=list)
     offloads: list[Draft] = dataclasses.field(default_factory=list)
     reloads: list[Draft] = dataclasses.field(default_factory=list)
     scatters: dict[int, Draft] = dataclasses.field(default_factory=dict)
-    flushes: dict[int, list[Draft]] = dataclasses.field(default_factory=dict)
-    sums: dict[int, Draft] = dataclasses.field(default_factory=dict)
+    flushes: dict[int, Draft] = dataclasses.field(default_factory=dict)
     exchange: Draft | None = None
+    final: Draft | None = None
+    summed: Draft | None = None
     spill: Draft | None = None
     updates: list[Draft] = dataclasses.field(default_factory=list)
     changes: list[Draft] = dataclasses.field(default_factory=list)
@@ -116,15 +118,16 @@ class Program:
         clip: the barrier after them, if gradients are clipped.
         before, behind: tasks issued just before or just after a spine task, by its key, in order.
         tail: tasks issued at the end of the iteration.
-        loop: the script's own work after all tasks, if it is part of the schedule.
+        held: all buffers: tier, class, bytes, the keys of the first and last task (or ALWAYS twice), stage, label.
+        asynchronous: whether the device runs apart from the thread that issues its work.
 
     Raises:
         ValueError: the decisions do not fit the units; naming the unit, the rule and the remedy.
     """
 
-    def __init__(self, model: tuple[Unit, ...], decisions: Decisions) -> None:
+    def __init__(self, model: tuple[Unit, ...], decisions: Decisions, *, asynchronous: bool = False) -> None:
         _check(model, decisions)
-        self.model, self.decisions = model, decisions
+        self.model, self.decisions, self.asynchronous = model, decisions, asynchronous
         amounts_of, decided = AmountsOf(decisions), decisions.units
         # In a pipeline, units are the stages, and then perhaps the experts of each.
         stages = itertools.cycle(range(decisions.pipeline_parallel))
@@ -139,6 +142,9 @@ class Program:
             )
             for unit, stage in zip(model, stages, strict=False)
         ]
+        for lowered in self.units:
+            if decided[lowered.name].offloads:
+                lowered.moved_bytes = lowered.unit.swap_bytes
         self.named = {unit.name: unit for unit in self.units}
         self.segments = [list(group) for _, group in itertools.groupby(self.units, key=lambda each: each.unit.segment)]
         self.drafts: list[Draft] = []
@@ -148,8 +154,7 @@ class Program:
         self.before: dict[int, list[Draft]] = defaultdict(list)
         self.behind: dict[int, list[Draft]] = defaultdict(list)
         self.tail: list[Draft] = []
-        self.loop: Draft | None = None
-        self._held: list[tuple[Tier, MemoryClass, int, int, int, int, str]] = []  # the ends are keys, or ALWAYS
+        self.held: list[tuple[Tier, MemoryClass, int, int, int, int, str]] = []
 
     def draft(
         self,
@@ -186,14 +191,14 @@ class Program:
     def hold(self, tier: Tier, memory_class: MemoryClass, num_bytes: int, label: str, stage: int = 0) -> None:
         """Hold bytes all the time, on a rank of a pipeline stage; 0 bytes add no buffer."""
         if num_bytes:
-            self._held.append((tier, memory_class, num_bytes, ALWAYS, ALWAYS, stage, label))
+            self.held.append((tier, memory_class, num_bytes, ALWAYS, ALWAYS, stage, label))
 
     def hold_while(
         self, memory_class: MemoryClass, num_bytes: int, label: str, first: Draft, last: Draft, tier: Tier = Tier.GPU
     ) -> None:
         """Hold bytes from the start of one task to the end of another; 0 bytes add no buffer."""
         if num_bytes:
-            self._held.append((tier, memory_class, num_bytes, first.key, last.key, first.stage, label))
+            self.held.append((tier, memory_class, num_bytes, first.key, last.key, first.stage, label))
 
     def ordered(self) -> list[Draft]:
         """Return all drafts in issue order."""
@@ -202,7 +207,7 @@ class Program:
             order += self.before.get(draft.key, ())
             order.append(draft)
             order += self.behind.get(draft.key, ())
-        return order + self.tail + ([self.loop] if self.loop else [])
+        return order + self.tail
 
     def number(self, description: str) -> Schedule:
         """Turn keys into indices and return the schedule."""
@@ -215,7 +220,7 @@ class Program:
             Rows(index[rows.indices], rows.counts).sorted()
             for rows in (Rows.of(map(keys_of, order), count) for keys_of in (_AFTER, _AFTER_PREVIOUS))
         )
-        columns = zip(*self._held, strict=True) if self._held else ((),) * 7
+        columns = zip(*self.held, strict=True) if self.held else ((),) * 7
         tier, memory_class, num_bytes, first, last, stage, labels = columns
         firsts, lasts = index[np.array(first, np.int64)], index[np.array(last, np.int64)]
         held = Held(tier, memory_class, num_bytes, firsts, lasts, stage)

@@ -5,20 +5,17 @@ soon as the previous subgroup in its buffer has been written back. With one buff
 turns. With more, one subgroup is read or written while another is updated.
 """
 
-from planner.decisions import Decisions, GradientPath, Place
+from planner.decisions import Decisions, Place
 from planner.graph import Unit
 from planner.lowering.program import Draft, LoweredUnit, Program
 from planner.schedule.tasks import Lane, Op, Phase
-
-# DeepSpeed's swapper lets the gradients of so many units wait on the host for their write: its usual ``buffer_count``.
-_SWAPPER_SLOTS = 20
 
 
 class SpillRooms:
     """Host buffers for gradients on their way to NVMe.
 
     With one micro-batch, gradients pass through a ring of ``num_gradient_slots`` buffers of one size. With several,
-    they accumulate there, so every unit has its own buffer. Other engines allocate memory on demand.
+    they accumulate there, so every unit has its own buffer.
 
     Attributes:
         sizes_bytes: the size of every buffer.
@@ -26,22 +23,17 @@ class SpillRooms:
     """
 
     def __init__(self, units: tuple[Unit, ...], decisions: Decisions) -> None:
-        spills = decisions.spill_gradients and decisions.gradient_path is GradientPath.ONCE
         sizes_bytes = {
             unit.name: decisions.spilled_bytes_per_param * num_params
             for unit in reversed(units)
-            if spills and (num_params := sum(n for n, place in decisions.placed_pieces(unit) if place is Place.NVME))
+            if decisions.spill_gradients
+            and (num_params := sum(n for n, place in decisions.placed_pieces(unit) if place is Place.NVME))
         }
         self.sizes_bytes = list(sizes_bytes.values())
         if decisions.num_micro_batches == 1:
-            count = min(num_spill_slots(decisions), len(sizes_bytes))
+            count = min(decisions.num_gradient_slots, len(sizes_bytes))
             self.sizes_bytes = [max(sizes_bytes.values(), default=0)] * count
         self.room_of = {name: i % len(self.sizes_bytes) for i, name in enumerate(sizes_bytes)}
-
-
-def num_spill_slots(decisions: Decisions) -> int:
-    """Return the number of units whose gradients may be on the host on their way to NVMe."""
-    return decisions.num_gradient_slots if decisions.gradient_path is GradientPath.ONCE else _SWAPPER_SLOTS
 
 
 def spilled_bytes(decisions: Decisions) -> int:
@@ -49,13 +41,24 @@ def spilled_bytes(decisions: Decisions) -> int:
     return decisions.spilled_bytes_per_param if decisions.spill_gradients else 0
 
 
-def spill(program: Program, unit: LoweredUnit, backward: Draft, flushed: Draft, spilled: list[Draft]) -> None:
-    """Write the accumulated gradient to NVMe after the last micro-batch; ``spilled`` lists the writes so far."""
+def spill(
+    program: Program, unit: LoweredUnit, backward: Draft, flushed: Draft, spilled: list[Draft], num_slots: int
+) -> None:
+    """Write the accumulated gradient to NVMe after the last micro-batch.
+
+    Args:
+        program: the program to extend.
+        unit: whose gradient it is.
+        backward: the task that makes it.
+        flushed: its copy to the host.
+        spilled: the writes so far.
+        num_slots: units whose gradients may be on the host on their way to NVMe.
+    """
     last = backward.micro_batch == program.decisions.num_micro_batches - 1
     if not (unit.amounts.from_nvme and last and program.decisions.spill_gradients):
         return
-    if len(spilled) >= (count := num_spill_slots(program.decisions)):
-        backward.after += (spilled[-count].key,)
+    if len(spilled) >= num_slots:
+        backward.after += (spilled[-num_slots].key,)
     unit.spill = program.draft(
         Lane.NVME_STATE_OUT, Op.SPILL, Phase.BACKWARD, unit, backward.micro_batch, (flushed.key,)
     )

@@ -14,14 +14,13 @@ from planner.bounds.solver import solve
 from planner.choices.space import NEVER_S
 from planner.choices.variants import Variant
 from planner.decisions import Decisions
-from planner.engines.policies import gpu_only
+from planner.placements import resident
 from planner.search import (
     Candidate,
     Outcome,
     Progress,
     Scorer,
     best_of,
-    engine_policies,
     first_look,
     no_garbage_collection,
     search,
@@ -43,13 +42,13 @@ class Competition:
     Attributes:
         winner: the best choice.
         best: the best candidate.
-        engines: by name, the best candidate of every engine policy and its choice.
+        searched: the choices that got a full search, but for pipelines.
         num_simulations: schedules that were simulated, for all choices.
     """
 
     winner: Variant
     best: Candidate
-    engines: dict[str, tuple[Variant, Candidate]]
+    searched: tuple[Variant, ...]
     num_simulations: int
 
 
@@ -77,18 +76,14 @@ def compete(
     progress: Progress | None = None,
     deadline_s: float | None = None,
 ) -> Competition:
-    """Return the best of several choices.
-
-    Each engine policy also gets the best of the searched choices: its user could tune degrees and batch sizes too.
-    """
+    """Return the best of several choices."""
 
     def scorer_of(variant: Variant) -> Scorer:
         return Scorer(Workload(variant.setup.units, seq_len), variant.cost, deadline_s)
 
     if len(rivals) == 1 and rivals[0].choice.pipeline_parallel == 1:
         outcome = search(rivals[0].setup, scorer_of(rivals[0]), max_simulations, progress)
-        alone = {name: (rivals[0], candidate) for name, candidate in outcome.engines.items()}
-        return Competition(rivals[0], outcome.best, alone, outcome.num_simulations)
+        return Competition(rivals[0], outcome.best, (rivals[0],), outcome.num_simulations)
     looks: list[_Look] = []
     for bound_s, variant in _promising(rivals):
         best = min((look.found for look in looks), key=lambda found: found.order, default=None)
@@ -108,11 +103,9 @@ def compete(
             seeds = _handed_on(look, found)
             found.append((look, _search(look, max_simulations, progress, seeds)))
     best_look, outcome = min(found, key=lambda item: item[1].best.order)
-    engines = _engines(found)
-    if not engines:  # a pipeline won
-        engines = compare(rivals, seq_len, deadline_s)
+    searched = tuple(look.variant for look, _ in found if not look.is_pipeline)
     num_simulations = sum(look.scorer.num_simulations for look in looks)
-    return Competition(*_plainest(rivals, best_look.variant, outcome.best), engines, num_simulations)
+    return Competition(*_plainest(rivals, best_look.variant, outcome.best), searched, num_simulations)
 
 
 def _plainest(rivals: Sequence[Variant], winner: Variant, best: Candidate) -> tuple[Variant, Candidate]:
@@ -125,28 +118,13 @@ def _plainest(rivals: Sequence[Variant], winner: Variant, best: Candidate) -> tu
     return winner, best
 
 
-def compare(
-    rivals: Sequence[Variant], seq_len: int, deadline_s: float | None = None
-) -> dict[str, tuple[Variant, Candidate]]:
-    """Return by name the best candidate of every engine policy and its choice: one that most resembles their defaults.
-
-    Engines that offload have no pipelines, so there are none if every choice has one.
-    """
-    plain = [variant for variant in rivals if variant.choice.pipeline_parallel == 1]
-    if not plain:
-        return {}
-    beside = min(plain, key=lambda variant: (variant.choice.tensor_parallel, computing_s(variant)))
-    scorer = Scorer(Workload(beside.setup.units, seq_len), beside.cost, deadline_s)
-    return {name: (beside, candidate) for name, candidate in engine_policies(beside.setup, scorer).items()}
-
-
 def closest(rival: Variant, scorer: Scorer) -> Candidate:
     """Return the candidate of a choice that lacks least memory, if nothing fits."""
     if rival.choice.pipeline_parallel > 1:
         return search_pipeline(rival.setup, scorer)
     tried = list(smallest(rival.setup))
     if rival.cost.profile.one_memory:  # it is the device's
-        tried += gpu_only(rival.setup)
+        tried += resident(rival.setup)
     return best_of(map(scorer.score, tried))
 
 
@@ -160,15 +138,6 @@ def first_fit(rivals: Sequence[Variant], seq_len: int) -> Candidate | None:
     return None
 
 
-def _engines(found: Sequence[tuple[_Look, Outcome]]) -> dict[str, tuple[Variant, Candidate]]:
-    best: dict[str, tuple[Variant, Candidate]] = {}
-    for look, searched in found:
-        for name, candidate in searched.engines.items():
-            if name not in best or candidate.order < best[name][1].order:
-                best[name] = look.variant, candidate
-    return best
-
-
 def _look(variant: Variant, scorer: Scorer) -> Candidate:
     if variant.choice.pipeline_parallel > 1:
         return search_pipeline(variant.setup, scorer)
@@ -177,7 +146,7 @@ def _look(variant: Variant, scorer: Scorer) -> Candidate:
 
 def _search(look: _Look, max_simulations: int | None, progress: Progress | None, seeds: Sequence[Decisions]) -> Outcome:
     if look.is_pipeline:
-        return Outcome(look.found, {}, look.scorer.num_simulations)
+        return Outcome(look.found, look.scorer.num_simulations)
     return search(look.variant.setup, look.scorer, max_simulations, progress, seeds)
 
 

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ModelWrapValidatorHandler, ValidationError, model_validator
 
 from hwprofiles.complaints import complaint
 from hwprofiles.files import read_json, write_whole
@@ -22,9 +22,18 @@ from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import Tier
 from planner.simulate.prediction import Prediction, TierMemory
 
-SCHEMA_VERSION: Final = 8
-LAYERS_IN_TURN: Final = "layers in turn"
-"""How a row says that layers move from device to device, which no plan of ours does."""
+SCHEMA_VERSION: Final = 9
+_BEFORE: Final = 8
+# What decisions of that version also said, as our engine always does; other values were those of other engines.
+_SAID_BEFORE: Final[dict[str, object]] = {
+    "device_buffer_bytes": 0,
+    "gradient_path": "once",
+    "host_update": "fused",
+    "loop": False,
+    "module_hooks": False,
+    "pinned_reads": True,
+    "reduce_start": "backward",
+}
 
 
 class PlanError(ValueError):
@@ -75,7 +84,7 @@ class Plan(Frozen):
         content_digest: SHA-256 of all other fields; shows whether the file was edited.
     """
 
-    schema_version: Literal[8] = 8
+    schema_version: Literal[9] = 9
     program_version: str
     model: ModelField
     seq_len: Annotated[int, Field(ge=1)]
@@ -94,12 +103,17 @@ class Plan(Frozen):
 
     @model_validator(mode="after")
     def _untouched(self) -> Self:
-        if self.content_digest and self.content_digest != self.digest():
-            raise ValueError(
-                f"content_digest is {self.content_digest[:12]}, but the content has {self.digest()[:12]}: the file was "
-                "changed after it was written, or by another Ullage; make the plan again with the options you want"
-            )
+        if self.content_digest:
+            _check_digest(self.content_digest, self.digest())
         return self
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _read(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        """Also read plans of the schema version before."""
+        if not isinstance(data, dict) or data.get("schema_version") != _BEFORE:
+            return handler(data)
+        return handler(_as_now(data)).sealed()
 
     def digest(self) -> str:
         """Return the SHA-256 of the canonical JSON of everything but ``content_digest``."""
@@ -189,7 +203,7 @@ def load_plan(path: Path | str) -> Plan:
             raise PlanError(f"{path} is {kind}, not a plan; make a plan with `ullage plan`")
     if version is None:
         raise PlanError(f"{path} is no plan: it has no schema_version; make a plan with `ullage plan`")
-    if version != SCHEMA_VERSION:
+    if version not in {SCHEMA_VERSION, _BEFORE}:
         raise PlanError(
             f"{path} has schema_version {version}, but this program reads {SCHEMA_VERSION}; "
             "make the plan again with this version"
@@ -211,8 +225,10 @@ def describe(decisions: Decisions, units: tuple[Unit, ...]) -> str:
             placed[place] += num_params
     total = sum(placed.values())
     parts = [f"{100 * n / total:.0f} % of updates {_VERBS[place]}" for place, n in placed.items() if n > total / 200]
-    recomputed = sum(unit.activations == "recompute" for unit in decisions.units.values())
-    offloaded = sum(unit.offloads for unit in decisions.units.values())
+    offloaded = sum(map(decisions.offloads, decisions.units))
+    recomputed = sum(
+        u.activations == "recompute" and not decisions.offloads(name) for name, u in decisions.units.items()
+    )
     if offloaded:
         parts.append(f"activations of {offloaded} of {len(decisions.units)} units offloaded")
     if recomputed or not offloaded:
@@ -228,23 +244,11 @@ def describe(decisions: Decisions, units: tuple[Unit, ...]) -> str:
     if decisions.precision.products:
         parts.append(f"products of hidden layers in {decisions.precision.products}")
     if decisions.data_parallel > 1:
-        parts.append(LAYERS_IN_TURN if decisions.layer_by_layer else f"ZeRO-{decisions.zero_stage}")
+        parts.append(decisions.shared_in_words)
     degrees = {"tensor": decisions.tensor_parallel, "pipeline": decisions.pipeline_parallel}
     degrees |= {"expert": decisions.expert_parallel}
     parts += [f"{name} parallel {count}" for name, count in degrees.items() if count > 1]
     return ", ".join(parts)
-
-
-def other_numerics(decisions: Decisions) -> str | None:
-    """Return in words how an engine changes what is computed, beyond the order of sums; ``None`` if it does not."""
-    habits, parts = decisions.habits, []
-    if habits is not None and habits.num_steps > 1:
-        parts.append(f"the host updates every {habits.num_steps} iterations, the device the largest gradients in each")
-    if habits is not None and habits.publishes_late:
-        parts.append("weights are one update old")
-    if decisions.precision.rounds and not decisions.precision.can_be_kept(decisions.optimizer):
-        parts.append(f"no master copy beside weights in {decisions.precision.weights}")
-    return "; ".join(parts) or None
 
 
 _VERBS = {
@@ -261,6 +265,33 @@ def gigabytes(num_bytes: int) -> str:
     if num_bytes < 1000:
         return f"{num_bytes} B"
     return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.3g} MB"
+
+
+def _as_now(data: dict[str, Any]) -> dict[str, Any]:
+    """Return the data of a plan of the schema version before as they are now, without the digest of the content.
+
+    Raises:
+        ValueError: they were changed, or are of another engine's schedule.
+    """
+    content = {name: value for name, value in data.items() if name != "content_digest"}
+    if digest := data.get("content_digest"):
+        _check_digest(digest, _digest(content))
+    if isinstance(decisions := data.get("decisions"), dict):
+        ours = dict(_SAID_BEFORE)
+        if decisions.get("pipeline_parallel", 1) != 1:
+            ours["reduce_start"] = "step"
+        if any(decisions.get(name, value) != value for name, value in ours.items()):
+            raise ValueError("decisions of another engine are no plan any more; make the plan again")
+        content["decisions"] = {name: value for name, value in decisions.items() if name not in ours}
+    return content | {"schema_version": SCHEMA_VERSION}
+
+
+def _check_digest(said: str, found: str) -> None:
+    if said != found:
+        raise ValueError(
+            f"content_digest is {said[:12]}, but the content has {found[:12]}: the file was changed after it was "
+            "written, or by another Ullage; make the plan again with the options you want"
+        )
 
 
 def _digest(data: Any) -> str:

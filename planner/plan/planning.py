@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import get_args
 
@@ -16,14 +16,13 @@ from planner.choices.variants import Job, Variant, variants
 from planner.costs.kernels import no_products
 from planner.costs.model import CostModel
 from planner.decisions import BF16, FP32, Decisions, Precision, check_fp8_weights
-from planner.engines.setup import Setup
 from planner.models.captured import CapturedModel, Model, Size
 from planner.optimizers import OPTIMIZERS, Optimizer
-from planner.plan.competition import closest, compare, compete
-from planner.plan.document import EngineRow, Plan, describe, gigabytes, other_numerics
-from planner.plan.nearest import nearest_fit
+from planner.plan.competition import closest, compete
+from planner.plan.document import EngineRow, Plan, describe, gigabytes
 from planner.schedule.tasks import Tier
-from planner.search import Candidate, Progress, Scorer, no_garbage_collection
+from planner.search import Progress, Scorer, no_garbage_collection
+from planner.setup import Setup
 from planner.simulate.prediction import Prediction, Workload, capacities
 from planner.terms import Storage
 
@@ -223,7 +222,7 @@ class Found:
         prediction: its predicted time and memory.
         own: its variant.
         rivals: all variants.
-        engines: by name, the best candidate of every engine policy, and its variant.
+        searched: the variants of it that got a full search, but for pipelines.
         num_simulations: number of simulated schedules.
         misfits: proofs for ZeRO stages that do not fit, if they were begun beside the search.
     """
@@ -232,7 +231,7 @@ class Found:
     prediction: Prediction
     own: Variant
     rivals: tuple[Variant, ...]
-    engines: Mapping[str, tuple[Variant, Candidate]]
+    searched: tuple[Variant, ...]
     num_simulations: int
     misfits: Future[dict[int, Proof]] | None = None
 
@@ -284,7 +283,11 @@ def _find(
             best, missing_bytes = _lacking_least(best, own, scorer)
         raise _infeasible(request, best, missing_bytes, own)
     prediction = scorer.predict(best)
-    return Found(best, prediction, own, rivals, found.engines, found.num_simulations, misfits)
+    return Found(best, prediction, own, rivals, found.searched, found.num_simulations, misfits)
+
+
+Compare = Callable[[Request, Found], tuple[EngineRow, ...]]
+"""Predicts other engines beside a plan."""
 
 
 @no_garbage_collection()
@@ -293,6 +296,7 @@ def make_plan(
     max_simulations: int | None = None,
     progress: Progress | None = None,
     budget_s: float | None = None,
+    compare: Compare | None = None,
 ) -> Plan:
     """Find the best plan for a request.
 
@@ -302,6 +306,7 @@ def make_plan(
         progress: called with the best so far and the number of simulations.
         budget_s: search for so many seconds instead, or until no gain is in sight. The result then depends on the speed
             of this machine.
+        compare: predicts other engines for the request, given what was found for it.
 
     Raises:
         InfeasibleError: no candidate fits in memory.
@@ -309,6 +314,7 @@ def make_plan(
     """
     with ThreadPoolExecutor(1) as pool:
         found = find(request, max_simulations, progress, budget_s, pool)
+        engines = compare(request, found) if compare else ()
         certificate = found.certificate()
     return Plan(
         program_version=__version__,
@@ -319,7 +325,7 @@ def make_plan(
         hardware=request.hardware,
         decisions=found.decisions,
         prediction=found.prediction,
-        engines=tuple(_row(request.job, name, *found.engines[name]) for name in found.engines),
+        engines=engines,
         certificate=certificate,
         num_simulations=found.num_simulations,
     ).sealed()
@@ -343,27 +349,6 @@ def prepare(request: Request) -> tuple[Setup, Workload, CostModel]:
     """Return setup, workload and prices for a request whose degrees and batch sizes are all given."""
     variant = request.variants()[0]
     return variant.setup, Workload(variant.setup.units, request.seq_len), variant.cost
-
-
-def engine_rows(request: Request) -> Iterator[EngineRow]:
-    """Yield a row for every engine policy, each as soon as it is known, also where no plan fits."""
-    for name, found in compare(request.variants(), request.seq_len).items():
-        yield _row(request.job, name, *found)
-
-
-def _row(job: Job, name: str, variant: Variant, candidate: Candidate) -> EngineRow:
-    simulated = candidate.iteration_s != float("inf")
-    nearest = nearest_fit(job, variant, name, candidate) if candidate.missing_bytes else None
-    return EngineRow(
-        name=name,
-        setting=describe(candidate.decisions, variant.setup.units),
-        fits=not candidate.missing_bytes,
-        iteration_s=candidate.iteration_s if simulated else None,
-        missing_bytes=candidate.missing_bytes,
-        nearest=nearest[0] if nearest else None,
-        nearest_iteration_s=nearest[1] if nearest else None,
-        numerics=other_numerics(candidate.decisions),
-    )
 
 
 def _closest(

@@ -9,7 +9,7 @@ from planner.bounds.certificate import infeasible
 from planner.models.captured import CapturedModel
 from planner.models.config import ModelConfigError
 from planner.plan.competition import first_fit
-from planner.plan.nearest import larger_devices, larger_hosts, most_devices
+from planner.plan.machines import larger_devices, larger_hosts, most_devices
 from planner.plan.planning import InfeasibleError, Request, find
 from planner.terms import Storage, default_micro_batch
 

@@ -1,30 +1,19 @@
-"""The search: engine policies as seeds, then local search over our own family of plans, scored by the simulator.
+"""The search: local search over our own family of plans, scored by the simulator.
 
-A candidate is accepted only if the simulator scores it better, so the result is never worse than the best seed. The
-budget is a number of simulations, unless the user gives seconds. So the same inputs give the same plan on any machine.
+It starts from everything on the device, from optimal mixtures under necessary conditions, and with NVMe from everything
+there. A candidate is accepted only if the simulator scores it better, so the result is never worse than the best start.
+The budget is a number of simulations, unless the user gives seconds. So the same inputs give the same plan on any
+machine.
 """
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Literal, get_args
+from collections.abc import Callable, Iterable, Iterator
+from typing import get_args
 
 from planner.choices.space import NEVER_S
-from planner.decisions import Decisions, GradientPath, HostUpdate
-from planner.engines.catalogue import (
-    FIRST_IS_FASTEST,
-    HOST_PARAMETER_POLICIES,
-    NVME_PARAMETER_POLICIES,
-    ONLY_COMPARED,
-    POLICIES,
-    STORAGE_POLICIES,
-    UNPAIRED,
-    can_run,
-    policies_of,
-)
-from planner.engines.policies import mixed, ratel, with_host_parameters
-from planner.engines.setup import Mix, Setup
-from planner.optimizers import OPTIMIZERS
+from planner.decisions import Decisions
+from planner.placements import mixed, resident, swapping
 from planner.schedule.tasks import Tier
 from planner.search.descent import descend
 from planner.search.mixtures import first_look, smallest, starting_points
@@ -40,7 +29,7 @@ from planner.search.scoring import (
     no_garbage_collection,
     traffic_bytes,
 )
-from planner.search.streaming import good_streaming
+from planner.setup import Mix, Setup
 from planner.simulate.prediction import capacities
 from planner.terms import Storage
 
@@ -78,8 +67,8 @@ def search(
     Args:
         setup: the model, the machine and what the user has fixed.
         scorer: scores candidates.
-        max_simulations: stop the local search after so many; the seeds are always scored. By default as many as take a
-            few seconds: schedules of small models have few tasks. For each kind of storage, as many again. Then it
+        max_simulations: stop the local search after so many; starts are always scored. By default as many as take a few
+            seconds: schedules of small models have few tasks. For each kind of storage, as many again. Then it
             also stops where an eighth of them in a row have gained next to nothing, a quarter while nothing is found
             within a few percent of what is possible at best.
         progress: called with the best so far and the number of simulations.
@@ -90,29 +79,25 @@ def search(
         if progress:
             progress(candidate, scorer.num_simulations)
 
-    engines = _starts(setup, scorer)
-    # We must be able to run a plan. So another engine's placement is driven by our engine, which is never slower.
-    driven = [scorer.score(_driven_by_us(setup, candidate.decisions)) for candidate in engines.values()]
-    driven += map(scorer.score, seeds)
+    found = [*_all_resident(setup, scorer), *map(scorer.score, seeds)]
     enough_s, kinds = NEVER_S, get_args(Storage)
     for kind in kinds[: kinds.index(setup.storage) + 1]:  # first plans that need less storage
         last, budget = kind == setup.storage, max_simulations
         if kind != "never":
             budget = None if budget is None else scorer.num_simulations + budget
         if kind == "nvme":
-            driven += [scorer.score(_driven_by_us(setup, placement)) for placement in _swapping(setup)]
+            found += map(scorer.score, _swapping(setup))
         allowed = dataclasses.replace(setup, storage=kind)
-        best, bound_s = _improve(allowed, scorer, driven, engines, budget, report, last=last, enough_s=enough_s)
+        best, bound_s = _improve(allowed, scorer, found, budget, report, last=last, enough_s=enough_s)
         enough_s = NEVER_S if best.missing_bytes else min(bound_s * (1 - _CLOSE), NEVER_S)
-        driven.append(best)
-    return Outcome(best, engines | _compared(setup, scorer), scorer.num_simulations)
+        found.append(best)
+    return Outcome(best, scorer.num_simulations)
 
 
 def _improve(
     setup: Setup,
     scorer: Scorer,
     seeds: Iterable[Candidate],
-    engines: Mapping[str, Candidate],
     max_simulations: int | None,
     report: Callable[[Candidate], None],
     *,
@@ -125,14 +110,13 @@ def _improve(
         setup: the model, the machine and what the user has fixed.
         scorer: scores candidates.
         seeds: candidates to start from, scored.
-        engines: the best of every engine policy.
         max_simulations: see :func:`search`.
         report: called with the best so far.
         last: whether no later search may use more storage, so that plans that hardly fit are worth looking for.
         enough_s: if the lower bound is not below this, the best seed is returned.
     """
-    driven, storage = list(seeds), setup.storage != "never"
-    best = best_of(driven)
+    ends, storage = list(seeds), setup.storage != "never"
+    best, limit_s = best_of(ends), _fastest_s(ends)
     report(best)
     starts, bound_s = starting_points(setup, scorer, enough_s)
     if bound_s >= enough_s or (bound_s == math.inf and not last):
@@ -155,20 +139,20 @@ def _improve(
         if not best.missing_bytes and best.iteration_s <= max(start.bound_s, bound_s * (1 + _CLOSE)):
             continue  # a descent from there cannot gain enough
         trial, found = descend(setup, scorer, start.mix, lambda c: c.order, limit, report, start.first_step)
-        driven.append(found)
+        ends.append(found)
         if found.order < best.order:
             mix, best = trial, found
             report(best)
     # Single moves do not reach everything, so they start from other candidates too, the best first, within the budget.
     enough_s, limit = bound_s * (1 + _CLOSE), max(max_simulations, before)
-    for end in (best, *sorted(driven, key=lambda candidate: candidate.order)):
+    for end in (best, *sorted(ends, key=lambda candidate: candidate.order)):
         if best.order > (0.0, enough_s):
             best = best_of([best, polish(setup, scorer, end, enough_s, limit)])
     report(best)
     scorer.set_patience()
     if mix is not None and best.decisions == mixed(setup, mix):
         # Of equally fast plans, one that moves fewer bytes is better: hidden traffic may show if the prediction is off.
-        limit_s = _tolerance_s(best, engines.values())
+        limit_s = max(best.iteration_s, min(best.iteration_s * (1 + _TIDY_SLOWER), limit_s))
         tidy = scorer.num_simulations + _TIDY_SIMULATIONS
         _, best = descend(setup, scorer, mix, _quieter(limit_s), tidy, patience=_TIDY_PATIENCE)
         report(best)
@@ -181,122 +165,35 @@ def _default_simulations(scorer: Scorer, example: Candidate, *, endless: bool) -
     return max(_SIMULATIONS, _TASKS // scorer.schedule(example.decisions).num_tasks)
 
 
-def engine_policies(setup: Setup, scorer: Scorer) -> dict[str, Candidate]:
-    """Return the best candidate of every engine policy that can do what the setup requires, by name."""
-    return _starts(setup, scorer) | _compared(setup, scorer)
-
-
-def _compared(setup: Setup, scorer: Scorer) -> dict[str, Candidate]:
-    """Return the best candidates of engines from whose placements the search does not start.
-
-    Their simulations are not part of its budget.
-    """
-    scorer = scorer.separate()
-    num_nodes = len(scorer.cost.layout.nodes())
-    names = policies_of(setup.optimizer)
-    names = [name for name in names if name in ONLY_COMPARED and can_run(name, setup, num_nodes)]
-    return {name: best_of_engine(setup, scorer, name) for name in names}
-
-
-def _starts(setup: Setup, scorer: Scorer) -> dict[str, Candidate]:
-    """Return the best candidates of engines from whose placements the search starts."""
-    names = [name for name in policies_of(setup.optimizer) if name not in ONLY_COMPARED]
-    found = {name: best_of_engine(setup, scorer, name) for name in names}
-    if setup.storage == "nvme" and OPTIMIZERS[setup.optimizer].others is None:
-        found["zero-infinity"] = best_of_engine(setup, scorer, "zero-infinity")
-        if not setup.clip:  # it updates during backward
-            found["ratel"] = best_of_engine(setup, scorer, "ratel")
-    return found
-
-
-def best_of_engine(setup: Setup, scorer: Scorer, name: str) -> Candidate:
-    """Return the best of an engine's placements, as its users find it.
-
-    They recompute activations only where keeping them does not fit, and offload parameters only where nothing fits.
-    """
-    if name == "ratel":
-        return best_of(map(scorer.score, _swapping(setup)))
-    if name == "streaming":
-        return good_streaming(setup, scorer)
-    if name in UNPAIRED:
-        return best_of(map(scorer.score, POLICIES[name](setup)))
-    placements = list((POLICIES | STORAGE_POLICIES)[name](setup))
-    best = _best_of_pairs(setup, scorer, placements, ends=name in FIRST_IS_FASTEST)
-    ways: tuple[tuple[Literal["host", "nvme"], tuple[str, ...]], ...] = (
-        ("host", HOST_PARAMETER_POLICIES),
-        ("nvme", NVME_PARAMETER_POLICIES),
-    )
-    for where, can in ways:
-        if best.missing_bytes and name in can:
-            away = [with_host_parameters(decisions, setup, where) for decisions in placements]
-            best = best_of([best, _best_of_pairs(setup, scorer, away)])
-    return best
-
-
-def _best_of_pairs(setup: Setup, scorer: Scorer, placements: Sequence[Decisions], *, ends: bool = False) -> Candidate:
-    """Return the best placement.
-
-    Args:
-        setup: the model, the machine and what the user has fixed.
-        scorer: scores candidates.
-        placements: every placement twice: first with activations kept, then with activations recomputed.
-        ends: whether the first that fits of either kind is its fastest.
-    """
+def _all_resident(setup: Setup, scorer: Scorer) -> Iterator[Candidate]:
+    """Yield everything on the device, in every ZeRO stage: recomputed only where keeping activations does not fit."""
+    placements = list(resident(setup))
     # When forward ends, all kept activations are on the device.
     may_fit = sum(unit.saved_bytes for unit in setup.units) <= capacities(scorer.cost)[Tier.GPU]
-    ways: tuple[int, ...] = (0, 1) if may_fit else (1, 0)
-    found: list[Candidate] = []
-    for pair in zip(placements[::2], placements[1::2], strict=True):
-        for rank, way in enumerate(ways):
-            found.append(scorer.score(pair[way]))
-            if not found[-1].missing_bytes:
-                ways = ways[:rank] if ends else ways
+    for kept, recomputed in zip(placements[::2], placements[1::2], strict=True):
+        ways = (kept, recomputed) if may_fit else (recomputed,)
+        for way in ways:
+            yield (candidate := scorer.score(way))
+            if not candidate.missing_bytes:
                 break
-    return best_of(found)
 
 
 def _swapping(setup: Setup) -> Iterator[Decisions]:
     """Yield placements that swap all state, and the activations of more or fewer segments."""
     num_segments = len(setup.swappable)
     counts = sorted({round(num_segments * tenths / 10) for tenths in _SWAPPED_TENTHS})
-    for num_on_host in (None, 0):
-        yield from ratel(setup, counts, num_on_host)
+    for evicts in (False, True):
+        for count in counts:
+            yield swapping(setup, count, count if evicts else 0)
 
 
-def _tolerance_s(found: Candidate, engines: Iterable[Candidate]) -> float:
-    """Return the longest time of a plan that moves fewer bytes: a little above the fastest, never above an engine's."""
-    fastest_s = min((engine.iteration_s for engine in engines if not engine.missing_bytes), default=float("inf"))
-    return max(found.iteration_s, min(found.iteration_s * (1 + _TIDY_SLOWER), fastest_s))
+def _fastest_s(candidates: Iterable[Candidate]) -> float:
+    return min((candidate.iteration_s for candidate in candidates if not candidate.missing_bytes), default=math.inf)
 
 
 def _quieter(limit_s: float) -> Key:
     """Return a sort key: candidates that fit and are fast enough first, then by the bytes that they move."""
     return lambda candidate: (candidate.overload, max(candidate.iteration_s - limit_s, 0.0), candidate.traffic_bytes)
-
-
-def _driven_by_us(setup: Setup, decisions: Decisions) -> Decisions:
-    early = not setup.clip
-    return decisions.model_copy(
-        update={
-            "policy": "ullage",
-            "overlap_next_forward": True,
-            "host_update": HostUpdate.FUSED,
-            "gradient_path": GradientPath.ONCE,
-            "habits": None,
-            "max_prefetch_params": None,
-            "max_reuse_params": None,
-            "module_hooks": False,
-            "device_buffer_bytes": 0,
-            "spill_gradients": False,
-            "pinned_reads": True,
-            "fp8_weights": setup.fp8_weights,
-            "precision": setup.precision,
-            "num_nvme_slots": Mix(0, 0, 0).num_nvme_slots,
-            "clip": setup.clip,
-            "update_start": "backward" if early else "step",
-            "update_order": "backward" if early else "forward",
-        }
-    )
 
 
 __all__ = [
@@ -305,8 +202,6 @@ __all__ = [
     "Progress",
     "Scorer",
     "best_of",
-    "best_of_engine",
-    "engine_policies",
     "first_look",
     "no_garbage_collection",
     "search",

@@ -5,10 +5,10 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 
-from planner.engines.policies import mixed
-from planner.engines.setup import Mix, Setup, pieces
+from planner.placements import mixed
 from planner.schedule.tasks import Lane, Tier
 from planner.search.scoring import ENDLESS, Candidate, Key, Scorer
+from planner.setup import Mix, Setup, pieces
 from planner.simulate.prediction import capacities
 
 # The fraction of memory to fill.

@@ -10,11 +10,11 @@ from planner.bounds.program import Boxes
 from planner.bounds.solver import Solver
 from planner.choices.space import NEVER_S, RING, ROOM, Space
 from planner.decisions import Decisions, Place
-from planner.engines.policies import mixed
-from planner.engines.setup import Mix, Setup, pieces
+from planner.placements import mixed
 from planner.schedule.tasks import Tier
 from planner.search.descent import FULL, LARGE_STEP, SMALL_STEP, max_equal_units, repaired
 from planner.search.scoring import Candidate, Scorer, best_of
+from planner.setup import Mix, Setup, pieces
 
 # The most mixtures to try until one fills memory, to within this fraction.
 _NUM_FITS, _FITTED = 4, 4e-3

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import get_args
 
 from planner.decisions import Activations, Decisions, Place, UnitDecision
-from planner.engines.setup import Setup
 from planner.search.scoring import Candidate, Scorer
+from planner.setup import Setup
 
 
 def polish(

@@ -6,9 +6,9 @@ Later stages have fewer micro-batches in flight, so more of their layers can kee
 from collections.abc import Iterator
 
 from planner.decisions import Decisions, Place, UnitDecision
-from planner.engines.setup import Setup
 from planner.lowering.pipeline import deal
 from planner.search import Candidate, Scorer, best_of
+from planner.setup import Setup
 
 
 def search_pipeline(setup: Setup, scorer: Scorer) -> Candidate:
@@ -42,7 +42,7 @@ def staged(setup: Setup, num_layers: int, zero_stage: int) -> Decisions:
         layers = [segment[0].segment for segment in stage if segment[0].can_swap]
         count = min(num_layers // min(num_stages - number, setup.num_micro_batches), len(layers))
         keep |= set(layers[len(layers) - count :])
-    given = Decisions(**setup.ours, policy="ullage", zero_stage=zero_stage, reduce_start="step", units={})
+    given = Decisions(**setup.ours, policy="ullage", zero_stage=zero_stage, units={})
     units = {
         unit.name: UnitDecision(
             params="gpu",

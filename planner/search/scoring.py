@@ -7,9 +7,11 @@ import gc
 import math
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator
+from typing import Protocol
 
 from planner.costs.model import CostModel
 from planner.decisions import Decisions, Precision
+from planner.graph import Unit
 from planner.lowering import lower
 from planner.schedule.arrays import Arrays
 from planner.schedule.schedule import Schedule
@@ -33,8 +35,7 @@ class Candidate:
 
     Attributes:
         decisions: what was tried.
-        iteration_s: predicted time; infinite if it was rejected before simulating. If another engine's schedule stands
-            for several iterations, that of one.
+        iteration_s: predicted time; infinite if it was rejected before simulating.
         missing_bytes: by tier, how much memory is missing (empty if it fits).
         overload: the sum of ``missing_bytes`` as fractions of capacity; plus 1 if it was rejected before simulating.
         traffic_bytes: bytes that cross links and host memory in an iteration, hidden or not.
@@ -62,12 +63,10 @@ class Outcome:
 
     Attributes:
         best: the best candidate, which may not fit if none does.
-        engines: the best candidate of every engine policy, by name.
         num_simulations: the number of simulated schedules.
     """
 
     best: Candidate
-    engines: dict[str, Candidate]
     num_simulations: int
 
 
@@ -106,6 +105,13 @@ class _Lowered:
 _LOWERED = _Lowered(256 << 20)
 
 
+class Lower(Protocol):
+    """Lowers decisions, see :func:`planner.lowering.lower`."""
+
+    def __call__(self, units: tuple[Unit, ...], decisions: Decisions, /, *, asynchronous: bool) -> Schedule:
+        """Return the schedule of one iteration."""
+
+
 class Scorer:
     """Scores decisions by simulating their schedule, each once.
 
@@ -115,11 +121,13 @@ class Scorer:
         deadline_s: the end of the search by the monotonic clock; ``None`` if the budget is a number of simulations.
     """
 
-    def __init__(self, workload: Workload, cost: CostModel, deadline_s: float | None = None) -> None:
+    def __init__(
+        self, workload: Workload, cost: CostModel, deadline_s: float | None = None, lower: Lower = lower
+    ) -> None:
         self.deadline_s = deadline_s
         self.num_simulations = 0
         self.set_patience()
-        self._workload = workload
+        self._workload, self._lower = workload, lower
         self.cost = cost
         self._seen: dict[str, Candidate] = {}
         self._costs: dict[Precision, CostModel] = {cost.precision: cost}
@@ -127,7 +135,7 @@ class Scorer:
 
     def separate(self) -> "Scorer":
         """Return a scorer for the same work on the same machine, with a count of its own and no end."""
-        return Scorer(self._workload, self.cost)
+        return Scorer(self._workload, self.cost, lower=self._lower)
 
     def spent(self, max_simulations: int = ENDLESS) -> bool:
         """Return whether the budget is used up."""
@@ -151,7 +159,7 @@ class Scorer:
 
     def schedule(self, decisions: Decisions) -> Schedule:
         """Lower decisions to their schedule."""
-        return lower(self._workload.units, decisions, asynchronous=self.cost.asynchronous)
+        return self._lower(self._workload.units, decisions, asynchronous=self.cost.asynchronous)
 
     def score(self, decisions: Decisions) -> Candidate:
         """Return the candidate of decisions: with a predicted time, or rejected because memory is missing."""
@@ -174,10 +182,7 @@ class Scorer:
         return predict(self._workload, decisions, cost, simulation)
 
     def _priced(self, decisions: Decisions) -> CostModel:
-        """Return prices for decisions; the units of a pipeline are its stages, which depend on decisions.
-
-        Another engine may have a precision of its own.
-        """
+        """Return prices for decisions; the units of a pipeline are its stages, which depend on decisions."""
         if decisions.pipeline_parallel > 1:
             return CostModel.of(self.cost.profile, self._workload.units, decisions)
         if decisions.precision not in self._costs:
@@ -200,9 +205,9 @@ class Scorer:
         missing = {tier: peak - capacity[tier] for tier, peak in peaks.items() if peak > capacity[tier]}
         filled = {tier: peak / capacity[tier] for tier, peak in peaks.items() if peak}
         overload, moved_bytes = _overload(missing, capacity), traffic_bytes(schedule, decisions)
-        num_steps = decisions.habits.num_steps if decisions.habits else 1
-        iteration_s = timeline.period_s(steady) / num_steps
-        return Candidate(decisions, iteration_s, missing, overload, moved_bytes, filled, timeline.busy_s(steady))
+        return Candidate(
+            decisions, timeline.period_s(steady), missing, overload, moved_bytes, filled, timeline.busy_s(steady)
+        )
 
 
 def best_of(candidates: Iterable[Candidate]) -> Candidate:

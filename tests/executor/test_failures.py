@@ -23,7 +23,6 @@ from executor.gradients import GradientError
 from executor.memory.arenas import Arena, DeviceMemoryError
 from executor.options import SessionOptions, backend_of
 from executor.prepare import prepare_session
-from planner.decisions import HostUpdate
 from planner.schedule.loop import OutOfOrderError
 from planner.schedule.tasks import MemoryClass, Op, Tier
 
@@ -132,14 +131,6 @@ def test_a_plan_for_several_devices():
         prepare(TASK, decide(TASK, KEEP).model_copy(update={"pipeline_parallel": 2}))
     with pytest.raises(ValueError, match=r"2 devices, but 1 process.* were started; .*torchrun --nproc-per-node 2"):
         prepare(TASK, decide(TASK, KEEP, data_parallel=2, zero_stage=3))
-
-
-@pytest.mark.parametrize(
-    "change", [{"host_update": HostUpdate.DEEPSPEED}, {"module_hooks": True}, {"loop": True}, {"pinned_reads": False}]
-)
-def test_a_plan_that_models_another_engine(change):
-    with pytest.raises(ValueError, match=f"another engine.*{next(iter(change))}"):
-        prepare(TASK, decide(TASK, KEEP, **change))
 
 
 def test_another_model():

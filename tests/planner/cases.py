@@ -13,19 +13,18 @@ from planner.decisions import (
     FP32,
     Activations,
     Decisions,
-    GradientPath,
-    HostUpdate,
     Place,
     Precision,
     UnitDecision,
 )
 from planner.graph import Batch, Unit, build_graph, units
-from planner.lowering import lower
 from planner.models import resolve_model
 from planner.optimizers import OPTIMIZERS
 from planner.schedule.schedule import Schedule
 from planner.search import Setup
 from planner.search.pipelines import staged
+from ullage.rivals.decisions import GradientPath, HostUpdate, RivalDecisions
+from ullage.rivals.lowering import lower
 
 MODELS = ("demo-llama", "gpt2", "opt-125m")  # the last two have tied embeddings
 
@@ -60,8 +59,9 @@ def decide(model_units: tuple[Unit, ...], place: Place = Place.CPU, *, recompute
     """Return decisions that treat all units alike."""
     params = options.pop("params", "gpu")
     activations = options.pop("activations", "recompute" if recompute else "keep")
-    empty = Decisions(policy="test", units={}, **options)
-    return Decisions(
+    kind = RivalDecisions if options.keys() - Decisions.model_fields.keys() else Decisions
+    empty = kind(policy="test", units={}, **options)
+    return kind(
         policy="test",
         **options,
         units={
@@ -75,15 +75,21 @@ def decide(model_units: tuple[Unit, ...], place: Place = Place.CPU, *, recompute
     )
 
 
+def as_rival(decided: Decisions) -> RivalDecisions:
+    """Return decisions with what other engines do: what ours does."""
+    return decided if isinstance(decided, RivalDecisions) else RivalDecisions.model_validate(dict(decided))
+
+
 NARROW_TYPES: tuple[dict[str, Any], ...] = ({"state": "bf16"}, {"master": "bf16"})
 
 
 @st.composite
-def decisions(draw: st.DrawFn, model_units: tuple[Unit, ...], *, in_fp8: bool = False) -> Decisions:
-    """Return anything that can be decided for a model, if ``in_fp8``, with products in fp8."""
-    clip = draw(st.booleans())
+def decisions(draw: st.DrawFn, model_units: tuple[Unit, ...], *, in_fp8: bool = False, ours: bool = False) -> Decisions:
+    """Return anything that we, or unless ``ours`` other engines, can decide; if ``in_fp8``, with products in fp8."""
+    clip, ours = draw(st.booleans()), ours or draw(st.booleans())
     # Engines with habits have tests of their own.
-    gradient_path = draw(st.sampled_from([path for path in GradientPath if path is not GradientPath.BUFFERED]))
+    paths = [path for path in GradientPath if path is not GradientPath.BUFFERED]
+    gradient_path = draw(st.sampled_from([GradientPath.ONCE] if ours else paths))
     on_device, fsdp2 = gradient_path is GradientPath.ON_DEVICE, gradient_path is GradientPath.FSDP2
     ranks = 1 if on_device else draw(st.sampled_from([1, 1, 2, 4]))
     options = {
@@ -100,21 +106,26 @@ def decisions(draw: st.DrawFn, model_units: tuple[Unit, ...], *, in_fp8: bool = 
         "update_order": draw(st.sampled_from(["forward", "backward"])),
         "update_start": "step" if clip else draw(st.sampled_from(["step", "backward"])),
         "overlap_next_forward": draw(st.booleans()),
-        "max_prefetch_params": draw(st.sampled_from([None, 0, 400_000])),
-        "max_reuse_params": draw(st.sampled_from([None, 0, 400_000])),
-        "host_update": draw(st.sampled_from(HostUpdate)),
-        "gradient_path": gradient_path,
         "clip": clip,
         "num_nvme_slots": draw(st.integers(1, 3)),
         "num_activation_slots": draw(st.integers(1, 3)),
         "num_gradient_slots": draw(st.integers(1, 4)),
         "spill_gradients": draw(st.booleans()),
     }
+    if not ours:
+        options |= {
+            "max_prefetch_params": draw(st.sampled_from([None, 0, 400_000])),
+            "max_reuse_params": draw(st.sampled_from([None, 0, 400_000])),
+            "host_update": draw(st.sampled_from(HostUpdate)),
+            "gradient_path": gradient_path,
+            "inputs_on_host": draw(st.booleans()),
+        }
     if in_fp8:
         options["precision"] = options["precision"].model_copy(update={"products": "fp8"})
         can = OPTIMIZERS[options["optimizer"]].others is None and not fsdp2
         options["fp8_weights"] = draw(st.sampled_from([True, True, None])) if can else None
-    empty = Decisions(policy="random", units={}, **options)
+    kind = Decisions if ours else RivalDecisions
+    empty = kind(policy="random", units={}, **options)
     segments = sorted({unit.segment for unit in model_units if unit.recompute})
     activations = {segment: draw(st.sampled_from(get_args(Activations))) for segment in segments}
     never_on_host = ranks > 1 and options["zero_stage"] in {1, 2}
@@ -134,7 +145,7 @@ def decisions(draw: st.DrawFn, model_units: tuple[Unit, ...], *, in_fp8: bool = 
             update=tuple(update),
             streamed_gradients=draw(st.sampled_from(["gpu", "host"])),
         )
-    return Decisions(policy="random", units=chosen, **options)
+    return kind(policy="random", units=chosen, **options)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,12 +169,12 @@ class Case:
 
 
 @st.composite
-def cases(draw: st.DrawFn, *, in_fp8: bool = False) -> Case:
+def cases(draw: st.DrawFn, *, in_fp8: bool = False, ours: bool = False) -> Case:
     """Return a random case; if ``in_fp8``, one whose products are in fp8, and perhaps the weights that move."""
     models = [model for model in MODELS if not (in_fp8 and model == "gpt2")]
     model, num_layers = draw(st.sampled_from(models)), draw(st.integers(1, 3))
     frozen = draw(masks(small_units(model, num_layers)))
-    chosen = draw(decisions(small_units(model, num_layers, frozen=frozen, in_fp8=in_fp8), in_fp8=in_fp8))
+    chosen = draw(decisions(small_units(model, num_layers, frozen=frozen, in_fp8=in_fp8), in_fp8=in_fp8, ours=ours))
     return Case(model, num_layers, chosen, draw(st.booleans()), frozen, in_fp8)
 
 

@@ -4,7 +4,6 @@ import dataclasses
 
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.registry import load_profile
-from planner.cases.checkpoints import PhaseTimes, iteration
 from planner.checkpoints.costs import CheckpointCosts
 from planner.checkpoints.lowering import Run, with_checkpoints
 from planner.checkpoints.policy import CheckpointPolicy
@@ -16,6 +15,7 @@ from planner.decisions import BF16
 from planner.schedule.tasks import Op, Task, Tier
 from planner.schedule.timeline import Timeline
 from planner.simulate.machine import run
+from ullage.rivals.cases.checkpoints import PhaseTimes, iteration
 
 POLARIS = load_profile("polaris-a100-40g")
 GB = 10**9

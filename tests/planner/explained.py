@@ -12,6 +12,8 @@ from planner.plan.document import Plan
 from planner.plan.planning import Request, make_plan
 from planner.search import Scorer
 from planner.simulate.prediction import Prediction, Workload
+from ullage.rivals.lowering import lower
+from ullage.rivals.tricks import bench_of
 
 
 @functools.cache
@@ -24,7 +26,7 @@ def bench(name: str) -> Bench:
         "slow": {"hardware": machine(gpu_bytes=1.4e8, cpu_params_per_s=3e8, issue_s=0), "micro_batch": 2},
     }[name]
     request = {"seq_len": 256, "micro_batch": 1, "subgroup_params": 300_000, **request}
-    return Bench(make_plan(Request(resolve_model("demo-llama"), **request), 60))  # type: ignore[arg-type]
+    return bench_of(make_plan(Request(resolve_model("demo-llama"), **request), 60))  # type: ignore[arg-type]
 
 
 NAMES = ("one", "unclipped", "two", "slow")
@@ -35,9 +37,9 @@ def predicted(explained: Bench, decisions: Decisions, plan: Plan | None = None) 
     plan = plan or explained.plan
     units = plan.units()
     cost = CostModel.of(plan.hardware, units, decisions)
-    return Scorer(Workload(units, plan.seq_len), cost).predict(decisions)
+    return Scorer(Workload(units, plan.seq_len), cost, lower=lower).predict(decisions)
 
 
 def with_decisions(explained: Bench, **options: object) -> Bench:
     """Return the same model and machine, decided otherwise."""
-    return Bench(explained.plan.model_copy(update={"decisions": explained.changed(**options)}))
+    return bench_of(explained.plan.model_copy(update={"decisions": explained.changed(**options)}))

@@ -12,10 +12,11 @@ from collections.abc import Hashable
 
 from walked import NUM_ITERATIONS, Ordered, WalkedMemory
 
-from planner.decisions import Decisions, HostUpdate, Place
+from planner.decisions import Decisions, Place
 from planner.graph import Unit
 from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import Lane, Op, Task
+from ullage.rivals.decisions import HostUpdate
 
 
 def violations(schedule: Schedule, units: tuple[Unit, ...], decisions: Decisions, ordered: Ordered) -> list[str]:
@@ -55,7 +56,7 @@ class Walk(WalkedMemory):
 
     def _forward(self, task: Task) -> None:
         self._weights(task)
-        if self.decisions.units[task.unit].activations != "recompute":
+        if self.decisions.units[task.unit].activations != "recompute" or self.decisions.inputs_on_host:
             self.write(("activations", task.unit, task.micro_batch), self.node[0])
         self.write(("hidden", task.micro_batch), task.unit)
 

@@ -9,16 +9,17 @@ from machines import machine
 
 from planner.costs.model import CostModel
 from planner.decisions import Decisions
-from planner.engines.catalogue import POLICIES, STORAGE_POLICIES, can_run
-from planner.engines.deepspeed import DeepSpeed, configured
-from planner.engines.policies import interleaved, with_host_parameters
-from planner.engines.setup import Setup
 from planner.graph import Unit
-from planner.lowering import lower
 from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import Op
+from planner.setup import Setup
 from planner.simulate.machine import run_until_steady
 from planner.simulate.prediction import memory_peaks
+from ullage.rivals.engines.catalogue import POLICIES, STORAGE_POLICIES, can_run
+from ullage.rivals.engines.deepspeed import with_host_parameters
+from ullage.rivals.engines.deepspeed_config import DeepSpeed, configured
+from ullage.rivals.engines.interleaved import interleaved
+from ullage.rivals.lowering import lower
 
 ALL = small_units("demo-llama", 3)
 TRAINED = {"model.layers.1.self_attn.q_proj.weight"}

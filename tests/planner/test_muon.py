@@ -14,7 +14,6 @@ from test_bounds import check
 
 from planner.costs.model import CostModel
 from planner.decisions import Place
-from planner.engines.catalogue import POLICIES, policies_of
 from planner.lowering import lower
 from planner.lowering.amounts import AmountsOf
 from planner.models import resolve_model
@@ -22,10 +21,12 @@ from planner.models.formulas.work import newton_schulz, operand_bytes, orthogona
 from planner.models.kernels import flop
 from planner.optimizers import is_hidden_matrix
 from planner.plan.document import Plan
-from planner.plan.planning import Request, make_plan
+from planner.plan.planning import Request
 from planner.schedule.tasks import Lane, MemoryClass, Op, Tier
 from planner.subgroups import unit_layout
 from planner.verification import job_of, verify
+from ullage.rivals import make_plan
+from ullage.rivals.engines.catalogue import POLICIES, policies_of
 
 MATRICES = st.tuples(st.integers(1, 40), st.integers(1, 40)).map(lambda shape: (shape[0] * shape[1], shape))
 VECTORS = st.integers(1, 200).map(lambda size: (size, None))
@@ -168,7 +169,7 @@ def test_a_plan_is_verified_and_certified(plan):
     assert job_of(plan).optimizer == "muon"
     assert verify(plan).prediction.iteration_s == pytest.approx(plan.prediction.iteration_s, rel=1e-9)
     assert 0 < plan.certificate.bound_s <= plan.prediction.iteration_s
-    assert plan.decisions.executable
+    assert plan.decisions.pipeline_parallel == 1
 
 
 def test_engines_that_have_no_muon_are_left_out(plan):

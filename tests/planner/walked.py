@@ -4,7 +4,9 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable
 from typing import Any
 
-from planner.decisions import Decisions, GradientPath, Place
+from cases import as_rival
+
+from planner.decisions import Decisions, Place
 from planner.graph import Unit, segments
 from planner.lowering import slots
 from planner.lowering.activations import OffloadRooms
@@ -12,6 +14,7 @@ from planner.lowering.storage import SpillRooms
 from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import Lane
 from planner.schedule.timeline import Timeline
+from ullage.rivals.decisions import GradientPath
 
 Node = tuple[int, int]  # iteration, task
 Ordered = Callable[[Node, Node], bool]  # whether the first has ended before the second starts
@@ -48,12 +51,13 @@ class WalkedMemory:
     """What all memory holds, and who touched it last."""
 
     def __init__(self, schedule: Schedule, units: tuple[Unit, ...], decisions: Decisions, ordered: Ordered) -> None:
-        self.schedule, self.decisions, self.ordered = schedule, decisions, ordered
-        self.on_device = decisions.gradient_path is GradientPath.ON_DEVICE
+        self.schedule, self.decisions, self.ordered = schedule, as_rival(decisions), ordered
+        path = self.decisions.gradient_path
+        self.on_device = path is GradientPath.ON_DEVICE
         self.units = {unit.name: unit for unit in units}
         self.slot_of = slots(units, decisions).of_unit
         self.passage = OffloadRooms(units, decisions).slot_of
-        self.spill_room = SpillRooms(units, decisions).room_of
+        self.spill_room = SpillRooms(units, decisions).room_of if path is GradientPath.ONCE else {}
         self.position = {unit.name: i for segment in segments(units) for i, unit in enumerate(segment)}
         self.gathers = {name for name, unit in self.units.items() if decisions.gathers(unit)}
         self.regathers = {name for name, unit in self.units.items() if decisions.regathers(unit)}

@@ -9,17 +9,18 @@ import pytest
 
 from hwprofiles.registry import load_profile
 from planner.decisions import Place
-from planner.engines.deepspeed import DeepSpeed, configured
-from planner.engines.policies import gpu_only, super_offload, twin_flow, zero_infinity, zero_offload
-from planner.engines.setup import Setup
 from planner.graph import Batch, build_graph, units
 from planner.models import resolve_model
 from planner.plan.document import Plan
 from planner.plan.planning import Request, make_plan
+from planner.setup import Setup
 from ullage.integrations.deepspeed.config import known_keys, load_config
 from ullage.integrations.deepspeed.exporting import export_config
 from ullage.integrations.deepspeed.importing import imported
 from ullage.main import main
+from ullage.rivals.engines.deciding import gpu_only
+from ullage.rivals.engines.deepspeed import super_offload, twin_flow, zero_infinity, zero_offload
+from ullage.rivals.engines.deepspeed_config import DeepSpeed, configured
 
 SETUP = Setup(units(build_graph(resolve_model("opt-1.3b"), Batch(2, 512))), data_parallel=4)
 MODEL = ["--model", "opt-1.3b", "--seq-len", "512"]

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from planner.checkpoints.choosing import choose_checkpoints
-from planner.plan.planning import make_plan
+from ullage.rivals import make_plan
 from ullage.whatif.design import Space
 from ullage.whatif.running import point
 from ullage.whatif.running.point import digest_of, plan_point

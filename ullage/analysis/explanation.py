@@ -21,6 +21,7 @@ from planner.explain.tricks import Worth, worths
 from planner.schedule.tasks import Lane, Tier
 from ullage.output.formatting import percent, si
 from ullage.output.progress import Report
+from ullage.rivals.tricks import TRICKS
 
 PLACES = {
     Place.GPU: "on the device",
@@ -34,7 +35,6 @@ ACTIVATIONS = {
     "recompute": "recomputed",
     "offload": "offloaded",
     "offload-nvme": "on NVMe",
-    "offload-input": "recomputed from the host",
 }
 TIERS = {Tier.GPU: "device", Tier.HOST: "host", Tier.NVME: "NVMe"}
 
@@ -69,7 +69,7 @@ class PlanExplained:
             lane=bounding_lane(bench.simulation),
             full=tuple(tier for tier, _ in full_tiers(bench)),
             rests_on=bound_rests_on(bench),
-            worths=worths(bench, lambda done: progress("switching tricks off", done, 0)),
+            worths=worths(bench, lambda done: progress("switching tricks off", done, 0), TRICKS),
             groups=groups(bench, every=every, progress=lambda done, total: progress("moving units", done, total)),
             limits=limits(bench, lambda done, total: progress("changing the machine", done, total)),
         )

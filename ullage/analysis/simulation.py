@@ -8,11 +8,6 @@ from planner.choices.choice import Constraints
 from planner.choices.variants import Variant
 from planner.costs.model import CostModel
 from planner.decisions import Decisions
-from planner.engines.catalogue import POLICIES, STORAGE_POLICIES, can_run, policies_of
-from planner.engines.policies import interleaved, super_offload, twin_flow
-from planner.engines.setup import Setup
-from planner.engines.zenflow import zen_flow
-from planner.lowering import lower
 from planner.models.captured import Model, Tiles
 from planner.optimizers import OPTIMIZERS
 from planner.plan.competition import compete
@@ -20,10 +15,17 @@ from planner.plan.document import Plan
 from planner.plan.planning import Request
 from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import Lane
-from planner.search import Candidate, Scorer, best_of, best_of_engine
+from planner.search import Candidate, Scorer, best_of
+from planner.setup import Setup
 from planner.simulate.machine import Simulation, run, run_until_steady
 from planner.simulate.prediction import Workload
 from planner.verification import job_of
+from ullage.rivals.best import best_of_engine, scorer_of
+from ullage.rivals.engines.catalogue import POLICIES, STORAGE_POLICIES, can_run, policies_of
+from ullage.rivals.engines.deepspeed import super_offload, twin_flow
+from ullage.rivals.engines.interleaved import interleaved
+from ullage.rivals.engines.zenflow import zen_flow
+from ullage.rivals.lowering import lower
 
 OURS = "ullage"
 ENGINES = POLICIES | STORAGE_POLICIES
@@ -136,7 +138,7 @@ def _decided(request: Request, engine: str, setting: str | None) -> tuple[Varian
     if engine == OURS and setting is None:
         found = compete(rivals, request.seq_len)
         return found.winner, found.best.decisions
-    scorers = [Scorer(Workload(rival.setup.units, request.seq_len), rival.cost) for rival in rivals]
+    scorers = [scorer_of(rival, request.seq_len) for rival in rivals]
     best = [_best(engine, setting, rival.setup, scorer) for rival, scorer in zip(rivals, scorers, strict=True)]
     at = min(range(len(rivals)), key=lambda at: best[at].order)
     return rivals[at], best[at].decisions

@@ -10,13 +10,13 @@ from typing import Any
 
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.registry import load_profile
-from planner.cases import Case, CaseError, Metric, Outcome, load_cases
-from planner.fitting.from_runs import fitted_runs
 from ullage.analysis.comparison import Row
 from ullage.cli.arguments import positive_float
 from ullage.commands import Subparsers, command_parser
 from ullage.output.console import console, table, write_json
 from ullage.output.formatting import percent
+from ullage.rivals.cases import Case, CaseError, Metric, Outcome, load_cases
+from ullage.rivals.from_runs import fitted_runs
 
 
 def add_parser(subparsers: Subparsers) -> None:

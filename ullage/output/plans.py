@@ -7,8 +7,9 @@ from planner.models.captured import CapturedModel, Model, counted
 from planner.models.parameters import num_parameters
 from planner.optimizers import OPTIMIZERS
 from planner.plan.checkpoints import CheckpointPlan
-from planner.plan.document import LAYERS_IN_TURN, EngineRow, Plan
+from planner.plan.document import EngineRow, Plan
 from ullage.output.formatting import duration, percent, si
+from ullage.rivals.decisions import LAYERS_IN_TURN
 
 _REACH = {
     "never": "that offloads no activations",

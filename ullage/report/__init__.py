@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hwprofiles.files import read_json
-from planner.explain.trial import Bench
 from planner.plan.document import Plan, PlanError, load_plan
 from ullage.analysis.comparison import explain_run
 from ullage.analysis.runs import RunRecord, load_run
@@ -18,6 +17,7 @@ from ullage.report.roofline import roofline_section
 from ullage.report.study import study_part
 from ullage.report.summary import memory_by_tier, plan_summary
 from ullage.report.views import View
+from ullage.rivals.tricks import bench_of
 from ullage.whatif.study import Study, load_study
 
 Source = Plan | RunRecord | Study
@@ -76,7 +76,7 @@ def _with_origin(fact: Fact) -> str:
 
 def _of_plan(plan: Plan, run: RunRecord | None, progress: Report) -> Part:
     progress("simulating", 0, 0)
-    bench = Bench(plan)
+    bench = bench_of(plan)
     views = [View.predicted_by(bench.simulation)]
     explained, measured_s = None, None
     if run is not None:

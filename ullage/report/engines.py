@@ -13,6 +13,7 @@ from ullage.output.formatting import percent, si, signed_percent
 from ullage.output.plans import engine_fits, engine_setting
 from ullage.output.progress import Report
 from ullage.report.charts import Axis, Chart, Level, Mark, Section, Table, Trace
+from ullage.rivals.tricks import TRICKS
 
 _STEPS = 10  # steps of the share of state that is off the device
 
@@ -87,7 +88,7 @@ def _engine_words(row: EngineRow, ours_s: float) -> str:
 
 def tricks_section(bench: Bench, progress: Report) -> Section:
     """Show the effect of each technique: the plan simulated without it."""
-    found = worths(bench, lambda done: progress("switching tricks off", done, 0))
+    found = worths(bench, lambda done: progress("switching tricks off", done, 0), TRICKS)
     used = [(worth.trick, worth.trial) for worth in found if worth.trial is not None]
     used.sort(key=lambda item: -change(bench, item[1])[0])
     chart = Chart(

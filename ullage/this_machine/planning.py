@@ -29,7 +29,7 @@ from hwprofiles.registry import load_profile
 from planner.decisions import Precision
 from planner.models.captured import CapturedInput, CapturedModel
 from planner.plan.document import Plan, PlanError, gigabytes
-from planner.plan.planning import InfeasibleError, Request, make_plan
+from planner.plan.planning import InfeasibleError, Request
 from planner.schedule.tasks import Tier
 from planner.terms import Storage
 from ullage.capture.inputs import Example, input_of
@@ -37,6 +37,7 @@ from ullage.capture.module import capture_called
 from ullage.capture.records import DTYPES, strided
 from ullage.cli.arguments import parse_bytes
 from ullage.output.progress import search_progress
+from ullage.rivals import make_plan
 from ullage.this_machine.checks import check_tokens, check_trainable
 from ullage.this_machine.profile import print_line, profile_here
 

@@ -9,11 +9,11 @@ from executor.options import SessionOptions
 from executor.prepare import prepare_session
 from hwprofiles.calibrate import HostTimes
 from planner.decisions import BF16
-from planner.engines.policies import mixed
-from planner.engines.setup import Mix, Setup
 from planner.graph import Batch, build_graph, units
 from planner.models import resolve_model, to_hf_config_dict
 from planner.models.kernels import num_kernels
+from planner.placements import mixed
+from planner.setup import Mix, Setup
 
 _TINY = {
     "num_layers": 4,

@@ -9,12 +9,13 @@ from rich.console import Group, RenderableType
 
 from planner.fitting.refit import Refit, refit
 from planner.plan.document import Plan, describe
-from planner.plan.planning import InfeasibleError, make_plan
+from planner.plan.planning import InfeasibleError
 from planner.schedule.tasks import Tier
 from planner.schedule.timeline import Timeline
 from ullage.analysis.simulation import request_of
 from ullage.output.console import table
 from ullage.output.formatting import si
+from ullage.rivals import make_plan
 
 MARGIN: Final = 0.05
 """The plan changes only if the new plan is predicted to be faster by more than this fraction."""
@@ -130,7 +131,7 @@ def _planned_again(plan: Plan, found: Refit) -> str:
         )
     except InfeasibleError:  # the executed plan fits, so this search only failed to find it
         return _NOTHING
-    return after.to_json() if after.decisions.executable else _NOTHING
+    return _NOTHING if after.decisions.pipeline_parallel > 1 else after.to_json()
 
 
 def _steady(measured: Timeline) -> Sequence[int]:

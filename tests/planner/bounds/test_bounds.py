@@ -111,7 +111,7 @@ def afresh(space: Space, cost: CostModel, limit_s: float) -> LinearProgram:
 
 
 @settings(SLOW, max_examples=examples(50))
-@given(cases(), machines(), st.permutations([NEVER_S, 3.5]))
+@given(cases(ours=True), machines(), st.permutations([NEVER_S, 3.5]))
 def test_conditions_that_are_kept_are_those_made_afresh(
     case: Case, profile: HardwareProfile, limits_s: list[float]
 ) -> None:
@@ -167,13 +167,13 @@ def check(units: tuple[Unit, ...], decisions: Decisions, profile: HardwareProfil
 
 
 @settings(SLOW, max_examples=150 if ALL else 15)
-@given(cases(), machines())
+@given(cases(ours=True), machines())
 def test_no_schedule_is_faster_than_the_bound_where_it_just_fits(case: Case, profile: HardwareProfile) -> None:
     event(f"{check(case.units, case.decisions, profile):.1f} of the period")
 
 
 @settings(SLOW, max_examples=150 if ALL else 15)
-@given(cases(in_fp8=True), machines())
+@given(cases(in_fp8=True, ours=True), machines())
 def test_nor_is_one_whose_weights_move_in_fp8(case: Case, profile: HardwareProfile) -> None:
     moved = sum(map(case.decisions.moves_fp8, case.units))
     event(f"{moved} units, {check(case.units, case.decisions, profile):.1f} of the period")

@@ -17,11 +17,11 @@ from planner.choices.choice import Choice
 from planner.choices.variants import Variant
 from planner.costs.model import CostModel
 from planner.decisions import Decisions, Place, UnitDecision
-from planner.engines.setup import Setup, pieces
 from planner.models import resolve_model
 from planner.plan.document import Plan, PlanError, load_plan
 from planner.plan.planning import InfeasibleError, Request, make_plan
 from planner.search import Scorer, search
+from planner.setup import Setup, pieces
 from planner.simulate.prediction import Workload
 from planner.verification import verify
 

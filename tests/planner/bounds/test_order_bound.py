@@ -13,7 +13,7 @@ from planner.lowering import lower
 from planner.simulate.machine import run_until_steady
 
 
-@given(cases())
+@given(cases(ours=True))
 def test_no_simulation_is_faster(case) -> None:
     profile = machine(kind="gpu" if case.asynchronous else "host", devices_per_node=2)
     cost = CostModel.of(profile, case.units, case.decisions)
@@ -22,7 +22,7 @@ def test_no_simulation_is_faster(case) -> None:
         assert order_bound_s(case.schedule, cost) <= simulation.period_s * (1 + 1e-6)
 
 
-@given(cases())
+@given(cases(ours=True))
 def test_no_resource_does_more_than_it_can(case) -> None:
     profile = machine(kind="gpu" if case.asynchronous else "host", devices_per_node=2)
     cost = CostModel.of(profile, case.units, case.decisions)

@@ -292,7 +292,7 @@ def test_a_run_without_checkpoints_is_the_iterations_one_after_another(case):
 
 
 @settings(SLOW, max_examples=examples(50), suppress_health_check=list(HealthCheck))
-@given(cases(), st.integers(0, 2**32 - 1))
+@given(cases(ours=True), st.integers(0, 2**32 - 1))
 def test_predicted_gates_are_those_that_are_executed(case, seed):
     """With room for everything and instant writes a piece waits for its own copy: to the moment as in the schedule."""
     taken = lower(case.units, case.decisions, asynchronous=case.asynchronous, takes_snapshots=True)

@@ -6,7 +6,6 @@ import pytest
 from cases import decide, small_units
 from checkpointed import GB, POLARIS, Job, of_checkpoint, simulated
 
-from planner.cases.checkpoints import PhaseTimes, iteration
 from planner.checkpoints.costs import CheckpointCosts
 from planner.checkpoints.lowering import with_checkpoints
 from planner.checkpoints.policy import BlocksUntil, CheckpointPolicy, Gate, Staging, policy
@@ -17,6 +16,7 @@ from planner.decisions import BF16, Place
 from planner.lowering import lower
 from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import Lane, Op, Phase, Task, Tier
+from ullage.rivals.cases.checkpoints import PhaseTimes, iteration
 
 
 def lowered(place: Place, **options) -> tuple[Schedule, CostModel, list[Price]]:

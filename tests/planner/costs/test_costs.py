@@ -15,12 +15,12 @@ from planner.costs.model import CostModel, total_flop
 from planner.costs.resources import Price, Resource
 from planner.costs.scalable import scalables, scaled
 from planner.decisions import BF16, Precision
-from planner.engines.catalogue import POLICIES, can_run
-from planner.engines.setup import Setup
 from planner.graph import Attention, Elementwise, Gemm
-from planner.lowering import lower
 from planner.models.kernels import Collective, flop, num_kernels
 from planner.schedule.tasks import Lane, Op, Phase, Task
+from planner.setup import Setup
+from ullage.rivals.engines.catalogue import POLICIES, can_run
+from ullage.rivals.lowering import lower
 
 UNITS = small_units("demo-llama", num_layers=1)
 FP32 = Precision(weights="fp32")

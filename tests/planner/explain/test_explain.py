@@ -5,6 +5,7 @@ import math
 
 import pytest
 from amount import examples
+from cases import as_rival
 from cases import decisions as random_decisions
 from explained import NAMES, bench, predicted, with_decisions
 from hypothesis import given, settings
@@ -15,7 +16,7 @@ from hwprofiles.paths import number, quantities, replace
 from hwprofiles.quantity import Provenance
 from planner.bounds.certificate import certify
 from planner.choices.variants import variants
-from planner.decisions import Decisions, GradientPath, HostUpdate, Place, Precision
+from planner.decisions import Place, Precision
 from planner.explain.limits import binding_proof, bound_rests_on, full_tiers, limits, scalables
 from planner.explain.moves import (
     _runs,
@@ -24,11 +25,14 @@ from planner.explain.moves import (
     moved,
     single_moves,
 )
-from planner.explain.trial import Bench, bounding_lane
-from planner.explain.tricks import TRICKS, without, worths
-from planner.lowering import lower
+from planner.explain.trial import bounding_lane
+from planner.explain.tricks import without
+from planner.explain.tricks import worths as worths_of
 from planner.schedule.tasks import Tier
 from planner.verification import job_of
+from ullage.rivals.decisions import GradientPath, HostUpdate
+from ullage.rivals.lowering import lower
+from ullage.rivals.tricks import TRICKS, bench_of
 
 # A trick may turn out this much slower than doing without: plans are tidied within half a per cent.
 TOLERANCE = 5e-3
@@ -104,7 +108,7 @@ def test_tricks_that_a_plan_uses_make_it_no_slower(name: str) -> None:
     explained = bench(name)
     own = (explained.schedule.tasks, explained.schedule.buffers)
     used = 0
-    for worth in worths(explained):
+    for worth in worths_of(explained, tricks=TRICKS):
         if worth.trial is None:
             for decisions in worth.trick.off(explained):
                 schedule = lower(explained.plan.units(), decisions, asynchronous=True)
@@ -121,7 +125,7 @@ def test_tricks_that_a_plan_uses_make_it_no_slower(name: str) -> None:
 
 def test_every_trick_can_be_switched_off() -> None:
     """Each is used by one of the plans, or by decisions that planning does not make yet."""
-    used = {worth.trick.key for name in NAMES for worth in worths(bench(name)) if worth.trial}
+    used = {worth.trick.key for name in NAMES for worth in worths_of(bench(name), tricks=TRICKS) if worth.trial}
     stage_1 = with_decisions(
         bench("two"),
         zero_stage=1,
@@ -149,13 +153,13 @@ def test_every_trick_can_be_switched_off() -> None:
     )
     narrow = with_decisions(bench("slow"), optimizer="adamw-8bit")
     fast = bench("one").plan.model_copy(update={"hardware": machine(gpu_bytes=1.3e8, fp8_flop_per_s=4e14)})
-    in_fp8 = with_decisions(Bench(fast), precision=Precision(weights="bf16", products="fp8"))
+    in_fp8 = with_decisions(bench_of(fast), precision=Precision(weights="bf16", products="fp8"))
     away = {name: unit.model_copy(update={"params": "host"}) for name, unit in in_fp8.decisions.units.items()}
     away = {name: unit for name, unit in away.items() if Place.GPU not in unit.update}
     fetched = with_decisions(in_fp8, units=in_fp8.decisions.units | away, fp8_weights=True)
     assert any(map(fetched.decisions.moves_fp8, fetched.units.values()))
     for other in (stage_1, slots, mixed, tiled, narrow, in_fp8, fetched):
-        used |= {worth.trick.key for worth in worths(other) if worth.trial}
+        used |= {worth.trick.key for worth in worths_of(other, tricks=TRICKS) if worth.trial}
     assert used == {trick.key for trick in TRICKS}
 
 
@@ -176,7 +180,7 @@ def test_a_trick_off_changes_nothing_else() -> None:
     """What is a matter of global decisions leaves units alone, and the other way round."""
     seen = set()
     for name in NAMES:
-        own = dict(bench(name).decisions)
+        own = dict(as_rival(bench(name).decisions))
         for trick in TRICKS:
             for decisions in trick.off(bench(name)):
                 different = {key: value for key, value in decisions if value != own[key]}
@@ -216,11 +220,6 @@ def test_tricks_of_placement_off_place_as_they_say() -> None:
     assert [place is Place.GPU for place in farthest] == [False] * (len(own) - count) + [True] * count
 
 
-def _is_of_a_plan(decisions: Decisions) -> bool:
-    # Others are of engines that no plan takes over, and that offload everything or nothing.
-    return decisions.gradient_path not in {GradientPath.ON_DEVICE, GradientPath.FSDP2}
-
-
 @given(st.data())
 @settings(max_examples=examples(30))
 def test_anything_that_can_be_decided_can_be_explained(data: st.DataObject) -> None:
@@ -228,11 +227,11 @@ def test_anything_that_can_be_decided_can_be_explained(data: st.DataObject) -> N
     explained = bench("two")
     plan = explained.plan.model_copy(
         update={
-            "decisions": data.draw(random_decisions(explained.plan.units()).filter(_is_of_a_plan)),
+            "decisions": data.draw(random_decisions(explained.plan.units(), ours=True)),
             "hardware": machine(devices_per_node=8),
         }
     )
-    other = Bench(plan)
+    other = bench_of(plan)
     for trick in TRICKS:
         for decisions in trick.off(other):
             other.lower(decisions)

@@ -13,12 +13,12 @@ from hwprofiles.quantity import Provenance
 from hwprofiles.registry import load_profile
 from planner.costs.model import CostModel
 from planner.decisions import Decisions
-from planner.engines.policies import interleaved
 from planner.fitting.refit import CLASSES, RANGE, Refit, refit
-from planner.lowering import lower
 from planner.models import resolve_model
 from planner.plan.planning import Request, prepare
 from planner.simulate.machine import Simulation, run_until_steady
+from ullage.rivals.engines.interleaved import interleaved
+from ullage.rivals.lowering import lower
 
 TRUTH = Provenance(origin="assumed", source="the truth of this test")
 MACHINES = ("epyc-turin-2c", "a100-40")

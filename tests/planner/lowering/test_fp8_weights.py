@@ -12,15 +12,17 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from walked import ordered_by_rules
 
-from planner.decisions import BF16, FP32, Decisions, Fp8Weights, GradientPath, Place, Precision
+from planner.decisions import BF16, FP32, Decisions, Fp8Weights, Place, Precision
 from planner.decisions.fp8 import CAST_AT_ONCE
 from planner.graph import Unit
-from planner.lowering import lower, slots
+from planner.lowering import slots
 from planner.lowering.amounts import AmountsOf
 from planner.models.formulas.float8 import cast
 from planner.models.kernels import Elementwise, Kernel
 from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import Lane, MemoryClass, Op, Task, Tier
+from ullage.rivals.decisions import GradientPath, RivalDecisions
+from ullage.rivals.lowering import lower
 
 SLOW = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 NARROW = Precision(weights="bf16", products="fp8")
@@ -188,7 +190,7 @@ def test_without_products_in_fp8_there_is_nothing_to_move_so(precision: Precisio
 )
 def test_refusals(options: dict[str, object], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        Decisions(policy="test", units={}, precision=NARROW, fp8_weights=True, **options)  # type: ignore[arg-type]
+        RivalDecisions(policy="test", units={}, precision=NARROW, fp8_weights=True, **options)  # type: ignore[arg-type]
 
 
 def test_units_with_large_other_weights_are_left_alone() -> None:

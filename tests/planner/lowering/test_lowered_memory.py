@@ -7,12 +7,13 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from walked import NUM_ITERATIONS
 
-from planner.decisions import Decisions, GradientPath, Place, Precision
-from planner.lowering import lower
+from planner.decisions import Decisions, Place, Precision
 from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import MemoryClass, Op, Tier
 from planner.schedule.timeline import memory_use
 from planner.simulate.machine import run
+from ullage.rivals.decisions import GradientPath
+from ullage.rivals.lowering import lower
 
 SLOW = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 

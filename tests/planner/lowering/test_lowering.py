@@ -6,23 +6,25 @@ from collections import Counter
 
 import pytest
 from amount import examples
-from cases import MODELS, Case, cases, decide, random_prices, small_units
+from cases import MODELS, Case, as_rival, cases, decide, random_prices, small_units
 from hazards import violations
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from walked import NUM_ITERATIONS, ordered_by_rules, ordered_in
 
 from planner.costs.model import CostModel
-from planner.decisions import GradientPath, HostUpdate, Place
-from planner.engines.catalogue import POLICIES, STORAGE_POLICIES, can_run
-from planner.engines.setup import Setup
-from planner.habits import Habits
-from planner.lowering import lower, slots
+from planner.decisions import Place
+from planner.lowering import slots
 from planner.lowering.amounts import AmountsOf
-from planner.lowering.storage import num_spill_slots
 from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import Lane, Op, Phase
+from planner.setup import Setup
 from planner.simulate.machine import run
+from ullage.rivals.decisions import GradientPath, HostUpdate
+from ullage.rivals.engines.catalogue import POLICIES, STORAGE_POLICIES, can_run
+from ullage.rivals.habits import Habits
+from ullage.rivals.lowering import lower
+from ullage.rivals.passes.gradients import SWAPPER_SLOTS
 
 ALL_POLICIES = POLICIES | STORAGE_POLICIES
 SLOW = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -50,7 +52,7 @@ def test_every_engine_policy_is_safe(model: str, policy: str, ranks: int, num_mi
     setup = Setup(units, data_parallel=ranks, num_micro_batches=num_micro_batches, subgroup_params=1_000_000)
     for decisions in ALL_POLICIES[policy](setup) if can_run(policy, setup, 1) else ():
         if decisions.habits is not None and decisions.habits != Habits(head_percent=decisions.habits.head_percent):
-            continue  # tests/planner/engines/test_other_engines.py
+            continue  # tests/rivals/test_other_engines.py
         schedule = lower(units, decisions, asynchronous=True)
         assert violations(schedule, units, decisions, ordered_by_rules(schedule)) == []
 
@@ -194,8 +196,7 @@ def test_a_missing_task_is_noticed(change: dict[str, Op], message: str) -> None:
 def test_the_callers_tasks_come_in_the_order_of_training(case: Case) -> None:
     """Forward, then backward in reverse, each segment recomputed as a whole just before; then the norm."""
     names = [unit.name for unit in case.units]
-    ways = ("recompute", "offload-input")
-    recomputed = {name for name, decided in case.decisions.units.items() if decided.activations in ways}
+    recomputed = {name for name, decided in case.decisions.units.items() if decided.activations == "recompute"}
     expected: list[tuple[Op, str]] = []
     for _ in range(case.decisions.num_micro_batches):
         expected += [(Op.FORWARD, name) for name in names]
@@ -231,7 +232,7 @@ SAVED_IN_BF16 = {"adamw": 6, "adamw-bf16": 6, "adamw-8bit": 6, "sgd": 4, "adagra
 @settings(SLOW, max_examples=examples(100))
 @given(cases())
 def test_bytes_are_those_that_decisions_imply(case: Case) -> None:
-    decisions, moved, updated = case.decisions, Counter(), Counter()
+    decisions, moved, updated = as_rival(case.decisions), Counter(), Counter()
     for task in case.schedule.tasks:
         moved[task.op] += task.num_bytes
         updated[task.lane] += task.num_params
@@ -283,7 +284,7 @@ def test_bytes_are_those_that_decisions_imply(case: Case) -> None:
     assert moved[Op.READ] <= moved[Op.FETCH]
     ways = {u.name: decisions.units[u.name].activations for u in case.units}
     swapped = [u.swap_bytes * batches for u in case.units if ways[u.name] in {"offload", "offload-nvme"}]
-    inputs = [u for u in case.units if ways[u.name] == "offload-input" and u.is_first]
+    inputs = [u for u in case.units if decisions.inputs_on_host and ways[u.name] == "recompute" and u.is_first]
     swapped += [u.activation_output_bytes * batches for u in inputs]
     evicted = [u.swap_bytes * batches for u in case.units if decisions.units[u.name].activations == "offload-nvme"]
     assert moved[Op.OFFLOAD] == moved[Op.RELOAD] == sum(swapped)
@@ -301,7 +302,7 @@ def test_bytes_are_those_that_decisions_imply(case: Case) -> None:
 @given(cases())
 def test_passes_over_gradients_on_the_device(case: Case) -> None:
     """DeepSpeed: into the bucket, into the input of the reduction, the division; and the norm in fp64."""
-    decisions, weight = case.decisions, case.decisions.precision.weight_bytes
+    decisions, weight = as_rival(case.decisions), case.decisions.precision.weight_bytes
     padded = sum(decisions.padded_params(unit) for unit in case.units)
     leaving = sum(
         count
@@ -331,6 +332,7 @@ def test_no_more_is_on_its_way_than_there_are_slots(case: Case, seed: int) -> No
     timeline = run(case.schedule, *random_prices(case.schedule, seed), NUM_ITERATIONS)
     count = case.decisions.num_activation_slots
     segment_of = {unit.name: unit.segment for unit in case.units}
+    ours = as_rival(case.decisions).gradient_path is GradientPath.ONCE
     stays = (
         (Op.FORWARD, Op.OFFLOAD, count),
         (Op.RELOAD, Op.BACKWARD, count),
@@ -338,7 +340,7 @@ def test_no_more_is_on_its_way_than_there_are_slots(case: Case, seed: int) -> No
         (Op.RECALL, Op.RELOAD, count),
         (Op.SWAP_IN, Op.SWAP_OUT, case.decisions.num_nvme_slots),
         (Op.SPILL, Op.SPILL, 1),
-        (Op.FLUSH, Op.SPILL, num_spill_slots(case.decisions)),
+        (Op.FLUSH, Op.SPILL, case.decisions.num_gradient_slots if ours else SWAPPER_SLOTS),
     )
     for begin, end, limit in stays:
         held: dict[tuple, list[float]] = {}
@@ -351,7 +353,7 @@ def test_no_more_is_on_its_way_than_there_are_slots(case: Case, seed: int) -> No
                 continue
             swaps = begin is Op.SWAP_IN
             key = (task.unit, task.piece) if swaps else (segment_of[task.unit], task.micro_batch)
-            if begin is Op.RELOAD and not case.decisions.units[task.unit].offloads:
+            if begin is Op.RELOAD and not case.decisions.offloads(task.unit):
                 continue
             low, high = held.get(key, [span.start_s, span.end_s])
             held[key] = [min(low, span.start_s), max(high, span.end_s)]
@@ -378,7 +380,7 @@ def test_the_host_takes_memory_for_no_more_gradients_than_may_be_on_their_way(ca
             taken[task.unit, task.micro_batch] = max(span.end_s, taken.get((task.unit, task.micro_batch), 0.0))
         if task.op is Op.FLUSH:
             left[task.unit, task.micro_batch] = max(span.end_s, left.get((task.unit, task.micro_batch), 0.0))
-    if decisions.gradient_path is GradientPath.ONCE:
+    if as_rival(decisions).gradient_path is GradientPath.ONCE:
         events = sorted((time_s, change) for key in left for time_s, change in ((taken[key], 1), (left[key], -1)))
         assert max(itertools.accumulate(change for _, change in events), default=0) <= decisions.num_gradient_slots
 

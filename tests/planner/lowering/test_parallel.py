@@ -18,7 +18,7 @@ from planner.costs.model import CostModel
 from planner.costs.resources import Price, Resource
 from planner.decisions import BF16, Decisions, Place
 from planner.graph import Batch, Collective, Gemm, Pattern, Unit, build_graph, units
-from planner.lowering import lower, stages
+from planner.lowering import stages
 from planner.lowering.pipeline import issue_order, one_f_one_b
 from planner.models import ModelConfigError, resolve_model
 from planner.models.kernels import flop
@@ -29,6 +29,7 @@ from planner.schedule.timeline import Timeline, memory_use
 from planner.schedule.trace import chrome_trace
 from planner.simulate.critical_path import critical_steps, slowed
 from planner.simulate.machine import run, run_until_steady
+from ullage.rivals.lowering import lower
 
 KERNELS = ("transformers", "megatron")
 
@@ -155,7 +156,7 @@ def pipelined(
 ) -> tuple[tuple[Unit, ...], Decisions, Schedule]:
     model_units = share(name, 1, num_layers=num_layers or num_stages)
     options = {"pipeline_parallel": num_stages, "num_micro_batches": num_micro_batches, **options}
-    decisions = decide(model_units, Place.GPU, reduce_start="step", **options)
+    decisions = decide(model_units, Place.GPU, **options)
     return stages(model_units, decisions), decisions, lower(model_units, decisions, asynchronous=True)
 
 
@@ -200,10 +201,10 @@ def test_uneven_layers_and_refusals() -> None:
         pipelined(6, 1, num_layers=5)
     with pytest.raises(ValueError, match="zero_stage 2 with pipeline_parallel 3"):
         pipelined(3, 1, data_parallel=2, zero_stage=2)
-    with pytest.raises(ValueError, match="needs reduce_start 'step'"):
-        Decisions.model_validate(decisions.model_dump() | {"reduce_start": "backward"})
+    with pytest.raises(ValueError, match="no update can start during backward"):
+        Decisions.model_validate(decisions.model_dump() | {"clip": False, "update_start": "backward"})
     with pytest.raises(ValueError, match="keeps everything on the devices"):
-        decide(share("demo-llama", 1), Place.CPU, pipeline_parallel=2, reduce_start="step")
+        decide(share("demo-llama", 1), Place.CPU, pipeline_parallel=2)
 
 
 @pytest.mark.parametrize("name", ["demo-llama", "gpt2"])
@@ -322,7 +323,6 @@ def test_sends_cross_the_slower_fabric_between_nodes() -> None:
         assert (price.latency_s, price.duration_s) == (fabric.latency_s.value, 10**9 / fabric.bytes_per_s.value)
 
 
-def test_decisions_survive_json_and_are_not_executed() -> None:
+def test_decisions_survive_json() -> None:
     _, decisions, _ = pipelined(2, 1, tensor_parallel=2)
     assert Decisions.model_validate_json(decisions.model_dump_json()) == decisions
-    assert not decisions.executable

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from walked import ordered_by_rules
 
 from planner.decisions import Decisions, Place
-from planner.engines.policies import mixed
-from planner.engines.setup import Mix, Setup
 from planner.graph import Unit
 from planner.lowering import lower
+from planner.placements import mixed
+from planner.setup import Mix, Setup
 
 SLOW = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 

@@ -13,16 +13,16 @@ from walked import ordered_by_rules
 from planner.costs.layout import Layout
 from planner.costs.model import CostModel
 from planner.decisions import BF16, Decisions, Place, UnitDecision
-from planner.engines.policies import mixed
-from planner.engines.setup import Mix, Setup
 from planner.graph import Batch, Collective, Unit, build_graph, segments, units
 from planner.lowering import lower
 from planner.models import ModelConfigError, resolve_model
 from planner.models.formulas import experts as expert_rules
 from planner.models.kernels import flop
+from planner.placements import mixed
 from planner.plan.document import Plan
 from planner.plan.planning import Request, make_plan
 from planner.schedule.tasks import Lane, MemoryClass, Op
+from planner.setup import Mix, Setup
 from planner.verification import verify
 
 pytestmark = pytest.mark.usefixtures("short_plans")
@@ -200,7 +200,7 @@ def test_plans_with_experts_are_verified(load: tuple[tuple[float, ...], ...]) ->
     plan = make_plan(request, 60)
     verify(Plan.model_validate_json(plan.to_json()))
     assert plan.decisions.expert_units == 8
-    assert plan.decisions.executable
+    assert plan.decisions.pipeline_parallel == 1
 
 
 def test_experts_one_by_one_are_no_slower_than_as_a_whole() -> None:

@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 
 from hwprofiles.registry import load_profile
-from planner.engines.policies import gpu_only
 from planner.models import resolve_model
 from planner.optimizers import OPTIMIZERS
 from planner.plan.planning import Request, prepare
 from planner.schedule.tasks import Tier
 from planner.search import Scorer, search
+from ullage.rivals.best import engine_policies
+from ullage.rivals.engines.deciding import gpu_only
+from ullage.rivals.lowering import lower
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 
@@ -35,19 +37,19 @@ def test_thirty_billion_parameters_train_on_one_a100_of_40_gb() -> None:
     """Engines do it only with all parameters on the host, and eight such devices together do not hold it in memory."""
     model, profile = resolve_model("opt-30b"), load_profile("a100-40")
     setup, workload, cost = prepare(Request(model, profile, micro_batch=8, seq_len=1024))
-    scorer = Scorer(workload, cost)
+    scorer = Scorer(workload, cost, lower=lower)
     outcome = search(setup, scorer, max_simulations=4)
     ours = scorer.predict(outcome.best.decisions)
     assert ours.fits
     streaming = {"megatrain", "roundpipe", "roundpipe-sync", "streaming", "zenflow"}  # layers, or other numerics
-    for engine in (engine for name, engine in outcome.engines.items() if name not in streaming):
+    for engine in (engine for name, engine in engine_policies(setup, scorer).items() if name not in streaming):
         on_host = all(engine.decisions.units[unit.name].params == "host" for unit in setup.units if unit.num_params)
         assert bool(engine.missing_bytes) != on_host
         assert engine.missing_bytes or engine.iteration_s > 1.5 * ours.iteration_s
     num_params = sum(unit.num_params for unit in setup.units)
     assert OPTIMIZERS["adamw"].state_bytes_per_param < ours.memory[Tier.HOST].peak_bytes / num_params <= 16.1
     eight, workload, cost = prepare(Request(model, profile, num_devices=8, micro_batch=8, seq_len=1024))
-    eight_scorer = Scorer(workload, cost)
+    eight_scorer = Scorer(workload, cost, lower=lower)
     assert all(eight_scorer.score(decisions).missing_bytes for decisions in gpu_only(eight))
 
 

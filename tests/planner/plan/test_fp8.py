@@ -5,17 +5,17 @@ from machines import machine
 
 from hwprofiles.registry import list_profiles, load_profile
 from planner.decisions import FP32, Precision
-from planner.engines.policies import mixed
-from planner.engines.setup import Mix
 from planner.explain.trial import Bench
 from planner.explain.tricks import TRICKS, without
 from planner.graph import Gemm
 from planner.models import resolve_model
 from planner.models.config import ModelConfigError
+from planner.placements import mixed
 from planner.plan.competition import _plainest, compete
 from planner.plan.document import Plan
 from planner.plan.planning import Request, make_plan
 from planner.search import Candidate
+from planner.setup import Mix
 from planner.verification import verify
 
 IN_FP8 = Precision(weights="bf16", products="fp8")
@@ -49,7 +49,7 @@ def test_linear_layers_of_hidden_layers_multiply_in_fp8_and_nothing_else() -> No
 def test_bounds_hold_and_a_plan_verifies(options: dict[str, object]) -> None:
     """Also where state leaves the device."""
     plan = make_plan(request(hardware=machine(fp8_flop_per_s=4e14, **options)), 40)  # type: ignore[arg-type]
-    assert plan.decisions.executable
+    assert plan.decisions.pipeline_parallel == 1
     assert 0 < plan.certificate.bound_s <= plan.prediction.iteration_s
     found = verify(Plan.model_validate_json(plan.to_json()))
     assert found.prediction.iteration_s == pytest.approx(plan.prediction.iteration_s, rel=1e-9)

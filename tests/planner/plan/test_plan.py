@@ -1,5 +1,6 @@
 """plan.json: the same plan is the same bytes, and nothing in it can be changed unnoticed."""
 
+import hashlib
 import json
 import os
 from collections.abc import Iterator
@@ -12,8 +13,9 @@ from machines import machine
 from hwprofiles.files import write_whole
 from planner.models import resolve_model
 from planner.plan.document import Plan, PlanError, load_plan
-from planner.plan.planning import Request, make_plan
+from planner.plan.planning import Request
 from planner.schedule.tasks import Tier
+from ullage.rivals import make_plan
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +84,37 @@ def test_any_edited_value_is_noticed(data: dict[str, Any], tmp_path: Path) -> No
     assert tried > 300
 
 
+SAID_BEFORE = {
+    "device_buffer_bytes": 0,
+    "gradient_path": "once",
+    "host_update": "fused",
+    "loop": False,
+    "module_hooks": False,
+    "pinned_reads": True,
+    "reduce_start": "backward",
+}
+
+
+def of_version_8(data: dict[str, Any], **said: object) -> dict[str, Any]:
+    """Return a plan as the version before wrote it, whose decisions also had fields for other engines."""
+    before = data | {"schema_version": 8, "decisions": data["decisions"] | SAID_BEFORE | said}
+    del before["content_digest"]
+    text = json.dumps(before, sort_keys=True, separators=(",", ":"))
+    return before | {"content_digest": hashlib.sha256(text.encode()).hexdigest()}
+
+
+def test_plans_of_the_version_before_are_read(data: dict[str, Any], tmp_path: Path) -> None:
+    now, before = (load_plan(save(tmp_path / "plan.json", each)) for each in (data, of_version_8(data)))
+    assert before == now
+    staged = {"pipeline_parallel": 2, "reduce_start": "step"}  # read, and then refused for its units
+    with pytest.raises(PlanError, match="pipeline_parallel 2 keeps everything on the devices"):
+        load_plan(save(tmp_path / "plan.json", of_version_8(data, **staged)))
+    with pytest.raises(PlanError, match=r"decisions of another engine are no plan any more; make the plan again"):
+        load_plan(save(tmp_path / "plan.json", of_version_8(data, gradient_path="fsdp2")))
+    with pytest.raises(PlanError, match=r"content_digest is .* was changed after it was written"):
+        load_plan(save(tmp_path / "plan.json", of_version_8(data) | {"num_simulations": 0}))
+
+
 def test_an_edited_number_is_called_an_edit(data: dict[str, Any], tmp_path: Path) -> None:
     edited = data | {"num_simulations": data["num_simulations"] + 1}
     with pytest.raises(
@@ -93,7 +126,7 @@ def test_an_edited_number_is_called_an_edit(data: dict[str, Any], tmp_path: Path
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (lambda d: d | {"schema_version": 1}, "schema_version 1, but this program reads 8; make the plan again"),
+        (lambda d: d | {"schema_version": 1}, "schema_version 1, but this program reads 9; make the plan again"),
         (lambda _: [1], "is no plan: it has no schema_version"),
         (lambda d: {k: v for k, v in d.items() if k != "content_digest"}, "content_digest is missing"),
         (lambda d: d | {"content_digest": ""}, "content_digest is missing"),

@@ -20,10 +20,11 @@ from planner.decisions import Place, Precision
 from planner.models import resolve_model
 from planner.plan.competition import first_fit
 from planner.plan.document import describe
-from planner.plan.planning import InfeasibleError, Request, default_precision, find, make_plan
+from planner.plan.planning import InfeasibleError, Request, default_precision, find
 from planner.schedule.tasks import MemoryClass, Tier
 from planner.verification import job_of, verify
 from ullage.analysis.simulation import engine_decisions
+from ullage.rivals import make_plan
 
 DEMO = resolve_model("demo-llama")
 

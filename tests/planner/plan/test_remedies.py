@@ -13,9 +13,12 @@ from hwprofiles.profile import HardwareProfile
 from hwprofiles.quantity import Provenance
 from hwprofiles.registry import load_profile
 from planner.models import resolve_model
-from planner.plan.planning import InfeasibleError, Request, make_plan, prepare
+from planner.plan.planning import InfeasibleError, Request, prepare
 from planner.plan.remedies import what_would_fit
-from planner.search import Candidate, Scorer, engine_policies
+from planner.search import Candidate, Scorer
+from ullage.rivals import make_plan
+from ullage.rivals.best import engine_policies
+from ullage.rivals.lowering import lower
 
 pytestmark = pytest.mark.usefixtures("short_plans")
 ASSUMED = Provenance(origin="assumed", source="a test")
@@ -105,7 +108,7 @@ def larger(too_large: Request, **sizes: float) -> HardwareProfile:
 
 def engine(too_large: Request, name: str) -> Candidate:
     setup, workload, cost = prepare(too_large)
-    return engine_policies(setup, Scorer(workload, cost))[name]
+    return engine_policies(setup, Scorer(workload, cost, lower=lower))[name]
 
 
 def test_an_engine_that_no_single_change_helps_names_a_larger_device_and_host_or_another_machine():

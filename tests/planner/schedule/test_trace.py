@@ -12,8 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hwprofiles.registry import load_profile
-from planner.engines.catalogue import POLICIES
-from planner.lowering import lower
 from planner.models import ModelConfig
 from planner.plan.planning import Request, prepare
 from planner.schedule.schedule import Schedule
@@ -21,6 +19,8 @@ from planner.schedule.tasks import Buffer, Lane, MemoryClass, Op, Phase, Task, T
 from planner.schedule.timeline import Timeline, memory_use
 from planner.schedule.trace import chrome_trace, write_trace
 from planner.simulate.machine import run_until_steady
+from ullage.rivals.engines.catalogue import POLICIES
+from ullage.rivals.lowering import lower
 
 MODEL = ModelConfig(
     name="tiny",

@@ -24,7 +24,6 @@ from planner.choices.choice import Choice, Constraints, batch_of
 from planner.choices.variants import Variant
 from planner.costs.model import CostModel
 from planner.decisions import BF16
-from planner.engines.setup import Setup
 from planner.graph import Batch, Unit, build_graph, units
 from planner.lowering import lower
 from planner.lowering.workspace import least_workspace_bytes
@@ -33,11 +32,13 @@ from planner.models.formulas.work import attention_scratch_bytes
 from planner.models.kernels import Attention, Collective
 from planner.models.patterns import Degrees, Pattern
 from planner.plan.document import Plan
-from planner.plan.planning import Request, make_plan
+from planner.plan.planning import Request
 from planner.search import Scorer, search
 from planner.search.pipelines import search_pipeline, staged
+from planner.setup import Setup
 from planner.simulate.prediction import Workload
 from planner.verification import verify
+from ullage.rivals import make_plan
 
 OPT, MIXTRAL = resolve_model("opt-125m"), resolve_model("mixtral-8x7b")
 

@@ -3,6 +3,7 @@
 import dataclasses
 import gc
 import itertools
+from typing import NoReturn
 
 import pytest
 from cases import decide, small_units
@@ -11,19 +12,20 @@ from machines import machine
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.registry import load_profile
 from planner.decisions import Place
-from planner.engines.policies import mixed
-from planner.engines.setup import Mix
-from planner.lowering import lower
 from planner.models import resolve_model
+from planner.placements import mixed, resident
 from planner.plan.planning import Request, make_plan, prepare
 from planner.schedule.schedule import Schedule
 from planner.search import Candidate, Outcome, Scorer, scoring, search
 from planner.search.descent import descend
 from planner.search.mixtures import _rounded
 from planner.search.scoring import ENDLESS
+from planner.setup import Mix
 from planner.simulate.critical_path import critical_path
 from planner.simulate.machine import run_until_steady
 from planner.simulate.prediction import always_held, capacities
+from ullage.rivals.best import engine_policies
+from ullage.rivals.lowering import lower
 
 
 def find(request: Request, max_simulations: int = 80) -> tuple[Outcome, Scorer]:
@@ -57,7 +59,9 @@ REQUESTS = {
 def test_never_worse_than_the_best_engine(name: str) -> None:
     outcome, scorer = find(REQUESTS[name])
     alone = REQUESTS[name].num_devices == 1
-    assert set(outcome.engines) == {
+    setup, workload, cost = prepare(REQUESTS[name])
+    engines = engine_policies(setup, Scorer(workload, cost, lower=lower))
+    assert set(engines) == {
         "gpu-only",
         "zero-offload-blocking",
         "zero-offload",
@@ -70,7 +74,7 @@ def test_never_worse_than_the_best_engine(name: str) -> None:
         *({"roundpipe", "roundpipe-sync"} if name != "two nodes" else ()),
     }
     # Engines with other numerics, or a head of their own, may be faster.
-    same = [candidate for candidate in outcome.engines.values() if candidate.decisions.habits is None]
+    same = [candidate for candidate in engines.values() if candidate.decisions.habits is None]
     assert outcome.best.order <= min(candidate.order for candidate in same)
     assert not outcome.best.missing_bytes
     # The full prediction confirms the quick score.
@@ -82,7 +86,8 @@ def test_never_worse_than_the_best_engine(name: str) -> None:
 def test_tight_memory_is_used_and_kept() -> None:
     request = REQUESTS["tight"]
     outcome, scorer = find(request)
-    assert outcome.engines["gpu-only"].missing_bytes
+    setup, _, _ = prepare(request)
+    assert all(scorer.score(decisions).missing_bytes for decisions in resident(setup))
     peak = next(m for t, m in scorer.predict(outcome.best.decisions).memory.items() if t == "gpu")
     assert 0.8 * peak.capacity_bytes < peak.peak_bytes <= peak.capacity_bytes
 
@@ -141,13 +146,16 @@ def test_a_schedule_is_lowered_once_for_all_machines(monkeypatch: pytest.MonkeyP
     _, workload, cost = prepare(request)
     _, same, other_cost = prepare(dataclasses.replace(request, hardware=faster))
     assert same.units is workload.units
-    seeds = find(request, 1)[0].engines.values()
-    expected = [Scorer(workload, other_cost).score(each.decisions) for each in seeds]
+    setup, workload, cost = prepare(request)
+    seeds = [find(request, 1)[0].best.decisions, *resident(setup)]
+    expected = [Scorer(workload, other_cost).score(each) for each in seeds]
     monkeypatch.setattr(scoring, "_LOWERED", scoring._Lowered(1 << 30))
-    first = [Scorer(workload, cost).score(each.decisions) for each in seeds]
-    with monkeypatch.context() as patch:
-        patch.setattr(scoring, "lower", lambda *_args, **_options: pytest.fail("lowered again"))
-        assert [Scorer(workload, other_cost).score(each.decisions) for each in seeds] == expected
+    first = [Scorer(workload, cost).score(each) for each in seeds]
+
+    def again(*_args: object, **_options: object) -> NoReturn:
+        pytest.fail("lowered again")
+
+    assert [Scorer(workload, other_cost, lower=again).score(each) for each in seeds] == expected
     assert [each.iteration_s for each in first] != [each.iteration_s for each in expected]
 
 
@@ -187,7 +195,8 @@ def test_what_cannot_fit_is_not_simulated() -> None:
 def test_what_is_always_held_bounds_the_peak(name: str) -> None:
     outcome, scorer = find(REQUESTS[name], 40)
     _, _, cost = prepare(REQUESTS[name])
-    for candidate in (outcome.best, *outcome.engines.values()):
+    setup, _, _ = prepare(REQUESTS[name])
+    for candidate in (outcome.best, *map(scorer.score, resident(setup))):
         if candidate.iteration_s < float("inf"):
             prediction = scorer.predict(candidate.decisions)
             for tier, held in always_held(scorer.schedule(candidate.decisions), cost).items():

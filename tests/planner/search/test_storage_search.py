@@ -16,18 +16,21 @@ from hwprofiles.profile import HardwareProfile
 from hwprofiles.registry import load_profile
 from planner.bounds.certificate import CertificateError, infeasible
 from planner.decisions import Decisions, Place
-from planner.engines.policies import mixed, ratel, zero_infinity
-from planner.engines.setup import Mix, Setup, pieces
-from planner.lowering import lower
 from planner.models import resolve_model
+from planner.placements import mixed
 from planner.plan.document import Plan
-from planner.plan.planning import InfeasibleError, Request, make_plan, prepare
+from planner.plan.planning import InfeasibleError, Request, prepare
 from planner.plan.remedies import what_would_fit
 from planner.search import Scorer, first_look, search
 from planner.search.moves import neighbours
+from planner.setup import Mix, Setup, pieces
 from planner.simulate.prediction import Workload
 from planner.terms import Storage
 from planner.verification import verify
+from ullage.rivals import make_plan
+from ullage.rivals.engines.deepspeed import zero_infinity
+from ullage.rivals.engines.ratel import ratel
+from ullage.rivals.lowering import lower
 
 SLOW = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 STORAGE: tuple[Storage, ...] = ("never", "activations", "nvme")
@@ -159,7 +162,7 @@ def test_never_worse_than_without_nor_than_engines_that_swap(hardware: HardwareP
         found[storage] = search(setup, Scorer(workload, cost), BUDGET).best.order
     assert found["nvme"] <= found["never"]
     assert found["activations"] <= found["never"]
-    scorer = Scorer(workload, cost)
+    scorer = Scorer(workload, cost, lower=lower)
     policies = [zero_infinity(setup), *([] if clip else [ratel(setup)])]
     assert found["nvme"] <= min(scorer.score(decisions).order for policy in policies for decisions in policy)
 

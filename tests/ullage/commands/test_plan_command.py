@@ -13,7 +13,6 @@ from hwprofiles.profile import FOR_LIBRARIES_BYTES
 from hwprofiles.quantity import Curve, Provenance, Quantity
 from hwprofiles.registry import load_profile
 from planner.decisions import Precision
-from planner.engines.catalogue import POLICIES
 from planner.models.parameters import num_parameters
 from planner.plan.document import EngineRow, load_plan
 from planner.plan.remedies import Remedy
@@ -22,6 +21,7 @@ from ullage.analysis.provenance import origin_shares
 from ullage.main import main
 from ullage.output.formatting import duration, si
 from ullage.output.plans import engine_fits, engine_line, engine_setting, faster_line, mfu
+from ullage.rivals.engines.catalogue import POLICIES
 from ullage.training.levels import MEMORY, buffer_bytes, intervals, levels_of
 
 

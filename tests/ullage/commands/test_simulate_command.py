@@ -10,7 +10,6 @@ import pytest
 from hwprofiles.profile import FOR_LIBRARIES_BYTES
 from hwprofiles.registry import load_profile, save_profile
 from planner.costs.model import CostModel
-from planner.engines.catalogue import POLICIES, STORAGE_POLICIES
 from planner.schedule.tasks import Lane, MemoryClass, Tier
 from planner.schedule.timeline import MemoryUse
 from planner.simulate.prediction import predict
@@ -19,6 +18,7 @@ from ullage.analysis.simulation import engine_decisions, planned, simulate
 from ullage.commands.simulate.figure import draw
 from ullage.commands.simulate.screen import iteration_screen
 from ullage.main import main
+from ullage.rivals.engines.catalogue import POLICIES, STORAGE_POLICIES
 
 
 def shown(capsys, *arguments) -> dict:

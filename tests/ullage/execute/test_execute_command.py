@@ -162,7 +162,7 @@ def test_what_the_host_lacks_is_planned_and_executed_on_nvme(
     made = make_plan(request, max_simulations=40)
     assert any(Place.NVME in unit.update for unit in made.decisions.units.values())
     assert any(unit.params == "nvme" for unit in made.decisions.units.values())
-    assert made.decisions.executable
+    assert made.decisions.pipeline_parallel == 1
     path, storage = tmp_path / "plan.json", tmp_path / "drive"
     path.write_text(made.to_json(), encoding="utf-8")
     run = ["--iterations", "8", "--output-dir", str(tmp_path / "out"), "--json"]

@@ -10,9 +10,9 @@ from typing import Any
 from hwprofiles.files import check_output
 from hwprofiles.paths import number, quantities
 from hwprofiles.registry import load_profile, save_profile
-from planner.cases import Case, CaseError, Metric, load_cases, repeated_id
-from planner.fitting.from_runs import Fit, FitError, fit, fitted_paths, predictions
 from ullage.output.progress import progress_bar
+from ullage.rivals.cases import Case, CaseError, Metric, load_cases, repeated_id
+from ullage.rivals.from_runs import Fit, FitError, fit, fitted_paths, predictions
 
 Errors = dict[Metric, list[float]]
 

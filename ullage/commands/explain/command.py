@@ -39,13 +39,13 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--all is for all units, but {args.unit} is given; leave one of them out")
     plan = load_plan(args.plan_file)
     from planner.explain.moves import find_unit  # noqa: PLC0415 - the simulator is slow to import: not before bad input
-    from planner.explain.trial import Bench  # noqa: PLC0415
     from ullage.analysis.explanation import PlanExplained, UnitExplained  # noqa: PLC0415
     from ullage.commands.explain.screen import plan_explained_screen, unit_explained_screen  # noqa: PLC0415
     from ullage.output.console import write_json  # noqa: PLC0415
     from ullage.output.progress import progress_bar  # noqa: PLC0415
+    from ullage.rivals.tricks import bench_of  # noqa: PLC0415
 
-    bench = Bench(plan)
+    bench = bench_of(plan)
     unit = None if args.unit is None else find_unit(bench, args.unit)
     with progress_bar() as progress:
         if unit is None:

@@ -17,7 +17,7 @@ from hwprofiles.registry import LOCAL
 from planner.models.adapters import Lora
 from planner.plan.checkpoints import CheckpointRequest
 from planner.plan.document import Plan
-from planner.plan.planning import InfeasibleError, Request, engine_rows, make_plan
+from planner.plan.planning import InfeasibleError, Request
 from planner.search import no_garbage_collection
 from ullage.cli.checkpoint_request import checkpoints_of, with_pfs
 from ullage.cli.exit_codes import BAD_INPUT
@@ -25,6 +25,7 @@ from ullage.cli.request import request_of, trained
 from ullage.cli.request_options import PACKAGED_HARDWARE, is_captured
 from ullage.output.formatting import si
 from ullage.output.progress import search_progress, status
+from ullage.rivals import engine_rows, make_plan
 
 
 @no_garbage_collection()

@@ -8,7 +8,6 @@ from rich.table import Table
 from planner.choices.choice import Choice
 from planner.costs.model import CostModel
 from planner.costs.resources import Resource
-from planner.engines.catalogue import POLICIES, policies_of
 from planner.models.captured import counted
 from planner.optimizers import OPTIMIZERS
 from planner.plan.document import Plan, describe
@@ -21,6 +20,7 @@ from ullage.commands.plan.checkpoint_screen import checkpoints_screen
 from ullage.output.console import console, facts, table
 from ullage.output.formatting import TIER_WORDS, binds, percent, si
 from ullage.output.plans import batch_line, engine_fits, engine_setting, faster_line, gap_line, mfu, model_line
+from ullage.rivals.engines.catalogue import POLICIES, policies_of
 from ullage.training.processes import launch_line, ranks_per_node
 
 # If updates on the CPU have at least this share of the critical path, the screen says what slows them.

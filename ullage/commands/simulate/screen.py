@@ -5,12 +5,12 @@ from collections.abc import Iterator, Mapping
 from rich.table import Table
 
 from planner.models.captured import counted
-from planner.plan.document import other_numerics
 from planner.schedule.tasks import Lane, Phase
 from ullage.analysis.iteration import Iteration, most_held
 from ullage.commands.plan.screen import memory_table
 from ullage.output.console import console, facts, table
 from ullage.output.formatting import percent, si, sparkline
+from ullage.rivals.decisions import RivalDecisions
 
 _LABEL_COLUMNS = 11  # the longest name: "collective", "activations"
 _NOTE_COLUMNS = 28  # width of the note behind a line of bars
@@ -41,8 +41,8 @@ def iteration_screen(seen: Iteration) -> None:
 def _summary(seen: Iteration) -> dict[str, str]:
     subject, timeline = seen.subject, seen.simulation.timeline
     present = _phases(seen)
-    decided, num_steps = subject.decisions, subject.decisions.habits.num_steps if subject.decisions.habits else 1
-    numerics = other_numerics(decided)
+    decided = subject.decisions
+    num_steps, numerics = (decided.num_steps, decided.numerics) if isinstance(decided, RivalDecisions) else (1, None)
     each = f" for {num_steps} iterations, {si(seen.period_s / num_steps, 's')} each" if num_steps > 1 else ""
     return {
         "schedule": f"{subject.model.name} on {decided.num_devices} device(s) of {subject.hardware.name} by "

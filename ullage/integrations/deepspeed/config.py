@@ -12,7 +12,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from hwprofiles.files import read_json
-from planner.engines.deepspeed import Device
+from ullage.rivals.engines.deepspeed_config import Device
 
 AUTO: Final = "auto"
 Auto = Literal["auto"]

@@ -5,12 +5,10 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from hwprofiles.profile import HardwareProfile
-from planner.decisions import BF16, REDUCE_BUCKET_PARAMS, Precision
-from planner.engines.deepspeed import DeepSpeed, configured
-from planner.engines.policies import MAX_LIVE_PARAMS, MAX_REUSE_PARAMS, PREFETCH_BUCKET_PARAMS
+from planner.decisions import BF16, Precision
 from planner.optimizers import Optimizer
 from planner.plan.document import Plan
-from planner.plan.planning import InfeasibleError, Request, make_plan, prepare
+from planner.plan.planning import InfeasibleError, Request, prepare
 from planner.schedule.tasks import Tier
 from planner.search import Scorer
 from planner.terms import default_micro_batch
@@ -18,6 +16,11 @@ from ullage.analysis.iteration import Iteration
 from ullage.analysis.simulation import Subject, planned
 from ullage.integrations.deepspeed.config import AUTO, Config, DeepSpeedConfigError, Offload, left_out, unknown_keys
 from ullage.output.formatting import percent, si
+from ullage.rivals import make_plan
+from ullage.rivals.decisions import REDUCE_BUCKET_PARAMS
+from ullage.rivals.engines.deepspeed import MAX_LIVE_PARAMS, MAX_REUSE_PARAMS, PREFETCH_BUCKET_PARAMS
+from ullage.rivals.engines.deepspeed_config import DeepSpeed, configured
+from ullage.rivals.lowering import lower
 
 # Ullage's optimizers by DeepSpeed's and PyTorch's names.
 _OPTIMIZERS: Final[dict[str, Optimizer]] = {
@@ -143,7 +146,7 @@ def imported(config: Config, request: Request, given: Callable[[str], bool]) -> 
 def side_by_side(found: Imported) -> SideBySide:
     """Simulate an iteration by DeepSpeed, and plan the same training."""
     setup, workload, cost = prepare(dataclasses.replace(found.request, subgroup_params=found.subgroup_params))
-    scorer = Scorer(workload, cost)
+    scorer = Scorer(workload, cost, lower=lower)
     best = min(map(scorer.score, configured(setup, found.settings)), key=lambda candidate: candidate.order)
     request = found.request
     subject = Subject("DeepSpeed", request.model, request.hardware, workload, best.decisions, cost)

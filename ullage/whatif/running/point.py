@@ -17,6 +17,7 @@ from planner.plan.document import Plan, describe
 from planner.plan.planning import Found, InfeasibleError, Request, find
 from planner.schedule.tasks import Lane
 from planner.simulate.prediction import Workload
+from ullage.rivals import engines_beside
 from ullage.whatif.study import SCHEMA_VERSION, Checkpoints, Figures, Peak, Result
 
 # Libraries whose results affect plans.
@@ -84,7 +85,7 @@ def plan_point(request: Request, effort: Effort, checkpoints: CheckpointRequest 
 def _figures(request: Request, found: Found, *, certify: bool) -> Figures:
     seen, decided = found.prediction, found.decisions
     certificate = found.certificate() if certify else None
-    critical_s = sum(seen.critical_s.values())
+    critical_s, engines = sum(seen.critical_s.values()), engines_beside(request, found)
     num_devices, per_node = decided.num_devices, request.hardware.devices_per_node
     choice = Choice.model_validate({name: getattr(decided, name) for name in Choice.model_fields})
     return Figures(
@@ -107,7 +108,7 @@ def _figures(request: Request, found: Found, *, certify: bool) -> Figures:
         },
         choice=choice.words,
         placement=describe(decided, found.own.setup.units),
-        engines={name: None if row.missing_bytes else row.iteration_s for name, (_, row) in found.engines.items()},
+        engines={name: None if row.missing_bytes else row.iteration_s for name, (_, row) in engines.items()},
         bound_s=certificate.bound_s if certificate else None,
         gap=certificate.gap(seen.iteration_s) if certificate else None,
         warnings=seen.warnings,

@@ -1,1 +1,0 @@
-"""Published engines as policies: how they would place a model, simulated beside ours."""

@@ -1,0 +1,110 @@
+"""The best that each engine can do: what its users find among its placements."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+from planner.choices.variants import Variant
+from planner.optimizers import OPTIMIZERS
+from planner.schedule.tasks import Tier
+from planner.search import Candidate, Scorer, best_of
+from planner.setup import Setup
+from planner.simulate.prediction import Workload, capacities
+from ullage.rivals.decisions import RivalDecisions
+from ullage.rivals.engines.catalogue import (
+    FIRST_IS_FASTEST,
+    HOST_PARAMETER_POLICIES,
+    NVME_PARAMETER_POLICIES,
+    POLICIES,
+    STORAGE_POLICIES,
+    UNPAIRED,
+    can_run,
+    policies_of,
+)
+from ullage.rivals.engines.deepspeed import with_host_parameters
+from ullage.rivals.engines.ratel import ratel
+from ullage.rivals.engines.streaming import good_streaming
+from ullage.rivals.lowering import lower
+
+# Rows of engines that use drives stand before that of this one.
+_AFTER_STORAGE = "fsdp2-offload"
+# Ratel's users swap the activations of so many tenths of all segments.
+_SWAPPED_TENTHS = (0, 3, 6, 10)
+
+
+def scorer_of(variant: Variant, seq_len: int, deadline_s: float | None = None) -> Scorer:
+    """Return a scorer that knows other engines."""
+    return Scorer(Workload(variant.setup.units, seq_len), variant.cost, deadline_s, lower)
+
+
+def engine_policies(setup: Setup, scorer: Scorer) -> dict[str, Candidate]:
+    """Return the best candidate of every engine policy that can do what the setup requires, by name."""
+    num_nodes = len(scorer.cost.layout.nodes())
+    names = [name for name in policies_of(setup.optimizer) if can_run(name, setup, num_nodes)]
+    if setup.storage == "nvme" and OPTIMIZERS[setup.optimizer].others is None:
+        at = names.index(_AFTER_STORAGE) if _AFTER_STORAGE in names else len(names)
+        names[at:at] = ["zero-infinity"] if setup.clip else ["zero-infinity", "ratel"]  # ratel updates during backward
+    return {name: best_of_engine(setup, scorer, name) for name in names}
+
+
+def best_of_engine(setup: Setup, scorer: Scorer, name: str) -> Candidate:
+    """Return the best of an engine's placements, as its users find it.
+
+    They recompute activations only where keeping them does not fit, and offload parameters only where nothing fits. The
+    time is that of one iteration of the user's batch, also where a schedule stands for several.
+    """
+    found = _best_of_engine(setup, scorer, name)
+    assert isinstance(found.decisions, RivalDecisions)
+    return dataclasses.replace(found, iteration_s=found.iteration_s / found.decisions.num_steps)
+
+
+def _best_of_engine(setup: Setup, scorer: Scorer, name: str) -> Candidate:
+    if name == "ratel":
+        return best_of(map(scorer.score, _swapping(setup)))
+    if name == "streaming":
+        return good_streaming(setup, scorer)
+    if name in UNPAIRED:
+        return best_of(map(scorer.score, POLICIES[name](setup)))
+    placements = list((POLICIES | STORAGE_POLICIES)[name](setup))
+    best = _best_of_pairs(setup, scorer, placements, ends=name in FIRST_IS_FASTEST)
+    ways: tuple[tuple[Literal["host", "nvme"], tuple[str, ...]], ...] = (
+        ("host", HOST_PARAMETER_POLICIES),
+        ("nvme", NVME_PARAMETER_POLICIES),
+    )
+    for where, can in ways:
+        if best.missing_bytes and name in can:
+            away = [with_host_parameters(decisions, setup, where) for decisions in placements]
+            best = best_of([best, _best_of_pairs(setup, scorer, away)])
+    return best
+
+
+def _best_of_pairs(
+    setup: Setup, scorer: Scorer, placements: Sequence[RivalDecisions], *, ends: bool = False
+) -> Candidate:
+    """Return the best placement.
+
+    Args:
+        setup: the model, the machine and what the user has fixed.
+        scorer: scores candidates.
+        placements: every placement twice: first with activations kept, then with activations recomputed.
+        ends: whether the first that fits of either kind is its fastest.
+    """
+    # When forward ends, all kept activations are on the device.
+    may_fit = sum(unit.saved_bytes for unit in setup.units) <= capacities(scorer.cost)[Tier.GPU]
+    ways: tuple[int, ...] = (0, 1) if may_fit else (1, 0)
+    found: list[Candidate] = []
+    for pair in zip(placements[::2], placements[1::2], strict=True):
+        for rank, way in enumerate(ways):
+            found.append(scorer.score(pair[way]))
+            if not found[-1].missing_bytes:
+                ways = ways[:rank] if ends else ways
+                break
+    return best_of(found)
+
+
+def _swapping(setup: Setup) -> Iterator[RivalDecisions]:
+    """Yield Ratel's placements: the activations of more or fewer segments swapped, to the host or on to NVMe."""
+    num_segments = len(setup.swappable)
+    counts = sorted({round(num_segments * tenths / 10) for tenths in _SWAPPED_TENTHS})
+    for num_on_host in (None, 0):
+        yield from ratel(setup, counts, num_on_host)

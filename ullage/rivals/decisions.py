@@ -1,0 +1,229 @@
+"""Decisions of other engines: ours, and what only they do. They are simulated, never executed."""
+
+from enum import StrEnum
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from planner.decisions import Decisions, Place
+from planner.graph import Unit
+from ullage.rivals.habits import Habits
+
+LAYERS_IN_TURN = "layers in turn"
+"""How a row says that layers move from device to device, which no plan of ours does."""
+
+REDUCE_BUCKET_PARAMS = 500_000_000
+"""Gradients that DeepSpeed reduces, and copies to the host, at a time: its default ``reduce_bucket_size``."""
+
+
+class GradientPath(StrEnum):
+    """How gradients leave the device."""
+
+    ONCE = "once"  # as ours: in the weights' type, pinned, asynchronous, 2 B/param in bf16
+    # DeepSpeed ZeRO-3 (up to 0.19): bf16 out and back in, and after the last micro-batch fp32 out [Note: Accumulation].
+    # The fp32 copy also converts. It runs on the stream that backward's kernels wait for, so its time is fully exposed.
+    ZERO3_BLOCKING = "zero3-blocking"  # the last copy is unpinned, and the caller waits for it
+    ZERO3_PINNED = "zero3-pinned"  # the caller waits for the last copy, to a pinned buffer of the NVMe swapper
+    ZERO3_ASYNC = "zero3-async"  # the last copy is pinned, and the caller does not wait
+    # FSDP2 with ``CPUOffloadPolicy``: out in the master copy's type. Copies of the first micro-batch are pinned. The
+    # caller waits for those of later ones, because it adds them (``_fsdp_collectives.py::foreach_reduce``).
+    FSDP2 = "fsdp2"
+    # Engines that stream layers: the device adds up. The sum waits on the host between micro-batches. After the last
+    # one it stays, and with it the weights, until the update there.
+    ON_DEVICE = "on-device"
+    # Engines with passes of their own on the host: once, in the weights' type, pinned, to a buffer from where a pass of
+    # the host takes them (:class:`ullage.rivals.habits.Habits`).
+    BUFFERED = "buffered"
+
+    def blocks(self, micro_batch: int, last: int) -> bool:
+        """Return whether the caller waits until a micro-batch's gradient is on the host; ``last`` is the last one."""
+        if self is GradientPath.FSDP2:
+            return micro_batch > 0
+        return micro_batch == last and self in {GradientPath.ZERO3_BLOCKING, GradientPath.ZERO3_PINNED}
+
+    @property
+    def is_deepspeed(self) -> bool:
+        """Whether DeepSpeed moves them."""
+        return self.value.startswith("zero3")
+
+    @property
+    def is_one_copy(self) -> bool:
+        """Whether each micro-batch's gradient is copied to the host once, where it is added to the sum."""
+        return self in {GradientPath.ONCE, GradientPath.FSDP2, GradientPath.BUFFERED}
+
+
+class HostUpdate(StrEnum):
+    """How the host updates a subgroup and copies it to the device."""
+
+    # As ours, one pass: gradient and state in, state and bf16 weights out; pinned uploads beside other updates.
+    FUSED = "fused"
+    # DeepSpeed: a pass that scales gradients; AdamW; then an unpinned copy that casts. The next update waits for it.
+    DEEPSPEED = "deepspeed"
+    # Deep Optimizer States: AdamW; then a pinned upload of fp32 weights, cast on the device. The next update waits for
+    # it.
+    DEVICE_CAST = "device-cast"
+    # DeepSpeed's Super-Offload: a process of its own copies the gradient, then AdamW. After the last backward, its
+    # result is copied, the gradient is scaled (``superoffload_stage3.py``), and an unpinned copy casts the weights. The
+    # next of these waits for it.
+    SUPER_OFFLOAD = "super-offload"
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether weights are uploaded from pinned memory."""
+        return self not in {HostUpdate.DEEPSPEED, HostUpdate.SUPER_OFFLOAD}
+
+
+class RivalDecisions(Decisions):
+    """What another engine decides: the fields of ours, and what it does differently.
+
+    Attributes:
+        pinned_reads: whether parameters from NVMe are read into pinned buffers, from which copies to the device are
+            fast.
+        reduce_start: when ranks reduce gradients that accumulate on the device: in ``backward``, each unit's as soon as
+            it is final, or all at the ``step``.
+        host_update: how the host updates.
+        gradient_path: how gradients leave the device.
+        max_prefetch_params: a unit with more parameters is gathered only when it is reached, and the next backward
+            waits for the reduction of its gradient; ``None``: gathers run as far ahead as slots allow. 0 is DeepSpeed
+            with a prefetch bucket of 0.
+        max_reuse_params: gathered parameters are released at once if more parameters than that are used before their
+            next use (DeepSpeed's reuse distance); ``None``: only when their slot is needed.
+        module_hooks: whether Python hooks around every module gather and release its parameters, and gradients are
+            passed over on the device (DeepSpeed ZeRO-3, [Note: Reductions]).
+        inputs_on_host: whether inputs of segments that are recomputed wait on the host.
+        loop: whether the script's own work between iterations (logging, data, waiting for the device) counts, as in
+            published times.
+        device_buffer_bytes: other device memory of an engine: its buckets and staging buffers.
+        habits: what else an engine does; ``None``: nothing.
+    """
+
+    pinned_reads: bool = True
+    reduce_start: Literal["step", "backward"] = "backward"
+    host_update: HostUpdate = HostUpdate.FUSED
+    gradient_path: GradientPath = GradientPath.ONCE
+    max_prefetch_params: Annotated[int, Field(ge=0)] | None = None
+    max_reuse_params: Annotated[int, Field(ge=0)] | None = None
+    module_hooks: bool = False
+    inputs_on_host: bool = False
+    loop: bool = False
+    device_buffer_bytes: Annotated[int, Field(ge=0)] = 0
+    habits: Habits | None = None
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if self.reduce_start == "step" and self.update_start == "backward":
+            raise ValueError(
+                "no update can start during backward if gradients are added up at the step; set update_start to 'step' "
+                "or reduce_start to 'backward'"
+            )
+        fsdp2 = self.gradient_path is GradientPath.FSDP2
+        if self.fp8_weights and (fsdp2 or self.habits is not None):
+            raise ValueError(f"fp8_weights: policy {self.policy!r} fetches them in another type; leave fp8_weights out")
+        if fsdp2:
+            _check_fsdp2(self)
+        if self.gradient_path is GradientPath.ON_DEVICE:
+            _check_on_device(self)
+        return self
+
+    @property
+    def layer_by_layer(self) -> bool:
+        """Whether all micro-batches pass a segment before the next one begins."""
+        return self.habits is not None and self.habits.layer_by_layer
+
+    @property
+    def fills_buckets(self) -> bool:
+        """Whether gradients that leave the device wait for one another; see [Note: Buckets]."""
+        return self.gradient_path is GradientPath.ZERO3_BLOCKING and self.update_start == "step"
+
+    @property
+    def num_steps(self) -> int:
+        """Iterations of the user's batch that one iteration of the schedule stands for."""
+        return self.habits.num_steps if self.habits else 1
+
+    @property
+    def num_state_versions(self) -> Literal[1, 2]:
+        """Versions of state and weights on NVMe: others write in place."""
+        ours = self.gradient_path is GradientPath.ONCE and self.host_update is HostUpdate.FUSED and self.pinned_reads
+        return 2 if ours else 1
+
+    @property
+    def moved_bytes_per_param(self) -> int:
+        """Bytes per parameter of a fetch from the host, and of a gradient that is copied there once.
+
+        FSDP2 moves both in the type of the master copy, which it casts on the device.
+        """
+        fsdp2 = self.gradient_path is GradientPath.FSDP2
+        return self.precision.master_bytes if fsdp2 else self.precision.weight_bytes
+
+    @property
+    def spilled_bytes_per_param(self) -> int:
+        """Bytes per parameter of a gradient that waits on the host or on NVMe, which may be converted to fp32 first."""
+        return self.moved_bytes_per_param if self.gradient_path.is_one_copy else 4
+
+    @property
+    def shared_in_words(self) -> str:
+        """How data-parallel ranks share the model, in words."""
+        return LAYERS_IN_TURN if self.layer_by_layer else super().shared_in_words
+
+    @property
+    def numerics(self) -> str | None:
+        """How an engine changes what is computed, beyond the order of sums, in words; ``None`` if it does not."""
+        habits, parts = self.habits, []
+        if self.num_steps > 1:
+            parts.append(
+                f"the host updates every {self.num_steps} iterations, the device the largest gradients in each"
+            )
+        if habits is not None and habits.publishes_late:
+            parts.append("weights are one update old")
+        if self.precision.rounds and not self.precision.can_be_kept(self.optimizer):
+            parts.append(f"no master copy beside weights in {self.precision.weights}")
+        return "; ".join(parts) or None
+
+    def offloads(self, unit: str) -> bool:
+        """Return whether activations of a unit leave the device between forward and backward."""
+        decided = self.units[unit]
+        return decided.offloads or (self.inputs_on_host and decided.activations == "recompute")
+
+    def gathers(self, unit: Unit) -> bool:
+        """Return whether a unit's parameters are sharded over ranks (ZeRO-3) and gathered for every use."""
+        return not self.layer_by_layer and super().gathers(unit)
+
+    def gathers_ahead(self, num_params: int) -> bool:
+        """Return whether collectives of a unit with ``num_params`` parameters overlap with computing."""
+        return self.max_prefetch_params is None or num_params <= self.max_prefetch_params
+
+    def serves(self, unit: str, place: Place) -> bool:
+        """Return whether the host keeps weights for the device: not in FSDP2, where they are in the state."""
+        there = self.gradient_path is GradientPath.FSDP2 and place is not Place.NVME
+        return not there and super().serves(unit, place)
+
+    def arrives_in_place(self, unit: str, place: Place) -> bool:
+        """Return whether gradients overwrite the host's weights; only ours do."""
+        return self.gradient_path is GradientPath.ONCE and super().arrives_in_place(unit, place)
+
+    def weights_pass(self, unit: str) -> bool:
+        """Return whether streamed state of a unit travels with its gradients, or with its new weights."""
+        if self.gradient_path is GradientPath.ON_DEVICE:
+            return self.units[unit].fetched and not self.precision.weight_in_state
+        return super().weights_pass(unit)
+
+
+def _check_on_device(decisions: RivalDecisions) -> None:
+    if decisions.data_parallel > 1:
+        raise ValueError(
+            f"data_parallel is {decisions.data_parallel}, but gradient_path 'on-device' has one rank; set it to 1"
+        )
+    for name, unit in decisions.units.items():
+        if places := set(unit.update) & {Place.CPU, Place.NVME}:
+            raise ValueError(
+                f"unit {name}: gradient_path 'on-device' needs updates on the device, but there is one on "
+                f"{str(min(places))!r}; choose 'gpu' or 'stream'"
+            )
+
+
+def _check_fsdp2(decisions: RivalDecisions) -> None:
+    for name, unit in decisions.units.items():
+        if set(unit.update) - {Place.CPU} or (unit.update and unit.params != "host"):
+            raise ValueError(
+                f"unit {name}: gradient_path 'fsdp2' offloads everything; set its params to 'host' and update to 'cpu'"
+            )

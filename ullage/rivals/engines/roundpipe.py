@@ -1,0 +1,119 @@
+"""RoundPipe: stages of a few layers go to the devices of one node in turn; weights and optimizer are on the host.
+
+Source: github.com/ITcarrot/RoundPipe, ``roundpipe/run.py``, ``transfer.py``, ``roundpipe.py`` and ``scheduler.py``.
+
+[Note: Round robin] RoundPipe cuts the model into stages of a few layers and hands them to its devices in turn. A stage
+is copied to its device, all micro-batches pass it, and it leaves again. So every device works on another stage at any
+time, and its share of copies and computing is that of one rank that computes every segment for its share of the
+micro-batches with its share of the parameters' copies. That rank is what is lowered. Inputs of stages, their outputs,
+and the gradients of both travel through the host (``roundpipe/run.py``).
+
+What such a rank does not show is how the pipe fills and drains. The first stages of an iteration follow the last ones
+of the iteration before (``roundpipe.py::RoundPipe.forward_backward`` waits only for the loss), so this costs nothing if
+weights may be one update old. Otherwise a device waits in every iteration while one micro-batch passes as many stages
+as there are other devices. The first tasks of the schedule take that time. All stages are about as long as the longest
+segment's forward and backward (``scheduler.py::ModelExecutePlan.auto``), so they are forwards of layers with as many
+FLOP.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from planner.decisions import Place
+from planner.lowering.compute import lay_backward
+from planner.lowering.program import Program
+from planner.models.kernels import flop
+from planner.schedule.tasks import Lane, Op, Phase
+from planner.setup import Setup
+from ullage.rivals.decisions import GradientPath, RivalDecisions
+from ullage.rivals.engines.deciding import decide
+from ullage.rivals.habits import Habits
+
+SEGMENTS_OF_STAGE = 3
+"""Segments in a stage of forward, of which backward has one; see [Note: Round robin]."""
+
+# The next stage is copied while one computes.
+_STAGES_ON_DEVICE = 2
+# Bytes per parameter: ``_move_grad_to_optim`` reads gradients in the weights' type and writes them in fp32; the update
+# reads fp32 gradients; ``sync_optim_param`` copies fp32 weights to those that are fetched.
+_FP32_BYTES = 4
+# The norm reads gradients, and scaling reads and writes them.
+_CLIP_PASSES = 3
+# ``models/function.py::ChunkedCompileLinearForCausalLMLoss`` makes logits in chunks.
+_HEAD_PERCENT = 5
+
+
+def round_pipe(setup: Setup, *, publishes_late: bool = True) -> Iterator[RivalDecisions]:
+    """RoundPipe with its asynchronous optimizer, which changes numerics: weights are one update old.
+
+    The host updates all layers beside the next iteration (``roundpipe.py::RoundPipe.step``). Each stage's input is kept
+    on the host and recomputed from (``run.py::run_backward``). Micro-batches add up on the device.
+
+    Args:
+        setup: the request. All ranks are on one node, because one process drives them.
+        publishes_late: whether the optimizer is asynchronous; otherwise the next iteration waits for it.
+    """
+    weight_bytes = setup.precision.weight_bytes
+    segments: dict[str, int] = defaultdict(int)
+    for unit in setup.units:
+        segments[unit.segment] += unit.num_weights
+    several = setup.data_parallel > 1
+    yield decide(
+        setup,
+        "roundpipe" if publishes_late else "roundpipe-sync",
+        "recompute",
+        lambda _: Place.CPU,
+        params="host",
+        inputs_on_host=True,
+        zero_stage=3 if several else 0,
+        gradient_path=GradientPath.BUFFERED,
+        overlap_next_forward=publishes_late,
+        num_param_slots=_STAGES_ON_DEVICE,
+        # Gradients of a stage are whole on its device.
+        device_buffer_bytes=_STAGES_ON_DEVICE * weight_bytes * max(segments.values(), default=0) if several else 0,
+        habits=Habits(
+            layer_by_layer=True,
+            publishes_late=publishes_late,
+            prepare_bytes=weight_bytes + _FP32_BYTES + (_CLIP_PASSES * _FP32_BYTES if setup.clip else 0),
+            publish_bytes=_FP32_BYTES + weight_bytes,
+            host_bytes=_FP32_BYTES,
+            head_percent=_HEAD_PERCENT,
+        ),
+    )
+
+
+def round_pipe_sync(setup: Setup) -> Iterator[RivalDecisions]:
+    """RoundPipe with ``step(is_async=False)``: the next iteration waits for the optimizer."""
+    return round_pipe(setup, publishes_late=False)
+
+
+def lay_by_layer(decisions: RivalDecisions, program: Program) -> None:
+    """Append all micro-batches segment by segment; the last segment's forward and backward are together."""
+    count = decisions.num_micro_batches
+    *others, last = program.segments
+    for segment in others:
+        for micro_batch in range(count):
+            for unit in segment:
+                program.lay(unit.forwards, Op.FORWARD, unit, micro_batch)
+    for segment in (last, *reversed(others)):
+        for micro_batch in range(count):
+            for unit in segment if segment is last else ():
+                program.lay(unit.forwards, Op.FORWARD, unit, micro_batch)
+            lay_backward(program, segment, micro_batch)
+    if decisions.habits is not None and not decisions.habits.publishes_late:
+        _fill(program)
+
+
+def _fill(program: Program) -> None:
+    """Let the device wait until the pipe is full; see [Note: Round robin]."""
+    longest = max(
+        sum(flop((*unit.unit.forward, *unit.unit.backward)) for unit in segment) for segment in program.segments
+    )
+    layer = max(
+        program.segments[:-1] or program.segments, key=lambda segment: sum(flop(unit.unit.forward) for unit in segment)
+    )
+    of_layer = sum(flop(unit.unit.forward) for unit in layer)
+    for _ in range(round((program.decisions.data_parallel - 1) * longest / of_layer) if of_layer else 0):
+        for unit in layer:
+            wait = program.draft(Lane.COMPUTE, Op.FORWARD, Phase.FORWARD, unit)
+            program.before[program.spine[0].key].append(wait)

@@ -1,0 +1,142 @@
+"""How other engines compute, bring parameters and issue work."""
+
+import dataclasses
+from collections.abc import Collection
+
+from planner.decisions import Place
+from planner.lowering import pipeline
+from planner.lowering.activations import activations as core_activations
+from planner.lowering.amounts import Amounts
+from planner.lowering.compute import add_issue
+from planner.lowering.compute import launch as core_launch
+from planner.lowering.parameters import parameters as core_parameters
+from planner.lowering.program import Draft, LoweredUnit, Program
+from planner.schedule.tasks import Lane, Op, Phase
+from ullage.rivals.decisions import RivalDecisions
+from ullage.rivals.engines.roundpipe import SEGMENTS_OF_STAGE
+
+
+def note_amounts(decisions: RivalDecisions, program: Program) -> None:
+    """Note where amounts of the engine differ from ours, before any task is made.
+
+    DeepSpeed allocates one flat buffer for the gradients of device updates before training, so they are not new.
+    RoundPipe's ranks each work on other segments. Inputs of recomputed segments may wait on the host.
+    """
+    if decisions.gradient_path.is_deepspeed or decisions.layer_by_layer:
+        known: dict[int, Amounts] = {}
+        for unit in program.units:
+            if (changed := known.get(id(unit.amounts))) is None:
+                changed = known[id(unit.amounts)] = _amounts(decisions, unit.amounts)
+            unit.amounts = changed
+    for unit in program.units:
+        if decisions.inputs_on_host and unit.activations == "recompute":
+            unit.moved_bytes = unit.unit.activation_output_bytes if unit.unit.is_first else 0
+
+
+def _amounts(decisions: RivalDecisions, amounts: Amounts) -> Amounts:
+    buffer_params = buffered_params(amounts) if decisions.gradient_path.is_deepspeed else 0
+    replicas = 1 if decisions.layer_by_layer else amounts.replicas
+    return dataclasses.replace(amounts, replicas=replicas, resident_params=amounts.resident_params - buffer_params)
+
+
+def buffered_params(amounts: Amounts) -> int:
+    """Return the number of parameters that the device updates."""
+    return sum(num_params for num_params, place in amounts.pieces if place is Place.GPU)
+
+
+def parameters(decisions: RivalDecisions, program: Program) -> None:
+    """Fetch and all-gather parameters as the engine does."""
+    again = decisions.habits is not None and decisions.habits.recompute_block > 0
+
+    def released(unit: LoweredUnit, user: Draft, num_params: int) -> bool:
+        """Return whether parameters are brought again though they are in a slot."""
+        limit = decisions.max_reuse_params
+        reused_late = unit.amounts.gathered and limit is not None and num_params > limit
+        return reused_late or (again and user.op is not Op.BACKWARD)
+
+    core_parameters(program, released)
+    for draft in program.drafts:
+        if draft.op is Op.FETCH:
+            own_bytes = decisions.moved_bytes_per_param - decisions.precision.weight_bytes
+            draft.num_bytes += own_bytes * program.named[draft.unit].amounts.shard_params
+            draft.pinned = decisions.pinned_reads or program.named[draft.unit].amounts.params != "nvme"
+            if again:  # into another buffer than the one that is in use
+                draft.after = tuple(key for key in draft.after if program.drafts[key].unit != draft.unit)
+    if decisions.max_prefetch_params is not None:
+        _gather_when_reached(decisions, program)
+
+
+def _gather_when_reached(decisions: RivalDecisions, program: Program) -> None:
+    """Gather parameters of large units only when the caller needs them."""
+    positions = {draft.key: position for position, draft in enumerate(program.spine)}
+    issued = {
+        draft.key: (lane, draft) for lane in (*program.before.values(), *program.behind.values()) for draft in lane
+    }
+    for user in program.computing:
+        for key in user.after:
+            where, gather = issued.get(key, ([], user))
+            unit = program.named[gather.unit]
+            if gather.op is not Op.GATHER or decisions.gathers_ahead(unit.unit.num_weights):
+                continue
+            tasks = [gather]
+            for op in (Op.FETCH, Op.READ):
+                tasks[:0] = [program.drafts[each] for each in tasks[0].after if program.drafts[each].op is op]
+            own = program.before[user.key]
+            if where is not own:
+                where[:] = [draft for draft in where if draft not in tasks]
+                own += tasks
+            if position := positions[user.key]:
+                gather.after += (program.spine[position - 1].key,)
+            if unit.first_fill and unit.first_fill[1] is tasks[0]:
+                unit.first_fill = own, tasks[0]
+
+
+def activations(decisions: RivalDecisions, program: Program) -> None:
+    """Offload and reload activations; layer by layer, those of stages are more than their inputs."""
+    core_activations(program)
+    for draft in program.drafts if decisions.layer_by_layer else ():
+        if draft.lane in {Lane.ACTIVATION_IN, Lane.ACTIVATION_OUT}:
+            # Each way: a segment's input that is kept, a gradient of it, and the output of every stage of forward.
+            draft.num_bytes = draft.num_bytes * (2 * SEGMENTS_OF_STAGE + 1) // SEGMENTS_OF_STAGE
+
+
+def first_passes(program: Program) -> dict[tuple[str, int], Draft]:
+    """Return the recomputations of segments before those just before their backward, by unit and micro-batch."""
+    agains = {draft.key for unit in program.units for draft in unit.agains}
+    found = (draft for draft in program.computing if draft.op is Op.RECOMPUTE and draft.key not in agains)
+    return {(draft.unit, draft.micro_batch): draft for draft in found}
+
+
+def launch(decisions: RivalDecisions, program: Program) -> None:
+    """Add the host's time to issue kernels, and to run hooks of modules if the engine has them."""
+    if decisions.pipeline_parallel > 1:
+        pipeline.launch(program)
+        return
+    path, last = decisions.gradient_path, decisions.num_micro_batches - 1
+    awaited: Collection[Op] = ()
+    if path.is_one_copy:
+        awaited = (Op.FLUSH, Op.SCATTER)
+    elif path.blocks(last, last):
+        awaited = (Op.OVERWRITE,)
+    core_launch(program, awaited)
+    for draft in first_passes(program).values() if program.asynchronous else ():
+        unit = program.named[draft.unit]
+        add_issue(program, unit, draft, unit.unit.num_kernels[draft.op], awaited)
+    for draft in program.drafts if decisions.module_hooks else ():
+        if draft.op is Op.ISSUE:
+            draft.num_modules = program.named[draft.unit].unit.num_modules
+
+
+def loop(program: Program) -> None:
+    """Add the script's own work after everything else.
+
+    [Note: Reports] The scripts of the published DeepSpeed runs report memory: before and after every forward and
+    backward, and before and after the step (``engine.py``, ``memory_breakdown``). Each report collects Python's garbage
+    (``utils.py::see_memory_usage``), which takes 40 to 70 ms. Timers of phases leave them out. So they are one task at
+    the end of the iteration; its ``micro_batch`` is the last one and tells how many there were.
+    """
+    updates = tuple(draft.key for draft in program.drafts if draft.phase is Phase.UPDATE)
+    last = program.decisions.num_micro_batches - 1
+    work = program.draft(Lane.LAUNCH, Op.LOOP, Phase.LOOP, micro_batch=last, after=updates)
+    program.spine[0].after_previous += (work.key,)
+    program.tail.append(work)

@@ -1,0 +1,166 @@
+"""What other engines hold, where it differs from ours."""
+
+import functools
+from collections.abc import Collection, Mapping
+
+from planner.decisions import Place
+from planner.lowering.memory import Fresh, hold_from, hold_resident, note_fresh
+from planner.lowering.memory import memory as core_memory
+from planner.lowering.program import Draft, LoweredUnit, Program
+from planner.schedule.tasks import Lane, MemoryClass, Op, Phase, Tier
+from ullage.rivals.decisions import GradientPath, RivalDecisions
+from ullage.rivals.passes.computing import buffered_params, first_passes
+
+# DeepSpeed keeps the optimizer's gradients of device updates in fp32 (``stage3.py::initialize_optimizer_states``).
+_BUFFER_BYTES_PER_PARAM = 4
+
+
+def memory(decisions: RivalDecisions, program: Program) -> None:
+    """Add all buffers of the engine."""
+    program.hold(Tier.GPU, MemoryClass.WORKSPACE, decisions.device_buffer_bytes, "engine's buffers")
+    if decisions.gradient_path is GradientPath.ONCE and decisions.habits is None:
+        core_memory(program)
+    else:
+        core_memory(program, functools.partial(_hold_gradients, decisions, _brought(program)))
+    for unit in program.units:
+        _hold_more(decisions, program, unit)
+    if decisions.spill_gradients and decisions.gradient_path is not GradientPath.ONCE:
+        program.held = [held for held in program.held if not held[-1].startswith("spilled gradients")]
+        _hold_spilled(decisions, program)
+    if decisions.gradient_path is GradientPath.ON_DEVICE:
+        _shorten_state_slots(program)
+    if decisions.habits and decisions.habits.recompute_block:
+        _hold_blocks(program, decisions.habits.recompute_block)
+    if decisions.habits:
+        _shrink_head(program, decisions.habits.head_percent)
+
+
+def _hold_more(decisions: RivalDecisions, program: Program, unit: LoweredUnit) -> None:
+    if not unit.num_params:
+        pass
+    elif decisions.gradient_path.is_deepspeed:
+        num_bytes = _BUFFER_BYTES_PER_PARAM * buffered_params(unit.amounts)
+        program.hold(Tier.GPU, MemoryClass.GRADIENTS, num_bytes, f"{unit.name} buffer", unit.stage)
+    if unit.num_params and decisions.habits:
+        on_cpu = sum(num_params for num_params, place in unit.amounts.pieces if place is Place.CPU)
+        program.hold(Tier.HOST, MemoryClass.OPTIMIZER, decisions.habits.host_bytes * on_cpu, unit.name, unit.stage)
+    if decisions.inputs_on_host and unit.activations == "recompute":
+        # Layer by layer, those of all micro-batches are there at once.
+        count = decisions.num_micro_batches if decisions.layer_by_layer else 1
+        program.hold(Tier.HOST, MemoryClass.ACTIVATIONS, count * (unit.moved_bytes or 0), unit.name)
+
+
+def _brought(program: Program) -> dict[tuple[str, int], Draft]:
+    """Return the copies of earlier sums to the device, by unit and micro-batch."""
+    return {
+        (draft.unit, draft.micro_batch): draft
+        for draft in program.drafts
+        if draft.lane is Lane.H2D and draft.op is Op.LOAD and draft.phase is Phase.BACKWARD
+    }
+
+
+def _hold_gradients(
+    decisions: RivalDecisions,
+    brought: Mapping[tuple[str, int], Draft],
+    program: Program,
+    unit: LoweredUnit,
+    maker: LoweredUnit,
+    tied: Collection[str],
+    fresh: Fresh,
+) -> None:
+    """Hold a unit's gradients on the device; see :func:`planner.lowering.memory.hold_leaving`.
+
+    Engines that stream layers bring the sum back to the device, and leave the last one there for the update.
+    """
+    amounts, last_number = unit.amounts, decisions.num_micro_batches - 1
+    gradient_bytes, ranks, host = decisions.precision.gradient_bytes, amounts.replicas, amounts.flushed_params
+    on_device = decisions.gradient_path is GradientPath.ON_DEVICE
+    made: Draft | None = None  # the task since which whole gradients of this rank accumulate
+    summed: Draft | None = None  # the task since which the sum for the device's update is there
+    for micro_batch in range(decisions.num_micro_batches):
+        note_fresh(unit, maker, tied, fresh[micro_batch], (summed is not None, made is not None))
+        here = brought.get((unit.name, micro_batch)) if on_device else None
+        made = made or here or maker.backwards[micro_batch]
+        if scatter := unit.scatters.get(micro_batch):
+            # First the unreduced gradient of all parameters, then the rank's shard.
+            num_bytes, label = gradient_bytes * amounts.padded_params, f"{unit.name} unreduced"
+            program.hold_while(MemoryClass.GRADIENTS, num_bytes, label, made, scatter)
+            made = scatter
+        elif ranks > 1 or (decisions.layer_by_layer and micro_batch not in unit.flushes):
+            continue
+        if host:
+            last = unit.updates[-1] if on_device and micro_batch == last_number else unit.flushes[micro_batch]
+            hold_from(program, unit, tied, gradient_bytes * host, unit.name, made, last)
+        summed, made = summed or made, None
+    if amounts.resident_params and summed:
+        hold_resident(program, unit, tied, summed)
+
+
+def _hold_spilled(decisions: RivalDecisions, program: Program) -> None:
+    """Hold gradients on their way to NVMe, which other engines allocate on demand."""
+    begins: dict[str, Draft] = {}
+    for draft in program.drafts:
+        if draft.lane is Lane.D2H and draft.phase is Phase.BACKWARD:
+            begins.setdefault(draft.unit, draft)
+    for unit in program.units:
+        if not unit.spill:
+            continue
+        num_bytes, label = decisions.spilled_bytes_per_param * sum(unit.amounts.from_nvme), f"{unit.name} spilled"
+        if decisions.num_micro_batches == 1:
+            begin = begins[unit.name]
+            program.hold_while(MemoryClass.GRADIENTS, num_bytes, label, begin, unit.spill, Tier.HOST)
+        else:
+            program.hold(Tier.HOST, MemoryClass.GRADIENTS, num_bytes, label)
+
+
+def _shorten_state_slots(program: Program) -> None:
+    """Let slots for streamed state have no room for a master copy that is the weight, which is on the device anyway."""
+    decisions = program.decisions
+    streaming = [unit for unit in program.units if unit.amounts.streamed]
+    spared = decisions.resident_weight_bytes_per_param
+    state = [
+        (state_bytes, state_bytes - spared * num_params)
+        for unit in streaming
+        for (num_params, place), state_bytes in zip(unit.amounts.pieces, unit.amounts.state_bytes, strict=True)
+        if place is Place.STREAM
+    ]
+    largest, needed = (max(column) for column in zip(*state, strict=True)) if state else (0, 0)
+    spared_bytes = largest - needed
+    program.held = [
+        (tier, kind, num_bytes - spared_bytes * label.startswith("state slot "), first, last, stage, label)
+        for tier, kind, num_bytes, first, last, stage, label in program.held
+    ]
+
+
+def _hold_blocks(program: Program, block: int) -> None:
+    """Hold inputs in a block that is recomputed together: only the first segment's is kept since forward."""
+    first_of = first_passes(program)
+    firsts = [segment[0] for segment in program.segments if (segment[0].name, 0) in first_of]
+    later = {
+        forward.key: first_of[first.name, forward.micro_batch].key
+        for number, first in enumerate(firsts)
+        for forward in first.forwards
+        if number % block
+    }
+    program.held = [
+        (tier, kind, num_bytes, later.get(first, first) if label.endswith(" input") else first, last, stage, label)
+        for tier, kind, num_bytes, first, last, stage, label in program.held
+    ]
+
+
+def _shrink_head(program: Program, percent: int) -> None:
+    """Let an engine with a head of its own hold less of what the model's head saves and works in."""
+    segment = program.units[-1].unit.segment
+    members = [unit for unit in program.units if unit.unit.segment == segment]
+    saved = {unit.name for unit in members if unit.moved_bytes is None}
+    working = {f"{unit.name} workspace" for unit in members}
+
+    def share(kind: MemoryClass, label: str, num_bytes: int) -> int:
+        own = label in (saved if kind is MemoryClass.ACTIVATIONS else working if kind is MemoryClass.WORKSPACE else ())
+        return num_bytes * percent // 100 if own else num_bytes
+
+    program.held = [
+        (tier, kind, held, first, last, stage, label)
+        for tier, kind, num_bytes, first, last, stage, label in program.held
+        if (held := share(kind, label, num_bytes))
+    ]

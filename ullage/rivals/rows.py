@@ -1,0 +1,79 @@
+"""Rows of other engines beside a plan."""
+
+from collections.abc import Iterator, Sequence
+
+from planner.bounds.certificate import computing_s
+from planner.choices.variants import Job, Variant
+from planner.plan.document import EngineRow, Plan, describe
+from planner.plan.planning import Found, Request
+from planner.plan.planning import make_plan as make_plan_alone
+from planner.search import Candidate, Progress
+from ullage.rivals.best import engine_policies, scorer_of
+from ullage.rivals.decisions import RivalDecisions
+from ullage.rivals.nearest import nearest_fit
+
+
+def make_plan(
+    request: Request,
+    max_simulations: int | None = None,
+    progress: Progress | None = None,
+    budget_s: float | None = None,
+) -> Plan:
+    """Find the best plan for a request, with a row for each other engine; see :func:`planner.plan.planning.make_plan`.
+
+    Raises:
+        InfeasibleError: no candidate fits in memory.
+        ValueError: the request cannot be met; the message says why.
+    """
+    return make_plan_alone(request, max_simulations, progress, budget_s, _beside)
+
+
+def _beside(request: Request, found: Found) -> tuple[EngineRow, ...]:
+    best = engines_beside(request, found)
+    return tuple(_row(request.job, name, *best[name]) for name in best)
+
+
+def engine_rows(request: Request) -> Iterator[EngineRow]:
+    """Yield a row for every engine policy, each as soon as it is known, also where no plan fits."""
+    for name, found in _compared(_plainest(request.variants()), request.seq_len).items():
+        yield _row(request.job, name, *found)
+
+
+def engines_beside(request: Request, found: Found) -> dict[str, tuple[Variant, Candidate]]:
+    """Return by name the best candidate of every engine policy, and its variant.
+
+    Each has the choices that were searched for the plan, because its user could tune degrees and batch sizes too; if
+    these are pipelines, which engines that offload do not have, the one that most resembles their defaults.
+    """
+    return _compared(found.searched or _plainest(found.rivals), request.seq_len)
+
+
+def _compared(variants: Sequence[Variant], seq_len: int) -> dict[str, tuple[Variant, Candidate]]:
+    best: dict[str, tuple[Variant, Candidate]] = {}
+    for variant in variants:
+        for name, candidate in engine_policies(variant.setup, scorer_of(variant, seq_len)).items():
+            if name not in best or candidate.order < best[name][1].order:
+                best[name] = variant, candidate
+    return best
+
+
+def _plainest(variants: Sequence[Variant]) -> tuple[Variant, ...]:
+    plain = [variant for variant in variants if variant.choice.pipeline_parallel == 1]
+    if not plain:
+        return ()
+    return (min(plain, key=lambda variant: (variant.choice.tensor_parallel, computing_s(variant))),)
+
+
+def _row(job: Job, name: str, variant: Variant, candidate: Candidate) -> EngineRow:
+    simulated, decisions = candidate.iteration_s != float("inf"), candidate.decisions
+    nearest = nearest_fit(job, variant, name, candidate) if candidate.missing_bytes else None
+    return EngineRow(
+        name=name,
+        setting=describe(decisions, variant.setup.units),
+        fits=not candidate.missing_bytes,
+        iteration_s=candidate.iteration_s if simulated else None,
+        missing_bytes=candidate.missing_bytes,
+        nearest=nearest[0] if nearest else None,
+        nearest_iteration_s=nearest[1] if nearest else None,
+        numerics=decisions.numerics if isinstance(decisions, RivalDecisions) else None,
+    )
