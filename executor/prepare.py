@@ -115,6 +115,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     Attributes:
         entry: the optimizer's kernels and state.
         session: executes the plan.
+        config: what the session executes.
         plan: the plan that is executed. Not set if decisions alone were given.
         weights_folder: the folder from which weights were last loaded; ``None`` if none were.
     """
@@ -133,7 +134,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             self.weights_folder: Path | None = None
             self._given = optimizer
             self._model = model
-            self._config = config
+            self.config = config
             given = {
                 session.name_of(parameter): (state, group)
                 for group in self.param_groups
@@ -309,7 +310,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             StorageError: there is no room for the file.
         """
         check_decisions(config.decisions, self.entry, self.param_groups)
-        now, then = (dataclasses.asdict(one.decisions.degrees) for one in (self._config, config))
+        now, then = (dataclasses.asdict(one.decisions.degrees) for one in (self.config, config))
         if different := next((name for name in now if now[name] != then[name]), None):
             raise ValueError(
                 f"the other plan has {different} {then[different]}, but training runs with {now[different]}; plan with "
@@ -322,10 +323,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         transfer = self._write_transfer_file(folder)
         failure = self._start_session(config, transfer, steps)
         if failure is not None:
-            if (again := self._start_session(self._config, transfer, steps)) is not None:  # a rank is gone
+            if (again := self._start_session(self.config, transfer, steps)) is not None:  # a rank is gone
                 raise again
             raise failure
-        self._config = config
+        self.config = config
         return transfer.num_bytes
 
     def _check_open(self, call: str) -> None:
@@ -385,7 +386,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     @property
     def _keeps_master(self) -> bool:
         """Whether there are master copies beside the weights."""
-        return not self._config.decisions.precision.master_is_weight
+        return not self.config.decisions.precision.master_is_weight
 
     @property
     def _keeps_state(self) -> bool:

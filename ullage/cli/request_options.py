@@ -75,7 +75,7 @@ def add_request_options(parser: argparse.ArgumentParser, *, model_required: bool
         "--batches",
         choices=BATCHES,
         help="whole: all sequences have the same length (the default). masked: texts of any length are padded or "
-        "packed, as --data does; the plan then includes the memory of an attention mask",
+        "packed, as by TRL; the plan then includes the memory of an attention mask",
     )
     group.add_argument(
         "--micro-batch",
