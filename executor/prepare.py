@@ -7,7 +7,7 @@ import gc
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final, NamedTuple, NoReturn, cast, final
+from typing import Any, Final, NoReturn, cast, final
 
 import torch
 from torch import nn
@@ -23,8 +23,8 @@ from executor.module.guards import check_kinds, check_memory, check_plain, check
 from executor.optimizer.blocks import spread
 from executor.optimizer.passes import cut
 from executor.optimizer.reference import ROUNDS
-from executor.optimizer.table import OptimizerEntry, entry_of
-from executor.options import SessionOptions
+from executor.optimizer.table import entry_of
+from executor.options import Options
 from executor.session import Session
 from planner.decisions import Decisions, Place
 from planner.graph import Unit
@@ -32,7 +32,7 @@ from planner.optimizers import Optimizer
 from planner.plan.document import Plan
 from planner.schedule.loop import OutOfOrderError
 
-_ON_CPU = SessionOptions()
+_ON_CPU = Options()
 
 _Entry = tuple[Mapping[str, Any], Mapping[str, Any]]
 """A parameter's entry in a saved state, and its group's."""
@@ -43,7 +43,7 @@ def prepare_session(
     optimizer: torch.optim.Optimizer,
     units: tuple[Unit, ...],
     decisions: Decisions,
-    options: SessionOptions = _ON_CPU,
+    options: Options = _ON_CPU,
 ) -> tuple[nn.Module, "OffloadedOptimizer"]:
     """Put a model and its optimizer under a plan's decisions.
 
@@ -86,16 +86,7 @@ def prepare_session(
     check_unprepared(model)
     check_plain(model)
     check_memory(model, optimizer)
-    config = ExecutionConfig(units, decisions, options)
-    return model, OffloadedOptimizer(optimizer, entry_of(optimizer), model, config)
-
-
-class ExecutionConfig(NamedTuple):
-    """What a session executes: units in forward order for the decided micro-batch, decisions, and options."""
-
-    units: tuple[Unit, ...]
-    decisions: Decisions
-    options: SessionOptions
+    return model, OffloadedOptimizer(optimizer, model, units, decisions, options)
 
 
 def check_prepared(optimizer: object) -> None:
@@ -122,9 +113,15 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     plan: Plan
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, entry: OptimizerEntry, model: nn.Module, config: ExecutionConfig
+        self,
+        optimizer: torch.optim.Optimizer,
+        model: nn.Module,
+        units: tuple[Unit, ...],
+        decisions: Decisions,
+        options: Options,
     ) -> None:
-        session = Session(model, entry, optimizer.param_groups, *config)
+        entry = entry_of(optimizer)
+        session = Session(model, entry, optimizer.param_groups, units, decisions, options)
         with contextlib.ExitStack() as failing:
             failing.push(session)  # nobody else could close it, and the model could not be prepared again
             super().__init__(optimizer.param_groups, optimizer.defaults)  # shares these dicts; does not copy them
@@ -132,8 +129,6 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             self.session = session
             self.weights_folder: Path | None = None
             self._given = optimizer
-            self._model = model
-            self._config = config
             given = {
                 session.name_of(parameter): (state, group)
                 for group in self.param_groups
@@ -292,7 +287,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             for _, parameter in held.get(name, ())[:1]:  # frozen parameters have no state
                 check_saved_state(self.entry.of(parameter.kind), name, parameter.shard.whole_shape, state)
 
-    def switch_plan(self, config: ExecutionConfig, folder: Path) -> int:
+    def switch_plan(self, units: tuple[Unit, ...], decisions: Decisions, options: Options, folder: Path) -> int:
         """Switch to another plan between two iterations, and keep weights and state.
 
         The state passes through a file in ``folder`` (see :mod:`executor.memory.transfer_file`). The old session frees
@@ -308,8 +303,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             OutOfOrderError: in the middle of an iteration.
             StorageError: there is no room for the file.
         """
-        check_decisions(config.decisions, self.entry, self.param_groups)
-        now, then = (dataclasses.asdict(one.decisions.degrees) for one in (self._config, config))
+        check_decisions(decisions, self.entry, self.param_groups)
+        before = self.session
+        model, old = before.model, (before.units, before.decisions, before.options)
+        now, then = (dataclasses.asdict(one.degrees) for one in (before.decisions, decisions))
         if different := next((name for name in now if now[name] != then[name]), None):
             raise ValueError(
                 f"the other plan has {different} {then[different]}, but training runs with {now[different]}; plan with "
@@ -320,12 +317,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             entry.shard.name: entry.shard.whole for _, entry in self.session.access.parameter_states().values()
         }
         transfer = self._write_transfer_file(folder)
-        failure = self._start_session(config, transfer, steps)
+        del before  # else it would keep its memory
+        failure = self._start_session(model, (units, decisions, options), transfer, steps)
         if failure is not None:
-            if (again := self._start_session(self._config, transfer, steps)) is not None:  # a rank is gone
+            if (again := self._start_session(model, old, transfer, steps)) is not None:  # a rank is gone
                 raise again
             raise failure
-        self._config = config
         return transfer.num_bytes
 
     def _check_open(self, call: str) -> None:
@@ -357,14 +354,18 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return transfer
 
     def _start_session(
-        self, config: ExecutionConfig, transfer: TransferFile, steps: Mapping[str, int]
+        self,
+        model: nn.Module,
+        executed: tuple[tuple[Unit, ...], Decisions, Options],
+        transfer: TransferFile,
+        steps: Mapping[str, int],
     ) -> Exception | None:
         """Begin a session with the transferred state; return the error if it cannot begin."""
         self.session = _BETWEEN_PLANS
         gc.collect()  # reference cycles hold the old session's memory
         torch.cuda.empty_cache()  # cached blocks have the old sizes; does nothing without a GPU
         try:
-            self.session = Session(self._model, self.entry, self.param_groups, *config)
+            self.session = Session(model, self.entry, self.param_groups, *executed)
         except (ValueError, MemoryError, OSError) as error:
             for name, parameter in self._wholes.items():
                 parameter.data = transfer[name]
@@ -385,7 +386,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     @property
     def _keeps_master(self) -> bool:
         """Whether there are master copies beside the weights."""
-        return not self._config.decisions.precision.master_is_weight
+        return not self.session.decisions.precision.master_is_weight
 
     @property
     def _keeps_state(self) -> bool:

@@ -16,7 +16,7 @@ from executor.memory.arenas import Arena
 from executor.memory.state import ModelState
 from executor.optimizer import WorkerTeam
 from executor.optimizer.table import OptimizerEntry
-from executor.options import SessionOptions
+from executor.options import Options
 from executor.tasks.actions import Actions
 from executor.tasks.collectives import ScheduleCollectives
 from executor.tasks.snapshots import Snapshots
@@ -98,7 +98,7 @@ class Runtime:
         backend: Backend,
         ranks: Ranks | None,
         cores: Cores,
-        options: SessionOptions,
+        options: Options,
         failing: contextlib.ExitStack,
     ) -> None:
         self.backend = backend

@@ -36,7 +36,7 @@ from executor.module.guards import bind_guards
 from executor.module.naming import PROMPT, Naming, prompts_of
 from executor.module.quantized import bind_quantized, check_products
 from executor.optimizer.table import OptimizerEntry
-from executor.options import SessionOptions, backend_of
+from executor.options import Options, backend_of
 from executor.packed import with_own_storage
 from executor.parking import Moved, Parking
 from executor.runtime import Runtime, Unbroken
@@ -57,7 +57,7 @@ class Session(contextlib.AbstractContextManager["Session"]):
 
     Attributes:
         model: the user's model.
-        decisions, schedule: what is executed.
+        units, decisions, options, schedule: what is executed, and how.
         cores: the cores that the threads run on.
         collectives: collectives over host memory, between iterations.
         runtime: memory, threads and tasks.
@@ -77,13 +77,13 @@ class Session(contextlib.AbstractContextManager["Session"]):
         groups: list[dict[str, Any]],
         units: tuple[Unit, ...],
         decisions: Decisions,
-        options: SessionOptions,
+        options: Options,
     ) -> None:
         check_decisions(decisions, entry, groups)
         check_units(decisions, units)
         check_products(model, units)
         self.model = model
-        self.decisions = decisions
+        self.units, self.decisions, self.options = units, decisions, options
         self._meter: Meter | None = None
         self._undo: list[Callable[[], None]] = []
         self._has_left = self._on_all_ranks = False  # whether parameters are what they are to be after close()
@@ -105,7 +105,7 @@ class Session(contextlib.AbstractContextManager["Session"]):
                 units,
                 decisions,
                 shards,
-                compiles=options.compile_backend is not None,
+                compiles=bool(options.compile_blocks),
                 report=options.report,
             )
             # Bind threads first, so that memory is near the cores that touch it.

@@ -64,11 +64,10 @@ if TYPE_CHECKING:
     from ullage.data import DataBatch as DataBatch
     from ullage.integrations.transformers_trainer import offloaded as offloaded
     from ullage.planning import plan as plan
+    from ullage.this_machine.planning import Options as Options
     from ullage.training.checkpoints import CheckpointOptions as CheckpointOptions
     from ullage.training.levels import memory_folder as memory_folder
     from ullage.training.out_of_memory import OutOfMemoryError as OutOfMemoryError
-    from ullage.training.preparing import Options as Options
-    from ullage.training.preparing import Settings as Settings
     from ullage.training.preparing import prepare as prepare
     from ullage.training.trainer import Step as Step
     from ullage.training.trainer import Trainer as Trainer
@@ -113,10 +112,11 @@ _MODULES = {
     "ullage.data": ("Data", "DataBatch"),
     "ullage.integrations.transformers_trainer": ("offloaded",),
     "ullage.planning": ("plan",),
+    "ullage.this_machine.planning": ("Options",),
     "ullage.training.checkpoints": ("CheckpointOptions",),
     "ullage.training.levels": ("memory_folder",),
     "ullage.training.out_of_memory": ("OutOfMemoryError",),
-    "ullage.training.preparing": ("Options", "prepare", "Settings"),
+    "ullage.training.preparing": ("prepare",),
     "ullage.training.trainer": ("Step", "Trainer"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}

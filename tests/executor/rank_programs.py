@@ -40,7 +40,7 @@ from executor.checkpoint import Checkpoint, Level
 from executor.distributed.watchdog import RankError
 from executor.memory.arenas import DeviceMemoryError
 from executor.memory.nvme_files import StorageError
-from executor.prepare import ExecutionConfig, prepare_session
+from executor.prepare import prepare_session
 from executor.training_state.restoring import restore
 from executor.training_state.saving import Checkpoints
 from executor.weights import load, save
@@ -357,9 +357,8 @@ def changed(rank: int, _size: int, task: Task, ways: list[Decisions], folder, re
             return
         small = iteration == 0 and refuses == rank
         options = session_options(host_capacity_bytes=1000 if small else None)
-        way = ExecutionConfig(units_of(task, ways[iteration + 1]), ways[iteration + 1], options)
         try:
-            optimizer.switch_plan(way, folder)
+            optimizer.switch_plan(units_of(task, ways[iteration + 1]), ways[iteration + 1], options, folder)
         except (DeviceMemoryError, RankError, StorageError) as error:
             refused.append(type(error).__name__)
 
@@ -379,7 +378,7 @@ def compiled(rank: int, _size: int, task: Task, decisions: Decisions, backend: s
         warnings.simplefilter("default")  # Dynamo warns of what it does itself
         torch._dynamo.reset()
         counters.clear()
-        model, optimizer = prepare(task, decisions, compile_backend=backend)
+        model, optimizer = prepare(task, decisions, compile_blocks=backend)
         graphs = []
         with optimizer.session as session:
             seen = train(

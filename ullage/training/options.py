@@ -38,8 +38,8 @@ class ExecuteOptions:
         storage_dir: folder for the data that the plan keeps on NVMe during training; ``None``: ``output_dir``.
         compile_blocks: compile the repeated blocks with ``torch.compile``.
         cores: the cores that this machine's ranks divide, ``auto`` or ``free``; see
-            :class:`ullage.training.trainer.Settings`.
-        audit: see :class:`ullage.training.trainer.Settings`.
+            :class:`ullage.Options`.
+        audit: see :class:`ullage.Options`.
         replan: after some iterations, plan again with measured rates, and change to a faster plan.
         weights: a folder of safetensors files to begin with, or the name of a hub's model on this machine.
         save: a new folder for the trained model, in the format of ``from_pretrained``.

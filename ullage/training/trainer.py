@@ -20,7 +20,6 @@ from executor.checkpoint.levels import check_levels
 from executor.distributed.shards import BindingError
 from executor.optimizer.reference import ROUNDS
 from executor.optimizer.table import torch_class_of
-from executor.prepare import ExecutionConfig
 from executor.session import Session
 from executor.training_state.saving import Resumed
 from executor.weights import load
@@ -31,11 +30,12 @@ from planner.plan.document import Plan, PlanError
 from planner.schedule.tasks import Tier
 from ullage.data import Data
 from ullage.this_machine.checks import check_options
+from ullage.this_machine.planning import PLAN_OPTIONS, Options
 from ullage.training.batches import batch_source
 from ullage.training.checkpoints import CheckpointOptions, CheckpointSaver, Stateful
 from ullage.training.models import brings_weights, planned_model
 from ullage.training.out_of_memory import OutOfMemoryError, check_device, reporting_out_of_memory
-from ullage.training.preparing import Settings, prepare_planned, session_options, warn_about_dtypes
+from ullage.training.preparing import options_of, prepare_planned, warn_about_dtypes
 from ullage.training.processes import Process
 from ullage.training.replanning import Replanned, replan
 from ullage.training.text import Tokens
@@ -96,7 +96,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         checkpoints: options for checkpoints. Default: no checkpoints.
         weights: files of weights to begin with, as for :func:`ullage.load`. The default model is then made from the
             ``config.json`` beside them, without random weights.
-        settings: see :class:`Settings`.
+        options: those of :class:`ullage.Options` that do not plan.
 
     Attributes:
         plan, model, optimizer: plan, model and optimizer of the training. LR schedulers may be built on the optimizer.
@@ -126,11 +126,11 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         position: int = 0,
         checkpoints: CheckpointOptions | None = None,
         weights: str | Path | None = None,
-        **settings: Unpack[Settings],
+        **options: Unpack[Options],
     ) -> None:
         if optimizer is not None and model is None:
             raise ValueError("an optimizer was given without its model; give both, or neither")
-        check_options("Trainer", settings, Settings.__annotations__)
+        check_options("Trainer", options, [name for name in Options.__annotations__ if name not in PLAN_OPTIONS])
         self.plan = plan
         self.process = Process.of(plan)
         check_machine(plan, self.process)
@@ -142,8 +142,8 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
             self.saver = CheckpointSaver(
                 plan, checkpoints, self.stateful, self.outcomes, is_first=self.process.is_first
             )
-            settings = {"checkpoint_buffer_bytes": checkpoints.buffer_bytes, **settings}
-        self._settings = settings
+            options = {"checkpoint_buffer_bytes": checkpoints.buffer_bytes, **options}
+        self._options = options
         self._batches = batch_source(plan, data, seed, position, self.process.data_rank)
         self._data = data if isinstance(data, Data) else None
         if self._data is not None:
@@ -154,7 +154,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         folder = None if weights is None else weights_folder(weights)
         with reporting_out_of_memory(plan), _naming_weights(folder if model is None else None):
             model, optimizer = _make(plan, model, optimizer, self.process, folder, lr=lr, seed=seed)
-            self.model, self.optimizer = prepare_planned(model, optimizer, plan, settings)
+            self.model, self.optimizer = prepare_planned(model, optimizer, plan, options_of(plan, options))
         with contextlib.ExitStack() as failing:
             failing.push(self.session)  # on a failure, the session tells the other ranks
             if folder is not None and is_made and brings_weights(plan):
@@ -253,13 +253,12 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         found = replan(self.plan, self.session.mean_timeline(), self.session.collectives.broadcast_text)
         if found.after is None or not self.session.collectives.broadcast(int(found.is_faster)):
             return found
-        config = ExecutionConfig(
-            found.after.units(), found.after.decisions, session_options(found.after, self._settings)
-        )
+        options = options_of(found.after, self._options)
         if self.saver is not None:
             self.saver.close(waits=True, brings_down=False)
         with reporting_out_of_memory(found.after):
-            file_bytes = self.optimizer.switch_plan(config, config.options.storage_dir or Path(tempfile.gettempdir()))
+            folder = options.storage_dir or Path(tempfile.gettempdir())
+            file_bytes = self.optimizer.switch_plan(found.after.units(), found.after.decisions, options, folder)
         self.plan = self.optimizer.plan = found.after
         if self.saver is not None:
             self.saver.open(self.optimizer)

@@ -55,7 +55,6 @@ CLASSES = {
     "Request",
     "Resumed",
     "Session",
-    "Settings",
     "Simulation",
     "Step",
     "Timeline",

@@ -13,7 +13,7 @@ from ullage.cli.request_options import is_captured
 from ullage.output.progress import search_progress
 from ullage.this_machine.planning import (
     MOST_SIMULATIONS,
-    PlanOptions,
+    Options,
     free_memory,
     machine_now,
     made_by_rank_0,
@@ -40,12 +40,12 @@ def planned(args: argparse.Namespace, output_dir: Path) -> Plan:
     args.gpus = args.gpus or world_size()
     if args.batches is None and args.data is not None and _may_be_captured(args):
         args.batches = "masked"
-    plan_options: PlanOptions = {} if args.device_memory is None else {"device_memory": args.device_memory}
+    options: Options = {} if args.device_memory is None else {"device_memory": args.device_memory}
 
     def make() -> Plan:
         if args.hardware is None:
             profile_here()  # becomes the default of --hardware
-        request = request_of(args, lambda profile: machine_now({"hardware": profile, **plan_options}, free))
+        request = request_of(args, lambda profile: machine_now({"hardware": profile, **options}, free))
         with search_progress() as progress:
             return make_plan(request, max_simulations=MOST_SIMULATIONS, progress=progress)
 
