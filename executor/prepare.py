@@ -13,20 +13,17 @@ import torch
 from torch import nn
 
 from executor.checks import check_decisions, check_saved_group, check_saved_state
-from executor.distributed.shards import ParameterShard
 from executor.memory.moments import by_value, converted
-from executor.memory.pieces import Part, state_buffers
-from executor.memory.state import write_weights
+from executor.memory.pieces import state_buffers
+from executor.memory.stream import Source, tensor_name, whole_state, write_state
 from executor.memory.transfer_file import TransferFile
-from executor.memory.units import ParameterState, UnitState
+from executor.memory.units import ParameterState
 from executor.module.guards import check_kinds, check_memory, check_plain, check_unprepared
-from executor.optimizer.blocks import spread
-from executor.optimizer.passes import cut
 from executor.optimizer.reference import ROUNDS
 from executor.optimizer.table import entry_of
 from executor.options import Options
 from executor.session import Session
-from planner.decisions import Decisions, Place
+from planner.decisions import Decisions
 from planner.graph import Unit
 from planner.optimizers import Optimizer
 from planner.plan.document import Plan
@@ -343,8 +340,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         }
         likes |= {f"{name}/{key}": likes[name].float() for name in shards for key in in_float32[name]}
         transfer = TransferFile(folder, likes, self.session.runtime.ranks)
-        for parameter, state in self._states():
-            name = parameter.shard.name
+        for name, state in self._states():
             transfer.write(name, self.session.access.weights(name))
             for key, values in state.items():
                 transfer.write(f"{name}/{key}", values)
@@ -395,41 +391,36 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def _keys(self, kind: Optimizer) -> tuple[str, ...]:
         """Return the names of a parameter's saved state: the master copy (if any), then the optimizer's buffers."""
-        return (*(["master"] if self._keeps_master else []), *self.entry.of(kind).buffers)
+        return (*(["master"] if self._keeps_master else []), *self.buffers_of(kind))
 
-    def _states(self) -> Iterator[tuple[ParameterState, dict[str, torch.Tensor]]]:
-        """Yield each parameter's whole state on the host, in float32, beside one of its :class:`ParameterState`.
+    def buffers_of(self, kind: Optimizer) -> tuple[str, ...]:
+        """Return the names of the buffers of parameters that ``kind`` updates."""
+        return self.entry.of(kind).buffers
 
-        Tensors may be views of memory that is reused for the next unit. All ranks call this together.
+    def _states(self) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
+        """Yield each parameter's name and whole state on the host, in float32. All ranks call this together.
+
+        Tensors may be views of memory that is reused for the next unit.
         """
-        units = {unit.name: unit for unit, _ in self.session.access.parameter_states().values()}
-        names = collections.Counter(p.shard.name for _, p in self.session.access.parameter_states().values())
-        found: dict[str, dict[str, list[tuple[ParameterShard, torch.Tensor]]]] = {}
-        for unit in units.values():
-            most = 1 + max((len(self.entry.of(entry.kind).buffers) for entry in unit.parameters), default=0)
-            flat = [unit.unsharded(values) for values in _own_state(self.session, unit, most)]
-            for entry in unit.parameters:
-                shard, keys = entry.shard, self._keys(entry.kind)
-                of_whole = found.setdefault(shard.name, {key: [] for key in keys})
-                for key, values in zip(keys, flat if self._keeps_master else flat[1:], strict=False):
-                    mine = values[entry.start : entry.stop].view(shard.shape)
-                    of_whole[key].append((shard, mine if shard.is_whole else mine.clone()))
-                names[shard.name] -= 1
-                if not names[shard.name]:  # all units that hold rows of it have been read
-                    parts = found.pop(shard.name)
-                    wholes = {key: self.session.collectives.unshard(held) for key, held in parts.items()}
-                    yield entry, wholes
+        self.session.access.parameter_states()
+        state = self.session.runtime.state
+        read = whole_state(state, self.session.runtime.ranks)
+        for name, held in state.by_parameter.items():
+            master, *buffers = read(name)
+            keys = self._keys(held[0][1].kind)
+            yield name, dict(zip(keys, (master, *buffers) if self._keeps_master else buffers, strict=True))
 
     def _read_states(self) -> dict[str, dict[str, Any]]:
         states: dict[str, dict[str, Any]] = {}
-        for parameter, state in self._states():
+        for name, state in self._states():
+            parameter = self.session.runtime.state.by_parameter[name][0][1]
             own = self.entry.of(parameter.kind)
             if parameter.step or own.starts_at:
                 step = {"step": torch.tensor(float(parameter.step))} if own.counts_steps else {}
                 buffers = dict(zip(("master", *own.buffers), state_buffers(parameter.kind), strict=True))
                 shape = parameter.shard.whole_shape
                 flat = converted({key: values.reshape(-1) for key, values in state.items()}, own.buffers)
-                states[parameter.shard.name] = step | {
+                states[name] = step | {
                     key: (values.view(shape) if buffers[key].params == 1 else values).to(buffers[key].dtype, copy=True)
                     for key, values in flat.items()
                 }
@@ -449,41 +440,28 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 there = any(entry.get(key) is not None for key in self.entry.of(parameter.kind).buffers)
                 parameter.step = int(entry.get("step", there))
             for unit in {id(unit): unit for unit, _ in found}.values():
-                self._write_unit(unit, entries)
+                tensors: dict[str, torch.Tensor] = {}
+                for parameter in unit.parameters:
+                    if parameter.shard.name in entries:
+                        tensors |= self._tensors_of(parameter, entries[parameter.shard.name])
+                write_state(self.session.runtime.state, [unit], Source.of(tensors), self.buffers_of)
 
-    def _write_unit(self, unit: UnitState, entries: Mapping[str, _Entry]) -> None:
-        mine = {
-            p.name: _shard_of_entry(p, entries[p.shard.name], self.entry.of(p.kind).buffers)
-            for p in unit.parameters
-            if p.shard.name in entries
-        }
-        parts = [(p, part) for p in unit.parameters if p.name in mine for part in p.parts]
-        for piece in {part.piece.index: part.piece for _, part in parts}.values():
-            with self.session.runtime.state.state_of(unit, piece, writes=True) as state:
-                for parameter, part in parts:
-                    if part.piece.index == piece.index:
-                        self._write_part(state, parameter, part, mine[parameter.name])
-        for parameter in unit.parameters:
-            if parameter.name in mine and "master" in (entry := mine[parameter.name][0]):
-                write_weights(unit, parameter, entry["master"], parameter.start)
-
-    def _write_part(
-        self, state: tuple[torch.Tensor, ...], parameter: ParameterState, part: Part, entry: _Entry
-    ) -> None:
-        """Set a parameter's part of a piece's state. The master copy is set here only on NVMe."""
-        master, *buffers = cut(state, part.within.start, part.within.stop)
+    def _tensors_of(self, parameter: ParameterState, entry: _Entry) -> dict[str, torch.Tensor]:
+        """Return this rank's shard of a parameter's saved state, flat, by the names of a source."""
         values_of, group = entry
-        initial = None
+        own, forms = self.entry.of(parameter.kind), state_buffers(parameter.kind)[1:]
+        held = {key: values.cpu() for key, values in values_of.items() if key != "step" and values is not None}
+        shares = {key: parameter.shard.part(values).reshape(-1) for key, values in by_value(held).items()}
+        found = converted(shares, own.buffers)
+        first = 0.0
         if self.entry.starts_at and not parameter.step:  # the saved state has the model's type
-            initial = group[self.entry.starts_at]
-        for target, key in zip(buffers, self.entry.of(parameter.kind).buffers, strict=True):
-            values = values_of.get(key)
-            if values is None or initial is not None:
-                target.fill_(initial or 0.0)
-            else:
-                target.copy_(parameter.state_of(part, values))
-        if part.piece.place is Place.NVME and "master" in values_of:
-            master.copy_(parameter.values_of(part, values_of["master"]))
+            first = group[self.entry.starts_at]
+            found = {key: values for key, values in found.items() if key == "master"}
+        for key, form in zip(own.buffers, forms, strict=True):
+            if key not in found:
+                length = form.length(parameter.stop - parameter.start)
+                found[key] = torch.full((1,), first, dtype=form.dtype).expand(length)
+        return {tensor_name(parameter.shard.shard_name, key): values for key, values in found.items()}
 
 
 class _NoSession:
@@ -502,22 +480,3 @@ class _NoSession:
 
 
 _BETWEEN_PLANS: Final = cast("Session", _NoSession())
-
-
-def _own_state(session: Session, unit: UnitState, count: int) -> tuple[torch.Tensor, ...]:
-    """Return the rank's state of a unit by value, float32 ``[shard]``, on the host, in ``count`` tensors."""
-    whole = torch.empty(count, sum(piece.num_params for piece in unit.pieces))
-    for piece in unit.pieces:
-        held = slice(piece.start - unit.start, piece.stop - unit.start)
-        with session.runtime.state.state_of(unit, piece) as state:
-            for target, values in zip(whole, state, strict=False):
-                target[held].copy_(spread(values, piece.num_params) if len(values) < piece.num_params else values)
-    return whole.unbind()
-
-
-def _shard_of_entry(parameter: ParameterState, entry: _Entry, keys: tuple[str, ...]) -> _Entry:
-    """Return this rank's shard of a parameter's saved state, flat, with these keys of buffers."""
-    values_of, group = entry
-    tensors = {key: values.cpu() for key, values in values_of.items() if key != "step" and values is not None}
-    shares = {key: parameter.shard.part(values).reshape(-1) for key, values in by_value(tensors).items()}
-    return converted(shares, keys), group

@@ -11,6 +11,7 @@ import torch
 from executor.distributed.host_collectives import HostCollectives
 from executor.distributed.shards import unshard
 from executor.memory.frozen import FrozenParameter
+from executor.memory.stream import whole_state
 from executor.memory.units import ParameterState, UnitState
 from executor.module.visibility import WeightVisibility
 from executor.packed import with_own_storage
@@ -197,22 +198,15 @@ class StateAccess:
 
         Its result may be a view of memory that the next call reuses. All ranks make the same calls in the same order.
         """
-        held, flat = "", torch.empty(0)
+        read = whole_state(self._state, self._runtime.ranks, only_masters=True)
 
         def master(name: str) -> torch.Tensor:
-            nonlocal held, flat
             self._runtime.check_has_weights()
             if not self._runtime.parked:
                 self.make_current("state_dict()", uses=True)
             if name in self._state.frozen_by_parameter:  # they have no master copy
                 return self.stored_weights(name)
-            parts = []
-            for unit, parameter in self._state.by_parameter[name]:
-                if held != unit.name:
-                    held, flat = unit.name, unit.unsharded(self._own_masters(unit))
-                values = flat[parameter.start : parameter.stop].view(parameter.shard.shape)
-                parts.append((parameter.shard, values))
-            return unshard(parts, self._runtime.ranks)
+            return read(name)[0]
 
         return master
 
@@ -227,13 +221,6 @@ class StateAccess:
             (p.shard, p.of(self._frozen_bytes(unit, p))) for unit, p in self._state.frozen_by_parameter.get(name, ())
         ]
         return unshard(parts, self._runtime.ranks)
-
-    def _own_masters(self, unit: UnitState) -> torch.Tensor:
-        own = torch.empty(sum(piece.num_params for piece in unit.pieces))
-        for piece in unit.pieces:
-            with self._state.state_of(unit, piece) as (master, *_):
-                own[piece.start - unit.start : piece.stop - unit.start].copy_(master)
-        return own
 
     def make_current(self, doing: str, *, uses: bool = False, unparks: bool = False) -> None:
         """Wait for all updates, and copy to the device the weights that the next iteration would copy there.
