@@ -228,7 +228,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             OutOfOrderError: in the middle of an iteration, or the session is closed.
         """
         self._check_open("load_state_dict()")
-        self.session.access.check_idle()
+        self.session.runtime.check_idle()
         failure: ValueError | None = None
         try:
             entries = self._entries_of(state_dict)
@@ -236,7 +236,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             failure = error
         if self.session.collectives.any(failure is not None):
             raise failure or ValueError("another rank cannot load its state; see the error of that rank")
-        with self.session.access.changing("load_state_dict()"):
+        with self.session.runtime.changing("load_state_dict()"):
             self.write_states(entries)
             for group, their in zip(self.param_groups, state_dict["param_groups"], strict=True):
                 group.update({k: v for k, v in their.items() if k not in {"params", ROUNDS}})
@@ -309,9 +309,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 f"the other plan has {different} {then[different]}, but training runs with {now[different]}; plan with "
                 f"{now[different]}, or save a checkpoint and resume from it under the other plan"
             )
-        steps = {entry.shard.name: entry.step for _, entry in self.session.access.parameter_states().values()}
+        steps = {entry.shard.name: entry.step for _, entry in self.session.runtime.parameter_states().values()}
         self._wholes = {
-            entry.shard.name: entry.shard.whole for _, entry in self.session.access.parameter_states().values()
+            entry.shard.name: entry.shard.whole for _, entry in self.session.runtime.parameter_states().values()
         }
         transfer = self._write_transfer_file(folder)
         del before  # else it would keep its memory
@@ -331,7 +331,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def _write_transfer_file(self, folder: Path) -> TransferFile:
         """Write all weights and state into a file, and close the session."""
-        held = {parameter.shard.name: parameter for _, parameter in self.session.access.parameter_states().values()}
+        held = {parameter.shard.name: parameter for _, parameter in self.session.runtime.parameter_states().values()}
         shards = {name: parameter.shard for name, parameter in held.items()}
         in_float32 = {name: self._keys(parameter.kind) for name, parameter in held.items()}
         likes = {
@@ -341,7 +341,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         likes |= {f"{name}/{key}": likes[name].float() for name in shards for key in in_float32[name]}
         transfer = TransferFile(folder, likes, self.session.runtime.ranks)
         for name, state in self._states():
-            transfer.write(name, self.session.access.weights(name))
+            transfer.write(name, self.session.runtime.weights(name))
             for key, values in state.items():
                 transfer.write(f"{name}/{key}", values)
         self.session.close(give_back=False)
@@ -367,13 +367,13 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 parameter.data = transfer[name]
             return error.with_traceback(None)  # its frames would hold memory
         groups = {self.session.name_of(p): group for group in self.param_groups for p in group["params"]}
-        held = {entry.shard.name: entry for _, entry in self.session.access.parameter_states().values()}
+        held = {entry.shard.name: entry for _, entry in self.session.runtime.parameter_states().values()}
         entries: dict[str, _Entry] = {}
         for name in self._wholes:
             trained = steps[name] or self.entry.starts_at
             keys = [key for key in self._keys(held[name].kind) if trained or key == "master"]
             entries[name] = ({key: transfer[f"{name}/{key}"] for key in keys}, groups.get(name, self.defaults))
-        with self.session.access.changing("the change of plan"):
+        with self.session.runtime.changing("the change of plan"):
             self.write_states(entries)
             for _, entry in self.session.runtime.state.by_name.values():
                 entry.step = steps[entry.shard.name]
@@ -402,7 +402,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
         Tensors may be views of memory that is reused for the next unit.
         """
-        self.session.access.parameter_states()
+        self.session.runtime.parameter_states()
         state = self.session.runtime.state
         read = whole_state(state, self.session.runtime.ranks)
         for name, held in state.by_parameter.items():
@@ -430,10 +430,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """Set the state of parameters, by name. Read and write each piece once."""
         if not entries:
             return
-        found = [(u, p) for u, p in self.session.access.parameter_states().values() if p.shard.name in entries]
+        found = [(u, p) for u, p in self.session.runtime.parameter_states().values() if p.shard.name in entries]
         if self.session.runtime.snapshots is not None:
             self.session.runtime.snapshots.take_remaining()  # checkpoints that have begun need the old state
-        with self.session.access.changing("load_state_dict()"):
+        with self.session.runtime.changing("load_state_dict()"):
             for _, parameter in found:
                 # If an optimizer does not count steps, having state means that it has taken one.
                 entry, _ = entries[parameter.shard.name]

@@ -5,7 +5,7 @@ import functools
 from executor.audit import Audit, AuditError
 from executor.audit.cases import stored_gradients
 from executor.distributed.host_collectives import HostCollectives
-from executor.runtime import Runtime
+from executor.driver.runtime import Runtime
 from planner.decisions import Decisions
 
 

@@ -15,6 +15,8 @@ from executor.driver.on_demand import OnDemand, check_second_order, why_not
 from executor.driver.other_shapes import OtherShapes
 from executor.driver.progress import Progress
 from executor.driver.rules import UpdateRules
+from executor.driver.runtime import Runtime
+from executor.driver.unbroken import Unbroken
 from executor.gradients import GradientError
 from executor.memory.units import ParameterState, UnitState
 from executor.module.attention import fused_attention
@@ -22,8 +24,6 @@ from executor.module.guards import LEFT_HALF_WAY, ON_DEMAND, OWN_CHECKPOINTING
 from executor.module.user_gradients import UserGradients
 from executor.module.visibility import WeightVisibility
 from executor.optimizer.table import OptimizerEntry
-from executor.runtime import Runtime, Unbroken
-from executor.state_access import StateAccess
 from planner.decisions import Decisions
 from planner.graph import Unit
 from planner.schedule.loop import OutOfOrderError
@@ -53,7 +53,7 @@ class IterationDriver:
         self,
         model: nn.Module,
         runtime: Runtime,
-        access: StateAccess,
+        access: Runtime,
         units: tuple[Unit, ...],
         decisions: Decisions,
         entry: OptimizerEntry,
@@ -82,7 +82,7 @@ class IterationDriver:
         self.gradients = UserGradients(
             decisions, (p for _, p in runtime.state.parameters()), self._norms, self._end_early
         )
-        # See [Note: Interrupted] in executor.runtime.
+        # See [Note: Interrupted] in executor.driver.unbroken.
         self._forward = Unbroken(runtime, "forward", keeps=True, expected=(GradientError,))
         self._backward = Unbroken(runtime, "backward()", keeps=True, expected=(GradientError,))
         self._clipping = Unbroken(runtime, "clipping, or optimizer.step()", keeps=True, expected=(GradientError,))

@@ -18,10 +18,9 @@ from typing import Final, final
 
 import torch
 
+from executor.driver.runtime import Runtime
 from executor.memory.units import NEVER, FlatGradient, ParameterState, UnitState
 from executor.module.guards import SECOND_ORDER
-from executor.runtime import Runtime
-from executor.state_access import StateAccess
 from planner.decisions import Decisions, Place
 from planner.schedule.loop import OutOfOrderError
 from planner.schedule.tasks import Op
@@ -43,7 +42,7 @@ class OnDemand:
         RankError: another rank has not left the plan here, or it has failed.
     """
 
-    def __init__(self, runtime: Runtime, access: StateAccess, decisions: Decisions, dropped: Collection[str]) -> None:
+    def __init__(self, runtime: Runtime, access: Runtime, decisions: Decisions, dropped: Collection[str]) -> None:
         self._runtime = runtime
         self._access = access
         self._iteration = runtime.loop.iteration

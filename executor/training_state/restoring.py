@@ -46,7 +46,7 @@ def restore(optimizer: OffloadedOptimizer, checkpoint: Checkpoint) -> dict[str, 
     groups, saved_groups = optimizer.param_groups, extra["groups"]
     names = [[session.name_of(parameter) for parameter in group["params"]] for group in groups]
     order = groups_in_order(saved_groups, extra.get("parameters"), names, str(checkpoint.folder))
-    held = list(session.access.parameter_states().values())
+    held = list(session.runtime.parameter_states().values())
     if missing := {entry.shard.name for _, entry in held} - extra["steps"].keys():
         raise CheckpointError(f"{checkpoint.folder} has no {min(missing)}; the checkpoint is of another model")
     _check_tensors(optimizer, checkpoint, (entry for _, entry in held), extra["shapes"])
@@ -59,7 +59,7 @@ def restore(optimizer: OffloadedOptimizer, checkpoint: Checkpoint) -> dict[str, 
         if all(_has_exact_shard(checkpoint, entry, _keys(optimizer, entry.kind)) for entry in unit.parameters)
     ]
     before = [dict(group) for group in groups]
-    with session.access.changing("resume()", DamagedError):
+    with session.runtime.changing("resume()", DamagedError):
         source = Source(
             {name: _DTYPES[record.dtype] for name, record in checkpoint.manifest.tensors.items()}, checkpoint.read
         )

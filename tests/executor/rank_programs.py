@@ -141,7 +141,7 @@ def read_after_each_step(rank: int, _size: int, task: Task, decisions: Decisions
     with optimizer.session as session:
 
         def read(_iteration: int) -> None:
-            found.append(session.access.weights(name).view(torch.uint8).numpy().tobytes())
+            found.append(session.runtime.weights(name).view(torch.uint8).numpy().tobytes())
 
         train(task, model, optimizer, rank=rank, after_step=read)
         return [*found, session.full_parameters()[name].view(torch.uint8).numpy().tobytes()]
@@ -480,9 +480,9 @@ def parked_on_the_way(rank: int, _size: int, task: Task, decisions: Decisions):
 
         def between(_iteration):
             session.park()
-            session.access._fill_slot = None  # nothing may be brought to the device
+            session.runtime._fill_slot = None  # nothing may be brought to the device
             found = {name: values.clone() for name, values in session.stream_weights()}
-            del session.access._fill_slot
+            del session.runtime._fill_slot
             session.unpark()
             assert all(torch.equal(found[name], values) for name, values in session.full_parameters().items())
 

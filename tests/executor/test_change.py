@@ -91,7 +91,7 @@ def test_master_copies_of_what_is_not_trained_stay(tmp_path):
     model, optimizer = prepare_session(model, stock, model_units("gpt2"), decisions, options())
     optimizer.switch_plan(model_units("gpt2"), decisions, options(), tmp_path)
     with optimizer.session as session:
-        for name, (unit, entry) in session.access.parameter_states().items():
+        for name, (unit, entry) in session.runtime.parameter_states().items():
             for part in entry.parts:
                 with session.runtime.state.state_of(unit, part.piece) as (master, *_):
                     held = master[part.start - part.piece.start : part.stop - part.piece.start]

@@ -172,7 +172,7 @@ def test_a_session_that_fails_when_it_has_taken_the_weights_gives_them_back(monk
 
     model = make_model(TASK)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    monkeypatch.setattr("executor.runtime.LaneMachine", fails)
+    monkeypatch.setattr("executor.driver.runtime.LaneMachine", fails)
     with pytest.raises(MemoryError, match="no thread"):
         prepare_session(
             model, torch.optim.AdamW(groups(model)), model_units("gpt2"), decide(TASK, KEEP), session_options()
