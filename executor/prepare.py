@@ -22,6 +22,7 @@ from executor.module.guards import check_kinds, check_memory, check_plain, check
 from executor.optimizer.reference import ROUNDS
 from executor.optimizer.table import entry_of
 from executor.options import Options
+from executor.packed import StoredParameter
 from executor.session import Session
 from planner.decisions import Decisions
 from planner.graph import Unit
@@ -301,25 +302,30 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             StorageError: there is no room for the file.
         """
         check_decisions(decisions, self.entry, self.param_groups)
-        before = self.session
-        model, old = before.model, (before.units, before.decisions, before.options)
-        now, then = (dataclasses.asdict(one.degrees) for one in (before.decisions, decisions))
+        session = self.session
+        model, ways = session.model, ((units, decisions, options), (session.units, session.decisions, session.options))
+        now, then = (dataclasses.asdict(one.degrees) for one in (session.decisions, decisions))
         if different := next((name for name in now if now[name] != then[name]), None):
             raise ValueError(
                 f"the other plan has {different} {then[different]}, but training runs with {now[different]}; plan with "
                 f"{now[different]}, or save a checkpoint and resume from it under the other plan"
             )
-        steps = {entry.shard.name: entry.step for _, entry in self.session.runtime.parameter_states().values()}
-        self._wholes = {
-            entry.shard.name: entry.shard.whole for _, entry in self.session.runtime.parameter_states().values()
-        }
+        session.runtime.check_has_weights()
+        steps = {entry.shard.name: entry.step for _, entry in session.runtime.parameter_states().values()}
+        stored = {name: shard.stored for name, shard in session.runtime.state.shards().items()}
         transfer = self._write_transfer_file(folder)
-        del before  # else it would keep its memory
-        failure = self._start_session(model, (units, decisions, options), transfer, steps)
-        if failure is not None:
-            if (again := self._start_session(model, old, transfer, steps)) is not None:  # a rank is gone
-                raise again
-            raise failure
+        session.close(give_back=False)
+        del session  # else it would keep its memory
+        failures: list[Exception] = []
+        for way in (*ways, None):  # if the other plan cannot begin, the old one goes on, unless a rank is gone
+            for name, parameter in stored.items():
+                _give(parameter, transfer[name])
+            failure = None if way is None else self._start_session(model, way, transfer, steps)
+            if failure is None:
+                break
+            failures.append(failure)
+        if failures:
+            raise failures[-1]
         return transfer.num_bytes
 
     def _check_open(self, call: str) -> None:
@@ -330,29 +336,29 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             )
 
     def _write_transfer_file(self, folder: Path) -> TransferFile:
-        """Write all weights and state into a file, and close the session."""
-        held = {parameter.shard.name: parameter for _, parameter in self.session.runtime.parameter_states().values()}
-        shards = {name: parameter.shard for name, parameter in held.items()}
-        in_float32 = {name: self._keys(parameter.kind) for name, parameter in held.items()}
+        """Write all weights and state into a file."""
+        state = self.session.runtime.state
         likes = {
-            name: torch.empty(shard.whole_shape, dtype=shard.whole.dtype, device="meta")
-            for name, shard in shards.items()
+            name: torch.empty(shard.stored.num_bytes, dtype=torch.uint8, device="meta")
+            if shard.stored.is_quantized
+            else torch.empty(shard.whole_shape, dtype=shard.whole.dtype, device="meta")
+            for name, shard in state.shards().items()
         }
-        likes |= {f"{name}/{key}": likes[name].float() for name in shards for key in in_float32[name]}
+        for name, held in state.by_parameter.items():
+            whole = torch.empty(held[0][1].shard.whole_shape, device="meta")
+            likes |= {f"{name}/{key}": whole for key in self._keys(held[0][1].kind)}
         transfer = TransferFile(folder, likes, self.session.runtime.ranks)
-        for name, state in self._states():
-            transfer.write(name, self.session.runtime.weights(name))
-            for key, values in state.items():
+        for name, states in self._states():
+            for key, values in states.items():
                 transfer.write(f"{name}/{key}", values)
-        self.session.close(give_back=False)
-        for name, shard in shards.items():
-            shard.whole.data = transfer[name]
+        for name in state.shards():
+            transfer.write(name, self.session.runtime.weights(name))
         return transfer
 
     def _start_session(
         self,
         model: nn.Module,
-        executed: tuple[tuple[Unit, ...], Decisions, Options],
+        way: tuple[tuple[Unit, ...], Decisions, Options],
         transfer: TransferFile,
         steps: Mapping[str, int],
     ) -> Exception | None:
@@ -361,22 +367,18 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         gc.collect()  # reference cycles hold the old session's memory
         torch.cuda.empty_cache()  # cached blocks have the old sizes; does nothing without a GPU
         try:
-            self.session = Session(model, self.entry, self.param_groups, *executed)
+            self.session = Session(model, self.entry, self.param_groups, *way)
         except (ValueError, MemoryError, OSError) as error:
-            for name, parameter in self._wholes.items():
-                parameter.data = transfer[name]
             return error.with_traceback(None)  # its frames would hold memory
         groups = {self.session.name_of(p): group for group in self.param_groups for p in group["params"]}
-        held = {entry.shard.name: entry for _, entry in self.session.runtime.parameter_states().values()}
         entries: dict[str, _Entry] = {}
-        for name in self._wholes:
-            trained = steps[name] or self.entry.starts_at
-            keys = [key for key in self._keys(held[name].kind) if trained or key == "master"]
-            entries[name] = ({key: transfer[f"{name}/{key}"] for key in keys}, groups.get(name, self.defaults))
+        for name, held in self.session.runtime.state.by_parameter.items():
+            has_state = steps[name] or self.entry.starts_at
+            keys = [key for key in self._keys(held[0][1].kind) if has_state or key == "master"]
+            values = {key: transfer[f"{name}/{key}"] for key in keys}
+            entries[name] = {"step": steps[name], **values}, groups.get(name, self.defaults)
         with self.session.runtime.changing("the change of plan"):
             self.write_states(entries)
-            for _, entry in self.session.runtime.state.by_name.values():
-                entry.step = steps[entry.shard.name]
         return None
 
     @property
@@ -462,6 +464,14 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 length = form.length(parameter.stop - parameter.start)
                 found[key] = torch.full((1,), first, dtype=form.dtype).expand(length)
         return {tensor_name(parameter.shard.shard_name, key): values for key, values in found.items()}
+
+
+def _give(stored: StoredParameter, values: torch.Tensor) -> None:
+    """Make a parameter a view of its whole values, or of its bytes if it is quantized."""
+    if stored.is_quantized:
+        stored.live_in(values)
+    else:
+        stored.parameter.data = values
 
 
 class _NoSession:

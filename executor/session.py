@@ -138,7 +138,7 @@ class Session(contextlib.AbstractContextManager["Session"]):
                 )
             self._parking = Parking(model, self.runtime, options.link_bytes_per_s)
             self.driver = driver = IterationDriver(
-                model, self.runtime, self.runtime, units, decisions, entry, groups, self.audit, options.report
+                model, self.runtime, units, decisions, entry, groups, self.audit, options.report
             )
             failing.callback(driver.visibility.release)
             self._undo += driver.hook_parameters()

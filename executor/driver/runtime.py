@@ -35,6 +35,8 @@ from planner.lowering import lower
 from planner.schedule.loop import Loop, OutOfOrderError
 from planner.schedule.tasks import Op, Tier
 
+OF_GRADIENTS: Final = frozenset({Op.SCATTER, Op.FLUSH, Op.SPILL})
+"""Tasks that bring gradients to where updates read them."""
 _NEVER = -1
 _SHARE_KEPT: Final = 0.75
 
@@ -149,7 +151,7 @@ class Runtime:
     @property
     def has_last_step(self) -> bool:
         """Whether master copies are those of the last step once all issued tasks have ended."""
-        return self._updates_at_step or not self.inside_iteration
+        return self._updates_at_step or not self.inside_iteration or self.actions.defers
 
     @property
     def version(self) -> int:
@@ -184,15 +186,6 @@ class Runtime:
             raise ValueError(
                 f"{min(absent)}{more} no values, because the model was made on the meta device; load them first, for "
                 "example with ullage.load(optimizer, FOLDER)"
-            )
-
-    def check_autocast(self) -> None:
-        """Check that no autocast to another type than the plan's is on. Raises ValueError otherwise."""
-        kind, dtype = self.backend.device.type, self.state.dtype
-        if torch.is_autocast_enabled(kind) and (other := torch.get_autocast_dtype(kind)) != dtype:
-            raise ValueError(
-                f"autocast to {other} is on, but the plan computes with {dtype} weights; leave autocast, or plan with "
-                "another --precision"
             )
 
     def check_unparked(self) -> None:
@@ -238,6 +231,12 @@ class Runtime:
         """
         if needed and self.ranks is not None:
             self.ranks.check_same_call(self.doing)
+
+    def issue_gradients(self) -> None:
+        """Issue what brings gradients to where updates read them, and wait. Forward and backward have ended."""
+        of_gradients = (task.index for task in self.loop.schedule.tasks if task.op in OF_GRADIENTS)
+        self.loop.issue_up_to(1 + max(of_gradients, default=-1))
+        self.machine.wait()
 
     def synchronize(self, *, left_running: bool = False) -> None:
         """Wait until all updates have ended.

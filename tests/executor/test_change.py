@@ -33,7 +33,8 @@ WAYS += [uniform("host", "cpu", "recompute"), uniform("host", "stream"), uniform
 
 
 def way(task, choose, **settings):
-    return model_units(task.family), decide(task, choose, subgroup_params=settings.pop("grain", 3000)), options()
+    decisions = decide(task, choose, subgroup_params=settings.pop("grain", 3000))
+    return units_of(task, decisions), decisions, options()
 
 
 def changed(task, first, second, tmp_path, after=1):
@@ -63,6 +64,21 @@ def test_training_goes_on_to_the_same_bits(tmp_path_factory, ways, dtype, num_mi
     """With dropout, clipping, groups, and a schedule that was built before."""
     task = Task("opt", dtype, num_micro_batches, iterations=5, optimizer=optimizer)
     assert_same(changed(task, *ways, tmp_path_factory.getbasetemp()), reference(task))
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (uniform("gpu", "gpu"), uniform("host", "cpu")),
+        (uniform("host", "cpu"), uniform("nvme", "nvme")),
+        (mixed, mixed),
+    ],
+    ids=["off the device", "to drives", "mixed"],
+)
+def test_frozen_weights_change_places_too(tmp_path, first, second):
+    frozen = {"transformer.wte.weight", "transformer.h.0.mlp.c_fc.weight", "transformer.h.2.attn.c_attn.weight"}
+    task = Task("gpt2", frozen=frozenset(frozen))
+    assert_same(changed(task, first, second, tmp_path), reference(task))
 
 
 def test_experts_come_apart_on_the_way_and_together_again(tmp_path):
