@@ -7,7 +7,7 @@ import torch
 from executor.audit import Audit, AuditError
 from executor.audit.cases import stored_gradients
 from executor.distributed.host_collectives import HostCollectives
-from executor.runtime import Runtime
+from executor.driver.runtime import Runtime
 
 
 def end_audit(audit: Audit, runtime: Runtime) -> None:
