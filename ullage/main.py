@@ -20,7 +20,6 @@ _EXTRAS = {
     "torch",
     "transformers",
     "safetensors",
-    "matplotlib",
     "shtab",
     "tensorboard",
     "prometheus_client",

@@ -242,7 +242,7 @@ def _annotations(chart: Chart | Gantt) -> list[dict[str, Any]]:
             "x": (band.start + band.end) / 2,
             "y": 1,
             "yanchor": "bottom",
-            "text": _plain(band.words),
+            "text": _plain(f"{band.words} {value_text(band.end - band.start, chart.x.unit)}"),
             "showarrow": False,
             "font": {"size": 11, "color": "@soft"},
             "share": (band.end - band.start) / max(chart.bands[-1].end, 1e-30),

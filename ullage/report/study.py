@@ -10,7 +10,7 @@ from planner.schedule.tasks import Tier
 from ullage.output.formatting import LANE_WORDS, UNIT_SYMBOLS, duration, percent, si
 from ullage.output.palette import ORDINALS
 from ullage.report.charts import Axis as ChartAxis
-from ullage.report.charts import Chart, Fact, HeatMap, Mark, Part, Section, Summary, Table, Trace
+from ullage.report.charts import Chart, Fact, HeatMap, Mark, Part, Section, Table, Trace
 from ullage.whatif.money import run_seconds
 from ullage.whatif.screen import reasons, value_words
 from ullage.whatif.study import Axis, Figures, Point, Sensitivities, Sensitivity, Study, Value
@@ -34,10 +34,10 @@ def study_part(study: Study) -> Part:
         sections.append(_sensitivity_section(study.sensitivities))
     if study.prices is not None and any(point.cost for point in fitting):
         sections.append(_money_section(study, fitting, study.prices.currency))
-    return Part(_summary(study, fitting), tuple(sections))
+    return _part(study, fitting, tuple(sections))
 
 
-def _summary(study: Study, fitting: Sequence[Point]) -> Summary:
+def _part(study: Study, fitting: Sequence[Point], sections: tuple[Section, ...]) -> Part:
     models = list(dict.fromkeys(point.model for point in study.points))
     title = f"What if: {', '.join(models[:3]) or study.request.set.get('model', 'a study')}"
     count = len(study.points)
@@ -91,7 +91,7 @@ def _summary(study: Study, fitting: Sequence[Point]) -> Summary:
         "design": request.design,
         "made by": f"ullage {study.program_version or __version__}",
     }
-    return Summary(title, "study", sentence, tuple(facts), about, study.notes)
+    return Part(title, "study", sentence, tuple(facts), about, sections, study.notes)
 
 
 def _figures(point: Point) -> Figures:

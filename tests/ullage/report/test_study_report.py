@@ -35,7 +35,7 @@ def test_a_study_has_curves_what_binds_and_the_front():
     table = table_of(part, "Points, predicted")
     assert len(table.rows) == len(example_study.points)
     assert table.rows[-1] == ("1", "0.5x", "-", "-", "-", "-", "lacks 5 GB", "-", "-")
-    assert part.summary.facts[0].value == "11 of 12"
+    assert part.facts[0].value == "11 of 12"
     assert "nothing fits" in str(shown["sensitivities"].traces[1].texts)
     assert page_of(part).named("figure")
     for picture in shown.values():
