@@ -14,11 +14,11 @@ from ullage.analysis.runs import RunRecord, load_run
 from ullage.output.progress import Report
 from ullage.report.charts import Part, Table
 from ullage.report.explained import tricks_section
-from ullage.report.measured import comparison_section
 from ullage.report.offloading import offload_section
 from ullage.report.over_time import gantt_section, memory_over_time, resources_section, traffic_section
 from ullage.report.plan import plan_part
 from ullage.report.roofline import roofline_section
+from ullage.report.run import explained_sections
 from ullage.report.study import study_part
 from ullage.whatif.study import Study, load_study
 
@@ -83,7 +83,7 @@ def _of_plan(plan: Plan, run: RunRecord | None, progress: Report) -> Part:
     part = plan_part(plan, run, measured_s)
     offloading = offload_section(bench, run, measured_s, progress)
     sections = (
-        *([comparison_section(explained)] if explained is not None else []),
+        *(explained_sections(explained) if explained is not None else ()),
         *part.sections,
         gantt_section(views),
         memory_over_time(views, cost, run),

@@ -47,7 +47,7 @@ def page(plan_part, run_part) -> Page:
 
 def test_every_question_has_its_section(plan_part, run_part):
     assert [section.key for section in plan_part.sections] == SECTIONS
-    assert [section.key for section in run_part.sections] == ["comparison", *SECTIONS]
+    assert [section.key for section in run_part.sections] == ["causes", "comparison", "refit", *SECTIONS]
 
 
 def test_the_first_screen_says_what_is_predicted_and_what_measured(plan, plan_part, run_part):

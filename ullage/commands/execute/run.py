@@ -24,7 +24,6 @@ from ullage.analysis.comparison import Comparison, compare_record
 from ullage.analysis.runs import MIN_MEASURED, RunRecord, rows, save_run
 from ullage.analysis.simulation import simulate
 from ullage.cli.interruption import InterruptedTrainingError, Interruption
-from ullage.commands.compare.screen import render_comparison
 from ullage.commands.execute.data import (
     Evaluations,
     check_data,
@@ -38,6 +37,8 @@ from ullage.integrations.metrics import Metrics, Prometheus, Sink, TensorBoard
 from ullage.output.console import console, write_json
 from ullage.output.formatting import si
 from ullage.output.plans import tokens_per_iteration
+from ullage.report.run import comparison_section
+from ullage.report.terminal import show
 from ullage.training.checkpoints import CheckpointOptions, where_saved
 from ullage.training.drift import DriftWatch, warning
 from ullage.training.levels import buffer_bytes, levels_of
@@ -410,7 +411,7 @@ def _report(
     if iteration.measured:
         out.print(f"{tokens / iteration.measured:,.0f} {counted(plan.model)}/s on {record.machine}")
     out.print()
-    out.print(render_comparison(comparison))
+    show(comparison_section(comparison))
     out.print()
     if replanned is not None:
         out.print(replanned.render(iteration.measured))
