@@ -24,7 +24,6 @@ _EXTRAS = {
     "tensorboard",
     "prometheus_client",
     "pyarrow",
-    "ray",
     "plotly",
     "jinja2",
     "datasets",

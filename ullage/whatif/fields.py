@@ -22,7 +22,7 @@ from ullage.cli.arguments import lora, positive_int
 from ullage.cli.checkpoint_options import add_checkpoint_options, mtbf
 from ullage.cli.request_options import add_request_options
 from ullage.whatif.study import Value
-from ullage.whatif.values import Number, expand, parse_number
+from ullage.whatif.values import Number, StudyError, expand, parse_number
 
 Kind = Literal["option", "machine", "model"]
 
@@ -62,10 +62,6 @@ _WORDS = {
 }
 
 
-class FieldError(ValueError):
-    """A field does not exist or cannot have a value."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Field:
     """One field that can be varied.
@@ -99,7 +95,7 @@ class Field:
         """Parse a value: a number or factor, a switch, or the value of an option.
 
         Raises:
-            FieldError: the text is not a value of this field.
+            StudyError: the text is not a value of this field.
         """
         try:
             if self.kind == "option":
@@ -109,9 +105,9 @@ class Field:
                 return _switch(text)
             parsed = parse_number(text, self.unit)
         except ValueError as error:
-            raise FieldError(f"{self.name}={text}: {error}") from error
+            raise StudyError(f"{self.name}={text}: {error}") from error
         if self.whole and not parsed.relative and parsed.value % 1:
-            raise FieldError(f"{self.name}={text}: takes whole numbers; give one, or a factor such as 2x")
+            raise StudyError(f"{self.name}={text}: takes whole numbers; give one, or a factor such as 2x")
         return parsed
 
 
@@ -131,7 +127,7 @@ class Fields:
         """Return a field by its name, an alias, or its spelling as an option.
 
         Raises:
-            FieldError: the field does not exist; the message names similar ones.
+            StudyError: the field does not exist; the message names similar ones.
         """
         plain = name.removeprefix("--")
         for spelled in (ALIASES.get(plain, plain), plain.replace("-", "_")):
@@ -140,7 +136,7 @@ class Fields:
         inside = [other for other in self.by_name if plain in other][:3]
         near = inside or difflib.get_close_matches(plain, [*self.by_name, *ALIASES], n=3, cutoff=0.5)
         hint = f"did you mean {' or '.join(near)}? " if near else ""
-        raise FieldError(f"no field is called {name!r}; {hint}`ullage whatif --fields` lists all")
+        raise StudyError(f"no field is called {name!r}; {hint}`ullage whatif --fields` lists all")
 
 
 def changed_machine(hardware: HardwareProfile, changes: Mapping[str, Number | Value]) -> HardwareProfile:
@@ -161,7 +157,7 @@ def changed_machine(hardware: HardwareProfile, changes: Mapping[str, Number | Va
                 hardware = replace(hardware, {name: after}, CHANGED)
         except ValidationError as error:
             reason = error.errors()[0]["msg"].removeprefix("Value error, ")
-            raise FieldError(f"{name} of {hardware.name} cannot be {after}: {reason}") from error
+            raise StudyError(f"{name} of {hardware.name} cannot be {after}: {reason}") from error
     return hardware
 
 
@@ -174,7 +170,7 @@ def changed_model(model: Model, changes: Mapping[str, Number | Value]) -> Model:
     if not changes:
         return model
     if isinstance(model, CapturedModel):
-        raise FieldError(f"{next(iter(changes))}: {model.name} is a captured model, so its sizes cannot be varied")
+        raise StudyError(f"{next(iter(changes))}: {model.name} is a captured model, so its sizes cannot be varied")
     sizes = {name: _changed_value(of_model(model, name), change) for name, change in changes.items()}
     try:
         return ModelConfig.model_validate(model.model_dump() | {n.removeprefix("model."): v for n, v in sizes.items()})
@@ -187,14 +183,14 @@ def of_machine(hardware: HardwareProfile, name: str) -> float | int | bool:
     """Return the value of a machine's field; for a curve, its best rate.
 
     Raises:
-        FieldError: the machine has no such field.
+        StudyError: the machine has no such field.
     """
     path = scalable.paths[0] if (scalable := _scalable(hardware, name)) else name
     if (item := quantities(hardware).get(path)) is not None:
         return number(item)
     if (count := counts(hardware).get(path)) is not None:
         return count
-    raise FieldError(f"{hardware.name} has no {name}; choose a machine that has it, or leave the field out")
+    raise StudyError(f"{hardware.name} has no {name}; choose a machine that has it, or leave the field out")
 
 
 def of_model(model: Model, name: str) -> int | bool:

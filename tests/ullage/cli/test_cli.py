@@ -64,7 +64,6 @@ FLAGS = {
             "--tokens",
             "--days",
             "--workers",
-            "--ray",
             "--output",
             "--table",
             "--json",
