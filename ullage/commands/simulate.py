@@ -12,8 +12,8 @@ from ullage.analysis.simulation import ENGINES, OURS, Subject, planned, requeste
 from ullage.cli.arguments import positive_int
 from ullage.cli.default_hardware import print_default_hardware
 from ullage.cli.exit_codes import CHECK_FAILED
+from ullage.cli.options import add_options, given_options
 from ullage.cli.request import request_of
-from ullage.cli.request_options import add_request_options, given_options
 from ullage.commands import Subparsers, command_parser
 from ullage.output.console import write_json
 from ullage.report.iteration import iteration_part
@@ -64,7 +64,7 @@ def add_parser(subparsers: Subparsers) -> None:
     shown = parser.add_mutually_exclusive_group()
     shown.add_argument("--text", action="store_true", help="print the schedule, one line per task, and nothing else")
     shown.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    add_request_options(parser, model_required=False)
+    add_options(parser, model_required=False)
 
 
 def run(args: argparse.Namespace) -> int:

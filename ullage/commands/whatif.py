@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import get_args
 
 from ullage.cli.arguments import non_negative_int, positive_float, positive_int, tokens
-from ullage.cli.request_options import add_request_options
+from ullage.cli.options import add_options
 from ullage.commands import Subparsers, command_parser
 from ullage.whatif.study import Design, Question
 
@@ -86,7 +86,7 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     money.add_argument("--tokens", type=tokens, metavar="N", help="tokens of a whole run, as in 300B")
     money.add_argument("--days", type=positive_float, metavar="D", help="deadline of the whole run in days")
-    add_request_options(parser, model_required=False)
+    add_options(parser, model_required=False)
     running = parser.add_argument_group("running the study")
     running.add_argument("--workers", type=positive_int, metavar="N", help="processes (one per core)")
     running.add_argument(

@@ -7,7 +7,7 @@ from pathlib import Path
 from hwprofiles.files import check_output, write_whole
 from planner.models.registry import list_models, models_with_formulas
 from ullage.cli.default_hardware import print_default_hardware
-from ullage.cli.request_options import given_options
+from ullage.cli.options import given_options, option_fields
 from ullage.output.progress import progress_bar
 from ullage.whatif.design import Space
 from ullage.whatif.fields import ALIASES, Field
@@ -64,8 +64,8 @@ def study_of(args: argparse.Namespace) -> Study:
 
 def study_request(args: argparse.Namespace) -> StudyRequest:
     """Return the study that the options describe."""
-    given = {option.removeprefix("--").replace("-", "_") for option in given_options(args)}
-    options = {"clip" if name == "no_clip" else name: _text(name, getattr(args, name)) for name in sorted(given)}
+    found = {name: getattr(args, name, None) for name, _ in option_fields()}
+    options = {name: _text(value) for name, value in sorted(found.items()) if value is not None}
     sets = dict(_assignment("--set", text) for text in args.set or ())
     sweeps: dict[str, tuple[str, ...]] = {}
     for name, text in (_assignment("--sweep", text) for text in args.sweep or ()):
@@ -116,13 +116,11 @@ def _matches(text: str, field: Field) -> bool:
     return any(text.lower() in where.lower() for where in (field.name, field.words, *known))
 
 
-def _text(name: str, value: object) -> str:
+def _text(value: object) -> str:
     """Return the value of an option as text."""
-    if name == "no_clip":
-        return "false"
-    if isinstance(value, list):
-        return " ".join(map(str, value))
-    return str(value)
+    if isinstance(value, bool):
+        return str(value).lower()
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _assignment(option: str, text: str) -> tuple[str, str]:

@@ -19,9 +19,9 @@ from ullage.whatif.fields import (
     Fields,
     changed_machine,
     changed_model,
-    namespace,
     of_machine,
     of_model,
+    options_of,
 )
 from ullage.whatif.running.point import Effort, digest_of
 from ullage.whatif.study import Axis, Result, StudyRequest, Value, Varied
@@ -118,7 +118,7 @@ class Space:
         subgroup: dict[str, Any] = {name: options.pop(name) for name in [SUBGROUP_PARAMS] if name in options}
         names = {name: str(options.get(name, "")) for name in ("hardware", "model")}
         try:
-            args = namespace(options)
+            args = options_of(options)
             checkpoints = checkpoints_of(args)
             request = request_of(
                 args,
@@ -210,7 +210,7 @@ def _fields(request: StudyRequest, default_hardware: str) -> Fields:
     named = ("model", "hardware", "input_shape", "precision", "master", "lora", "quantize", "batches")
     options = {name: Field(name, "option", "").parse(texts[name]) for name in named if name in texts}
     hardware = load_profile(str(options.get("hardware", default_hardware)))
-    as_on_gpu, given = hardware.device.kind == "gpu", namespace(options)
+    as_on_gpu, given = hardware.device.kind == "gpu", options_of(options)
     model, *_ = trained(given, precision_of(given, hardware), lambda model: model, as_on_gpu=as_on_gpu)
     return Fields(hardware, model)
 

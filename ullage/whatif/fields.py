@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import difflib
-import functools
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, Literal
@@ -18,9 +17,8 @@ from planner.costs.scalable import Scalable, all_scalables, scalables, scaled
 from planner.models.captured import CapturedModel, Model
 from planner.models.config import ModelConfig, ModelConfigError
 from planner.plan.planning import Request
-from ullage.cli.arguments import lora, positive_int
-from ullage.cli.checkpoint_options import add_checkpoint_options, mtbf
-from ullage.cli.request_options import add_request_options
+from ullage.cli.arguments import lora, mtbf, positive_int
+from ullage.cli.options import Options, option_fields
 from ullage.whatif.study import Value
 from ullage.whatif.values import Number, StudyError, expand, parse_number
 
@@ -45,11 +43,10 @@ ALIASES: Final[Mapping[str, str]] = {
 
 _CLIP_WORDS: Final = "clip gradients by their global norm (true)"
 _READ: Final[Mapping[str, Callable[[Any], Any]]] = {
-    "clip": lambda value: None if value else True,
     "lora": lora,
     "mtbf": mtbf,
 }
-"""Functions that convert values of some fields to those of command-line options."""
+"""Fields whose values are texts in a study, and the functions that read them."""
 
 SUBGROUP_PARAMS: Final = "subgroup_params"
 """The only field of a request that is not an option of a command."""
@@ -199,12 +196,9 @@ def of_model(model: Model, name: str) -> int | bool:
     return value
 
 
-def namespace(options: Mapping[str, Any]) -> argparse.Namespace:
-    """Return parsed arguments in which only ``options`` are given."""
-    given = argparse.Namespace(**dict.fromkeys(action.dest for action in _actions().values()))
-    for name, value in options.items():
-        setattr(given, _actions()[name].dest, _READ[name](value) if name in _READ else value)
-    return given
+def options_of(values: Mapping[str, Any]) -> Options:
+    """Return options of which only these are given."""
+    return Options(**{name: _READ[name](value) if name in _READ else value for name, value in values.items()})
 
 
 def _changed_value(before: float | bool, change: Number | Value) -> Any:
@@ -226,9 +220,9 @@ def _scalable(hardware: HardwareProfile, name: str) -> Scalable | None:
 
 
 def _option_fields() -> Iterator[Field]:
-    for name, action in _actions().items():
-        words = _CLIP_WORDS if name == "clip" else " ".join(str(action.help).split()).replace("%%", "%")
-        yield Field(name, "option", words, whole=action.type is positive_int)
+    for name, of in option_fields():
+        words = _CLIP_WORDS if name == "clip" else of["help"].replace("%%", "%")
+        yield Field(name, "option", words, whole=of.get("type") is positive_int)
     yield Field(SUBGROUP_PARAMS, "option", "most parameters of one subgroup, the grain of the update", whole=True)
 
 
@@ -257,27 +251,16 @@ def _machine_fields(hardware: HardwareProfile) -> Iterator[Field]:
         yield Field(path, "machine", _WORDS.get(path, ""), whole=not switch, switch=switch, present=count)
 
 
-@functools.cache
-def _actions() -> dict[str, argparse.Action]:
-    """Return the options of a request and of its checkpoints, by the names of their fields."""
-    parser = argparse.ArgumentParser(add_help=False)
-    add_request_options(parser, model_required=False)
-    add_checkpoint_options(parser)
-    return {"clip" if action.dest == "no_clip" else action.dest: action for action in parser._actions}
-
-
 def _option_value(name: str, text: str) -> Any:
     if name == "clip":
         return _switch(text)
-    if name == SUBGROUP_PARAMS:
-        name = "gpus"  # has the same rule: a whole number of at least 1
-    action = _actions()[name]
-    if action.choices is not None and text not in action.choices:
-        raise ValueError(f"give one of {', '.join(map(str, action.choices))}")
-    if not callable(action.type):
+    of = {SUBGROUP_PARAMS: {"type": positive_int}, **dict(option_fields())}[name]
+    if (choices := of.get("choices")) and text not in choices:
+        raise ValueError(f"give one of {', '.join(choices)}")
+    if (read := of.get("type")) is None:
         return text
     try:
-        found = [action.type(part) for part in text.split()] if action.nargs else action.type(text)
+        found = [read(part) for part in text.split()] if of.get("nargs") else read(text)
     except argparse.ArgumentTypeError as error:
         raise ValueError(str(error)) from error
     return text if name in _READ else found

@@ -8,8 +8,8 @@ from pathlib import Path
 from hwprofiles.files import check_output, make_folder
 from planner.plan.document import Plan
 from planner.plan.planning import make_plan
+from ullage.cli.options import is_captured
 from ullage.cli.request import request_of
-from ullage.cli.request_options import is_captured
 from ullage.output.progress import search_progress
 from ullage.this_machine.planning import (
     MOST_SIMULATIONS,

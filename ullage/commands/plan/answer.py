@@ -21,8 +21,8 @@ from planner.plan.planning import InfeasibleError, Request, engine_rows, make_pl
 from planner.search import no_garbage_collection
 from ullage.cli.checkpoint_request import checkpoints_of, with_pfs
 from ullage.cli.exit_codes import BAD_INPUT
+from ullage.cli.options import PACKAGED_HARDWARE, is_captured
 from ullage.cli.request import request_of, trained
-from ullage.cli.request_options import PACKAGED_HARDWARE, is_captured
 from ullage.output.formatting import si
 from ullage.output.progress import search_progress, status
 
