@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Mapping
-from typing import final
+from typing import Final, final
 
 import torch
 
@@ -25,6 +25,9 @@ from planner.graph import Unit
 from planner.lowering import lower
 from planner.schedule.loop import Loop, OutOfOrderError
 from planner.schedule.tasks import Op, Tier
+
+OF_GRADIENTS: Final = frozenset({Op.SCATTER, Op.FLUSH, Op.SPILL})
+"""Tasks that bring gradients to where updates read them."""
 
 
 @final
@@ -151,7 +154,7 @@ class Runtime:
     @property
     def has_last_step(self) -> bool:
         """Whether master copies are those of the last step once all issued tasks have ended."""
-        return self._updates_at_step or not self.inside_iteration
+        return self._updates_at_step or not self.inside_iteration or self.actions.defers
 
     def fail(self, call: str, error: BaseException, *, keeps: bool = False) -> None:
         """Mark the session as failed, because a call did not complete; see [Note: Interrupted]."""
@@ -203,6 +206,12 @@ class Runtime:
                 "the session is parked, and has no device memory; call session.unpark() first, or read weights with "
                 "session.stream_weights()"
             )
+
+    def issue_gradients(self) -> None:
+        """Issue what brings gradients to where updates read them, and wait. Forward and backward have ended."""
+        of_gradients = (task.index for task in self.loop.schedule.tasks if task.op in OF_GRADIENTS)
+        self.loop.issue_up_to(1 + max(of_gradients, default=-1))
+        self.machine.wait()
 
     def synchronize(self) -> None:
         """Wait until all updates have ended.

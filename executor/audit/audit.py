@@ -135,7 +135,7 @@ class Audit:
         self._own_forwards = {m: vars(m)["forward"] for m in model.modules() if "forward" in vars(m)}
         self._decisions = decisions
         self._compiles = compiles
-        self._sums_up = decisions.degrees.num_devices == 1 and decisions.update_start == "step"
+        self._sums_up = decisions.degrees.num_devices == 1
         self._later = False  # whether the first micro-batch has ended
         self._all = [] if when == "off" else list(cases(model, units, decisions, shards))
         self._due: list[Case] = []

@@ -383,12 +383,13 @@ class IterationDriver:
             self._reach_clip()
             if self._audit.is_active:
                 self.visibility.show("")
-                end_audit(self._audit, self._runtime, self._decisions)
+                end_audit(self._audit, self._runtime)
             self.gradients.begin_step(self._loop.iteration)
             with self._updating:
                 if self._decisions.update_start == "step":
                     self._begin_updates()
                 self._runtime.machine.end_open()
+                self._runtime.actions.perform_deferred(self._loop.iteration)
                 self._loop.finish()
                 self.visibility.show("")
                 self._runtime.inside_iteration = False
@@ -543,6 +544,8 @@ class IterationDriver:
         self.visibility.unsettle()
         self._access.settled.clear()
         self._rules.begin(self.gradients)
+        if self._audit.is_active:  # in backward: they wait for its verdict, see `end_audit`
+            self._runtime.actions.defer_updates(self._loop.iteration, self._loop.num_issued)
 
     def _collector(self, unit: UnitState, parameter: ParameterState) -> Callable[[torch.Tensor], None]:
         gradients, progress, loop = self._runtime.actions.gradients, self.progress, self._loop

@@ -14,19 +14,17 @@ which are made again from the master copy: it rounds to the same bits.
 """
 
 from collections.abc import Collection, Iterable, Sequence
-from typing import Final, final
+from typing import final
 
 import torch
 
 from executor.memory.units import NEVER, FlatGradient, ParameterState, UnitState
 from executor.module.guards import SECOND_ORDER
-from executor.runtime import Runtime
+from executor.runtime import OF_GRADIENTS, Runtime
 from executor.state_access import StateAccess
 from planner.decisions import Decisions, Place
 from planner.schedule.loop import OutOfOrderError
 from planner.schedule.tasks import Op
-
-_OF_GRADIENTS: Final = frozenset({Op.SCATTER, Op.FLUSH, Op.SPILL})
 
 
 @final
@@ -102,9 +100,7 @@ class OnDemand:
     def flush_rest(self) -> None:
         """Move the gradients whose tasks had been issued before the model left the plan, after all such tasks."""
         runtime = self._runtime
-        of_gradients = (task.index for task in runtime.loop.schedule.tasks if task.op in _OF_GRADIENTS)
-        runtime.loop.issue_up_to(1 + max(of_gradients, default=-1))
-        runtime.machine.wait()
+        runtime.issue_gradients()
         if (collectives := runtime.collectives) is not None:
             collectives.reduce_rest(self._doing)
         for unit in runtime.state.units.values():
@@ -186,7 +182,7 @@ class OnDemand:
 def why_not(runtime: Runtime, decisions: Decisions) -> str:
     """Return why an iteration cannot leave the plan here; empty if it can."""
     issued, last = runtime.loop.schedule.tasks[: runtime.loop.num_issued], decisions.num_micro_batches - 1
-    ends = any(task.op in _OF_GRADIENTS and task.micro_batch == last for task in issued)
+    ends = any(task.op in OF_GRADIENTS and task.micro_batch == last for task in issued)
     if any(task.op in {Op.UPDATE, Op.LOAD} for task in issued) or (ends and decisions.update_start == "backward"):
         return "Updates of this plan begin in backward; under a plan with clip=True, they wait for the step"
     return ""

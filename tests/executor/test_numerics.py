@@ -44,10 +44,10 @@ def test_every_placement_gives_the_same_bits(params, place, dtype, num_micro_bat
 
 
 @settings(max_examples=examples(60), deadline=None, derandomize=True)
-@given(plans(), st.integers(0, 99))
-def test_any_plan_gives_the_same_bits_on_lanes_of_any_speed(plan, seed):
+@given(plans(), st.integers(0, 99), st.sampled_from(["off", 2]))
+def test_any_plan_gives_the_same_bits_on_lanes_of_any_speed_audited_or_not(plan, seed, audit):
     task, decisions = plan
-    assert_same(planned(task, decisions, delays=seed), reference(task))
+    assert_same(planned(task, decisions, delays=seed, audit=audit), reference(task))
 
 
 def test_stock_clipping_and_adamw_agree_within_rounding():

@@ -365,9 +365,9 @@ def session_options(**options) -> SessionOptions:
     return SessionOptions(**{"num_threads": 1, "storage_dir": folder} | options)
 
 
-def planned(task: Task, decisions: Decisions, delays: int | None = None, **hooks):
+def planned(task: Task, decisions: Decisions, delays: int | None = None, audit="off", **hooks):
     """Return what training under decisions gives, as :func:`reference`; ``delays`` seeds pauses before tasks."""
-    model, optimizer = prepare(task, decisions)
+    model, optimizer = prepare(task, decisions, audit=audit)
     with optimizer.session:
         if delays is not None:
             delay(optimizer.session, delays)
