@@ -9,8 +9,9 @@ makes a request from them. It is separate because it imports the planner, which 
 import argparse
 import contextlib
 import dataclasses
+import functools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, Self, get_args
 
@@ -60,6 +61,9 @@ def _option(
     kind = {"choices": tuple(of)} if isinstance(of, Sequence) else {"type": of} if of else {}
     shown = {} if metavar is None else {"metavar": metavar}
     return dataclasses.field(default=None, metadata={"group": group, "help": words, **kind, **shown, **more})
+
+
+_checkpoint = functools.partial(_option, group=CHECKPOINTS)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -200,72 +204,52 @@ class Options:
         parse_bytes,
         "SIZE",
     )
-    mtbf: dict[Level, float] | None = _option(
+    mtbf: dict[Level, float] | None = _checkpoint(
         "mean time between failures of the whole job, as in 6h. The planner then chooses levels and intervals of "
         "checkpoints. Or one time for each kind of failure, named by the fastest level that survives it: memory=2h (a "
         "process fails), nvme=1d (power fails), pfs=30d (a node fails)",
         mtbf,
         "TIME|LEVEL=TIME,...",
-        group=CHECKPOINTS,
     )
-    max_checkpoint_overhead: float | None = _option(
-        "largest share of the time that checkpoints may cost, as in 1%%", fraction, "SHARE", group=CHECKPOINTS
+    max_checkpoint_overhead: float | None = _checkpoint(
+        "largest share of the time that checkpoints may cost, as in 1%%", fraction, "SHARE"
     )
-    max_lost_work: float | None = _option(
-        "most training time that one failure may lose", seconds, "TIME", group=CHECKPOINTS
+    max_lost_work: float | None = _checkpoint("most training time that one failure may lose", seconds, "TIME")
+    restart: float | None = _checkpoint(
+        f"time from a failure until the restarted job reads a checkpoint ({DEFAULT_RESTART_S:g}s)", seconds, "TIME"
     )
-    restart: float | None = _option(
-        f"time from a failure until the restarted job reads a checkpoint ({DEFAULT_RESTART_S:g}s)",
-        seconds,
-        "TIME",
-        group=CHECKPOINTS,
+    keep: int | None = _checkpoint(f"checkpoints to keep at each level ({MIN_CHECKPOINTS})", positive_int, "N")
+    checkpoint_buffer: int | None = _checkpoint(
+        "host memory per rank for checkpoint data that is not written yet (default: the best size)", parse_bytes, "SIZE"
     )
-    keep: int | None = _option(
-        f"checkpoints to keep at each level ({MIN_CHECKPOINTS})", positive_int, "N", group=CHECKPOINTS
-    )
-    checkpoint_buffer: int | None = _option(
-        "host memory per rank for checkpoint data that is not written yet (default: the best size)",
-        parse_bytes,
-        "SIZE",
-        group=CHECKPOINTS,
-    )
-    drive_writes_per_day: float | None = _option(
+    drive_writes_per_day: float | None = _checkpoint(
         "how often the node's drives may be overwritten per day, from their data sheet (default: the profile's)",
         positive_float,
         "N",
-        group=CHECKPOINTS,
     )
-    pfs_bandwidth: int | None = _option(
-        "bandwidth of each node to a shared file system, if the profile has none",
-        parse_bytes,
-        "SIZE",
-        group=CHECKPOINTS,
+    pfs_bandwidth: int | None = _checkpoint(
+        "bandwidth of each node to a shared file system, if the profile has none", parse_bytes, "SIZE"
     )
-    iterations: int | None = _option(
-        "length of the run whose expected time is shown (default: one day)", positive_int, "N", group=CHECKPOINTS
+    iterations: int | None = _checkpoint(
+        "length of the run whose expected time is shown (default: one day)", positive_int, "N"
     )
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> Self:
         """Return the options among parsed arguments."""
-        return cls(**{name: value for name, value in vars(args).items() if name in _fields()})
+        return cls(**{name: value for name, value in vars(args).items() if name in option_fields()})
 
 
-def _fields() -> dict[str, dict[str, Any]]:
-    """Return the metadata of all fields by name."""
+def option_fields() -> dict[str, dict[str, Any]]:
+    """Return each option's field by name: ``help``, ``group``, and ``type`` or ``choices``."""
     return {field.name: dict(field.metadata) for field in dataclasses.fields(Options)}
-
-
-def option_fields() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each option's field, with ``help``, ``group``, and ``type`` or ``choices``."""
-    yield from _fields().items()
 
 
 def add_options(parser: argparse.ArgumentParser, *, model_required: bool, checkpoints: bool = False) -> None:
     """Add the options. Their default is ``None``, so that the program knows which options were given."""
     for group in (_WHAT, CHECKPOINTS) if checkpoints else (_WHAT,):
         shown = parser.add_argument_group(group)
-        for name, of in _fields().items():
+        for name, of in option_fields().items():
             if of.pop("group") == group:
                 flags = of.pop("flags", (f"--{name.replace('_', '-')}",))
                 if name == "model":
@@ -277,7 +261,7 @@ def given_options(args: argparse.Namespace) -> list[str]:
     """Return the options for model, machine and batch that were given, as written on the command line."""
     return [
         of.get("flags", (f"--{name.replace('_', '-')}",))[0]
-        for name, of in _fields().items()
+        for name, of in option_fields().items()
         if of["group"] == _WHAT and getattr(args, name) is not None
     ]
 

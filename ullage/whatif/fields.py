@@ -220,7 +220,7 @@ def _scalable(hardware: HardwareProfile, name: str) -> Scalable | None:
 
 
 def _option_fields() -> Iterator[Field]:
-    for name, of in option_fields():
+    for name, of in option_fields().items():
         words = _CLIP_WORDS if name == "clip" else of["help"].replace("%%", "%")
         yield Field(name, "option", words, whole=of.get("type") is positive_int)
     yield Field(SUBGROUP_PARAMS, "option", "most parameters of one subgroup, the grain of the update", whole=True)
@@ -254,7 +254,7 @@ def _machine_fields(hardware: HardwareProfile) -> Iterator[Field]:
 def _option_value(name: str, text: str) -> Any:
     if name == "clip":
         return _switch(text)
-    of = {SUBGROUP_PARAMS: {"type": positive_int}, **dict(option_fields())}[name]
+    of = {SUBGROUP_PARAMS: {"type": positive_int}, **option_fields()}[name]
     if (choices := of.get("choices")) and text not in choices:
         raise ValueError(f"give one of {', '.join(choices)}")
     if (read := of.get("type")) is None:
