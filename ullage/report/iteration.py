@@ -1,7 +1,6 @@
 """A simulated iteration as sections: lanes, the critical path, memory, traffic and processors over time."""
 
 from collections.abc import Iterator
-from itertools import groupby
 
 from planner.models.captured import counted
 from planner.plan.document import other_numerics
@@ -9,7 +8,7 @@ from planner.simulate.critical_path import parts
 from ullage.analysis.iteration import Iteration
 from ullage.output.formatting import LANE_WORDS, percent, si
 from ullage.output.palette import WORK
-from ullage.report.charts import Axis, Band, Chart, Fact, Part, Section, Table
+from ullage.report.charts import Fact, Gantt, Part, Row, Section, Table
 from ullage.report.over_time import TIME, gantt_section, memory_over_time, resources_section, traffic_section
 from ullage.report.plan import memory_section
 
@@ -65,7 +64,7 @@ def _lanes(seen: Iteration) -> Table:
     return Table("lanes", ("lane", "busy", "idle", "busy share"), rows)
 
 
-def _critical(seen: Iteration) -> Iterator[Table | Chart]:
+def _critical(seen: Iteration) -> Iterator[Table | Gantt]:
     """Yield the critical path summed by kind of task, and by lane over time."""
     tasks, period_s = seen.simulation.timeline.schedule.tasks, seen.period_s
     found = parts(seen.simulation.timeline.schedule, seen.steps)
@@ -81,9 +80,7 @@ def _critical(seen: Iteration) -> Iterator[Table | Chart]:
         rows.append(("others", "", "", str(num_tasks), si(length_s, "s"), percent(length_s / period_s), ""))
     columns = ("phase", "lane", "work", "tasks", "time", "share", "slowed by")
     yield Table("critical path", columns, tuple(rows))
-    runs = (list(steps) for _, steps in groupby(seen.steps, key=lambda step: tasks[step.task].lane))
-    bands = tuple(
-        Band(run[0].start_s, run[-1].end_s, tasks[run[0].task].lane, WORK[tasks[run[0].task].op]) for run in runs
-    )
-    words = "; ".join(f"{lane}: {LANE_WORDS[lane]}" for lane in dict.fromkeys(tasks[s.task].lane for s in seen.steps))
-    yield Chart("critical", "Critical path over the iteration", words, TIME, (), Axis(""), bands=bands, over_time=True)
+    lanes, work = [tasks[step.task].lane for step in seen.steps], [WORK[tasks[step.task].op] for step in seen.steps]
+    row = Row("critical path", [s.start_s for s in seen.steps], [s.end_s for s in seen.steps], work, lanes)
+    words = "; ".join(f"{lane}: {LANE_WORDS[lane]}" for lane in dict.fromkeys(lanes))
+    yield Gantt("critical", "Critical path over the iteration", words, TIME, (row,), period_s)

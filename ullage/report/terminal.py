@@ -45,6 +45,10 @@ def show(*shown: Shown) -> None:
         begun = True
         if isinstance(piece, Table):
             out.print(_table(piece))
+        elif isinstance(piece, Gantt):
+            (row,), (label, num_columns) = piece.rows, _columns_of(piece.rows[0].name, out)
+            for line in (_title(piece), *_letters(row.start_s, row.tasks, piece.period_s, label, num_columns)):
+                out.print(line, soft_wrap=True)
         elif isinstance(piece, Chart):
             for line in _over_time(piece, out, () if piece.bands == bands else piece.bands):
                 out.print(line, soft_wrap=True)
@@ -53,7 +57,7 @@ def show(*shown: Shown) -> None:
             out.print(facts(piece))
 
 
-def _pieces(shown: Sequence[Shown]) -> Iterator[str | Mapping[str, str] | Table | Chart]:
+def _pieces(shown: Sequence[Shown]) -> Iterator[str | Mapping[str, str] | Table | Chart | Gantt]:
     for piece in shown:
         if isinstance(piece, Part):
             yield {**{fact.name: _fact(fact) for fact in piece.facts}, **piece.about}
@@ -64,7 +68,9 @@ def _pieces(shown: Sequence[Shown]) -> Iterator[str | Mapping[str, str] | Table 
                 yield ""
             yield from piece.words
             yield from _pieces(piece.parts)
-        elif not isinstance(piece, Gantt | HeatMap) and (not isinstance(piece, Chart) or piece.over_time):
+        elif isinstance(piece, Gantt):
+            yield from [piece] if len(piece.rows) == 1 else []
+        elif not isinstance(piece, HeatMap) and (not isinstance(piece, Chart) or piece.over_time):
             yield piece
 
 
@@ -80,14 +86,22 @@ def _table(shown: Table) -> object:
     return result
 
 
+def _title(picture: Picture) -> str:
+    return f"{picture.title}. {picture.note}" if picture.note else picture.title
+
+
+def _columns_of(name: str, out: Console) -> tuple[int, int]:
+    """Return the columns for names, of which this is the longest, and for bars."""
+    label = max(_LABEL_COLUMNS, len(name))
+    return label, min(max(out.width - label - _NOTE_COLUMNS - 3, _CHART_COLUMNS[0]), _CHART_COLUMNS[1])
+
+
 def _over_time(chart: Chart, out: Console, bands: Sequence[Band]) -> Iterator[str]:
     """Yield the title of a chart, a line with one letter for each interval, and a line of bars for each trace."""
-    names = [trace.name for trace in chart.traces if not trace.faint]
-    label = max([_LABEL_COLUMNS, *map(len, names)])
-    num_columns = min(max(out.width - label - _NOTE_COLUMNS - 3, _CHART_COLUMNS[0]), _CHART_COLUMNS[1])
-    yield f"{chart.title}. {chart.note}" if chart.note else chart.title
+    label, num_columns = _columns_of(max((t.name for t in chart.traces if not t.faint), key=len, default=""), out)
+    yield _title(chart)
     if bands:
-        yield from _letters(bands, label, num_columns)
+        yield from _letters([b.start for b in bands], [b.words for b in bands], bands[-1].end, label, num_columns)
     shown = {trace.name: _columns(trace, num_columns) for trace in chart.traces if not trace.faint}
     if stacked := any(trace.mark is Mark.AREA for trace in chart.traces):
         shown["all"] = _columns(_total(chart), num_columns)
@@ -118,17 +132,16 @@ def _total(chart: Chart) -> Trace:
     return Trace("all", areas[0].x, np.sum([trace.y for trace in areas], axis=0).tolist(), Mark.AREA, "ink")
 
 
-def _letters(bands: Sequence[Band], label: int, num_columns: int) -> Iterator[str]:
+def _letters(starts: Sequence[float], names: Sequence[str], end: float, label: int, num_columns: int) -> Iterator[str]:
     """Yield one letter for the interval at the middle of each column, and what the letters mean."""
     lengths: dict[str, float] = defaultdict(float)
-    for band in bands:
-        lengths[band.words] += band.end - band.start
+    for name, length in zip(names, np.diff([*starts, end]), strict=True):
+        lengths[name] += length
     letters: dict[str, str] = {}
     for name in sorted(lengths, key=lambda name: -lengths[name]):
         free = (c for c in name + name.upper() + "0123456789" if c.isalnum() and c not in letters.values())
         letters[name] = next(free)
-    starts = [band.start for band in bands]
-    middles = (np.arange(num_columns) + 0.5) * bands[-1].end / num_columns
+    middles = (np.arange(num_columns) + 0.5) * end / num_columns
     at = np.maximum(np.searchsorted(starts, middles, side="right") - 1, 0)
-    yield f"{'':<{label}} |{''.join(letters[bands[i].words] for i in at)}|"
+    yield f"{'':<{label}} |{''.join(letters[names[i]] for i in at)}|"
     yield " " * (label + 2) + ", ".join(f"{letter} {name}" for name, letter in letters.items())
