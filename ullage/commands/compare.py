@@ -1,0 +1,62 @@
+"""``ullage compare``: compare a prediction with a run, and find the wrong assumption."""
+
+import argparse
+from pathlib import Path
+
+from hwprofiles.files import check_output
+from hwprofiles.registry import save_profile
+from planner.schedule.trace import chrome_trace, write_trace
+from ullage.analysis.comparison import explain_run
+from ullage.analysis.runs import load_run
+from ullage.commands import Subparsers, command_parser
+from ullage.output.console import write_json
+from ullage.output.progress import progress_bar
+from ullage.report.run import explained_sections
+from ullage.report.terminal import show
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    """Add the parser of this command."""
+    parser = command_parser(
+        subparsers,
+        "compare",
+        run,
+        "Compare a plan's prediction with a measured run, and show which assumption was wrong:\n"
+        "  rate   tasks of one kind took more or less time than predicted\n"
+        "  count  planned tasks did not run, or unplanned tasks ran\n"
+        "  order  a lane ran its tasks in another order than planned\n"
+        "  stall  tasks began later than their dependencies and lanes allowed\n"
+        "These causes add up to the difference. Then show phases, lanes, memory, and a profile that fits the run.\n"
+        "An error of +10 % means that the prediction is 10 % too high.",
+        """
+        ullage compare out/run.json
+        ullage compare out/run.json --trace both.json.gz
+        ullage compare out/run.json --refit this-machine.json
+        ullage compare out/run.json --json
+        """,
+    )
+    parser.add_argument("run_file", type=Path, metavar="RUN", help="run.json of `ullage execute`")
+    parser.add_argument("--trace", type=Path, metavar="PATH", help="write both timelines for ui.perfetto.dev")
+    parser.add_argument("--refit", type=Path, metavar="PATH", help="write the hardware profile that fits this run")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compare, write the requested files, print."""
+    check_output("--trace", args.trace)
+    check_output("--refit", args.refit)
+    record = load_run(args.run_file)
+    with progress_bar() as progress:
+        explained, simulation = explain_run(record, lambda done, total: progress("replaying", done, total))
+    if args.trace:
+        write_trace(args.trace, chrome_trace({"predicted": simulation.timeline, "measured": record.timeline}))
+    if args.refit:
+        save_profile(explained.refitted.profile, args.refit)
+    if args.json:
+        write_json(explained.to_json())
+        return 0
+    written = [f"trace written to {args.trace}"] if args.trace else []
+    if args.refit:
+        written.append(f"profile written to {args.refit}; plan with it: `ullage plan ... --hardware {args.refit}`")
+    show(f"{record.plan.model.name} on {record.machine}", *explained_sections(explained), *written)
+    return 0

@@ -1,0 +1,116 @@
+"""``ullage simulate``: show one iteration in detail."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from hwprofiles.files import check_output, write_whole
+from planner.plan.document import load_plan
+from planner.schedule.trace import chrome_trace, write_trace
+from ullage.analysis.iteration import Iteration
+from ullage.analysis.simulation import ENGINES, OURS, Subject, planned, requested
+from ullage.cli.arguments import positive_int
+from ullage.cli.default_hardware import print_default_hardware
+from ullage.cli.exit_codes import CHECK_FAILED
+from ullage.cli.options import add_options, given_options
+from ullage.cli.request import request_of
+from ullage.commands import Subparsers, command_parser
+from ullage.output.console import write_json
+from ullage.report.iteration import iteration_part
+from ullage.report.terminal import show
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    """Add the parser of this command."""
+    parser = command_parser(
+        subparsers,
+        "simulate",
+        run,
+        "Simulate one iteration of a plan, or of an engine without a plan. Show phases, lanes, traffic and memory\n"
+        "over time, the critical path, and the lane that binds.\n"
+        "If the iteration does not fit in memory, it is still shown, and the exit code is 1.",
+        """
+        ullage simulate plan.json
+        ullage simulate plan.json --engine twin-flow 0.4 --trace twin-flow.json.gz
+        ullage simulate --model opt-13b --hardware h100x4-80g --gpus 4 --engine zero-offload --figure iteration.html
+        ullage simulate plan.json --text | less
+        """,
+    )
+    parser.add_argument(
+        "plan", type=Path, nargs="?", metavar="PLAN", help="file that `ullage plan` wrote; or give --model"
+    )
+    parser.add_argument(
+        "--engine",
+        nargs="+",
+        default=[OURS],
+        metavar=("NAME", "SETTING"),
+        help=f"engine whose schedule is simulated: {OURS} (that of the plan, or of `ullage plan`), "
+        f"{', '.join(ENGINES)}. SETTING is the fraction that the CPU updates (twin-flow, super-offload), the stride "
+        "(interleaved) or the steps between updates on the host (zenflow, default 4); otherwise the default is the "
+        "best setting",
+    )
+    parser.add_argument(
+        "--iterations", type=positive_int, metavar="N", help="iterations to simulate (default: until they repeat)"
+    )
+    parser.add_argument(
+        "--trace", type=Path, metavar="PATH", help="write a trace for ui.perfetto.dev (.json, .json.gz)"
+    )
+    parser.add_argument(
+        "--figure",
+        type=Path,
+        metavar="PATH",
+        help="draw tasks, memory, traffic and busy shares over the iteration on a page (.html)",
+    )
+    shown = parser.add_mutually_exclusive_group()
+    shown.add_argument("--text", action="store_true", help="print the schedule, one line per task, and nothing else")
+    shown.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    add_options(parser, model_required=False)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Simulate and print."""
+    if len(args.engine) > 2:
+        raise ValueError(f"--engine {' '.join(args.engine)} has too many values; give a name and at most one setting")
+    if args.iterations == 1:
+        raise ValueError(
+            "--iterations 1 is too few, because an iteration ends where the next one begins; give at least 2"
+        )
+    if args.figure and args.figure.suffix != ".html":
+        raise ValueError(f"--figure {args.figure}: the figure is a page; let its name end in .html")
+    check_output("--trace", args.trace)
+    check_output("--figure", args.figure)
+    subject = _subject(args)
+    if args.text:
+        sys.stdout.write(subject.schedule().to_text() + "\n")
+        return 0
+    simulation = subject.simulate(args.iterations)
+    seen = Iteration(subject, simulation)
+    if args.trace:
+        write_trace(args.trace, chrome_trace({"predicted": simulation.timeline}))
+    if args.figure:
+        from ullage.report.page import render  # noqa: PLC0415 - plotly may be missing
+
+        write_whole(args.figure, render([iteration_part(seen)]))
+    if args.json:
+        write_json(seen.to_json())
+    else:
+        written = {"trace": args.trace, "figure": args.figure}
+        show(iteration_part(seen), *(f"{what} written to {path}" for what, path in written.items() if path))
+    return CHECK_FAILED if seen.missing else 0
+
+
+def _subject(args: argparse.Namespace) -> Subject:
+    """Return the requested subject: a plan, or an engine on a machine."""
+    given = given_options(args)
+    if args.plan is not None:
+        if given:
+            raise ValueError(
+                f"{args.plan} contains model and machine, but {' '.join(given)} is given too; leave one of them out"
+            )
+        return planned(load_plan(args.plan), *args.engine)
+    if args.model is None:
+        raise ValueError(
+            "neither a plan nor --model was given; give a file that `ullage plan` wrote, or --model and --engine"
+        )
+    print_default_hardware(args)
+    return requested(request_of(args), *args.engine)

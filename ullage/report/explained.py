@@ -1,0 +1,260 @@
+"""The reasons for a plan, or for the placement of one of its units, as sections."""
+
+from collections.abc import Sequence
+
+from planner.explain.limits import Crossing, Limit
+from planner.explain.moves import SAME, Alternative, Group
+from planner.explain.trial import Bench, Trial
+from planner.explain.tricks import Worth
+from planner.schedule.tasks import Lane, Tier
+from ullage.analysis.explanation import (
+    ACTIVATIONS,
+    PARAMS,
+    TIERS,
+    PlanExplained,
+    UnitExplained,
+    change,
+    lacks,
+    lacks_short,
+    move_words,
+    places_words,
+    treatment_words,
+)
+from ullage.output.formatting import LANE_WORDS, UNIT_SYMBOLS, binds, percent, si, signed_percent
+from ullage.output.plans import gap_words
+from ullage.report.charts import Axis, Part, Section, Table, bars
+
+_RESOURCES = {
+    "device": "computing on the device",
+    "cores": "CPU cores",
+    "dram": "host DRAM",
+    "link_down": "the host link to the device",
+    "link_up": "the host link to the host",
+    "link": "the host link, both ways together",
+    "fabric": "the fabric",
+    "nvme_read": "reading NVMe",
+    "nvme_write": "writing NVMe",
+    "nvme": "NVMe, both ways together",
+}
+_RESTS = {
+    "work": "all work of an iteration",
+    "update": "updates between the last backward and the next forward",
+    "leave": "gradients that are copied to the host before updates",
+}
+# The effect of one more GB or GB/s is shown for these quantities, if the elasticity of the bound is at least this.
+_SOLD = ("host-link", "host-dram", "device-memory", "host-memory", "intra-node", "inter-node", "nvme")
+_WORTH_TELLING = 0.01
+
+
+def plan_explained_part(explained: PlanExplained) -> Part:
+    """Return the explanation of a plan."""
+    bench = explained.bench
+    sections = (tricks_section(bench, explained.worths), _units(explained), _limits(explained))
+    return Part(bench.plan.model.name, "explanation", "", (), _summary(explained), sections)
+
+
+def unit_explained_part(explained: UnitExplained) -> Part:
+    """Return the explanation of a unit's placement."""
+    bench = explained.bench
+    unit = bench.units[explained.unit]
+    own = bench.decisions.units[explained.unit]
+    update, params, activations = treatment_words(own)
+    rows = {
+        "unit": f"{explained.unit} of {bench.plan.model.name}: {unit.num_params:,} parameters in {len(own.update)} "
+        "subgroup(s) on a device",
+        "where": f"updated {update}, parameters {params}, activations {activations}",
+        "why": explained.words,
+    }
+    if when := explained.deadline:
+        held = ": its next forward waits for it" if when.critical and when.slack_s <= 0 else ""
+        rows["update"] = (
+            f"from {si(when.update_start_s, 's')} to {si(when.update_end_s, 's')} after the iteration began, on the "
+            f"device at {si(when.ready_s, 's')}"
+        )
+        rows["deadline"] = (
+            f"its next forward at {si(when.deadline_s, 's')}: {si(when.slack_s, 's')} of slack"
+            f"{', on the critical path' if when.critical else ''}{held}"
+        )
+    return Part(explained.unit, "explanation", "", (), rows, (_alternatives(explained),))
+
+
+def _summary(explained: PlanExplained) -> dict[str, str]:
+    bench = explained.bench
+    plan, own = bench.plan, bench.own
+    memory = ", ".join(
+        f"{TIERS[tier]} {percent(use.peak_bytes / use.capacity_bytes)}{' (full)' if tier in explained.full else ''}"
+        for tier, use in own.memory.items()
+    )
+    rows = {
+        "plan": f"{plan.model.name} on {plan.decisions.num_devices} device(s) of {plan.hardware.name}: "
+        f"{si(own.iteration_s, 's')} per iteration",
+        "best": ": ".join(gap_words(plan)),
+        "binds": binds(plan.prediction.critical_s, plan.prediction.iteration_s),
+        "memory": memory,
+        "proof": _rests_on(explained.rests_on),
+    }
+    if worth := [_worth(limit) for limit in explained.limits if _matters(limit)]:
+        rows["worth"] = f"to the bound of any plan: {', '.join(worth)}"
+    if better := explained.better:
+        unit, move = better
+        seconds, share = change(bench, move.trial)
+        rows["better"] = (
+            f"{unit} changed to '{move_words(bench, unit, move.decision)}' would fit and save {si(-seconds, 's')} "
+            f"({percent(-share)}); the search missed this"
+        )
+    return rows
+
+
+def _rests_on(weights: dict[tuple[str, str], float]) -> str:
+    """Return the conditions that the bound rests on, in words, by kind."""
+    conditions = []
+    for kind, words in _RESTS.items():
+        shares = [f"{_by(by)} {percent(weight)}" for (other, by), weight in weights.items() if other == kind]
+        conditions += [f"{words}: {', '.join(shares)}"] if shares else []
+    return f"the bound rests on {'; '.join(conditions)}"
+
+
+def _by(key: str) -> str:
+    return _RESOURCES.get(key) or LANE_WORDS[Lane(key)] if key in {*_RESOURCES, *Lane} else key
+
+
+def _matters(limit: Limit) -> bool:
+    return limit.scalable.key in _SOLD and limit.bound_elasticity < -_WORTH_TELLING
+
+
+def _worth(limit: Limit) -> str:
+    unit = "GB" if limit.unit == "bytes" else "GB/s"
+    return f"one more {unit} of {limit.scalable.words} {si(-1e9 * limit.bound_s_per_unit, 's')}"
+
+
+def tricks_section(bench: Bench, worths: Sequence[Worth]) -> Section:
+    """Show the effect of each technique: the plan simulated without it."""
+    used = {worth.trick: worth.trial for worth in worths if worth.trial is not None}
+    slowdowns = {trick: _slowdown(bench, trial) for trick, trial in used.items()}
+    order = sorted(used, key=lambda trick: -slowdowns[trick][0])
+    chart = bars(
+        "tricks",
+        "What each technique is worth",
+        "Extra time of an iteration without the technique; the rest of the plan does not change. Below zero: the "
+        "iteration is faster, but does not fit in memory.",
+        Axis("longer iteration", "s"),
+        {
+            trick.words: (seconds, f"{si(seconds, 's')} ({signed_percent(share)}){_lacking(used[trick])}")
+            for trick, (seconds, share) in ((trick, slowdowns[trick]) for trick in order)
+        },
+        ["first" if used[trick].fits else "bad" for trick in order],
+    )
+    rows = tuple(
+        (
+            trick.words,
+            trick.without,
+            si(used[trick].iteration_s, "s"),
+            si(slowdowns[trick][0], "s"),
+            signed_percent(slowdowns[trick][1]),
+            lacks_short(used[trick]),
+        )
+        for trick in order
+    )
+    unused = [worth.trick.words for worth in worths if worth.trial is None]
+    note = f"this plan does not use: {'; '.join(unused)}" if unused else ""
+    columns = ("technique", "instead", "time", "slower by", "", "fits")
+    table = Table("each technique switched off alone", columns, rows, note)
+    return Section("tricks", "Techniques", "What each technique is worth", (), (chart, table) if used else (table,))
+
+
+def _lacking(trial: Trial) -> str:
+    return "" if trial.fits else f", {lacks(trial)}"
+
+
+def _units(explained: PlanExplained) -> Section:
+    rows = tuple(
+        (
+            group.name,
+            places_words(group.updates),
+            PARAMS[group.params],
+            ACTIVATIONS[group.activations],
+            _cheapest(explained.bench, group),
+        )
+        for group in explained.groups
+    )
+    tried, total = sum(len(group.cheapest) for group in explained.groups), len(explained.bench.units)
+    rule = "the first, the middle and the last of each group" if tried < total else "all of them"
+    note = f"simulated: moves of {tried} of {total} units ({rule}), one unit at a time"
+    columns = ("units", "update", "parameters", "activations", "cheapest move")
+    return Section("units", "Units", "Units", (), (Table("which units are where", columns, rows, note),))
+
+
+def _cheapest(bench: Bench, group: Group) -> str:
+    moves = [(unit, move) for unit, move in group.cheapest.items() if move is not None]
+    if not moves:
+        return "-"
+    unit, move = min(moves, key=lambda found: found[1].trial.order)
+    slowest = max(_slowdown(bench, other.trial)[0] for _, other in moves)
+    least = _slowdown(bench, move.trial)[0]
+    range_ = (
+        si(least, "s") if slowest - least < 1e-6 * bench.own.iteration_s else f"{si(least, 's')} to {si(slowest, 's')}"
+    )
+    short = "" if move.trial.fits else f", {lacks_short(move.trial)}"
+    return f"{move_words(bench, unit, move.decision)}: {range_}{short}"
+
+
+def _slowdown(bench: Bench, trial: Trial) -> tuple[float, float]:
+    """Return the seconds and fraction by which a trial is slower, or 0 if the difference is rounding."""
+    seconds, share = change(bench, trial)
+    return (seconds, share) if abs(share) > SAME else (0.0, 0.0)
+
+
+def _limits(explained: PlanExplained) -> Section:
+    rows = tuple(
+        (
+            limit.scalable.words,
+            si(limit.value, UNIT_SYMBOLS[limit.unit]),
+            _one_per_cent(limit.elasticity),
+            _one_per_cent(limit.bound_elasticity),
+            _crossing(limit.below, limit)
+            if limit.fits_from is None
+            else f"fits from {si(limit.fits_from * limit.value, 'B')}",
+            _crossing(limit.above, limit),
+        )
+        for limit in explained.limits
+    )
+    title = f"how much each quantity matters, and the value at which another lane than {explained.lane} binds"
+    note = (
+        "this plan, any plan: change of this plan's iteration time and of the bound with 1 % more of the quantity. "
+        "The decisions of the plan do not change; `ullage whatif` plans again"
+    )
+    columns = ("quantity", "now", "this plan", "any plan", "binds below", "binds above")
+    return Section("limits", "Quantities", "Quantities", (), (Table(title, columns, rows, note),))
+
+
+def _one_per_cent(elasticity: float) -> str:
+    return f"{elasticity:+.2f} %" if abs(elasticity) >= 0.005 else "0"
+
+
+def _crossing(crossing: Crossing | None, limit: Limit) -> str:
+    if crossing is None:
+        return "-"
+    return f"{si(crossing.value, UNIT_SYMBOLS[limit.unit])} (x{crossing.factor:.3f}) {crossing.takes_over}"
+
+
+def _alternatives(explained: UnitExplained) -> Section:
+    order = sorted(explained.alternatives, key=lambda a: (not a.chosen, not a.trial.fits, a.trial.iteration_s))
+    rows = tuple(_alternative(explained.bench, alternative) for alternative in order)
+    columns = ("update", "parameters", "activations", "time", "change", "", "device", "host", "moved", "fits")
+    note = "the first row is chosen by the plan. In every other row, only this unit changes"
+    table = Table("all ways to place this unit", columns, rows, note, bold=(0,))
+    return Section("alternatives", "Alternatives", "Alternatives", (), (table,))
+
+
+def _alternative(bench: Bench, alternative: Alternative) -> tuple[str, ...]:
+    decision, trial = alternative.decision, alternative.trial
+    seconds, share = _slowdown(bench, trial)
+    changes = [trial.peak_bytes(tier) - bench.own.peak_bytes(tier) for tier in (Tier.GPU, Tier.HOST)]
+    changes.append(trial.traffic_bytes - bench.own.traffic_bytes)
+    return (
+        *treatment_words(decision),
+        si(trial.iteration_s, "s"),
+        *(("-", "-") if alternative.chosen else (si(seconds, "s"), signed_percent(share))),
+        *(si(number, "B") if number else "" for number in changes),
+        lacks_short(trial),
+    )
