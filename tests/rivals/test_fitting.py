@@ -16,7 +16,7 @@ from ullage.rivals.cases import Case, Metric
 from ullage.rivals.cases.training import TrainingCase
 from ullage.rivals.from_runs import MAX_PARAMETERS, FitError, fit, fitted_paths, fitted_runs
 
-FILE = Path(__file__).parents[2] / "ullage" / "data" / "published_cases.json"
+FILE = Path(__file__).parents[1] / "ullage" / "data" / "published_cases.json"
 CASES = [case for case in json.loads(FILE.read_text())["cases"] if case["hardware"] == "a100x4-40g"]
 PROFILE = load_profile("a100x4-40g")
 PATHS = ("device.hook_s", "host.dram_bytes_per_s")
