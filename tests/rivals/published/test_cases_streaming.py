@@ -104,12 +104,12 @@ def test_only_inputs_leave_where_layers_are_recomputed() -> None:
     by_name = {unit.name: unit for unit in given.units}
     assert set(moved) == {f"layers.{i}.{part}" for i in range(3) for part in ("attn", "mlp")}
     ways = {name: decided.activations for name, decided in streaming(given, 1, 1, 0).units.items()}
-    assert {ways[name] for name in moved} == {"offload", "offload-input"}
+    assert {ways[name] for name in moved} == {"offload", "recompute"}
     for name, num_bytes in moved.items():
         unit = by_name[name]
         given = unit.activation_output_bytes if unit.is_first else 0
         assert num_bytes == (unit.swap_bytes if ways[name] == "offload" else given)
-    assert {t.unit for t in schedule.tasks if t.op is Op.RECOMPUTE} == {n for n in moved if ways[n] == "offload-input"}
+    assert {t.unit for t in schedule.tasks if t.op is Op.RECOMPUTE} == {n for n in moved if ways[n] == "recompute"}
 
 
 @settings(max_examples=examples(12, 3), deadline=None)
