@@ -21,12 +21,9 @@ _EXTRAS = {
     "transformers",
     "safetensors",
     "shtab",
-    "tensorboard",
-    "prometheus_client",
     "pyarrow",
     "plotly",
     "jinja2",
-    "datasets",
 }
 # Remedies for errors of the operating system, which name a file but no remedy.
 _REMEDIES = {

@@ -18,10 +18,9 @@ from typing import final
 
 import torch
 
+from executor.driver.runtime import OF_GRADIENTS, Runtime
 from executor.memory.units import NEVER, FlatGradient, ParameterState, UnitState
 from executor.module.guards import SECOND_ORDER
-from executor.runtime import OF_GRADIENTS, Runtime
-from executor.state_access import StateAccess
 from planner.decisions import Decisions, Place
 from planner.schedule.loop import OutOfOrderError
 from planner.schedule.tasks import Op
@@ -41,9 +40,8 @@ class OnDemand:
         RankError: another rank has not left the plan here, or it has failed.
     """
 
-    def __init__(self, runtime: Runtime, access: StateAccess, decisions: Decisions, dropped: Collection[str]) -> None:
+    def __init__(self, runtime: Runtime, decisions: Decisions, dropped: Collection[str]) -> None:
         self._runtime = runtime
-        self._access = access
         self._iteration = runtime.loop.iteration
         self._last = decisions.num_micro_batches - 1
         self._first_skipped = runtime.loop.num_issued
@@ -53,7 +51,7 @@ class OnDemand:
         runtime.actions.synchronize()
         runtime.doing = self._doing
         runtime.check_same_call()
-        access.begin_on_demand()
+        runtime.begin_on_demand()
         runtime.offloaded.end_evictions()
         # First those whose gradients are in host memory, which gradients from NVMe pass through.
         for unit in sorted(runtime.state.units.values(), key=self._has_spilled):
@@ -66,10 +64,10 @@ class OnDemand:
         Raises:
             RankError: another rank brings another unit, or it has failed.
         """
-        if self._access.gathers:
+        if self._runtime.gathers:
             self._runtime.doing = f"{self._doing}, at {unit}"
             self._runtime.check_same_call()
-        self._access.fill_slots(unit)
+        self._runtime.fill_slots(unit)
 
     def collect(self, unit: UnitState, parameter: ParameterState, gradient: torch.Tensor) -> None:
         """Take a gradient from autograd, in the thread that runs backward."""

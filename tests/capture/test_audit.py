@@ -8,7 +8,7 @@ from random_modules import BATCH, BLOCKS, INPUT, LENGTH, WIDTH
 from torch import nn
 
 from executor.audit import AuditError
-from executor.options import SessionOptions
+from executor.options import Options
 from executor.prepare import prepare_session
 from planner.decisions import FP32, Activations, Decisions, Place, UnitDecision
 from planner.graph import Batch, build_graph, units
@@ -85,7 +85,7 @@ def prepared(make, activations: Activations = "recompute", audit="first", micro_
     )
     model = Net(make).train()
     lines: list[str] = []
-    options = SessionOptions(num_threads=1, audit=audit, report=lines.append)
+    options = Options(num_threads=1, audit=audit, report=lines.append)
     model, optimizer = prepare_session(model, torch.optim.AdamW(model.parameters()), its_units, decisions, options)
     return model, optimizer, lines
 

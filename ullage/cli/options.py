@@ -111,7 +111,7 @@ class Options:
     )
     batches: Literal["whole", "masked"] | None = _option(
         "whole: all sequences have the same length (the default). masked: texts of any length are padded or "
-        "packed, as --data does; the plan then includes the memory of an attention mask",
+        "packed, as by TRL; the plan then includes the memory of an attention mask",
         BATCHES,
     )
     micro_batch: int | None = _option(

@@ -18,8 +18,8 @@ from executor.prepare import OffloadedOptimizer
 from executor.training_state.rng_state import preserved_rng_state
 from planner.plan.document import Plan, PlanError
 from ullage.this_machine.checks import check_options
-from ullage.this_machine.planning import world_size
-from ullage.training.preparing import Options, prepare
+from ullage.this_machine.planning import Options, world_size
+from ullage.training.preparing import prepare
 
 
 class LightningStrategy(SingleDeviceStrategy):

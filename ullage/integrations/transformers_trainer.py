@@ -24,7 +24,8 @@ from planner.plan.document import Plan, PlanError
 from ullage.capture.module import as_before
 from ullage.capture.records import CaptureError
 from ullage.this_machine.checks import check_options
-from ullage.training.preparing import Options, prepare
+from ullage.this_machine.planning import Options
+from ullage.training.preparing import prepare
 
 check_versions(["accelerate"])  # an older one wraps models that are prepared
 

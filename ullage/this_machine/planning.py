@@ -8,12 +8,14 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final, Literal, TypedDict
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from executor.devices.cores import CoreChoice
 from executor.distributed.meeting import meeting
 from executor.module.batches import named_inputs
 from executor.module.guards import check_kinds, check_memory, check_plain, check_unprepared
@@ -31,7 +33,7 @@ from planner.models.captured import CapturedInput, CapturedModel
 from planner.plan.document import Plan, PlanError, gigabytes
 from planner.plan.planning import InfeasibleError, Request, make_plan
 from planner.schedule.tasks import Tier
-from planner.terms import Storage
+from planner.terms import AuditTime, Storage
 from ullage.capture.inputs import Example, input_of
 from ullage.capture.module import capture_called
 from ullage.capture.records import DTYPES, strided
@@ -62,8 +64,8 @@ _REMEDIES: Final = {
 _prepared: Final = weakref.WeakSet[OffloadedOptimizer]()
 
 
-class PlanOptions(TypedDict, total=False):
-    """Options for planning.
+class Options(TypedDict, total=False):
+    """Options for planning, if no plan is given, and for executing the plan; all are optional.
 
     Attributes:
         hardware: name or path of a profile, or a profile. Default: this machine's own.
@@ -74,6 +76,18 @@ class PlanOptions(TypedDict, total=False):
         precision: ``"bf16"`` or ``"fp32"``, type of weights and gradients. Default: that of the model's weights.
         storage: what may be offloaded beside optimizer state and parameters. Default: activations; with a
             ``storage_dir``, everything to the drives too.
+        storage_dir: folder on the planned drives, if the plan keeps anything on NVMe.
+        compile_blocks: compile the repeated blocks with ``torch.compile`` (attention, MLP and norms, each by itself)
+            when they first run, which takes a while. Blocks whose activations are offloaded are not compiled. Rounding
+            and the random numbers of dropout are then those of the compiled kernels. Predicted times are without it.
+        cores: cores of this machine that its ranks divide. Default: all cores that the process may use. Threads are
+            bound if there are several ranks or if cores are given. ``"free"``: threads are not bound. See
+            [Note: Shares of cores] in :mod:`executor.devices.cores`.
+        checkpoint_buffer_bytes: host memory for snapshots that are not written yet. Without it, no checkpoints can be
+            made; see :class:`ullage.Checkpoints`.
+        audit: compare the first iterations with plain PyTorch on your model and data, and print a line about it
+            (``"first"``, the default); also those after every so many iterations (a number); or never (``"off"``). If
+            they differ, ``step()`` raises :class:`ullage.AuditError`. See [Note: Audit] in :mod:`executor.audit.audit`.
     """
 
     hardware: str | HardwareProfile
@@ -82,13 +96,22 @@ class PlanOptions(TypedDict, total=False):
     clip: bool
     precision: Dtype
     storage: Storage
+    storage_dir: str | Path | None
+    compile_blocks: bool
+    cores: CoreChoice
+    checkpoint_buffer_bytes: int
+    audit: AuditTime
+
+
+PLAN_OPTIONS: Final = ("hardware", "device_memory", "num_micro_batches", "clip", "precision", "storage")
+"""The options that a given plan has decided."""
 
 
 def plan_here(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     batch: Batch,
-    plan_options: PlanOptions,
+    options: Options,
     step: Step | None = None,
 ) -> Plan:
     """Return a plan for an existing model, for the memory that is free now.
@@ -110,19 +133,19 @@ def plan_here(
     with preserved_rng_state():  # the model's forward may draw numbers
 
         def make() -> Plan:
-            entry, captured = entry_of(optimizer), capture_live(model, batch, plan_options.get("precision"), step)
+            entry, captured = entry_of(optimizer), capture_live(model, batch, options.get("precision"), step)
             rounded = captured.dtype == "bf16" and any(map(rounds, optimizer.param_groups))
             request = Request(
                 captured,
-                machine_now(plan_options, free),
+                machine_now(options, free),
                 num_devices=world_size(),
                 seq_len=captured.seq_len,
                 micro_batch=captured.micro_batch,
-                num_micro_batches=plan_options.get("num_micro_batches", 1),
+                num_micro_batches=options.get("num_micro_batches", 1),
                 precision=Precision(weights=captured.dtype, master="bf16" if rounded else None),
                 optimizer=entry.planned_as,
-                clip=plan_options.get("clip", True),
-                storage=plan_options.get("storage", "activations"),
+                clip=options.get("clip", True),
+                storage=options.get("storage", "activations"),
             )
             for words in captured.assumed or ():
                 print_line(words)
@@ -226,7 +249,7 @@ def _arguments(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return tuple(batch), {}
     raise TypeError(
         f"the third argument is {type(batch).__name__}; give a plan (ullage.plan or ullage.load_plan), or an "
-        "example batch: a dict, a tuple or a tensor that the model is called with (of ullage.Data: data.example())"
+        "example batch: a dict, a tuple or a tensor that the model is called with"
     )
 
 
@@ -273,13 +296,13 @@ def free_memory(model: nn.Module | None = None) -> Free:
     return Free(device, host)
 
 
-def machine_now(plan_options: PlanOptions, free: Free) -> HardwareProfile:
+def machine_now(options: Options, free: Free) -> HardwareProfile:
     """Return the machine with the memory that is free now, and with one device per rank.
 
     Raises:
         ValueError: ``device_memory`` is more than is free, or the profile is of another kind of device.
     """
-    profile = plan_options.get("hardware")
+    profile = options.get("hardware")
     if not isinstance(profile, HardwareProfile):
         profile = profile_here() if profile is None else load_profile(profile)
     kind = "host" if free.device_bytes is None else "gpu"
@@ -292,7 +315,7 @@ def machine_now(plan_options: PlanOptions, free: Free) -> HardwareProfile:
     if kind == "host" and num_ranks > profile.devices_per_node:
         profile = _divided(profile, num_ranks)
     most = free.device_bytes if free.device_bytes is not None else free.host_bytes // num_ranks - 1
-    wanted = plan_options.get("device_memory")
+    wanted = options.get("device_memory")
     if isinstance(wanted, str):
         try:
             wanted = parse_bytes(wanted)

@@ -4,59 +4,22 @@ import contextlib
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypedDict, Unpack, cast
+from typing import Any, Unpack
 
 import torch
 from torch import nn
 
-from executor.devices.cores import CoreChoice
+import executor.options
 from executor.module.guards import check_kinds
-from executor.options import SessionOptions
 from executor.prepare import OffloadedOptimizer, prepare_session
 from planner.models.captured import CapturedModel
 from planner.plan.document import Plan
-from planner.terms import AuditTime
 from ullage.capture.records import DTYPES
 from ullage.this_machine.checks import check_options
-from ullage.this_machine.planning import Batch, PlanOptions, Step, plan_here, share_device
+from ullage.this_machine.planning import PLAN_OPTIONS, Batch, Options, Step, plan_here, share_device
 from ullage.this_machine.profile import print_line
 from ullage.training.batches import batch_shapes
 from ullage.training.processes import is_first_process, ranks_per_node
-
-
-class Settings(TypedDict, total=False):
-    """Options for executing a plan; all are optional.
-
-    Attributes:
-        storage_dir: folder on the planned drives, if the plan keeps anything on NVMe.
-        compile_blocks: compile the repeated blocks with ``torch.compile`` (attention, MLP and norms, each by itself)
-            when they first run, which takes a while. Blocks whose activations are offloaded are not compiled. Rounding
-            and the random numbers of dropout are then those of the compiled kernels. Predicted times are without it.
-        cores: cores of this machine that its ranks divide. Default: all cores that the process may use. Threads are
-            bound if there are several ranks or if cores are given. ``"free"``: threads are not bound. See
-            [Note: Shares of cores] in :mod:`executor.devices.cores`.
-        checkpoint_buffer_bytes: host memory for snapshots that are not written yet. Without it, no checkpoints can be
-            made; see :class:`ullage.Checkpoints`.
-        audit: compare the first iterations with plain PyTorch on your model and data, and print a line about it
-            (``"first"``, the default); also those after every so many iterations (a number); or never (``"off"``). If
-            they differ, ``step()`` raises :class:`ullage.AuditError`. See [Note: Audit] in :mod:`executor.audit.audit`.
-    """
-
-    storage_dir: str | Path | None
-    compile_blocks: bool
-    cores: CoreChoice
-    checkpoint_buffer_bytes: int
-    audit: AuditTime
-
-
-class Options(PlanOptions, Settings, total=False):
-    """Options for planning, if no plan is given, and for executing the plan; all are optional.
-
-    Attributes:
-        hardware, device_memory, num_micro_batches, clip, precision, storage: see
-            :class:`ullage.this_machine.planning.PlanOptions`.
-        storage_dir, compile_blocks, cores, checkpoint_buffer_bytes, audit: see :class:`Settings`.
-    """
 
 
 def prepare(
@@ -85,7 +48,7 @@ def prepare(
         step: a function of your loop that takes the model and a batch, and returns the loss. Give it if a step does
             more than to call the model once with the batch: several calls, other methods, losses of your own. It is
             then what is planned, called with the given batch, which may be any object.
-        options: see :class:`Options`. If a plan is given, ``hardware`` to ``storage`` are decided by it.
+        options: see :class:`ullage.Options`. If a plan is given, ``hardware`` to ``storage`` are decided by it.
 
     Returns:
         The model and the optimizer to use from now on. ``optimizer.plan`` is the plan, and ``optimizer.session``
@@ -113,23 +76,20 @@ def prepare(
             return prepare(model, placeholder, plan, step=step, **options)
     check_kinds(model, optimizer)
     check_options("prepare", options, Options.__annotations__)
-    given: dict[str, Any] = dict(options)
-    plan_options = {name: given.pop(name) for name in PlanOptions.__annotations__ if name in given}
     if not isinstance(plan, Plan):
-        if given.get("storage_dir") is not None:
-            plan_options = {"storage": "nvme", **plan_options}
-        plan = plan_here(model, optimizer, plan, cast("PlanOptions", plan_options), step)
+        if options.get("storage_dir") is not None:
+            options = {"storage": "nvme", **options}
+        plan = plan_here(model, optimizer, plan, options, step)
     elif step is not None:
         raise ValueError("step is what a plan is made for, but a plan is given; leave it out, or give a batch instead")
-    elif plan_options:
+    elif decided := [name for name in PLAN_OPTIONS if name in options]:
         raise ValueError(
-            f"{next(iter(plan_options))} is already decided by the given plan; leave it out, or give a batch instead "
-            "of the plan"
+            f"{decided[0]} is already decided by the given plan; leave it out, or give a batch instead of the plan"
         )
-    if "precision" not in plan_options:
+    if "precision" not in options:
         warn_about_dtypes(model, plan)
     _warn_of_parameters_left_out(model, optimizer)
-    return prepare_planned(model, optimizer, plan, cast("Settings", given))
+    return prepare_planned(model, optimizer, plan, options_of(plan, options))
 
 
 @contextlib.contextmanager
@@ -191,42 +151,46 @@ def _warn_of_parameters_left_out(model: nn.Module, optimizer: torch.optim.Optimi
 
 
 def prepare_planned(
-    model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, settings: Settings
+    model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, options: executor.options.Options
 ) -> tuple[nn.Module, OffloadedOptimizer]:
     """Put a model and its optimizer under a plan; see :func:`executor.prepare.prepare_session`."""
-    model, offloaded = prepare_session(model, optimizer, plan.units(), plan.decisions, session_options(plan, settings))
+    model, offloaded = prepare_session(model, optimizer, plan.units(), plan.decisions, options)
     offloaded.plan = plan
     share_device(offloaded)
     return model, offloaded
 
 
-def session_options(plan: Plan, settings: Settings) -> SessionOptions:
-    """Return the options for a session of a plan.
+def options_of(plan: Plan, given: Options) -> executor.options.Options:
+    """Return the options for a session of a plan: the user's that do not plan, and those of the plan's machine.
 
     Raises:
         ValueError: blocks are to be compiled that a step runs several times.
     """
     calls = (isinstance(plan.model, CapturedModel) and plan.model.calls) or ()
-    if calls and settings.get("compile_blocks"):
+    if calls and given.get("compile_blocks"):
         raise ValueError(
             "compile_blocks is True, but the planned step calls the model several times, or parts of it, whose blocks "
             "are not compiled; leave it out"
         )
     hardware, per_node = plan.hardware, ranks_per_node(plan)
-    link, storage_dir = hardware.host_link, settings.get("storage_dir")
-    return SessionOptions(
+    folder = given.get("storage_dir")
+    own: dict[str, Any] = {"audit": "first", **{k: v for k, v in given.items() if k not in PLAN_OPTIONS}}
+    own["storage_dir"] = None if folder is None else Path(folder)
+    return executor.options.Options(
         device="cuda" if hardware.device.kind == "gpu" else "cpu",
         num_threads=max(hardware.host.num_optimizer_cores // per_node, 1),
         gpu_capacity_bytes=int(hardware.device.memory_bytes.value),
         host_capacity_bytes=int(hardware.host.memory_bytes.value) // per_node,
-        storage_dir=None if storage_dir is None else Path(storage_dir),
-        compile_backend="inductor" if settings.get("compile_blocks") else None,
-        cores=settings.get("cores", "auto"),
-        checkpoint_buffer_bytes=settings.get("checkpoint_buffer_bytes", 0),
         record=True,
-        link_bytes_per_s=(link.up.best_rate_per_s(), link.down.best_rate_per_s()),
+        link_bytes_per_s=link_bytes_per_s(plan),
         batch=batch_shapes(plan),
         calls=calls,
-        audit=settings.get("audit", "first"),
         report=print_line if is_first_process() else lambda _line: None,
+        **own,
     )
+
+
+def link_bytes_per_s(plan: Plan) -> tuple[float, float]:
+    """Return the rates of copies from and to the device on a plan's machine."""
+    link = plan.hardware.host_link
+    return link.up.best_rate_per_s(), link.down.best_rate_per_s()

@@ -47,13 +47,11 @@ OUTPUTS = {
     "whatif --table": Output("whatif --model {model} --seq-len 128 --hardware rtx-4090 --workers 1", ".csv"),
     "calibrate --output": Output("calibrate --quick", quick=False),
     "hardware --output": Output("hardware check", quick=False),
-    "execute --metrics-file": Output("execute {host_plan} --output-dir {out}", ".prom", quick=False, streams=False),
 }
 FOLDERS = {
     "execute --output-dir": "execute {host_plan}",
-    "execute --tensorboard": "execute {host_plan} --output-dir {out}",
 }
-INPUTS = {"execute --data", "execute --text", "execute --tokens", "calibrate --from-runs"}
+INPUTS = {"execute --text", "execute --tokens", "calibrate --from-runs"}
 OTHERS = {"execute --storage-dir", "checkpoint --output-dir", "execute --save"}  # scratch; folders that must be new
 
 Run = Callable[[str, str, Path], int]

@@ -8,12 +8,11 @@ from pathlib import Path
 from hwprofiles.files import check_output, make_folder
 from planner.plan.document import Plan
 from planner.plan.planning import make_plan
-from ullage.cli.options import is_captured
 from ullage.cli.request import request_of
 from ullage.output.progress import search_progress
 from ullage.this_machine.planning import (
     MOST_SIMULATIONS,
-    PlanOptions,
+    Options,
     free_memory,
     machine_now,
     made_by_rank_0,
@@ -38,14 +37,12 @@ def planned(args: argparse.Namespace, output_dir: Path) -> Plan:
         check_output("--output-dir", path)  # before the search
     free = free_memory()
     args.gpus = args.gpus or world_size()
-    if args.batches is None and args.data is not None and _may_be_captured(args):
-        args.batches = "masked"
-    plan_options: PlanOptions = {} if args.device_memory is None else {"device_memory": args.device_memory}
+    options: Options = {} if args.device_memory is None else {"device_memory": args.device_memory}
 
     def make() -> Plan:
         if args.hardware is None:
             profile_here()  # becomes the default of --hardware
-        request = request_of(args, lambda profile: machine_now({"hardware": profile, **plan_options}, free))
+        request = request_of(args, lambda profile: machine_now({"hardware": profile, **options}, free))
         with search_progress() as progress:
             return make_plan(request, max_simulations=MOST_SIMULATIONS, progress=progress)
 
@@ -54,9 +51,3 @@ def planned(args: argparse.Namespace, output_dir: Path) -> Plan:
         plan.save(path)
         sys.stderr.write(f"ullage execute: {plan}; plan written to {path}\n")
     return plan
-
-
-def _may_be_captured(args: argparse.Namespace) -> bool:
-    """Return whether the model can be captured with a mask. Formulas plan models that ranks share, without capture."""
-    shared = (args.tensor_parallel, args.pipeline_parallel, args.expert_parallel)
-    return not is_captured(args.model) and max(count or 1 for count in shared) == 1
