@@ -16,8 +16,8 @@ def _say_nothing(_line: str) -> None:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class SessionOptions:
-    """How to execute a plan.
+class Options:
+    """How to execute a plan. ``ullage.prepare`` makes it from its keywords, the plan and the machine.
 
     Attributes:
         device: ``cpu`` computes in the calling thread, with a part of ordinary memory standing in for the device.
@@ -30,8 +30,8 @@ class SessionOptions:
         host_capacity_bytes: the same limit for host memory.
         storage_dir: folder on a fast drive for state that the plan keeps on NVMe. During training, each rank has a file
             in it.
-        compile_backend: backend of ``torch.compile`` for the repeated blocks, see :mod:`executor.module.compilation`.
-            ``None``: they are not compiled.
+        compile_blocks: whether to compile the repeated blocks with ``torch.compile``, see
+            :mod:`executor.module.compilation`; or its backend.
         checkpoint_buffer_bytes: host memory for copies that a checkpoint has not written yet; 0: no checkpoints.
         record: whether to record times for :meth:`Session.timeline` from the start. The latest
             :data:`executor.devices.lanes.NUM_RECORDED` iterations are kept.
@@ -48,7 +48,7 @@ class SessionOptions:
     gpu_capacity_bytes: int | None = None
     host_capacity_bytes: int | None = None
     storage_dir: Path | None = None
-    compile_backend: str | None = None
+    compile_blocks: bool | str = False
     checkpoint_buffer_bytes: int = 0
     record: bool = False
     link_bytes_per_s: tuple[float, float] | None = None
@@ -57,8 +57,13 @@ class SessionOptions:
     audit: AuditTime = "off"
     report: Callable[[str], None] = _say_nothing
 
+    @property
+    def compile_backend(self) -> str | None:
+        """The backend of ``torch.compile``; ``None`` without compiling."""
+        return "inductor" if self.compile_blocks is True else self.compile_blocks or None
 
-def backend_of(options: SessionOptions) -> Backend:
+
+def backend_of(options: Options) -> Backend:
     """Return the backend for the device in the options.
 
     Raises:

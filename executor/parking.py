@@ -14,10 +14,9 @@ from typing import final
 
 import torch
 
+from executor.driver.runtime import Runtime
 from executor.memory.frozen import FrozenWeights
 from executor.memory.units import Moments, UnitState
-from executor.runtime import Runtime
-from executor.state_access import StateAccess
 from planner.decisions import Place
 from planner.schedule.tasks import MemoryClass
 
@@ -46,7 +45,6 @@ class Parking:
     Args:
         model: its buffers are parked too.
         runtime: the session's runtime.
-        access: the session's weights and state.
         link_bytes_per_s: rates of copies from and to the device; ``None`` if they are unknown.
     """
 
@@ -54,12 +52,10 @@ class Parking:
         self,
         model: torch.nn.Module,
         runtime: Runtime,
-        access: StateAccess,
         link_bytes_per_s: tuple[float, float] | None,
     ) -> None:
         self._model = model
         self._runtime = runtime
-        self._access = access
         self._link_bytes_per_s = link_bytes_per_s
         self._host: torch.Tensor | None = None
         self._num_taken = 0
@@ -71,8 +67,8 @@ class Parking:
         """See :meth:`executor.session.Session.park`."""
         runtime, units = self._runtime, list(self._runtime.state.units.values())
         begin_s = time.perf_counter()
-        self._access.end_evaluation()
-        self._access.make_current("park()")
+        self._runtime.end_evaluation()
+        self._runtime.make_current("park()")
         if runtime.snapshots is not None:
             runtime.snapshots.take_remaining()
         own = [unit.own_weights for unit in units if _has_device_only_weights(unit) and not keep_weights]
@@ -92,7 +88,7 @@ class Parking:
         for unit in units:
             self._read_from_host(unit, place)
         if not keep_weights:
-            self._access.take_device_memory()
+            self._runtime.take_device_memory()
         staying = [tensor for unit in units if keep_weights for tensor in _resident_tensors(unit)]
         device_bytes = runtime.gpu.release({tensor.untyped_storage()._cdata for tensor in staying})
         for buffer in buffers:
@@ -117,8 +113,8 @@ class Parking:
             for piece in unit.pieces if unit.on_device else ():
                 if piece.place is Place.STREAM:
                     unit.own(piece).copy_(unit.masters(piece))
-        self._access.forget_current()
-        self._access.make_current("unpark()", unparks=True)  # uploads weights that the host updates
+        self._runtime.forget_current()
+        self._runtime.make_current("unpark()", unparks=True)  # uploads weights that the host updates
         runtime.actions.synchronize()
         result = self._result(1, device_bytes, begin_s)
         runtime.parked = False

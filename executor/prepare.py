@@ -7,32 +7,30 @@ import gc
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final, NamedTuple, NoReturn, cast, final
+from typing import Any, Final, NoReturn, cast, final
 
 import torch
 from torch import nn
 
 from executor.checks import check_decisions, check_saved_group, check_saved_state
-from executor.distributed.shards import ParameterShard
 from executor.memory.moments import by_value, converted
-from executor.memory.pieces import Part, state_buffers
-from executor.memory.state import write_weights
+from executor.memory.pieces import state_buffers
+from executor.memory.stream import Source, tensor_name, whole_state, write_state
 from executor.memory.transfer_file import TransferFile
-from executor.memory.units import ParameterState, UnitState
+from executor.memory.units import ParameterState
 from executor.module.guards import check_kinds, check_memory, check_plain, check_unprepared
-from executor.optimizer.blocks import spread
-from executor.optimizer.passes import cut
 from executor.optimizer.reference import ROUNDS
-from executor.optimizer.table import OptimizerEntry, entry_of
-from executor.options import SessionOptions
+from executor.optimizer.table import entry_of
+from executor.options import Options
+from executor.packed import StoredParameter
 from executor.session import Session
-from planner.decisions import Decisions, Place
+from planner.decisions import Decisions
 from planner.graph import Unit
 from planner.optimizers import Optimizer
 from planner.plan.document import Plan
 from planner.schedule.loop import OutOfOrderError
 
-_ON_CPU = SessionOptions()
+_ON_CPU = Options()
 
 _Entry = tuple[Mapping[str, Any], Mapping[str, Any]]
 """A parameter's entry in a saved state, and its group's."""
@@ -43,7 +41,7 @@ def prepare_session(
     optimizer: torch.optim.Optimizer,
     units: tuple[Unit, ...],
     decisions: Decisions,
-    options: SessionOptions = _ON_CPU,
+    options: Options = _ON_CPU,
 ) -> tuple[nn.Module, "OffloadedOptimizer"]:
     """Put a model and its optimizer under a plan's decisions.
 
@@ -86,16 +84,7 @@ def prepare_session(
     check_unprepared(model)
     check_plain(model)
     check_memory(model, optimizer)
-    config = ExecutionConfig(units, decisions, options)
-    return model, OffloadedOptimizer(optimizer, entry_of(optimizer), model, config)
-
-
-class ExecutionConfig(NamedTuple):
-    """What a session executes: units in forward order for the decided micro-batch, decisions, and options."""
-
-    units: tuple[Unit, ...]
-    decisions: Decisions
-    options: SessionOptions
+    return model, OffloadedOptimizer(optimizer, model, units, decisions, options)
 
 
 def check_prepared(optimizer: object) -> None:
@@ -123,9 +112,15 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     plan: Plan
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, entry: OptimizerEntry, model: nn.Module, config: ExecutionConfig
+        self,
+        optimizer: torch.optim.Optimizer,
+        model: nn.Module,
+        units: tuple[Unit, ...],
+        decisions: Decisions,
+        options: Options,
     ) -> None:
-        session = Session(model, entry, optimizer.param_groups, *config)
+        entry = entry_of(optimizer)
+        session = Session(model, entry, optimizer.param_groups, units, decisions, options)
         with contextlib.ExitStack() as failing:
             failing.push(session)  # nobody else could close it, and the model could not be prepared again
             super().__init__(optimizer.param_groups, optimizer.defaults)  # shares these dicts; does not copy them
@@ -133,8 +128,6 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             self.session = session
             self.weights_folder: Path | None = None
             self._given = optimizer
-            self._model = model
-            self.config = config
             given = {
                 session.name_of(parameter): (state, group)
                 for group in self.param_groups
@@ -237,7 +230,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             OutOfOrderError: in the middle of an iteration, or the session is closed.
         """
         self._check_open("load_state_dict()")
-        self.session.access.check_idle()
+        self.session.runtime.check_idle()
         failure: ValueError | None = None
         try:
             entries = self._entries_of(state_dict)
@@ -245,7 +238,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             failure = error
         if self.session.collectives.any(failure is not None):
             raise failure or ValueError("another rank cannot load its state; see the error of that rank")
-        with self.session.access.changing("load_state_dict()"):
+        with self.session.runtime.changing("load_state_dict()"):
             self.write_states(entries)
             for group, their in zip(self.param_groups, state_dict["param_groups"], strict=True):
                 group.update({k: v for k, v in their.items() if k not in {"params", ROUNDS}})
@@ -293,7 +286,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             for _, parameter in held.get(name, ())[:1]:  # frozen parameters have no state
                 check_saved_state(self.entry.of(parameter.kind), name, parameter.shard.whole_shape, state)
 
-    def switch_plan(self, config: ExecutionConfig, folder: Path) -> int:
+    def switch_plan(self, units: tuple[Unit, ...], decisions: Decisions, options: Options, folder: Path) -> int:
         """Switch to another plan between two iterations, and keep weights and state.
 
         The state passes through a file in ``folder`` (see :mod:`executor.memory.transfer_file`). The old session frees
@@ -309,24 +302,31 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             OutOfOrderError: in the middle of an iteration.
             StorageError: there is no room for the file.
         """
-        check_decisions(config.decisions, self.entry, self.param_groups)
-        now, then = (dataclasses.asdict(one.decisions.degrees) for one in (self.config, config))
+        check_decisions(decisions, self.entry, self.param_groups)
+        session = self.session
+        model, ways = session.model, ((units, decisions, options), (session.units, session.decisions, session.options))
+        now, then = (dataclasses.asdict(one.degrees) for one in (session.decisions, decisions))
         if different := next((name for name in now if now[name] != then[name]), None):
             raise ValueError(
                 f"the other plan has {different} {then[different]}, but training runs with {now[different]}; plan with "
                 f"{now[different]}, or save a checkpoint and resume from it under the other plan"
             )
-        steps = {entry.shard.name: entry.step for _, entry in self.session.access.parameter_states().values()}
-        self._wholes = {
-            entry.shard.name: entry.shard.whole for _, entry in self.session.access.parameter_states().values()
-        }
+        session.runtime.check_has_weights()
+        steps = {entry.shard.name: entry.step for _, entry in session.runtime.parameter_states().values()}
+        stored = {name: shard.stored for name, shard in session.runtime.state.shards().items()}
         transfer = self._write_transfer_file(folder)
-        failure = self._start_session(config, transfer, steps)
-        if failure is not None:
-            if (again := self._start_session(self.config, transfer, steps)) is not None:  # a rank is gone
-                raise again
-            raise failure
-        self.config = config
+        session.close(give_back=False)
+        del session  # else it would keep its memory
+        failures: list[Exception] = []
+        for way in (*ways, None):  # if the other plan cannot begin, the old one goes on, unless a rank is gone
+            for name, parameter in stored.items():
+                _give(parameter, transfer[name])
+            failure = None if way is None else self._start_session(model, way, transfer, steps)
+            if failure is None:
+                break
+            failures.append(failure)
+        if failures:
+            raise failures[-1]
         return transfer.num_bytes
 
     def _check_open(self, call: str) -> None:
@@ -337,56 +337,55 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             )
 
     def _write_transfer_file(self, folder: Path) -> TransferFile:
-        """Write all weights and state into a file, and close the session."""
-        held = {parameter.shard.name: parameter for _, parameter in self.session.access.parameter_states().values()}
-        shards = {name: parameter.shard for name, parameter in held.items()}
-        in_float32 = {name: self._keys(parameter.kind) for name, parameter in held.items()}
+        """Write all weights and state into a file."""
+        state = self.session.runtime.state
         likes = {
-            name: torch.empty(shard.whole_shape, dtype=shard.whole.dtype, device="meta")
-            for name, shard in shards.items()
+            name: torch.empty(shard.stored.num_bytes, dtype=torch.uint8, device="meta")
+            if shard.stored.is_quantized
+            else torch.empty(shard.whole_shape, dtype=shard.whole.dtype, device="meta")
+            for name, shard in state.shards().items()
         }
-        likes |= {f"{name}/{key}": likes[name].float() for name in shards for key in in_float32[name]}
+        for name, held in state.by_parameter.items():
+            whole = torch.empty(held[0][1].shard.whole_shape, device="meta")
+            likes |= {f"{name}/{key}": whole for key in self._keys(held[0][1].kind)}
         transfer = TransferFile(folder, likes, self.session.runtime.ranks)
-        for parameter, state in self._states():
-            name = parameter.shard.name
-            transfer.write(name, self.session.access.weights(name))
-            for key, values in state.items():
+        for name, states in self._states():
+            for key, values in states.items():
                 transfer.write(f"{name}/{key}", values)
-        self.session.close(give_back=False)
-        for name, shard in shards.items():
-            shard.whole.data = transfer[name]
+        for name in state.shards():
+            transfer.write(name, self.session.runtime.weights(name))
         return transfer
 
     def _start_session(
-        self, config: ExecutionConfig, transfer: TransferFile, steps: Mapping[str, int]
+        self,
+        model: nn.Module,
+        way: tuple[tuple[Unit, ...], Decisions, Options],
+        transfer: TransferFile,
+        steps: Mapping[str, int],
     ) -> Exception | None:
         """Begin a session with the transferred state; return the error if it cannot begin."""
         self.session = _BETWEEN_PLANS
         gc.collect()  # reference cycles hold the old session's memory
         torch.cuda.empty_cache()  # cached blocks have the old sizes; does nothing without a GPU
         try:
-            self.session = Session(self._model, self.entry, self.param_groups, *config)
+            self.session = Session(model, self.entry, self.param_groups, *way)
         except (ValueError, MemoryError, OSError) as error:
-            for name, parameter in self._wholes.items():
-                parameter.data = transfer[name]
             return error.with_traceback(None)  # its frames would hold memory
         groups = {self.session.name_of(p): group for group in self.param_groups for p in group["params"]}
-        held = {entry.shard.name: entry for _, entry in self.session.access.parameter_states().values()}
         entries: dict[str, _Entry] = {}
-        for name in self._wholes:
-            trained = steps[name] or self.entry.starts_at
-            keys = [key for key in self._keys(held[name].kind) if trained or key == "master"]
-            entries[name] = ({key: transfer[f"{name}/{key}"] for key in keys}, groups.get(name, self.defaults))
-        with self.session.access.changing("the change of plan"):
+        for name, held in self.session.runtime.state.by_parameter.items():
+            has_state = steps[name] or self.entry.starts_at
+            keys = [key for key in self._keys(held[0][1].kind) if has_state or key == "master"]
+            values = {key: transfer[f"{name}/{key}"] for key in keys}
+            entries[name] = {"step": steps[name], **values}, groups.get(name, self.defaults)
+        with self.session.runtime.changing("the change of plan"):
             self.write_states(entries)
-            for _, entry in self.session.runtime.state.by_name.values():
-                entry.step = steps[entry.shard.name]
         return None
 
     @property
     def _keeps_master(self) -> bool:
         """Whether there are master copies beside the weights."""
-        return not self.config.decisions.precision.master_is_weight
+        return not self.session.decisions.precision.master_is_weight
 
     @property
     def _keeps_state(self) -> bool:
@@ -395,41 +394,36 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def _keys(self, kind: Optimizer) -> tuple[str, ...]:
         """Return the names of a parameter's saved state: the master copy (if any), then the optimizer's buffers."""
-        return (*(["master"] if self._keeps_master else []), *self.entry.of(kind).buffers)
+        return (*(["master"] if self._keeps_master else []), *self.buffers_of(kind))
 
-    def _states(self) -> Iterator[tuple[ParameterState, dict[str, torch.Tensor]]]:
-        """Yield each parameter's whole state on the host, in float32, beside one of its :class:`ParameterState`.
+    def buffers_of(self, kind: Optimizer) -> tuple[str, ...]:
+        """Return the names of the buffers of parameters that ``kind`` updates."""
+        return self.entry.of(kind).buffers
 
-        Tensors may be views of memory that is reused for the next unit. All ranks call this together.
+    def _states(self) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
+        """Yield each parameter's name and whole state on the host, in float32. All ranks call this together.
+
+        Tensors may be views of memory that is reused for the next unit.
         """
-        units = {unit.name: unit for unit, _ in self.session.access.parameter_states().values()}
-        names = collections.Counter(p.shard.name for _, p in self.session.access.parameter_states().values())
-        found: dict[str, dict[str, list[tuple[ParameterShard, torch.Tensor]]]] = {}
-        for unit in units.values():
-            most = 1 + max((len(self.entry.of(entry.kind).buffers) for entry in unit.parameters), default=0)
-            flat = [unit.unsharded(values) for values in _own_state(self.session, unit, most)]
-            for entry in unit.parameters:
-                shard, keys = entry.shard, self._keys(entry.kind)
-                of_whole = found.setdefault(shard.name, {key: [] for key in keys})
-                for key, values in zip(keys, flat if self._keeps_master else flat[1:], strict=False):
-                    mine = values[entry.start : entry.stop].view(shard.shape)
-                    of_whole[key].append((shard, mine if shard.is_whole else mine.clone()))
-                names[shard.name] -= 1
-                if not names[shard.name]:  # all units that hold rows of it have been read
-                    parts = found.pop(shard.name)
-                    wholes = {key: self.session.collectives.unshard(held) for key, held in parts.items()}
-                    yield entry, wholes
+        self.session.runtime.parameter_states()
+        state = self.session.runtime.state
+        read = whole_state(state, self.session.runtime.ranks)
+        for name, held in state.by_parameter.items():
+            master, *buffers = read(name)
+            keys = self._keys(held[0][1].kind)
+            yield name, dict(zip(keys, (master, *buffers) if self._keeps_master else buffers, strict=True))
 
     def _read_states(self) -> dict[str, dict[str, Any]]:
         states: dict[str, dict[str, Any]] = {}
-        for parameter, state in self._states():
+        for name, state in self._states():
+            parameter = self.session.runtime.state.by_parameter[name][0][1]
             own = self.entry.of(parameter.kind)
             if parameter.step or own.starts_at:
                 step = {"step": torch.tensor(float(parameter.step))} if own.counts_steps else {}
                 buffers = dict(zip(("master", *own.buffers), state_buffers(parameter.kind), strict=True))
                 shape = parameter.shard.whole_shape
                 flat = converted({key: values.reshape(-1) for key, values in state.items()}, own.buffers)
-                states[parameter.shard.name] = step | {
+                states[name] = step | {
                     key: (values.view(shape) if buffers[key].params == 1 else values).to(buffers[key].dtype, copy=True)
                     for key, values in flat.items()
                 }
@@ -439,51 +433,46 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """Set the state of parameters, by name. Read and write each piece once."""
         if not entries:
             return
-        found = [(u, p) for u, p in self.session.access.parameter_states().values() if p.shard.name in entries]
+        found = [(u, p) for u, p in self.session.runtime.parameter_states().values() if p.shard.name in entries]
         if self.session.runtime.snapshots is not None:
             self.session.runtime.snapshots.take_remaining()  # checkpoints that have begun need the old state
-        with self.session.access.changing("load_state_dict()"):
+        with self.session.runtime.changing("load_state_dict()"):
             for _, parameter in found:
                 # If an optimizer does not count steps, having state means that it has taken one.
                 entry, _ = entries[parameter.shard.name]
                 there = any(entry.get(key) is not None for key in self.entry.of(parameter.kind).buffers)
                 parameter.step = int(entry.get("step", there))
             for unit in {id(unit): unit for unit, _ in found}.values():
-                self._write_unit(unit, entries)
+                tensors: dict[str, torch.Tensor] = {}
+                for parameter in unit.parameters:
+                    if parameter.shard.name in entries:
+                        tensors |= self._tensors_of(parameter, entries[parameter.shard.name])
+                write_state(self.session.runtime.state, [unit], Source.of(tensors), self.buffers_of)
 
-    def _write_unit(self, unit: UnitState, entries: Mapping[str, _Entry]) -> None:
-        mine = {
-            p.name: _shard_of_entry(p, entries[p.shard.name], self.entry.of(p.kind).buffers)
-            for p in unit.parameters
-            if p.shard.name in entries
-        }
-        parts = [(p, part) for p in unit.parameters if p.name in mine for part in p.parts]
-        for piece in {part.piece.index: part.piece for _, part in parts}.values():
-            with self.session.runtime.state.state_of(unit, piece, writes=True) as state:
-                for parameter, part in parts:
-                    if part.piece.index == piece.index:
-                        self._write_part(state, parameter, part, mine[parameter.name])
-        for parameter in unit.parameters:
-            if parameter.name in mine and "master" in (entry := mine[parameter.name][0]):
-                write_weights(unit, parameter, entry["master"], parameter.start)
-
-    def _write_part(
-        self, state: tuple[torch.Tensor, ...], parameter: ParameterState, part: Part, entry: _Entry
-    ) -> None:
-        """Set a parameter's part of a piece's state. The master copy is set here only on NVMe."""
-        master, *buffers = cut(state, part.within.start, part.within.stop)
+    def _tensors_of(self, parameter: ParameterState, entry: _Entry) -> dict[str, torch.Tensor]:
+        """Return this rank's shard of a parameter's saved state, flat, by the names of a source."""
         values_of, group = entry
-        initial = None
+        own, forms = self.entry.of(parameter.kind), state_buffers(parameter.kind)[1:]
+        held = {key: values.cpu() for key, values in values_of.items() if key != "step" and values is not None}
+        shares = {key: parameter.shard.part(values).reshape(-1) for key, values in by_value(held).items()}
+        found = converted(shares, own.buffers)
+        first = 0.0
         if self.entry.starts_at and not parameter.step:  # the saved state has the model's type
-            initial = group[self.entry.starts_at]
-        for target, key in zip(buffers, self.entry.of(parameter.kind).buffers, strict=True):
-            values = values_of.get(key)
-            if values is None or initial is not None:
-                target.fill_(initial or 0.0)
-            else:
-                target.copy_(parameter.state_of(part, values))
-        if part.piece.place is Place.NVME and "master" in values_of:
-            master.copy_(parameter.values_of(part, values_of["master"]))
+            first = group[self.entry.starts_at]
+            found = {key: values for key, values in found.items() if key == "master"}
+        for key, form in zip(own.buffers, forms, strict=True):
+            if key not in found:
+                length = form.length(parameter.stop - parameter.start)
+                found[key] = torch.full((1,), first, dtype=form.dtype).expand(length)
+        return {tensor_name(parameter.shard.shard_name, key): values for key, values in found.items()}
+
+
+def _give(stored: StoredParameter, values: torch.Tensor) -> None:
+    """Make a parameter a view of its whole values, or of its bytes if it is quantized."""
+    if stored.is_quantized:
+        stored.live_in(values)
+    else:
+        stored.parameter.data = values
 
 
 class _NoSession:
@@ -502,22 +491,3 @@ class _NoSession:
 
 
 _BETWEEN_PLANS: Final = cast("Session", _NoSession())
-
-
-def _own_state(session: Session, unit: UnitState, count: int) -> tuple[torch.Tensor, ...]:
-    """Return the rank's state of a unit by value, float32 ``[shard]``, on the host, in ``count`` tensors."""
-    whole = torch.empty(count, sum(piece.num_params for piece in unit.pieces))
-    for piece in unit.pieces:
-        held = slice(piece.start - unit.start, piece.stop - unit.start)
-        with session.runtime.state.state_of(unit, piece) as state:
-            for target, values in zip(whole, state, strict=False):
-                target[held].copy_(spread(values, piece.num_params) if len(values) < piece.num_params else values)
-    return whole.unbind()
-
-
-def _shard_of_entry(parameter: ParameterState, entry: _Entry, keys: tuple[str, ...]) -> _Entry:
-    """Return this rank's shard of a parameter's saved state, flat, with these keys of buffers."""
-    values_of, group = entry
-    tensors = {key: values.cpu() for key, values in values_of.items() if key != "step" and values is not None}
-    shares = {key: parameter.shard.part(values).reshape(-1) for key, values in by_value(tensors).items()}
-    return converted(shares, keys), group

@@ -2,7 +2,7 @@
 
 The user's own loop stays as it is. Hooks report where forward and backward are (:mod:`executor.module.binding`). The
 session then issues the schedule's tasks up to that point (:mod:`executor.driver.iteration`), and lanes run them
-(:mod:`executor.runtime`). ``optimizer.step()`` issues the rest of the iteration, and returns while updates run.
+(:mod:`executor.driver.runtime`). ``optimizer.step()`` issues the rest of the iteration, and returns while updates run.
 """
 
 import contextlib
@@ -27,6 +27,8 @@ from executor.distributed.ranks import Ranks
 from executor.distributed.shards import shards_of
 from executor.distributed.tensor_parallel import bind_tensor_parallel
 from executor.driver.iteration import IterationDriver
+from executor.driver.runtime import Runtime
+from executor.driver.unbroken import Unbroken
 from executor.memory.arenas import MeasuredMemory
 from executor.memory.state import without_values
 from executor.module.batches import bind_batches
@@ -36,11 +38,9 @@ from executor.module.guards import bind_guards
 from executor.module.naming import PROMPT, Naming, prompts_of
 from executor.module.quantized import bind_quantized, check_products
 from executor.optimizer.table import OptimizerEntry
-from executor.options import SessionOptions, backend_of
+from executor.options import Options, backend_of
 from executor.packed import with_own_storage
 from executor.parking import Moved, Parking
-from executor.runtime import Runtime, Unbroken
-from executor.state_access import StateAccess
 from planner.decisions import Decisions
 from planner.graph import Unit
 from planner.schedule.loop import OutOfOrderError
@@ -57,11 +57,10 @@ class Session(contextlib.AbstractContextManager["Session"]):
 
     Attributes:
         model: the user's model.
-        decisions, schedule: what is executed.
+        units, decisions, options, schedule: what is executed, and how.
         cores: the cores that the threads run on.
         collectives: collectives over host memory, between iterations.
-        runtime: memory, threads and tasks.
-        access: weights and optimizer state while no iteration is under way.
+        runtime: memory, threads and tasks, and weights and state while no iteration is under way.
         driver: follows the model through an iteration.
         audit: compares the first iterations with plain PyTorch.
 
@@ -77,13 +76,13 @@ class Session(contextlib.AbstractContextManager["Session"]):
         groups: list[dict[str, Any]],
         units: tuple[Unit, ...],
         decisions: Decisions,
-        options: SessionOptions,
+        options: Options,
     ) -> None:
         check_decisions(decisions, entry, groups)
         check_units(decisions, units)
         check_products(model, units)
         self.model = model
-        self.decisions = decisions
+        self.units, self.decisions, self.options = units, decisions, options
         self._meter: Meter | None = None
         self._undo: list[Callable[[], None]] = []
         self._has_left = self._on_all_ranks = False  # whether parameters are what they are to be after close()
@@ -105,7 +104,7 @@ class Session(contextlib.AbstractContextManager["Session"]):
                 units,
                 decisions,
                 shards,
-                compiles=options.compile_backend is not None,
+                compiles=bool(options.compile_blocks),
                 report=options.report,
             )
             # Bind threads first, so that memory is near the cores that touch it.
@@ -137,10 +136,9 @@ class Session(contextlib.AbstractContextManager["Session"]):
                     master_dtype=kinds[precision.master_bytes],
                     splits=splits,
                 )
-            self.access = StateAccess(self.runtime, units, options.report)
-            self._parking = Parking(model, self.runtime, self.access, options.link_bytes_per_s)
+            self._parking = Parking(model, self.runtime, options.link_bytes_per_s)
             self.driver = driver = IterationDriver(
-                model, self.runtime, self.access, units, decisions, entry, groups, self.audit, options.report
+                model, self.runtime, units, decisions, entry, groups, self.audit, options.report
             )
             failing.callback(driver.visibility.release)
             self._undo += driver.hook_parameters()
@@ -156,7 +154,7 @@ class Session(contextlib.AbstractContextManager["Session"]):
                     model, units, shards, ranks.tensor, no_compile(options.compile_backend), backend.device
                 )
                 self.sync_rng_state()
-            self._undo += bind_state_dict(model, self._names, self.access.weights)
+            self._undo += bind_state_dict(model, self._names, self.runtime.weights)
             # As DistributedDataParallel has it; the plan decides when ranks add their gradients up.
             self._undo.append(replace_attribute(model, "no_sync", contextlib.nullcontext))
             if options.batch:
@@ -172,7 +170,8 @@ class Session(contextlib.AbstractContextManager["Session"]):
             self._undo += bind_guards(model, self.runtime.state.dtype, backend.device)
             self._undo.append(model.register_forward_hook(driver.after_forward).remove)
             hooks = (getattr(undo, "__self__", None) for undo in self._undo)
-            self.audit.bound(frozenset(hook.id for hook in hooks if isinstance(hook, RemovableHandle)))
+            ours = frozenset(hook.id for hook in hooks if isinstance(hook, RemovableHandle))
+            self.audit.bound(ours, lambda: driver.call)
             self._undo.append(self.audit.close)
             failing.pop_all()
 
@@ -233,7 +232,7 @@ class Session(contextlib.AbstractContextManager["Session"]):
             LaneError: a task failed on some lane.
             RankError: another rank has failed.
         """
-        return {name: self.access.weights(name) for name in self.runtime.state.shards()}
+        return {name: self.runtime.weights(name) for name in self.runtime.state.shards()}
 
     def naming(self) -> Naming:
         """Return the names of the model's tensors in files of weights."""
@@ -256,7 +255,7 @@ class Session(contextlib.AbstractContextManager["Session"]):
                 other weights.
             ValueError: the model has no weights yet, or has quantized weights but no adapters.
         """
-        self.access.check_at_rest()
+        self.runtime.check_at_rest()
         naming = self.naming()
         weights = self.reader(dtype)
         if not naming.adapters:
@@ -288,12 +287,12 @@ class Session(contextlib.AbstractContextManager["Session"]):
         """
         wanted = dtype or self.runtime.state.dtype
         from_masters = self.runtime.parked or wanted != self.runtime.state.dtype
-        masters = self.access.masters()
+        masters = self.runtime.masters()
 
         def read(tensor: torch.Tensor) -> torch.Tensor:
             if (name := self._names.get(id(tensor))) is None:
                 return tensor
-            return masters(name).to(wanted) if from_masters else self.access.weights(name)
+            return masters(name).to(wanted) if from_masters else self.runtime.weights(name)
 
         return read
 
@@ -310,7 +309,7 @@ class Session(contextlib.AbstractContextManager["Session"]):
             OutOfOrderError: in the middle of an iteration, or the session is parked already.
             DeviceMemoryError: the host has too little memory; nothing has changed.
         """
-        self.access.check_idle()
+        self.runtime.check_idle()
         self.runtime.check_has_weights()
         return self._parking.park(keep_weights=keep_weights)
 
@@ -321,7 +320,7 @@ class Session(contextlib.AbstractContextManager["Session"]):
             OutOfOrderError: the session is not parked.
             DeviceMemoryError: another program holds the memory; the session stays parked.
         """
-        self.access.check_idle()
+        self.runtime.check_idle()
         if not self.runtime.parked:
             raise OutOfOrderError("the session is not parked; call session.park() before session.unpark()")
         return self._parking.unpark()
@@ -436,7 +435,7 @@ class Session(contextlib.AbstractContextManager["Session"]):
         if not self.failed:
             runtime.doing = f"close(), after {self.iteration} iterations"
             runtime.check_same_call()
-            self.access.make_current(runtime.doing)
+            self.runtime.make_current(runtime.doing)
             self.driver.visibility.release()
             if give_back:
                 self._give_back()
@@ -445,7 +444,7 @@ class Session(contextlib.AbstractContextManager["Session"]):
             self._on_all_ranks = self._has_left = True
         elif not runtime.machine.stopped and runtime.has_last_step:
             was_left = runtime.machine.failed
-            runtime.drain()
+            runtime.synchronize(left_running=True)
             if runtime.machine.stopped:  # a task has failed or hangs
                 if not was_left:
                     runtime.machine.check()
@@ -462,7 +461,7 @@ class Session(contextlib.AbstractContextManager["Session"]):
                 self.runtime.state.give_back(lost=True)
                 self._has_left = True
         finally:
-            self.access.is_closed = True
+            self.runtime.is_closed = True
             self.runtime.close()
             self._give_cores_back()
             self.driver.gradients.clear()
@@ -476,10 +475,10 @@ class Session(contextlib.AbstractContextManager["Session"]):
             if name in self.runtime.state.absent:
                 shard.whole.data = without_values(shard.whole_shape, self.runtime.state.dtype)
             elif shard.stored.is_quantized:
-                shard.stored.live_in(self.access.stored_weights(name))
+                shard.stored.live_in(self.runtime.stored_weights(name))
                 shard.stored.own_tables()
             else:
-                shard.whole.data = with_own_storage(self.access.stored_weights(name))
+                shard.whole.data = with_own_storage(self.runtime.stored_weights(name))
 
     def _undo_all(self) -> None:
         while self._undo:

@@ -37,7 +37,7 @@ from torch.distributed.fsdp import fully_shard
 
 import ullage
 from benchmarks.origin import origin, write_result
-from executor.options import SessionOptions
+from executor.options import Options
 from executor.prepare import prepare_session
 from planner.decisions import FP32, Decisions, Place, UnitDecision
 from planner.graph import Batch, build_graph, units
@@ -123,7 +123,7 @@ def planned(num_units: int, name: str) -> Variant:
     )
     model = chain(num_units)
     prepared, optimizer = prepare_session(
-        model, torch.optim.AdamW(model.parameters()), found, decisions, SessionOptions(num_threads=1)
+        model, torch.optim.AdamW(model.parameters()), found, decisions, Options(num_threads=1)
     )
     return Variant(prepared, optimizer, optimizer.session.synchronize, len(optimizer.session.schedule.tasks))
 

@@ -15,15 +15,15 @@ from executor.driver.on_demand import OnDemand, check_second_order, why_not
 from executor.driver.other_shapes import OtherShapes
 from executor.driver.progress import Progress
 from executor.driver.rules import UpdateRules
+from executor.driver.runtime import Runtime
+from executor.driver.unbroken import Unbroken
 from executor.gradients import GradientError
 from executor.memory.units import ParameterState, UnitState
 from executor.module.attention import fused_attention
-from executor.module.guards import LEFT_HALF_WAY, ON_DEMAND, OWN_CHECKPOINTING
+from executor.module.guards import LEFT_HALF_WAY, ON_DEMAND, OWN_CHECKPOINTING, check_autocast
 from executor.module.user_gradients import UserGradients
 from executor.module.visibility import WeightVisibility
 from executor.optimizer.table import OptimizerEntry
-from executor.runtime import Runtime, Unbroken
-from executor.state_access import StateAccess
 from planner.decisions import Decisions
 from planner.graph import Unit
 from planner.schedule.loop import OutOfOrderError
@@ -53,7 +53,6 @@ class IterationDriver:
         self,
         model: nn.Module,
         runtime: Runtime,
-        access: StateAccess,
         units: tuple[Unit, ...],
         decisions: Decisions,
         entry: OptimizerEntry,
@@ -68,7 +67,6 @@ class IterationDriver:
         self.attention: tuple[str, ...] | None = None
         self.num_left, self.num_calls = 0, 1
         self._runtime = runtime
-        self._access = access
         self._decisions = decisions
         self._rules = UpdateRules(runtime, entry, groups)
         self.other_shapes = OtherShapes(runtime)
@@ -82,7 +80,7 @@ class IterationDriver:
         self.gradients = UserGradients(
             decisions, (p for _, p in runtime.state.parameters()), self._norms, self._end_early
         )
-        # See [Note: Interrupted] in executor.runtime.
+        # See [Note: Interrupted] in executor.driver.unbroken.
         self._forward = Unbroken(runtime, "forward", keeps=True, expected=(GradientError,))
         self._backward = Unbroken(runtime, "backward()", keeps=True, expected=(GradientError,))
         self._clipping = Unbroken(runtime, "clipping, or optimizer.step()", keeps=True, expected=(GradientError,))
@@ -97,10 +95,10 @@ class IterationDriver:
             backward_ended=self._backward_ended,
             unbroken=self._backward,
         )
-        access.come_to_rest = self.come_to_rest
+        runtime.come_to_rest = self.come_to_rest
         shared = {unit.name: unit.shared_units for unit in units}
         self.visibility = WeightVisibility(
-            runtime.state, shared, runtime.state.shards().values(), access, access.settled
+            runtime.state, shared, runtime.state.shards().values(), runtime, runtime.settled
         )
 
     @property
@@ -123,7 +121,7 @@ class IterationDriver:
             with self._backward:
                 self._follow(self.progress.recompute, unit)
         elif not (self.trains or self._runtime.inside_iteration or (evaluates and self.progress.meets(unit))):
-            self._access.evaluate(unit, self.visibility)
+            self._runtime.evaluate(unit, self.visibility)
             self.visibility.show(unit)
         elif self.progress.has_left or not self.progress.is_at(Op.FORWARD, unit):
             self._check_begin()
@@ -148,7 +146,7 @@ class IterationDriver:
         if (state := self._units.get(unit)) is not None:
             state.spent.clear()  # in this stream's order, its updates have ended: see [Note: Spent]
             if state.slot < 0:
-                self._access.settled.add(unit)
+                self._runtime.settled.add(unit)
 
     def on_backward(self, unit: str) -> None:
         """Backward has reached a unit. Raises as :meth:`on_forward`."""
@@ -227,7 +225,7 @@ class IterationDriver:
             raise OutOfOrderError(f"{error}. {reason}") from None
         with self._leaving:
             dropped = self.gradients.dropped(self._loop.iteration) if is_read else self._reopen()
-            self._on_demand = OnDemand(self._runtime, self._access, self._decisions, dropped)
+            self._on_demand = OnDemand(self._runtime, self._decisions, dropped)
             self.progress.leave()
         self._audit.abandon()
         self._runtime.machine.exclude(self._loop.iteration)
@@ -253,7 +251,7 @@ class IterationDriver:
                 )
             if shown != unit:  # after an evaluation, or on demand
                 if self._on_demand is None:
-                    self._access.evaluate(unit, self.visibility)
+                    self._runtime.evaluate(unit, self.visibility)
                 else:
                     self._on_demand.bring(unit)
                 self.visibility.show(unit)
@@ -277,6 +275,8 @@ class IterationDriver:
         begins = self._model.training and (torch.is_grad_enabled() or self.progress.first.evaluates)
         if begins and self._runtime.inside_iteration:
             self._end_unused()
+        if begins and not self._runtime.inside_iteration:
+            self._audit.begin_iteration(self._loop.iteration, self._runtime.weights)
         self.progress.begin_call()
 
     def on_call_end(self) -> None:
@@ -310,10 +310,9 @@ class IterationDriver:
         if self._depth > 1:  # its forward calls the model, as a step of Lightning does
             return
         self._model_trains = not in_backward() and torch.is_grad_enabled() and self._model.training
-        if self._model_trains and not self._runtime.inside_iteration:
-            self._audit.begin_iteration(self._loop.iteration, self._access.weights)
-        elif (
-            self.trains and not self.progress.is_between and self.progress.num_called >= self.num_calls
+        is_late = self.progress.num_called >= self.num_calls and not self.progress.is_between
+        if (
+            self.trains and self._runtime.inside_iteration and is_late
         ):  # leave before a segment begins to offload, see its forward
             with self._forward:
                 self._leave(self.progress.unexpected(Op.FORWARD))
@@ -334,7 +333,7 @@ class IterationDriver:
 
     def after_forward(self, *_args: object) -> None:
         """Hide the weights of the last unit after an evaluation; a hook."""
-        if self._access.is_evaluating:
+        if self._runtime.is_evaluating:
             self.visibility.show("")
 
     def zero_grad(self) -> None:
@@ -383,12 +382,13 @@ class IterationDriver:
             self._reach_clip()
             if self._audit.is_active:
                 self.visibility.show("")
-                end_audit(self._audit, self._runtime, self._decisions)
+                end_audit(self._audit, self._runtime)
             self.gradients.begin_step(self._loop.iteration)
             with self._updating:
                 if self._decisions.update_start == "step":
                     self._begin_updates()
                 self._runtime.machine.end_open()
+                self._runtime.actions.perform_deferred(self._loop.iteration)
                 self._loop.finish()
                 self.visibility.show("")
                 self._runtime.inside_iteration = False
@@ -447,13 +447,13 @@ class IterationDriver:
         self._runtime.check_has_weights()
         self._runtime.check_unparked()
         self.visibility.check_unmodified()
-        self._runtime.check_autocast()
+        check_autocast(self._runtime.backend.device, self._runtime.state.dtype)
 
     def _begin(self) -> None:
         self._runtime.doing = f"iteration {self._loop.iteration + 1}"
-        self._access.end_evaluation()
-        self._access.end_others()
-        self._access.cast_due()
+        self._runtime.end_evaluation()
+        self._runtime.end_others()
+        self._runtime.cast_due()
         self._runtime.inside_iteration = True
         self._has_run_back = False
         self.gradients.begin_iteration()
@@ -541,8 +541,10 @@ class IterationDriver:
 
     def _begin_updates(self) -> None:
         self.visibility.unsettle()
-        self._access.settled.clear()
+        self._runtime.settled.clear()
         self._rules.begin(self.gradients)
+        if self._audit.is_active:  # in backward: they wait for its verdict, see `end_audit`
+            self._runtime.actions.defer_updates(self._loop.iteration, self._loop.num_issued)
 
     def _collector(self, unit: UnitState, parameter: ParameterState) -> Callable[[torch.Tensor], None]:
         gradients, progress, loop = self._runtime.actions.gradients, self.progress, self._loop
@@ -569,7 +571,7 @@ class IterationDriver:
                     return
                 assert task is not None
                 if self._audit.is_active:
-                    self._audit.collect(parameter.shard.name, gradient)
+                    self._audit.collect(parameter.shard, gradient)
                 gradients.collect(unit, parameter, gradient, task.micro_batch, loop.iteration)
 
         return collect

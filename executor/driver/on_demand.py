@@ -14,19 +14,16 @@ which are made again from the master copy: it rounds to the same bits.
 """
 
 from collections.abc import Collection, Iterable, Sequence
-from typing import Final, final
+from typing import final
 
 import torch
 
+from executor.driver.runtime import OF_GRADIENTS, Runtime
 from executor.memory.units import NEVER, FlatGradient, ParameterState, UnitState
 from executor.module.guards import SECOND_ORDER
-from executor.runtime import Runtime
-from executor.state_access import StateAccess
 from planner.decisions import Decisions, Place
 from planner.schedule.loop import OutOfOrderError
 from planner.schedule.tasks import Op
-
-_OF_GRADIENTS: Final = frozenset({Op.SCATTER, Op.FLUSH, Op.SPILL})
 
 
 @final
@@ -43,9 +40,8 @@ class OnDemand:
         RankError: another rank has not left the plan here, or it has failed.
     """
 
-    def __init__(self, runtime: Runtime, access: StateAccess, decisions: Decisions, dropped: Collection[str]) -> None:
+    def __init__(self, runtime: Runtime, decisions: Decisions, dropped: Collection[str]) -> None:
         self._runtime = runtime
-        self._access = access
         self._iteration = runtime.loop.iteration
         self._last = decisions.num_micro_batches - 1
         self._first_skipped = runtime.loop.num_issued
@@ -55,7 +51,7 @@ class OnDemand:
         runtime.actions.synchronize()
         runtime.doing = self._doing
         runtime.check_same_call()
-        access.begin_on_demand()
+        runtime.begin_on_demand()
         runtime.offloaded.end_evictions()
         # First those whose gradients are in host memory, which gradients from NVMe pass through.
         for unit in sorted(runtime.state.units.values(), key=self._has_spilled):
@@ -68,10 +64,10 @@ class OnDemand:
         Raises:
             RankError: another rank brings another unit, or it has failed.
         """
-        if self._access.gathers:
+        if self._runtime.gathers:
             self._runtime.doing = f"{self._doing}, at {unit}"
             self._runtime.check_same_call()
-        self._access.fill_slots(unit)
+        self._runtime.fill_slots(unit)
 
     def collect(self, unit: UnitState, parameter: ParameterState, gradient: torch.Tensor) -> None:
         """Take a gradient from autograd, in the thread that runs backward."""
@@ -102,9 +98,7 @@ class OnDemand:
     def flush_rest(self) -> None:
         """Move the gradients whose tasks had been issued before the model left the plan, after all such tasks."""
         runtime = self._runtime
-        of_gradients = (task.index for task in runtime.loop.schedule.tasks if task.op in _OF_GRADIENTS)
-        runtime.loop.issue_up_to(1 + max(of_gradients, default=-1))
-        runtime.machine.wait()
+        runtime.issue_gradients()
         if (collectives := runtime.collectives) is not None:
             collectives.reduce_rest(self._doing)
         for unit in runtime.state.units.values():
@@ -186,7 +180,7 @@ class OnDemand:
 def why_not(runtime: Runtime, decisions: Decisions) -> str:
     """Return why an iteration cannot leave the plan here; empty if it can."""
     issued, last = runtime.loop.schedule.tasks[: runtime.loop.num_issued], decisions.num_micro_batches - 1
-    ends = any(task.op in _OF_GRADIENTS and task.micro_batch == last for task in issued)
+    ends = any(task.op in OF_GRADIENTS and task.micro_batch == last for task in issued)
     if any(task.op in {Op.UPDATE, Op.LOAD} for task in issued) or (ends and decisions.update_start == "backward"):
         return "Updates of this plan begin in backward; under a plan with clip=True, they wait for the step"
     return ""

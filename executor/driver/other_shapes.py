@@ -2,7 +2,7 @@
 
 from typing import Final, final
 
-from executor.runtime import Runtime
+from executor.driver.runtime import Runtime
 
 _MANY: Final = 4  # other shapes of batches from which on each is expected to be new
 

@@ -4,9 +4,9 @@ import itertools
 import zlib
 from typing import Any, final
 
+from executor.driver.runtime import Runtime
 from executor.module.user_gradients import UserGradients
 from executor.optimizer.table import OptimizerEntry
-from executor.runtime import Runtime
 from executor.tasks.updates import ParameterUpdate
 
 

@@ -50,6 +50,15 @@ _prepared: Final = weakref.WeakSet[nn.Module]()
 """All modules of all models whose sessions are open."""
 
 
+def check_autocast(device: torch.device, planned: torch.dtype) -> None:
+    """Check that no autocast to another type than the plan's is on. Raises ValueError otherwise."""
+    if torch.is_autocast_enabled(device.type) and (other := torch.get_autocast_dtype(device.type)) != planned:
+        raise ValueError(
+            f"autocast to {other} is on, but the plan computes with {planned} weights; leave autocast, or plan with "
+            "another --precision"
+        )
+
+
 def check_unprepared(model: nn.Module) -> None:
     """Check that no other session has this model or a part of it.
 

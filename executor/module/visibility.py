@@ -43,7 +43,7 @@ class WeightVisibility:
     shape, not another unit's weights nor old ones. From a resident unit's forward until updates begin, its memory holds
     current weights, and is not hidden. The memory of weights does not change, so running kernels and autograd's saved
     tensors are not affected. While a model is evaluated, weights may be in memory of their own instead of a slot, see
-    :meth:`executor.state_access.StateAccess.evaluate`. Quantized parameters of ``torchao`` are left alone, because
+    :meth:`executor.driver.runtime.Runtime.evaluate`. Quantized parameters of ``torchao`` are left alone, because
     reading them needs their class.
 
     Args:

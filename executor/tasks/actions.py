@@ -56,6 +56,8 @@ class Actions:
         self._collectives = collectives
         self._snapshots = snapshots
         self._short: dict[int, _Short] = {}
+        self._deferred_from: tuple[int, int] | None = None  # iteration, and its first task that may be deferred
+        self._deferred: list[Task] = []
         self.gradients = GradientTasks(state, decisions, backend, team, collectives)
         self.updates = UpdateTasks(state, decisions, backend, team, None if ranks is None else ranks.matrices)
         self._by_op: dict[Op, Callable[[Task, int], None]] = {
@@ -82,8 +84,29 @@ class Actions:
 
     def perform(self, task: Task, iteration: int) -> None:
         """Do the work of a task."""
-        if not self._short or not self._is_skipped(task, iteration):
+        if self._deferred_from is not None and self._is_deferred(task, iteration, *self._deferred_from):
+            self.updates.set_aside(task)
+            self._deferred.append(task)
+        elif not self._short or not self._is_skipped(task, iteration):
             self._by_op[task.op](task, iteration)
+
+    def defer_updates(self, iteration: int, num_issued: int) -> None:
+        """Let an iteration's updates wait that backward is about to begin, after the tasks that have been issued."""
+        self._deferred_from = iteration, num_issued
+
+    @property
+    def defers(self) -> bool:
+        """Whether updates wait for :meth:`perform_deferred`."""
+        return self._deferred_from is not None
+
+    def perform_deferred(self, iteration: int) -> None:
+        """Perform the updates that wait, one after the other. All tasks that were issued must have ended."""
+        self._deferred_from, tasks, self._deferred = None, self._deferred, []
+        for task in sorted(tasks, key=lambda task: task.index):
+            with self._backend.lane(task.lane):
+                self.updates.take_back(task)
+                self._by_op[task.op](task, iteration)
+                self._backend.event_time_s(self._backend.record_event(task.lane))
 
     def skip(self, iteration: int, num_micro_batches: int, num_issued: int) -> None:
         """Skip the rest of an iteration's tasks for forward and backward. Call it before these tasks are issued.
@@ -101,6 +124,10 @@ class Actions:
         """
         self._short = {i: short for i, short in self._short.items() if i == iteration - 1}
         self._short[iteration] = _Short(num_micro_batches, num_issued)
+
+    @staticmethod
+    def _is_deferred(task: Task, iteration: int, since: int, first: int) -> bool:
+        return iteration == since and task.index >= first and task.phase is Phase.UPDATE
 
     def _is_skipped(self, task: Task, iteration: int) -> bool:
         """Return whether a task serves only micro-batches that do not run; see [Note: Short groups]."""

@@ -16,7 +16,7 @@ from executor.memory.pieces import Piece, StateBuffer, state_buffers
 from executor.memory.state import ModelState
 from executor.optimizer.split import SplitMaster
 from executor.optimizer.table import OptimizerEntry
-from executor.options import SessionOptions
+from executor.options import Options
 from planner.decisions import Place
 from planner.decisions.precision import TIE_PARAMS
 from planner.schedule.schedule import Schedule
@@ -51,7 +51,7 @@ class Snapshots:
         entry: OptimizerEntry,
         backend: Backend,
         host: Arena,
-        options: SessionOptions,
+        options: Options,
         rank: int = 0,
     ) -> None:
         self.engine: CheckpointEngine | None = None

@@ -19,7 +19,7 @@ from executor.optimizer.passes import cut
 from executor.optimizer.split import SplitMaster
 from executor.optimizer.table import Rule
 from planner.decisions import Decisions, Place
-from planner.schedule.tasks import Lane, Task
+from planner.schedule.tasks import Lane, Op, Task
 
 
 class ParameterUpdate(NamedTuple):
@@ -93,6 +93,23 @@ class UpdateTasks:
             self._update_on_device(unit, piece, unit.state(piece), iteration)
         else:
             self._update_streamed(unit, piece, iteration)
+
+    def set_aside(self, task: Task) -> None:
+        """Move the gradients that an update would read and free on the device to the host; see :meth:`take_back`."""
+        self._move_gradients(task, "cpu")
+
+    def take_back(self, task: Task) -> None:
+        """Move the gradients of a deferred update to the device again."""
+        self._move_gradients(task, self._backend.device)
+
+    def _move_gradients(self, task: Task, device: torch.device | str) -> None:
+        unit = self._state.units[task.unit]
+        if task.op is Op.UPDATE:
+            for (name, piece), gradient in list(unit.device_gradients.items()):
+                if piece == task.piece and gradient.device != torch.device(device):
+                    unit.device_gradients[name, piece] = gradient.to(device)
+                    if gradient.is_cuda:
+                        self._backend.record_stream(gradient)
 
     def load(self, task: Task, iteration: int) -> None:
         """Copy a streamed piece's state into its slot on the device, unless no gradient of it has arrived."""

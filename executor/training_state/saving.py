@@ -113,7 +113,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
             OutOfOrderError: in the middle of an iteration.
             CheckpointError: a checkpoint was already begun after this iteration.
         """
-        self._session.access.check_idle()
+        self._session.runtime.check_idle()
         self._session.runtime.check_has_weights()
         self._session.runtime.check_unparked()
         groups = [{k: v for k, v in group.items() if k != "params"} for group in self._optimizer.param_groups]

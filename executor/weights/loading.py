@@ -67,7 +67,7 @@ def load(optimizer: OffloadedOptimizer, weights: str | Path, *, strict: bool = T
     if not isinstance(strict, bool):
         raise TypeError(f"strict is {strict!r}, but must be True or False: whether a missing parameter is refused")
     session = optimizer.session
-    session.access.check_idle()
+    session.runtime.check_idle()
     failure: Exception | None = None
     try:
         files = WeightFiles(weights_folder(weights))
@@ -79,7 +79,7 @@ def load(optimizer: OffloadedOptimizer, weights: str | Path, *, strict: bool = T
         raise failure or WeightsError(f"{weights}: another rank cannot load them; see the error of that rank")
     if session.runtime.snapshots is not None:
         session.runtime.snapshots.take_remaining()  # running checkpoints need the old weights
-    with files, session.access.changing("load()"):
+    with files, session.runtime.changing("load()"):
         _set_buffers(origins, session.model)
         for unit in session.runtime.state.units.values():
             session.runtime.state.set_weights(unit, origins.values_of)

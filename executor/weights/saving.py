@@ -63,7 +63,7 @@ def save(
     check_prepared(optimizer)
     _check_options(folder, dtype, tokenizer, max_shard_bytes)
     session, folder = optimizer.session, Path(folder)
-    session.access.check_at_rest()
+    session.runtime.check_at_rest()
     session.runtime.check_has_weights()
     naming, weights_dtype = session.naming(), SAVED_DTYPES[dtype] if dtype else session.runtime.state.dtype
     failure: Exception | None = None

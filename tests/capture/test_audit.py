@@ -8,7 +8,7 @@ from random_modules import BATCH, BLOCKS, INPUT, LENGTH, WIDTH
 from torch import nn
 
 from executor.audit import AuditError
-from executor.options import SessionOptions
+from executor.options import Options
 from executor.prepare import prepare_session
 from planner.decisions import FP32, Activations, Decisions, Place, UnitDecision
 from planner.graph import Batch, build_graph, units
@@ -58,13 +58,15 @@ class Net(nn.Module):
         return self.last(x).square().mean()
 
 
-def prepared(make, activations: Activations = "recompute", audit="first", micro_batches=1, **decided):
+def prepared(make, activations: Activations = "recompute", audit="first", micro_batches=1, place="cpu", **decided):
     torch.manual_seed(7)
     found = capture_module(lambda: Net(make), [INPUT], "fp32", as_on_gpu=False)
     its_units = units(build_graph(found, Batch(found.micro_batch, found.seq_len, 4)))
     chosen = {
         unit.name: UnitDecision(
-            params="host", activations=activations if unit.recompute else "keep", update=(Place.CPU,)
+            params="gpu" if place == "gpu" else "host",
+            activations=activations if unit.recompute else "keep",
+            update=(Place(place),),
         )
         for unit in its_units
     }
@@ -83,7 +85,7 @@ def prepared(make, activations: Activations = "recompute", audit="first", micro_
     )
     model = Net(make).train()
     lines: list[str] = []
-    options = SessionOptions(num_threads=1, audit=audit, report=lines.append)
+    options = Options(num_threads=1, audit=audit, report=lines.append)
     model, optimizer = prepare_session(model, torch.optim.AdamW(model.parameters()), its_units, decisions, options)
     return model, optimizer, lines
 
@@ -107,11 +109,18 @@ def step(model, optimizer, micro_batches=1) -> None:
     optimizer.step()
 
 
-def test_one_module_of_each_kind_is_audited_once_by_default() -> None:
-    model, optimizer, lines = prepared(BLOCKS["linear-gelu"])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize(
+    ("place", "clip", "update_start"),
+    [("cpu", True, "step"), ("cpu", False, "step"), ("gpu", False, "step"), ("cpu", False, "backward")],
+)
+def test_one_module_of_each_kind_is_audited_once_by_default(micro_batches: int, place, clip, update_start) -> None:
+    model, optimizer, lines = prepared(
+        BLOCKS["linear-gelu"], place=place, micro_batches=micro_batches, clip=clip, update_start=update_start
+    )
     with optimizer.session:
         for _ in range(3):
-            step(model, optimizer)
+            step(model, optimizer, micro_batches)
         assert optimizer.session.audit.result.kinds == ("first", "blocks.2", "last")
     assert len(lines) == 1
     assert lines[0].startswith(
@@ -141,8 +150,9 @@ def test_modules_that_do_not_fit_together_are_audited_one_after_the_other(monkey
     assert len(lines) == 1
 
 
-def test_a_second_pass_that_differs_stops_training_before_weights_change() -> None:
-    model, optimizer, _ = prepared(Global)
+@pytest.mark.parametrize(("update_start", "place"), [("step", "cpu"), ("backward", "cpu"), ("backward", "gpu")])
+def test_a_second_pass_that_differs_stops_training_before_weights_change(update_start, place: str) -> None:
+    model, optimizer, _ = prepared(Global, place=place, update_start=update_start, clip=update_start == "step")
     with pytest.raises(AuditError) as raised, optimizer.session:
         before = {name: weight.clone() for name, weight in optimizer.session.full_parameters().items()}
         step(model, optimizer)

@@ -15,7 +15,7 @@ from training import ReferenceOptimizer, weights
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from executor.module import float8
-from executor.options import SessionOptions
+from executor.options import Options
 from executor.prepare import prepare_session
 from hwprofiles.registry import load_profile
 from planner.decisions import Decisions, Place, Precision, UnitDecision
@@ -175,7 +175,7 @@ def test_training_is_that_of_a_model_that_torchao_converted_bit_for_bit(family: 
                 for unit in found
             },
         )
-        model, prepared = prepare_session(model, optimizer, found, decisions, SessionOptions(num_threads=1))
+        model, prepared = prepare_session(model, optimizer, found, decisions, Options(num_threads=1))
         with prepared.session:
             assert train(model, prepared) == expected, way
             final = {name: weight.clone() for name, weight in prepared.session.full_parameters().items()}

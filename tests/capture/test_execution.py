@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from own_models import OWN, batch
 from training import ReferenceOptimizer, weights
 
-from executor.options import SessionOptions
+from executor.options import Options
 from executor.prepare import prepare_session
 from planner.decisions import Decisions, Place, Precision, UnitDecision
 from planner.graph import Batch, Unit, build_graph, segments, units
@@ -93,7 +93,7 @@ def test_training_is_the_same_bit_for_bit(name: str, dtype: str, data: st.DataOb
     found = units_of(name, dtype)
     decisions = data.draw(decided(found, dtype))
     model, given_optimizer = make(name, dtype)
-    options = SessionOptions(num_threads=1, storage_dir=Path(FOLDER.name) / str(next(NUMBERS)))
+    options = Options(num_threads=1, storage_dir=Path(FOLDER.name) / str(next(NUMBERS)))
     model, optimizer = prepare_session(model, given_optimizer, found, decisions, options)
     with optimizer.session:
         seen = train(name, dtype, model, optimizer)
@@ -117,7 +117,7 @@ def test_offloaded_activations_are_those_that_were_counted(name: str) -> None:
             chosen[unit.name] = UnitDecision(params="gpu", activations=way, update=(Place.GPU,) * count)
     decisions = Decisions(policy="test", micro_batch=4, subgroup_params=SUBGROUP_PARAMS, units=chosen)
     model, given_optimizer = make(name, "bf16")
-    model, optimizer = prepare_session(model, given_optimizer, found, decisions, SessionOptions(num_threads=1))
+    model, optimizer = prepare_session(model, given_optimizer, found, decisions, Options(num_threads=1))
     moved = {}
     with optimizer.session as session:
         activations = session.runtime.offloaded
@@ -165,7 +165,7 @@ def test_parts_that_the_batch_does_not_reach_come_on_demand(where: str) -> None:
     )
     plain, plain_optimizer = make("unused", "fp32")
     expected = train_with_parts(plain, ReferenceOptimizer(plain_optimizer))
-    options = SessionOptions(num_threads=1, storage_dir=Path(FOLDER.name) / str(next(NUMBERS)))
+    options = Options(num_threads=1, storage_dir=Path(FOLDER.name) / str(next(NUMBERS)))
     model, optimizer = prepare_session(*make("unused", "fp32"), found, decisions, options)
     with optimizer.session as session:
         assert train_with_parts(model, optimizer) == expected

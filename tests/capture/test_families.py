@@ -13,7 +13,7 @@ import transformers
 from training import ReferenceOptimizer, weights
 
 from executor.module.tiled_layers import tile_modules
-from executor.options import SessionOptions
+from executor.options import Options
 from executor.prepare import prepare_session
 from planner.decisions import Decisions, Place, Precision, UnitDecision
 from planner.graph import Batch, Unit, build_graph, units
@@ -163,7 +163,7 @@ def test_a_family_is_captured_and_trains_as_in_memory(name: str) -> None:
     model, optimizer = begun(name)
     expected, expected_weights = train(name, model, ReferenceOptimizer(optimizer)), weights(model)
     found, dtype = units_of(name), FAMILIES[name][2]
-    model, optimizer = prepare_session(*begun(name), found, decided(found, dtype), SessionOptions(num_threads=1))
+    model, optimizer = prepare_session(*begun(name), found, decided(found, dtype), Options(num_threads=1))
     with optimizer.session as session:
         assert train(name, model, optimizer) == expected
         final = session.full_parameters()
@@ -185,7 +185,7 @@ def test_a_family_offloads_what_was_counted(name: str, tile: int | None) -> None
     found, dtype = units_of(name, tile), FAMILIES[name][2]
     assert not any(operator.product_bytes for unit in found for operator in unit.operators if operator.in_tiles)
     decisions = decided(found, dtype, "offload", tile)
-    model, optimizer = prepare_session(*begun(name), found, decisions, SessionOptions(num_threads=1))
+    model, optimizer = prepare_session(*begun(name), found, decisions, Options(num_threads=1))
     moved, named = {}, {unit.name: unit for unit in found}
     with optimizer.session as session:
         offloaded = session.runtime.offloaded
@@ -217,7 +217,7 @@ def test_layers_in_tiles_train_as_in_memory(name: str, activations: str) -> None
     tile_modules([model.get_submodule(path) for path in names], TILE)
     expected, expected_weights = train(name, model, ReferenceOptimizer(optimizer)), weights(model)
     decisions = decided(found, dtype, activations, TILE)
-    model, optimizer = prepare_session(*begun(name), found, decisions, SessionOptions(num_threads=1))
+    model, optimizer = prepare_session(*begun(name), found, decisions, Options(num_threads=1))
     with optimizer.session as session:
         assert train(name, model, optimizer) == expected
         final = session.full_parameters()

@@ -15,7 +15,7 @@ from random_modules import BATCH, INPUT, LENGTH, NOISE, WIDTH, Counting, Random,
 from test_execution import SUBGROUP_PARAMS, decided
 from training import ReferenceOptimizer, weights
 
-from executor.options import SessionOptions
+from executor.options import Options
 from executor.prepare import prepare_session
 from hwprofiles.registry import load_profile
 from planner.decisions import FP32, Decisions, Place, UnitDecision
@@ -177,7 +177,7 @@ def trained_as_in_memory(recipe: Recipe, found: tuple[Unit, ...], decisions: Dec
     expected = train(expected_model, ReferenceOptimizer(reference))
     states = [str(getattr(module, "state", "")) for module in expected_model.modules()]
     model, given_optimizer = make(recipe)
-    options = SessionOptions(num_threads=1, storage_dir=Path(FOLDER.name) / str(next(NUMBERS)), audit="first")
+    options = Options(num_threads=1, storage_dir=Path(FOLDER.name) / str(next(NUMBERS)), audit="first")
     model, optimizer = prepare_session(model, given_optimizer, found, decisions, options)
     with optimizer.session:
         assert train(model, optimizer) == expected

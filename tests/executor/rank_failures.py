@@ -86,7 +86,7 @@ def without_a_gradient(rank: int, _size: int, task: Task, decisions: Decisions):
         seen = train(task, model, optimizer, rank=rank)
         first.forward = forward
         final = {n: w.clone().view(torch.uint8).numpy() for n, w in session.full_parameters().items()}
-        steps = {name: entry.step for name, (_, entry) in session.access.parameter_states().items()}
+        steps = {name: entry.step for name, (_, entry) in session.runtime.parameter_states().items()}
     return seen, final, steps
 
 

@@ -36,11 +36,12 @@ from training import (
 )
 from virtual.watch import watched
 
+from executor.audit import AuditError
 from executor.checkpoint import Checkpoint, Level
 from executor.distributed.watchdog import RankError
 from executor.memory.arenas import DeviceMemoryError
 from executor.memory.nvme_files import StorageError
-from executor.prepare import ExecutionConfig, prepare_session
+from executor.prepare import prepare_session
 from executor.training_state.restoring import restore
 from executor.training_state.saving import Checkpoints
 from executor.weights import load, save
@@ -65,6 +66,21 @@ def trained(rank: int, _size: int, task: Task, decisions: Decisions, delays: int
         seen = train(task, model, optimizer, rank=rank // decisions.tensor_parallel)
         final = {n: w.clone() for n, w in optimizer.session.full_parameters().items()}
     return seen, {n: w.view(torch.uint8).numpy() for n, w in final.items()}
+
+
+def audited(rank: int, _size: int, task: Task, decisions: Decisions, spoilt: str = ""):
+    """Audit the first step; return the kinds, what was left out, and what differed.
+
+    A gradient whose name has ``spoilt`` in it is wrong when it arrives.
+    """
+    model, optimizer = prepare(task, decisions, audit="first")
+    with contextlib.suppress(AuditError), optimizer.session:
+        audit = optimizer.session.audit
+        collect = audit.collect
+        if spoilt:
+            audit.collect = lambda shard, gradient: collect(shard, gradient * (1 + (spoilt in shard.name)))
+        train(task, model, optimizer, rank=rank // decisions.tensor_parallel)
+    return audit.result.kinds, dict(audit.result.left_out), audit._difference
 
 
 def ran(rank: int, size: int, program, task: Task, decisions: Decisions):
@@ -141,7 +157,7 @@ def read_after_each_step(rank: int, _size: int, task: Task, decisions: Decisions
     with optimizer.session as session:
 
         def read(_iteration: int) -> None:
-            found.append(session.access.weights(name).view(torch.uint8).numpy().tobytes())
+            found.append(session.runtime.weights(name).view(torch.uint8).numpy().tobytes())
 
         train(task, model, optimizer, rank=rank, after_step=read)
         return [*found, session.full_parameters()[name].view(torch.uint8).numpy().tobytes()]
@@ -357,9 +373,8 @@ def changed(rank: int, _size: int, task: Task, ways: list[Decisions], folder, re
             return
         small = iteration == 0 and refuses == rank
         options = session_options(host_capacity_bytes=1000 if small else None)
-        way = ExecutionConfig(units_of(task, ways[iteration + 1]), ways[iteration + 1], options)
         try:
-            optimizer.switch_plan(way, folder)
+            optimizer.switch_plan(units_of(task, ways[iteration + 1]), ways[iteration + 1], options, folder)
         except (DeviceMemoryError, RankError, StorageError) as error:
             refused.append(type(error).__name__)
 
@@ -379,7 +394,7 @@ def compiled(rank: int, _size: int, task: Task, decisions: Decisions, backend: s
         warnings.simplefilter("default")  # Dynamo warns of what it does itself
         torch._dynamo.reset()
         counters.clear()
-        model, optimizer = prepare(task, decisions, compile_backend=backend)
+        model, optimizer = prepare(task, decisions, compile_blocks=backend)
         graphs = []
         with optimizer.session as session:
             seen = train(
@@ -481,9 +496,9 @@ def parked_on_the_way(rank: int, _size: int, task: Task, decisions: Decisions):
 
         def between(_iteration):
             session.park()
-            session.access._fill_slot = None  # nothing may be brought to the device
+            session.runtime._fill_slot = None  # nothing may be brought to the device
             found = {name: values.clone() for name, values in session.stream_weights()}
-            del session.access._fill_slot
+            del session.runtime._fill_slot
             session.unpark()
             assert all(torch.equal(found[name], values) for name, values in session.full_parameters().items())
 

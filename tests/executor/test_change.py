@@ -26,16 +26,15 @@ from training import session_options as options
 import executor.prepare
 from executor.memory.arenas import DeviceMemoryError
 from executor.memory.nvme_files import StorageError
-from executor.prepare import ExecutionConfig, prepare_session
+from executor.prepare import prepare_session
 
 WAYS = [mixed, uniform("gpu", "gpu", "recompute"), uniform("gpu", "stream"), uniform("gpu", "cpu")]
 WAYS += [uniform("host", "cpu", "recompute"), uniform("host", "stream"), uniform("host", "nvme")]
 
 
 def way(task, choose, **settings):
-    return ExecutionConfig(
-        model_units(task.family), decide(task, choose, subgroup_params=settings.pop("grain", 3000)), options()
-    )
+    decisions = decide(task, choose, subgroup_params=settings.pop("grain", 3000))
+    return units_of(task, decisions), decisions, options()
 
 
 def changed(task, first, second, tmp_path, after=1):
@@ -43,9 +42,9 @@ def changed(task, first, second, tmp_path, after=1):
 
     def change(iteration):
         if iteration == after:
-            optimizer.switch_plan(way(task, second, grain=977), tmp_path)
+            optimizer.switch_plan(*way(task, second, grain=977), tmp_path)
         if iteration == after + 1:  # and back
-            optimizer.switch_plan(way(task, first), tmp_path)
+            optimizer.switch_plan(*way(task, first), tmp_path)
 
     try:
         seen = train(task, model, optimizer, after_step=change)
@@ -67,6 +66,21 @@ def test_training_goes_on_to_the_same_bits(tmp_path_factory, ways, dtype, num_mi
     assert_same(changed(task, *ways, tmp_path_factory.getbasetemp()), reference(task))
 
 
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (uniform("gpu", "gpu"), uniform("host", "cpu")),
+        (uniform("host", "cpu"), uniform("nvme", "nvme")),
+        (mixed, mixed),
+    ],
+    ids=["off the device", "to drives", "mixed"],
+)
+def test_frozen_weights_change_places_too(tmp_path, first, second):
+    frozen = {"transformer.wte.weight", "transformer.h.0.mlp.c_fc.weight", "transformer.h.2.attn.c_attn.weight"}
+    task = Task("gpt2", frozen=frozenset(frozen))
+    assert_same(changed(task, first, second, tmp_path), reference(task))
+
+
 def test_experts_come_apart_on_the_way_and_together_again(tmp_path):
     task = Task("mixtral-shared", iterations=4)
     model, optimizer = prepare(task, decide(task, mixed, expert_units=2))
@@ -74,9 +88,7 @@ def test_experts_come_apart_on_the_way_and_together_again(tmp_path):
 
     def change(iteration):
         if iteration in ways:
-            optimizer.switch_plan(
-                ExecutionConfig(units_of(task, ways[iteration]), ways[iteration], options()), tmp_path
-            )
+            optimizer.switch_plan(units_of(task, ways[iteration]), ways[iteration], options(), tmp_path)
 
     try:
         seen = train(task, model, optimizer, after_step=change)
@@ -93,9 +105,9 @@ def test_master_copies_of_what_is_not_trained_stay(tmp_path):
     stock = torch.optim.SGD(list(model.parameters())[:3], lr=0.1)
     decisions = decide(Task("gpt2", optimizer="sgd"), mixed)
     model, optimizer = prepare_session(model, stock, model_units("gpt2"), decisions, options())
-    optimizer.switch_plan(ExecutionConfig(model_units("gpt2"), decisions, options()), tmp_path)
+    optimizer.switch_plan(model_units("gpt2"), decisions, options(), tmp_path)
     with optimizer.session as session:
-        for name, (unit, entry) in session.access.parameter_states().items():
+        for name, (unit, entry) in session.runtime.parameter_states().items():
             for part in entry.parts:
                 with session.runtime.state.state_of(unit, part.piece) as (master, *_):
                     held = master[part.start - part.piece.start : part.stop - part.piece.start]
@@ -123,7 +135,7 @@ def test_one_plans_memory_is_given_back_before_the_next_takes_its_own(tmp_path, 
         return session(*arguments)
 
     monkeypatch.setattr(executor.prepare, "Session", begin)
-    num_bytes = optimizer.switch_plan(way(task, mixed), tmp_path)
+    num_bytes = optimizer.switch_plan(*way(task, mixed), tmp_path)
     assert gone_before == [count]
     assert list(tmp_path.iterdir()) == []
     num_params = sum(p.numel() for p in model.parameters())
@@ -134,21 +146,19 @@ def test_one_plans_memory_is_given_back_before_the_next_takes_its_own(tmp_path, 
 def test_what_cannot_begin_leaves_training_as_it_was(tmp_path):
     task = Task("llama", torch.float32)  # whose weights are nowhere else
     model, optimizer = prepare(task, decide(task, mixed))
-    small = ExecutionConfig(
-        model_units("llama"), decide(task, uniform("host", "cpu")), options(host_capacity_bytes=200_000)
-    )
+    small = model_units("llama"), decide(task, uniform("host", "cpu")), options(host_capacity_bytes=200_000)
     (tmp_path / "file").touch()
 
     def fail(_iteration):
         with pytest.raises(DeviceMemoryError):
-            optimizer.switch_plan(small, tmp_path)
+            optimizer.switch_plan(*small, tmp_path)
         with pytest.raises(StorageError, match="make room, or choose another --storage-dir"):
-            optimizer.switch_plan(way(task, mixed), tmp_path / "file")
+            optimizer.switch_plan(*way(task, mixed), tmp_path / "file")
         with pytest.raises(ValueError, match="the plan is for sgd, but the optimizer is AdamW"):
-            optimizer.switch_plan(way(Task("llama", optimizer="sgd"), mixed), tmp_path)
+            optimizer.switch_plan(*way(Task("llama", optimizer="sgd"), mixed), tmp_path)
         with pytest.raises(ValueError, match="data_parallel 2, but training runs with 1; plan with 1"):
             shared = decide(task, mixed, data_parallel=2, zero_stage=3)
-            optimizer.switch_plan(ExecutionConfig(model_units("llama"), shared, options()), tmp_path)
+            optimizer.switch_plan(model_units("llama"), shared, options(), tmp_path)
 
     try:
         seen = train(task, model, optimizer, after_step=fail)

@@ -21,7 +21,7 @@ from executor.devices.lanes import LaneError
 from executor.distributed.shards import BindingError
 from executor.gradients import GradientError
 from executor.memory.arenas import Arena, DeviceMemoryError
-from executor.options import SessionOptions, backend_of
+from executor.options import Options, backend_of
 from executor.prepare import prepare_session
 from planner.decisions import HostUpdate
 from planner.schedule.loop import OutOfOrderError
@@ -110,7 +110,7 @@ def test_the_device_is_too_small():
 
 
 def test_all_of_a_memory_can_be_taken_and_no_more() -> None:
-    arena = Arena(Tier.HOST, 128, backend_of(SessionOptions()))
+    arena = Arena(Tier.HOST, 128, backend_of(Options()))
     arena.take("half", MemoryClass.PARAMETERS, 16, torch.float32)
     with pytest.raises(DeviceMemoryError, match="needs 65 B"):
         arena.take("too much", MemoryClass.PARAMETERS, 65, torch.uint8)
@@ -120,7 +120,7 @@ def test_all_of_a_memory_can_be_taken_and_no_more() -> None:
 
 def test_the_system_has_too_little():
     """Nobody has a quarter of a petabyte; what the system says of it is no MemoryError of Python's."""
-    arena = Arena(Tier.HOST, None, backend_of(SessionOptions()))
+    arena = Arena(Tier.HOST, None, backend_of(Options()))
     with pytest.raises(DeviceMemoryError, match="host is out of memory: master needs") as caught:
         arena.take("master", MemoryClass.OPTIMIZER, 1 << 46, torch.float32)
     assert isinstance(caught.value.__cause__, OSError)
@@ -172,7 +172,7 @@ def test_a_session_that_fails_when_it_has_taken_the_weights_gives_them_back(monk
 
     model = make_model(TASK)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    monkeypatch.setattr("executor.runtime.LaneMachine", fails)
+    monkeypatch.setattr("executor.driver.runtime.LaneMachine", fails)
     with pytest.raises(MemoryError, match="no thread"):
         prepare_session(
             model, torch.optim.AdamW(groups(model)), model_units("gpt2"), decide(TASK, KEEP), session_options()

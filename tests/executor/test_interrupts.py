@@ -14,7 +14,6 @@ from training import Task, batches, decide, prepare, session_options, uniform, u
 
 from executor.checkpoint import Level
 from executor.devices.lanes import LaneError
-from executor.prepare import ExecutionConfig
 from executor.training_state.saving import Checkpoints
 from executor.weights.loading import load
 from executor.weights.saving import save
@@ -104,9 +103,9 @@ class Training:
 
     def switch(self) -> None:
         other = decide(TASK, uniform("gpu", "cpu"), clip=False)
-        config = ExecutionConfig(units_of(TASK, other), other, session_options(checkpoint_buffer_bytes=1 << 20))
         self.checkpoints.close()
-        self.optimizer.switch_plan(config, self.folder)
+        options = session_options(checkpoint_buffer_bytes=1 << 20)
+        self.optimizer.switch_plan(units_of(TASK, other), other, options, self.folder)
 
     def weights(self) -> dict[str, torch.Tensor]:
         return {name: values.clone() for name, values in self.optimizer.session.full_parameters().items()}

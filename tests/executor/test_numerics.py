@@ -44,10 +44,10 @@ def test_every_placement_gives_the_same_bits(params, place, dtype, num_micro_bat
 
 
 @settings(max_examples=examples(60), deadline=None, derandomize=True)
-@given(plans(), st.integers(0, 99))
-def test_any_plan_gives_the_same_bits_on_lanes_of_any_speed(plan, seed):
+@given(plans(), st.integers(0, 99), st.sampled_from(["off", 2]))
+def test_any_plan_gives_the_same_bits_on_lanes_of_any_speed_audited_or_not(plan, seed, audit):
     task, decisions = plan
-    assert_same(planned(task, decisions, delays=seed), reference(task))
+    assert_same(planned(task, decisions, delays=seed, audit=audit), reference(task))
 
 
 def test_stock_clipping_and_adamw_agree_within_rounding():
@@ -90,12 +90,12 @@ def test_a_slot_that_is_refilled_between_forward_and_backward_gives_the_right_gr
     plain = make_model(task)
     with optimizer.session as session:
         attention = [
-            session.access.parameter_states()[f"model.layers.{i}.self_attn.q_proj.weight"][0] for i in range(3)
+            session.runtime.parameter_states()[f"model.layers.{i}.self_attn.q_proj.weight"][0] for i in range(3)
         ]
         addresses = {unit.device_weights.data_ptr() for unit in attention}
         assert len(addresses) == num_slots, "layers share slots"
         seen = {}
-        for name, (_, entry) in session.access.parameter_states().items():
+        for name, (_, entry) in session.runtime.parameter_states().items():
             entry.shard.leaf.register_hook(lambda gradient, name=name: seen.update({name: gradient.clone()}))
         tokens = batches(task)[0, 0]
         for m in (model, plain):

@@ -340,7 +340,7 @@ def test_a_float32_model_trains_in_bf16_with_its_own_values_as_master_copy():
     decisions = decide(task, some_of_each)
     _, ours = prepare_session(model, optimizer, model_units("gpt2"), decisions, session_options())
     with ours.session as session:
-        for name, (unit, entry) in session.access.parameter_states().items():
+        for name, (unit, entry) in session.runtime.parameter_states().items():
             assert entry.shard.leaf.dtype is torch.bfloat16
             assert torch.equal(unit.weight_of(entry), before[name].bfloat16())
             for part in entry.parts:
@@ -411,7 +411,7 @@ def test_every_gradient_arrives_during_the_backward_of_its_unit(activations):
     tokens = batches(TASK)[0, 0]
     with optimizer.session as session:
         seen = {}
-        for name, (unit, entry) in session.access.parameter_states().items():
+        for name, (unit, entry) in session.runtime.parameter_states().items():
             entry.shard.leaf.register_hook(
                 lambda _, key=(name, unit.name): seen.update(
                     {key: (session.driver.progress.task.op, session.driver.unit)}

@@ -17,7 +17,7 @@ from executor.devices.backend import as_array, sum_of_squares
 from executor.memory.pieces import state_buffers
 from executor.optimizer.reference import AdamW8bit, AdamWBf16, Lion, Muon
 from executor.optimizer.table import entry_of
-from executor.options import SessionOptions
+from executor.options import Options
 from executor.prepare import prepare_session
 from planner.decisions import Decisions, Place, Precision, UnitDecision
 from planner.graph import Batch, build_graph, units
@@ -359,15 +359,15 @@ def memory_of_step(model, optimizer, tokens):
     return optimizer.session.memory()
 
 
-def session_options(**options) -> SessionOptions:
+def session_options(**options) -> Options:
     """Return options with a folder for NVMe of their own."""
     folder = Path(FOLDER.name) / str(next(_NUMBERS))
-    return SessionOptions(**{"num_threads": 1, "storage_dir": folder} | options)
+    return Options(**{"num_threads": 1, "storage_dir": folder} | options)
 
 
-def planned(task: Task, decisions: Decisions, delays: int | None = None, **hooks):
+def planned(task: Task, decisions: Decisions, delays: int | None = None, audit="off", **hooks):
     """Return what training under decisions gives, as :func:`reference`; ``delays`` seeds pauses before tasks."""
-    model, optimizer = prepare(task, decisions)
+    model, optimizer = prepare(task, decisions, audit=audit)
     with optimizer.session:
         if delays is not None:
             delay(optimizer.session, delays)

@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from executor.options import SessionOptions
+from executor.options import Options
 from executor.prepare import prepare_session
 from planner.decisions import FP32, Decisions, Place, UnitDecision
 from planner.graph import Batch, build_graph, units
@@ -91,7 +91,7 @@ def measure() -> Run:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**to_hf_config_dict(config)), dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    options = SessionOptions(num_threads=1, record=True)
+    options = Options(num_threads=1, record=True)
     model, offloaded = prepare_session(model, optimizer, model_units, decisions, options)
     tokens = torch.randint(0, 256, (1, 32))
     with offloaded.session as session:

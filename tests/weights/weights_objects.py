@@ -11,7 +11,7 @@ import torch
 import transformers
 from training import CONFIGS, make_model
 
-from executor.options import SessionOptions
+from executor.options import Options
 from executor.prepare import prepare_session
 from executor.weights import files, load, save
 from planner.decisions import Decisions, Place, Precision, UnitDecision
@@ -122,7 +122,7 @@ def print_peak():
         Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
         before = peak_bytes()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        options = SessionOptions(storage_dir=Path(folder), num_threads=1)
+        options = Options(storage_dir=Path(folder), num_threads=1)
         model, optimizer = prepare_session(model, optimizer, found, decisions, options)
         with optimizer.session as session:
             for arena in (session.runtime.gpu, session.runtime.host):

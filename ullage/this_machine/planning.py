@@ -103,8 +103,8 @@ class Options(TypedDict, total=False):
     audit: AuditTime
 
 
-OF_PLANS: Final = ("hardware", "device_memory", "num_micro_batches", "clip", "precision", "storage")
-"""Options that a plan decides."""
+PLAN_OPTIONS: Final = ("hardware", "device_memory", "num_micro_batches", "clip", "precision", "storage")
+"""The options that a given plan has decided."""
 
 
 def plan_here(

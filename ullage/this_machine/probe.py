@@ -5,7 +5,7 @@ import time
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from executor.options import SessionOptions
+from executor.options import Options
 from executor.prepare import prepare_session
 from hwprofiles.calibrate import HostTimes
 from planner.decisions import BF16
@@ -46,7 +46,7 @@ def host_times(device: str) -> HostTimes:
     model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
         AutoConfig.for_model(**to_hf_config_dict(config)), dtype=torch.bfloat16
     )
-    options = SessionOptions(device="cuda" if on_gpu else "cpu", num_threads=1)
+    options = Options(device="cuda" if on_gpu else "cpu", num_threads=1)
     _, optimizer = prepare_session(model, torch.optim.AdamW(model.parameters()), model_units, decisions, options)
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
     compute_s: list[float] = []

@@ -29,7 +29,7 @@ from ullage.capture.records import DTYPES
 from ullage.this_machine.checks import check_options
 from ullage.this_machine.planning import Options
 from ullage.training.out_of_memory import reporting_out_of_memory
-from ullage.training.preparing import prepare_planned
+from ullage.training.preparing import options_of, prepare_planned
 from ullage.training.processes import Process
 
 CONFIG: Final = "config.json"
@@ -73,7 +73,7 @@ def prepared(
     torch.manual_seed(seed)
     with reporting_out_of_memory(plan), _naming_weights(weights):
         model = planned_model(plan, weights).train()
-        model, optimizer = prepare_planned(model, _optimizer(plan, model, lr), plan, options)
+        model, optimizer = prepare_planned(model, _optimizer(plan, model, lr), plan, options_of(plan, options))
     if weights is not None:
         with contextlib.ExitStack() as failing:
             failing.push(optimizer.session)  # on a failure, the session tells the other ranks

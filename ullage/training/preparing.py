@@ -4,19 +4,19 @@ import contextlib
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import nn
 
+import executor.options
 from executor.module.guards import check_kinds
-from executor.options import SessionOptions
 from executor.prepare import OffloadedOptimizer, prepare_session
 from planner.models.captured import CapturedModel
 from planner.plan.document import Plan
 from ullage.capture.records import DTYPES
 from ullage.this_machine.checks import check_options
-from ullage.this_machine.planning import OF_PLANS, Batch, Options, Step, plan_here, share_device
+from ullage.this_machine.planning import PLAN_OPTIONS, Batch, Options, Step, plan_here, share_device
 from ullage.this_machine.profile import print_line
 from ullage.training.batches import batch_shapes
 from ullage.training.processes import is_first_process, ranks_per_node
@@ -48,7 +48,7 @@ def prepare(
         step: a function of your loop that takes the model and a batch, and returns the loss. Give it if a step does
             more than to call the model once with the batch: several calls, other methods, losses of your own. It is
             then what is planned, called with the given batch, which may be any object.
-        options: see :class:`Options`. If a plan is given, ``hardware`` to ``storage`` are decided by it.
+        options: see :class:`ullage.Options`. If a plan is given, ``hardware`` to ``storage`` are decided by it.
 
     Returns:
         The model and the optimizer to use from now on. ``optimizer.plan`` is the plan, and ``optimizer.session``
@@ -82,14 +82,14 @@ def prepare(
         plan = plan_here(model, optimizer, plan, options, step)
     elif step is not None:
         raise ValueError("step is what a plan is made for, but a plan is given; leave it out, or give a batch instead")
-    elif decided := [name for name in OF_PLANS if name in options]:
+    elif decided := [name for name in PLAN_OPTIONS if name in options]:
         raise ValueError(
             f"{decided[0]} is already decided by the given plan; leave it out, or give a batch instead of the plan"
         )
     if "precision" not in options:
         warn_about_dtypes(model, plan)
     _warn_of_parameters_left_out(model, optimizer)
-    return prepare_planned(model, optimizer, plan, options)
+    return prepare_planned(model, optimizer, plan, options_of(plan, options))
 
 
 @contextlib.contextmanager
@@ -151,44 +151,42 @@ def _warn_of_parameters_left_out(model: nn.Module, optimizer: torch.optim.Optimi
 
 
 def prepare_planned(
-    model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, options: Options
+    model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, options: executor.options.Options
 ) -> tuple[nn.Module, OffloadedOptimizer]:
     """Put a model and its optimizer under a plan; see :func:`executor.prepare.prepare_session`."""
-    model, offloaded = prepare_session(model, optimizer, plan.units(), plan.decisions, session_options(plan, options))
+    model, offloaded = prepare_session(model, optimizer, plan.units(), plan.decisions, options)
     offloaded.plan = plan
     share_device(offloaded)
     return model, offloaded
 
 
-def session_options(plan: Plan, options: Options) -> SessionOptions:
-    """Return the options for a session of a plan.
+def options_of(plan: Plan, given: Options) -> executor.options.Options:
+    """Return the options for a session of a plan: the user's that do not plan, and those of the plan's machine.
 
     Raises:
         ValueError: blocks are to be compiled that a step runs several times.
     """
     calls = (isinstance(plan.model, CapturedModel) and plan.model.calls) or ()
-    if calls and options.get("compile_blocks"):
+    if calls and given.get("compile_blocks"):
         raise ValueError(
             "compile_blocks is True, but the planned step calls the model several times, or parts of it, whose blocks "
             "are not compiled; leave it out"
         )
     hardware, per_node = plan.hardware, ranks_per_node(plan)
-    storage_dir = options.get("storage_dir")
-    return SessionOptions(
+    folder = given.get("storage_dir")
+    own: dict[str, Any] = {"audit": "first", **{k: v for k, v in given.items() if k not in PLAN_OPTIONS}}
+    own["storage_dir"] = None if folder is None else Path(folder)
+    return executor.options.Options(
         device="cuda" if hardware.device.kind == "gpu" else "cpu",
         num_threads=max(hardware.host.num_optimizer_cores // per_node, 1),
         gpu_capacity_bytes=int(hardware.device.memory_bytes.value),
         host_capacity_bytes=int(hardware.host.memory_bytes.value) // per_node,
-        storage_dir=None if storage_dir is None else Path(storage_dir),
-        compile_backend="inductor" if options.get("compile_blocks") else None,
-        cores=options.get("cores", "auto"),
-        checkpoint_buffer_bytes=options.get("checkpoint_buffer_bytes", 0),
         record=True,
         link_bytes_per_s=link_bytes_per_s(plan),
         batch=batch_shapes(plan),
         calls=calls,
-        audit=options.get("audit", "first"),
         report=print_line if is_first_process() else lambda _line: None,
+        **own,
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 from rich.console import Group, RenderableType
 
-from executor.prepare import ExecutionConfig, OffloadedOptimizer, check_prepared
+from executor.prepare import OffloadedOptimizer, check_prepared
 from planner.fitting.refit import Refit, refit
 from planner.plan.document import Plan, describe
 from planner.plan.planning import InfeasibleError, make_plan
@@ -138,10 +138,10 @@ def replan(optimizer: OffloadedOptimizer, on_change: Callable[[], object] = lamb
     on_change()
     if session.runtime.snapshots is not None and session.runtime.snapshots.engine is not None:
         raise ValueError("checkpoints are open, of the plan that ends now; close them in on_change=, and make others")
-    options = dataclasses.replace(optimizer.config.options, link_bytes_per_s=link_bytes_per_s(after))
+    options = dataclasses.replace(session.options, link_bytes_per_s=link_bytes_per_s(after))
     with reporting_out_of_memory(after):
-        config = ExecutionConfig(after.units(), after.decisions, options)
-        file_bytes = optimizer.switch_plan(config, options.storage_dir or Path(tempfile.gettempdir()))
+        folder = options.storage_dir or Path(tempfile.gettempdir())
+        file_bytes = optimizer.switch_plan(after.units(), after.decisions, options, folder)
     optimizer.plan = after
     return dataclasses.replace(found, switched=True, file_bytes=file_bytes)
 

@@ -158,12 +158,12 @@ def test_experts_train_once_they_are_thawed():
     model, ours = prepare_session(model, optimizer, separate_units, decisions, session_options())
     name = "model.layers.1.mlp.experts.down_proj"
     with ours.session as session:
-        before = session.access.weights(name).clone()
+        before = session.runtime.weights(name).clone()
         train(task, model, ours)
-        assert torch.equal(session.access.weights(name), before)
+        assert torch.equal(session.runtime.weights(name), before)
         model.requires_grad_(True)
         train(task, model, ours)
-        assert not torch.equal(session.access.weights(name), before)
+        assert not torch.equal(session.runtime.weights(name), before)
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=4), st.sampled_from([torch.float32, torch.bfloat16]))

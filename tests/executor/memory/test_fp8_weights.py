@@ -63,7 +63,7 @@ def test_any_plan_gives_the_bits_of_training_in_memory(plan: tuple[Task, Decisio
 
 
 def test_compiled_modules_have_the_same_bits() -> None:
-    model, optimizer = prepare(TASK, moving(TASK, mixed), compile_backend="aot_eager")
+    model, optimizer = prepare(TASK, moving(TASK, mixed), compile_blocks="aot_eager")
     with optimizer.session:
         seen = train(TASK, model, optimizer)
         final = {name: weight.clone() for name, weight in optimizer.session.full_parameters().items()}

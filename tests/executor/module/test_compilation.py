@@ -47,7 +47,7 @@ def in_memory(task, backend, choose):
 
 
 def executed(task, choose, backend, after=None, **settings):
-    model, optimizer = prepare(task, decide(task, choose, **settings), compile_backend=backend)
+    model, optimizer = prepare(task, decide(task, choose, **settings), compile_blocks=backend)
     with optimizer.session as session:
         seen = train(task, model, optimizer, before_step=after)
         final = {n: w.clone() for n, w in session.full_parameters().items()}
@@ -102,7 +102,7 @@ def test_compiled_modules_save_no_more_and_what_is_taken_once_is_the_ledgers():
     saved = {}
     task = Task("llama", torch.float32, iterations=1)
     for backend in (None, DECOMPOSED):
-        model, optimizer = prepare(task, decide(task, uniform("gpu", "cpu")), compile_backend=backend)
+        model, optimizer = prepare(task, decide(task, uniform("gpu", "cpu")), compile_blocks=backend)
         with optimizer.session as session:
             static = {t: dict(memory.static_bytes) for t, memory in session.memory().items()}
             own = {p.untyped_storage().data_ptr() for p in model.parameters()}
@@ -128,7 +128,7 @@ def test_what_cannot_be_compiled_is_reported_and_nothing_is_left_behind():
     torch._dynamo.register_backend(broken, "broken")
     task = Task("llama", iterations=1)
     limit = torch._dynamo.config.recompile_limit
-    model, optimizer = prepare(task, decide(task, mixed), compile_backend="broken")
+    model, optimizer = prepare(task, decide(task, mixed), compile_blocks="broken")
     with optimizer.session, pytest.raises(CompileError) as caught:
         train(task, model, optimizer)
     message = str(caught.value)
@@ -141,7 +141,7 @@ def test_what_cannot_be_compiled_is_reported_and_nothing_is_left_behind():
 
 def test_evaluation_sees_the_trained_weights():
     task = Task("gpt2", torch.float32, iterations=3)
-    model, optimizer = prepare(task, decide(task, mixed), compile_backend=PLAIN)
+    model, optimizer = prepare(task, decide(task, mixed), compile_blocks=PLAIN)
 
     with optimizer.session as session:
         seen = train(task, model, optimizer)

@@ -219,7 +219,9 @@ def planned_units(quantization: Quantization, dtype: torch.dtype) -> tuple[Unit,
     return units(build_graph(captured, Batch(*SHAPE, dtype.itemsize)))
 
 
-def under_a_plan(quantization: Quantization, dtype: torch.dtype, params: str, activations: str, **decided: int):
+def chosen_decisions(
+    quantization: Quantization, dtype: torch.dtype, params: str, activations: str, **decided: int
+) -> Decisions:
     found = planned_units(quantization, dtype)
     chosen = {
         unit.name: UnitDecision(
@@ -230,9 +232,13 @@ def under_a_plan(quantization: Quantization, dtype: torch.dtype, params: str, ac
         for unit in found
     }
     precision = Precision(weights="bf16" if dtype is torch.bfloat16 else "fp32")
-    decisions = Decisions(policy="test", precision=precision, micro_batch=SHAPE[0], clip=False, units=chosen, **decided)
+    return Decisions(policy="test", precision=precision, micro_batch=SHAPE[0], clip=False, units=chosen, **decided)
+
+
+def under_a_plan(quantization: Quantization, dtype: torch.dtype, params: str, activations: str, **decided: int):
+    decisions = chosen_decisions(quantization, dtype, params, activations, **decided)
     model = adapted(quantization, dtype)
-    return prepare_session(model, optimizer_of(model), found, decisions, session_options())
+    return prepare_session(model, optimizer_of(model), planned_units(quantization, dtype), decisions, session_options())
 
 
 @pytest.mark.part(9)
@@ -271,6 +277,21 @@ def test_evaluating_leaves_packed_weights_as_they_are(quantization: Quantization
     expected = losses(expected_model, reference, 1)
     assert all(torch.equal(found, several[0]) for found in several)
     assert [*before, *after] == expected + losses(expected_model, reference, 1)
+
+
+@pytest.mark.parametrize("quantization", ["nf4", "int8"])
+def test_packed_weights_change_places_with_the_plan(quantization: Quantization, tmp_path: Path) -> None:
+    ways = {params: chosen_decisions(quantization, torch.bfloat16, params, "keep") for params in ("host", "gpu")}
+    model, optimizer = under_a_plan(quantization, torch.bfloat16, "host", "keep")
+    found = planned_units(quantization, torch.bfloat16)
+    for params in ("gpu", "host"):
+        losses(model, optimizer, 2)
+        optimizer.switch_plan(found, ways[params], session_options(), tmp_path)
+    with optimizer.session:
+        last = losses(model, optimizer, 2)
+    expected_model = adapted(quantization, torch.bfloat16)
+    reference = ReferenceOptimizer(optimizer_of(expected_model))
+    assert last == [losses(expected_model, reference, 2) for _ in range(3)][-1]
 
 
 def test_a_parked_session_keeps_frozen_weights_and_gives_adapters(tmp_path: Path) -> None:

@@ -317,7 +317,7 @@ def test_on_a_gpu(gpu, monkeypatch):  # noqa: ARG001 - a GPU
             assert values.device == parameter.device
             assert torch.equal(values.cpu(), found[name].cpu())
             assert found[name].untyped_storage().nbytes() == parameter.nbytes
-            there = session.access.stored_weights(name)
+            there = session.runtime.stored_weights(name)
             assert (there.data_ptr() == found[name].data_ptr()) == (not _is_copied(session, name))
         run(task, model, optimizer, 1, lambda: None)
         kept = model.state_dict()

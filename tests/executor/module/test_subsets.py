@@ -199,7 +199,7 @@ def test_frozen_parameters_move_neither_gradients_nor_state(params, place):
     with ours.session as session:
         trained = {
             (unit.name, part.piece.index): part.piece.num_params
-            for unit, parameter in session.access.parameter_states().values()
+            for unit, parameter in session.runtime.parameter_states().values()
             for part in parameter.parts
             if parameter.shard.trains
         }

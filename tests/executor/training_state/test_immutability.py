@@ -54,8 +54,7 @@ def state_by_name(optimizer):
     """Return a copy of all that a checkpoint has, by the names of its tensors."""
     session, keys = optimizer.session, ("master", *optimizer.entry.buffers)
     found = {}
-    for parameter, state in optimizer._states():
-        name = parameter.shard.name
+    for name, state in optimizer._states():
         held = {"master": session.full_parameters()[name].float(), **state}
         found |= {name if key == "master" else f"{key}.{name}": held[key].clone() for key in keys}
     return found

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune
 
 import ullage
-from executor.options import SessionOptions
+from executor.options import Options
 from executor.prepare import prepare_session
 from planner.decisions import UnitDecision
 from planner.plan.planning import make_plan
@@ -193,9 +193,7 @@ def check_trained(variant: Any, activations: str, make: Callable[[], nn.Module],
         optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
         session: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
         if prepares:
-            model, optimizer = prepare_session(
-                model, optimizer, variant.setup.units, decisions, SessionOptions(audit="first")
-            )
+            model, optimizer = prepare_session(model, optimizer, variant.setup.units, decisions, Options(audit="first"))
             session = optimizer.session
         with session:
             torch.manual_seed(1)

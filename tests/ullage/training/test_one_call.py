@@ -179,7 +179,7 @@ def test_a_model_that_is_never_trained_is_prepared_without_an_optimizer() -> Non
                 torch.testing.assert_close(teacher(batch), plain(batch))
             values = zip(teacher.state_dict().values(), plain.state_dict().values(), strict=True)
             assert all(torch.equal(own, other) for own, other in values)
-        session.access.check_idle()
+        session.runtime.check_idle()
     assert all(torch.equal(own, other) for own, other in zip(teacher.parameters(), plain.parameters(), strict=True))
 
 

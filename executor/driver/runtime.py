@@ -1,65 +1,204 @@
-"""Weights and optimizer state outside training: for evaluating, saving and loading."""
+"""The objects that execute a schedule: memory, threads and tasks; and the weights and state in that memory."""
 
 import contextlib
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Final, final
 
 import torch
 
+from executor.devices.backend import Backend
+from executor.devices.cores import Cores
+from executor.devices.lanes import LaneError, LaneMachine
 from executor.distributed.host_collectives import HostCollectives
-from executor.distributed.shards import unshard
+from executor.distributed.ranks import Ranks
+from executor.distributed.shards import ParameterShard, unshard
+from executor.driver.unbroken import Unbroken
+from executor.memory.activations import OffloadedActivations
+from executor.memory.arenas import Arena
 from executor.memory.frozen import FrozenParameter
+from executor.memory.state import ModelState
+from executor.memory.stream import whole_state
 from executor.memory.units import ParameterState, UnitState
 from executor.module.visibility import WeightVisibility
+from executor.optimizer import WorkerTeam
+from executor.optimizer.table import OptimizerEntry
+from executor.options import Options
 from executor.packed import with_own_storage
-from executor.runtime import Runtime, Unbroken
+from executor.tasks.actions import Actions
+from executor.tasks.collectives import ScheduleCollectives
+from executor.tasks.snapshots import Snapshots
+from planner.decisions import Decisions
 from planner.graph import Unit
-from planner.schedule.loop import OutOfOrderError
+from planner.lowering import lower
+from planner.schedule.loop import Loop, OutOfOrderError
+from planner.schedule.tasks import Op, Tier
 
+OF_GRADIENTS: Final = frozenset({Op.SCATTER, Op.FLUSH, Op.SPILL})
+"""Tasks that bring gradients to where updates read them."""
 _NEVER = -1
 _SHARE_KEPT: Final = 0.75
 
 
 @final
-class StateAccess:
-    """Makes weights and state available for reading, evaluation and changes between iterations.
+class Runtime:
+    """Memory, threads and tasks of one session, and its weights and state outside of tasks.
 
-    It all-gathers shards, so all ranks must make the same calls at the same point.
+    The constructor moves the model's parameters into its memory, and starts the threads. Between iterations, weights
+    and state can be read, evaluated and changed. That all-gathers shards, so all ranks make the same calls then.
+
+    Args:
+        ranks: all ranks; ``None`` if there is only one.
+        failing: gets callbacks that undo the constructor if the session cannot begin.
 
     Attributes:
+        gpu, host: memory of each tier, counted by class.
+        state: weights, optimizer state and gradients.
+        offloaded: activations that are offloaded.
+        collectives: collectives of the schedule; ``None`` if there is only one rank.
+        snapshots: takes state for checkpoints; ``None`` without checkpoints.
+        actions: does the work of tasks.
+        machine: runs the tasks on lanes.
+        loop: issues the tasks in order.
+        inside_iteration: whether an iteration is under way.
+        parked: whether device memory has been freed, see [Note: Parked] in :mod:`executor.session`.
+        doing: the call that this rank is in, in words. All ranks must be in the same call when a collective begins.
+        gathers: whether ranks must bring a unit's weights together.
         is_evaluating: whether an evaluation has begun since the last iteration.
         is_closed: whether the session is closed.
         settled: resident units whose weights are those of this iteration until its updates begin.
     """
 
     def __init__(
-        self, runtime: Runtime, units: tuple[Unit, ...], report: Callable[[str], None] = lambda _line: None
+        self,
+        units: tuple[Unit, ...],
+        decisions: Decisions,
+        shards: Mapping[str, ParameterShard],
+        entry: OptimizerEntry,
+        *,
+        backend: Backend,
+        ranks: Ranks | None,
+        cores: Cores,
+        options: Options,
+        failing: contextlib.ExitStack,
     ) -> None:
-        self._runtime = runtime
-        self._state = state = runtime.state
-        self._shared = {unit.name: unit.shared_units for unit in units}
-        self._gather_resident = any(unit.slot < 0 and unit.is_sharded for unit in state.units.values())
-        # Whether each evaluation and each read of weights needs collectives.
-        self._gather_at_each_use = any(unit.slot >= 0 and unit.is_sharded for unit in state.units.values()) or (
-            runtime.ranks is not None and runtime.ranks.size > runtime.ranks.mesh.degrees.data_parallel
+        self.backend = backend
+        self.ranks = ranks
+        self._updates_at_step = decisions.update_start == "step"
+        self.inside_iteration = False
+        self.parked = False
+        self.doing = "iteration 1"
+        takes_snapshots = options.checkpoint_buffer_bytes > 0
+        schedule = lower(units, decisions, asynchronous=options.device == "cuda", takes_snapshots=takes_snapshots)
+        self.gpu = Arena(Tier.GPU, options.gpu_capacity_bytes, backend)
+        self.host = Arena(Tier.HOST, options.host_capacity_bytes, backend)
+        if ranks is not None:
+            names = "".join(name + "?" * shard.is_absent for name, shard in shards.items())
+            ranks.all.check_same("plan or model", (schedule.to_json() + names).encode())
+        rank = 0 if ranks is None else ranks.rank
+        written = (task.unit for task in schedule.tasks if task.op is Op.SNAPSHOT)
+        self.state = state = ModelState(
+            units, decisions, shards, self.gpu, self.host, ranks, options.storage_dir, written
         )
+        failing.callback(state.frozen.close)
+        if state.stored is not None:
+            failing.callback(state.stored.close)
+        failing.callback(state.give_back)
+        self.collectives = None if ranks is None else ScheduleCollectives(state, decisions, schedule, backend, ranks)
+        self.snapshots = None
+        if takes_snapshots:
+            self.snapshots = Snapshots(state, schedule, entry, backend, self.host, options, rank)
+        self._team = WorkerTeam(cores.num_updating, cores.of_updates)
+        failing.callback(self._team.close)
+        self.offloaded = OffloadedActivations(units, decisions, options.storage_dir, rank, self.host, backend)
+        self.actions = Actions(
+            state, decisions, backend, self._team, self.collectives, self.offloaded, self.snapshots, ranks
+        )
+        self.machine = LaneMachine(
+            schedule,
+            self.actions.perform,
+            backend,
+            capacity_bytes=None if options.device == "cuda" else options.gpu_capacity_bytes,
+            record=options.record,
+            on_stop=self._has_stopped,
+            closes_when_interrupted=ranks is not None,
+        )
+        failing.callback(self.machine.close)
+        self.loop = Loop(schedule, self.machine)
+        if ranks is not None:
+            ranks.num_values = len(state.by_name)
+            ranks.watch(self.machine.fail, self._waits_for)
+        self.is_evaluating = self.is_closed = False
+        self.settled: set[str] = set()
+        self.come_to_rest: Callable[[], bool] = lambda: False  # see executor.driver.iteration
+        # Whether each evaluation and each read of weights needs collectives.
+        self.gathers = any(unit.slot >= 0 and unit.is_sharded for unit in state.units.values()) or (
+            ranks is not None and ranks.size > ranks.mesh.degrees.data_parallel
+        )
+        self._gather_resident = any(unit.slot < 0 and unit.is_sharded for unit in state.units.values())
+        self._shared = {unit.name: unit.shared_units for unit in units}
         self._current_in = _NEVER  # the next iteration when resident weights were last made current
         self._in_slot: dict[int, str] = {}
         self._gathered = "", torch.empty(0)  # a unit and a type, and its weights that ranks gathered on the host
         self._is_changing = False
         self._num_changes = 0  # how often weights or their memory changed, other than by iterations
         self._on_device: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()  # weights that were returned
-        self.is_evaluating = False
-        self.is_closed = False
-        self.settled: set[str] = set()
-        self.come_to_rest: Callable[[], bool] = lambda: False  # see executor.driver.iteration
-        self._report = report
+        self._report, self._has_told = options.report, False
         self._visibility: WeightVisibility | None = None  # during evaluation
         self._evaluated: set[str] = set()  # units whose weights this evaluation has brought to their slots
 
-        self._has_told = False
+    @property
+    def has_last_step(self) -> bool:
+        """Whether master copies are those of the last step once all issued tasks have ended."""
+        return self._updates_at_step or not self.inside_iteration or self.actions.defers
+
+    @property
+    def version(self) -> int:
+        """See :class:`executor.module.guarded_parameters.WeightReader`."""
+        return self.loop.iteration + self._num_changes
+
+    def fail(self, call: str, error: BaseException, *, keeps: bool = False) -> None:
+        """Mark the session as failed, because a call did not complete; see [Note: Interrupted]."""
+        keeps = keeps and self.ranks is None and self.has_last_step and not self.machine.stopped
+        reason = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
+        left = (
+            "which gives the model the weights of the last step"
+            if keeps
+            else "whose weights are NaN then, because those of one step no longer exist"
+        )
+        failure = LaneError(
+            f"{call} did not complete ({reason}), and the session cannot go on: close it (optimizer.session.close()), "
+            f"{left}, and resume from a checkpoint in a new session"
+        )
+        self.machine.fail(failure, stops=not keeps)
+        if self.ranks is not None:
+            self.ranks.report_failure(error)
+
+    def check_has_weights(self) -> None:
+        """Check that all weights have values.
+
+        Raises:
+            ValueError: some weights have no values.
+        """
+        if absent := self.state.absent:
+            more = f" and {len(absent) - 1} more have" if len(absent) > 1 else " has"
+            raise ValueError(
+                f"{min(absent)}{more} no values, because the model was made on the meta device; load them first, for "
+                "example with ullage.load(optimizer, FOLDER)"
+            )
+
+    def check_unparked(self) -> None:
+        """Check that the session is not parked.
+
+        Raises:
+            OutOfOrderError: the session is parked.
+        """
+        if self.parked:
+            raise OutOfOrderError(
+                "the session is parked, and has no device memory; call session.unpark() first, or read weights with "
+                "session.stream_weights()"
+            )
 
     def check_idle(self) -> None:
         """Check that no iteration is under way.
@@ -69,7 +208,7 @@ class StateAccess:
             LaneError: the session has failed.
         """
         self.check_at_rest()
-        if self._runtime.inside_iteration:
+        if self.inside_iteration:
             raise OutOfOrderError(
                 "a step is under way; save, load and park after optimizer.step() or optimizer.zero_grad(), and before "
                 "the next forward"
@@ -77,12 +216,44 @@ class StateAccess:
 
     def check_at_rest(self) -> None:
         """Check that weights do not move: no iteration is under way, or it has left the plan. Raises as check_idle."""
-        self._runtime.machine.check()
-        if self._runtime.inside_iteration and not self.come_to_rest():
+        self.machine.check()
+        if self.inside_iteration and not self.come_to_rest():
             raise OutOfOrderError(
                 "weights move in the middle of an iteration; evaluate and save after optimizer.step() and before the "
                 "next forward"
             )
+
+    def check_same_call(self, *, needed: bool = True) -> None:
+        """Check, if ``needed``, that all ranks are in the same call.
+
+        Raises:
+            RankError: the calls differ, or a rank has failed.
+        """
+        if needed and self.ranks is not None:
+            self.ranks.check_same_call(self.doing)
+
+    def issue_gradients(self) -> None:
+        """Issue what brings gradients to where updates read them, and wait. Forward and backward have ended."""
+        of_gradients = (task.index for task in self.loop.schedule.tasks if task.op in OF_GRADIENTS)
+        self.loop.issue_up_to(1 + max(of_gradients, default=-1))
+        self.machine.wait()
+
+    def synchronize(self, *, left_running: bool = False) -> None:
+        """Wait until all updates have ended.
+
+        Args:
+            left_running: whether a failure has left the lanes running. They go on then.
+
+        Raises:
+            LaneError: a task failed on some lane.
+        """
+        if left_running:
+            self.machine.drain()
+        else:
+            self.machine.wait()
+        self.actions.synchronize()
+        for unit in self.state.units.values():
+            unit.spent.clear()
 
     def parameter_states(self) -> dict[str, tuple[UnitState, ParameterState]]:
         """Return each parameter's unit and state, after all updates have ended.
@@ -94,7 +265,7 @@ class StateAccess:
         """
         self.check_idle()
         self.make_current("reading of state")
-        return self._state.by_name
+        return self.state.by_name
 
     @contextlib.contextmanager
     def changing(self, call: str, *expected: type[BaseException]) -> Iterator[None]:
@@ -113,12 +284,12 @@ class StateAccess:
         self.make_current(call)
         self._is_changing = True
         try:
-            with Unbroken(self._runtime, call, expected=expected):
+            with Unbroken(self, call, expected=expected):
                 yield
         finally:  # after an error, too, some values may have changed
             self._is_changing = False
             self._num_changes += 1
-            for unit in self._state.units.values():
+            for unit in self.state.units.values():
                 if unit.fp8 is not None:
                     unit.fp8.is_due = True
             self._current_in = _NEVER
@@ -127,14 +298,14 @@ class StateAccess:
 
     def weights(self, name: str) -> torch.Tensor:
         """Return one parameter's current weights. See :meth:`executor.session.Session.full_parameters`."""
-        self._runtime.check_has_weights()
+        self.check_has_weights()
         self.make_current("state_dict()", uses=True)
         in_slot = dict(self._in_slot)
         weights = self._view(name)
-        if self.is_evaluating or self._runtime.inside_iteration:  # the unit that computes still needs its slot
+        if self.is_evaluating or self.inside_iteration:  # the unit that computes still needs its slot
             for slot, unit in in_slot.items():
                 if self._in_slot[slot] != unit:
-                    self._fill_slot(self._state.units[unit])
+                    self._fill_slot(self.state.units[unit])
         return weights
 
     def _view(self, name: str) -> torch.Tensor:
@@ -143,36 +314,26 @@ class StateAccess:
             self._on_device.add(weights)
         return weights
 
-    @property
-    def gathers(self) -> bool:
-        """Whether ranks must bring a unit's weights together."""
-        return self._gather_at_each_use
-
-    @property
-    def version(self) -> int:
-        """See :class:`executor.module.guarded_parameters.WeightReader`."""
-        return self._runtime.loop.iteration + self._num_changes
-
     def check_readable(self, name: str) -> None:
         """Check that code which reads a parameter itself can be given its current weights, without other ranks.
 
         Raises:
             ValueError: it cannot; says why, and what to do.
         """
-        if (parts := self._state.frozen_by_parameter.get(name)) is not None and parts[0][1].shard.stored.is_quantized:
+        if (parts := self.state.frozen_by_parameter.get(name)) is not None and parts[0][1].shard.stored.is_quantized:
             why = "it is quantized; take it from model.state_dict() or session.full_parameters()"
         elif self.is_closed:
             why = "its session is closed; take it from the model again, whose parameters are ordinary ones now"
-        elif self._gather_resident or self._gather_at_each_use:
+        elif self._gather_resident or self.gathers:
             why = "ranks hold parts of it; let all ranks call session.full_parameters() together, between two steps"
-        elif self._runtime.parked:
+        elif self.parked:
             why = (
                 "its session is parked; call session.unpark() before you read it or session.full_parameters(), or use "
                 "session.stream_weights()"
             )
-        elif self._runtime.machine.stopped:
+        elif self.machine.stopped:
             why = "its session has failed, and session.full_parameters() too; continue from a checkpoint"
-        elif self._runtime.inside_iteration and not self._is_settled(name) and not self.come_to_rest():
+        elif self.inside_iteration and not self._is_settled(name) and not self.come_to_rest():
             why = (
                 "weights move during an iteration; read it, or session.full_parameters(), after optimizer.step() and "
                 "before the next forward"
@@ -184,12 +345,12 @@ class StateAccess:
     def current(self, name: str) -> torch.Tensor:
         """See :class:`executor.module.guarded_parameters.WeightReader`."""
         self.check_readable(name)
-        if self._runtime.inside_iteration and self._is_settled(name):
+        if self.inside_iteration and self._is_settled(name):
             return self._view(name)
         return self.weights(name)
 
     def _is_settled(self, name: str) -> bool:
-        parts = (*self._state.by_parameter.get(name, ()), *self._state.frozen_by_parameter.get(name, ()))
+        parts = (*self.state.by_parameter.get(name, ()), *self.state.frozen_by_parameter.get(name, ()))
         return all(unit.name in self.settled for unit, _ in parts)
 
     def masters(self) -> Callable[[str], torch.Tensor]:
@@ -197,22 +358,15 @@ class StateAccess:
 
         Its result may be a view of memory that the next call reuses. All ranks make the same calls in the same order.
         """
-        held, flat = "", torch.empty(0)
+        read = whole_state(self.state, self.ranks, only_masters=True)
 
         def master(name: str) -> torch.Tensor:
-            nonlocal held, flat
-            self._runtime.check_has_weights()
-            if not self._runtime.parked:
+            self.check_has_weights()
+            if not self.parked:
                 self.make_current("state_dict()", uses=True)
-            if name in self._state.frozen_by_parameter:  # they have no master copy
+            if name in self.state.frozen_by_parameter:  # they have no master copy
                 return self.stored_weights(name)
-            parts = []
-            for unit, parameter in self._state.by_parameter[name]:
-                if held != unit.name:
-                    held, flat = unit.name, unit.unsharded(self._own_masters(unit))
-                values = flat[parameter.start : parameter.stop].view(parameter.shard.shape)
-                parts.append((parameter.shard, values))
-            return unshard(parts, self._runtime.ranks)
+            return read(name)[0]
 
         return master
 
@@ -222,18 +376,11 @@ class StateAccess:
         If several ranks or units hold parts of them, or if they are on NVMe, the result is new host memory. If the
         parameter is quantized, the result is its bytes.
         """
-        parts = [(p.shard, self._shard_weights(unit, p)) for unit, p in self._state.by_parameter.get(name, ())]
+        parts = [(p.shard, self._shard_weights(unit, p)) for unit, p in self.state.by_parameter.get(name, ())]
         parts += [
-            (p.shard, p.of(self._frozen_bytes(unit, p))) for unit, p in self._state.frozen_by_parameter.get(name, ())
+            (p.shard, p.of(self._frozen_bytes(unit, p))) for unit, p in self.state.frozen_by_parameter.get(name, ())
         ]
-        return unshard(parts, self._runtime.ranks)
-
-    def _own_masters(self, unit: UnitState) -> torch.Tensor:
-        own = torch.empty(sum(piece.num_params for piece in unit.pieces))
-        for piece in unit.pieces:
-            with self._state.state_of(unit, piece) as (master, *_):
-                own[piece.start - unit.start : piece.stop - unit.start].copy_(master)
-        return own
+        return unshard(parts, self.ranks)
 
     def make_current(self, doing: str, *, uses: bool = False, unparks: bool = False) -> None:
         """Wait for all updates, and copy to the device the weights that the next iteration would copy there.
@@ -244,26 +391,25 @@ class StateAccess:
             unparks: whether the session is being unparked.
         """
         self.check_at_rest()
-        runtime = self._runtime
         if not unparks:
-            runtime.check_unparked()
-        runtime.doing = doing
-        runtime.synchronize()
-        is_current = self._current_in == runtime.loop.iteration
+            self.check_unparked()
+        self.doing = doing
+        self.synchronize()
+        is_current = self._current_in == self.loop.iteration
         gathers = self._gather_resident and not is_current
-        runtime.check_same_call(needed=gathers or (uses and self._gather_at_each_use))
+        self.check_same_call(needed=gathers or (uses and self.gathers))
         if is_current:
             return
         self._current_in = _NEVER
         self._in_slot.clear()
         self._gathered = "", torch.empty(0)
-        for unit in self._state.units.values():
+        for unit in self.state.units.values():
             for piece in unit.pieces:
                 if unit.on_device and piece.by_host:
-                    runtime.actions.upload(unit, piece)
+                    self.actions.upload(unit, piece)
             if unit.slot < 0 and unit.is_sharded:  # ZeRO-1 and 2: ranks have updated shards of resident weights
-                runtime.actions.all_gather(unit)
-        self._current_in = runtime.loop.iteration
+                self.actions.all_gather(unit)
+        self._current_in = self.loop.iteration
 
     def forget_current(self) -> None:
         """Note that the device has lost its weights, so that they are copied there before their next use."""
@@ -287,8 +433,8 @@ class StateAccess:
         Raises as :meth:`parameter_states`.
         """
         if not self.is_evaluating:
-            self._runtime.check_has_weights()
-            self._runtime.check_unparked()
+            self.check_has_weights()
+            self.check_unparked()
             self.make_current("an evaluation", uses=True)
             self.is_evaluating = True
         for state in self._slots_of(unit):
@@ -305,13 +451,13 @@ class StateAccess:
         """
         self._in_slot.clear()
         self._gathered = "", torch.empty(0)
-        for unit in self._state.units.values():
+        for unit in self.state.units.values():
             for number in sorted(unit.changed) if unit.on_device else ():
-                self._runtime.actions.upload(unit, unit.pieces[number])
+                self.actions.upload(unit, unit.pieces[number])
                 unit.changed.discard(number)
             if unit.slot < 0 and unit.is_sharded:
-                self._runtime.actions.all_gather(unit)
-        self.settled.update(unit.name for unit in self._state.units.values() if unit.slot < 0)
+                self.actions.all_gather(unit)
+        self.settled.update(unit.name for unit in self.state.units.values() if unit.slot < 0)
 
     def fill_slots(self, unit: str) -> None:
         """Bring all weights that a unit uses to the device, if they are not there."""
@@ -320,51 +466,42 @@ class StateAccess:
 
     def _slots_of(self, unit: str) -> list[UnitState]:
         """Return the units whose weights a unit uses and that are in slots, not resident."""
-        used = (self._state.units.get(name) for name in (unit, *self._shared[unit]))
+        used = (self.state.units.get(name) for name in (unit, *self._shared[unit]))
         return [state for state in used if state is not None and state.slot >= 0]
 
     def _keep(self, unit: UnitState, visibility: WeightVisibility) -> None:
         """Let a unit keep what is in its slot, if there is room; all ranks do, or none if they gather it."""
-        kept_bytes = sum(_slot_bytes(self._state.units[name]) for name in visibility.kept)
-        fits = kept_bytes + _slot_bytes(unit) <= self._room_bytes(kept_bytes)
+        kept_bytes = sum(_slot_bytes(self.state.units[name]) for name in visibility.kept)
+        fits = kept_bytes + _slot_bytes(unit) <= _room_bytes(self.gpu, self.backend, kept_bytes)
         if unit.is_sharded:
-            self._runtime.doing = f"an evaluation, at {unit.name}"
-            fits = not HostCollectives(self._runtime.ranks).any(not fits)
+            self.doing = f"an evaluation, at {unit.name}"
+            fits = not HostCollectives(self.ranks).any(not fits)
         if fits:
             self._visibility = visibility
             _evaluating.add(self)
             visibility.keep(unit.name)
         elif not self._has_told:
             self._has_told = True
-            whole = sum(_slot_bytes(other) for other in self._state.units.values() if other.slot >= 0)
+            whole = sum(_slot_bytes(other) for other in self.state.units.values() if other.slot >= 0)
             self._report(
                 f"an evaluation has room on the device to keep {kept_bytes / 1e6:,.0f} of the {whole / 1e6:,.0f} MB of "
                 "weights that are not resident: the others come anew for each forward, and for each token of a "
                 "generation, which is slower. This is said once"
             )
 
-    def _room_bytes(self, kept_bytes: int) -> float:
-        """Return how much an evaluation may keep on the device."""
-        gpu = self._runtime.gpu
-        room = math.inf if gpu.capacity_bytes is None else gpu.capacity_bytes - gpu.used_bytes
-        if self._runtime.backend.device.type == "cuda":
-            cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-            room = min(room, torch.cuda.mem_get_info()[0] + cached + kept_bytes)
-        return room * _SHARE_KEPT
-
     def end_evaluation(self) -> None:
         """Wait for the work of evaluations, which may still read slots, before training continues."""
         if self.is_evaluating:
-            self._runtime.actions.synchronize()
+            self.actions.synchronize()
             self._drop_kept()
             self.is_evaluating = False
-            self._runtime.check_same_call(needed=self._gather_at_each_use)
+            self.check_same_call(needed=self.gathers)
 
     def end_others(self) -> None:
         """Free what evaluations of other models keep, before an iteration takes its memory."""
         for other in tuple(_evaluating):
             if other is not self:
-                other._runtime.actions.synchronize()
+                other.actions.synchronize()
                 other._drop_kept()
 
     def _drop_kept(self) -> None:
@@ -376,10 +513,10 @@ class StateAccess:
 
     def cast_due(self) -> None:
         """Cast weights that were set since their last cast, before an iteration fetches them in fp8."""
-        due = [unit for unit in self._state.units.values() if unit.fp8 is not None and unit.fp8.must_cast]
-        self._runtime.check_same_call(needed=bool(due))
+        due = [unit for unit in self.state.units.values() if unit.fp8 is not None and unit.fp8.must_cast]
+        self.check_same_call(needed=bool(due))
         for unit in due:
-            self._runtime.actions.cast(unit)
+            self.actions.cast(unit)
 
     def _shard_weights(self, unit: UnitState, parameter: ParameterState) -> torch.Tensor:
         if not unit.on_nvme and (unit.slot < 0 or not unit.is_sharded):
@@ -393,7 +530,7 @@ class StateAccess:
     def _frozen_bytes(self, unit: UnitState, parameter: FrozenParameter) -> torch.Tensor:
         frozen, own = unit.frozen, slice(parameter.start, parameter.stop)
         assert frozen is not None
-        if frozen.is_sharded and not self._runtime.parked:
+        if frozen.is_sharded and not self.parked:
             self._fill_slot(unit)
             return frozen.device[own].to("cpu", copy=True)
         frozen.read()
@@ -409,7 +546,7 @@ class StateAccess:
 
     def _fill_slot(self, unit: UnitState) -> None:
         if self._in_slot.get(unit.slot) != unit.name:
-            actions = self._runtime.actions
+            actions = self.actions
             self._in_slot.pop(unit.slot, None)  # set when all of it is there
             if unit.on_nvme:
                 actions.synchronize()  # the last unit may still be copied from the same buffer
@@ -422,10 +559,39 @@ class StateAccess:
                 actions.all_gather(unit)
             self._in_slot[unit.slot] = unit.name
 
+    def close(self) -> None:
+        """End the threads and remove files. Closing twice is allowed."""
+        self.machine.close()
+        self._team.close()
+        self.offloaded.close()
+        self.state.frozen.close()
+        if self.state.stored is not None:
+            self.state.stored.close()
+
+    def _waits_for(self) -> tuple[str, int]:
+        assert self.ranks is not None
+        waits = self.machine.is_waiting or self.ranks.is_waiting
+        return self.doing if waits else "", self.machine.num_ended + self.ranks.num_ended
+
+    def _has_stopped(self, failure: BaseException | None) -> None:
+        if self.ranks is not None:
+            if failure is not None:
+                self.ranks.report_failure(failure)
+            self.ranks.stop()
+
+
+def _room_bytes(gpu: Arena, backend: Backend, kept_bytes: int) -> float:
+    """Return how much an evaluation may keep on the device."""
+    room = math.inf if gpu.capacity_bytes is None else gpu.capacity_bytes - gpu.used_bytes
+    if backend.device.type == "cuda":
+        cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        room = min(room, torch.cuda.mem_get_info()[0] + cached + kept_bytes)
+    return room * _SHARE_KEPT
+
 
 def _slot_bytes(unit: UnitState) -> int:
     return unit.device_weights.nbytes + (0 if unit.frozen is None else unit.frozen.device.nbytes)
 
 
-_evaluating: Final = weakref.WeakSet[StateAccess]()
+_evaluating: Final = weakref.WeakSet[Runtime]()
 """Those of all sessions that may keep weights for an evaluation."""

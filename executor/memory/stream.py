@@ -1,0 +1,271 @@
+"""The way of state in and out of the memory where a plan keeps it.
+
+[Note: Named ranges] Whoever has state has named flat tensors: a checkpoint, a saved ``state_dict``, a file between two
+plans. A tensor's name is that of a parameter's shard, after a key that says which of its state it is
+(:func:`tensor_name`). A plan keeps the same values as pieces of units in slabs, in its own types. State comes in by
+:func:`write_state`, which asks a :class:`Source` for ranges of its tensors, and goes out by :func:`whole_state`.
+
+[Note: Restoring] State in host memory is read straight into place, in one call. Other state is copied through the host:
+one piece at a time to NVMe, and about :data:`STAGED_BYTES` at a time to a device. So a rank reads only its own state,
+and each range about once. Beside its own state it needs memory for one piece, and for the readers' buffers ([Note: Read
+ahead] in :mod:`executor.checkpoint.format.reader`). There are two exceptions. If weights of other ranks' shards are
+resident, their master copies are read too, one unit at a time. If a layer was divided over other ranks than now, its
+parameters are read whole.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from executor.checkpoint import ReadRequest
+from executor.checkpoint.files.flusher import Buffer
+from executor.checkpoint.source import MASTER
+from executor.distributed.ranks import Ranks
+from executor.distributed.shards import unshard
+from executor.memory.moments import converted
+from executor.memory.pieces import Piece, state_buffers
+from executor.memory.state import ModelState
+from executor.memory.units import UnitState
+from executor.optimizer.blocks import SCALES, spread
+from executor.optimizer.passes import BLOCK, cut
+from planner.decisions import Place
+from planner.optimizers import Optimizer
+
+STAGED_BYTES: Final = 256 << 20
+"""Approximate host memory for state that is being copied to a device."""
+
+_Held = tuple[UnitState, Piece]
+
+
+class Source(NamedTuple):
+    """Named flat tensors of state, and how to read ranges of them.
+
+    Attributes:
+        dtypes: the type of each tensor, by its name.
+        read: copies ranges to the requests' memory. It gets all requests of a batch at once.
+    """
+
+    dtypes: Mapping[str, torch.dtype]
+    read: Callable[[Iterable[ReadRequest]], None]
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, torch.Tensor]) -> "Source":
+        """Return a source of flat tensors on the host."""
+
+        def read(wanted: Iterable[ReadRequest]) -> None:
+            for name, start, out in ((one.name, one.start, one.out) for one in wanted):
+                values = tensors[name][start : start + len(out) // tensors[name].itemsize]
+                torch.from_numpy(out).view(values.dtype).copy_(values)
+
+        return cls({name: values.dtype for name, values in tensors.items()}, read)
+
+    def saved(self, name: str, keys: Sequence[str]) -> tuple[str, ...]:
+        """Return the keys under which it may have a parameter's state that is to have ``keys`` now."""
+        scales = [SCALES[key] for key in keys if key in SCALES and tensor_name(name, SCALES[key]) in self.dtypes]
+        return (*(key for key in keys if key not in SCALES.values()), *scales)
+
+
+def tensor_name(name: str, key: str) -> str:
+    """Return the name of a tensor of a parameter's state: its master copy, or a buffer of the optimizer."""
+    return name if key == MASTER else f"{key}.{name}"
+
+
+def bytes_of(values: torch.Tensor) -> Buffer:
+    """Return the memory of a tensor on the host."""
+    flat: Buffer = values.reshape(-1).view(torch.uint8).numpy()
+    return flat
+
+
+def whole_state(
+    state: ModelState, ranks: Ranks | None, *, only_masters: bool = False
+) -> Callable[[str], list[torch.Tensor]]:
+    """Return a function that returns a parameter's whole state by value, float32, on the host: master copy, buffers.
+
+    Its results may be views of memory that the next call reuses. All ranks make the same calls in the same order.
+    """
+    flat: dict[str, list[torch.Tensor]] = {}  # of the units that have rows of the latest parameter
+
+    def read(name: str) -> list[torch.Tensor]:
+        held = state.by_parameter[name]
+        for other in flat.keys() - {unit.name for unit, _ in held}:
+            del flat[other]
+        for unit, _ in held:
+            if unit.name not in flat:
+                flat[unit.name] = [unit.unsharded(own) for own in _own_state(state, unit, only_masters=only_masters)]
+        count = 1 if only_masters else len(state_buffers(held[0][1].kind))
+        return [
+            unshard([(p.shard, flat[unit.name][i][p.start : p.stop].view(p.shard.shape)) for unit, p in held], ranks)
+            for i in range(count)
+        ]
+
+    return read
+
+
+def _own_state(state: ModelState, unit: UnitState, *, only_masters: bool) -> tuple[torch.Tensor, ...]:
+    """Return the rank's state of a unit by value, float32 ``[shard]``, on the host."""
+    most = max((len(state_buffers(parameter.kind)) for parameter in unit.parameters), default=1)
+    whole = torch.empty(1 if only_masters else most, sum(piece.num_params for piece in unit.pieces))
+    for piece in unit.pieces:
+        own = slice(piece.start - unit.start, piece.stop - unit.start)
+        with state.state_of(unit, piece) as tensors:
+            for target, values in zip(whole, tensors, strict=False):
+                target[own].copy_(spread(values, piece.num_params) if len(values) < piece.num_params else values)
+    return whole.unbind()
+
+
+Buffers = Callable[[Optimizer], tuple[str, ...]]
+"""Returns the keys of the buffers that an optimizer keeps."""
+
+
+def write_state(
+    state: ModelState, units: Sequence[UnitState], source: Source, buffers_of: Buffers, *, reads: bool = True
+) -> None:
+    """Set what a source has of units' state, and their weights if it has master copies; see [Note: Restoring].
+
+    Args:
+        state: all state.
+        units: some of its units.
+        source: has the exact shards of their parameters, or of some of them.
+        buffers_of: the keys of the buffers that each optimizer keeps.
+        reads: whether other state of the same pieces stays. If not, it may become 0.
+    """
+    for pieces in _batches(units, source, buffers_of):
+        with contextlib.ExitStack() as stack:
+            opened = [stack.enter_context(state.state_of(*held, reads=reads, writes=True)) for held in pieces]
+            parts = [
+                _parts_of(source, buffers_of, *held, tensors) for held, tensors in zip(pieces, opened, strict=True)
+            ]
+            source.read(wanted for of_piece in parts for part in of_piece for wanted in part.requests())
+            for held, tensors, of_piece in zip(pieces, opened, parts, strict=True):
+                for part in of_piece:
+                    part.end()
+                if any(MASTER in part.dtypes for part in of_piece):
+                    _write_weights(*held, tensors[0])
+    for unit in units:
+        if unit.slot < 0 and len(unit.own_weights) < len(unit.device_weights):
+            _read_resident(source, unit)
+
+
+def _batches(units: Iterable[UnitState], source: Source, buffers_of: Buffers) -> Iterator[list[_Held]]:
+    """Yield the pieces of which a source has something, in the batches in which they are read."""
+    at_once: list[_Held] = []
+    passing: list[_Held] = []
+    by_itself: list[_Held] = []
+    for unit, piece in ((each, piece) for each in units for piece in each.pieces):
+        keys = (MASTER, *buffers_of(piece.kind))
+        names = [parameter.shard.shard_name for parameter in unit.parameters if any(parameter.parts_in(piece))]
+        if not any(tensor_name(name, key) in source.dtypes for name in names for key in keys):
+            continue
+        if piece.place is Place.NVME:
+            by_itself.append((unit, piece))
+        elif all(part.is_direct for part in _parts_of(source, buffers_of, unit, piece, unit.state(piece))):
+            at_once.append((unit, piece))
+        else:
+            passing.append((unit, piece))
+    yield at_once
+    batch: list[_Held] = []
+    num_bytes = 0
+    for held in passing:
+        batch.append(held)
+        num_bytes += held[1].state_bytes
+        if num_bytes >= STAGED_BYTES:
+            yield batch
+            batch, num_bytes = [], 0
+    yield batch
+    for held in by_itself:
+        yield [held]
+
+
+def _parts_of(
+    source: Source, buffers_of: Buffers, unit: UnitState, piece: Piece, tensors: tuple[Any, ...]
+) -> list["_SavedPart"]:
+    """Return the parts of parameters in a piece of which a source has something."""
+    keys = (MASTER, *buffers_of(piece.kind))
+    parts = [
+        _SavedPart(
+            source,
+            parameter.shard.shard_name,
+            part.start - parameter.start,
+            part.stop - parameter.start,
+            dict(zip(keys, cut(tensors, part.within.start, part.within.stop), strict=True)),
+        )
+        for parameter in unit.parameters
+        for part in parameter.parts_in(piece)
+    ]
+    return [part for part in parts if part.dtypes]
+
+
+class _SavedPart:
+    """A part of a parameter's state in a source, and where it goes.
+
+    Args:
+        source: has the parameter's values ``start`` to ``stop``, or some of its tensors.
+        name: of the parameter in it.
+        own: the tensors to set, by key.
+
+    Attributes:
+        dtypes: types of the tensors that the source has, by key.
+    """
+
+    def __init__(self, source: Source, name: str, start: int, stop: int, own: Mapping[str, Any]) -> None:
+        self._name, self._start, self._stop = name, start, stop
+        saved = {key: tensor_name(name, key) for key in source.saved(name, list(own))}
+        self.dtypes = {key: source.dtypes[name] for key, name in saved.items() if name in source.dtypes}
+        scaled = {SCALES[key] for key in self.dtypes.keys() & SCALES.keys()}
+        self._own = {key: tensor for key, tensor in own.items() if key in self.dtypes or key in scaled}
+        self._read: dict[str, torch.Tensor] = {}
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether values are read to where they are kept: in host memory, as they were saved."""
+        return self._own.keys() == self.dtypes.keys() and all(
+            isinstance(tensor, torch.Tensor) and not tensor.is_cuda and tensor.dtype is self.dtypes[key]
+            for key, tensor in self._own.items()
+        )
+
+    def requests(self) -> Iterator[ReadRequest]:
+        """Yield what is to be read."""
+        for key, dtype in self.dtypes.items():
+            grain = BLOCK if key in SCALES.values() else 1
+            start, stop = self._start // grain, -(-self._stop // grain)
+            self._read[key] = self._own[key] if self.is_direct else torch.zeros(stop - start, dtype=dtype)
+            yield ReadRequest(tensor_name(self._name, key), start, bytes_of(self._read[key]))
+
+    def end(self) -> None:
+        """Set what was not read to its place."""
+        if self.is_direct:
+            return
+        values = {key: self._of_part(key, read) for key, read in self._read.items()}
+        for key, read in converted(values, self._own).items():
+            self._own[key].copy_(read)
+        self._read.clear()
+
+    def _of_part(self, key: str, read: torch.Tensor) -> torch.Tensor:
+        """Return what was read, by value; the first block may begin before the part."""
+        if key not in SCALES.values():
+            return read
+        skipped = self._start % BLOCK
+        return spread(read, skipped + self._stop - self._start)[skipped:]
+
+
+def _write_weights(unit: UnitState, piece: Piece, master: torch.Tensor) -> None:
+    """Set a piece's weights from its master copy, in all places that hold them."""
+    if unit.on_device:
+        unit.own(piece).copy_(master)
+    weight = unit.host_weight(piece)
+    if weight is not None:
+        weight.copy_(master)
+
+
+def _read_resident(source: Source, unit: UnitState) -> None:
+    """Read all resident weights of a unit, if the rank has the state of only one shard."""
+    found = {
+        parameter.shard.shard_name: (parameter, torch.empty(parameter.shard.shape.numel(), dtype=dtype))
+        for parameter in unit.parameters
+        if (dtype := source.dtypes.get(parameter.shard.shard_name)) is not None
+    }
+    source.read(ReadRequest(name, 0, bytes_of(values)) for name, (_, values) in found.items())
+    for parameter, values in found.values():
+        unit.device_weights[parameter.start : parameter.stop].copy_(values)
