@@ -20,10 +20,8 @@ _EXTRAS = {
     "torch",
     "transformers",
     "safetensors",
-    "matplotlib",
     "shtab",
     "pyarrow",
-    "ray",
     "plotly",
     "jinja2",
 }

@@ -37,7 +37,7 @@ class Output:
 OUTPUTS = {
     "plan --output": Output("plan --model {model} --seq-len 128 --hardware rtx-4090 --budget 0.1 --json"),
     "simulate --trace": Output("simulate {plan}", ".json.gz"),
-    "simulate --figure": Output("simulate {plan}", ".svg"),
+    "simulate --figure": Output("simulate {plan}", ".html"),
     "compare --trace": Output("compare {run}"),
     "compare --refit": Output("compare {run}"),
     "report --output": Output("report {plan}", ".html", quick=False),
@@ -49,7 +49,6 @@ OUTPUTS = {
     "hardware --output": Output("hardware check", quick=False),
 }
 FOLDERS = {
-    "report --figures": "report {plan} --output {out}.html",
     "execute --output-dir": "execute {host_plan}",
 }
 INPUTS = {"execute --text", "execute --tokens", "calibrate --from-runs"}

@@ -23,8 +23,8 @@ from planner.plan.document import Plan
 from ullage.capture.adapters import make_adapted
 from ullage.capture.architectures import architecture
 from ullage.capture.quantized import quantization_config, quantize
+from ullage.cli.options import QUANTIZATIONS
 from ullage.cli.request import Adapters, model_named
-from ullage.cli.request_options import QUANTIZATIONS
 from ullage.main import main
 from ullage.training.batches import Batches
 from ullage.training.loop import train

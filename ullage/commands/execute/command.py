@@ -6,7 +6,7 @@ from pathlib import Path
 from planner.plan.document import Plan, load_plan
 from planner.terms import MIN_CHECKPOINTS
 from ullage.cli.arguments import audit, cores, non_negative_int, positive_float, positive_int, positive_ints
-from ullage.cli.request_options import add_request_options, check_names, given_options
+from ullage.cli.options import add_options, check_names, given_options
 from ullage.commands import Subparsers, command_parser
 
 
@@ -43,7 +43,7 @@ def add_parser(subparsers: Subparsers) -> None:
         metavar="PLAN",
         help="file that `ullage plan` wrote; without it, Ullage first plans --model",
     )
-    add_request_options(parser, model_required=False)
+    add_options(parser, model_required=False)
     parser.add_argument(
         "--iterations",
         dest="num_iterations",

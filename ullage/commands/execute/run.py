@@ -28,11 +28,12 @@ from ullage.analysis.comparison import Comparison, compare_record
 from ullage.analysis.runs import RunRecord, rows, save_run
 from ullage.analysis.simulation import simulate
 from ullage.cli.interruption import InterruptedTrainingError, Interruption
-from ullage.commands.compare.screen import render_comparison
 from ullage.commands.execute.checks import REPLAN_AFTER, check_options, check_room
 from ullage.output.console import console, write_json
 from ullage.output.formatting import si
 from ullage.output.plans import tokens_per_iteration
+from ullage.report.run import comparison_section
+from ullage.report.terminal import show
 from ullage.this_machine.planning import Options
 from ullage.training.batches import Batches, tokens_for
 from ullage.training.checkpoints import Saver, where_saved
@@ -356,7 +357,7 @@ def _report(
     if iteration.measured:
         out.print(f"{tokens / iteration.measured:,.0f} {counted(plan.model)}/s on {record.machine}")
     out.print()
-    out.print(render_comparison(comparison))
+    show(comparison_section(comparison))
     out.print()
     if replanned is not None:
         out.print(replanned.render(iteration.measured))
