@@ -29,7 +29,7 @@ from planner.plan.document import Plan
 from planner.plan.planning import Request, make_plan
 from planner.simulate.machine import run_until_steady
 from ullage.analysis.provenance import spread, unit_and_value
-from ullage.commands.hardware.screen import differences
+from ullage.report.profile import differences
 
 RESULTS = Path(__file__).parent / "results"
 

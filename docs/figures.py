@@ -5,6 +5,7 @@ from pathlib import Path
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
@@ -16,8 +17,9 @@ from planner.schedule.timeline import Timeline
 from ullage.analysis.iteration import Iteration
 from ullage.analysis.runs import load_run
 from ullage.analysis.simulation import requested, simulate
-from ullage.commands.simulate.figure import save_figure
 from ullage.output.palette import COLOURS, ORDINALS, WORK, Work
+from ullage.report.charts import Chart, Mark, Picture, value_text
+from ullage.report.iteration import iteration_part
 
 HERE = Path(__file__).parent
 RUN = HERE.parent / "benchmarks" / "results" / "demo_run.json"
@@ -157,7 +159,38 @@ def draw_simulated() -> None:
     request = Request(resolve_model("opt-13b"), load_profile("h100x4-80g"), num_devices=4)
     for engine in ("zero-offload", "ullage"):
         subject = requested(request, engine)
-        save_figure(Iteration.of(subject, subject.simulate()), HERE / f"opt-13b_{engine}.png")
+        part = iteration_part(Iteration(subject, subject.simulate()))
+        keys = ("memory-gpu", "traffic-host-link", "busy")
+        figure, panels = plt.subplots(3, 1, sharex=True, figsize=(10, 7), layout="constrained", height_ratios=(5, 4, 3))
+        for axes, key in zip(panels, keys, strict=True):
+            if key in part.pictures:
+                draw_chart(axes, part.pictures[key])
+        figure.suptitle(f"{part.title}: {part.facts[0].value} per iteration, simulated, one rank", fontsize=11)
+        figure.savefig(HERE / f"opt-13b_{engine}.png", dpi=150, metadata={"Software": None})
+        plt.close(figure)
+
+
+def draw_chart(axes: Axes, chart: Picture) -> None:
+    """Draw areas and lines of a chart over the time of an iteration, with its phases and limits."""
+    assert isinstance(chart, Chart)
+    base: float | np.ndarray[tuple[int], np.dtype[np.float64]] = 0.0
+    for band in chart.bands:
+        axes.axvspan(band.start, band.end, color=COLOUR[band.colour], linewidth=0, zorder=0)
+    for trace in chart.traces:
+        x, y, colour = np.array(trace.x, float), np.array(trace.y, float), COLOUR[str(trace.colour)]
+        if trace.mark is Mark.AREA:
+            axes.fill_between(x, base, base + y, step="post", color=colour, linewidth=0, label=trace.name)
+            base = base + y
+        elif trace.faint:
+            axes.fill_between(x, 0.0, y, step="post", color=colour, alpha=0.22, linewidth=0)
+        else:
+            axes.plot(x, y, color=colour, label=trace.name)
+    for level in chart.levels:
+        axes.axhline(level.value, color=COLOUR["ink"], linewidth=1, linestyle="--")
+    axes.set_ylabel(f"{chart.y.title} ({chart.y.unit})")
+    axes.yaxis.set_major_formatter(lambda value, _: value_text(value, chart.y.unit))
+    axes.set_title(chart.title, loc="left", fontsize=10)
+    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, fontsize=9)
 
 
 def main() -> None:

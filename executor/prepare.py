@@ -104,6 +104,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     Attributes:
         entry: the optimizer's kernels and state.
         session: executes the plan.
+        config: what the session executes.
         plan: the plan that is executed. Not set if decisions alone were given.
         weights_folder: the folder from which weights were last loaded; ``None`` if none were.
     """

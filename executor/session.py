@@ -172,7 +172,8 @@ class Session(contextlib.AbstractContextManager["Session"]):
             self._undo += bind_guards(model, self.runtime.state.dtype, backend.device)
             self._undo.append(model.register_forward_hook(driver.after_forward).remove)
             hooks = (getattr(undo, "__self__", None) for undo in self._undo)
-            self.audit.bound(frozenset(hook.id for hook in hooks if isinstance(hook, RemovableHandle)))
+            ours = frozenset(hook.id for hook in hooks if isinstance(hook, RemovableHandle))
+            self.audit.bound(ours, lambda: driver.call)
             self._undo.append(self.audit.close)
             failing.pop_all()
 

@@ -5,14 +5,14 @@ What happens while it imports, or before, takes a new interpreter to test.
 """
 
 import atexit
+import importlib
 import multiprocessing
 import os
-import re
 import runpy
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
@@ -41,6 +41,20 @@ def ullage(*arguments: str) -> None:
     """Be ``python -m ullage ARGUMENTS``."""
     sys.argv = ["ullage", *arguments]
     runpy.run_module("ullage", run_name="__main__", alter_sys=True)
+
+
+def trained(note: str, *arguments: str) -> None:
+    """Be ``python -m ullage ARGUMENTS``, and keep in a file how many iterations have ended."""
+    run = importlib.import_module("ullage.commands.execute.run")
+    train = run.train
+
+    def noted(*given: object) -> Iterator[object]:
+        for step in train(*given):
+            Path(note).write_text(str(step.iteration + 1), "utf-8")
+            yield step
+
+    run.train = noted
+    ullage(*arguments)
 
 
 def launcher(module: str, *arguments: str) -> None:
@@ -125,18 +139,13 @@ def environments(num_ranks: int) -> list[dict[str, str]]:
     return [os.environ | every | dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)) for rank in range(num_ranks)]
 
 
-def until_training(process: Forked, metrics_file: Path, num_iterations: int = 2) -> None:
-    """Wait until so many iterations of ``ullage execute --metrics-file`` have ended."""
+def until_training(process: Forked, note: Path, num_iterations: int = 2) -> None:
+    """Wait until so many iterations of :func:`trained` have ended."""
     end_s = time.monotonic() + END_S
-    while not (metrics_file.exists() and _iterations(metrics_file.read_text("utf-8")) >= num_iterations):
+    while not (note.exists() and int(note.read_text("utf-8") or 0) >= num_iterations):
         assert process.returncode is None, process.communicate()
         assert time.monotonic() < end_s
         time.sleep(0.02)
-
-
-def _iterations(metrics: str) -> float:
-    found = re.search(r"^ullage_iteration\S* (\S+)$", metrics, re.MULTILINE)
-    return float(found[1]) if found else 0.0
 
 
 def _begin(

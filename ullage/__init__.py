@@ -60,17 +60,14 @@ if TYPE_CHECKING:
     from ullage.analysis.simulation import simulate as simulate
     from ullage.capture.module import capture_module as capture_module
     from ullage.capture.records import CaptureError as CaptureError
-    from ullage.data import Data as Data
-    from ullage.data import DataBatch as DataBatch
     from ullage.integrations.transformers_trainer import offloaded as offloaded
     from ullage.planning import plan as plan
     from ullage.this_machine.planning import Options as Options
-    from ullage.training.checkpoints import CheckpointOptions as CheckpointOptions
     from ullage.training.levels import memory_folder as memory_folder
     from ullage.training.out_of_memory import OutOfMemoryError as OutOfMemoryError
     from ullage.training.preparing import prepare as prepare
-    from ullage.training.trainer import Step as Step
-    from ullage.training.trainer import Trainer as Trainer
+    from ullage.training.replanning import Replanned as Replanned
+    from ullage.training.replanning import replan as replan
 
 # `transformers` imports these, which then warn of kernels for other devices or versions. Nothing here needs them.
 for _noisy in ("bitsandbytes.backends.cpu.ops", "torchao", "torch.utils._pytree"):
@@ -109,15 +106,13 @@ _MODULES = {
     "ullage.analysis.simulation": ("simulate",),
     "ullage.capture.module": ("capture_module",),
     "ullage.capture.records": ("CaptureError",),
-    "ullage.data": ("Data", "DataBatch"),
     "ullage.integrations.transformers_trainer": ("offloaded",),
     "ullage.planning": ("plan",),
     "ullage.this_machine.planning": ("Options",),
-    "ullage.training.checkpoints": ("CheckpointOptions",),
     "ullage.training.levels": ("memory_folder",),
     "ullage.training.out_of_memory": ("OutOfMemoryError",),
     "ullage.training.preparing": ("prepare",),
-    "ullage.training.trainer": ("Step", "Trainer"),
+    "ullage.training.replanning": ("replan", "Replanned"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

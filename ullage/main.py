@@ -20,15 +20,10 @@ _EXTRAS = {
     "torch",
     "transformers",
     "safetensors",
-    "matplotlib",
     "shtab",
-    "tensorboard",
-    "prometheus_client",
     "pyarrow",
-    "ray",
     "plotly",
     "jinja2",
-    "datasets",
 }
 # Remedies for errors of the operating system, which name a file but no remedy.
 _REMEDIES = {

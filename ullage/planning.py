@@ -16,8 +16,8 @@ from planner.models.quantization import Quantization
 from planner.plan.document import Plan
 from planner.plan.planning import Request, default_precision, make_plan
 from ullage.cli.default_hardware import default_hardware
+from ullage.cli.options import BATCHES, DEFAULT_SEQ_LEN
 from ullage.cli.request import Adapters, first_micro_batch, model_named
-from ullage.cli.request_options import BATCHES, DEFAULT_SEQ_LEN
 
 # Fields of a request that have another name here, or that are not options.
 _OWN = {"model", "hardware", "num_devices", "precision"}

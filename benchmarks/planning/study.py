@@ -2,12 +2,9 @@
 
 OPT-13B over numbers of GPUs x PCIe x cores x device memory, as the command line runs it on two worker processes: once
 killed (SIGKILL, workers too) after a third and after two thirds and resumed; and a seeded sample of its points again
-in a store of their own, which must come out the same. Where Ray is installed (``pip install 'ullage[ray]'``) all is
-planned once more by two workers of a cluster, and the two studies must be the same bytes. With fewer points everything
-is done alike.
+in a store of their own, which must come out the same. With fewer points everything is done alike.
 """
 
-import importlib.util
 import json
 import os
 import random
@@ -101,13 +98,6 @@ def main() -> None:
         assert len(done) == len(set(done)), "a point was computed twice"
         study = load_study(folder / "study.json")
         num_sampled = same_again(study, folder)
-        on_ray_s = None
-        if importlib.util.find_spec("ray"):
-            arguments = [*command(folder / "ray.json", num_points), "--ray"]
-            on_ray_s = run_until(arguments, folder / "ray.points.jsonl", num_points + 1, progress, task)
-            assert (folder / "ray.json").read_bytes() == (folder / "study.json").read_bytes(), (
-                "Ray finds something else"
-            )
     statuses = [point.result.status for point in study.points]
     result = {
         **began,
@@ -123,7 +113,6 @@ def main() -> None:
         "core_s_per_point": round(NUM_WORKERS * sum(elapsed_s) / len(done), 3),
         "num_computed_twice": len(done) - len(set(done)),
         "num_sampled_again_and_equal": num_sampled,
-        "equal_on_ray_s": on_ray_s and round(on_ray_s, 1),
     }
     if num_points == NUM_POINTS:
         write_result(OUTPUT, result)

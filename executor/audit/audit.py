@@ -11,7 +11,8 @@ each recomputed segment compute in the first and in the second pass, by a sample
 needs no more of it, so the plan may have no weights for the rest.
 
 An iteration copies at most the bytes of the largest module, or :data:`MOST_BYTES`. What does not fit is audited in the
-next iteration. Tensor- and expert-parallel modules compute only a part, so only their passes are compared.
+next iteration. A module that ranks divide runs whole on each of them, with gathered weights, and each rank compares its
+part. If a module runs several times, the first run is compared, without gradients of parameters, which have all runs.
 """
 
 import collections
@@ -46,8 +47,10 @@ from executor.audit.tensors import (
 )
 from executor.callbacks import copied_cache, in_backward, replace_attribute, same_autocast
 from executor.distributed.shards import ParameterShard
+from executor.distributed.tensor_parallel import DIVIDED
 from executor.memory.forward_state import ForwardState
 from executor.module.guarded_parameters import lifted
+from executor.module.tiled_logits import TiledLogits
 from planner.decisions import Decisions
 from planner.graph import Unit
 from planner.terms import AuditTime
@@ -135,21 +138,34 @@ class Audit:
         self._own_forwards = {m: vars(m)["forward"] for m in model.modules() if "forward" in vars(m)}
         self._decisions = decisions
         self._compiles = compiles
+        self._divides = max(decisions.degrees.tensor_parallel, decisions.degrees.expert_parallel) > 1
+        self._undivided = [
+            (module, {name: vars(module)[name] for name in DIVIDED if name in vars(module)})
+            for module in (model.modules() if decisions.degrees.tensor_parallel > 1 else ())
+        ]
         self._sums_up = decisions.degrees.num_devices == 1
         self._later = False  # whether the first micro-batch has ended
         self._all = [] if when == "off" else list(cases(model, units, decisions, shards))
         self._due: list[Case] = []
         self._cases: list[Case] = []
-        self._arrived: dict[str, tuple[Tensor, Tensor]] = {}  # of the first micro-batch, and the sum of all
+        self._arrived: dict[
+            str, tuple[ParameterShard, Tensor, Tensor]
+        ] = {}  # of the first micro-batch, and all of them
         self._recomputed = {} if when == "off" or compiles else dict(recomputed_modules(model, units, decisions))
-        self._samples: defaultdict[nn.Module, collections.deque[list[Tensor]]] = defaultdict(collections.deque)
-        self._undo = contextlib.ExitStack()
+        self._samples: defaultdict[Any, collections.deque[list[Tensor]]] = defaultdict(collections.deque)
+        self._undo, self._watchers = contextlib.ExitStack(), contextlib.ExitStack()
         self._ours: frozenset[int] = frozenset()
+        self._call: Callable[[], int] = lambda: 1
         self._begin()
 
-    def bound(self, hooks: frozenset[int]) -> None:
-        """Note the ids of the hooks by which the session follows the model, which a plain run leaves out."""
-        self._ours = hooks
+    def bound(self, hooks: frozenset[int], call: Callable[[], int]) -> None:
+        """Note the ids of the hooks by which the session follows the model, which a plain run leaves out.
+
+        ``call`` returns the number of the step's call that runs.
+        """
+        self._ours, self._call = hooks, call
+        for case in self._all:  # now: a module that is called has looked up its forward before any hook runs
+            self._watchers.callback(replace_attribute(case.module, "forward", self._watching(case)))
 
     def begin_iteration(self, iteration: int, weights: Callable[[str], Tensor]) -> None:
         """Begin to audit, if it is due, before the first forward of an iteration. All ranks call this together.
@@ -161,25 +177,25 @@ class Audit:
         if self.paused or not self._due:
             return
         begin_s = time.perf_counter()
-        self._stop()  # of an iteration that was left half way
+        self.abandon()  # an iteration that was left half way
         most = max(MOST_BYTES, *(case.num_bytes for case in self._due))
         self._cases = []
         while self._due and sum(case.num_bytes for case in self._cases) + self._due[0].num_bytes <= most:
             self._cases.append(self._due.pop(0))
         for case in self._cases:
             case.weights = {name: weights(name).to("cpu", copy=True) for name in case.shards}
-            self._undo.callback(replace_attribute(case.module, "forward", self._watching(case)))
+            case.is_watched = True
         for module in self._recomputed:
             self._undo.callback(module.register_forward_hook(self._sample).remove)
         self.is_active, self._later = True, False
         self._seconds += time.perf_counter() - begin_s
 
-    def collect(self, name: str, gradient: Tensor) -> None:
-        """A gradient of a parameter has arrived from autograd."""
-        if any(name in case.shards for case in self._cases):
+    def collect(self, shard: ParameterShard, gradient: Tensor) -> None:
+        """A gradient of a shard has arrived from autograd."""
+        if any(shard.name in case.shards for case in self._cases):
             held = gradient.detach().to("cpu", copy=True)
-            first, total = self._arrived.get(name, (held, 0.0))
-            self._arrived[name] = first, held.float() + total
+            _, first, total = self._arrived.get(shard.shard_name, (shard, held, 0.0))
+            self._arrived[shard.shard_name] = shard, first, held.float() + total
 
     def end_micro_batch(self) -> None:
         """A micro-batch's backward has ended. Modules are audited in the first one."""
@@ -197,40 +213,47 @@ class Audit:
             self._cases.clear()
             self.is_active = False
 
-    def end_iteration(self, device: torch.device, stored: Callable[[str], Iterator[tuple[slice, Tensor]]]) -> str:
+    def end_iteration(
+        self,
+        device: torch.device,
+        stored: Callable[[ParameterShard], Iterator[tuple[slice, Tensor]]],
+        summed: Callable[[Tensor], Tensor],
+    ) -> str:
         """Run the modules again, before any update, and return what differs; empty if nothing does.
 
         Args:
             device: where the model computes.
-            stored: yields the parts of a parameter's flat gradient that its update is about to read.
+            stored: yields the parts of a shard's flat gradient that its update is about to read.
+            summed: returns the sum over the ranks that have the same experts. All of them call it together.
         """
         begin_s = time.perf_counter()
         self._stop()
         for case in self._cases:
-            why_not = (
-                case.why_not
-                or ("" if case.calls else "it did not run")
-                or ("it ran several times" if case.calls > 1 else "")
-            )
+            gradients: dict[str, Tensor] = {}
+            scale = 0.0
+            why_not = case.why_not or ("" if case.calls else "it did not run")
             if not why_not:
                 try:
-                    self._run_again(case, device)
+                    gradients, scale = self._run_again(case, device)
                 except Exception as error:  # noqa: BLE001 - an audit that cannot be made must not end the training
                     why_not = f"it cannot be run again: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
             if why_not:
                 self._left_out[case.path] = why_not
             else:
                 self._kinds.append(case.path)
+            self._compare_gradients(case, gradients, summed, scale)
             case.forget()
         if self._sums_up:
-            for name, (_, total) in self._arrived.items():
-                for part, values in stored(name):
+            for name, (shard, _, total) in self._arrived.items():
+                for part, values in stored(shard):
                     self._compare(f"the gradient of {name} that its update reads", values, total.view(-1)[part], _PLAN)
         self._arrived.clear()
         self._cases.clear()
         self._seconds += time.perf_counter() - begin_s
         self.is_active = False
         if not self._due:
+            if self._when == "first":
+                self._watchers.close()
             self.result = Audited(
                 tuple(self._kinds), dict(self._left_out), len(self._passes), self._largest, self._seconds
             )
@@ -240,6 +263,7 @@ class Audit:
     def close(self) -> None:
         """Take the module wrappers off."""
         self._stop()
+        self._watchers.close()
         self.is_active = False
         self._cases, self._due = [], []
 
@@ -260,9 +284,9 @@ class Audit:
         path, segment = self._recomputed[module]
         if not in_backward():
             if torch.is_grad_enabled():
-                self._samples[module].append(sampled(output))
-        elif self._samples[module]:
-            for first, second in zip(self._samples[module].popleft(), sampled(output), strict=False):
+                self._samples[module, self._call()].append(sampled(output))
+        elif samples := self._samples[module, self._call()]:
+            for first, second in zip(samples.popleft(), sampled(output), strict=False):
                 self._compare(f"the output of {path} when {segment} is recomputed", second, first, _OUTSIDE)
             self._passes.add(segment)
 
@@ -272,55 +296,84 @@ class Audit:
 
         @functools.wraps(forward)
         def watching(*args: Any, **kwargs: Any) -> Any:
-            if not torch.is_grad_enabled() or in_backward() or case.why_not or self._later:
+            case.calls += self._watches(case)
+            if not self._watches(case) or case.calls > 1:
                 return forward(*args, **kwargs)
-            case.calls += 1
-            if case.calls > 1:
-                return forward(*args, **kwargs)
-            leaves, structure = tree_flatten((args, kwargs))
-            if any(isinstance(leaf, nn.Parameter) for leaf in leaves):
-                case.why_not = "it is given a weight"
-                return forward(*args, **kwargs)
-            held: dict[int, Any] = {id(leaf): Held.of(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
-            held |= {id(leaf): copied_cache(leaf) for leaf in leaves if hasattr(leaf, "get_seq_length")}
-            case.call = [held.get(id(leaf), leaf) for leaf in leaves], structure
-            given = (*args, *kwargs.values())
-            case.state = (state := ForwardState(case.module, case.path)), state.save(given, whole=True)
-            tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)] or [torch.empty(0)]
-            case.random, case.autocast = random_states(tensors[0].device), same_autocast(tensors[0])
-            edges = {get_gradient_edge(t): n for n, t in enumerate(given) if is_differentiable(t)}
-            begun = torch._C._autograd._get_sequence_nr()
-            views = [(leaf, leaf._version) for leaf in leaves if isinstance(leaf, Tensor) and leaf._base is not None]
-            with outputs_inside(case.module, empty=self._compiles) as inside:
-                output = forward(*args, **kwargs)
-            own = {id(leaf) for leaf in tree_leaves(output)}
-            case.leaving = [number for number in referred_to(inside) if id(inside[number]) not in own]
-            made = [*tree_leaves(output), *(inside[n] for n in case.leaving), *state.made(given, begun)]
-            targets = list(targets_of(made, begun))
-            for number, target in targets:
-                target.register_hook(keeping(case.output_gradients, number))  # type: ignore[no-untyped-call]
-            watch_inputs(edges, [target for _, target in targets], begun, case.input_gradients)
-            case.outputs = [on_host(leaf) for leaf in made]
-            if any(isinstance(leaf, Tensor) and type(leaf) is not Tensor for leaf in made):
-                case.why_not = "its output is not computed yet"  # logits in tiles
-            elif any(view._version != version for view, version in views):
-                case.why_not = "it changes a view in place, whose gradients autograd takes to its base"
-            elif self._compiles and not torch.equal(case.random[-1], random_states(tensors[0].device)[-1]):
-                case.why_not = "it is compiled, and draws other random numbers"
-            return output
+            return self._watch(case, forward, args, kwargs)
 
         return watching
 
-    def _run_again(self, case: Case, device: torch.device) -> None:
-        """Run a module in plain PyTorch, and compare."""
+    def _watches(self, case: Case) -> bool:
+        return case.is_watched and not (self._later or case.why_not) and torch.is_grad_enabled() and not in_backward()
+
+    def _watch(self, case: Case, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a forward, and copy what comes in and goes out."""
+        leaves, structure = tree_flatten((args, kwargs))
+        if any(isinstance(leaf, nn.Parameter) for leaf in leaves):
+            case.why_not = "it is given a weight"
+            return forward(*args, **kwargs)
+        held: dict[int, Any] = {id(leaf): Held.of(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
+        held |= {id(leaf): copied_cache(leaf) for leaf in leaves if hasattr(leaf, "get_seq_length")}
+        case.call = [held.get(id(leaf), leaf) for leaf in leaves], structure
+        given = (*args, *kwargs.values())
+        case.state = (state := ForwardState(case.module, case.path)), state.save(given, whole=True)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)] or [torch.empty(0)]
+        case.random, case.autocast = random_states(tensors[0].device), same_autocast(tensors[0])
+        edges = {get_gradient_edge(t): n for n, t in enumerate(given) if is_differentiable(t)}
+        begun = torch._C._autograd._get_sequence_nr()
+        views = [(leaf, leaf._version) for leaf in leaves if isinstance(leaf, Tensor) and leaf._base is not None]
+        with outputs_inside(case.module, empty=self._compiles) as inside:
+            output = forward(*args, **kwargs)
+        own = {id(leaf) for leaf in tree_leaves(output)}
+        case.leaving = [number for number in referred_to(inside) if id(inside[number]) not in own]
+        made = [*tree_leaves(output), *(inside[n] for n in case.leaving), *state.made(given, begun)]
+        targets = list(targets_of(made, begun))
+        for number, target in targets:
+            target.register_hook(keeping(case.output_gradients, number))  # type: ignore[no-untyped-call]
+        watch_inputs(edges, [target for _, target in targets], begun, case.input_gradients)
+        case.outputs = [on_host(leaf) for leaf in made]
+        if isinstance(output, TiledLogits):  # what is computed of them is audited
+            case.forget_call()
+            output.head.watcher = functools.partial(self._watch_logits, case)
+            self._undo.callback(setattr, output.head, "watcher", None)
+            if case.columns is not None:
+                case.why_not = "ranks divide its logits, which are computed in tiles"
+        elif any(isinstance(leaf, Tensor) and type(leaf) is not Tensor for leaf in made):
+            case.why_not = "its output is not an ordinary tensor"
+        elif any(view._version != version for view, version in views):
+            case.why_not = "it changes a view in place, whose gradients autograd takes to its base"
+        elif not torch.equal(case.random[-1], random_states(tensors[0].device)[-1]) and (
+            self._compiles or self._undivided
+        ):
+            who = "it is compiled, and draws" if self._compiles else "ranks divide it, and draw"
+            case.why_not = f"{who} other random numbers"
+        return output
+
+    def _watch_logits(
+        self, case: Case, planned: Callable[[Tensor], Tensor], plain: Callable[[Tensor], Tensor], hidden: Tensor
+    ) -> Tensor:
+        case.calls += self._watches(case)
+        if not self._watches(case) or case.calls > 1:
+            return planned(hidden)
+        case.plain = plain
+        found: Tensor = self._watch(case, planned, (hidden,), {})
+        return found
+
+    def _run_again(self, case: Case, device: torch.device) -> tuple[dict[str, Tensor], float]:
+        """Run a module in plain PyTorch, and compare.
+
+        Returns:
+            The whole gradients of its parameters, by name; and the largest value of a gradient.
+        """
         leaves, structure = case.call
         made = {id(leaf): leaf.made(device) for leaf in leaves if isinstance(leaf, Held)}
         args, kwargs = tree_unflatten([made.get(id(leaf), leaf) for leaf in leaves], structure)
         state, before = case.state or (None, None)
         assert state is not None and before is not None
-        trained = [name for name in sorted(case.exclusive) if name in self._arrived and case.shards[name].trains]
+        arrived = {shard.name for shard in case.trained() if shard.shard_name in self._arrived}
+        trained = sorted(arrived) if case.calls == 1 else []
         with (
-            self._plain(case, device),
+            self._plain(case, device) as leaves_of,
             restored_random(case.random, device),
             state.restored(before),
             torch.enable_grad(),
@@ -330,14 +383,17 @@ class Audit:
             args, kwargs = [aliased(value) for value in args], {name: aliased(value) for name, value in kwargs.items()}
             begun = torch._C._autograd._get_sequence_nr()
             with outputs_inside(case.module) as inside:
-                output = case.module.forward(*args, **kwargs)
+                output = (case.plain or case.module.forward)(*args, **kwargs)
             inner = (inside[n] for n in case.leaving)
             results = [*tree_leaves(output), *inner, *state.made((*args, *kwargs.values()), begun)]
             if len(case.outputs) == len(tree_leaves(output)) + len(case.leaving):
                 results = results[: len(case.outputs)]  # a cache of keys and values is only filled here
-            targets = [(n, t) for n, t in targets_of(results, begun) if n in case.output_gradients]
             inputs = [(number, given[number]) for number in case.input_gradients]
-            parameters = [case.shards[name].leaf for name in trained]
+            if case.columns is not None and case.outputs[0] is not None and results[0].shape != case.outputs[0].shape:
+                # Its rank has some of the logits, so the input's gradient is not that of the whole.
+                results, inputs = [case.columns.divided(results[0].movedim(-1, 0)).movedim(0, -1).clone()], []
+            targets = [(n, t) for n, t in targets_of(results, begun) if n in case.output_gradients]
+            parameters = [leaves_of[name] for name in trained]
             wanted = [*(tensor for _, tensor in inputs), *parameters]
             gradients: list[Tensor | None] = [None] * len(wanted)
             if targets and wanted and len(targets) == len(case.output_gradients):
@@ -354,13 +410,28 @@ class Audit:
             if gradient is not None:
                 what = f"the gradient of input {number} of {case.path}"
                 self._compare(what, case.input_gradients[number], gradient, _PLAN, scale)
-        for name, gradient in zip(trained, of_parameters, strict=True):
-            if gradient is not None:
-                self._compare(f"the gradient of {name}", self._arrived[name][0], gradient, _PLAN, scale)
+        return {name: g for name, g in zip(trained, of_parameters, strict=True) if g is not None}, scale
+
+    def _compare_gradients(
+        self, case: Case, gradients: Mapping[str, Tensor], summed: Callable[[Tensor], Tensor], scale: float
+    ) -> None:
+        """Compare gradients of parameters. Those of experts have the tokens of all ranks that share them."""
+        for shard in case.trained():
+            gradient = gradients.get(shard.name)
+            if shard.rows is not None and shard.mesh.degrees.expert_parallel > 1:
+                if gradient is None:  # it must take part: other ranks may have one
+                    gradient = torch.full(shard.whole_shape, float("nan"))
+                gradient = summed(gradient.float())
+            if gradient is not None and not gradient.isnan().all() and shard.shard_name in self._arrived:
+                own = shard.part(gradient)
+                self._compare(f"the gradient of {shard.name}", self._arrived[shard.shard_name][1], own, _PLAN, scale)
 
     @contextlib.contextmanager
-    def _plain(self, case: Case, device: torch.device) -> Iterator[None]:
-        """Return a context in which a module and all inside it are as before they were prepared, with their weights."""
+    def _plain(self, case: Case, device: torch.device) -> Iterator[dict[str, nn.Parameter]]:
+        """Return a context in which a module and all inside it are as before they were prepared, with their weights.
+
+        It yields the parameters, by name. Where ranks divide them, they are others than the user's.
+        """
         with contextlib.ExitStack() as stack:
             for module in case.module.modules():
                 own = vars(module)
@@ -375,9 +446,28 @@ class Audit:
                     hooks = own[name]
                     stack.callback(own.__setitem__, name, hooks)
                     own[name] = type(hooks)((key, hook) for key, hook in hooks.items() if key not in self._ours)
-            for name, shard in case.shards.items():
-                values = case.weights[name].to(device)
-                stack.enter_context(_showing(shard, values))
+            found = {name: of_ranks[0].whole for name, of_ranks in case.shards.items()}
+            if self._divides or any(shard.leaf is not shard.whole for of in case.shards.values() for shard in of):
+                found = {n: nn.Parameter(case.weights[n].to(device), p.requires_grad) for n, p in found.items()}
+                stack.enter_context(self._whole(case, found))
+            else:
+                for name, (shard,) in case.shards.items():
+                    stack.enter_context(_showing(shard, case.weights[name].to(device)))
+            yield found
+
+    @contextlib.contextmanager
+    def _whole(self, case: Case, parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
+        """Return a context in which a module is as before ranks divided it, with these parameters."""
+        inside = set(case.module.modules())
+        new = {id(case.shards[name][0].whole): parameter for name, parameter in parameters.items()}
+        with contextlib.ExitStack() as stack:
+            for module, counts in self._undivided:
+                for name, count in counts.items() if module in inside else ():
+                    stack.callback(replace_attribute(module, name, count))
+            for module in inside:
+                own = module._parameters
+                stack.callback(own.update, dict(own))
+                own.update({name: new.get(id(parameter), parameter) for name, parameter in own.items()})
             yield
 
     def _compare(self, what: str, planned: Tensor, plain: Tensor, causes: str, scale: float = 0.0) -> None:

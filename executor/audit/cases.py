@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -22,18 +21,24 @@ class Case:
     """A module to audit, and what it did under the plan, on the host.
 
     Attributes:
-        shards: its parameters, by name.
+        shards: this rank's shards of its parameters, by the parameter's name in the model.
         exclusive: names of those that nothing outside the module reads.
+        is_watched: whether the iteration that is under way audits it.
+        columns: the shard of a head's weight whose logits stay with their ranks; ``None`` for other modules.
         calls: how often its forward ran in the audited micro-batch.
+        plain: its forward in plain PyTorch; ``None``: the module's own.
         leaving: which outputs of modules inside it, in order, something outside refers to.
     """
 
     path: str
     module: nn.Module
-    shards: dict[str, ParameterShard]
+    shards: dict[str, list[ParameterShard]]
     exclusive: frozenset[str]
+    columns: ParameterShard | None = None
+    is_watched: bool = False
     why_not: str = ""
     calls: int = 0
+    plain: Callable[..., Any] | None = None
     weights: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     call: Any = None  # arguments: leaves, of which tensors are (values, requires_grad), and structure
     state: tuple[ForwardState, Snapshot] | None = None
@@ -47,13 +52,23 @@ class Case:
     @property
     def num_bytes(self) -> int:
         """Bytes of its weights and their gradients, which is most of what is copied."""
-        return 2 * sum(shard.whole_shape.numel() * shard.whole.itemsize for shard in self.shards.values())
+        wholes = [of_ranks[0] for of_ranks in self.shards.values()]
+        return 2 * sum(shard.whole_shape.numel() * shard.whole.itemsize for shard in wholes)
+
+    def trained(self) -> Iterator[ParameterShard]:
+        """Yield this rank's shards of what it trains and nothing else reads, in an order that all ranks have."""
+        for name in sorted(self.exclusive):
+            yield from (shard for shard in self.shards[name] if shard.trains)
 
     def forget(self) -> None:
         """Free what was copied."""
-        self.calls, self.call, self.state, self.random = 0, None, None, ()
-        self.weights, self.leaving, self.outputs = {}, [], []
-        self.output_gradients, self.input_gradients = {}, {}
+        self.is_watched, self.weights = False, {}
+        self.forget_call()
+
+    def forget_call(self) -> None:
+        """Free what was copied of a call."""
+        self.calls, self.plain, self.call, self.state, self.random = 0, None, None, None, ()
+        self.leaving, self.outputs, self.output_gradients, self.input_gradients = [], [], {}, {}
 
 
 def cases(
@@ -67,24 +82,25 @@ def cases(
         if not unit.is_unused
         for spec in (*unit.parameters, *unit.frozen)
     }
-    names = {id(shard.whole): name for name, shard in shards.items()}
+    by_name: dict[str, list[ParameterShard]] = {}
+    for shard in shards.values():
+        by_name.setdefault(shard.name, []).append(shard)
+    names = {id(of_ranks[0].whole): name for name, of_ranks in by_name.items()}
     treated = [
         {(d.params, d.activations, frozenset(d.update)) for d in (decisions.units[unit.name] for unit in segment)}
         for segment in segments(units)
     ]
     readers = _readers(model, units)
-    divides = max(decisions.degrees.tensor_parallel, decisions.degrees.expert_parallel) > 1
+    heads = {o.name: shards[o.parameter_names[0]] for unit in units for o in unit.operators if o.kind == "head"}
     of_kind: dict[Any, Case] = {}
     for path, module, own in _largest(model, names, segment_of):
         structure = tuple((inner, type(m)) for inner, m in module.named_modules())
-        shapes = tuple((shards[n].whole_shape, shards[n].whole.dtype, shards[n].whole.requires_grad) for n in own)
+        wholes = [by_name[name][0] for name in own]
+        shapes = tuple((shard.whole_shape, shard.whole.dtype, shard.trains) for shard in wholes)
         kind = structure, shapes, frozenset(treated[segment_of[own[0]]]), len(own)
-        case = Case(path, module, {name: shards[name] for name in own}, frozenset(own) - _read_outside(readers, path))
-        if divides:
-            case.why_not = "ranks divide it"
-        elif not all(shard.leaf is shard.whole for shard in case.shards.values()):
-            case.why_not = "its rows are divided over units"
-        of_kind[kind] = case
+        exclusive = frozenset(own) - _read_outside(readers, path)
+        columns = heads.get(path) if decisions.degrees.tensor_parallel > 1 else None
+        of_kind[kind] = Case(path, module, {name: by_name[name] for name in own}, exclusive, columns)
     yield from of_kind.values()
 
 
@@ -93,18 +109,17 @@ def recomputed_modules(
 ) -> Iterator[tuple[nn.Module, tuple[str, str]]]:
     """Yield the modules whose forward runs a second time as it ran first, with their paths and their segments.
 
-    A module that several segments share is left out, because its second passes come in another order.
+    A module that several segments of a call share is left out, because its second passes come in another order.
     """
     paths = {module: path for path, module in model.named_modules()}
     tiled = tiled_modules(model, units) if decisions.layer_tile_tokens is not None else {}
     in_tiles = {inner for module in tiled for inner in module.modules()}
-    several = units[-1].call > 1  # what several calls compute is not compared
-    recomputed = [s for s in segments(units) if not several and decisions.units[s[0].name].activations != "keep"]
-    inside = {segment[0].segment: set(segment_module(model, segment).modules()) for segment in recomputed}
-    used = Counter(itertools.chain.from_iterable(inside.values()))
-    for name, modules in inside.items():
+    recomputed = [segment for segment in segments(units) if decisions.units[segment[0].name].activations != "keep"]
+    inside = {(s[0].call, s[0].segment): set(segment_module(model, s).modules()) for s in recomputed}
+    used = Counter((call, module) for (call, _), modules in inside.items() for module in modules)
+    for (call, name), modules in inside.items():
         for module in modules:
-            if used[module] == 1 and module not in in_tiles and next(module.children(), None) is None:
+            if used[call, module] == 1 and module not in in_tiles and next(module.children(), None) is None:
                 yield module, (paths[module], name)
 
 
@@ -147,9 +162,11 @@ def _read_outside(readers: Mapping[str, list[str]], path: str) -> set[str]:
     return {name for name, read in readers.items() if any(f"{one}.".find(f"{path}.") != 0 for one in read)}
 
 
-def stored_gradients(state: ModelState, iteration: int, name: str) -> Iterator[tuple[slice, Tensor]]:
-    """Yield the parts of a parameter's gradient that its updates read, each with its place in the flat parameter."""
-    for unit, parameter in state.by_parameter.get(name, ()):
+def stored_gradients(state: ModelState, iteration: int, shard: ParameterShard) -> Iterator[tuple[slice, Tensor]]:
+    """Yield the parts of a shard's gradient that its updates read, each with its place in the flat shard."""
+    for unit, parameter in state.by_parameter.get(shard.name, ()):
+        if parameter.shard is not shard:
+            continue
         for part in parameter.parts:
             inside = slice(part.start - parameter.start, part.stop - parameter.start)
             on_host = part.piece.leaves and part.piece.place is not Place.NVME  # buffers for NVMe change hands

@@ -21,7 +21,7 @@ state. If anything was drawn, the shared state advances by one number. If nothin
 
 import hashlib
 from collections.abc import Callable, Mapping
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 from torch import nn
@@ -36,6 +36,8 @@ from planner.graph import Operator, Pattern, Unit
 
 # Attributes of attention modules: numbers of heads or channels.
 _COUNTS = ("num_heads", "num_key_value_heads", "split_size")
+DIVIDED: Final = ("nf", *_COUNTS)
+"""Attributes of modules that each rank has a part of; ``nf`` is the number of outputs of a Conv1D."""
 
 Undo = Callable[[], None]
 NoCompile = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -137,7 +139,7 @@ def _bind_column_parallel(
     modules = list(dict.fromkeys(_owner(model, shard) for shard in shards if shard.dim is not None))
     ranks = shards[0].mesh.degrees.tensor_parallel
     for module in modules:
-        undo += _divide(module, ("nf",), ranks)  # number of outputs of a Conv1D
+        undo += _divide(module, ("nf",), ranks)
     if operator.kind == "qkv":
         undo += _divide(model.get_submodule(operator.name.rpartition(".")[0]), _COUNTS, ranks)
     undo += _copy_input(modules, group, no_compile)

@@ -274,6 +274,8 @@ class IterationDriver:
         begins = self._model.training and (torch.is_grad_enabled() or self.progress.first.evaluates)
         if begins and self._runtime.inside_iteration:
             self._end_unused()
+        if begins and not self._runtime.inside_iteration:
+            self._audit.begin_iteration(self._loop.iteration, self._runtime.weights)
         self.progress.begin_call()
 
     def on_call_end(self) -> None:
@@ -307,10 +309,9 @@ class IterationDriver:
         if self._depth > 1:  # its forward calls the model, as a step of Lightning does
             return
         self._model_trains = not in_backward() and torch.is_grad_enabled() and self._model.training
-        if self._model_trains and not self._runtime.inside_iteration:
-            self._audit.begin_iteration(self._loop.iteration, self._runtime.weights)
-        elif (
-            self.trains and not self.progress.is_between and self.progress.num_called >= self.num_calls
+        is_late = self.progress.num_called >= self.num_calls and not self.progress.is_between
+        if (
+            self.trains and self._runtime.inside_iteration and is_late
         ):  # leave before a segment begins to offload, see its forward
             with self._forward:
                 self._leave(self.progress.unexpected(Op.FORWARD))
@@ -580,7 +581,7 @@ class IterationDriver:
                     return
                 assert task is not None
                 if self._audit.is_active:
-                    self._audit.collect(parameter.shard.name, gradient)
+                    self._audit.collect(parameter.shard, gradient)
                 gradients.collect(unit, parameter, gradient, task.micro_batch, loop.iteration)
 
         return collect

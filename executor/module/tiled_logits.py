@@ -56,22 +56,43 @@ def tile_head(
     return replace_attribute(head, "forward", TiledHead(head, num_tokens, unit, callbacks).forward)
 
 
+Watcher = Callable[[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor], Tensor], Tensor]
+"""Computes with a head's input: it is given how the plan does, how plain PyTorch does, and the input."""
+
+
 @final
 class TiledHead:
-    """Computes a head's logits, a tile at a time."""
+    """Computes a head's logits, a tile at a time.
+
+    Attributes:
+        watcher: computes what is needed of the logits; ``None``: nothing looks on.
+    """
 
     def __init__(self, module: nn.Linear, num_tokens: int, unit: str, callbacks: HeadCallbacks | None) -> None:
         self.module = module
         self.num_tokens = num_tokens
         self.unit = unit
         self._callbacks = callbacks
+        self.watcher: Watcher | None = None
+
+    def linear(self, hidden: Tensor) -> Tensor:
+        """Return whole logits."""
+        return functional.linear(hidden, self.module.weight, self.module.bias)
+
+    def compute(self, planned: Callable[[Tensor], Tensor], plain: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+        """Return what the plan computes, under the eyes of the watcher."""
+
+        def reporting(hidden: Tensor) -> Tensor:
+            return self._reporting(planned(hidden))
+
+        return reporting(hidden) if self.watcher is None else self.watcher(reporting, plain, hidden)
 
     def forward(self, hidden: Tensor) -> "TiledLogits":
         """Return logits that are computed when they are used."""
         reading = self._callbacks.on_logits(self.unit) if self._callbacks else contextlib.nullcontext
         return TiledLogits(_Recipe(self, hidden, (), reading, torch.is_grad_enabled()))
 
-    def reporting(self, result: Tensor) -> Tensor:
+    def _reporting(self, result: Tensor) -> Tensor:
         """Hook a result, so that the callback runs when backward reaches it; return the result."""
         if (callbacks := self._callbacks) is not None and result.requires_grad:
             result.register_hook(lambda _gradient: callbacks.on_backward(self.unit))  # type: ignore[no-untyped-call]
@@ -134,6 +155,11 @@ class TiledLogits(Tensor):
     def __init__(self, recipe: _Recipe) -> None:
         """Do nothing: :meth:`__new__` has initialised it."""
 
+    @property
+    def head(self) -> TiledHead:
+        """The head that computes it."""
+        return self._recipe.head
+
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], _types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -167,8 +193,7 @@ class TiledLogits(Tensor):
         if self._whole is None:
             head, recipe = self._recipe.head, self._recipe
             with recipe.reading(), torch.set_grad_enabled(recipe.trains and torch.is_grad_enabled()):
-                logits = functional.linear(recipe.hidden, head.module.weight, head.module.bias)
-                self._whole = recipe.after_head(head.reporting(logits))
+                self._whole = recipe.after_head(head.compute(head.linear, head.linear, recipe.hidden))
         return self._whole
 
     def row_losses(self, losses: RowLosses, targets: Tensor) -> Tensor:
@@ -179,11 +204,15 @@ class TiledLogits(Tensor):
         """
         head, recipe = self._recipe.head, self._recipe
         with recipe.reading(), torch.set_grad_enabled(recipe.trains and torch.is_grad_enabled()):
-            module = head.module
-            result: Tensor = _RowLosses.apply(  # type: ignore[no-untyped-call]
-                recipe.hidden, module.weight, module.bias, targets, recipe, losses
-            )
-            return head.reporting(result)
+            module, kept = head.module, recipe._replace(hidden=recipe.hidden.new_empty(0))
+
+            def planned(hidden: Tensor) -> Tensor:
+                result: Tensor = _RowLosses.apply(  # type: ignore[no-untyped-call]
+                    hidden, module.weight, module.bias, targets, kept, losses
+                )
+                return result
+
+            return head.compute(planned, lambda h: losses(kept.after_head(head.linear(h)), targets), recipe.hidden)
 
 
 class _RowLosses(torch.autograd.Function):
@@ -199,7 +228,7 @@ class _RowLosses(torch.autograd.Function):
         recipe: _Recipe,
         losses: RowLosses,
     ) -> Tensor:
-        ctx.recipe, ctx.losses = recipe._replace(hidden=hidden.new_empty(0)), losses
+        ctx.recipe, ctx.losses = recipe, losses
         ctx.autocast = same_autocast(hidden)
         ctx.save_for_backward(hidden, targets)
         module = recipe.head.module

@@ -36,6 +36,7 @@ from training import (
 )
 from virtual.watch import watched
 
+from executor.audit import AuditError
 from executor.checkpoint import Checkpoint, Level
 from executor.distributed.watchdog import RankError
 from executor.memory.arenas import DeviceMemoryError
@@ -65,6 +66,21 @@ def trained(rank: int, _size: int, task: Task, decisions: Decisions, delays: int
         seen = train(task, model, optimizer, rank=rank // decisions.tensor_parallel)
         final = {n: w.clone() for n, w in optimizer.session.full_parameters().items()}
     return seen, {n: w.view(torch.uint8).numpy() for n, w in final.items()}
+
+
+def audited(rank: int, _size: int, task: Task, decisions: Decisions, spoilt: str = ""):
+    """Audit the first step; return the kinds, what was left out, and what differed.
+
+    A gradient whose name has ``spoilt`` in it is wrong when it arrives.
+    """
+    model, optimizer = prepare(task, decisions, audit="first")
+    with contextlib.suppress(AuditError), optimizer.session:
+        audit = optimizer.session.audit
+        collect = audit.collect
+        if spoilt:
+            audit.collect = lambda shard, gradient: collect(shard, gradient * (1 + (spoilt in shard.name)))
+        train(task, model, optimizer, rank=rank // decisions.tensor_parallel)
+    return audit.result.kinds, dict(audit.result.left_out), audit._difference
 
 
 def ran(rank: int, size: int, program, task: Task, decisions: Decisions):

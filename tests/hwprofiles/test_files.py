@@ -125,9 +125,9 @@ def test_folders_sockets_and_drives_are_refused(linked: bool, tmp_path: Path) ->
 
 def test_only_regular_files_may_be_asked_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
-    with pytest.raises(ValueError, match=r"--metrics-file .* is a pipe; give the name of a regular file"):
-        check_output("--metrics-file", tmp_path / "fifo", only_regular=True)
-    check_output("--metrics-file", tmp_path / "new", only_regular=True)
+    with pytest.raises(ValueError, match=r"--output .* is a pipe; give the name of a regular file"):
+        check_output("--output", tmp_path / "fifo", only_regular=True)
+    check_output("--output", tmp_path / "new", only_regular=True)
     assert around(tmp_path / "new") == ["fifo"]
 
 

@@ -8,8 +8,8 @@ from planner.plan.document import Plan
 from planner.schedule.tasks import Lane, Tier
 from ullage.analysis.runs import RunRecord, rows
 from ullage.analysis.simulation import simulate
-from ullage.report import report_on
 from ullage.report.charts import Part
+from ullage.report.files import report_on
 from ullage.report.page import render
 from ullage.whatif.prices import Prices
 from ullage.whatif.study import (

@@ -17,10 +17,10 @@ from planner.simulate.machine import Simulation, run
 from ullage.analysis.comparison import Row, compare, explain_run
 from ullage.analysis.runs import RunRecord, load_run, rows, save_run
 from ullage.analysis.simulation import simulate
-from ullage.commands.compare.screen import count_words, render_comparison
 from ullage.main import main
-from ullage.output.console import console
 from ullage.output.formatting import si
+from ullage.report.run import comparison_section, count_words
+from ullage.report.terminal import show
 
 SCHEDULE = Schedule(
     (
@@ -95,7 +95,7 @@ def test_error_of_nothing():
 def test_rendering_has_all_rows(capsys):
     some = timeline((1, 2, 0.5), (1, 2, 0.5))
     found = compare(steady(some), some, [0], {Tier.GPU: 100}, {})
-    console().print(render_comparison(found))
+    show(comparison_section(found))
     text = capsys.readouterr().out
     for name in (
         "forward",
@@ -163,9 +163,11 @@ def test_the_answer_names_what_was_wrong_and_how_much_it_explains(plan, tmp_path
     save_run(record_of(plan, slow.start_s, slow.end_s), path)
     explained, _ = explain_run(load_run(path))
     assert main(["compare", str(path)]) == 0
-    answer = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("predicted"))
+    answer = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("Predicted"))
     assert "optimizer steps on the CPU (update) ran at 0." in answer
-    assert answer.endswith(f"explains {si(explained.error_s, 's')} of the {si(explained.error_s, 's')}")
+    assert answer.removesuffix(".").endswith(
+        f"explains {si(explained.error_s, 's')} of the {si(explained.error_s, 's')}"
+    )
     assert explained.main is not None
     assert explained.main.seconds == pytest.approx(explained.error_s, rel=1e-6)
     assert explained.error_s > 0

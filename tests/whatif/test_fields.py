@@ -6,10 +6,9 @@ from hwprofiles.changes import with_cores, with_devices_per_node, with_num_drive
 from hwprofiles.paths import number, quantities
 from hwprofiles.registry import load_profile
 from planner.models import resolve_model
-from ullage.cli.checkpoint_options import add_checkpoint_options
-from ullage.cli.request_options import add_request_options
-from ullage.whatif.fields import ALIASES, FieldError, Fields, changed_machine, changed_model, of_machine
-from ullage.whatif.values import Number
+from ullage.cli.options import add_options
+from ullage.whatif.fields import ALIASES, Fields, changed_machine, changed_model, of_machine
+from ullage.whatif.values import Number, StudyError
 
 MODEL = resolve_model("opt-1.3b")
 FACTOR = 1.5
@@ -31,15 +30,14 @@ def test_every_number_of_a_machine_can_be_scaled_by_its_name(name):
 
 def test_every_option_of_a_plan_can_be_varied():
     parser = argparse.ArgumentParser(add_help=False)
-    add_request_options(parser, model_required=False)
-    add_checkpoint_options(parser)
+    add_options(parser, model_required=False, checkpoints=True)
     fields = Fields(load_profile("a100-80"), MODEL)
     for action in parser._actions:
-        name = action.dest.removeprefix("no_")
+        name = action.dest
         assert fields[name].kind == "option"
         assert "%%" not in fields[name].words
     assert fields["mtbf"].parse("memory=2h,nvme=1d") == "memory=2h,nvme=1d"
-    with pytest.raises(FieldError, match="mtbf=soon"):
+    with pytest.raises(StudyError, match="mtbf=soon"):
         fields["mtbf"].parse("soon")
 
 
@@ -100,7 +98,7 @@ def test_names_are_found_by_alias_and_near_ones_are_suggested():
     assert fields["--seq-len"].name == fields["seq-len"].name == "seq_len"
     known = {name for name in ALIASES.values() if not name.startswith(("nvme", "inter_node"))}
     assert known <= set(fields.by_name)
-    with pytest.raises(FieldError, match=r"did you mean .*host\.dram_bytes_per_s.*--fields"):
+    with pytest.raises(StudyError, match=r"did you mean .*host\.dram_bytes_per_s.*--fields"):
         fields["host.dram_byte_per_s"]
 
 
@@ -113,6 +111,6 @@ def test_values_are_checked_by_their_field():
         "clip": "perhaps",
         "host-dram": "3s",
     }.items():
-        with pytest.raises(FieldError, match=f"{name}={text}"):
+        with pytest.raises(StudyError, match=f"{name}={text}"):
             fields[name].parse(text)
     assert fields["clip"].parse("false") is False

@@ -6,8 +6,9 @@ from made_figures import figures
 from hwprofiles.quantity import Provenance
 from ullage.whatif.command import load_example_prices
 from ullage.whatif.money import charged, pareto_front
-from ullage.whatif.prices import Extra, MachinePrice, Prices, PricesError, load_prices
+from ullage.whatif.prices import Extra, MachinePrice, Prices, load_prices
 from ullage.whatif.study import Checkpoints, Cost, Point, Result, StudyRequest, Varied
+from ullage.whatif.values import StudyError
 
 ASSUMED = Provenance(origin="assumed", source="a test")
 
@@ -85,5 +86,5 @@ def test_the_packaged_example_says_that_it_is_one():
 )
 def test_bad_price_files_are_one_line(text, wanted, tmp_path):
     (tmp_path / "prices.json").write_text(text)
-    with pytest.raises(PricesError, match=wanted):
+    with pytest.raises(StudyError, match=wanted):
         load_prices(tmp_path / "prices.json")

@@ -1,19 +1,18 @@
 """One simulated iteration as data for tables, JSON and figures."""
 
 import dataclasses
+import functools
+import statistics
 from collections import defaultdict
-from collections.abc import Sequence
 from typing import Any, Self
 
-import numpy as np
-import numpy.typing as npt
-
-from planner.schedule.series import Series, busy, traffic
-from planner.schedule.tasks import Lane, Phase, Tier
-from planner.schedule.timeline import MemoryUse, Phases, Stretch, memory_use
-from planner.simulate.critical_path import Part, Step, critical_path, critical_steps, parts, slowed
+from planner.schedule.series import Series, amounts, busy, traffic
+from planner.schedule.tasks import Lane, Tier
+from planner.schedule.timeline import MemoryUse, Phases, Stretch, Timeline, memory_use
+from planner.simulate.critical_path import Step, critical_path, critical_steps, slowed
 from planner.simulate.machine import Simulation
 from planner.simulate.prediction import TierMemory, memory_peaks
+from ullage.analysis.runs import RunRecord, check_measured
 from ullage.analysis.simulation import Subject
 from ullage.output.formatting import LANE_WORDS, percent, si
 
@@ -24,66 +23,123 @@ _WORTH_TELLING = 0.01
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
+class View:
+    """One predicted or measured iteration, from its beginning to the beginning of the next, of one rank.
+
+    Attributes:
+        timeline, iteration: the timeline, and the number of the iteration.
+        measured: whether the times are measured.
+    """
+
+    timeline: Timeline
+    iteration: int
+    measured: bool
+
+    @classmethod
+    def measured_in(cls, run: RunRecord) -> Self:
+        """Return the steady iteration of a run whose length is nearest to the median.
+
+        Raises:
+            ValueError: the run has no steady iteration.
+        """
+        check_measured(run)
+        timeline = run.timeline
+        lengths_s = {i: timeline.period_s(i) for i in run.steady_iterations}
+        median_s = statistics.median(lengths_s.values())
+        return cls(timeline, min(lengths_s, key=lambda i: abs(lengths_s[i] - median_s)), measured=True)
+
+    @property
+    def who(self) -> str:
+        """``predicted`` or ``measured``."""
+        return "measured" if self.measured else "predicted"
+
+    @functools.cached_property
+    def begin_s(self) -> float:
+        """Start of the iteration on the clock of the timeline."""
+        return self.timeline.begin_s(self.iteration)
+
+    @functools.cached_property
+    def period_s(self) -> float:
+        """Length of the iteration."""
+        return self.timeline.period_s(self.iteration)
+
+    @functools.cached_property
+    def stretches(self) -> tuple[Stretch, ...]:
+        """The interval of each phase, since the iteration began."""
+        found = self.timeline.stretches(self.iteration)
+        return tuple(Stretch(s.phase, s.start_s - self.begin_s, s.end_s - self.begin_s) for s in found)
+
+    @functools.cached_property
+    def memory(self) -> dict[Tier, MemoryUse]:
+        """Memory of every tier over time, by the schedule's count of bytes."""
+        return memory_use(self.timeline, self.iteration)
+
+    @functools.cached_property
+    def traffic(self) -> dict[Lane, Series]:
+        """Bytes per second over time on every link."""
+        return traffic(self.timeline, self.iteration)
+
+    @functools.cached_property
+    def busy(self) -> dict[str, Series]:
+        """For each of :data:`planner.schedule.series.PROCESSORS`, 1 while it works and 0 while it is idle."""
+        return busy(self.timeline, self.iteration)
+
+    def used(self, of_tasks: list[float]) -> Series:
+        """Return the use of a resource per second, given the total use of each task."""
+        return amounts(self.timeline, self.iteration, of_tasks)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class Iteration:
-    """One steady iteration. Times are seconds since it began, bytes are those of one rank unless said otherwise.
+    """One steady iteration of a plan or engine. Times are seconds since it began.
 
     Attributes:
         subject, simulation: the simulated plan or engine, and its simulation.
-        phases, stretches: seconds by phase, and the interval of each phase.
-        busy_s: seconds that each lane runs tasks.
-        busy: use over time of each of :data:`planner.schedule.series.PROCESSORS`.
-        traffic: bytes/s over time on each link.
-        memory: bytes over time in each tier.
-        peaks: peaks and capacities of one device, and of all ranks on one node together.
-        steps, parts: the critical path, in full and summed by kind.
-        half_work_s: for important lanes, the iteration time with half the work on that lane.
     """
 
     subject: Subject
     simulation: Simulation
-    phases: Phases
-    stretches: tuple[Stretch, ...]
-    busy_s: dict[Lane, float]
-    busy: dict[str, Series]
-    traffic: dict[Lane, Series]
-    memory: dict[Tier, MemoryUse]
-    peaks: dict[Tier, TierMemory]
-    steps: tuple[Step, ...]
-    parts: tuple[Part, ...]
-    half_work_s: dict[Lane, float]
 
-    @classmethod
-    def of(cls, subject: Subject, simulation: Simulation) -> Self:
-        """Return the steady iteration of a simulation."""
-        timeline, steady, cost = simulation.timeline, simulation.steady, subject.cost
-        schedule = timeline.schedule
-        begin_s, period_s = timeline.begin_s(steady), timeline.period_s(steady)
-        steps = critical_steps(timeline, steady)
-        steps = slowed(timeline, steady, steps, cost.prices(schedule), cost.capacities())
-        matter = [Lane(lane) for lane, s in critical_path(timeline, steady).items() if s >= _WORTH_ASKING * period_s]
-        return cls(
-            subject=subject,
-            simulation=simulation,
-            phases=timeline.phases(steady),
-            stretches=tuple(
-                Stretch(s.phase, s.start_s - begin_s, s.end_s - begin_s) for s in timeline.stretches(steady)
-            ),
-            busy_s=timeline.busy_s(steady),
-            busy=busy(timeline, steady),
-            traffic=traffic(timeline, steady),
-            memory=memory_use(timeline, steady),
-            peaks=memory_peaks(timeline, steady, cost),
-            steps=steps,
-            parts=parts(schedule, steps),
-            half_work_s={lane: subject.iteration_with_half_the_work_s(schedule, lane) for lane in matter},
-        )
+    @functools.cached_property
+    def view(self) -> View:
+        """Phases, memory, traffic and busy processors over time."""
+        return View(self.simulation.timeline, self.simulation.steady, measured=False)
+
+    @functools.cached_property
+    def phases(self) -> Phases:
+        """Seconds by phase."""
+        return self.simulation.timeline.phases(self.simulation.steady)
 
     @property
     def period_s(self) -> float:
         """Seconds of the iteration."""
         return self.phases.iteration_s
 
-    @property
+    @functools.cached_property
+    def busy_s(self) -> dict[Lane, float]:
+        """Seconds that each lane runs tasks."""
+        return self.simulation.timeline.busy_s(self.simulation.steady)
+
+    @functools.cached_property
+    def peaks(self) -> dict[Tier, TierMemory]:
+        """Peaks and capacities of one device, and of all ranks on one node together."""
+        return memory_peaks(self.simulation.timeline, self.simulation.steady, self.subject.cost)
+
+    @functools.cached_property
+    def steps(self) -> tuple[Step, ...]:
+        """The critical path."""
+        timeline, steady, cost = self.simulation.timeline, self.simulation.steady, self.subject.cost
+        steps = critical_steps(timeline, steady)
+        return slowed(timeline, steady, steps, cost.prices(timeline.schedule), cost.capacities())
+
+    @functools.cached_property
+    def half_work_s(self) -> dict[Lane, float]:
+        """For important lanes, the iteration time with half the work on that lane."""
+        schedule = self.simulation.timeline.schedule
+        matter = (Lane(lane) for lane, s in self.critical_s.items() if s >= _WORTH_ASKING * self.period_s)
+        return {lane: self.subject.iteration_with_half_the_work_s(schedule, lane) for lane in matter}
+
+    @functools.cached_property
     def critical_s(self) -> dict[str, float]:
         """Seconds of the critical path by lane, largest first."""
         return critical_path(self.simulation.timeline, self.simulation.steady)
@@ -149,24 +205,9 @@ class Iteration:
         total = f"{si(total_s, 's')} ({percent(total_s / self.period_s)})"
         return f"stretches the critical path by {total}: {', '.join(resources)}"
 
-    def critical_columns(self, num_columns: int) -> list[Lane]:
-        """Divide the period into equal parts and return the critical lane at the middle of each."""
-        tasks = self.simulation.timeline.schedule.tasks
-        return [tasks[self.steps[i].task].lane for i in self._at_middles(self.steps, num_columns)]
-
-    def phase_columns(self, num_columns: int) -> list[Phase]:
-        """Divide the period into equal parts and return the phase at the middle of each."""
-        return [self.stretches[i].phase for i in self._at_middles(self.stretches, num_columns)]
-
-    def _at_middles(self, items: Sequence[Step] | Sequence[Stretch], num_columns: int) -> list[int]:
-        """Return the index of the latest item that has started by the middle of each column."""
-        middles_s = (np.arange(num_columns) + 0.5) * self.period_s / num_columns
-        found = np.searchsorted([item.start_s for item in items], middles_s, side="right") - 1
-        return np.maximum(found, 0).tolist() if items else []
-
     def to_json(self) -> dict[str, Any]:
         """Return all of it as plain data; seconds and bytes."""
-        timeline, period_s = self.simulation.timeline, self.period_s
+        timeline, period_s, view = self.simulation.timeline, self.period_s, self.view
         tasks = timeline.schedule.tasks
         return {
             "engine": self.subject.engine,
@@ -175,10 +216,10 @@ class Iteration:
             "fits": not self.missing,
             "verdict": {"binds": self.verdict, "helps": self.relief, "sharing": self.sharing, "misses": self.missing},
             "phases_s": {**{phase.value: s for phase, s in self.phases.by_phase.items()}, "iteration": period_s},
-            "stretches": [{"phase": s.phase, "start_s": s.start_s, "end_s": s.end_s} for s in self.stretches],
+            "stretches": [dataclasses.asdict(stretch) for stretch in view.stretches],
             "busy_s": {lane.value: seconds for lane, seconds in self.busy_s.items()},
             "busy_over_time": {
-                name: {"times_s": s.times_s.tolist(), "busy": s.values.tolist()} for name, s in self.busy.items()
+                name: {"times_s": s.times_s.tolist(), "busy": s.values.tolist()} for name, s in view.busy.items()
             },
             "traffic": {
                 link.value: {
@@ -187,12 +228,12 @@ class Iteration:
                     "times_s": s.times_s.tolist(),
                     "bytes_per_s": s.values.tolist(),
                 }
-                for link, s in self.traffic.items()
+                for link, s in view.traffic.items()
             },
             "memory": {tier.value: use.model_dump(mode="json") for tier, use in self.peaks.items()},
             "memory_over_time": {
                 tier.value: {"times_s": use.times_s, "num_bytes": {c.value: n for c, n in use.num_bytes.items()}}
-                for tier, use in self.memory.items()
+                for tier, use in view.memory.items()
             },
             "critical_s": self.critical_s,
             "slowed_by_sharing_s": self.slowed_s,
@@ -215,22 +256,3 @@ class Iteration:
             "num_iterations": timeline.num_iterations,
             "num_tasks": len(tasks),
         }
-
-
-def most_held(use: MemoryUse, values: Sequence[int], period_s: float, num_columns: int) -> npt.NDArray[np.int64]:
-    """Divide a period into equal parts and return the most bytes held in each, int64[num_columns].
-
-    Args:
-        use: gives the times at which the amounts change.
-        values: the amounts from those times on.
-        period_s: length of the period.
-        num_columns: number of parts.
-    """
-    result = np.zeros(num_columns, np.int64)
-    scale = num_columns / period_s if period_s > 0 else 0.0
-    ends_s = (*use.times_s[1:], period_s)
-    for start_s, end_s, value in zip(use.times_s, ends_s, values, strict=True):
-        first = min(int(start_s * scale), num_columns - 1)
-        last = max(min(int(end_s * scale), num_columns - 1), first)
-        result[first : last + 1] = np.maximum(result[first : last + 1], value)
-    return result

@@ -2,10 +2,10 @@
 
 import json
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from hwprofiles.complaints import complaint
 from hwprofiles.files import read_json, write_whole
@@ -30,8 +30,6 @@ class RunRecord(Frozen):
         plan: the executed plan.
         machine: the machine, in words.
         losses: mean loss of each iteration.
-        eval_losses: for each evaluation, the number of iterations before it, and the mean loss over the target tokens
-            of the held-out data.
         start_s, end_s: start and end in seconds of each task of each recorded iteration (at most the first 200);
             ``None`` if the task did not run.
         steady_iterations: recorded iterations that count as measurements: complete ones after the first few. Only
@@ -65,9 +63,14 @@ class RunRecord(Frozen):
     device_bytes: dict[int, int] = Field(default_factory=dict)
     allocator: dict[str, int] = Field(default_factory=dict)
     checkpoint_bytes: int = 0
-    eval_losses: tuple[tuple[int, float], ...] = ()
     num_left: int = 0
     attention: tuple[str, ...] = ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_evaluations(cls, data: Any) -> Any:
+        """Read runs of earlier versions, which had losses of evaluations."""
+        return {k: v for k, v in data.items() if k != "eval_losses"} if isinstance(data, dict) else data
 
     @property
     def timeline(self) -> Timeline:
@@ -92,8 +95,7 @@ def check_measured(run: RunRecord) -> None:
     if not run.steady_iterations:
         raise ValueError(
             f"none of the run's {len(run.losses)} iterations can be compared: after the first ones, no batch had the "
-            "planned shape, or a micro-batch was missing; pack the data to the planned length (--pack), or plan for "
-            "the shorter --seq-len"
+            "planned shape, or a micro-batch was missing; give batches of the planned shape"
         )
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
-from planner.terms import AuditTime
+from planner.terms import LEVELS, AuditTime, Level
 
 if TYPE_CHECKING:
     from planner.models.adapters import Lora
@@ -188,3 +188,26 @@ def fraction(text: str) -> float:
     if not 0 < value < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a share between 0 and 1; give 1% or 0.01")
     return value
+
+
+def mtbf(text: str) -> dict[Level, float]:
+    """Return times between failures in seconds by level, from ``6h`` or ``memory=2h,nvme=1d,pfs=30d``.
+
+    A time without a level is for failures that every durable level survives: the node's drives and slower levels.
+
+    Raises:
+        argparse.ArgumentTypeError: the text has neither form.
+    """
+    if "=" not in text:
+        return {"nvme": seconds(text)}
+    found: dict[Level, float] = {}
+    for part in text.split(","):
+        name, _, time = part.partition("=")
+        level = next((level for level in LEVELS if level == name.strip()), None)
+        if level is None or level in found:
+            raise argparse.ArgumentTypeError(
+                f"{part!r} names no level, or repeats one; give a time, or some of "
+                f"{','.join(f'{level}=TIME' for level in LEVELS)}"
+            )
+        found[level] = seconds(time)
+    return found

@@ -1,4 +1,4 @@
-"""Turn the options of :mod:`ullage.cli.checkpoint_options` into a request for checkpoints."""
+"""Turn the options of :mod:`ullage.cli.options` into a request for checkpoints."""
 
 import argparse
 from typing import Any
@@ -7,12 +7,13 @@ from hwprofiles.profile import HardwareProfile, Storage
 from hwprofiles.quantity import Curve, CurvePoint, Provenance, Quantity
 from planner.plan.checkpoints import CheckpointRequest
 from planner.terms import MIN_CHECKPOINTS
+from ullage.cli.options import Options
 
 _UNKNOWN_CAPACITY_BYTES = 1e15
 _REQUEST_BYTES = 1e9
 
 
-def checkpoints_of(args: argparse.Namespace) -> CheckpointRequest | None:
+def checkpoints_of(args: argparse.Namespace | Options) -> CheckpointRequest | None:
     """Return the request that the options describe; ``None`` without ``--mtbf``.
 
     Raises:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from hwprofiles.machine import differences, gpu_names
 from hwprofiles.registry import LOCAL, ProfileError, load_profile, local_profile_path
-from ullage.cli.request_options import PACKAGED_HARDWARE
+from ullage.cli.options import PACKAGED_HARDWARE
 
 
 class DefaultHardware(NamedTuple):

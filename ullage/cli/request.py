@@ -1,4 +1,4 @@
-"""Turn the options of :mod:`ullage.cli.request_options` into a request."""
+"""Turn the options of :mod:`ullage.cli.options` into a request."""
 
 import argparse
 import contextlib
@@ -20,11 +20,11 @@ from planner.plan.planning import Request, default_precision
 from planner.terms import default_micro_batch
 from ullage.cli.default_hardware import default_hardware
 from ullage.cli.expert_load import expert_load
-from ullage.cli.request_options import DEFAULT_SEQ_LEN, check_adapters, is_captured
+from ullage.cli.options import DEFAULT_SEQ_LEN, Options, check_adapters, is_captured
 
 
 def request_of(
-    args: argparse.Namespace,
+    args: argparse.Namespace | Options,
     change_machine: Callable[[HardwareProfile], HardwareProfile] = lambda hardware: hardware,
     change_model: Callable[[Model], Model] = lambda model: model,
 ) -> Request:
@@ -72,11 +72,11 @@ def request_of(
         storage=args.storage or "never",
         precision=precision,
         optimizer=args.optimizer or "adamw",
-        clip=not args.no_clip,
+        clip=args.clip is not False,
     )
 
 
-def precision_of(args: argparse.Namespace, hardware: HardwareProfile) -> Precision:
+def precision_of(args: argparse.Namespace | Options, hardware: HardwareProfile) -> Precision:
     """Return the types that the options ask for.
 
     Raises:
@@ -101,7 +101,7 @@ def _with_nodes(hardware: HardwareProfile, num_devices: int, num_nodes: int) -> 
 
 
 def trained(
-    args: argparse.Namespace, precision: Precision, change: Callable[[Model], Model], *, as_on_gpu: bool
+    args: argparse.Namespace | Options, precision: Precision, change: Callable[[Model], Model], *, as_on_gpu: bool
 ) -> tuple[Model, int, int | None]:
     """Return the model, its tokens per sequence, and the sequences per micro-batch (``None`` if not fixed)."""
     check_adapters(args)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from hwprofiles.files import check_output, write_whole
 from ullage.cli.default_hardware import print_default_hardware
+from ullage.cli.options import add_options, given_options
 from ullage.cli.request import request_of
-from ullage.cli.request_options import add_request_options, given_options
 from ullage.commands import Subparsers, command_parser
 
 # Fields of a request by the options that set them.
@@ -43,7 +43,7 @@ def add_parser(subparsers: Subparsers) -> None:
         "--output", "-o", type=Path, metavar="PATH", help="file for the plan (default: it is not written)"
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    add_request_options(parser, model_required=True)
+    add_options(parser, model_required=True)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -8,8 +8,8 @@ from planner.models.config import ModelConfig, NoFormulasError
 from planner.models.parameters import num_parameters
 from planner.models.registry import captured_preset, configuration, list_models, resolve_model, source_of
 from ullage.cli.arguments import lora
+from ullage.cli.options import QUANTIZATIONS, check_adapters
 from ullage.cli.request import Adapters, model_named
-from ullage.cli.request_options import QUANTIZATIONS, check_adapters
 from ullage.commands import Subparsers, command_parser
 from ullage.output.console import console, facts, table, write_json
 from ullage.output.formatting import si

@@ -5,7 +5,7 @@ import sys
 import webbrowser
 from pathlib import Path
 
-from hwprofiles.files import check_output, make_folder, write_whole
+from hwprofiles.files import check_output, write_whole
 from ullage.commands import Subparsers, command_parser
 
 
@@ -18,11 +18,12 @@ def add_parser(subparsers: Subparsers) -> None:
         "Write one HTML file that shows a plan, a run or a study. For a plan or run: a summary, all tasks of an\n"
         "iteration, memory and traffic over time, a roofline of the lanes, other engines, the effect of each\n"
         "technique, and predicted against measured times. For a study: curves along each axis, and cost against\n"
-        "speed. The file needs no network and prints well. Several files are shown side by side.",
+        "speed. The file needs no network and prints well; a button saves each chart as SVG. Several files are shown\n"
+        "side by side.",
         """
         ullage report plan.json
         ullage report out/run.json --output run.html --open
-        ullage report a100.json h100.json --figures figures
+        ullage report a100.json h100.json
         ullage report study.json --output study.html
         """,
     )
@@ -36,7 +37,6 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--output", "-o", type=Path, default=Path("report.html"), metavar="PATH", help="default: %(default)s"
     )
-    parser.add_argument("--figures", type=Path, metavar="DIR", help="also write each figure as SVG and PNG")
     parser.add_argument("--open", action="store_true", help="open the report in the browser")
     parser.add_argument(
         "--json", action="store_true", help="print the written files and the data of the report as JSON"
@@ -48,22 +48,16 @@ def run(args: argparse.Namespace) -> int:
     if args.output.suffix not in {".html", ".htm"}:
         raise ValueError(f"--output {args.output}: a report is HTML; let its name end in .html")
     check_output("--output", args.output)  # before the work, so that a bad path does not waste it
-    if args.figures:
-        make_folder("--figures", args.figures)
-    from ullage.report import load, report_on, side_by_side  # noqa: PLC0415 - the simulator is slow to import
+    from ullage.report.files import load, report_on, side_by_side  # noqa: PLC0415 - the simulator is slow to import
 
     sources = [load(path) for path in args.files]
-    from ullage.report.page import render  # noqa: PLC0415 - the same, and it may be missing
-
-    if args.figures:
-        from ullage.report.static import save_figures  # noqa: PLC0415 - matplotlib is slow to import, and may be missing
     from ullage.output.progress import progress_bar  # noqa: PLC0415
+    from ullage.report.page import render  # noqa: PLC0415 - the same, and it may be missing
 
     with progress_bar() as progress:
         parts = [report_on(source, progress) for source in sources]
         progress("writing", 0, 0)
         write_whole(args.output, render(parts, side_by_side(parts)))
-        figures = save_figures(parts, args.figures) if args.figures else []
     if args.json:
         from ullage.output.console import write_json  # noqa: PLC0415
 
@@ -74,21 +68,18 @@ def run(args: argparse.Namespace) -> int:
                 "parts": [
                     {
                         "file": str(path),
-                        "kind": part.summary.kind,
-                        "title": part.summary.title,
+                        "kind": part.kind,
+                        "title": part.title,
                         "sections": {
                             section.key: [picture.key for picture in section.pictures] for section in part.sections
                         },
                     }
                     for path, part in zip(args.files, parts, strict=True)
                 ],
-                "figures": [str(path) for path in figures],
             }
         )
     else:
         sys.stdout.write(f"report written to {args.output}\n")
-        if figures:
-            sys.stdout.write(f"{len(figures)} figures written to {args.figures}\n")
     if args.open and not webbrowser.open(args.output.resolve().as_uri()):
         sys.stderr.write(f"ullage report: no browser was found; open {args.output} yourself\n")
     return 0

@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import get_args
 
 from ullage.cli.arguments import non_negative_int, positive_float, positive_int, tokens
-from ullage.cli.request_options import add_request_options
+from ullage.cli.options import add_options
 from ullage.commands import Subparsers, command_parser
 from ullage.whatif.study import Design, Question
+
+_MOST_ROWS = 48  # of points on the screen
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -84,16 +86,9 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     money.add_argument("--tokens", type=tokens, metavar="N", help="tokens of a whole run, as in 300B")
     money.add_argument("--days", type=positive_float, metavar="D", help="deadline of the whole run in days")
-    add_request_options(parser, model_required=False)
+    add_options(parser, model_required=False)
     running = parser.add_argument_group("running the study")
     running.add_argument("--workers", type=positive_int, metavar="N", help="processes (one per core)")
-    running.add_argument(
-        "--ray",
-        nargs="?",
-        const="",
-        metavar="ADDRESS",
-        help="plan on the Ray cluster at ADDRESS, or on a new one on this machine with --workers; needs ullage[ray]",
-    )
     running.add_argument(
         "--output",
         "-o",
@@ -115,16 +110,27 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run, write and print a study."""
-    from ullage.whatif.command import list_fields, study_of  # noqa: PLC0415 - the simulator is slow to import
+    from ullage.report.terminal import show  # noqa: PLC0415 - rich is slow to import
+    from ullage.whatif.command import matching_fields, study_of  # noqa: PLC0415 - the simulator is slow to import
 
     if args.fields is not None:
-        list_fields(args)
+        from ullage.output.console import write_json  # noqa: PLC0415
+        from ullage.report.study import fields_table  # noqa: PLC0415
+
+        fields, aliases = matching_fields(args)
+        keys = ("name", "kind", "unit", "present", "words")
+        if args.json:
+            write_json({"fields": [{k: getattr(f, k) for k in keys} for f in fields], "aliases": aliases})
+        else:
+            names = ", ".join(f"{name} is {field}" for name, field in aliases.items())
+            show(fields_table(fields), *([f"other names: {names}"] if names else []))
         return 0
     study = study_of(args)
     if args.json:
         sys.stdout.write(study.to_json())
         return 0
-    from ullage.whatif.screen import study_screen  # noqa: PLC0415 - rich is slow to import
+    from ullage.report.study import study_part  # noqa: PLC0415 - rich is slow to import
 
-    study_screen(study, args.output, args.table)
+    written = f"study written to {args.output}" + (f", its table to {args.table}" if args.table else "")
+    show(study_part(study, _MOST_ROWS), written)
     return 0

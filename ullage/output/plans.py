@@ -1,29 +1,16 @@
-"""Text about a plan that screens and reports share."""
-
-from typing import Final
+"""Text about a plan that several results share."""
 
 from planner.bounds.proof import Certificate
 from planner.models.captured import CapturedModel, Model, counted
 from planner.models.parameters import num_parameters
 from planner.optimizers import OPTIMIZERS
-from planner.plan.checkpoints import CheckpointPlan
 from planner.plan.document import LAYERS_IN_TURN, EngineRow, Plan
-from ullage.output.formatting import duration, percent, si
+from ullage.output.formatting import percent, si
 
 _REACH = {
     "never": "that offloads no activations",
     "activations": "that may offload activations",
     "nvme": "that may use NVMe and offload activations",
-}
-
-LEVEL_COLUMNS: Final = ("level", "every", "costs", "safe after", "restart", "for failures", "stored", "because")
-_BOUNDS = {
-    "waste": "loses least time",
-    "iteration": "one iteration",
-    "drain": "the previous one is safe",
-    "endurance": "drive endurance",
-    "overhead": "overhead limit",
-    "lost work": "lost-work limit",
 }
 
 
@@ -95,12 +82,15 @@ def mfu(plan: Plan) -> float:
     return plan.prediction.model_flop_per_s / best
 
 
-def gap_line(plan: Plan) -> str:
-    """Return the maximum gap between a plan and the best schedule, and the parts of that gap."""
+def gap_words(plan: Plan) -> tuple[str, str]:
+    """Return the maximum gap between a plan and the best schedule, and the bound with the parts of that gap."""
     certificate, iteration_s = plan.certificate, plan.prediction.iteration_s
     return (
-        f"within {percent(certificate.gap(iteration_s))}: every schedule {_REACH[plan.constraints.storage]} provably "
-        f"takes at least {si(certificate.bound_s, 's')} ({gap_parts_words(certificate, iteration_s)})"
+        f"within {percent(certificate.gap(iteration_s))}",
+        (
+            f"every schedule {_REACH[plan.constraints.storage]} provably takes at least "
+            f"{si(certificate.bound_s, 's')} ({gap_parts_words(certificate, iteration_s)})"
+        ),
     )
 
 
@@ -128,20 +118,3 @@ def _reason_words(row: EngineRow, plan: Plan) -> str:
 def gap_parts_words(certificate: Certificate, iteration_s: float) -> str:
     """Return the parts of the gap, in words."""
     return ", ".join(f"{percent(part)} {name}" for name, part in certificate.gap_parts(iteration_s).items())
-
-
-def level_rows(chosen: CheckpointPlan) -> tuple[tuple[str, ...], ...]:
-    """Return a row of :data:`LEVEL_COLUMNS` for each level."""
-    return tuple(
-        (
-            level.level,
-            f"{level.every} it. = {duration(level.every * chosen.iteration_s)}",
-            duration(level.cost_s),
-            duration(level.latency_s),
-            duration(level.restart_s),
-            f"every {duration(level.mtbf_s)}" if level.mtbf_s else "-",
-            si(level.stored_bytes, "B"),
-            _BOUNDS[level.bound],
-        )
-        for level in chosen.levels
-    )

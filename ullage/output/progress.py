@@ -2,7 +2,6 @@
 
 import contextlib
 import sys
-import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -48,27 +47,10 @@ def progress_bar(*, time_left: bool = False) -> Iterator[Report]:
 @contextlib.contextmanager
 def seconds_bar() -> Iterator[Callable[[str, float, float], None]]:
     """Yield a function that takes a new step, the budget's seconds before it, and all seconds of the budget."""
-    from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn  # noqa: PLC0415 - slow to import
-    from rich.text import Text  # noqa: PLC0415
-
-    from ullage.output.console import console  # noqa: PLC0415
-
-    class Left(ProgressColumn):
-        def render(self, task: Task) -> Text:
-            if task.total is None:
-                return Text("")
-            beyond_s = time.monotonic() - task.fields["since_s"]
-            return Text(f"about {max(task.total - task.completed - beyond_s, 1):.0f} s left")
-
-    out = console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), Left())
-    with Progress(*columns, console=out, disable=not out.is_terminal, transient=True) as progress:
-        task = progress.add_task("starting", total=None, since_s=time.monotonic())
-
-        def show(step: str, done_s: float, total_s: float) -> None:
-            progress.update(task, description=step, completed=done_s, total=total_s, since_s=time.monotonic())
-
-        yield show
+    with progress_bar() as show:
+        yield lambda step, done_s, total_s: show(
+            f"{step}, about {max(total_s - done_s, 1):.0f} s left", round(done_s), round(total_s)
+        )
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ has a table with the same data, which stands beside the picture.
 """
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Final, Literal
@@ -18,6 +19,7 @@ PREFIXED: Final = frozenset({"s", "B", "B/s", "FLOP", "FLOP/s", "params", "param
 """Units that take a prefix, as in GB. Values in other units (currencies, tokens per second) have no prefix."""
 
 _TABLE_ROWS = 24  # rows of a table over time
+_NUMBER = re.compile(r"^(up to )?[+-]?[\d.,]+(e[+-]?\d+)?( ?[^\s\d]\S*){0,2}$")
 
 
 class Mark(StrEnum):
@@ -90,12 +92,27 @@ class Band:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A table. The first column is text; other columns are right-aligned unless all their cells are text."""
+    """A table. The first column is text; other columns are right-aligned unless a cell is text.
+
+    Attributes:
+        title, note: what stands above and below it.
+        columns, rows: names of columns, and cells.
+        bold: positions of rows that stand out.
+    """
 
     title: str
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     note: str = ""
+    bold: tuple[int, ...] = ()
+
+    @property
+    def words(self) -> tuple[bool, ...]:
+        """For each column, whether it is text."""
+        return tuple(
+            not place or any(row[place] not in {"", "-"} and not _NUMBER.match(row[place]) for row in self.rows)
+            for place in range(len(self.columns))
+        )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -284,30 +301,33 @@ class Section:
 
 @dataclasses.dataclass(frozen=True)
 class Fact:
-    """One figure of the summary.
+    """One figure of a summary.
 
     Attributes:
         name, value: name and value of the figure.
         words: an explanation.
         verdict: whether the value is good or bad, if either.
+        origin: where the value comes from, if it is a measurement or a forecast.
     """
 
     name: str
     value: str
     words: str = ""
     verdict: Literal["good", "bad", ""] = ""
+    origin: Literal["predicted", "measured", ""] = ""
 
 
 @dataclasses.dataclass(frozen=True)
-class Summary:
-    """The summary at the top of a report.
+class Part:
+    """A result: a summary and its sections. A report has one for each file.
 
     Attributes:
-        title: subject of the report.
-        kind: ``plan``, ``run`` or ``study``.
+        title: subject of the result.
+        kind: ``plan``, ``run``, ``study``, ``iteration``, ...
         sentence: the result in a sentence.
         facts: the result in figures.
         about: facts about the origin (machine, batch, versions), by name.
+        sections: details.
         warnings: warnings about the numbers.
     """
 
@@ -316,15 +336,13 @@ class Summary:
     sentence: str
     facts: tuple[Fact, ...]
     about: Mapping[str, str]
+    sections: tuple[Section, ...] = ()
     warnings: tuple[str, ...] = ()
 
-
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """The part of a report about one file."""
-
-    summary: Summary
-    sections: tuple[Section, ...]
+    @property
+    def pictures(self) -> dict[str, Picture]:
+        """All charts by their keys."""
+        return {picture.key: picture for section in self.sections for picture in section.pictures}
 
 
 def value_text(value: float, unit: str) -> str:
@@ -347,3 +365,16 @@ def _values_at(trace: Trace, at: "np.ndarray[tuple[int], np.dtype[np.float64]]")
     else:
         found = np.interp(at, x, y).tolist()
     return found
+
+
+def bars(
+    key: str,
+    title: str,
+    note: str,
+    x: Axis,
+    values: Mapping[str, tuple[float, str]],
+    colours: str | Sequence[str] = "first",
+) -> Chart:
+    """Return a chart with one bar for each name, given its value and the text beside it."""
+    lengths, texts = [value for value, _ in values.values()], [text for _, text in values.values()]
+    return Chart(key, title, note, x, (Trace(x.title, lengths, [*values], Mark.BARS, colours, texts=texts),))

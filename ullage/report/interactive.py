@@ -63,7 +63,7 @@ def _chart(chart: Chart) -> dict[str, Any]:
         "bargroupgap": 0.04,
     }
     if chart.over_time:
-        end = max((float(trace.x[-1]) for trace in chart.traces if len(trace.x)), default=1.0)
+        end = max((float(trace.x[-1]) for trace in chart.traces if len(trace.x)), default=0.0)
         layout["xaxis"] |= {"range": [0.0, max(end, *(band.end for band in chart.bands), 1e-9)]}
     if bars:
         per_name = len(chart.traces) if chart.bars == "group" else 1
@@ -242,7 +242,7 @@ def _annotations(chart: Chart | Gantt) -> list[dict[str, Any]]:
             "x": (band.start + band.end) / 2,
             "y": 1,
             "yanchor": "bottom",
-            "text": _plain(band.words),
+            "text": _plain(f"{band.words} {value_text(band.end - band.start, chart.x.unit)}"),
             "showarrow": False,
             "font": {"size": 11, "color": "@soft"},
             "share": (band.end - band.start) / max(chart.bands[-1].end, 1e-30),

@@ -1,6 +1,7 @@
 """One iteration over time: tasks, memory, traffic, and the use of resources by phase."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final
 
 import numpy as np
 
@@ -10,12 +11,14 @@ from planner.schedule.series import Series
 from planner.schedule.tasks import Lane, MemoryClass, Tier
 from planner.schedule.timeline import MemoryUse
 from planner.simulate.prediction import capacities
+from ullage.analysis.iteration import View
 from ullage.analysis.runs import RunRecord
 from ullage.output.formatting import TIER_WORDS, percent, si
-from ullage.report.charts import Axis, Chart, Gantt, Level, Mark, Row, Section, Trace
-from ullage.report.views import View
+from ullage.output.palette import WORK
+from ullage.report.charts import Axis, Band, Chart, Gantt, Level, Mark, Row, Section, Trace
 
-_TIME = Axis("time since the iteration began", "s")
+TIME: Final = Axis("time since the iteration began", "s")
+"""The axis of charts over time."""
 # A capacity far above the curve would flatten the picture, so it is in the note and not drawn.
 _DRAWN = 0.25
 # Lines are means over this fraction of the period, as a sampling monitor shows them. Behind them is every single task.
@@ -38,7 +41,7 @@ def gantt_section(views: Sequence[View]) -> Section:
     """Show every task of an iteration on its lane, predicted above measured."""
     rows: dict[tuple[int, int, bool], Row] = {}
     for view in views:
-        for (stage, lane), row in view.rows(says_who=len(views) > 1):
+        for (stage, lane), row in _rows(view, says_who=len(views) > 1):
             rows[stage, lane, view.measured] = row
     shown = tuple(rows[key] for key in sorted(rows))
     note = "Each bar is a task. Bars narrower than a pixel are merged; drag to zoom in and separate them."
@@ -48,15 +51,54 @@ def gantt_section(views: Sequence[View]) -> Section:
         key="gantt",
         title="Tasks of one iteration, by lane",
         note=note,
-        x=_TIME,
+        x=TIME,
         rows=shown,
         period_s=max(view.period_s for view in views),
-        bands=views[0].bands,
+        bands=_bands(views[0]),
     )
     return Section("timeline", "Tasks", "What happens when", (), (gantt,))
 
 
-def memory_section(views: Sequence[View], cost: CostModel, run: RunRecord | None) -> Section:
+def _rows(view: View, *, says_who: bool) -> Iterator[tuple[tuple[int, int], Row]]:
+    """Yield a row per stage and lane with all tasks that run within this interval, of any iteration."""
+    tasks = view.timeline.schedule.tasks
+    start_s = view.timeline.start_s - view.begin_s
+    end_s = view.timeline.end_s - view.begin_s
+    inside = (np.nan_to_num(end_s, nan=-1.0) > 0) & (np.nan_to_num(start_s, nan=np.inf) < view.period_s)
+    found: dict[tuple[int, int], list[tuple[float, float, int]]] = {}
+    order = list(Lane)
+    for iteration, index in zip(*np.nonzero(inside & (end_s > start_s)), strict=True):
+        task = tasks[index]
+        span = (
+            max(float(start_s[iteration, index]), 0.0),
+            min(float(end_s[iteration, index]), view.period_s),
+            int(index),
+        )
+        found.setdefault((task.stage, order.index(task.lane)), []).append(span)
+    several = view.timeline.schedule.num_stages > 1
+    for (stage, number), spans in sorted(found.items()):
+        spans.sort()
+        name = f"{stage}: {order[number]}" if several else order[number].value
+        yield (
+            (stage, number),
+            Row(
+                name=f"{name}, {view.who}" if says_who else name,
+                start_s=[span[0] for span in spans],
+                end_s=[span[1] for span in spans],
+                work=[WORK[tasks[span[2]].op] for span in spans],
+                tasks=[tasks[span[2]].name for span in spans],
+                measured=view.measured,
+            ),
+        )
+
+
+def _bands(view: View) -> tuple[Band, ...]:
+    """Return the phases in order."""
+    lasting = (stretch for stretch in view.stretches if stretch.end_s > stretch.start_s)
+    return tuple(Band(s.start_s, s.end_s, s.phase.value, f"phase {s.phase}") for s in lasting)
+
+
+def memory_over_time(views: Sequence[View], cost: CostModel, run: RunRecord | None) -> Section:
     """Show the memory of each tier over time, by class."""
     predicted = views[0]
     charts = []
@@ -81,11 +123,11 @@ def memory_section(views: Sequence[View], cost: CostModel, run: RunRecord | None
                 key=f"memory-{tier}",
                 title=f"Memory of {TIER_WORDS[tier]}",
                 note=note,
-                x=_TIME,
+                x=TIME,
                 y=Axis("memory", "B"),
                 traces=tuple(traces),
                 levels=(Level(capacity_bytes, "capacity"),) if drawn else (),
-                bands=predicted.bands,
+                bands=_bands(predicted),
                 over_time=True,
             )
         )
@@ -197,16 +239,15 @@ def _both_ways(
             levels.append(Level(sign * capacity[_CAPACITY[lane]], f"{words}: peak rate"))
     if not traces:
         return None
-    mirrored = any(sign < 0 for _, _, sign in directions)
     return Chart(
         key=f"traffic-{key}",
         title=f"Traffic over the {title}" if key != "network" else "Traffic over the network between devices",
-        note=f"{'; '.join(totals)}.{' The second direction is drawn downwards.' if mirrored else ''}",
-        x=_TIME,
+        note=f"{'; '.join(totals)}.",
+        x=TIME,
         y=Axis("rate", "B/s"),
         traces=tuple(traces),
         levels=tuple(levels),
-        bands=views[0].bands,
+        bands=_bands(views[0]),
         over_time=True,
     )
 
@@ -220,11 +261,11 @@ def _dram(views: Sequence[View], cost: CostModel, capacity: float) -> Chart:
         key="traffic-dram",
         title="Traffic of host memory (DRAM)",
         note="Bytes that tasks read and write according to the cost model, at the times of the tasks.",
-        x=_TIME,
+        x=TIME,
         y=Axis("rate", "B/s"),
         traces=tuple(traces),
         levels=(Level(capacity, "peak rate"),),
-        bands=views[0].bands,
+        bands=_bands(views[0]),
         over_time=True,
     )
 
@@ -263,10 +304,10 @@ def resources_section(views: Sequence[View], cost: CostModel) -> Section:
         key="busy",
         title="How busy the processors are",
         note="Share of the time in which the device computes, and in which the CPU updates.",
-        x=_TIME,
+        x=TIME,
         y=Axis("busy", "%"),
         traces=tuple(over_time),
-        bands=views[0].bands,
+        bands=_bands(views[0]),
         over_time=True,
     )
     shares = [(view, _shares(view, cost)) for view in views]
@@ -309,19 +350,14 @@ def _shares(view: View, cost: CostModel) -> dict[str, dict[str, float]]:
         name: (view.traffic[lane], capacity[_CAPACITY[lane]]) for lane, name in names.items() if lane in view.traffic
     }
     result: dict[str, dict[str, float]] = {}
-    stretches = view.timeline.stretches(view.iteration)
+    stretches = view.stretches
     for phase in dict.fromkeys(stretch.phase for stretch in stretches):
         own = [s for s in stretches if s.phase is phase and s.end_s > s.start_s]
         length_s = sum(s.end_s - s.start_s for s in own)
         if length_s <= 0:
             continue
         result[phase.value] = {
-            name: sum(
-                series.mean_within(s.start_s - view.begin_s, s.end_s - view.begin_s) * (s.end_s - s.start_s)
-                for s in own
-            )
-            / length_s
-            / most
+            name: sum(series.mean_within(s.start_s, s.end_s) * (s.end_s - s.start_s) for s in own) / length_s / most
             for name, (series, most) in used.items()
         }
     return result

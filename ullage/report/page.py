@@ -6,9 +6,7 @@ digests of this page, and load nothing.
 """
 
 import base64
-import dataclasses
 import hashlib
-import re
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from typing import Any
@@ -26,8 +24,6 @@ except ModuleNotFoundError as error:
         "a report needs plotly and jinja2; pip install 'ullage[report]'", name="plotly"
     ) from error
 
-_NUMBER = re.compile(r"^[+-]?[\d.,]+(e[+-]?\d+)?( ?[^\s\d]\S*){0,2}$")
-
 
 def render(parts: Sequence[Part], overview: Table | None = None) -> str:
     """Return the HTML of a report.
@@ -43,7 +39,7 @@ def render(parts: Sequence[Part], overview: Table | None = None) -> str:
     template = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     ).from_string(own.joinpath("assets", "page.html").read_text(encoding="utf-8"))
-    titles = list(dict.fromkeys(part.summary.title for part in parts))
+    titles = list(dict.fromkeys(part.title for part in parts))
     return template.render(
         policy=f"default-src 'none'; script-src {digests}; style-src 'unsafe-inline'; img-src data: blob:; "
         "base-uri 'none'; form-action 'none'",
@@ -75,20 +71,10 @@ def _digest(script: str) -> str:
 
 
 def _part(part: Part, part_id: str) -> Mapping[str, Any]:
-    return {
-        "id": part_id,
-        "summary": part.summary,
-        "sections": [
-            {
-                "key": section.key,
-                "short": section.short,
-                "title": section.title,
-                "words": section.words,
-                "parts": [_shown(shown, part_id) for shown in section.parts],
-            }
-            for section in part.sections
-        ],
-    }
+    sections = [
+        vars(section) | {"parts": [_shown(shown, part_id) for shown in section.parts]} for section in part.sections
+    ]
+    return vars(part) | {"id": part_id, "sections": sections}
 
 
 def _shown(shown: Picture | Table, part_id: str) -> Mapping[str, Any]:
@@ -104,9 +90,4 @@ def _shown(shown: Picture | Table, part_id: str) -> Mapping[str, Any]:
 
 
 def _table(table: Table) -> Mapping[str, Any]:
-    """Return a table, and for each column whether it is text."""
-    words = [
-        not position or any(row[position] not in {"", "-"} and not _NUMBER.match(row[position]) for row in table.rows)
-        for position in range(len(table.columns))
-    ]
-    return dataclasses.asdict(table) | {"words": words}
+    return vars(table) | {"words": table.words}

@@ -9,10 +9,10 @@ from planner.costs.model import CostModel
 from planner.costs.resources import Resource
 from planner.schedule.series import link_of
 from planner.schedule.tasks import Lane, Op, Task
+from ullage.analysis.iteration import View
 from ullage.output.formatting import LANE_WORDS, percent, si
 from ullage.output.palette import WORK
 from ullage.report.charts import Axis, Chart, Mark, Section, Table, Trace
-from ullage.report.views import View
 
 _MOST_POINTS = 400  # tasks of one kind in a chart; equal tasks overlap anyway
 _UPDATES = {Lane.CPU, Lane.GPU_UPDATE}

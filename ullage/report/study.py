@@ -1,80 +1,70 @@
-"""The report about a study: the answer, curves along every axis, effects of resources, and cost."""
+"""A study as sections: the answer, points, curves along every axis, effects of resources, and cost."""
 
 import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Final
 
 from hwprofiles import __version__
 from planner.schedule.tasks import Tier
 from ullage.output.formatting import LANE_WORDS, UNIT_SYMBOLS, duration, percent, si
 from ullage.output.palette import ORDINALS
 from ullage.report.charts import Axis as ChartAxis
-from ullage.report.charts import Chart, Fact, HeatMap, Mark, Part, Section, Summary, Table, Trace
+from ullage.report.charts import Chart, Fact, HeatMap, Mark, Part, Section, Table, Trace, bars
+from ullage.whatif.fields import Field
 from ullage.whatif.money import run_seconds
-from ullage.whatif.screen import reasons, value_words
-from ullage.whatif.study import Axis, Figures, Point, Sensitivities, Sensitivity, Study, Value
+from ullage.whatif.study import AS_GOOD_AS_NONE, Axis, Figures, Minimum, Point, Sensitivities, Sensitivity, Study, Value
 from ullage.whatif.tables import every_words
 
+MOST_ROWS: Final = 400
+"""Rows of the table of points on a page."""
 _MOST_CURVES = len(ORDINALS)
-_MOST_ROWS = 400
 _MOST_POINTS = 2000
 _MOST_CELLS = 40  # cells along one side of a map; more would be too small to see
+_MOST_REASONS = 5
+_STATUS_WORDS = {"lacks-memory": "lacks memory", "refused": "not possible", "failed": "the planner failed"}
 
 
-def study_part(study: Study) -> Part:
-    """Return the part of a report about a study."""
+def study_part(study: Study, most_rows: int = MOST_ROWS) -> Part:
+    """Return a study. Its table has the points of the answer first, and at most ``most_rows`` points."""
     fitting = [point for point in study.points if point.figures is not None]
-    sections = [_answer_section(study)]
+    sections = [_answer_section(study, most_rows)]
     if fitting:
         maps = _maps(study)
         sections += [Section("maps", "Maps", "Two fields at once", (), maps)] if maps else []
         sections += [*_curve_sections(study, fitting), _bottleneck_section(fitting)]
-    if study.sensitivities is not None:
-        sections.append(_sensitivity_section(study.sensitivities))
+    if (found := study.sensitivities) is not None:
+        parts = (_sensitivity_chart(found), sensitivity_table(found))
+        sections.append(Section("sensitivities", "Sensitivities", "What each resource is worth", (), parts))
     if study.prices is not None and any(point.cost for point in fitting):
         sections.append(_money_section(study, fitting, study.prices.currency))
-    return Part(_summary(study, fitting), tuple(sections))
+    if study.notes:
+        sections.append(Section("notes", "Notes", "Notes", tuple(f"note: {note}" for note in study.notes), ()))
+    return _part(study, fitting, tuple(sections))
 
 
-def _summary(study: Study, fitting: Sequence[Point]) -> Summary:
-    models = list(dict.fromkeys(point.model for point in study.points))
-    title = f"What if: {', '.join(models[:3]) or study.request.set.get('model', 'a study')}"
+def _part(study: Study, fitting: Sequence[Point], sections: tuple[Section, ...]) -> Part:
+    models, request = dict.fromkeys(point.model for point in study.points), study.request
     count = len(study.points)
     facts = [
-        Fact(
-            "Points that fit",
-            f"{len(fitting)} of {count}",
-            "predicted; every point is planned anew",
-            "" if fitting else "bad",
-        )
+        Fact("points that fit", f"{len(fitting)} of {count}", "every point is planned anew", "" if fitting else "bad")
     ]
     if fitting:
-        fastest = max(fitting, key=lambda point: point.goodput_tokens_per_s)
+        fastest = max(fitting, key=_speed)
         figures = _figures(fastest)
-        facts.append(
+        share = percent(next(iter(figures.critical_shares.values()), 0.0))
+        facts += [
             Fact(
-                "Fastest",
-                f"{figures.goodput_tokens_per_s:,.0f} tokens/s",
-                f"predicted, with {_settings(study, fastest)}",
-            )
-        )
+                "fastest", f"{_speed(fastest):,.0f} tokens/s", f"with {_settings(study, fastest)}", origin="predicted"
+            ),
+            Fact("binds it", LANE_WORDS[figures.bound_by], f"{share} of its iteration", origin="predicted"),
+        ]
+    if study.prices is not None and (priced := [point for point in fitting if point.cost is not None]):
+        cheapest = min(priced, key=_cost)
+        cost = f"{_cost(cheapest):,.3g} {study.prices.currency} per million tokens"
         facts.append(
-            Fact(
-                "What binds it",
-                LANE_WORDS[figures.bound_by],
-                f"{percent(next(iter(figures.critical_shares.values()), 0.0))} of its iteration, predicted",
-            )
-        )
-    priced = [(point.cost.per_million_tokens, point) for point in fitting if point.cost is not None]
-    if priced and study.prices is not None:
-        cost, cheapest = min(priced, key=lambda item: item[0])
-        facts.append(
-            Fact(
-                "Cheapest",
-                f"{cost:,.3g} {study.prices.currency} per million tokens",
-                f"at the given prices and the predicted speed, with {_settings(study, cheapest)}",
-            )
+            Fact("cheapest", cost, f"at the given prices, with {_settings(study, cheapest)}", origin="predicted")
         )
     sentence = " ".join(study.answer.words) if study.answer else ""
     if not sentence:
@@ -84,14 +74,14 @@ def _summary(study: Study, fitting: Sequence[Point]) -> Summary:
         sentence += " Speeds include failures, and the checkpoints with which failures lose least time."
     if not study.complete and count:
         sentence += " The study is not finished: only finished points are shown."
-    request = study.request
     about = {
         **({"fixed": ", ".join(f"{name} {value}" for name, value in request.set.items())} if request.set else {}),
-        "varied": "; ".join(f"{axis.name}: {axis.words}" for axis in study.axes) or "nothing",
+        "varied": "; ".join(f"{axis.name}{axis.words and f': {axis.words}'}" for axis in study.axes) or "nothing",
         "design": request.design,
         "made by": f"ullage {study.program_version or __version__}",
     }
-    return Summary(title, "study", sentence, tuple(facts), about, study.notes)
+    title = f"What if: {', '.join([*models][:3]) or request.set.get('model', 'a study')}"
+    return Part(title, "study", sentence, tuple(facts), about, sections)
 
 
 def _figures(point: Point) -> Figures:
@@ -99,40 +89,119 @@ def _figures(point: Point) -> Figures:
     return point.figures
 
 
+def value_words(axis: Axis | Field, value: Value) -> str:
+    """Return a value of an axis or a field as text with its unit."""
+    if isinstance(axis, Axis) and axis.relative:
+        return f"{value:g}x"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float) or (axis.unit and isinstance(value, int)):
+        return si(float(value), UNIT_SYMBOLS.get(axis.unit, "")).strip()
+    return str(value)
+
+
+def fields_table(fields: Sequence[Field]) -> Table:
+    """List fields that can be varied, with their present values."""
+    rows = tuple((f.name, "" if f.present is None else value_words(f, f.present), f.words) for f in fields)
+    return Table("fields", ("field", "here", "what it is"), rows)
+
+
 def _settings(study: Study, point: Point) -> str:
     settings = [f"{axis.name} {value_words(axis, point.settings[axis.name])}" for axis in study.axes]
     return ", ".join(settings) or point.hardware
 
 
-def _answer_section(study: Study) -> Section:
-    """List all points, the fastest first."""
-    axes, currency = study.axes, study.prices.currency if study.prices else ""
-    ordered = sorted(study.points, key=lambda point: -point.goodput_tokens_per_s)
-    columns = [axis.name for axis in axes] or ["machine"]
-    saves = any(point.figures and point.figures.checkpoints for point in study.points)
-    columns += ["iteration", "tokens/s", *(["checkpoint every"] if saves else [])]
-    columns += ["device memory", "host memory", "bound by"]
-    columns += [f"{currency}/h", f"{currency}/M tokens"] if currency else []
-    rows = []
-    for point in ordered[:_MOST_ROWS]:
-        settings = [value_words(axis, point.settings[axis.name]) for axis in axes] or [point.hardware]
-        figures, cost = point.figures, point.cost
-        if figures is None:
-            found = [*(["-"] * (5 if saves else 4)), point.result.reason or point.result.status]
-        else:
-            used = {tier: percent(peak.peak_bytes / peak.capacity_bytes) for tier, peak in figures.memory.items()}
-            found = [si(figures.iteration_s, "s"), f"{figures.goodput_tokens_per_s:,.0f}"]
-            found += [every_words(figures.checkpoints) if figures.checkpoints else "-"] if saves else []
-            found += [used.get(Tier.GPU, "-"), used.get(Tier.HOST, "-"), LANE_WORDS[figures.bound_by]]
-        if currency:
-            found += [f"{cost.per_hour:,.2f}", f"{cost.per_million_tokens:,.3g}"] if cost else ["-", "-"]
-        rows.append((*settings, *found))
-    more = len(ordered) - len(rows)
-    note = f"{more} slower points are in the study's file." if more > 0 else ""
-    words = (*(study.answer.words if study.answer else ()), *reasons(study))
-    return Section(
-        "answer", "Points", "All points", words, (Table("Points, predicted", tuple(columns), tuple(rows), note),)
-    )
+# -- the answer and the points ------------------------------------------------------------------------------------
+
+
+def _answer_section(study: Study, most_rows: int) -> Section:
+    words = (*(study.answer.words if study.answer else ()), *_reasons(study))
+    if study.answer and study.answer.least:
+        table = _minimum_table(study, study.answer.least)
+    else:
+        table = _points_table(study, most_rows)
+    return Section("answer", "Points", "All points", words, (table,))
+
+
+def _reasons(study: Study) -> Iterator[str]:
+    """Yield the reasons why points have no plan, most frequent first."""
+    without = [point.result for point in study.points if point.result.status != "fits"]
+    counts = Counter((result.status, result.reason) for result in without)
+    for status, count in Counter(result.status for result in without).most_common():
+        proven = sum(result.proven for result in without if result.status == status)
+        reasons = [reason or "" for (of, reason), _ in counts.most_common() if of == status]
+        more = f"; and {len(reasons) - _MOST_REASONS} others" if len(reasons) > _MOST_REASONS else ""
+        known = f"{_STATUS_WORDS[status]}{f' ({proven} proven)' if proven else ''}"
+        yield f"{count} of {len(study.points)} points: {known}: {'; '.join(reasons[:_MOST_REASONS])}{more}"
+
+
+def _points_table(study: Study, most_rows: int) -> Table:
+    """List the points: those of the answer first; if there are too many, the fastest."""
+    places = list(study.answer.points if study.answer else ())
+    others = [place for place in range(len(study.points)) if place not in places]
+    if len(study.points) > most_rows:
+        others.sort(key=lambda place: -study.points[place].goodput_tokens_per_s)
+    shown = [*places, *others][:most_rows]
+    rows = [_row(study, place) for place in shown]
+    columns = max(rows, key=len) if rows else {}
+    more = len(study.points) - len(shown)
+    notes = [f"{more} slower points are in the study's file"] if more else []
+    notes += ["* no other point is both faster and cheaper"] if study.prices else []
+    cells = tuple(tuple(row.get(column, "-") for column in columns) for row in rows)
+    return Table("points, predicted", tuple(columns), cells, "; ".join(notes))
+
+
+def _row(study: Study, place: int) -> dict[str, str]:
+    """Return the cells of a point by column."""
+    point, request = study.points[place], study.request
+    figures, cost = point.figures, point.cost
+    row = {axis.name: value_words(axis, point.settings[axis.name]) for axis in study.axes} or {
+        "machine": point.hardware
+    }
+    if figures is None:
+        names = {Tier.GPU: "device memory", Tier.HOST: "host memory"}
+        lacks = {names[tier]: f"lacks {si(n, 'B')}" for tier, n in point.result.missing_bytes.items() if tier in names}
+        return row | lacks | {"bound by": _STATUS_WORDS[point.result.status]}
+    used = {tier: percent(peak.peak_bytes / peak.capacity_bytes) for tier, peak in figures.memory.items()}
+    row |= {"iteration": si(figures.iteration_s, "s"), "tokens/s": f"{figures.tokens_per_s:,.0f}"}
+    if figures.checkpoints:
+        row |= {
+            "with failures": f"{point.goodput_tokens_per_s:,.0f}",
+            "checkpoint every": every_words(figures.checkpoints),
+        }
+    row |= {"device memory": used.get(Tier.GPU, "-"), "host memory": used.get(Tier.HOST, "-")}
+    row["bound by"] = LANE_WORDS[figures.bound_by]
+    if study.answer and study.answer.efficiency and (share := study.answer.efficiency[place]) is not None:
+        row["efficiency"] = percent(share)
+    if figures.gap is not None:
+        row["gap"] = percent(figures.gap)
+    if request.tokens:
+        row["run takes"] = duration(run_seconds(figures, request.tokens))
+    if cost and study.prices:
+        currency = study.prices.currency
+        row |= {f"{currency}/h": f"{cost.per_hour:,.2f}", f"{currency}/M tokens": f"{cost.per_million_tokens:,.3g}"}
+        if cost.run is not None:
+            row[f"run {currency}"] = f"{cost.run:,.2f}" if cost.run < 100 else f"{cost.run:,.0f}"
+        row[""] = "*" if point.on_front else ""
+    return row
+
+
+def _minimum_table(study: Study, rows: Sequence[Minimum]) -> Table:
+    """List the least memory and drives that every machine needs, beside the present amounts."""
+    points = {(point.settings["hardware"], point.settings["gpus"]): point for point in study.points}
+    found = []
+    for row in rows:
+        figures = points[row.hardware, row.num_devices].figures
+        cells = [row.hardware, str(row.num_devices)]
+        for tier, least_bytes in ((Tier.GPU, row.device_memory_bytes), (Tier.HOST, row.host_memory_bytes)):
+            has = figures.memory.get(tier) if figures else None
+            cells += [si(least_bytes, "B"), si(has.capacity_bytes, "B") if has else "-"]
+        drives = "-" if row.num_drives is None else str(row.num_drives)
+        found.append((*cells, si(figures.iteration_s, "s") if figures else "", drives))
+    columns = ("machine", "devices", "device memory", "of", "host memory", "of", "iteration", "drives")
+    title = "smallest amounts with which a plan was found, each varied alone"
+    note = "memory per device and per node; the iteration time is with the full memory of the machine"
+    return Table(title, columns, tuple(found), note)
 
 
 # -- maps ---------------------------------------------------------------------------------------------------------
@@ -316,81 +385,75 @@ def _key(name: str) -> str:
 
 def _bottleneck_section(fitting: Sequence[Point]) -> Section:
     counts = Counter(point.figures.bound_by for point in fitting if point.figures is not None)
-    found = counts.most_common()
-    chart = Chart(
-        key="bottlenecks",
-        title="Number of points by the lane that bounds them",
-        note="The lane with the largest share of a plan's critical path.",
-        x=ChartAxis("share of the points that fit", "%"),
-        traces=(
-            Trace(
-                "points",
-                [count / len(fitting) for _, count in found],
-                [LANE_WORDS[lane] for lane, _ in found],
-                Mark.BARS,
-                "first",
-                texts=[f"{count} points" for _, count in found],
-            ),
-        ),
+    chart = bars(
+        "bottlenecks",
+        "Number of points by the lane that bounds them",
+        "The lane with the largest share of a plan's critical path.",
+        ChartAxis("share of the points that fit", "%"),
+        {LANE_WORDS[lane]: (count / len(fitting), f"{count} points") for lane, count in counts.most_common()},
     )
     return Section("bottlenecks", "Bottlenecks", "Where the bottleneck is", (), (chart,))
 
 
-def _sensitivity_section(found: Sensitivities) -> Section:
+def _sensitivity_chart(found: Sensitivities) -> Chart:
     """Show the effect of more and less of every resource on the iteration time."""
-    rows = found.rows
-    traces = [
-        Trace(
-            name,
-            [0.0 if value is None else value for value in values],
-            [row.words for row in rows],
-            Mark.BARS,
-            colour,
-            texts=["nothing fits" if value is None else f"{value:+.2f}" for value in values],
-        )
-        for name, colour, values in (
-            ("with more of it", "first", [row.elasticity_more for row in rows]),
-            ("with less of it", "fourth", [row.elasticity_less for row in rows]),
-        )
-    ]
-    chart = Chart(
-        key="sensitivities",
-        title="What each resource is worth",
-        note="Relative change of the iteration time per relative change of the resource, each side planned anew. -1: "
-        "twice as fast with twice as much; 0: no effect.",
-        x=ChartAxis("elasticity of the iteration"),
-        traces=tuple(traces),
+    sides = (
+        ("with more of it", "first", [row.elasticity_more for row in found.rows]),
+        ("with less of it", "fourth", [row.elasticity_less for row in found.rows]),
     )
-    table = Table(
-        "Effect of resources, and where the bottleneck moves",
-        ("resource", "now", "one step more", "saves", "less: from", "more: from"),
-        tuple(
-            (
-                row.words,
-                si(row.value, UNIT_SYMBOLS.get(row.unit, "")).strip(),
-                row.step_words,
-                "-" if row.saved_s is None else si(row.saved_s, "s") if row.saved_s else "about nothing",
-                _crossing(row, less=True),
-                _crossing(row, less=False),
-            )
-            for row in rows
-        ),
-        f"Resources vary by {percent(found.step)}; crossings were searched within a factor of {found.range:g}.",
+    names = [row.words for row in found.rows]
+    traces = tuple(
+        Trace(name, [v or 0.0 for v in values], names, Mark.BARS, colour, texts=[_elasticity(v) for v in values])
+        for name, colour, values in sides
     )
-    return Section("sensitivities", "Sensitivities", "What each resource is worth", (), (chart, table))
+    note = (
+        "Relative change of the iteration time per relative change of the resource, each side planned anew. -1: twice "
+        "as fast with twice as much; 0: no effect."
+    )
+    return Chart("sensitivities", "What each resource is worth", note, ChartAxis("elasticity of the iteration"), traces)
 
 
-def _crossing(row: Sensitivity, *, less: bool) -> str:
-    crossing = row.below if less else row.above
-    if crossing is None:
-        return "-"
-    lane = LANE_WORDS[crossing.bound_by] if crossing.bound_by else "nothing"
-    return f"{si(crossing.value, UNIT_SYMBOLS.get(row.unit, '')).strip()}: {lane}"
+def sensitivity_table(found: Sensitivities) -> Table:
+    """List the effect of every resource, and where the bottleneck moves."""
+    rows = tuple(
+        (
+            row.name,
+            si(row.value, UNIT_SYMBOLS.get(row.unit, "")).strip(),
+            _elasticity(row.elasticity_less),
+            _elasticity(row.elasticity_more),
+            _saving(row),
+            _moves(row),
+        )
+        for row in found.rows
+    )
+    note = (
+        "with less, with more: relative change of the iteration time, divided by that of the resource; planned at "
+        f"1/{1 + found.step:g}x and {1 + found.step:g}x. Between -{AS_GOOD_AS_NONE:g} and +{AS_GOOD_AS_NONE:g} it "
+        f"means no effect. Other lanes were looked for within a factor of {found.range:g}"
+    )
+    columns = ("resource", "here", "with less", "with more", "effect of one more", "another lane binds from")
+    return Table("sensitivities, predicted", columns, rows, note)
+
+
+def _elasticity(value: float | None) -> str:
+    return "no plan" if value is None else f"{value + 0.0:+.2f}"
+
+
+def _saving(row: Sensitivity) -> str:
+    if row.saved_s is None:
+        return ""
+    effect = f"{'-' if row.saved_s > 0 else '+'}{si(abs(row.saved_s), 's')}" if row.saved_s else "about nothing"
+    return f"{row.step_words}: {effect}"
+
+
+def _moves(row: Sensitivity) -> str:
+    unit = UNIT_SYMBOLS.get(row.unit, "")
+    sides = (side for side in (row.below, row.above) if side and side.bound_by)
+    return "; ".join(f"{si(side.value, unit).strip()} ({LANE_WORDS[side.bound_by]})" for side in sides if side.bound_by)
 
 
 def _money_section(study: Study, fitting: Sequence[Point], currency: str) -> Section:
     """Show cost against time, and the Pareto front."""
-    tokens = study.request.tokens
     priced = [point for point in fitting if point.cost is not None]
     front = sorted((point for point in priced if point.on_front), key=lambda point: point.goodput_tokens_per_s)
     others = [point for point in priced if not point.on_front]
@@ -412,18 +475,4 @@ def _money_section(study: Study, fitting: Sequence[Point], currency: str) -> Sec
         y=ChartAxis(f"{currency} per million tokens", currency),
         traces=tuple(traces),
     )
-    columns = ["", "tokens/s", f"{currency}/h", f"{currency} per million tokens"]
-    columns += ["run takes", f"run {currency}", "in time"] if tokens else []
-    rows = []
-    for point in reversed(front):
-        figures, cost = _figures(point), point.cost
-        assert cost is not None
-        row = [_settings(study, point), f"{figures.goodput_tokens_per_s:,.0f}", f"{cost.per_hour:,.2f}"]
-        row.append(f"{cost.per_million_tokens:,.3g}")
-        if tokens:
-            run = "-" if cost.run is None else f"{cost.run:,.0f}"
-            in_time = {True: "yes", False: "no", None: "-"}[cost.in_time]
-            row += [duration(run_seconds(figures, tokens)), run, in_time]
-        rows.append(tuple(row))
-    table = Table("The front: nothing is both faster and cheaper", tuple(columns), tuple(rows))
-    return Section("money", "Cost", "Cost against speed", (), (chart, table))
+    return Section("money", "Cost", "Cost against speed", (), (chart,))

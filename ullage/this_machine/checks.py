@@ -1,4 +1,4 @@
-"""Check arguments of ``prepare``, ``offloaded`` and ``Trainer`` before anything is measured or planned."""
+"""Check arguments of ``prepare`` and ``offloaded`` before anything is measured or planned."""
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path

@@ -249,7 +249,7 @@ def _arguments(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return tuple(batch), {}
     raise TypeError(
         f"the third argument is {type(batch).__name__}; give a plan (ullage.plan or ullage.load_plan), or an "
-        "example batch: a dict, a tuple or a tensor that the model is called with (of ullage.Data: data.example())"
+        "example batch: a dict, a tuple or a tensor that the model is called with"
     )
 
 

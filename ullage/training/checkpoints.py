@@ -1,154 +1,95 @@
-"""A trainer's checkpoints: levels, content beside the model, and resuming."""
+"""Checkpoints of ``ullage execute``: their content beside the model, and resuming."""
 
-import dataclasses
 from collections.abc import Sequence
-from typing import Any, Protocol, final
+from typing import Final, final
 
-from executor.checkpoint import CheckpointError, Level, Outcome, Store, store_at
-from executor.checkpoint.files.lock import RunLock
+from executor.checkpoint import Level, Outcome
 from executor.prepare import OffloadedOptimizer
 from executor.training_state.saving import Checkpoints, Resumed
-from planner.checkpoints.policy import LEAST_BUFFER_BYTES
 from planner.models import to_hf_config_dict
 from planner.models.captured import CapturedModel
-from planner.plan.document import Plan
-from ullage.training.batches import BatchSource
-from ullage.training.levels import MEMORY, memory_folder
+from ullage.training.batches import Batches
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class CheckpointOptions:
-    """Options for a trainer's checkpoints.
-
-    Attributes:
-        levels: place, interval and number of checkpoints of each level, fastest first. At the end of training, one more
-            goes to all levels. The place of the first level is a folder that all ranks share, or ``"memory"``: a folder
-            in the host memory of this node, named after user and plan, that outlives the process.
-        buffer_bytes: host memory for snapshots that are not written yet.
-        patience_s: time that the end of training waits until the last checkpoint is on all levels.
-    """
-
-    levels: Sequence[Level]
-    buffer_bytes: int = LEAST_BUFFER_BYTES
-    patience_s: float = 600.0
-
-
-class Stateful(Protocol):
-    """An object that is saved in a checkpoint beside the model and the optimizer."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return its state: numbers, strings, lists and dictionaries."""
-        ...
-
-    def load_state_dict(self, state_dict: dict[str, Any], /) -> object:
-        """Load the state that :meth:`state_dict` returned."""
-        ...
+PATIENCE_S: Final = 600.0
+"""Time that the end of training waits until the last checkpoint is on all levels."""
 
 
 @final
-class CheckpointSaver:
-    """Saves a trainer's checkpoints and resumes from them.
+class Saver:
+    """Saves checkpoints of training, each with the position in the data.
 
     Args:
-        plan: the plan at the beginning of training.
-        options: options for checkpoints.
-        stateful: other objects to save, by name.
-        outcomes: list to which the outcome of each checkpoint on each level is appended.
-        is_first: whether this is rank 0, which checks that no other run writes there.
+        optimizer: the prepared optimizer.
+        levels: place, interval and number of checkpoints of each level, fastest first.
+        batches: the training data.
 
     Attributes:
-        levels: the levels of the options, with the folder that ``"memory"`` means.
+        outcomes: results of the checkpoints of this process so far, on every level.
 
     Raises:
         CheckpointError: a place cannot be used, or another run is writing there.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        options: CheckpointOptions,
-        stateful: dict[str, Stateful],
-        outcomes: list[Outcome],
-        *,
-        is_first: bool,
-    ) -> None:
-        self.levels = tuple(
-            dataclasses.replace(level, place=memory_folder(plan)) if level.place == MEMORY else level
-            for level in options.levels
-        )
-        for level in self.levels:  # before training, so that a bad place does not waste a run
-            store = store_at(level.place)
-            if is_first and isinstance(store, Store):  # the lasting lock is taken after the model is made
-                RunLock(store.root).close()
-        self._options = options
-        self._stateful = stateful
-        self._outcomes = outcomes
+    def __init__(self, optimizer: OffloadedOptimizer, levels: Sequence[Level], batches: Batches) -> None:
+        self.outcomes: list[Outcome] = []
+        self._levels = levels
+        self._batches = batches
         self._saved_at = 0  # iteration whose state is in a checkpoint, or is the initial state
         self._checkpoints: Checkpoints | None = None
+        self.open(optimizer)
 
     def open(self, optimizer: OffloadedOptimizer) -> None:
-        """Begin to save what an optimizer trains. Raises as :class:`executor.training_state.saving.Checkpoints`."""
-        self._checkpoints = Checkpoints(optimizer, *self.levels, on_outcome=self._outcomes.append)
-
-    @property
-    def is_open(self) -> bool:
-        """Whether checkpoints can be made now."""
-        return self._checkpoints is not None
+        """Save from now on what an optimizer trains."""
+        self._optimizer = optimizer
+        self._checkpoints = Checkpoints(optimizer, *self._levels, on_outcome=self.outcomes.append)
 
     def is_due(self, iteration: int) -> bool:
         """Return whether a checkpoint is due before an iteration."""
-        return bool(iteration) and iteration % self.levels[0].every == 0
+        return bool(iteration) and iteration % self._levels[0].every == 0
 
-    def save(self, plan: Plan, iteration: int, position: int) -> None:
-        """Begin a checkpoint of the state before an iteration, unless one exists."""
+    def save(self, iteration: int) -> None:
+        """Begin a checkpoint of the state before an iteration, unless one exists.
+
+        It is copied during the next iteration, or when training ends.
+        """
         assert self._checkpoints is not None
         if self._saved_at == iteration and iteration:
             return
-        model = plan.model
-        extra = {
-            "position": position,
-            "stateful": {name: held.state_dict() for name, held in self._stateful.items()},
-            "config": None if isinstance(model, CapturedModel) else to_hf_config_dict(model),
-            "plan": plan.digest(),
-        }
+        plan = self._optimizer.plan
+        config = None if isinstance(plan.model, CapturedModel) else to_hf_config_dict(plan.model)
+        extra = {"position": self._batches.position, "config": config, "plan": plan.digest()}
         self._checkpoints.save(iteration, extra)
         self._saved_at = iteration
 
-    def resume(self, batches: BatchSource) -> Resumed:
-        """Resume from the newest complete checkpoint on any level. See :meth:`ullage.Trainer.resume`."""
+    def resume(self) -> Resumed:
+        """Resume from the newest complete checkpoint on any level, if there is one. All ranks call this together.
+
+        This restores weights, optimizer state, step counts, learning rates, RNG state and the position in the data. The
+        checkpoint may be from another plan and another number of ranks.
+
+        Raises:
+            CheckpointError: the checkpoint is of another model or optimizer.
+        """
         assert self._checkpoints is not None
         found = self._checkpoints.resume()
-        if found.path is None:
-            return found
-        saved = found.extra.get("stateful", {})
-        if "data" in saved and "data" not in self._stateful:
-            raise CheckpointError(
-                f"{found.path} has a position in --data, which means nothing in other data; continue with the same "
-                "--data, or start anew with --weights"
-            )
-        for name, held in self._stateful.items():
-            if name not in saved:
-                raise CheckpointError(
-                    f"{found.path} has no {name}; it has {', '.join(saved) or 'nothing of that kind'}"
-                )
-            held.load_state_dict(saved[name])
-        batches.sequences.position = found.extra.get("position", 0)
-        self._saved_at = found.step
+        if found.path is not None:
+            self._batches.position = found.extra.get("position", 0)
+            self._saved_at = found.step
         return found
 
-    def close(self, *, waits: bool, brings_down: bool) -> None:
+    def close(self, *, waits: bool, brings_down: bool = False) -> None:
         """Stop saving. Closing twice is allowed.
 
         Args:
             waits: wait until pending checkpoints are durable on the first level; otherwise drop them.
-            brings_down: also wait until the newest checkpoint is on all levels, for at most ``patience_s``.
+            brings_down: also wait until the newest checkpoint is on all levels, for at most :data:`PATIENCE_S`.
         """
         if self._checkpoints is None:
             return
         if waits:
             self._checkpoints.finish()
         if brings_down:
-            self._checkpoints.promote_newest(self._options.patience_s)
+            self._checkpoints.promote_newest(PATIENCE_S)
         self._checkpoints.close()
         self._checkpoints = None
 

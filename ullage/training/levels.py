@@ -1,12 +1,14 @@
 """Make levels of checkpoints from places, intervals and numbers of the command line."""
 
+import dataclasses
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from executor.checkpoint import CheckpointError, Level
-from executor.checkpoint.levels import DEFAULT_EVERY
+from executor.checkpoint import CheckpointError, Level, Store, store_at
+from executor.checkpoint.files.lock import RunLock
+from executor.checkpoint.levels import DEFAULT_EVERY, check_levels
 from planner.checkpoints.policy import LEAST_BUFFER_BYTES
 from planner.plan.document import Plan
 
@@ -78,6 +80,29 @@ def intervals(plan: Plan, places: Sequence[str]) -> tuple[int, ...]:
             f"{' and '.join(places)}; give one place for each level, fastest first, or give --checkpoint-every"
         )
     return tuple(each.every for each in plan.checkpoints.levels)
+
+
+def usable(plan: Plan, levels: Sequence[Level], *, is_first: bool) -> tuple[Level, ...]:
+    """Check levels before training, so that a bad place does not waste a run; return them with the folder of memory.
+
+    Args:
+        plan: the plan of training.
+        levels: the levels.
+        is_first: whether this is rank 0, which checks that no other run writes there.
+
+    Raises:
+        CheckpointError: a place cannot be used, or another run is writing there.
+        ValueError: the levels are not consistent.
+    """
+    check_levels(levels)
+    found = [
+        dataclasses.replace(level, place=memory_folder(plan)) if level.place == MEMORY else level for level in levels
+    ]
+    for level in found:
+        store = store_at(level.place)
+        if is_first and isinstance(store, Store):  # the lasting lock is taken after the model is made
+            RunLock(store.root).close()
+    return tuple(found)
 
 
 def buffer_bytes(plan: Plan) -> int:

@@ -1,7 +1,10 @@
-"""Make the model of a plan before training."""
+"""Make the model and the optimizer of a plan, on a machine that it is for."""
 
+import contextlib
+import os
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, Literal
 
 import torch
 from torch import nn
@@ -9,17 +12,132 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from executor.distributed.shards import BindingError
 from executor.module.empty import empty_parameters
+from executor.optimizer.reference import ROUNDS
+from executor.optimizer.table import torch_class_of
+from executor.prepare import OffloadedOptimizer
+from executor.weights import load
+from hwprofiles.allocator import keep_freed_memory
 from planner.models import num_parameters, to_hf_config_dict
 from planner.models.adapters import Lora
 from planner.models.captured import CapturedModel
-from planner.plan.document import Plan
+from planner.optimizers import OPTIMIZERS, Optimizer
+from planner.plan.document import Plan, PlanError
 from ullage.capture.adapters import make_adapted
 from ullage.capture.architectures import architecture
 from ullage.capture.module import load_factory
 from ullage.capture.records import DTYPES
+from ullage.this_machine.checks import check_options
+from ullage.this_machine.planning import Options
+from ullage.training.out_of_memory import reporting_out_of_memory
+from ullage.training.preparing import options_of, prepare_planned
+from ullage.training.processes import Process
 
 CONFIG: Final = "config.json"
 _SHARE_TO_MAKE: Final = 0.8  # of free device memory; weights that are tied later are first drawn separately
+
+# Hyperparameters of the optimizer beside the learning rate.
+_HYPER_PARAMETERS: dict[Optimizer, dict[str, Any]] = {
+    "adamw": {"betas": (0.9, 0.95), "weight_decay": 0.1},
+    "adamw-bf16": {"betas": (0.9, 0.95), "weight_decay": 0.1},
+    "adamw-8bit": {"betas": (0.9, 0.95), "weight_decay": 0.1},
+    "sgd": {"momentum": 0.9},
+    "adagrad": {},
+    "lion": {"betas": (0.95, 0.98), "weight_decay": 0.1},
+    "muon": {"adjust_lr_fn": "match_rms_adamw"},  # so that one rate serves both kinds of parameters
+}
+
+
+def prepared(
+    plan: Plan, process: Process, *, lr: float, seed: int, weights: Path | None, options: Options
+) -> tuple[nn.Module, OffloadedOptimizer]:
+    """Make a plan's model and an optimizer with usual settings, and prepare both.
+
+    Args:
+        plan: a plan for this machine.
+        process: this process's ranks.
+        lr: learning rate.
+        seed: seed of random weights, and of dropout.
+        weights: a folder of weights to begin with, in place of random ones.
+        options: options for executing the plan.
+
+    Raises:
+        ValueError: the weights do not match the plan, or the model cannot be made.
+        OutOfMemoryError: memory ran out.
+    """
+    check_options("execute", options, Options.__annotations__)
+    if plan.hardware.device.kind == "host":
+        torch.set_num_threads(plan.hardware.device.num_cores)
+        keep_freed_memory()
+    else:
+        torch.cuda.set_device(process.local_rank)
+    torch.manual_seed(seed)
+    with reporting_out_of_memory(plan), _naming_weights(weights):
+        model = planned_model(plan, weights).train()
+        model, optimizer = prepare_planned(model, _optimizer(plan, model, lr), plan, options_of(plan, options))
+    if weights is not None:
+        with contextlib.ExitStack() as failing:
+            failing.push(optimizer.session)  # on a failure, the session tells the other ranks
+            if brings_weights(plan):
+                optimizer.weights_folder = weights
+            else:
+                load(optimizer, weights)
+            failing.pop_all()
+    if process.data_rank:  # ranks that share layers keep the same RNG state for dropout
+        torch.manual_seed(seed + process.data_rank)  # different dropout on data-parallel ranks
+    return model, optimizer
+
+
+def _optimizer(plan: Plan, model: nn.Module, lr: float) -> torch.optim.Optimizer:
+    name = plan.decisions.optimizer
+    more = _HYPER_PARAMETERS[name]
+    if OPTIMIZERS[name].others:
+        adamw = {"lr": lr, **_HYPER_PARAMETERS["adamw"]}
+        return torch_class_of(name)(model.named_parameters(), adamw, lr=lr, **more)
+    if plan.decisions.precision.rounds:
+        more = {**more, ROUNDS: True}
+    return torch_class_of(name)(model.parameters(), lr=lr, **more)
+
+
+@contextlib.contextmanager
+def _naming_weights(folder: Path | None) -> Iterator[None]:
+    """If the model was made for weights in a folder and does not match the plan, name the folder in the error."""
+    try:
+        yield
+    except BindingError as error:
+        if folder is None:
+            raise
+        raise BindingError(f"the model in {folder} does not match the plan: {error} (--model {folder})") from error
+
+
+def check_machine(plan: Plan, process: Process, device: Literal["auto", "host", "cuda"] = "auto") -> None:
+    """Check that this machine matches a plan.
+
+    Raises:
+        PlanError: the machine has another kind of device, too few devices or cores, or ``device`` is of another kind.
+    """
+    kind = plan.hardware.device.kind
+    wanted = {"auto": kind, "host": "host", "cuda": "gpu"}[device]
+    if wanted != kind:
+        raise PlanError(
+            f"the plan was made for a {kind} device ({plan.hardware.name}), but --device asks for {device}; "
+            "plan for that machine: `ullage calibrate`, then `ullage plan --hardware local`"
+        )
+    if kind == "gpu" and not torch.cuda.is_available():
+        raise PlanError(
+            f"the plan was made for {plan.hardware.name}, but this machine has no GPU that PyTorch can use; "
+            "run `ullage calibrate` here and plan with --hardware local"
+        )
+    if kind == "gpu" and (count := torch.cuda.device_count()) <= process.local_rank:
+        raise PlanError(
+            f"the plan is for {process.per_node} devices on a node, but this machine has {count}; plan with --gpus "
+            f"{count}, or for a profile of this machine"
+        )
+    wanted_cores = plan.hardware.device.num_cores * process.per_node
+    if kind == "host" and (cores := len(os.sched_getaffinity(0))) < wanted_cores:
+        raise PlanError(
+            f"the plan computes on {wanted_cores} cores, but this process may use {cores}; "
+            "run `ullage calibrate` here and plan with --hardware local"
+        )
 
 
 def planned_model(plan: Plan, weights: Path | None = None) -> nn.Module:

@@ -173,7 +173,7 @@ def options_of(plan: Plan, given: Options) -> executor.options.Options:
             "are not compiled; leave it out"
         )
     hardware, per_node = plan.hardware, ranks_per_node(plan)
-    link, folder = hardware.host_link, given.get("storage_dir")
+    folder = given.get("storage_dir")
     own: dict[str, Any] = {"audit": "first", **{k: v for k, v in given.items() if k not in PLAN_OPTIONS}}
     own["storage_dir"] = None if folder is None else Path(folder)
     return executor.options.Options(
@@ -182,9 +182,15 @@ def options_of(plan: Plan, given: Options) -> executor.options.Options:
         gpu_capacity_bytes=int(hardware.device.memory_bytes.value),
         host_capacity_bytes=int(hardware.host.memory_bytes.value) // per_node,
         record=True,
-        link_bytes_per_s=(link.up.best_rate_per_s(), link.down.best_rate_per_s()),
+        link_bytes_per_s=link_bytes_per_s(plan),
         batch=batch_shapes(plan),
         calls=calls,
         report=print_line if is_first_process() else lambda _line: None,
         **own,
     )
+
+
+def link_bytes_per_s(plan: Plan) -> tuple[float, float]:
+    """Return the rates of copies from and to the device on a plan's machine."""
+    link = plan.hardware.host_link
+    return link.up.best_rate_per_s(), link.down.best_rate_per_s()

@@ -1,12 +1,15 @@
 """Plan the same request again during training, with a profile fitted to measurements."""
 
 import dataclasses
+import tempfile
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 from rich.console import Group, RenderableType
 
+from executor.prepare import OffloadedOptimizer, check_prepared
 from planner.fitting.refit import Refit, refit
 from planner.plan.document import Plan, describe
 from planner.plan.planning import InfeasibleError, make_plan
@@ -15,6 +18,8 @@ from planner.schedule.timeline import Timeline
 from ullage.analysis.simulation import request_of
 from ullage.output.console import table
 from ullage.output.formatting import si
+from ullage.training.out_of_memory import reporting_out_of_memory
+from ullage.training.preparing import link_bytes_per_s
 
 MARGIN: Final = 0.05
 """The plan changes only if the new plan is predicted to be faster by more than this fraction."""
@@ -104,7 +109,44 @@ def _decided(plan: Plan) -> str:
     return describe(plan.decisions, plan.units())
 
 
-def replan(
+def replan(optimizer: OffloadedOptimizer, on_change: Callable[[], object] = lambda: None) -> Replanned:
+    """Plan again with measured rates, and change to the new plan if it is faster. Call it between two iterations.
+
+    The whole training state continues: weights, optimizer state and RNG state. It passes through one file per node in
+    ``storage_dir`` (or the system's temporary folder), so that memory never holds two plans. Losses and weights are the
+    same as without the change. With more than two ranks they may differ by the order of sums over ranks, which the
+    plan's ZeRO stage decides. All ranks call it together and use the mean of their times.
+
+    Args:
+        optimizer: what ``prepare`` returned. If the plan changes, its ``plan`` and ``session`` are new ones.
+        on_change: called before the plan changes. Close the checkpoints there, and make others afterwards.
+
+    Returns:
+        The result; ``str()`` of it is the result in words.
+
+    Raises:
+        ValueError: too few complete iterations were recorded, or checkpoints are open when the plan changes.
+        StorageError: there is no room for the file; nothing has changed.
+        OutOfMemoryError: there is not enough memory for the new plan; training can continue under the old one.
+    """
+    check_prepared(optimizer)
+    session = optimizer.session
+    found = plan_again(optimizer.plan, session.mean_timeline(), session.collectives.broadcast_text)
+    after = found.after
+    if after is None or not session.collectives.broadcast(int(found.is_faster)):
+        return found
+    on_change()
+    if session.runtime.snapshots is not None and session.runtime.snapshots.engine is not None:
+        raise ValueError("checkpoints are open, of the plan that ends now; close them in on_change=, and make others")
+    options = dataclasses.replace(session.options, link_bytes_per_s=link_bytes_per_s(after))
+    with reporting_out_of_memory(after):
+        folder = options.storage_dir or Path(tempfile.gettempdir())
+        file_bytes = optimizer.switch_plan(after.units(), after.decisions, options, folder)
+    optimizer.plan = after
+    return dataclasses.replace(found, switched=True, file_bytes=file_bytes)
+
+
+def plan_again(
     plan: Plan, measured: Timeline, made_by_first: Callable[[Callable[[], str]], str] = lambda make: make()
 ) -> Replanned:
     """Fit a plan's profile to measurements of its run, and plan again. The plan does not change yet.

@@ -1,20 +1,21 @@
 """Training tokens in a resumable order: a text with one token per byte, or memory-mapped files of tokens."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from hwprofiles.files import check_regular
-from ullage.training.options import TOKEN_DTYPES, TokenDtype
 
 Tokens = npt.NDArray[np.unsignedinteger[Any]]
 """Token numbers in one dimension; may be a memory map."""
 
+TokenDtype = Literal["uint16", "uint32"]
+"""Types of the tokens of a raw file, little-endian."""
 
-NUM_BYTES = 256
+NUM_BYTES: Final = 256
 """Vocabulary size of text, which has one token per byte."""
 
 
@@ -102,7 +103,7 @@ def read_tokens(path: Path, dtype: TokenDtype | None = None) -> Tokens:
     if path.suffix != ".npy":
         if dtype is None:
             raise ValueError(
-                f"{path} does not state the type of its tokens; give --token-dtype {' or '.join(TOKEN_DTYPES)}"
+                f"{path} does not state the type of its tokens; give --token-dtype {' or '.join(get_args(TokenDtype))}"
             )
         return _mapped(path, np.dtype(dtype).newbyteorder("<"))
     if dtype is not None:

@@ -7,9 +7,7 @@ from pathlib import Path
 from hwprofiles.files import check_output, write_whole
 from planner.models.registry import list_models, models_with_formulas
 from ullage.cli.default_hardware import print_default_hardware
-from ullage.cli.request_options import given_options
-from ullage.output.console import console, table, write_json
-from ullage.output.formatting import UNIT_SYMBOLS, si
+from ullage.cli.options import given_options, option_fields
 from ullage.output.progress import progress_bar
 from ullage.whatif.design import Space
 from ullage.whatif.fields import ALIASES, Field
@@ -17,10 +15,11 @@ from ullage.whatif.prices import Prices, load_prices
 from ullage.whatif.questions import COMPARES_MACHINES, answer
 from ullage.whatif.running.runner import Evaluator, run_study
 from ullage.whatif.running.store import Store
-from ullage.whatif.running.workers import Runner, in_processes, in_this_process, num_usable_cores
+from ullage.whatif.running.workers import in_processes, in_this_process, num_usable_cores
 from ullage.whatif.sensitivity import sensitivities
-from ullage.whatif.study import Study, StudyError, StudyRequest, load_study
+from ullage.whatif.study import Study, StudyRequest, load_study
 from ullage.whatif.tables import check_table_path, write_table
+from ullage.whatif.values import StudyError
 
 EXAMPLE_PRICES = "example"
 _DAY_S = 86400.0
@@ -47,7 +46,8 @@ def study_of(args: argparse.Namespace) -> Study:
     prices = _prices(args.prices) if args.prices else loaded.prices if loaded else None
     if args.sensitivities and request.sweep:
         raise StudyError("--sensitivities needs a single point; leave out --sweep, or give its fields with --set")
-    runner = _runner(args)
+    num_workers = args.workers or num_usable_cores()
+    runner = in_this_process if num_workers == 1 else in_processes(num_workers)
     if "hardware" not in request.set.keys() | request.sweep.keys() and request.question not in COMPARES_MACHINES:
         print_default_hardware(args)
     space = Space(request)
@@ -64,8 +64,8 @@ def study_of(args: argparse.Namespace) -> Study:
 
 def study_request(args: argparse.Namespace) -> StudyRequest:
     """Return the study that the options describe."""
-    given = {option.removeprefix("--").replace("-", "_") for option in given_options(args)}
-    options = {"clip" if name == "no_clip" else name: _text(name, getattr(args, name)) for name in sorted(given)}
+    found = {name: getattr(args, name, None) for name in option_fields()}
+    options = {name: _text(value) for name, value in sorted(found.items()) if value is not None}
     sets = dict(_assignment("--set", text) for text in args.set or ())
     sweeps: dict[str, tuple[str, ...]] = {}
     for name, text in (_assignment("--sweep", text) for text in args.sweep or ()):
@@ -95,35 +95,20 @@ def store_path(output: Path) -> Path:
     return output.with_name(f"{output.stem}.points.jsonl")
 
 
-def list_fields(args: argparse.Namespace) -> None:
-    """Print the fields that can be varied, with the values of the given machine and model."""
+def matching_fields(args: argparse.Namespace) -> tuple[list[Field], dict[str, str]]:
+    """Return the fields that can be varied, with the values of the given machine and model, and their other names.
+
+    Raises:
+        StudyError: no field has the text of ``--fields``.
+    """
     if args.model is None:
         args.model = "opt-13b"  # all models have the same fields
     space = Space(study_request(args))
     wanted = [field for field in space.fields.by_name.values() if _matches(args.fields, field)]
     aliases = {name: field for name, field in ALIASES.items() if args.fields in name or args.fields in field}
-    if args.json:
-        keys = ("name", "kind", "unit", "present", "words")
-        write_json({"fields": [{k: getattr(f, k) for k in keys} for f in wanted], "aliases": aliases})
-        return
-    if not wanted and not aliases:
+    if not args.json and not wanted and not aliases:
         raise StudyError(f"no field has {args.fields!r} in its name or description; `ullage whatif --fields` lists all")
-    out = console()
-    rows = table("fields", "field", "here", "what it is", text={2})
-    for field in wanted:
-        here = "" if field.present is None else _present_words(field)
-        rows.add_row(field.name, here, field.words)
-    out.print(rows)
-    if aliases:
-        out.print("other names: " + ", ".join(f"{name} is {field}" for name, field in aliases.items()))
-
-
-def _present_words(field: Field) -> str:
-    if isinstance(field.present, bool):
-        return "yes" if field.present else "no"
-    if isinstance(field.present, float):
-        return si(field.present, UNIT_SYMBOLS.get(field.unit, "")).strip()
-    return str(field.present)
+    return wanted, aliases
 
 
 def _matches(text: str, field: Field) -> bool:
@@ -131,13 +116,11 @@ def _matches(text: str, field: Field) -> bool:
     return any(text.lower() in where.lower() for where in (field.name, field.words, *known))
 
 
-def _text(name: str, value: object) -> str:
+def _text(value: object) -> str:
     """Return the value of an option as text."""
-    if name == "no_clip":
-        return "false"
-    if isinstance(value, list):
-        return " ".join(map(str, value))
-    return str(value)
+    if isinstance(value, bool):
+        return str(value).lower()
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _assignment(option: str, text: str) -> tuple[str, str]:
@@ -160,12 +143,3 @@ def load_example_prices() -> Prices:
 
 def _prices(text: str) -> Prices:
     return load_example_prices() if text == EXAMPLE_PRICES else load_prices(text)
-
-
-def _runner(args: argparse.Namespace) -> Runner:
-    if args.ray is not None:
-        from ullage.whatif.running.on_ray import on_ray  # noqa: PLC0415 - an extra
-
-        return on_ray(args.ray, args.workers)
-    num_workers = args.workers or num_usable_cores()
-    return in_this_process if num_workers == 1 else in_processes(num_workers)

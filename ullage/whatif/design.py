@@ -19,13 +19,13 @@ from ullage.whatif.fields import (
     Fields,
     changed_machine,
     changed_model,
-    namespace,
     of_machine,
     of_model,
+    options_of,
 )
 from ullage.whatif.running.point import Effort, digest_of
-from ullage.whatif.study import Axis, Result, StudyError, StudyRequest, Value, Varied
-from ullage.whatif.values import Interval, Number
+from ullage.whatif.study import Axis, Result, StudyRequest, Value, Varied
+from ullage.whatif.values import Number, StudyError
 
 MAX_POINTS: Final = 1_000_000
 Level = Number | Value
@@ -118,7 +118,7 @@ class Space:
         subgroup: dict[str, Any] = {name: options.pop(name) for name in [SUBGROUP_PARAMS] if name in options}
         names = {name: str(options.get(name, "")) for name in ("hardware", "model")}
         try:
-            args = namespace(options)
+            args = options_of(options)
             checkpoints = checkpoints_of(args)
             request = request_of(
                 args,
@@ -134,9 +134,9 @@ class Space:
         key = digest_of(request, effort or self.effort, checkpoints)
         return Case(settings, varied, request.hardware.name, request.model.name, request, key, checkpoints=checkpoints)
 
-    def _levels_of(self, name: str, texts: Sequence[str]) -> list[Level | Interval]:
+    def _levels_of(self, name: str, texts: Sequence[str]) -> list[Level]:
         field = self.fields[name]
-        levels: list[Level | Interval] = []
+        levels: list[Level] = []
         for text in itertools.chain.from_iterable(map(field.values, texts)):
             if isinstance(text, str):
                 levels.append(field.parse(text))
@@ -147,7 +147,9 @@ class Space:
                     f"{name}={text[0]}..{text[1]} has no step; give one, as in 1x..4x..0.5x or 1x..8x..*2, or draw "
                     "values with --design random"
                 )
-            levels.append(Interval(low, high))
+            if low.relative is not high.relative:
+                raise StudyError(f"{name} mixes factors and absolute values; give all values as factors (2x), or none")
+            levels.append(dataclasses.replace(low, high=high.value))
         if not levels:
             raise StudyError(f"{name} has no values; give some, as in {name}=1,2,4")
         if len({_is_relative(level) for level in levels}) > 1:
@@ -171,14 +173,13 @@ class Space:
         rows = zip(*levels, strict=True) if design == "zip" and levels else itertools.product(*levels)
         return list(rows)
 
-    def _drawn(self, levels: Sequence[Sequence[Level | Interval]], total: int) -> list[tuple[Any, ...]]:
+    def _drawn(self, levels: Sequence[Sequence[Level]], total: int) -> list[tuple[Any, ...]]:
         """Draw random points. If the number of combinations is finite, no point is drawn twice."""
         rng, count = random.Random(self.request.seed), self.request.num_points or 0  # noqa: S311 - not for secrets
-        if any(isinstance(level, Interval) for of_axis in levels for level in of_axis):
+        if any(isinstance(level, Number) and level.high is not None for of_axis in levels for level in of_axis):
             picked = ([rng.choice(of_axis) for of_axis in levels] for _ in range(count))
             return [
-                tuple(level.at(rng.random()) if isinstance(level, Interval) else level for level in row)
-                for row in picked
+                tuple(level.at(rng.random()) if isinstance(level, Number) else level for level in row) for row in picked
             ]
         rows = []
         for position in rng.sample(range(total), min(count, total)):
@@ -209,7 +210,7 @@ def _fields(request: StudyRequest, default_hardware: str) -> Fields:
     named = ("model", "hardware", "input_shape", "precision", "master", "lora", "quantize", "batches")
     options = {name: Field(name, "option", "").parse(texts[name]) for name in named if name in texts}
     hardware = load_profile(str(options.get("hardware", default_hardware)))
-    as_on_gpu, given = hardware.device.kind == "gpu", namespace(options)
+    as_on_gpu, given = hardware.device.kind == "gpu", options_of(options)
     model, *_ = trained(given, precision_of(given, hardware), lambda model: model, as_on_gpu=as_on_gpu)
     return Fields(hardware, model)
 
@@ -225,9 +226,8 @@ def _recorded(before: Any, after: Any, changes: Mapping[str, Level], read: Any, 
     return after
 
 
-def _is_relative(level: Level | Interval) -> bool:
-    number = level.low if isinstance(level, Interval) else level
-    return isinstance(number, Number) and number.relative
+def _is_relative(level: Level) -> bool:
+    return isinstance(level, Number) and level.relative
 
 
 def _plain(level: Level) -> Value:

@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import difflib
-import functools
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, Literal
@@ -18,11 +17,10 @@ from planner.costs.scalable import Scalable, all_scalables, scalables, scaled
 from planner.models.captured import CapturedModel, Model
 from planner.models.config import ModelConfig, ModelConfigError
 from planner.plan.planning import Request
-from ullage.cli.arguments import lora, positive_int
-from ullage.cli.checkpoint_options import add_checkpoint_options, mtbf
-from ullage.cli.request_options import add_request_options
+from ullage.cli.arguments import lora, mtbf, positive_int
+from ullage.cli.options import Options, option_fields
 from ullage.whatif.study import Value
-from ullage.whatif.values import Number, expand, parse_number
+from ullage.whatif.values import Number, StudyError, expand, parse_number
 
 Kind = Literal["option", "machine", "model"]
 
@@ -45,11 +43,10 @@ ALIASES: Final[Mapping[str, str]] = {
 
 _CLIP_WORDS: Final = "clip gradients by their global norm (true)"
 _READ: Final[Mapping[str, Callable[[Any], Any]]] = {
-    "clip": lambda value: None if value else True,
     "lora": lora,
     "mtbf": mtbf,
 }
-"""Functions that convert values of some fields to those of command-line options."""
+"""Fields whose values are texts in a study, and the functions that read them."""
 
 SUBGROUP_PARAMS: Final = "subgroup_params"
 """The only field of a request that is not an option of a command."""
@@ -60,10 +57,6 @@ _WORDS = {
     "nvme.num_drives": "striped drives of a node; scales rates and capacity; 0: no NVMe",
     "devices_per_node": "devices in a node, at most those of the profile",
 }
-
-
-class FieldError(ValueError):
-    """A field does not exist or cannot have a value."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +92,7 @@ class Field:
         """Parse a value: a number or factor, a switch, or the value of an option.
 
         Raises:
-            FieldError: the text is not a value of this field.
+            StudyError: the text is not a value of this field.
         """
         try:
             if self.kind == "option":
@@ -109,9 +102,9 @@ class Field:
                 return _switch(text)
             parsed = parse_number(text, self.unit)
         except ValueError as error:
-            raise FieldError(f"{self.name}={text}: {error}") from error
+            raise StudyError(f"{self.name}={text}: {error}") from error
         if self.whole and not parsed.relative and parsed.value % 1:
-            raise FieldError(f"{self.name}={text}: takes whole numbers; give one, or a factor such as 2x")
+            raise StudyError(f"{self.name}={text}: takes whole numbers; give one, or a factor such as 2x")
         return parsed
 
 
@@ -131,7 +124,7 @@ class Fields:
         """Return a field by its name, an alias, or its spelling as an option.
 
         Raises:
-            FieldError: the field does not exist; the message names similar ones.
+            StudyError: the field does not exist; the message names similar ones.
         """
         plain = name.removeprefix("--")
         for spelled in (ALIASES.get(plain, plain), plain.replace("-", "_")):
@@ -140,7 +133,7 @@ class Fields:
         inside = [other for other in self.by_name if plain in other][:3]
         near = inside or difflib.get_close_matches(plain, [*self.by_name, *ALIASES], n=3, cutoff=0.5)
         hint = f"did you mean {' or '.join(near)}? " if near else ""
-        raise FieldError(f"no field is called {name!r}; {hint}`ullage whatif --fields` lists all")
+        raise StudyError(f"no field is called {name!r}; {hint}`ullage whatif --fields` lists all")
 
 
 def changed_machine(hardware: HardwareProfile, changes: Mapping[str, Number | Value]) -> HardwareProfile:
@@ -161,7 +154,7 @@ def changed_machine(hardware: HardwareProfile, changes: Mapping[str, Number | Va
                 hardware = replace(hardware, {name: after}, CHANGED)
         except ValidationError as error:
             reason = error.errors()[0]["msg"].removeprefix("Value error, ")
-            raise FieldError(f"{name} of {hardware.name} cannot be {after}: {reason}") from error
+            raise StudyError(f"{name} of {hardware.name} cannot be {after}: {reason}") from error
     return hardware
 
 
@@ -174,7 +167,7 @@ def changed_model(model: Model, changes: Mapping[str, Number | Value]) -> Model:
     if not changes:
         return model
     if isinstance(model, CapturedModel):
-        raise FieldError(f"{next(iter(changes))}: {model.name} is a captured model, so its sizes cannot be varied")
+        raise StudyError(f"{next(iter(changes))}: {model.name} is a captured model, so its sizes cannot be varied")
     sizes = {name: _changed_value(of_model(model, name), change) for name, change in changes.items()}
     try:
         return ModelConfig.model_validate(model.model_dump() | {n.removeprefix("model."): v for n, v in sizes.items()})
@@ -187,14 +180,14 @@ def of_machine(hardware: HardwareProfile, name: str) -> float | int | bool:
     """Return the value of a machine's field; for a curve, its best rate.
 
     Raises:
-        FieldError: the machine has no such field.
+        StudyError: the machine has no such field.
     """
     path = scalable.paths[0] if (scalable := _scalable(hardware, name)) else name
     if (item := quantities(hardware).get(path)) is not None:
         return number(item)
     if (count := counts(hardware).get(path)) is not None:
         return count
-    raise FieldError(f"{hardware.name} has no {name}; choose a machine that has it, or leave the field out")
+    raise StudyError(f"{hardware.name} has no {name}; choose a machine that has it, or leave the field out")
 
 
 def of_model(model: Model, name: str) -> int | bool:
@@ -203,12 +196,9 @@ def of_model(model: Model, name: str) -> int | bool:
     return value
 
 
-def namespace(options: Mapping[str, Any]) -> argparse.Namespace:
-    """Return parsed arguments in which only ``options`` are given."""
-    given = argparse.Namespace(**dict.fromkeys(action.dest for action in _actions().values()))
-    for name, value in options.items():
-        setattr(given, _actions()[name].dest, _READ[name](value) if name in _READ else value)
-    return given
+def options_of(values: Mapping[str, Any]) -> Options:
+    """Return options of which only these are given."""
+    return Options(**{name: _READ[name](value) if name in _READ else value for name, value in values.items()})
 
 
 def _changed_value(before: float | bool, change: Number | Value) -> Any:
@@ -230,9 +220,9 @@ def _scalable(hardware: HardwareProfile, name: str) -> Scalable | None:
 
 
 def _option_fields() -> Iterator[Field]:
-    for name, action in _actions().items():
-        words = _CLIP_WORDS if name == "clip" else " ".join(str(action.help).split()).replace("%%", "%")
-        yield Field(name, "option", words, whole=action.type is positive_int)
+    for name, of in option_fields().items():
+        words = _CLIP_WORDS if name == "clip" else of["help"].replace("%%", "%")
+        yield Field(name, "option", words, whole=of.get("type") is positive_int)
     yield Field(SUBGROUP_PARAMS, "option", "most parameters of one subgroup, the grain of the update", whole=True)
 
 
@@ -261,27 +251,16 @@ def _machine_fields(hardware: HardwareProfile) -> Iterator[Field]:
         yield Field(path, "machine", _WORDS.get(path, ""), whole=not switch, switch=switch, present=count)
 
 
-@functools.cache
-def _actions() -> dict[str, argparse.Action]:
-    """Return the options of a request and of its checkpoints, by the names of their fields."""
-    parser = argparse.ArgumentParser(add_help=False)
-    add_request_options(parser, model_required=False)
-    add_checkpoint_options(parser)
-    return {"clip" if action.dest == "no_clip" else action.dest: action for action in parser._actions}
-
-
 def _option_value(name: str, text: str) -> Any:
     if name == "clip":
         return _switch(text)
-    if name == SUBGROUP_PARAMS:
-        name = "gpus"  # has the same rule: a whole number of at least 1
-    action = _actions()[name]
-    if action.choices is not None and text not in action.choices:
-        raise ValueError(f"give one of {', '.join(map(str, action.choices))}")
-    if not callable(action.type):
+    of = {SUBGROUP_PARAMS: {"type": positive_int}, **option_fields()}[name]
+    if (choices := of.get("choices")) and text not in choices:
+        raise ValueError(f"give one of {', '.join(choices)}")
+    if (read := of.get("type")) is None:
         return text
     try:
-        found = [action.type(part) for part in text.split()] if action.nargs else action.type(text)
+        found = [read(part) for part in text.split()] if of.get("nargs") else read(text)
     except argparse.ArgumentTypeError as error:
         raise ValueError(str(error)) from error
     return text if name in _READ else found

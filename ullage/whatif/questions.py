@@ -14,8 +14,8 @@ from ullage.whatif.design import Case, Space
 from ullage.whatif.fields import of_machine, scalables_of
 from ullage.whatif.prices import Prices
 from ullage.whatif.running.runner import Evaluator, planned_study
-from ullage.whatif.study import Answer, Axis, Cost, Minimum, Point, Question, Study, StudyError
-from ullage.whatif.values import Number
+from ullage.whatif.study import Answer, Axis, Cost, Minimum, Point, Question, Study
+from ullage.whatif.values import Number, StudyError
 
 COMPARES_MACHINES: Final[frozenset[Question | None]] = frozenset({"fits", "cheapest"})
 """Questions that compare all packaged machines, if no machine is given."""

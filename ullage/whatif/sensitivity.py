@@ -13,17 +13,15 @@ of `ullage explain` keeps the plan's decisions. Here every trial is planned anew
 from the crossing on.
 """
 
-import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Collection
 from typing import Final
 
-from planner.schedule.tasks import Lane
-from ullage.whatif.design import Case, Space
+from ullage.whatif.design import Space
 from ullage.whatif.fields import Field, of_machine, scalables_of
 from ullage.whatif.running.runner import Evaluator
-from ullage.whatif.study import Crossing, Result, Sensitivities, Sensitivity, Side, StudyError
-from ullage.whatif.values import Number
+from ullage.whatif.study import Result, Sensitivities, Sensitivity, Side
+from ullage.whatif.values import Number, StudyError
 
 STEP: Final = 0.2
 RANGE: Final = 4.0
@@ -39,22 +37,8 @@ _STEPS: Final = {
     "": (1.0, "1"),
 }
 
-
-@dataclasses.dataclass
-class _Search:
-    """The bracket of a crossing: the last factor at which the present lane binds, and the first where another does."""
-
-    inside: float
-    outside: float
-
-    @property
-    def found(self) -> bool:
-        """Whether the bracket is narrow enough."""
-        return abs(math.log(self.outside / self.inside)) <= math.log(_NEAR)
-
-    @property
-    def middle(self) -> float:
-        return math.sqrt(self.inside * self.outside)
+Trials = dict[tuple[str, float], Side]
+"""Results of scaling a field, by its name and the factor."""
 
 
 def sensitivities(space: Space, evaluator: Evaluator) -> Sensitivities:
@@ -67,81 +51,58 @@ def sensitivities(space: Space, evaluator: Evaluator) -> Sensitivities:
     (base,) = evaluator.results([base_case], space.effort, "the base point")
     if base.figures is None or base_case.request is None or base.status != "fits":
         raise StudyError(f"the base point has no plan, so there is nothing to vary: {base.reason}")
-    request = base_case.request
-    matters = scalables_of(request)
-    fields = [space.fields[name] for name in (*(scalable.key for scalable in matters), _CORES)]
-    trials = _Trials(space, evaluator, {field.name: of_machine(request.hardware, field.name) for field in fields})
-    trials.plan(dict.fromkeys(trials.values, (1 + STEP, 1 / (1 + STEP), RANGE, 1 / RANGE)), "what is it worth")
-    crossings = _crossings(trials, base.figures.bound_by)
-    rows = [_row(trials, field, base, crossings) for field in fields]
+    machine, present = base_case.request.hardware, base.figures.bound_by
+    fields = [space.fields[name] for name in (*(s.key for s in scalables_of(base_case.request)), _CORES)]
+    values = {field.name: of_machine(machine, field.name) for field in fields}
+
+    def tried(wanted: Collection[tuple[str, float]], what: str) -> Trials:
+        """Plan factors of fields. Whole numbers are rounded, and the factor is then that of the rounded value."""
+        cases = {}
+        for name, factor in wanted:
+            value = values[name] * factor
+            whole = isinstance(values[name], int)
+            cases[name, factor] = space.case({name: Number(max(round(value), 1) if whole else value)})
+        sides = {}
+        for (key, case), result in zip(
+            cases.items(), evaluator.results(cases.values(), space.effort, what), strict=True
+        ):
+            after = of_machine(case.request.hardware, key[0]) if case.request else values[key[0]] * key[1]
+            sides[key] = _side(after / values[key[0]], after, result)
+        return sides
+
+    factors = (1 + STEP, 1 / (1 + STEP), RANGE, 1 / RANGE)
+    trials = tried([(name, factor) for name in values for factor in factors], "what is it worth")
+    # Brackets of crossings by field and end: the last factor at which the present lane binds, the first where not.
+    brackets = {
+        (name, end): (1.0, end)
+        for name in values
+        for end in (1 / RANGE, RANGE)
+        if trials[name, end].bound_by not in {present, None}
+    }
+    while wide := {
+        key: math.sqrt(inside * outside)
+        for key, (inside, outside) in brackets.items()
+        if abs(math.log(outside / inside)) > math.log(_NEAR)
+    }:
+        trials |= tried([(name, middle) for (name, _), middle in wide.items()], "where the bottleneck moves")
+        for key, middle in wide.items():
+            inside, outside = brackets[key]
+            binds = trials[key[0], middle].bound_by in {present, None}
+            brackets[key] = (middle, outside) if binds else (inside, middle)
+    crossings = {key: trials[key[0], outside] for key, (_, outside) in brackets.items()}
+    rows = [_row(field, values[field.name], trials, crossings, base.figures.iteration_s) for field in fields]
     rows.sort(key=lambda row: -max(abs(row.elasticity_more or 0.0), abs(row.elasticity_less or 0.0)))
     return Sensitivities(base=base, step=STEP, range=RANGE, rows=tuple(rows))
 
 
-class _Trials:
-    """Results of scaling one field by a factor, planned on demand.
-
-    Args:
-        space: space of the study.
-        evaluator: plans the points.
-        values: value of each field at the base point.
-    """
-
-    def __init__(self, space: Space, evaluator: Evaluator, values: Mapping[str, float]) -> None:
-        self.values = values
-        self._space, self._evaluator = space, evaluator
-        self._results: dict[tuple[str, float], tuple[Case, Result]] = {}
-
-    def plan(self, factors: Mapping[str, tuple[float, ...]], what: str) -> None:
-        """Plan several factors of several fields at once."""
-        wanted = [(name, factor) for name, all_factors in factors.items() for factor in all_factors]
-        cases = [self._space.case({name: Number(self._scaled(name, factor))}) for name, factor in wanted]
-        results = self._evaluator.results(cases, self._space.effort, what)
-        self._results |= dict(zip(wanted, zip(cases, results, strict=True), strict=True))
-
-    def side(self, name: str, factor: float) -> Side:
-        """Return the result at a factor. For whole numbers, the factor is that of the rounded value."""
-        case, result = self._results[name, factor]
-        figures = result.figures if result.status == "fits" else None
-        after = of_machine(case.request.hardware, name) if case.request else self._scaled(name, factor)
-        return Side(
-            factor=after / self.values[name],
-            value=after,
-            iteration_s=figures.iteration_s if figures else None,
-            bound_by=figures.bound_by if figures else None,
-        )
-
-    def _scaled(self, name: str, factor: float) -> float:
-        value = self.values[name] * factor
-        return max(round(value), 1) if isinstance(self.values[name], int) else value
+def _side(factor: float, value: float, result: Result) -> Side:
+    figures = result.figures if result.status == "fits" else None
+    seen = {} if figures is None else {"iteration_s": figures.iteration_s, "bound_by": figures.bound_by}
+    return Side(factor=factor, value=value, **seen)
 
 
-def _crossings(trials: _Trials, present: Lane) -> dict[tuple[str, bool], Crossing]:
-    """Return crossings by field and by whether they are above the present value."""
-    searches = {
-        (name, above): _Search(1.0, end)
-        for name in trials.values
-        for above, end in ((False, 1 / RANGE), (True, RANGE))
-        if trials.side(name, end).bound_by not in {present, None}
-    }
-    while open_ := {key: search for key, search in searches.items() if not search.found}:
-        wanted: dict[str, tuple[float, ...]] = {}
-        for (name, _), search in open_.items():
-            wanted[name] = (*wanted.get(name, ()), search.middle)
-        trials.plan(wanted, "where the bottleneck moves")
-        for (name, _), search in open_.items():
-            middle = search.middle
-            if trials.side(name, middle).bound_by in {present, None}:
-                search.inside = middle
-            else:
-                search.outside = middle
-    return {key: Crossing(**trials.side(key[0], search.outside).model_dump()) for key, search in searches.items()}
-
-
-def _row(trials: _Trials, field: Field, base: Result, crossings: Mapping[tuple[str, bool], Crossing]) -> Sensitivity:
-    assert base.figures is not None
-    more, less = trials.side(field.name, 1 + STEP), trials.side(field.name, 1 / (1 + STEP))
-    base_s, value = base.figures.iteration_s, trials.values[field.name]
+def _row(field: Field, value: float, trials: Trials, crossings: Trials, base_s: float) -> Sensitivity:
+    less, more = trials[field.name, 1 / (1 + STEP)], trials[field.name, 1 + STEP]
     elasticity = _elasticity(more, base_s)
     amount, words = _STEPS[field.unit]
     return Sensitivity(
@@ -155,8 +116,8 @@ def _row(trials: _Trials, field: Field, base: Result, crossings: Mapping[tuple[s
         elasticity_more=elasticity,
         step_words="1 core" if field.name == _CORES else words,
         seconds_per_step=None if elasticity is None else elasticity * base_s * amount / value,
-        below=crossings.get((field.name, False)),
-        above=crossings.get((field.name, True)),
+        below=crossings.get((field.name, 1 / RANGE)),
+        above=crossings.get((field.name, RANGE)),
     )
 
 

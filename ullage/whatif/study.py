@@ -17,6 +17,7 @@ from hwprofiles.quantity import Frozen
 from planner.schedule.tasks import Lane, Tier
 from planner.terms import Level
 from ullage.whatif.prices import Prices
+from ullage.whatif.values import StudyError
 
 SCHEMA_VERSION: Final = 2
 
@@ -24,10 +25,6 @@ Value = bool | int | float | str
 Design = Literal["cartesian", "zip", "random"]
 Status = Literal["fits", "lacks-memory", "refused", "failed"]
 Question = Literal["fits", "cheapest", "upgrade", "scale", "longest", "largest"]
-
-
-class StudyError(ValueError):
-    """A study file cannot be used; the message contains the remedy."""
 
 
 class StudyRequest(Frozen):
@@ -248,10 +245,6 @@ class Side(Frozen):
     bound_by: Lane | None = None
 
 
-class Crossing(Side):
-    """A value at which another lane begins to bound the plan; ``factor`` is just beyond it."""
-
-
 AS_GOOD_AS_NONE: Final = 0.05
 """Smaller elasticities may be errors of the search; see [Note: Elasticity] in :mod:`ullage.whatif.sensitivity`."""
 
@@ -270,7 +263,8 @@ class Sensitivity(Frozen):
             ``None``: no plan fits there.
         step_words: a step that people buy, such as ``1 GB/s`` or ``1 core``.
         seconds_per_step: change of the iteration time for one more step, from ``elasticity_more``.
-        below, above: the nearest crossings; ``None`` if there is none within the searched range.
+        below, above: just beyond the nearest values at which another lane binds; ``None`` if there is none within the
+            searched range.
     """
 
     name: str
@@ -283,8 +277,8 @@ class Sensitivity(Frozen):
     elasticity_more: float | None = None
     step_words: str
     seconds_per_step: float | None = None
-    below: Crossing | None = None
-    above: Crossing | None = None
+    below: Side | None = None
+    above: Side | None = None
 
     @property
     def saved_s(self) -> float | None:

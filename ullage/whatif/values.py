@@ -25,26 +25,24 @@ _RANGE = re.compile(rf"({_NUMBER})([^.]*)\.\.({_NUMBER})([^.]*)(?:\.\.(\*?)({_NU
 _MOST_VALUES: Final = 10_000
 
 
+class StudyError(ValueError):
+    """A study, its fields, values, prices or store cannot be used; the message contains the remedy."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Number:
-    """A number; if ``relative``, a factor of the present value."""
+    """A number; if ``relative``, a factor of the present value. With ``high``, any number up to that."""
 
     value: float
     relative: bool = False
+    high: float | None = None
 
-
-@dataclasses.dataclass(frozen=True)
-class Interval:
-    """An interval from which a random design draws numbers. Both ends are factors, or neither is."""
-
-    low: Number
-    high: Number
-
-    def at(self, share: float) -> Number:
+    def at(self, share: float) -> "Number":
         """Return the number at a fraction of the interval, on a logarithmic scale if both ends are above 0."""
-        low, high = self.low.value, self.high.value
-        value = low * (high / low) ** share if low > 0 else low + (high - low) * share
-        return Number(value, self.low.relative)
+        if (high := self.high) is None:
+            return self
+        low = self.value
+        return Number(low * (high / low) ** share if low > 0 else low + (high - low) * share, self.relative)
 
 
 def parse_number(text: str, unit: str) -> Number:

@@ -39,7 +39,7 @@ from planner.lowering import lower
 from planner.schedule.tasks import Lane, Op, Tier
 from planner.simulate.machine import run_until_steady
 from planner.simulate.prediction import memory_peaks
-from ullage.data.batches import to_device
+from ullage.training.batches import to_device
 
 FAMILIES = ("gpt2", "gpt2-untied", "llama", "llama-tied", "qwen3", "mixtral", "opt")
 NUM_LOOKED_AT = Counter()

@@ -29,8 +29,9 @@ from training import (
     weights,
 )
 
+from executor.audit import AuditError
 from executor.distributed.shards import BindingError
-from executor.module.tiled_logits import TiledLogits, tile_head
+from executor.module.tiled_logits import TiledHead, TiledLogits, tile_head
 from hwprofiles.registry import load_profile
 from planner.costs.model import CostModel
 from planner.decisions import Decisions, Place, Precision, UnitDecision
@@ -243,6 +244,25 @@ def test_a_loss_of_the_users_own_is_trained_under_a_plan():
             found.append({name: w.clone() for name, w in optimizer.session.full_parameters().items()})
     for name, expected in found[0].items():
         torch.testing.assert_close(found[1][name], expected, rtol=2**-7, atol=2e-3, msg=name)
+
+
+def test_logits_in_tiles_are_audited():
+    task = Task("llama", torch.float32, iterations=1)
+    model, optimizer = prepare(task, decide(task, mixed, loss_tile_tokens=TILE), audit="first")
+    with optimizer.session:
+        train(task, model, optimizer)
+        result = optimizer.session.audit.result
+        assert "lm_head" in result.kinds
+        assert not result.left_out
+
+
+def test_a_wrong_gradient_of_logits_in_tiles_is_found(monkeypatch):
+    wrong = functional.linear
+    task = Task("llama", torch.float32, iterations=1)
+    model, optimizer = prepare(task, decide(task, mixed, loss_tile_tokens=TILE), audit="first")
+    monkeypatch.setattr(TiledHead, "linear", lambda head, hidden: wrong(hidden, head.module.weight * 1.1))
+    with pytest.raises(AuditError, match="lm_head differs"), optimizer.session:
+        train(task, model, optimizer)
 
 
 def test_another_kind_of_head_is_refused():

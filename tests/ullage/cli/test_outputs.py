@@ -37,7 +37,7 @@ class Output:
 OUTPUTS = {
     "plan --output": Output("plan --model {model} --seq-len 128 --hardware rtx-4090 --budget 0.1 --json"),
     "simulate --trace": Output("simulate {plan}", ".json.gz"),
-    "simulate --figure": Output("simulate {plan}", ".svg"),
+    "simulate --figure": Output("simulate {plan}", ".html"),
     "compare --trace": Output("compare {run}"),
     "compare --refit": Output("compare {run}"),
     "report --output": Output("report {plan}", ".html", quick=False),
@@ -47,14 +47,11 @@ OUTPUTS = {
     "whatif --table": Output("whatif --model {model} --seq-len 128 --hardware rtx-4090 --workers 1", ".csv"),
     "calibrate --output": Output("calibrate --quick", quick=False),
     "hardware --output": Output("hardware check", quick=False),
-    "execute --metrics-file": Output("execute {host_plan} --output-dir {out}", ".prom", quick=False, streams=False),
 }
 FOLDERS = {
-    "report --figures": "report {plan} --output {out}.html",
     "execute --output-dir": "execute {host_plan}",
-    "execute --tensorboard": "execute {host_plan} --output-dir {out}",
 }
-INPUTS = {"execute --data", "execute --text", "execute --tokens", "calibrate --from-runs"}
+INPUTS = {"execute --text", "execute --tokens", "calibrate --from-runs"}
 OTHERS = {"execute --storage-dir", "checkpoint --output-dir", "execute --save"}  # scratch; folders that must be new
 
 Run = Callable[[str, str, Path], int]

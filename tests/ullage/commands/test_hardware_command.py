@@ -17,8 +17,8 @@ from hwprofiles.paths import number, quantities, replace
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.quantity import Provenance, Quantity
 from hwprofiles.registry import load_profile, local_profile_path, save_profile
-from ullage.commands.hardware.screen import NOTICEABLE, Difference, differences
 from ullage.main import main
+from ullage.report.profile import NOTICEABLE, Difference, differences
 
 HERE = Provenance(origin="measured", source="a test")
 

@@ -224,10 +224,10 @@ def test_tokens_are_trained_on_from_a_position(plan: Path, tmp_path: Path, capsy
 
 def test_sigterm_ends_with_what_was_measured(plan: Path, tmp_path: Path) -> None:
     """A limit of time ends a run so: the part that was measured can be compared."""
-    metrics = tmp_path / "run.prom"
+    note = tmp_path / "note"
     arguments = [str(plan), "--iterations", "100000", "--output-dir", str(tmp_path / "out")]
-    process = Forked(forked.ullage, "execute", *arguments, "--metrics-file", str(metrics))
-    until_training(process, metrics, MIN_MEASURED + 1)
+    process = Forked(forked.trained, str(note), "execute", *arguments)
+    until_training(process, note, MIN_MEASURED + 1)
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate()
     assert process.returncode == 143, err
@@ -239,10 +239,10 @@ def test_sigterm_ends_with_what_was_measured(plan: Path, tmp_path: Path) -> None
 
 
 def test_ctrl_c_ends_with_one_line_and_writes_nothing(plan: Path, tmp_path: Path) -> None:
-    metrics = tmp_path / "run.prom"
+    note = tmp_path / "note"
     arguments = [str(plan), "--iterations", "100000", "--output-dir", str(tmp_path / "out")]
-    process = Forked(forked.ullage, "execute", *arguments, "--metrics-file", str(metrics))
-    until_training(process, metrics)
+    process = Forked(forked.trained, str(note), "execute", *arguments)
+    until_training(process, note)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate()
     assert process.returncode == 130
@@ -261,7 +261,10 @@ def test_ctrl_c_ends_with_one_line_and_writes_nothing(plan: Path, tmp_path: Path
         (["--tokens", "no-such.npy"], "no-such.npy: No such file"),
         (["--tokens", __file__], "give --token-dtype uint16 or uint32"),
         (["--tokens", "a.npy", "--text", "b.txt"], "give one of them"),
-        (["--token-dtype", "uint16"], "give --tokens PATH"),
+        (["--token-dtype", "uint16"], "--token-dtype uint16 is for a file of tokens; give --tokens PATH"),
+        (["--checkpoint-every", "5"], "--checkpoint-every 5 needs a place for checkpoints; give --checkpoint-dir"),
+        (["--save-dtype", "float32"], "--save-dtype float32 is the type for --save; give --save DIR"),
+        (["--data", "chats.jsonl"], "chats.jsonl is for a trainer: `ullage.offloaded(trl.SFTTrainer)(model="),
         (["--data-position", "-1"], "'-1' is not a whole number from 0 on"),
     ],
 )

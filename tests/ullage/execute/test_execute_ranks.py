@@ -62,9 +62,12 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def ranks(plan: Path, folder: Path, *arguments: str) -> list[Forked]:
-    """Start both processes, as ``torchrun`` would."""
+    """Start both processes, as ``torchrun`` would. The first keeps in a file beside the folder how far it is."""
     words = ("execute", str(plan), "--output-dir", str(folder), *arguments)
-    return [Forked(forked.ullage, *words, env=each) for each in environments(2)]
+    notes = (folder.with_suffix(f".{rank}") for rank in range(2))
+    return [
+        Forked(forked.trained, str(note), *words, env=each) for note, each in zip(notes, environments(2), strict=True)
+    ]
 
 
 def trained(plan: Path, folder: Path, *arguments: str) -> tuple[str, str]:
@@ -121,8 +124,8 @@ def test_two_processes_plan_again_by_what_both_measured(plan: Path, tmp_path: Pa
 
 
 def test_ctrl_c_ends_all(plan: Path, tmp_path: Path) -> None:
-    both = ranks(plan, tmp_path / "out", "--iterations", "100000", "--metrics-file", str(tmp_path / "run.prom"))
-    until_training(both[0], tmp_path / "run.prom")
+    both = ranks(plan, tmp_path / "out", "--iterations", "100000")
+    until_training(both[0], tmp_path / "out.0")
     for process in both:  # as a terminal does: to all of them
         process.send_signal(signal.SIGINT)
     for process in both:
@@ -188,15 +191,37 @@ def test_sigterm_ends_all_with_one_checkpoint_on_all_levels_which_they_go_on_fro
 
 
 def test_a_killed_process_ends_the_other(plan: Path, tmp_path: Path) -> None:
-    first, second = ranks(
-        plan, tmp_path / "out", "--iterations", "100000", "--metrics-file", str(tmp_path / "run.prom")
-    )
-    until_training(first, tmp_path / "run.prom")
+    first, second = ranks(plan, tmp_path / "out", "--iterations", "100000")
+    until_training(first, tmp_path / "out.0")
     second.send_signal(signal.SIGKILL)
     _, err = first.communicate()
     # 1 where gloo has not given up an exchange with the other after some seconds: then the process ends at once.
     assert first.returncode in {1, 2}, err
     assert f"rank 1 (process {second.pid}) has ended without reporting why" in err
+
+
+def test_one_process_that_was_killed_goes_on_as_one_and_as_two(plan: Path, tmp_path: Path) -> None:
+    """From the same place in the data: one sequence follows the other, whoever trains on it."""
+    request = dataclasses.replace(request_of(load_plan(plan)), num_devices=1, micro_batch=4)
+    one, saved = tmp_path / "one.json", tmp_path / "saved"
+    one.write_text(make_plan(request).to_json(), encoding="utf-8")
+    words = ["execute", str(one), "--iterations", "16", "--output-dir"]
+    saving = ["--checkpoint-dir", str(saved), "--checkpoint-every", "2"]
+    process = Forked(forked.ullage, *words, str(tmp_path / "killed"), *saving)
+    while not list(saved.glob("step-*")):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    shutil.copytree(saved, tmp_path / "copy")
+    assert main([*words, str(tmp_path / "whole")]) == 0
+    assert main([*words, str(tmp_path / "rest"), *saving, "--resume"]) == 0
+    trained(plan, tmp_path / "two", *words[2:4], "--checkpoint-dir", str(tmp_path / "copy"), "--resume")
+    whole, rest, two = (load_run(tmp_path / name / "run.json") for name in ("whole", "rest", "two"))
+    assert 0 < len(rest.losses) < 16
+    assert rest.losses == whole.losses[-len(rest.losses) :]
+    assert two.losses == pytest.approx(rest.losses, rel=2e-4)
+    assert whole.data_position == rest.data_position == two.data_position == 16 * 8
 
 
 def test_without_torchrun_the_line_that_works_is_named(

@@ -12,22 +12,22 @@ import plotly.graph_objects as go
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from report_objects import SLOWER, Page, in_colour, page_of, part_of, pictures, slower_run, study
+from report_objects import SLOWER, Page, in_colour, page_of, part_of, pictures, slower_run
 
 from planner.plan.document import EngineRow
 from planner.schedule.tasks import MemoryClass, Op, Tier
 from ullage.analysis.runs import save_run
 from ullage.main import main
 from ullage.output.palette import COLOURS, WORK, Work
-from ullage.report import over_time, side_by_side
-from ullage.report.charts import Axis, Band, Chart, Gantt, Level, Mark, Part, Row, Trace
-from ullage.report.engines import engines_section
+from ullage.report import over_time
+from ullage.report.charts import Axis, Band, Chart, Gantt, Level, Mark, Row, Trace
+from ullage.report.files import side_by_side
 from ullage.report.interactive import figure, theme
 from ullage.report.page import render
-from ullage.report.static import save_figures
+from ullage.report.plan import engines_section
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)> & \"'`{{7*7}}<b>$\\frac"
-SECTIONS = ["peaks", "timeline", "memory", "traffic", "resources", "roofline", "engines", "tricks", "offloading"]
+SECTIONS = ["peaks", "engines", "timeline", "memory", "traffic", "resources", "roofline", "tricks", "offloading"]
 
 
 @pytest.fixture(scope="module")
@@ -47,26 +47,25 @@ def page(plan_part, run_part) -> Page:
 
 def test_every_question_has_its_section(plan_part, run_part):
     assert [section.key for section in plan_part.sections] == SECTIONS
-    assert [section.key for section in run_part.sections] == [SECTIONS[0], "comparison", *SECTIONS[1:]]
+    assert [section.key for section in run_part.sections] == ["causes", "comparison", "refit", *SECTIONS]
 
 
 def test_the_first_screen_says_what_is_predicted_and_what_measured(plan, plan_part, run_part):
-    facts = {fact.name: fact for fact in plan_part.summary.facts}
-    assert facts["Fits in memory"].verdict == "good"
-    assert facts["Iteration"].words.startswith("predicted")
-    assert facts["Tokens per second"].value == f"{plan.prediction.tokens_per_s:,.0f}"
-    measured = {fact.name: fact for fact in run_part.summary.facts}
-    assert measured["Iteration"].words.startswith("measured")
-    assert float(measured["Tokens per second"].value.replace(",", "")) == pytest.approx(
-        plan.prediction.tokens_per_s / SLOWER, abs=1
-    )
+    facts = {fact.name: fact for fact in plan_part.facts}
+    assert facts["fits"].verdict == "good"
+    assert facts["iteration"].origin == "predicted"
+    assert facts["speed"].value == f"{plan.prediction.tokens_per_s:,.0f} tokens/s"
+    measured = {fact.name: fact for fact in run_part.facts}
+    assert measured["iteration"].origin == "measured"
+    speed = float(measured["speed"].value.removesuffix(" tokens/s").replace(",", ""))
+    assert speed == pytest.approx(plan.prediction.tokens_per_s / SLOWER, abs=1)
 
 
 def test_what_does_not_fit_is_said_first(plan):
     use = plan.gpu_memory.model_copy(update={"capacity_bytes": plan.gpu_memory.peak_bytes - 1_000_000})
     memory = plan.prediction.memory | {Tier.GPU: use}
     short = plan.model_copy(update={"prediction": plan.prediction.model_copy(update={"memory": memory})})
-    summary = part_of(short).summary
+    summary = part_of(short)
     assert "does not fit" in summary.sentence
     assert summary.facts[0].verdict == "bad"
     assert "lacks 1.00 MB of gpu memory" in summary.facts[0].words
@@ -81,7 +80,7 @@ def test_charts_hold_the_numbers_of_the_plan(plan, plan_part):
     assert max(np.sum([trace.y for trace in areas], axis=0)) == seen.memory[Tier.GPU].peak_bytes
     engines = shown["engines"].traces[0]
     found = dict(zip(engines.y, engines.x, strict=True))
-    assert found.pop("ullage (this plan)") == seen.iteration_s
+    assert found.pop("ullage") == seen.iteration_s
     assert found == {row.name: row.iteration_s for row in plan.engines if row.iteration_s is not None}
     moved = sum(task.num_bytes for task in plan.schedule().tasks if task.lane in {"h2d", "state-in", "activation-in"})
     faint = next(t for t in shown["traffic-host-link"].traces if t.faint and t.colour == "down")
@@ -254,26 +253,14 @@ def test_names_in_charts_are_no_tags():
 
 def test_several_files_stand_side_by_side(plan_part, run_part):
     table = side_by_side([plan_part, run_part])
-    assert table.columns[1:] == tuple(f"{p.summary.title} ({p.summary.kind})" for p in (plan_part, run_part))
-    assert [row[0] for row in table.rows] == [fact.name for fact in plan_part.summary.facts]
-    predicted, measured = next(row[1:] for row in table.rows if row[0] == "Iteration")
+    assert table.columns[1:] == tuple(f"{p.title} ({p.kind})" for p in (plan_part, run_part))
+    assert [row[0] for row in table.rows] == [fact.name for fact in plan_part.facts]
+    predicted, measured = next(row[1:] for row in table.rows if row[0] == "iteration")
     assert predicted.endswith(", predicted")
     assert measured.endswith(", measured")
     words = Page(render([plan_part, run_part], table)).words
     assert "Side by side" in words
     assert side_by_side([plan_part]) is None
-
-
-def test_figures_are_written_whole_and_the_same(run_part, tmp_path):
-    sections = (*run_part.sections, *part_of(study(priced=False)).sections)
-    few = [Part(run_part.summary, tuple(s for s in sections if s.key in {"timeline", "engines", "maps"}))]
-    paths = save_figures(few, tmp_path / "a")
-    names = ["gantt", "engines", "map-gpus-host-link-speed"]
-    assert [path.name for path in paths] == [f"{name}.{kind}" for name in names for kind in ("svg", "png")]
-    for path in paths[::2]:
-        assert Page(path.read_text(encoding="utf-8")).named("svg")
-        assert paths[1].read_bytes().startswith(b"\x89PNG")
-    assert [p.read_bytes() for p in save_figures(few, tmp_path / "b")] == [p.read_bytes() for p in paths]
 
 
 def test_the_command_says_where_and_what(plan, plan_path, tmp_path, capsys):
@@ -316,11 +303,6 @@ def test_bad_outputs_are_one_line(plan_path, tmp_path, capsys):
     assert "--output r.pdf: a report is HTML; let its name end in .html" in capsys.readouterr().err
     assert main(["report", str(plan_path), "--output", str(tmp_path / "no" / "r.html")]) == 2
     assert "r.html: there is no such folder; make it first\n" in capsys.readouterr().err
-    (tmp_path / "file").touch()
-    output = tmp_path / "r.html"
-    assert main(["report", str(plan_path), "--output", str(output), "--figures", str(tmp_path / "file")]) == 2
-    assert capsys.readouterr().err.endswith("there is a file of that name, not a folder; give another one\n")
-    assert not output.exists()
 
 
 def test_without_the_extra_the_remedy_is_named(plan_path, tmp_path):

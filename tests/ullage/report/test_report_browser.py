@@ -10,7 +10,7 @@ from report_objects import part_of, slower_run, study
 
 from planner.schedule.tasks import Op
 from ullage.output.palette import COLOURS, SCALE, WORK
-from ullage.report.charts import Axis, Gantt, Part, Row, Section, Summary
+from ullage.report.charts import Axis, Gantt, Part, Row, Section
 from ullage.report.page import render
 
 NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
@@ -227,8 +227,7 @@ def many_tasks() -> Part:
         work = [WORK[ops[(i // 100) % 4]] for i in range(each)]
         rows.append(Row(f"lane {lane}", start_s, end_s, work, [f"task {lane}-{i}" for i in range(each)]))
     gantt = Gantt("gantt", "Many tasks", "All of them.", Axis("time", "s"), tuple(rows), 1.0)
-    summary = Summary("Many tasks", "plan", "", (), {})
-    return Part(summary, (Section("timeline", "Tasks", "Tasks", (), (gantt,)),))
+    return Part("Many tasks", "plan", "", (), {}, (Section("timeline", "Tasks", "Tasks", (), (gantt,)),))
 
 
 def test_many_tasks_are_merged_below_a_pixel_and_come_apart(browser, tmp_path):

@@ -19,7 +19,7 @@ def test_a_study_has_curves_what_binds_and_the_front():
     part = part_of(example_study)
     shown = pictures(part)
     assert [s.key for s in part.sections] == [
-        "answer", "maps", "along-gpus", "along-host-link", "bottlenecks", "sensitivities", "money"
+        "answer", "maps", "along-gpus", "along-host-link", "bottlenecks", "sensitivities", "money", "notes"
     ]  # fmt: skip
     fits = [point for point in example_study.points if point.figures]
     for key, read in {
@@ -32,11 +32,13 @@ def test_a_study_has_curves_what_binds_and_the_front():
     assert shown["bottlenecks"].traces[0].texts == ["8 points", "3 points"]
     front = shown["pareto"].traces[-1]
     assert list(front.x) == sorted(p.figures.tokens_per_s for p in fits if p.on_front)
-    table = table_of(part, "Points, predicted")
+    table = table_of(part, "points, predicted")
     assert len(table.rows) == len(example_study.points)
-    assert table.rows[-1] == ("1", "0.5x", "-", "-", "-", "-", "lacks 5 GB", "-", "-")
-    assert part.summary.facts[0].value == "11 of 12"
-    assert "nothing fits" in str(shown["sensitivities"].traces[1].texts)
+    assert table.rows[0][:2] == ("1", "0.5x")
+    assert "lacks memory" in table.rows[0]
+    assert "1 of 12 points: lacks memory: lacks 5 GB" in part.sections[0].words
+    assert part.facts[0].value == "11 of 12"
+    assert "no plan" in str(shown["sensitivities"].traces[1].texts)
     assert page_of(part).named("figure")
     for picture in shown.values():
         go.Figure(data=figure(picture)["data"] and in_colour(figure(picture)["data"], theme(dark=False)))

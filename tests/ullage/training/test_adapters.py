@@ -23,9 +23,14 @@ from planner.plan.document import Plan
 from ullage.capture.adapters import make_adapted
 from ullage.capture.architectures import architecture
 from ullage.capture.quantized import quantization_config, quantize
+from ullage.cli.options import QUANTIZATIONS
 from ullage.cli.request import Adapters, model_named
-from ullage.cli.request_options import QUANTIZATIONS
 from ullage.main import main
+from ullage.training.batches import Batches
+from ullage.training.loop import train
+from ullage.training.models import prepared
+from ullage.training.processes import Process
+from ullage.training.text import TokenStream, read_text
 
 SIZES = {
     "vocab_size": 256,
@@ -167,10 +172,11 @@ def test_a_run_goes_on_in_the_middle_to_the_same_adapter(
 
 def test_the_base_of_an_executed_plan_has_its_weights(base: Path) -> None:
     """Adapters begin as zero, so that the first loss is the base's."""
-    with ullage.Trainer(planned(base), weights=base) as trainer:
-        step = next(iter(trainer))
-        trainer._batches.sequences.position = 0
-        tokens = trainer._batches.sequences.next(2)
+    plan = planned(base)
+    model, optimizer = prepared(plan, Process.of(plan), lr=1e-3, seed=0, weights=base, options={})
+    with optimizer.session:
+        step = next(train(model, optimizer, Batches(plan, read_text(None)), 0, 1))
+    tokens = TokenStream(read_text(None), plan.seq_len).next(2)
     model = AutoModelForCausalLM.from_pretrained(base)
     assert step.loss == pytest.approx(model(input_ids=tokens, labels=tokens).loss.item(), rel=1e-6)
 

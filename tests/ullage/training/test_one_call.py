@@ -23,6 +23,7 @@ from hwprofiles.registry import load_profile, local_profile_path, save_profile
 from ullage.main import main
 from ullage.this_machine import profile as measuring
 from ullage.this_machine.planning import capture_live
+from ullage.training.models import planned_model
 
 BATCH = (torch.ones(8, 16), torch.zeros(8, dtype=torch.long))
 MEMORY = 60_000
@@ -268,7 +269,7 @@ def test_a_factory_and_its_module_are_captured_alike() -> None:
     live = ullage.capture_module(Net(), specs, "fp32", as_on_gpu=False)
     assert live == ullage.capture_module(Net, specs, "fp32", as_on_gpu=False, name="Net")
     with pytest.raises(ullage.CaptureError, match=r"captured from a model in memory.*give ullage.prepare such a model"):
-        ullage.Trainer(ullage.plan(live, hardware="epyc-turin-2c"))
+        planned_model(ullage.plan(live, hardware="epyc-turin-2c"))
 
 
 def net_with(**changes: object) -> nn.Module:

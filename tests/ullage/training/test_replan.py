@@ -1,4 +1,4 @@
-"""Planning again while training goes on: ``ullage execute --replan`` and ``Trainer.replan``."""
+"""Planning again while training goes on: ``ullage execute --replan`` and ``ullage.replan``."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import ullage
-from executor.checkpoint import Level
 from hwprofiles.registry import load_profile
 from planner.decisions import Place, UnitDecision
 from planner.models import resolve_model
@@ -17,8 +16,8 @@ from planner.search import Scorer
 from ullage.analysis.runs import load_run
 from ullage.analysis.simulation import simulate
 from ullage.main import main
-from ullage.training.checkpoints import CheckpointOptions
-from ullage.training.replanning import MARGIN, Replanned, replan
+from ullage.training.models import planned_model
+from ullage.training.replanning import MARGIN, Replanned, plan_again
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +51,8 @@ def test_a_better_plan_takes_over_and_training_is_the_same(
     path.write_text(bad.to_json(), encoding="utf-8")
     out = tmp_path / "out"
     printed = []
-    for options in ([], ["--replan"]):
+    saved = tmp_path / "saved"
+    for options in ([], ["--replan", "--checkpoint-dir", str(saved), "--checkpoint-every", "4", "--keep", "9"]):
         arguments = ["execute", str(path), "--iterations", "16", "--output-dir", str(out), "--json", *options]
         assert main(arguments) == 0
         printed.append(json.loads(capsys.readouterr().out))
@@ -77,45 +77,66 @@ def test_a_better_plan_takes_over_and_training_is_the_same(
     assert (run.timeline.num_iterations, run.before.timeline.num_iterations, len(run.losses)) == (6, 10, 16)
     assert run.data_position == 16
     assert sorted(path.name for path in out.iterdir()) == ["run.json", "trace.json.gz"]
+    assert sorted(path.name for path in saved.glob("step-*")) == [f"step-{step:08d}" for step in (4, 8, 12, 16)]
 
 
-def test_a_trainer_goes_on_with_its_scheduler_and_its_place_in_the_data(bad: Plan, tmp_path: Path) -> None:
-    """And with its checkpoints: those of the new plan too are gone on from under any other."""
+def test_a_loop_goes_on_with_its_scheduler_and_its_checkpoints(bad: Plan, tmp_path: Path) -> None:
+    """Those of the new plan too are gone on from under any other."""
     found = []
-    saving = CheckpointOptions([Level(tmp_path / "checkpoints", every=4)])
-    storage = tmp_path / "storage"
+    level, storage = ullage.Level(tmp_path / "checkpoints", every=4), tmp_path / "storage"
+    tokens = torch.arange(32).view(1, 32) * 7 % 250
+    room = {"checkpoint_buffer_bytes": 64_000_000}
     for replans in (False, True):
-        checkpoints = saving if replans else None
-        with ullage.Trainer(bad, seed=3, storage_dir=storage, checkpoints=checkpoints) as trainer:
-            scheduler = torch.optim.lr_scheduler.StepLR(trainer.optimizer, 2, gamma=0.5)
-            losses, words = [], ""
-            for step in trainer.run(9):
-                scheduler.step()
-                losses.append(step.loss)
-                if replans and step.iteration == 5:
-                    done = trainer.replan()
-                    assert done.switched
-                    assert trainer.plan is done.after
-                    assert done.host_bytes >= bad.prediction.memory["host"].peak_bytes  # type: ignore[index]
-                    words = str(done)
-            weights = {name: weight.clone() for name, weight in trainer.session.full_parameters().items()}
-            found.append((losses, trainer.position, weights))
-    (losses, position, weights), (again, other, after) = found
-    assert (losses, position) == (again, other)
+        torch.manual_seed(3)
+        made = planned_model(bad).train()
+        model, optimizer = ullage.prepare(made, torch.optim.AdamW(made.parameters()), bad, storage_dir=storage, **room)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+        checkpoints = ullage.Checkpoints(optimizer, level) if replans else None
+        losses = []
+        for iteration in range(9):
+            if replans and iteration == 6:
+                with pytest.raises(ValueError, match="checkpoints are open, of the plan that ends now; close them in"):
+                    ullage.replan(optimizer)
+                done = ullage.replan(optimizer, checkpoints.close)
+                assert done.switched
+                assert optimizer.plan is done.after
+                assert done.host_bytes >= bad.prediction.memory["host"].peak_bytes  # type: ignore[index]
+                words, checkpoints = str(done), ullage.Checkpoints(optimizer, level)
+            if replans and iteration == 8:
+                checkpoints.save(iteration, {"scheduler": scheduler.state_dict()})
+            loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+            loss.backward()
+            optimizer.clip_grad_norm_(1.0)
+            optimizer.step()
+            scheduler.step()
+            losses.append(float(loss))
+        weights = {name: weight.clone() for name, weight in optimizer.session.full_parameters().items()}
+        if checkpoints is not None:
+            checkpoints.finish()
+            checkpoints.close()
+        optimizer.session.close()
+        found.append((losses, weights))
+    (losses, weights), (again, after) = found
+    assert losses == again
     assert all(torch.equal(after[name], weight) for name, weight in weights.items())
     assert words.startswith("planned again: ")
     assert "\n" not in words
     assert list(storage.iterdir()) == []
-    assert [(outcome.step, outcome.error) for outcome in trainer.outcomes] == [(4, None), (8, None), (9, None)]
-    with ullage.Trainer(bad, seed=4, checkpoints=saving) as resumed:
-        assert resumed.resume().step == 9
-        found_again = resumed.session.full_parameters()
+    made = planned_model(bad).train()
+    model, optimizer = ullage.prepare(made, torch.optim.AdamW(made.parameters()), bad, **room)
+    with optimizer.session, ullage.Checkpoints(optimizer, level) as checkpoints:
+        resumed = checkpoints.resume()
+        assert (resumed.step, resumed.extra["scheduler"]["last_epoch"]) == (8, 8)
+        model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+        found_again = optimizer.session.full_parameters()
         assert all(torch.equal(found_again[name], weight) for name, weight in weights.items())
 
 
 def test_a_plan_that_is_as_good_stays(good: Plan) -> None:
     """Where all was measured as predicted, the profile stays, and so does the plan."""
-    found = replan(good, simulate(good, 8).timeline)
+    found = plan_again(good, simulate(good, 8).timeline)
     assert found.refit.profile == good.hardware
     assert not found.is_faster
     assert "not faster by more than 5%, so the plan stays" in str(found)
@@ -127,7 +148,7 @@ def test_a_plan_that_is_as_good_stays(good: Plan) -> None:
 
 def test_bad_input(good: Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ValueError, match="4 recorded iterations are too few to plan again; train 5 first"):
-        replan(good, simulate(good, 4).timeline)
+        plan_again(good, simulate(good, 4).timeline)
     path = tmp_path / "plan.json"
     path.write_text(good.to_json(), encoding="utf-8")
     assert main(["execute", str(path), "--replan", "--iterations", "15", "--output-dir", str(tmp_path / "out")]) == 2

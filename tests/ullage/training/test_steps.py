@@ -167,6 +167,9 @@ def test_a_step_of_several_calls_follows_its_plan_and_trains_as_in_memory(name: 
     with optimizer.session as session:
         found = run(model, optimizer, step, batches, accumulate)
         assert session.num_left == 0
+        assert session.audit.result is not None
+        assert session.audit.result.kinds
+        assert not session.audit.result.left_out
     assert found == pytest.approx(expected, rel=1e-5)
     for key, weight in alone.state_dict().items():
         torch.testing.assert_close(model.state_dict()[key], weight, rtol=1e-4, atol=1e-5)

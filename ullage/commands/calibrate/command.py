@@ -94,9 +94,15 @@ def add_parser(subparsers: Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure, write the profile, print. Nothing is written before everything is measured."""
     if args.list:
-        from ullage.commands.calibrate.screen import list_quantities  # noqa: PLC0415 - slow to import
+        from hwprofiles.catalogue import CATALOGUE  # noqa: PLC0415
+        from ullage.output.console import write_json  # noqa: PLC0415 - slow to import
+        from ullage.report.profile import catalogue_tables  # noqa: PLC0415
+        from ullage.report.terminal import show  # noqa: PLC0415
 
-        list_quantities(as_json=args.json)
+        if args.json:
+            write_json({path: {"how": e.how, "part": e.part, "words": e.words} for path, e in CATALOGUE.items()})
+        else:
+            show(*catalogue_tables())
         return 0
     others = fitting.MEASURES if args.from_runs else fitting.FITS
     if given := [f"--{name.replace('_', '-')}" for name in others if getattr(args, name)]:
@@ -188,6 +194,9 @@ def _print(args: argparse.Namespace, profile: HardwareProfile, path: Path, base:
 
         sys.stdout.write(canonical_json(profile))
         return
-    from ullage.commands.calibrate.screen import calibrated  # noqa: PLC0415 - slow to import
+    from ullage.report.profile import calibration_part  # noqa: PLC0415 - slow to import
+    from ullage.report.terminal import show  # noqa: PLC0415
 
-    calibrated(profile, path, base, report)
+    took = f"measured in {report.elapsed_s:.0f} s; " if report else ""
+    meaning = "; it is now the default of --hardware" if path == local_profile_path() else ""
+    show(calibration_part(profile, base, report), f"{took}profile written to {path}{meaning}")

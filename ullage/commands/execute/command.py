@@ -1,28 +1,27 @@
 """``ullage execute``: run a plan."""
 
 import argparse
-import dataclasses
 from pathlib import Path
 
 from planner.plan.document import Plan, load_plan
-from ullage.cli.arguments import audit, cores, fraction, non_negative_int, positive_float, positive_int, positive_ints
-from ullage.cli.request_options import add_request_options, check_names, given_options
+from planner.terms import MIN_CHECKPOINTS
+from ullage.cli.arguments import audit, cores, non_negative_int, positive_float, positive_int, positive_ints
+from ullage.cli.options import add_options, check_names, given_options
 from ullage.commands import Subparsers, command_parser
-from ullage.training.options import DEFAULT_CHECKPOINTS, MIN_CHECKPOINTS, TOKEN_DTYPES, ExecuteOptions
 
 
 def add_parser(subparsers: Subparsers) -> None:
     """Add the parser of this command."""
-    defaults = ExecuteOptions()
     parser = command_parser(
         subparsers,
         "execute",
         run,
         "Train the plan's model exactly as planned, from random weights or from yours. Measure every task, and\n"
-        "compare the run with the prediction. The data is your text, chat, instructions or tokens, or a built-in\n"
-        "text. Files are memory-mapped; the order of sequences depends only on the seed. For a captured model, the\n"
-        "function that the plan names makes the model; it trains on --data, or on one random batch. A plan for\n"
-        "several devices needs one process per device: `torchrun --nproc-per-node 8 -m ullage execute plan.json`.\n"
+        "compare the run with the prediction. The data is your text or tokens, or a built-in text. Files are\n"
+        "memory-mapped; the order of sequences depends only on the seed. For a captured model, the function that the\n"
+        "plan names makes the model; it trains on one random batch. For chats, instructions, epochs, evaluation and\n"
+        "loggers, use `ullage.offloaded(SFTTrainer)` in Python. A plan for several devices needs one process per\n"
+        "device: `torchrun --nproc-per-node 8 -m ullage execute plan.json`.\n"
         "Without PLAN, Ullage first plans --model for the memory that is free now, and writes the plan into\n"
         "--output-dir. If this machine has no profile, Ullage measures it first, once, in half a minute.",
         """
@@ -34,9 +33,6 @@ def add_parser(subparsers: Subparsers) -> None:
         ullage execute plan.json --iterations 1000 --checkpoint-dir checkpoints --resume
         ullage execute plan.json --checkpoint-dir memory --checkpoint-dir s3://bucket/run --checkpoint-every 10,100
         ullage execute plan.json --weights models/llama --text corpus.txt --save models/mine
-        ullage execute plan.json --weights models/llama --data chat.jsonl --epochs 3 --eval-split 5% --save models/mine
-        ullage execute plan.json --data corpus/ --tokenizer models/llama --pack --iterations 1000
-        ullage execute plan.json --tensorboard runs/1 --metrics-file /var/lib/node_exporter/ullage.prom
         ullage execute plan.json --tokens corpus.bin --token-dtype uint16 --data-position 8000
         """,
     )
@@ -47,13 +43,14 @@ def add_parser(subparsers: Subparsers) -> None:
         metavar="PLAN",
         help="file that `ullage plan` wrote; without it, Ullage first plans --model",
     )
-    add_request_options(parser, model_required=False)
+    add_options(parser, model_required=False)
     parser.add_argument(
         "--iterations",
         dest="num_iterations",
         type=positive_int,
         metavar="N",
-        help="optimizer steps (default: 30, or those of --epochs); fewer than 6 are not compared with the prediction",
+        default=30,
+        help="optimizer steps (30); fewer than 6 are not compared with the prediction",
     )
     parser.add_argument(
         "--text",
@@ -62,32 +59,32 @@ def add_parser(subparsers: Subparsers) -> None:
         help="train on a text, one token per byte (default: a built-in English text)",
     )
     parser.add_argument("--tokens", type=Path, metavar="PATH", help="train on tokens: a .npy file, or a raw file")
-    parser.add_argument("--token-dtype", choices=TOKEN_DTYPES, help="type of the tokens in a raw file, little-endian")
-    _add_data_options(parser)
+    parser.add_argument(
+        "--token-dtype", choices=("uint16", "uint32"), help="type of the tokens in a raw file, little-endian"
+    )
+    parser.add_argument("--data", type=_of_trainers, help=argparse.SUPPRESS)
     parser.add_argument(
         "--data-position",
         type=non_negative_int,
-        default=defaults.data_position,
+        default=0,
         metavar="N",
         help="sequences to skip, such as the data_position in the run.json of an earlier run (0)",
     )
     parser.add_argument(
         "--seed",
         type=non_negative_int,
-        default=defaults.seed,
+        default=0,
         metavar="N",
-        help=f"seed of weights and data ({defaults.seed})",
+        help="seed of weights and data (0)",
     )
     parser.add_argument(
         "--lr",
         type=positive_float,
-        default=defaults.lr,
+        default=1e-3,
         metavar="X",
-        help=f"learning rate ({defaults.lr:g})",
+        help="learning rate at its highest (0.001); it rises for 5 iterations, then falls as a cosine",
     )
-    parser.add_argument(
-        "--output-dir", type=Path, default=defaults.output_dir, metavar="DIR", help="folder for results (out/)"
-    )
+    parser.add_argument("--output-dir", type=Path, default=Path("out"), metavar="DIR", help="folder for results (out/)")
     parser.add_argument(
         "--weights",
         metavar="DIR|NAME",
@@ -115,7 +112,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--cores",
         type=cores,
-        default=defaults.cores,
+        default="auto",
         metavar="LIST|auto|free",
         help="CPU cores to use, as in 0-31,64-95. The ranks of a machine divide them, and each rank is bound to its "
         "share. auto: all cores of the process, bound if there are several ranks (the default); free: no binding",
@@ -129,7 +126,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--audit",
         type=audit,
-        default=defaults.audit,
+        default="first",
         metavar="first|off|N",
         help="compare outputs and gradients of one module of each kind with plain PyTorch, and stop before the step if "
         "they differ: in the first iterations (the default), never, or again after every N iterations",
@@ -155,7 +152,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--checkpoint-every",
         type=positive_ints,
-        default=defaults.checkpoint_every,
+        default=(),
         metavar="N[,N...]",
         help="iterations between checkpoints: one number, or one per place, each a multiple of the number before "
         "(default: those of the plan if `ullage plan --mtbf` chose them; else 100)",
@@ -163,28 +160,16 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--keep",
         type=positive_ints,
-        default=defaults.keep,
+        default=(),
         metavar="N[,N...]",
         help=f"newest checkpoints to keep, at least {MIN_CHECKPOINTS}: one number, or one per place "
-        f"({DEFAULT_CHECKPOINTS})",
+        f"({MIN_CHECKPOINTS})",
     )
     parser.add_argument(
         "--resume",
         action="store_true",
         help="continue from the newest complete checkpoint in any --checkpoint-dir, up to --iterations. The checkpoint "
         "may come from another plan",
-    )
-    parser.add_argument(
-        "--tensorboard",
-        type=Path,
-        metavar="DIR",
-        help="write loss, learning rate and times of every iteration for TensorBoard",
-    )
-    parser.add_argument(
-        "--metrics-file",
-        type=Path,
-        metavar="PATH",
-        help="write the latest metrics to a .prom file for the textfile collector of Prometheus' node exporter",
     )
     parser.add_argument(
         "--allow-other-machine",
@@ -195,61 +180,29 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--device",
         choices=("auto", "host", "cuda"),
-        default=defaults.device,
+        default="auto",
         help="device to run on (auto: the kind that the plan is for)",
     )
 
 
-def _add_data_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--data",
-        type=Path,
-        metavar="PATH",
-        help="train on text (.txt), chat or instructions (.jsonl, .parquet) in a file or folder. For chat and "
-        "instructions, only answers are targets of the loss",
-    )
-    parser.add_argument(
-        "--tokenizer",
-        metavar="DIR|NAME",
-        help="tokenizer for --data: a folder, or a hub's model on this machine (default: the tokenizer beside "
-        "--weights)",
-    )
-    parser.add_argument(
-        "--pack",
-        action="store_true",
-        help="pack several documents of --data into one sequence, without attention between them (default: padding)",
-    )
-    parser.add_argument("--epochs", type=positive_int, metavar="N", help="passes over --data, instead of --iterations")
-    parser.add_argument(
-        "--drop-last", action="store_true", help="drop the last step of an epoch if it has fewer sequences"
-    )
-    parser.add_argument(
-        "--eval-split",
-        type=fraction,
-        default=0.0,
-        metavar="F",
-        help="share of --data that is held out for evaluation, as in 5%% or 0.05 (default: none)",
-    )
-    parser.add_argument(
-        "--eval-every",
-        type=positive_int,
-        metavar="N",
-        help="iterations between evaluations (default: evaluate at the end of each epoch and of training)",
+def _of_trainers(path: str) -> None:
+    """Refuse data that a trainer of ``transformers`` or TRL trains on."""
+    raise argparse.ArgumentTypeError(
+        f"{path} is for a trainer: `ullage.offloaded(trl.SFTTrainer)(model=model, train_dataset=data).train()` in "
+        "Python, with its options for chats, packing, epochs and evaluation; docs/howto/data.md has the whole program"
     )
 
 
 def run(args: argparse.Namespace) -> int:
     """Execute the plan."""
-    given = {field.name: getattr(args, field.name) for field in dataclasses.fields(ExecuteOptions)}
-    options = ExecuteOptions(**given)
-    plan = _plan(args, options)
+    plan = _plan(args)
     # importing torch takes seconds, so check the plan first
     from ullage.cli.interruption import InterruptedTrainingError  # noqa: PLC0415
     from ullage.commands.execute.run import execute  # noqa: PLC0415
     from ullage.training.out_of_memory import OutOfMemoryError, render_report  # noqa: PLC0415
 
     try:
-        execute(plan, options)
+        execute(plan, args)
     except OutOfMemoryError as error:
         from ullage.output.console import console  # noqa: PLC0415 - slow to import
 
@@ -263,7 +216,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _plan(args: argparse.Namespace, options: ExecuteOptions) -> Plan:
+def _plan(args: argparse.Namespace) -> Plan:
     """Return the given plan, or else make a plan for this machine."""
     given = given_options(args)
     if args.plan is not None:
@@ -276,9 +229,8 @@ def _plan(args: argparse.Namespace, options: ExecuteOptions) -> Plan:
             "machine"
         )
     check_names(args)
-    from ullage.commands.execute.data import check_data, check_places  # noqa: PLC0415 - torch takes seconds
+    from ullage.commands.execute.checks import check_options  # noqa: PLC0415 - torch takes seconds
     from ullage.commands.execute.planning import planned  # noqa: PLC0415
 
-    check_data(options)
-    check_places(options)
+    check_options(args)
     return planned(args, args.output_dir)

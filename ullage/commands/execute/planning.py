@@ -9,7 +9,6 @@ from hwprofiles.files import check_output, make_folder
 from planner.plan.document import Plan
 from planner.plan.planning import make_plan
 from ullage.cli.request import request_of
-from ullage.cli.request_options import is_captured
 from ullage.output.progress import search_progress
 from ullage.this_machine.planning import (
     MOST_SIMULATIONS,
@@ -38,8 +37,6 @@ def planned(args: argparse.Namespace, output_dir: Path) -> Plan:
         check_output("--output-dir", path)  # before the search
     free = free_memory()
     args.gpus = args.gpus or world_size()
-    if args.batches is None and args.data is not None and _may_be_captured(args):
-        args.batches = "masked"
     options: Options = {} if args.device_memory is None else {"device_memory": args.device_memory}
 
     def make() -> Plan:
@@ -54,9 +51,3 @@ def planned(args: argparse.Namespace, output_dir: Path) -> Plan:
         plan.save(path)
         sys.stderr.write(f"ullage execute: {plan}; plan written to {path}\n")
     return plan
-
-
-def _may_be_captured(args: argparse.Namespace) -> bool:
-    """Return whether the model can be captured with a mask. Formulas plan models that ranks share, without capture."""
-    shared = (args.tensor_parallel, args.pipeline_parallel, args.expert_parallel)
-    return not is_captured(args.model) and max(count or 1 for count in shared) == 1

@@ -21,8 +21,8 @@ from planner.plan.planning import InfeasibleError, Request, engine_rows, make_pl
 from planner.search import no_garbage_collection
 from ullage.cli.checkpoint_request import checkpoints_of, with_pfs
 from ullage.cli.exit_codes import BAD_INPUT
+from ullage.cli.options import PACKAGED_HARDWARE, is_captured
 from ullage.cli.request import request_of, trained
-from ullage.cli.request_options import PACKAGED_HARDWARE, is_captured
 from ullage.output.formatting import si
 from ullage.output.progress import search_progress, status
 
@@ -52,10 +52,13 @@ def plan_command(args: argparse.Namespace) -> int:
         write_whole(args.output, text)
         sys.stdout.write(text)
         return 0
-    from ullage.commands.plan.screen import plan_screen  # noqa: PLC0415 - rich is slow to import, and --json does without
+    from ullage.report.plan import plan_part  # noqa: PLC0415 - rich is slow to import, and --json does without
+    from ullage.report.terminal import show  # noqa: PLC0415
 
     write_whole(args.output, text)
-    plan_screen(plan, args.output, default_hardware=args.hardware is None and plan.hardware.name == PACKAGED_HARDWARE)
+    is_default = args.hardware is None and plan.hardware.name == PACKAGED_HARDWARE
+    chosen = " (the default; choose another with --hardware)" if is_default else ""
+    show(plan_part(plan, path=args.output, chosen=chosen), f"plan written to {args.output}")
     return 0
 
 

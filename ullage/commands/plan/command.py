@@ -5,8 +5,7 @@ from pathlib import Path
 
 from hwprofiles.files import check_output
 from ullage.cli.arguments import positive_float
-from ullage.cli.checkpoint_options import add_checkpoint_options
-from ullage.cli.request_options import add_request_options, check_names
+from ullage.cli.options import add_options, check_names
 from ullage.commands import Subparsers, command_parser
 
 
@@ -33,8 +32,7 @@ def add_parser(subparsers: Subparsers) -> None:
         ullage plan --model opt-13b --gpus 8 --mtbf memory=2h,nvme=1d,pfs=30d --pfs-bandwidth 2GB
         """,
     )
-    add_request_options(parser, model_required=True)
-    add_checkpoint_options(parser)
+    add_options(parser, model_required=True, checkpoints=True)
     parser.add_argument(
         "--budget",
         type=positive_float,

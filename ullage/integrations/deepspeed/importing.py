@@ -147,13 +147,13 @@ def side_by_side(found: Imported) -> SideBySide:
     best = min(map(scorer.score, configured(setup, found.settings)), key=lambda candidate: candidate.order)
     request = found.request
     subject = Subject("DeepSpeed", request.model, request.hardware, workload, best.decisions, cost)
-    theirs = Iteration.of(subject, subject.simulate())
+    theirs = Iteration(subject, subject.simulate())
     try:
         plan = make_plan(request)
     except InfeasibleError as error:
         return SideBySide(found, theirs, None, None, str(error))
     ours = planned(plan)
-    return SideBySide(found, theirs, plan, Iteration.of(ours, ours.simulate()))
+    return SideBySide(found, theirs, plan, Iteration(ours, ours.simulate()))
 
 
 def _precision(config: Config, assumed: list[str]) -> Precision:

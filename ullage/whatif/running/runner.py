@@ -15,10 +15,6 @@ from ullage.whatif.running.workers import Runner, Task
 from ullage.whatif.study import Axis, Point, Result, Study
 
 
-class InterruptedStudyError(KeyboardInterrupt):
-    """A study was interrupted. Its results are stored, and the message says how to continue."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Evaluator:
     """Plans points with a store and a runner.
@@ -37,7 +33,7 @@ class Evaluator:
         """Return the results of points. Points whose results are in the store are not planned again.
 
         Raises:
-            InterruptedStudyError: Ctrl-C; all results until then are in the store.
+            KeyboardInterrupt: Ctrl-C; all results until then are in the store.
             OSError: the store cannot be written.
         """
         wanted = list(cases)
@@ -58,7 +54,7 @@ class Evaluator:
             except KeyboardInterrupt:
                 self.store.look_again()
                 done = sum(self.store.get(key) is not None for key in keys)
-                raise InterruptedStudyError(
+                raise KeyboardInterrupt(
                     f"interrupted; {done} of {len(keys)} points are stored in {self.store.path}; run the same command "
                     "again to continue"
                 ) from None
@@ -99,7 +95,7 @@ def run_study(space: Space, prices: Prices | None, evaluator: Evaluator) -> Stud
     """Plan all points of a study and compute their costs.
 
     Raises:
-        InterruptedStudyError: see :meth:`Evaluator.results`.
+        KeyboardInterrupt: see :meth:`Evaluator.results`.
         OSError: the store cannot be written.
     """
     cases = list(tracked(space.cases(), len(space), evaluator.progress))

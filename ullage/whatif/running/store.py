@@ -19,12 +19,9 @@ from typing import Final
 from pydantic import ValidationError
 
 from ullage.whatif.study import Result
+from ullage.whatif.values import StudyError
 
 _BEGIN: Final = b'{"key":'
-
-
-class StoreError(ValueError):
-    """A store cannot be used; the message contains the remedy."""
 
 
 class Store(contextlib.AbstractContextManager["Store"]):
@@ -34,7 +31,7 @@ class Store(contextlib.AbstractContextManager["Store"]):
         path: path of the file, which is made if it does not exist.
 
     Raises:
-        StoreError: another process has the file open, or it is not a store.
+        StudyError: another process has the file open, or it is not a store.
         OSError: the file cannot be opened.
     """
 
@@ -86,7 +83,7 @@ class Store(contextlib.AbstractContextManager["Store"]):
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise StoreError(
+            raise StudyError(
                 f"{self.path} is being written by another study; wait for it, or choose another --output"
             ) from None
 
@@ -96,7 +93,7 @@ class Store(contextlib.AbstractContextManager["Store"]):
             file.seek(0)  # an earlier read has moved the position
             data = file.read(len(_BEGIN))  # if this is another kind of file, it may be large
             if not data.startswith(_BEGIN) and not _BEGIN.startswith(data):
-                raise StoreError(f"{self.path} exists and is not a store of results; choose another --output")
+                raise StudyError(f"{self.path} exists and is not a store of results; choose another --output")
             data += file.read()
         end = data.rfind(b"\n") + 1
         os.ftruncate(self._file, end)

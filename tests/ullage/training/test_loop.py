@@ -1,10 +1,10 @@
-"""``ullage.Trainer``: the loop that is there."""
+"""The loop of ``ullage execute``."""
 
 import contextlib
 import gc
 import itertools
 import math
-from pathlib import Path
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import ullage
-from executor.checkpoint import CheckpointError, Level
 from executor.memory.arenas import MeasuredMemory
 from executor.prepare import OffloadedOptimizer
 from hwprofiles.profile import FOR_LIBRARIES_BYTES
@@ -20,9 +19,11 @@ from hwprofiles.registry import load_profile
 from planner.models import resolve_model
 from planner.plan.document import Plan
 from planner.plan.planning import Request, make_plan
-from ullage.training.batches import batch_source
-from ullage.training.checkpoints import CheckpointOptions, CheckpointSaver
+from ullage.training.batches import Batches
+from ullage.training.loop import Step, train
+from ullage.training.models import prepared
 from ullage.training.out_of_memory import OutOfMemoryError, check_device, warning_of_retries
+from ullage.training.processes import Process
 from ullage.training.text import Tokens, TokenStream
 
 SEQ_LEN = 32
@@ -40,24 +41,36 @@ def tokens() -> Tokens:
     return np.random.default_rng(0).integers(0, 200, SEQ_LEN * 40).astype(np.uint16)
 
 
+@contextlib.contextmanager
+def made(
+    plan: Plan, tokens: Tokens, end: int, *, position: int = 0, lr: float = 1e-3, seed: int = 0
+) -> Iterator[tuple[torch.nn.Module, OffloadedOptimizer, Batches, Iterator[Step]]]:
+    """Yield what the command trains, and its loop."""
+    model, optimizer = prepared(plan, Process.of(plan), lr=lr, seed=seed, weights=None, options={})
+    batches = Batches(plan, tokens, seed)
+    batches.position = position
+    with optimizer.session:
+        yield model, optimizer, batches, train(model, optimizer, batches, 0, end)
+
+
 def test_it_trains_as_a_loop_around_prepare_does(plan: Plan, tokens: Tokens) -> None:
-    """Bit for bit: the same sequences, the same clipping, the same order."""
+    """Bit for bit: the same sequences, the same rates, the same clipping, the same order."""
+    with made(plan, tokens, 8, seed=5) as (_, optimizer, batches, steps):
+        start = {name: weight.clone() for name, weight in optimizer.session.full_parameters().items()}
+        found = [step.loss for step in itertools.islice(steps, 7)]
+        assert batches.position == 7 * 4
 
-    with ullage.Trainer(plan, data=tokens, lr=1e-3, seed=5) as trainer:
-        start = {name: weight.clone() for name, weight in trainer.session.full_parameters().items()}
-        found = [step.loss for step in trainer.run(3)]
-        found += [step.loss for step in itertools.islice(trainer, 1)]  # it goes on
-        assert trainer.position == 4 * 4
-
-    with ullage.Trainer(plan, data=tokens, seed=5) as other:  # of the same weights, to be trained by hand
-        model = other.model
+    with made(plan, tokens, 1, seed=5) as (model, other, _, _):  # of the same weights, to be trained by hand
         for name, weight in other.session.full_parameters().items():
             assert torch.equal(weight, start[name]), name
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
-    model, prepared = ullage.prepare(model, optimizer, plan)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda i: min((i + 1) / 5, 1) * 0.5 * (1 + math.cos(math.pi * i / 8))
+    )
+    model, prepared_one = ullage.prepare(model, optimizer, plan)
     stream, expected = TokenStream(tokens, SEQ_LEN, 5), []
-    with prepared.session:
-        for _ in range(4):
+    with prepared_one.session:
+        for _ in range(7):
             total = torch.zeros(())
             for _ in range(2):
                 batch = stream.next(2)
@@ -65,23 +78,10 @@ def test_it_trains_as_a_loop_around_prepare_does(plan: Plan, tokens: Tokens) -> 
                 loss.backward()
                 total += loss.detach()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            prepared.step()
+            prepared_one.step()
+            scheduler.step()
             expected.append(float(total))
     assert found == expected
-
-
-def test_a_given_model_and_optimizer_go_on_at_a_position(plan: Plan, tokens: Tokens) -> None:
-    with ullage.Trainer(plan, data=tokens) as trainer:
-        whole = [step.loss for step in trainer.run(4)]
-    with ullage.Trainer(plan, data=tokens) as trainer:
-        begun = [step.loss for step in trainer.run(2)]
-        state, position = trainer.optimizer.state_dict(), trainer.position
-    optimizer = torch.optim.AdamW(trainer.model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
-    with ullage.Trainer(plan, trainer.model, optimizer, tokens, position=position) as resumed:
-        resumed.optimizer.load_state_dict(state)
-        rest = [(step.iteration, step.loss, step.measured_s > 0) for step in resumed.run(2)]
-    assert [*begun, *(loss for _, loss, _ in rest)] == whole
-    assert [(iteration, timed) for iteration, _, timed in rest] == [(0, True), (1, True)]
 
 
 class Listener(torch.nn.Module):
@@ -89,6 +89,7 @@ class Listener(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
         self.heard: list[list[int]] = []
 
     def forward(self, input_ids: torch.Tensor, **_: object) -> SimpleNamespace:
@@ -101,56 +102,44 @@ def test_any_number_of_ranks_shares_the_same_batches(plan: Plan, tokens: Tokens,
     """Each micro-batch of all ranks together is the next piece of one order, and each rank takes its own part."""
 
     shared = plan.decisions.model_copy(update={"data_parallel": num_ranks, "micro_batch": 4 // num_ranks})
-    feeds = [
-        batch_source(plan.model_copy(update={"decisions": shared}), tokens, 7, 3, rank) for rank in range(num_ranks)
-    ]
+    feeds = [Batches(plan.model_copy(update={"decisions": shared}), tokens, 7, rank) for rank in range(num_ranks)]
     listener = Listener()
+    for batches in feeds:
+        batches.position = 3
     for _ in range(11):
         for batches in feeds:
-            batches.loss(listener, torch.device("cpu"))
+            batches.loss(listener)
     stream = TokenStream(tokens, SEQ_LEN, 7)
     stream.next(3)
     assert listener.heard == stream.next(44).tolist()
-    assert {batches.sequences.position for batches in feeds} == {stream.position} == {47}
+    assert {batches.position for batches in feeds} == {stream.position} == {47}
 
 
-def test_bad_input(plan: Plan, tokens: Tokens) -> None:
-    stray = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
-    with pytest.raises(ValueError, match="without its model"):
-        ullage.Trainer(plan, optimizer=stray)
-    with pytest.raises(ValueError, match="position is -1"):
-        ullage.Trainer(plan, data=tokens, position=-1)
-    unknown = ullage.Trainer(plan, data=tokens.astype(np.uint32) + 70_000)
-    with unknown, pytest.raises(ValueError, match="but the model knows tokens 0 to"):
-        next(iter(unknown))
-
-
-def test_a_rate_that_is_too_large_is_named_as_it_was_given(plan: Plan, tokens: Tokens) -> None:
-    with ullage.Trainer(plan, data=tokens, lr=1e30) as trainer:
-        scheduler = torch.optim.lr_scheduler.LambdaLR(trainer.optimizer, lambda _iteration: 0.5)
-        with pytest.raises(ValueError, match=r"use a smaller --lr than 1e\+30"):
-            for _ in trainer.run(4):
-                scheduler.step()
+def test_a_token_that_the_model_does_not_know_is_named(plan: Plan, tokens: Tokens) -> None:
+    with (
+        made(plan, tokens.astype(np.uint32) + 70_000, 1) as (*_, steps),
+        pytest.raises(ValueError, match="but the model knows tokens 0 to"),
+    ):
+        next(steps)
 
 
 def test_memory_that_runs_out_on_the_way_is_reported_with_its_ledger(
     plan: Plan, tokens: Tokens, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As the allocators say it: of the device, and of the host."""
-
-    with ullage.Trainer(plan, data=tokens) as trainer:
+    with made(plan, tokens, 1) as (model, optimizer, batches, _):
         for error, tier in ((torch.OutOfMemoryError("CUDA out of memory. Tried"), "gpu"), (MemoryError(), "host")):
 
-            def compute(error: Exception = error) -> torch.Tensor:
+            def compute(*_: object, error: Exception = error) -> torch.Tensor:
                 raise error
 
-            monkeypatch.setattr(trainer, "_compute", compute)
+            monkeypatch.setattr(ullage.training.loop, "_compute", compute)
             with pytest.raises(OutOfMemoryError) as caught:
-                next(iter(trainer))
+                next(train(model, optimizer, batches, 0, 1))
             report = caught.value.report
             assert report.tier == tier
             actual = {name: n for name, n in report.actual_bytes.items() if "activations" not in name}
-            assert actual == {str(c): n for c, n in trainer.session.memory()[report.tier].static_bytes.items()}
+            assert actual == {str(c): n for c, n in optimizer.session.memory()[report.tier].static_bytes.items()}
             assert report.remedy
 
 
@@ -188,7 +177,7 @@ def test_a_full_allocator_is_told_once() -> None:
 
 
 def test_memory_of_times_is_bounded(plan: Plan, tokens: Tokens, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A trainer records for whoever plans again, and keeps what that reads."""
+    """A session records for whoever plans again, and keeps what that reads."""
     monkeypatch.setattr("executor.devices.lanes.NUM_RECORDED", 6)
 
     def num_tickets() -> int:
@@ -196,42 +185,26 @@ def test_memory_of_times_is_bounded(plan: Plan, tokens: Tokens, monkeypatch: pyt
 
     gc.collect()
     before = num_tickets()  # what other tests have left
-    with ullage.Trainer(plan, data=tokens) as trainer:
-        num_tasks = len(trainer.session.schedule.tasks)
-        for iteration, _ in enumerate(trainer.run(10)):
-            trainer.session.synchronize()  # a thread that makes a tuple minds that others see it
-            if iteration in {7, 9}:  # to look through all objects takes long
+    with made(plan, tokens, 10) as (_, optimizer, _, steps):
+        num_tasks = len(optimizer.session.schedule.tasks)
+        for step in steps:
+            optimizer.session.synchronize()  # a thread that makes a tuple minds that others see it
+            if step.iteration in {7, 9}:  # to look through all objects takes long
                 assert num_tickets() - before <= (6 + 2) * num_tasks
-        assert trainer.session.timeline().num_iterations == 6
-        assert trainer.replan().refit.measured_s > 0
+        assert optimizer.session.timeline().num_iterations == 6
+        assert ullage.replan(optimizer).refit.measured_s > 0
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
 def test_training_ends_where_the_loss_is_not_finite(
     plan: Plan, tokens: Tokens, monkeypatch: pytest.MonkeyPatch, loss: float
 ) -> None:
-    with ullage.Trainer(plan, data=tokens, lr=0.25) as trainer:
-        next(iter(trainer))
-        monkeypatch.setattr(trainer, "_compute", lambda: torch.tensor(loss))
+    """And names the rate as it was given."""
+    with made(plan, tokens, 9, lr=0.25) as (*_, steps):
+        next(steps)
+        monkeypatch.setattr(ullage.training.loop, "_compute", lambda *_: torch.tensor(loss))
         with pytest.raises(ValueError, match=rf"the loss is {loss} in iteration 1; use a smaller --lr than 0\.25"):
-            next(iter(trainer))
-        assert trainer.iteration == 1
-
-
-def test_what_fails_after_the_model_was_prepared_ends_the_session(
-    plan: Plan, tokens: Tokens, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Which tells other ranks why, where there are any: they would take this one for killed."""
-    sessions = []
-
-    def fails(_self: object, optimizer: OffloadedOptimizer) -> None:
-        sessions.append(optimizer.session)
-        raise CheckpointError("there is no room")
-
-    monkeypatch.setattr(CheckpointSaver, "open", fails)
-    with pytest.raises(CheckpointError, match="there is no room"):
-        ullage.Trainer(plan, data=tokens, checkpoints=CheckpointOptions([Level(tmp_path)]))
-    assert [session.closed for session in sessions] == [True]
+            next(steps)
 
 
 @pytest.mark.part(2)
@@ -243,15 +216,14 @@ def test_memory_of_ranks_is_too_much_if_it_is_so_three_times(
     looked: list[int] = []
 
     def check(*_args: object) -> None:
-        looked.append(trainer.iteration)
+        looked.append(optimizer.session.iteration)
         if len(looked) <= num_too_much:
             raise OutOfMemoryError(SimpleNamespace(what="", remedy=""))
 
-    monkeypatch.setattr(ullage.training.trainer, "check_device", check)
-    with ullage.Trainer(plan, data=tokens) as trainer:
-        trainer.plan = plan.model_copy(
-            update={"decisions": plan.decisions.model_copy(update={"data_parallel": 2, "zero_stage": 1})}
-        )
+    monkeypatch.setattr(ullage.training.loop, "check_device", check)
+    with made(plan, tokens, 6) as (_, optimizer, _, steps):
+        two = plan.decisions.model_copy(update={"data_parallel": 2, "zero_stage": 1})
+        optimizer.plan = plan.model_copy(update={"decisions": two})
         with pytest.raises(OutOfMemoryError) if ends else contextlib.nullcontext():
-            list(trainer.run(6))
-    assert looked == list(range(1, 2 + min(num_too_much, 2)))
+            list(steps)
+    assert looked == list(range(2, 3 + min(num_too_much, 2)))

@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from hwprofiles.files import check_output
+from hwprofiles.files import check_output, write_whole
 from planner.plan.document import load_plan
 from planner.schedule.trace import chrome_trace, write_trace
 from ullage.analysis.iteration import Iteration
@@ -12,11 +12,12 @@ from ullage.analysis.simulation import ENGINES, OURS, Subject, planned, requeste
 from ullage.cli.arguments import positive_int
 from ullage.cli.default_hardware import print_default_hardware
 from ullage.cli.exit_codes import CHECK_FAILED
+from ullage.cli.options import add_options, given_options
 from ullage.cli.request import request_of
-from ullage.cli.request_options import add_request_options, given_options
 from ullage.commands import Subparsers, command_parser
-
-FIGURE_SUFFIXES = (".svg", ".png", ".html")
+from ullage.output.console import write_json
+from ullage.report.iteration import iteration_part
+from ullage.report.terminal import show
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -31,7 +32,7 @@ def add_parser(subparsers: Subparsers) -> None:
         """
         ullage simulate plan.json
         ullage simulate plan.json --engine twin-flow 0.4 --trace twin-flow.json.gz
-        ullage simulate --model opt-13b --hardware h100x4-80g --gpus 4 --engine zero-offload --figure iteration.svg
+        ullage simulate --model opt-13b --hardware h100x4-80g --gpus 4 --engine zero-offload --figure iteration.html
         ullage simulate plan.json --text | less
         """,
     )
@@ -58,12 +59,12 @@ def add_parser(subparsers: Subparsers) -> None:
         "--figure",
         type=Path,
         metavar="PATH",
-        help=f"draw memory, traffic and busy shares over the iteration ({', '.join(FIGURE_SUFFIXES)})",
+        help="draw tasks, memory, traffic and busy shares over the iteration on a page (.html)",
     )
     shown = parser.add_mutually_exclusive_group()
     shown.add_argument("--text", action="store_true", help="print the schedule, one line per task, and nothing else")
     shown.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    add_request_options(parser, model_required=False)
+    add_options(parser, model_required=False)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -74,8 +75,8 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(
             "--iterations 1 is too few, because an iteration ends where the next one begins; give at least 2"
         )
-    if args.figure and args.figure.suffix not in FIGURE_SUFFIXES:
-        raise ValueError(f"--figure {args.figure}: the name must end in one of {', '.join(FIGURE_SUFFIXES)}")
+    if args.figure and args.figure.suffix != ".html":
+        raise ValueError(f"--figure {args.figure}: the figure is a page; let its name end in .html")
     check_output("--trace", args.trace)
     check_output("--figure", args.figure)
     subject = _subject(args)
@@ -83,24 +84,18 @@ def run(args: argparse.Namespace) -> int:
         sys.stdout.write(subject.schedule().to_text() + "\n")
         return 0
     simulation = subject.simulate(args.iterations)
-    seen = Iteration.of(subject, simulation)
+    seen = Iteration(subject, simulation)
     if args.trace:
         write_trace(args.trace, chrome_trace({"predicted": simulation.timeline}))
     if args.figure:
-        from ullage.commands.simulate.figure import save_figure  # noqa: PLC0415 - matplotlib is slow to import, and may be missing
+        from ullage.report.page import render  # noqa: PLC0415 - plotly may be missing
 
-        save_figure(seen, args.figure)
+        write_whole(args.figure, render([iteration_part(seen)]))
     if args.json:
-        from ullage.output.console import write_json  # noqa: PLC0415 - the same module as the tables
-
         write_json(seen.to_json())
     else:
-        from ullage.commands.simulate.screen import iteration_screen  # noqa: PLC0415 - --text does without rich
-
-        iteration_screen(seen)
-        for what, path in (("trace", args.trace), ("figure", args.figure)):
-            if path:
-                sys.stdout.write(f"{what} written to {path}\n")
+        written = {"trace": args.trace, "figure": args.figure}
+        show(iteration_part(seen), *(f"{what} written to {path}" for what, path in written.items() if path))
     return CHECK_FAILED if seen.missing else 0
 
 

@@ -1,10 +1,11 @@
-"""What `ullage explain` prints: one screen for a plan, or for one of its units."""
+"""The reasons for a plan, or for the placement of one of its units, as sections."""
 
-from rich.table import Table
+from collections.abc import Sequence
 
 from planner.explain.limits import Crossing, Limit
 from planner.explain.moves import SAME, Alternative, Group
 from planner.explain.trial import Bench, Trial
+from planner.explain.tricks import Worth
 from planner.schedule.tasks import Lane, Tier
 from ullage.analysis.explanation import (
     ACTIVATIONS,
@@ -13,14 +14,15 @@ from ullage.analysis.explanation import (
     PlanExplained,
     UnitExplained,
     change,
+    lacks,
     lacks_short,
     move_words,
     places_words,
     treatment_words,
 )
-from ullage.output.console import console, facts, table
 from ullage.output.formatting import LANE_WORDS, UNIT_SYMBOLS, binds, percent, si, signed_percent
-from ullage.output.plans import gap_line
+from ullage.output.plans import gap_words
+from ullage.report.charts import Axis, Part, Section, Table, bars
 
 _RESOURCES = {
     "device": "computing on the device",
@@ -44,18 +46,16 @@ _SOLD = ("host-link", "host-dram", "device-memory", "host-memory", "intra-node",
 _WORTH_TELLING = 0.01
 
 
-def plan_explained_screen(explained: PlanExplained) -> None:
-    """Print the explanation of a plan."""
-    out = console()
-    out.print(facts(_summary(explained)))
-    for part in (_tricks(explained), _units(explained), _limits(explained)):
-        out.print()
-        out.print(part)
+def plan_explained_part(explained: PlanExplained) -> Part:
+    """Return the explanation of a plan."""
+    bench = explained.bench
+    sections = (tricks_section(bench, explained.worths), _units(explained), _limits(explained))
+    return Part(bench.plan.model.name, "explanation", "", (), _summary(explained), sections)
 
 
-def unit_explained_screen(explained: UnitExplained) -> None:
-    """Print the explanation of a unit's placement."""
-    out, bench = console(), explained.bench
+def unit_explained_part(explained: UnitExplained) -> Part:
+    """Return the explanation of a unit's placement."""
+    bench = explained.bench
     unit = bench.units[explained.unit]
     own = bench.decisions.units[explained.unit]
     update, params, activations = treatment_words(own)
@@ -75,9 +75,7 @@ def unit_explained_screen(explained: UnitExplained) -> None:
             f"its next forward at {si(when.deadline_s, 's')}: {si(when.slack_s, 's')} of slack"
             f"{', on the critical path' if when.critical else ''}{held}"
         )
-    out.print(facts(rows))
-    out.print()
-    out.print(_alternatives(explained))
+    return Part(explained.unit, "explanation", "", (), rows, (_alternatives(explained),))
 
 
 def _summary(explained: PlanExplained) -> dict[str, str]:
@@ -90,7 +88,7 @@ def _summary(explained: PlanExplained) -> dict[str, str]:
     rows = {
         "plan": f"{plan.model.name} on {plan.decisions.num_devices} device(s) of {plan.hardware.name}: "
         f"{si(own.iteration_s, 's')} per iteration",
-        "best": gap_line(plan),
+        "best": ": ".join(gap_words(plan)),
         "binds": binds(plan.prediction.critical_s, plan.prediction.iteration_s),
         "memory": memory,
         "proof": _rests_on(explained.rests_on),
@@ -129,34 +127,61 @@ def _worth(limit: Limit) -> str:
     return f"one more {unit} of {limit.scalable.words} {si(-1e9 * limit.bound_s_per_unit, 's')}"
 
 
-def _tricks(explained: PlanExplained) -> Table:
+def tricks_section(bench: Bench, worths: Sequence[Worth]) -> Section:
+    """Show the effect of each technique: the plan simulated without it."""
+    used = {worth.trick: worth.trial for worth in worths if worth.trial is not None}
+    slowdowns = {trick: _slowdown(bench, trial) for trick, trial in used.items()}
+    order = sorted(used, key=lambda trick: -slowdowns[trick][0])
+    chart = bars(
+        "tricks",
+        "What each technique is worth",
+        "Extra time of an iteration without the technique; the rest of the plan does not change. Below zero: the "
+        "iteration is faster, but does not fit in memory.",
+        Axis("longer iteration", "s"),
+        {
+            trick.words: (seconds, f"{si(seconds, 's')} ({signed_percent(share)}){_lacking(used[trick])}")
+            for trick, (seconds, share) in ((trick, slowdowns[trick]) for trick in order)
+        },
+        ["first" if used[trick].fits else "bad" for trick in order],
+    )
+    rows = tuple(
+        (
+            trick.words,
+            trick.without,
+            si(used[trick].iteration_s, "s"),
+            si(slowdowns[trick][0], "s"),
+            signed_percent(slowdowns[trick][1]),
+            lacks_short(used[trick]),
+        )
+        for trick in order
+    )
+    unused = [worth.trick.words for worth in worths if worth.trial is None]
+    note = f"this plan does not use: {'; '.join(unused)}" if unused else ""
     columns = ("technique", "instead", "time", "slower by", "", "fits")
-    result = table("each technique switched off alone", *columns, num_text=2, text={5})
-    for worth in explained.worths:
-        if worth.trial is None:
-            continue
-        seconds, share = _slowdown(explained.bench, worth.trial)
-        times = (si(worth.trial.iteration_s, "s"), si(seconds, "s"), signed_percent(share))
-        result.add_row(worth.trick.words, worth.trick.without, *times, lacks_short(worth.trial))
-    if unused := [worth.trick.words for worth in explained.worths if worth.trial is None]:
-        result.caption = f"this plan does not use: {'; '.join(unused)}"
-    return result
+    table = Table("each technique switched off alone", columns, rows, note)
+    return Section("tricks", "Techniques", "What each technique is worth", (), (chart, table) if used else (table,))
 
 
-def _units(explained: PlanExplained) -> Table:
-    result = table("which units are where", "units", "update", "parameters", "activations", "cheapest move", num_text=5)
-    for group in explained.groups:
-        result.add_row(
+def _lacking(trial: Trial) -> str:
+    return "" if trial.fits else f", {lacks(trial)}"
+
+
+def _units(explained: PlanExplained) -> Section:
+    rows = tuple(
+        (
             group.name,
             places_words(group.updates),
             PARAMS[group.params],
             ACTIVATIONS[group.activations],
             _cheapest(explained.bench, group),
         )
+        for group in explained.groups
+    )
     tried, total = sum(len(group.cheapest) for group in explained.groups), len(explained.bench.units)
     rule = "the first, the middle and the last of each group" if tried < total else "all of them"
-    result.caption = f"simulated: moves of {tried} of {total} units ({rule}), one unit at a time"
-    return result
+    note = f"simulated: moves of {tried} of {total} units ({rule}), one unit at a time"
+    columns = ("units", "update", "parameters", "activations", "cheapest move")
+    return Section("units", "Units", "Units", (), (Table("which units are where", columns, rows, note),))
 
 
 def _cheapest(bench: Bench, group: Group) -> str:
@@ -179,24 +204,27 @@ def _slowdown(bench: Bench, trial: Trial) -> tuple[float, float]:
     return (seconds, share) if abs(share) > SAME else (0.0, 0.0)
 
 
-def _limits(explained: PlanExplained) -> Table:
-    title = f"how much each quantity matters, and the value at which another lane than {explained.lane} binds"
-    result = table(title, "quantity", "now", "this plan", "any plan", "binds below", "binds above", text={4, 5})
-    for limit in explained.limits:
-        least = f"fits from {si(limit.fits_from * limit.value, 'B')}" if limit.fits_from is not None else ""
-        result.add_row(
+def _limits(explained: PlanExplained) -> Section:
+    rows = tuple(
+        (
             limit.scalable.words,
             si(limit.value, UNIT_SYMBOLS[limit.unit]),
             _one_per_cent(limit.elasticity),
             _one_per_cent(limit.bound_elasticity),
-            least or _crossing(limit.below, limit),
+            _crossing(limit.below, limit)
+            if limit.fits_from is None
+            else f"fits from {si(limit.fits_from * limit.value, 'B')}",
             _crossing(limit.above, limit),
         )
-    result.caption = (
+        for limit in explained.limits
+    )
+    title = f"how much each quantity matters, and the value at which another lane than {explained.lane} binds"
+    note = (
         "this plan, any plan: change of this plan's iteration time and of the bound with 1 % more of the quantity. "
         "The decisions of the plan do not change; `ullage whatif` plans again"
     )
-    return result
+    columns = ("quantity", "now", "this plan", "any plan", "binds below", "binds above")
+    return Section("limits", "Quantities", "Quantities", (), (Table(title, columns, rows, note),))
 
 
 def _one_per_cent(elasticity: float) -> str:
@@ -209,15 +237,13 @@ def _crossing(crossing: Crossing | None, limit: Limit) -> str:
     return f"{si(crossing.value, UNIT_SYMBOLS[limit.unit])} (x{crossing.factor:.3f}) {crossing.takes_over}"
 
 
-def _alternatives(explained: UnitExplained) -> Table:
-    bench = explained.bench
-    columns = ("update", "parameters", "activations", "time", "change", "", "device", "host", "moved", "fits")
-    result = table("all ways to place this unit", *columns, num_text=3, text={9})
+def _alternatives(explained: UnitExplained) -> Section:
     order = sorted(explained.alternatives, key=lambda a: (not a.chosen, not a.trial.fits, a.trial.iteration_s))
-    for alternative in order:
-        result.add_row(*_alternative(bench, alternative), style="bold" if alternative.chosen else "")
-    result.caption = "the first row is the plan. In every other row, only this unit changes"
-    return result
+    rows = tuple(_alternative(explained.bench, alternative) for alternative in order)
+    columns = ("update", "parameters", "activations", "time", "change", "", "device", "host", "moved", "fits")
+    note = "the first row is chosen by the plan. In every other row, only this unit changes"
+    table = Table("all ways to place this unit", columns, rows, note, bold=(0,))
+    return Section("alternatives", "Alternatives", "Alternatives", (), (table,))
 
 
 def _alternative(bench: Bench, alternative: Alternative) -> tuple[str, ...]:
@@ -228,7 +254,7 @@ def _alternative(bench: Bench, alternative: Alternative) -> tuple[str, ...]:
     return (
         *treatment_words(decision),
         si(trial.iteration_s, "s"),
-        *(("chosen", "") if alternative.chosen else (si(seconds, "s"), signed_percent(share))),
+        *(("-", "-") if alternative.chosen else (si(seconds, "s"), signed_percent(share))),
         *(si(number, "B") if number else "" for number in changes),
         lacks_short(trial),
     )

@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from hwprofiles.files import check_output
+from hwprofiles.paths import quantities
 from hwprofiles.registry import list_profiles, load_profile, save_profile
 from ullage.commands import Subparsers, command_parser
 
@@ -47,25 +48,43 @@ def run(args: argparse.Namespace) -> int:
     if args.output and args.action != "check":
         raise ValueError(f"--output {args.output}: only `ullage hardware check` writes a profile; leave it out")
     check_output("--output", args.output)
-    from ullage.commands.hardware import screen as screens  # noqa: PLC0415 - rich is slow to import
+    if args.action == "check":
+        return _check(args)
+    from ullage.analysis.provenance import origin_shares  # noqa: PLC0415
+    from ullage.output.console import write_json  # noqa: PLC0415 - rich is slow to import
+    from ullage.report import profile as of  # noqa: PLC0415
+    from ullage.report.terminal import show  # noqa: PLC0415
 
-    match args.action:
-        case "list":
-            screens.listed({name: load_profile(name) for name in list_profiles()}, as_json=args.json)
-        case "show":
-            screens.shown(load_profile(args.names[0]), as_json=args.json)
-        case "diff":
-            screens.different(*map(load_profile, args.names), as_json=args.json)
-        case "check":
-            return _check(args)
+    profiles = {name: load_profile(name) for name in args.names or list_profiles()}
+    if args.action == "list":
+        data = {name: {"description": p.description, "origins": origin_shares(p)} for name, p in profiles.items()}
+        write_json(data) if args.json else show(of.list_table(profiles))
+    elif args.action == "show":
+        (profile,) = profiles.values()
+        data = {path: of.item_json(item) for path, item in quantities(profile).items()}
+        write_json(data) if args.json else show(of.profile_part(profile))
+    else:
+        first, second = map(load_profile, args.names)
+        found = of.differences(first, second)
+        matter = [difference for difference in found if difference.matters]
+        if args.json:
+            write_json({d.path: of.difference_json(d) for d in matter})
+        elif matter:
+            table = of.differences_table(f"{first.name} against {second.name}", matter, first.name, second.name)
+            equal = f"{len(found) - len(matter)} of {len(found)} quantities"
+            show(table, f"{equal} are equal within their spread, or within a tenth")
+        else:
+            show(f"{first.name} and {second.name} differ in none of {len(found)} quantities by more than their spread")
     return 0
 
 
 def _check(args: argparse.Namespace) -> int:
     from hwprofiles.calibrate import CalibrationOptions, calibrate  # noqa: PLC0415 - torch
     from hwprofiles.machine import check_measured_here  # noqa: PLC0415
-    from ullage.commands.hardware import screen as screens  # noqa: PLC0415
+    from ullage.output.console import write_json  # noqa: PLC0415
     from ullage.output.progress import seconds_bar  # noqa: PLC0415
+    from ullage.report.profile import DRIFT, difference_json, differences_table, drifted, measured_again  # noqa: PLC0415
+    from ullage.report.terminal import show  # noqa: PLC0415
     from ullage.this_machine.kernels import kernels  # noqa: PLC0415
 
     profile = load_profile(args.names[0] if args.names else "local")
@@ -76,4 +95,14 @@ def _check(args: argparse.Namespace) -> int:
         now, _ = calibrate(options, kernels(), progress)
     if args.output:
         save_profile(now, args.output)
-    return 1 if screens.drifted(profile, now, as_json=args.json) else 0
+    measured = measured_again(profile, now)
+    found = drifted(measured)
+    if args.json:
+        write_json({"drifted": {d.path: difference_json(d) for d in found}, "measured": [d.path for d in measured]})
+    else:
+        names, share = ", ".join(d.path for d in found), f"{100 * DRIFT:.0f} %"
+        words = f"none of {len(measured)} quantities has drifted by more than {share} and its spread"
+        if found:
+            words = f"drifted by more than {share}: {names}; measure them again: `ullage calibrate`"
+        show(differences_table(f"measured again: {profile.name}", measured, "then", "now"), words)
+    return 1 if found else 0

@@ -9,8 +9,10 @@ from planner.schedule.trace import chrome_trace, write_trace
 from ullage.analysis.comparison import explain_run
 from ullage.analysis.runs import load_run
 from ullage.commands import Subparsers, command_parser
-from ullage.output.console import console, write_json
+from ullage.output.console import write_json
 from ullage.output.progress import progress_bar
+from ullage.report.run import explained_sections
+from ullage.report.terminal import show
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -53,17 +55,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         write_json(explained.to_json())
         return 0
-    from ullage.commands.compare.screen import render_explained  # noqa: PLC0415 - slow to import
-
-    out = console()
-    out.print(f"{record.plan.model.name} on {record.machine}")
-    out.print(explained.answer, soft_wrap=True)
-    if explained.before:
-        out.print(f"before the plan was changed: {explained.before.answer}", soft_wrap=True)
-    out.print(render_explained(explained))
-    if args.trace:
-        out.print(f"trace written to {args.trace}", soft_wrap=True)
+    written = [f"trace written to {args.trace}"] if args.trace else []
     if args.refit:
-        plan_with_it = f"plan with it: `ullage plan ... --hardware {args.refit}`"
-        out.print(f"profile written to {args.refit}; {plan_with_it}", soft_wrap=True)
+        written.append(f"profile written to {args.refit}; plan with it: `ullage plan ... --hardware {args.refit}`")
+    show(f"{record.plan.model.name} on {record.machine}", *explained_sections(explained), *written)
     return 0

@@ -41,21 +41,22 @@ def run(args: argparse.Namespace) -> int:
     from planner.explain.moves import find_unit  # noqa: PLC0415 - the simulator is slow to import: not before bad input
     from planner.explain.trial import Bench  # noqa: PLC0415
     from ullage.analysis.explanation import PlanExplained, UnitExplained  # noqa: PLC0415
-    from ullage.commands.explain.screen import plan_explained_screen, unit_explained_screen  # noqa: PLC0415
     from ullage.output.console import write_json  # noqa: PLC0415
     from ullage.output.progress import progress_bar  # noqa: PLC0415
+    from ullage.report.explained import plan_explained_part, unit_explained_part  # noqa: PLC0415
+    from ullage.report.terminal import show  # noqa: PLC0415
 
     bench = Bench(plan)
-    unit = None if args.unit is None else find_unit(bench, args.unit)
+    explained: PlanExplained | UnitExplained
     with progress_bar() as progress:
-        if unit is None:
+        if args.unit is None:
             explained = PlanExplained.of(bench, every=args.all, progress=progress)
         else:
-            of_unit = UnitExplained.of(bench, unit, progress=progress)
+            explained = UnitExplained.of(bench, find_unit(bench, args.unit), progress=progress)
     if args.json:
-        write_json(explained.to_json() if unit is None else of_unit.to_json())
-    elif unit is None:
-        plan_explained_screen(explained)
+        write_json(explained.to_json())
+    elif isinstance(explained, PlanExplained):
+        show(plan_explained_part(explained))
     else:
-        unit_explained_screen(of_unit)
+        show(unit_explained_part(explained))
     return 0

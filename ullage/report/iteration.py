@@ -1,0 +1,86 @@
+"""A simulated iteration as sections: lanes, the critical path, memory, traffic and processors over time."""
+
+from collections.abc import Iterator
+
+from planner.models.captured import counted
+from planner.plan.document import other_numerics
+from planner.simulate.critical_path import parts
+from ullage.analysis.iteration import Iteration
+from ullage.output.formatting import LANE_WORDS, percent, si
+from ullage.output.palette import WORK
+from ullage.report.charts import Fact, Gantt, Part, Row, Section, Table
+from ullage.report.over_time import TIME, gantt_section, memory_over_time, resources_section, traffic_section
+from ullage.report.plan import memory_section
+
+# Parts of the critical path below this share of the iteration are merged into one row.
+_SMALL = 0.005
+
+
+def iteration_part(seen: Iteration) -> Part:
+    """Return one iteration."""
+    subject, timeline, views, cost = seen.subject, seen.simulation.timeline, [seen.view], seen.subject.cost
+    decided, tasks = subject.decisions, timeline.schedule.tasks
+    num_steps = decided.habits.num_steps if decided.habits else 1
+    each = f"for {num_steps} iterations, {si(seen.period_s / num_steps, 's')} each" if num_steps > 1 else ""
+    speed = f"{subject.workload.tokens(decided) / seen.period_s:,.0f} {counted(subject.model)}/s"
+    present = {task.phase for task in tasks}  # only published runs have ``loop``
+    phases = {phase.value: s for phase, s in seen.phases.by_phase.items() if phase in present}
+    numerics = other_numerics(decided)
+    title = f"{subject.model.name} on {decided.num_devices} device(s) of {subject.hardware.name} by {subject.engine}"
+    return Part(
+        title=title,
+        kind="iteration",
+        sentence=f"One simulated iteration takes {si(seen.period_s, 's')}: {seen.verdict}.",
+        facts=(
+            Fact("iteration", si(seen.period_s, "s"), f"{each}; {speed}" if each else speed, origin="predicted"),
+            *(Fact(name, si(s, "s"), percent(s / seen.period_s)) for name, s in phases.items()),
+        ),
+        about={
+            "verdict": seen.verdict,
+            "would help": seen.relief,
+            **({"sharing": seen.sharing} if seen.sharing else {}),
+            **({"does not fit": seen.missing} if seen.missing else {}),
+            **({"numerics": f"changed: {numerics}"} if numerics else {}),
+            "schedule": f"{title}: {len(tasks)} tasks, iteration {seen.simulation.steady + 1} of "
+            f"{timeline.num_iterations}",
+        },
+        sections=(
+            Section("lanes", "Lanes", "Lanes and critical path", (), (_lanes(seen), *_critical(seen))),
+            memory_section(seen.peaks, {}),
+            gantt_section(views),
+            resources_section(views, cost),
+            traffic_section(views, cost),
+            memory_over_time(views, cost, None),
+        ),
+        warnings=tuple(seen.warnings),
+    )
+
+
+def _lanes(seen: Iteration) -> Table:
+    rows = tuple(
+        (lane.value, si(busy_s, "s"), si(max(seen.period_s - busy_s, 0.0), "s"), percent(busy_s / seen.period_s))
+        for lane, busy_s in seen.busy_s.items()
+    )
+    return Table("lanes", ("lane", "busy", "idle", "busy share"), rows)
+
+
+def _critical(seen: Iteration) -> Iterator[Table | Gantt]:
+    """Yield the critical path summed by kind of task, and by lane over time."""
+    tasks, period_s = seen.simulation.timeline.schedule.tasks, seen.period_s
+    found = parts(seen.simulation.timeline.schedule, seen.steps)
+    rows = []
+    for part in (part for part in found if part.length_s >= _SMALL * period_s):
+        by = ""
+        if part.shared is not None and part.slowed_s >= _SMALL * part.length_s:
+            by = f"{part.shared.name.lower()} {si(part.slowed_s, 's')}"
+        names = (part.phase.value, part.lane.value, part.op.value)
+        rows.append((*names, str(part.num_tasks), si(part.length_s, "s"), percent(part.length_s / period_s), by))
+    if rest := [part for part in found if part.length_s < _SMALL * period_s]:
+        length_s, num_tasks = sum(part.length_s for part in rest), sum(part.num_tasks for part in rest)
+        rows.append(("others", "", "", str(num_tasks), si(length_s, "s"), percent(length_s / period_s), ""))
+    columns = ("phase", "lane", "work", "tasks", "time", "share", "slowed by")
+    yield Table("critical path", columns, tuple(rows))
+    lanes, work = [tasks[step.task].lane for step in seen.steps], [WORK[tasks[step.task].op] for step in seen.steps]
+    row = Row("critical path", [s.start_s for s in seen.steps], [s.end_s for s in seen.steps], work, lanes)
+    words = "; ".join(f"{lane}: {LANE_WORDS[lane]}" for lane in dict.fromkeys(lanes))
+    yield Gantt("critical", "Critical path over the iteration", words, TIME, (row,), period_s)

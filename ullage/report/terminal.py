@@ -1,0 +1,147 @@
+"""The terminal: facts, tables, and charts over time as lines of bars. Other charts are only on the page."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+from rich.console import Console
+
+from ullage.output.console import console, facts, table
+from ullage.output.formatting import percent, sparkline
+from ullage.report.charts import (
+    Band,
+    Chart,
+    Fact,
+    Gantt,
+    HeatMap,
+    Mark,
+    Part,
+    Picture,
+    Section,
+    Table,
+    Trace,
+    value_text,
+)
+
+Shown = str | Mapping[str, str] | Picture | Table | Section | Part
+"""A line of text, facts by name, a chart, a table, or whole sections and results."""
+
+_LABEL_COLUMNS = 11  # the longest name of a lane or class: "collective", "activations"
+_NOTE_COLUMNS = 28  # width of the note behind a line of bars
+_CHART_COLUMNS = (16, 72)
+
+
+def show(*shown: Shown) -> None:
+    """Print to stdout. Tables and facts have an empty line between them; a line of text follows what is before it."""
+    out, begun = console(), False
+    bands: tuple[Band, ...] = ()  # those of a chart that the next one repeats are not drawn again
+    for piece in _pieces(shown):
+        if isinstance(piece, str):
+            out.print(piece, soft_wrap=True)
+            begun = begun or bool(piece)
+            continue
+        if begun:
+            out.print()
+        begun = True
+        if isinstance(piece, Table):
+            out.print(_table(piece))
+        elif isinstance(piece, Gantt):
+            (row,), (label, num_columns) = piece.rows, _columns_of(piece.rows[0].name, out)
+            for line in (_title(piece), *_letters(row.start_s, row.tasks, piece.period_s, label, num_columns)):
+                out.print(line, soft_wrap=True)
+        elif isinstance(piece, Chart):
+            for line in _over_time(piece, out, () if piece.bands == bands else piece.bands):
+                out.print(line, soft_wrap=True)
+            bands = piece.bands
+        else:
+            out.print(facts(piece))
+
+
+def _pieces(shown: Sequence[Shown]) -> Iterator[str | Mapping[str, str] | Table | Chart | Gantt]:
+    for piece in shown:
+        if isinstance(piece, Part):
+            yield {**{fact.name: _fact(fact) for fact in piece.facts}, **piece.about}
+            yield from _pieces(piece.sections)
+            yield from (f"warning: {warning}" for warning in piece.warnings)
+        elif isinstance(piece, Section):
+            if piece.words:
+                yield ""
+            yield from piece.words
+            yield from _pieces(piece.parts)
+        elif isinstance(piece, Gantt):
+            yield from [piece] if len(piece.rows) == 1 else []
+        elif not isinstance(piece, HeatMap) and (not isinstance(piece, Chart) or piece.over_time):
+            yield piece
+
+
+def _fact(fact: Fact) -> str:
+    return f"{fact.value}; {fact.words}" if fact.words else fact.value
+
+
+def _table(shown: Table) -> object:
+    result = table(shown.title, *shown.columns, text={place for place, words in enumerate(shown.words) if words})
+    for place, row in enumerate(shown.rows):
+        result.add_row(*row, style="bold" if place in shown.bold else "")
+    result.caption = shown.note or None
+    return result
+
+
+def _title(picture: Picture) -> str:
+    return f"{picture.title}. {picture.note}" if picture.note else picture.title
+
+
+def _columns_of(name: str, out: Console) -> tuple[int, int]:
+    """Return the columns for names, of which this is the longest, and for bars."""
+    label = max(_LABEL_COLUMNS, len(name))
+    return label, min(max(out.width - label - _NOTE_COLUMNS - 3, _CHART_COLUMNS[0]), _CHART_COLUMNS[1])
+
+
+def _over_time(chart: Chart, out: Console, bands: Sequence[Band]) -> Iterator[str]:
+    """Yield the title of a chart, a line with one letter for each interval, and a line of bars for each trace."""
+    label, num_columns = _columns_of(max((t.name for t in chart.traces if not t.faint), key=len, default=""), out)
+    yield _title(chart)
+    if bands:
+        yield from _letters([b.start for b in bands], [b.words for b in bands], bands[-1].end, label, num_columns)
+    shown = {trace.name: _columns(trace, num_columns) for trace in chart.traces if not trace.faint}
+    if stacked := any(trace.mark is Mark.AREA for trace in chart.traces):
+        shown["all"] = _columns(_total(chart), num_columns)
+    for name, heights in shown.items():
+        top, note = max(heights), ""
+        if chart.y.unit == "%":
+            top, note = 1.0, percent(sum(heights) / len(heights))
+        elif stacked:
+            top, note = max(map(max, shown.values())), f"peak {value_text(top, chart.y.unit)}"
+        yield f"{name:<{label}} |{sparkline(heights, top or 1.0)}| {note}".rstrip()
+
+
+def _columns(trace: Trace, num_columns: int) -> list[float]:
+    """Divide the axis into equal parts: the highest value of a step function in each, or a curve's value amid it."""
+    x, y = np.asarray(trace.x, np.float64), np.abs(np.asarray(trace.y, np.float64))
+    width = x[-1] / num_columns
+    if trace.mark is Mark.LINE:
+        found: list[float] = np.interp((np.arange(num_columns) + 0.5) * width, x, y).tolist()
+        return found
+    result = y[np.maximum(np.searchsorted(x, np.arange(num_columns) * width, side="right") - 1, 0)]
+    np.maximum.at(result, np.minimum((x[:-1] / width).astype(np.int64), num_columns - 1), y[:-1])
+    heights: list[float] = result.tolist()
+    return heights
+
+
+def _total(chart: Chart) -> Trace:
+    areas = [trace for trace in chart.traces if trace.mark is Mark.AREA]
+    return Trace("all", areas[0].x, np.sum([trace.y for trace in areas], axis=0).tolist(), Mark.AREA, "ink")
+
+
+def _letters(starts: Sequence[float], names: Sequence[str], end: float, label: int, num_columns: int) -> Iterator[str]:
+    """Yield one letter for the interval at the middle of each column, and what the letters mean."""
+    lengths: dict[str, float] = defaultdict(float)
+    for name, length in zip(names, np.diff([*starts, end]), strict=True):
+        lengths[name] += length
+    letters: dict[str, str] = {}
+    for name in sorted(lengths, key=lambda name: -lengths[name]):
+        free = (c for c in name + name.upper() + "0123456789" if c.isalnum() and c not in letters.values())
+        letters[name] = next(free)
+    middles = (np.arange(num_columns) + 0.5) * end / num_columns
+    at = np.maximum(np.searchsorted(starts, middles, side="right") - 1, 0)
+    yield f"{'':<{label}} |{''.join(letters[names[i]] for i in at)}|"
+    yield " " * (label + 2) + ", ".join(f"{letter} {name}" for name, letter in letters.items())
