@@ -27,6 +27,7 @@ from executor.distributed.ranks import Ranks
 from executor.distributed.shards import shards_of
 from executor.distributed.tensor_parallel import bind_tensor_parallel
 from executor.driver.iteration import IterationDriver
+from executor.driver.parking import Moved, Parking
 from executor.driver.runtime import Runtime
 from executor.driver.unbroken import Unbroken
 from executor.memory.arenas import MeasuredMemory
@@ -40,7 +41,6 @@ from executor.module.quantized import bind_quantized, check_products
 from executor.optimizer.table import OptimizerEntry
 from executor.options import Options, backend_of
 from executor.packed import with_own_storage
-from executor.parking import Moved, Parking
 from planner.decisions import Decisions
 from planner.graph import Unit
 from planner.schedule.loop import OutOfOrderError
@@ -160,7 +160,9 @@ class Session(contextlib.AbstractContextManager["Session"]):
             if options.batch:
                 self._undo.append(backend.forget_shapes)
                 called = model.get_submodule(options.calls[0] if options.calls else "")
-                self._undo.append(bind_batches(called, options.batch, lambda: driver.begins, driver.other_shapes.note))
+                self._undo.append(
+                    bind_batches(called, options.batch, lambda: driver.begins, driver.progress.note_other_shape)
+                )
             driver.num_calls = len(options.calls) or 1
             self._undo += watch_calls(model, options.calls, driver)  # its hooks run before all others
             _move_buffers(model, backend.device, ranks)

@@ -1,7 +1,9 @@
 """One training iteration: from the first forward to ``optimizer.step()``, as the hooks on the model report it."""
 
 import contextlib
+import itertools
 import warnings
+import zlib
 from collections.abc import Callable, Iterator
 from typing import Any, final
 
@@ -12,9 +14,7 @@ from executor.audit import Audit
 from executor.callbacks import in_backward
 from executor.driver.auditing import end_audit
 from executor.driver.on_demand import OnDemand, check_second_order, why_not
-from executor.driver.other_shapes import OtherShapes
 from executor.driver.progress import Progress
-from executor.driver.rules import UpdateRules
 from executor.driver.runtime import Runtime
 from executor.driver.unbroken import Unbroken
 from executor.gradients import GradientError
@@ -24,6 +24,7 @@ from executor.module.guards import LEFT_HALF_WAY, ON_DEMAND, OWN_CHECKPOINTING, 
 from executor.module.user_gradients import UserGradients
 from executor.module.visibility import WeightVisibility
 from executor.optimizer.table import OptimizerEntry
+from executor.tasks.updates import ParameterUpdate
 from planner.decisions import Decisions
 from planner.graph import Unit
 from planner.schedule.loop import OutOfOrderError
@@ -40,7 +41,6 @@ class IterationDriver:
         attention: the fused kernels of attention, see :func:`executor.module.attention.fused_attention`; ``None``
             before the first forward.
         gradients: sets ``parameter.grad`` between backward and step.
-        other_shapes: notes batches of other shapes than planned.
         num_left: number of iterations that have left the plan, see [Note: On demand] in
             :mod:`executor.driver.on_demand`.
         num_calls: number of calls of the model and its parts in a step, see [Note: Steps] in
@@ -68,8 +68,8 @@ class IterationDriver:
         self.num_left, self.num_calls = 0, 1
         self._runtime = runtime
         self._decisions = decisions
-        self._rules = UpdateRules(runtime, entry, groups)
-        self.other_shapes = OtherShapes(runtime)
+        self._entry, self._groups = entry, groups
+        self._of_parameter = {id(s.whole): (s.name, s.whole_shape) for s in runtime.state.shards().values()}
         self._last_short = -2  # the latest iteration that ended before all its micro-batches had run
         self._model_trains = False  # a training forward is under way
         self._depth = 0  # of calls of the model and its parts, each inside the other
@@ -87,8 +87,7 @@ class IterationDriver:
         self._updating = Unbroken(runtime, "optimizer.step()")
         self._leaving = Unbroken(runtime, "leaving the plan", keeps=True, expected=(GradientError,))
         self.progress = Progress(
-            runtime.loop,
-            runtime.machine,
+            runtime,
             units,
             decisions,
             backward_begins=self._backward_begins,
@@ -104,7 +103,7 @@ class IterationDriver:
     @property
     def last_was_whole(self) -> bool:
         """Whether the latest iteration had all of the plan's micro-batches, each in the planned shape."""
-        return self._loop.iteration - 1 not in {self._last_short, self.other_shapes.latest}
+        return self._loop.iteration - 1 not in {self._last_short, self.progress.latest_other_shape}
 
     def on_forward(self, unit: str) -> None:
         """Forward, or recomputation, has reached a unit.
@@ -145,7 +144,7 @@ class IterationDriver:
         self.progress.forward(unit)
         if (state := self._units.get(unit)) is not None:
             state.spent.clear()  # in this stream's order, its updates have ended: see [Note: Spent]
-            if state.slot < 0:
+            if state.is_resident:
                 self._runtime.settled.add(unit)
 
     def on_backward(self, unit: str) -> None:
@@ -366,7 +365,8 @@ class IterationDriver:
         self._runtime.machine.check()
         self._depth = 0  # a signal may have ended a forward without its hooks
         self.visibility.check_unmodified()
-        self._rules.check()
+        for group in self._groups:
+            self._entry.rule(group)  # raises ValueError for one that cannot be executed
         with self._clipping:
             self._end_early()
             expected = self._loop.expected()
@@ -542,7 +542,17 @@ class IterationDriver:
     def _begin_updates(self) -> None:
         self.visibility.unsettle()
         self._runtime.settled.clear()
-        self._rules.begin(self.gradients)
+        updates, rules = {}, []
+        numbers = itertools.count()
+        for group in self._groups:  # as the user has them now
+            rule = self._entry.rule(group)
+            rules.append(rule.params)
+            for parameter, number in zip(group["params"], numbers, strict=False):
+                name, shape = self._of_parameter[id(parameter)]
+                updates[name] = ParameterUpdate(rule.of_parameter(number, shape), self.gradients.scale(name))
+        self._runtime.actions.updates.begin(self._loop.iteration, updates)
+        if (ranks := self._runtime.ranks) is not None:
+            ranks.decision_hash = zlib.crc32(repr((rules, self.gradients.decided())).encode())
         if self._audit.is_active:  # in backward: they wait for its verdict, see `end_audit`
             self._runtime.actions.defer_updates(self._loop.iteration, self._loop.num_issued)
 

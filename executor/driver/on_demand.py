@@ -192,7 +192,9 @@ def check_second_order(units: Iterable[UnitState], decisions: Decisions) -> None
     Raises:
         OutOfOrderError: not all of them stay on the device.
     """
-    moves = any(unit.slot >= 0 for unit in units) or any(u.activations != "keep" for u in decisions.units.values())
+    moves = any(not unit.is_resident for unit in units) or any(
+        u.activations != "keep" for u in decisions.units.values()
+    )
     tiles = decisions.loss_tile_tokens is not None or decisions.layer_tile_tokens is not None
     divides = max(decisions.degrees.tensor_parallel, decisions.degrees.expert_parallel) > 1
     if moves or tiles or divides:

@@ -8,16 +8,17 @@ from typing import Final, final
 import torch
 
 from executor.callbacks import in_backward
-from executor.devices.lanes import LaneMachine
+from executor.driver.runtime import Runtime
 from executor.module.guards import OWN_CHECKPOINTING
 from planner.decisions import Decisions
 from planner.graph import Unit, segments
 from planner.lowering.compute import AGAIN
-from planner.schedule.loop import Loop, OutOfOrderError
+from planner.schedule.loop import OutOfOrderError
 from planner.schedule.tasks import Op, Task
 
 _RUN_AGAIN: Final = frozenset(AGAIN.values())
 _INSIDE_BACKWARD: Final = _RUN_AGAIN | {Op.BACKWARD}
+_MANY: Final = 4  # other shapes of batches from which on each is expected to be new
 
 
 @final
@@ -35,12 +36,12 @@ class Progress:
         first: the first unit that the batch reaches.
         num_called: number of calls that have begun since the first one of a micro-batch.
         has_left: whether the iteration has left the plan, see [Note: On demand] in :mod:`executor.driver.on_demand`.
+        latest_other_shape: the latest iteration that had a batch of another shape than planned.
     """
 
     def __init__(
         self,
-        loop: Loop,
-        machine: LaneMachine,
+        runtime: Runtime,
         units: tuple[Unit, ...],
         decisions: Decisions,
         *,
@@ -50,8 +51,10 @@ class Progress:
     ) -> None:
         self.task: Task | None = None
         self.has_left = False
-        self._loop = loop
-        self._machine = machine
+        self._loop = loop = runtime.loop
+        self._machine, self._backend = runtime.machine, runtime.backend
+        self.latest_other_shape = -2
+        self._other_shapes: set[tuple[int, ...]] = set()
         self._num_micro_batches = decisions.num_micro_batches
         self._unused = {unit.name for unit in units if unit.is_unused}
         self.num_called = 0
@@ -110,6 +113,21 @@ class Progress:
         expected = self._loop.expected()
         is_planned = expected is not None and expected.op is Op.FORWARD and not self.has_left
         self._call = self._call_of[expected.unit] if is_planned and expected is not None else 1
+
+    def note_other_shape(self, shape: tuple[int, ...]) -> None:
+        """A forward of the plan begins with a batch of another shape; leave the iteration out of comparisons.
+
+        See [Note: Other shapes] in :mod:`executor.module.batches`.
+        """
+        if len(self._other_shapes) < _MANY:
+            self._other_shapes.add(tuple(shape))
+        expected = self._loop.expected()
+        # In the middle of an iteration, forward may have run that is still to be recomputed.
+        if len(self._other_shapes) == _MANY and expected is not None and not expected.micro_batch:
+            self._backend.expect_many_shapes()
+        if self.latest_other_shape != self._loop.iteration:
+            self.latest_other_shape = self._loop.iteration
+            self._machine.exclude(self.latest_other_shape)
 
     @property
     def is_between(self) -> bool:

@@ -62,7 +62,7 @@ class Runtime:
         machine: runs the tasks on lanes.
         loop: issues the tasks in order.
         inside_iteration: whether an iteration is under way.
-        parked: whether device memory has been freed, see [Note: Parked] in :mod:`executor.session`.
+        parked: whether device memory has been freed, see [Note: Parked] in :mod:`executor.driver.parking`.
         doing: the call that this rank is in, in words. All ranks must be in the same call when a collective begins.
         gathers: whether ranks must bring a unit's weights together.
         is_evaluating: whether an evaluation has begun since the last iteration.
@@ -133,10 +133,10 @@ class Runtime:
         self.settled: set[str] = set()
         self.come_to_rest: Callable[[], bool] = lambda: False  # see executor.driver.iteration
         # Whether each evaluation and each read of weights needs collectives.
-        self.gathers = any(unit.slot >= 0 and unit.is_sharded for unit in state.units.values()) or (
+        self.gathers = any(not unit.is_resident and unit.is_sharded for unit in state.units.values()) or (
             ranks is not None and ranks.size > ranks.mesh.degrees.data_parallel
         )
-        self._gather_resident = any(unit.slot < 0 and unit.is_sharded for unit in state.units.values())
+        self._gather_resident = any(unit.is_resident and unit.is_sharded for unit in state.units.values())
         self._shared = {unit.name: unit.shared_units for unit in units}
         self._current_in = _NEVER  # the next iteration when resident weights were last made current
         self._in_slot: dict[int, str] = {}
@@ -407,7 +407,7 @@ class Runtime:
             for piece in unit.pieces:
                 if unit.on_device and piece.by_host:
                     self.actions.upload(unit, piece)
-            if unit.slot < 0 and unit.is_sharded:  # ZeRO-1 and 2: ranks have updated shards of resident weights
+            if unit.is_resident and unit.is_sharded:  # ZeRO-1 and 2: ranks have updated shards of resident weights
                 self.actions.all_gather(unit)
         self._current_in = self.loop.iteration
 
@@ -455,9 +455,9 @@ class Runtime:
             for number in sorted(unit.changed) if unit.on_device else ():
                 self.actions.upload(unit, unit.pieces[number])
                 unit.changed.discard(number)
-            if unit.slot < 0 and unit.is_sharded:
+            if unit.is_resident and unit.is_sharded:
                 self.actions.all_gather(unit)
-        self.settled.update(unit.name for unit in self.state.units.values() if unit.slot < 0)
+        self.settled.update(unit.name for unit in self.state.units.values() if unit.is_resident)
 
     def fill_slots(self, unit: str) -> None:
         """Bring all weights that a unit uses to the device, if they are not there."""
@@ -467,7 +467,7 @@ class Runtime:
     def _slots_of(self, unit: str) -> list[UnitState]:
         """Return the units whose weights a unit uses and that are in slots, not resident."""
         used = (self.state.units.get(name) for name in (unit, *self._shared[unit]))
-        return [state for state in used if state is not None and state.slot >= 0]
+        return [state for state in used if state is not None and not state.is_resident]
 
     def _keep(self, unit: UnitState, visibility: WeightVisibility) -> None:
         """Let a unit keep what is in its slot, if there is room; all ranks do, or none if they gather it."""
@@ -482,7 +482,7 @@ class Runtime:
             visibility.keep(unit.name)
         elif not self._has_told:
             self._has_told = True
-            whole = sum(_slot_bytes(other) for other in self.state.units.values() if other.slot >= 0)
+            whole = sum(_slot_bytes(other) for other in self.state.units.values() if not other.is_resident)
             self._report(
                 f"an evaluation has room on the device to keep {kept_bytes / 1e6:,.0f} of the {whole / 1e6:,.0f} MB of "
                 "weights that are not resident: the others come anew for each forward, and for each token of a "
@@ -519,7 +519,7 @@ class Runtime:
             self.actions.cast(unit)
 
     def _shard_weights(self, unit: UnitState, parameter: ParameterState) -> torch.Tensor:
-        if not unit.on_nvme and (unit.slot < 0 or not unit.is_sharded):
+        if not unit.on_nvme and (unit.is_resident or not unit.is_sharded):
             return unit.weight_of(parameter)
         if unit.fp8 is not None:
             own = unit.own_weights if unit.on_device else unit.served()

@@ -22,7 +22,7 @@ from executor.memory.fp8_weights import Fp8Copy, Range
 from executor.memory.frozen import FrozenParameter, FrozenState, FrozenWeights
 from executor.memory.nvme import StoredState
 from executor.memory.pieces import DTYPES, REMAINDERS, TIES, Part, Piece, StateBuffer, pieces_of, state_buffers
-from executor.memory.units import Moments, ParameterState, StateSlot, UnitState
+from executor.memory.units import Holding, Moments, ParameterState, StateSlot, UnitState
 from executor.optimizer.split import SplitMaster, opened
 from planner.decisions import Decisions, Place
 from planner.graph import Unit
@@ -32,6 +32,7 @@ from planner.optimizers import OPTIMIZERS
 from planner.schedule.tasks import MemoryClass, Tier
 from planner.subgroups import SECTOR_PARAMS
 
+_HOLDING = {"gpu": Holding.RESIDENT, "host": Holding.FETCHED, "nvme": Holding.ON_NVME}
 _SECTOR_BYTES = 4 * SECTOR_PARAMS
 
 Values = Callable[[ParameterState], Iterable[torch.Tensor]]
@@ -263,7 +264,10 @@ class ModelState:
 
     def _take(self, unit: Unit, slot: int, shards: Mapping[str, ParameterShard]) -> UnitState:
         name, dtype = unit.name, self.dtype
-        on_device = self._decisions.units[name].params == "gpu"
+        holding = _HOLDING[self._decisions.units[name].params]
+        if holding is Holding.RESIDENT and self._decisions.gathers(unit):
+            holding = Holding.SHARDED
+        on_device, on_nvme = holding in {Holding.RESIDENT, Holding.SHARDED}, holding is Holding.ON_NVME
         shard, padded = self._decisions.shard_params(unit), self._decisions.padded_params(unit)
         group = self._ranks.replicas(unit) if self._ranks and self._decisions.replicas(unit) > 1 else None
         start = group.rank * shard if group and padded > shard else 0
@@ -274,13 +278,12 @@ class ModelState:
         )
         num_stored = sum(p.num_params for p in stored)
         num_leaving = sum(p.num_params for p in pieces if p.leaves and not (p.in_place or p.spilled))
-        on_nvme = self._decisions.units[name].params == "nvme"
         num_served = 0 if on_nvme else sum(p.num_params for p in pieces if p.by_host) if on_device else shard
         resident = None
         if on_device:
-            num_resident = shard if self._decisions.gathers(unit) else padded
+            num_resident = padded if holding is Holding.RESIDENT else shard
             resident = self._gpu.take(f"{name} weights", MemoryClass.PARAMETERS, num_resident, dtype)
-        weights = self._slots[slot][:padded] if resident is None or self._decisions.gathers(unit) else resident
+        weights = self._slots[slot][:padded] if resident is None or holding is Holding.SHARDED else resident
         parameters = _parameters(unit, self._decisions, pieces, shards)
         fp8 = None
         if (sizes := self._decisions.fp8_of(unit)) is not None:
@@ -289,7 +292,7 @@ class ModelState:
             casting = group if on_device else self._ranks.casting(unit) if self._ranks and sizes.num_ranks > 1 else None
             fp8 = Fp8Copy(sizes, casting, tuple(Range(p.start, p.stop) for p in ranges), self._slots[slot], held)
             weights = without_values(torch.Size([padded]), dtype, weights.device)
-        own = weights[start : start + shard] if resident is None or resident is weights else resident
+        own = resident if resident is not None and holding is Holding.SHARDED else weights[start : start + shard]
         served = None
         if not (self._decisions.precision.weight_in_state or on_nvme):
             served = self._host.take(f"{name} weights", MemoryClass.PARAMETERS, num_served, dtype)
@@ -301,7 +304,7 @@ class ModelState:
             pieces=pieces,
             group=group,
             start=start,
-            on_device=on_device,
+            holding=holding,
             slot=slot,
             device_weights=weights,
             own_weights=own,
@@ -415,7 +418,7 @@ def _parameters(
 def _clear_pads(unit: UnitState) -> None:
     """Set a unit's padding to zero, see [Note: Shards] in :mod:`executor.memory.pieces`."""
     for start, stop in unit.pads():
-        if unit.slot < 0:
+        if unit.is_resident:
             unit.device_weights[start:stop].zero_()
         for piece in unit.pieces:
             beyond = slice(max(start - piece.start, 0), max(stop - piece.start, 0))
@@ -451,7 +454,7 @@ def write_weights(
         keep: takes master copies on NVMe, see :meth:`executor.memory.nvme.StoredState.writing_masters`.
     """
     stop = start + len(values)
-    if unit.slot < 0:
+    if unit.is_resident:
         unit.device_weights[start:stop].copy_(values)
     for part in parameter.parts:
         piece, first, last = part.piece, max(part.start, start), min(part.stop, stop)

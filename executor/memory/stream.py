@@ -144,7 +144,7 @@ def write_state(
                 if any(MASTER in part.dtypes for part in of_piece):
                     _write_weights(*held, tensors[0])
     for unit in units:
-        if unit.slot < 0 and len(unit.own_weights) < len(unit.device_weights):
+        if unit.is_resident and len(unit.own_weights) < len(unit.device_weights):
             _read_resident(source, unit)
 
 

@@ -1,6 +1,7 @@
 """State of units and parameters: views of the memory that :mod:`executor.memory.state` takes."""
 
 import dataclasses
+import enum
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
@@ -73,6 +74,26 @@ class ParameterState:
         return values[part.start - self.start : part.stop - self.start]
 
 
+class Holding(enum.Enum):
+    """Who holds the bytes of a unit's weights now.
+
+    Attributes:
+        RESIDENT: the device, all of them, in a block of the unit's own. With ZeRO-1 and 2, each rank's part of the
+            block is new after an update, and the others' parts after the all-gather that follows.
+        SHARDED: the device of each rank, its shard. The unit's slot has all of them from their all-gather until it is
+            filled for another unit.
+        FETCHED: the host, all of them or the rank's shard. The slot has all of them from their fetch, or the all-gather
+            after it, until it is filled for another unit.
+        ON_NVME: a file, all of them or the rank's shard. Host memory has them only on their way to the slot, which then
+            has them as if they had been fetched.
+    """
+
+    RESIDENT = "resident"
+    SHARDED = "sharded"
+    FETCHED = "fetched"
+    ON_NVME = "on NVMe"
+
+
 class FlatGradient(NamedTuple):
     """Values of a gradient, flat, and their first index in the unit's range."""
 
@@ -140,8 +161,8 @@ class UnitState:
         pieces: in the order of the unit's flat range.
         group: ranks that hold the same part of the unit; ``None`` if only this rank does.
         start: first index of the rank's shard in the unit's range.
-        on_device: whether the weights that the rank updates (all, or its shard) are resident.
-        slot: number of the slot that all weights are copied to; -1 if all are resident.
+        holding: who holds its weights.
+        slot: number of the slot that all weights are copied to, unless they are resident.
         device_weights: ``[padded]``, the resident block or a view of the slot.
         own_weights: ``[shard]``, the rank's own weights on the device. If not ``on_device``, they are in the slot, and
             valid after they have been fetched.
@@ -167,7 +188,7 @@ class UnitState:
     pieces: tuple[Piece, ...]
     group: Group | None
     start: int
-    on_device: bool
+    holding: Holding
     slot: int
     device_weights: torch.Tensor
     own_weights: torch.Tensor
@@ -192,9 +213,19 @@ class UnitState:
         return next(self.gathers(), None) is not None
 
     @property
+    def is_resident(self) -> bool:
+        """Whether all its weights are on the device all the time."""
+        return self.holding is Holding.RESIDENT
+
+    @property
+    def on_device(self) -> bool:
+        """Whether the weights that the rank updates (all, or its shard) are on the device all the time."""
+        return self.holding is Holding.RESIDENT or self.holding is Holding.SHARDED
+
+    @property
     def on_nvme(self) -> bool:
-        """Whether its parameters are on NVMe."""
-        return bool(self.landing) or (self.frozen is not None and self.frozen.file is not None)
+        """Whether its weights are on NVMe."""
+        return self.holding is Holding.ON_NVME
 
     def pads(self) -> Iterator[tuple[int, int]]:
         """Yield the ranges of padding, see [Note: Shards] in :mod:`executor.memory.pieces`."""

@@ -74,8 +74,6 @@ ALLOWED = {
     "executor/weights/saving.py": "configurations and tokenizers, into such a folder",
     "ullage/training/exporting.py": "a configuration, into such a folder",
     "ullage/this_machine/profile.py": "the profile of another machine makes room for this one's",
-    "ullage/report/static.py": "matplotlib writes into memory",
-    "ullage/integrations/metrics.py": "TensorBoard's writer makes its own files in a folder",
     "ullage/training/text.py": "memory maps that are only read",
     "ullage/whatif/running/store.py": "results as they come: a line is appended and synced, under a lock",
 }

@@ -205,17 +205,11 @@ def change(bench: Bench, trial: Trial) -> tuple[float, float]:
 
 
 def lacks(trial: Trial) -> str:
-    """Return the missing memory of a trial in words; ``yes`` if it fits."""
-    missing = [f"{si(n, 'B')} of {TIERS[tier]} memory" for tier, n in trial.missing_bytes.items()]
-    return f"lacks {' and '.join(missing)}" if missing else "yes"
-
-
-def lacks_short(trial: Trial) -> str:
-    """Return the same in a few characters, for a table."""
+    """Return the missing memory of a trial, of the device if not said otherwise; ``yes`` if it fits."""
     missing = [
-        f"lacks {si(n, 'B')}{'' if tier is Tier.GPU else f' {TIERS[tier]}'}" for tier, n in trial.missing_bytes.items()
+        f"{si(n, 'B')}{'' if tier is Tier.GPU else f' {TIERS[tier]}'}" for tier, n in trial.missing_bytes.items()
     ]
-    return ", ".join(missing) or "yes"
+    return f"lacks {', '.join(missing)}" if missing else "yes"
 
 
 def move_words(bench: Bench, unit: str, decision: UnitDecision) -> str:

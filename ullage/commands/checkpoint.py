@@ -12,8 +12,10 @@ from executor.checkpoint.places.retention import MIN_CHECKPOINTS, parse_name
 from ullage.cli.arguments import positive_int
 from ullage.cli.exit_codes import CHECK_FAILED
 from ullage.commands import Subparsers, command_parser
-from ullage.output.console import console, table, write_json
+from ullage.output.console import write_json
 from ullage.output.formatting import si
+from ullage.report.charts import Table
+from ullage.report.terminal import show
 from ullage.training.levels import MEMORY, memory_folders
 
 
@@ -89,23 +91,29 @@ def _list(args: argparse.Namespace) -> int:
                 "written": written and written.isoformat(timespec="seconds"),
             }
         )
+    columns = ("checkpoint", "step", "size", "tensors", "ranks", "written")
+    whole = [entry for entry in found if "damaged" not in entry]
+    rows = tuple(
+        (
+            entry["path"],
+            str(entry["step"]),
+            si(entry["num_bytes"], "B"),
+            str(entry["num_tensors"]),
+            str(entry["num_ranks"]),
+            entry["written"] or "-",
+        )
+        for entry in whole
+    )
+    lines = [f"{entry['path']}: {entry['damaged']}" for entry in found if "damaged" in entry]
+    lines += [] if found else [f"no checkpoints in {args.place}"]
+    return _shown(args, found, *lines, *([Table("", columns, rows)] if rows else []))
+
+
+def _shown(args: argparse.Namespace, data: Any, *words: str | Table) -> int:
     if args.json:
-        write_json(found)
-        return 0
-    if not found:
-        _print_line(f"no checkpoints in {args.place}")
-        return 0
-    rows = table("", "checkpoint", "step", "size", "tensors", "ranks", "written")
-    for entry in found:
-        if "damaged" in entry:
-            _print_line(f"{entry['path']}: {entry['damaged']}")
-        else:
-            counts = (str(entry[name]) for name in ("num_tensors", "num_ranks"))
-            rows.add_row(
-                entry["path"], str(entry["step"]), si(entry["num_bytes"], "B"), *counts, entry["written"] or "-"
-            )
-    if rows.row_count:
-        console().print(rows)
+        write_json(data)
+    else:
+        show(*words)
     return 0
 
 
@@ -124,7 +132,7 @@ def _verify(args: argparse.Namespace) -> int:
             results.append({"path": str(path), "holds": True})
         if not args.json:
             last = results[-1]
-            _print_line(f"{last['path']}: {'whole' if last['holds'] else last['why']}")
+            show(f"{last['path']}: {'whole' if last['holds'] else last['why']}")
     if args.json:
         write_json(results)
     return 0 if all(result["holds"] for result in results) else CHECK_FAILED
@@ -152,11 +160,7 @@ def _export(args: argparse.Namespace) -> int:
             )
         checkpoint = found.checkpoint
     facts = {"path": str(checkpoint.folder), "output_dir": str(args.output_dir), "num_tensors": count}
-    if args.json:
-        write_json(facts)
-    else:
-        _print_line(f"{count} tensors of {checkpoint.folder} written to {args.output_dir}")
-    return 0
+    return _shown(args, facts, f"{count} tensors of {checkpoint.folder} written to {args.output_dir}")
 
 
 def _prune(args: argparse.Namespace) -> int:
@@ -168,11 +172,7 @@ def _prune(args: argparse.Namespace) -> int:
         )
     removed = [str(path) for path in store.prune(args.keep)]
     store.remove_spares()
-    if args.json:
-        write_json({"removed": removed})
-    else:
-        _print_line("removed " + (", ".join(removed) if removed else "nothing"))
-    return 0
+    return _shown(args, {"removed": removed}, "removed " + (", ".join(removed) if removed else "nothing"))
 
 
 def _chosen(place: str) -> list[Folder]:
@@ -181,7 +181,3 @@ def _chosen(place: str) -> list[Folder]:
 
 def _is_single(place: str) -> bool:
     return parse_name(place.rstrip("/").rpartition("/")[2]) is not None
-
-
-def _print_line(line: str) -> None:
-    console().print(line, soft_wrap=True)

@@ -25,13 +25,14 @@ def add_parser(subparsers: Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     """Examine the machine."""
     from ullage.analysis.doctor import examine  # noqa: PLC0415
-    from ullage.output.console import console, facts, write_json  # noqa: PLC0415 - rich is slow to import
+    from ullage.output.console import write_json  # noqa: PLC0415
+    from ullage.report.terminal import show  # noqa: PLC0415 - rich is slow to import
 
     found = examine()
     if args.json:
         write_json(found)
     else:
-        console().print(facts(_rows(found)))
+        show(_rows(found))
     return 1 if found["failure"] else 0
 
 

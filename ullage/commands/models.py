@@ -11,8 +11,10 @@ from ullage.cli.arguments import lora
 from ullage.cli.options import QUANTIZATIONS, check_adapters
 from ullage.cli.request import Adapters, model_named
 from ullage.commands import Subparsers, command_parser
-from ullage.output.console import console, facts, table, write_json
+from ullage.output.console import write_json
 from ullage.output.formatting import si
+from ullage.report.charts import Table
+from ullage.report.terminal import show
 
 _WEIGHT_BYTES = 2  # bytes of one weight in bf16
 
@@ -50,65 +52,54 @@ def run(args: argparse.Namespace) -> int:
     if args.model is None:
         if args.lora or args.quantize:
             raise ValueError("--lora and --quantize need a model; give its name too")
-        return _list(as_json=args.json)
-    check_adapters(args)
-    if args.lora is not None:
-        return _show_adapted(_captured(args.model, Adapters(args.lora, args.quantize)), as_json=args.json)
-    if (preset := captured_preset(args.model)) is not None:
-        return _show_captured(*preset, source_of(args.model), as_json=args.json)
-    try:
-        model = resolve_model(args.model)
-    except NoFormulasError:
-        num_params = _captured(args.model, Adapters()).num_params
-        return _show_captured(num_params, configuration(args.model), source_of(args.model), as_json=args.json)
-    source = source_of(args.model)
-    if args.json:
-        write_json({**model.model_dump(mode="json"), "num_params": num_parameters(model), "source": source})
+        counts = list_models()
+        data = {name: {"num_params": count, "source": source_of(name)} for name, count in counts.items()}
+        ordered = sorted(counts.items(), key=lambda item: item[1])
+        rows = tuple((name, f"{count:,}", source_of(name)) for name, count in ordered)
+        shown: Table | dict[str, str] = Table("models", ("name", "parameters", "source of its sizes"), rows)
     else:
-        sizes = {name: str(value) for name, value in _sizes(model).items()}
-        console().print(facts({"parameters": f"{num_parameters(model):,}", **sizes, "source": source}))
+        check_adapters(args)
+        data, shown = _adapted(args) if args.lora is not None else _one(args.model)
+    if args.json:
+        write_json(data)
+    else:
+        show(shown)
     return 0
+
+
+def _one(name: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the sizes of a model as data and in words."""
+    how = {"planned": "from its code, which is captured"}
+    if (preset := captured_preset(name)) is not None:
+        num_params, sizes = preset
+        shown = sizes
+    else:
+        try:
+            model = resolve_model(name)
+            num_params, sizes, shown, how = num_parameters(model), model.model_dump(mode="json"), _sizes(model), {}
+        except NoFormulasError:
+            num_params, sizes = _captured(name, Adapters()).num_params, configuration(name)
+            shown = sizes
+    rest = {"source": source_of(name)}
+    words = {key: str(value) for key, value in shown.items()}
+    return {**sizes, "num_params": num_params, **rest}, {"parameters": f"{num_params:,}", **words, **how, **rest}
+
+
+def _adapted(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the trained and the frozen parameters of a model with adapters, as data and in words."""
+    model = _captured(args.model, Adapters(args.lora, args.quantize))
+    frozen = [spec for operator in model.operators() for spec in operator.parameters if not spec.is_trained]
+    num_frozen = sum(spec.num_params for spec in frozen)
+    frozen_bytes = sum(spec.stored_bytes(_WEIGHT_BYTES) for spec in frozen)
+    words = {"trained": f"{model.num_trained:,}", "frozen": f"{num_frozen:,} in {si(frozen_bytes, 'B')}"}
+    data = {"num_trained": model.num_trained, "num_frozen": num_frozen, "frozen_bytes": frozen_bytes}
+    return data, {"model": model.name, **words}
 
 
 def _captured(name: str, adapters: Adapters) -> CapturedModel:
     model = model_named(name, None, None, "bf16", adapters, as_on_gpu=True)
     assert isinstance(model, CapturedModel)
     return model
-
-
-def _show_adapted(model: CapturedModel, *, as_json: bool) -> int:
-    specs = [spec for operator in model.operators() for spec in operator.parameters]
-    frozen = [spec for spec in specs if not spec.is_trained]
-    num_frozen = sum(spec.num_params for spec in frozen)
-    frozen_bytes = sum(spec.stored_bytes(_WEIGHT_BYTES) for spec in frozen)
-    if as_json:
-        write_json({"num_trained": model.num_trained, "num_frozen": num_frozen, "frozen_bytes": frozen_bytes})
-        return 0
-    frozen_text = f"{num_frozen:,} in {si(frozen_bytes, 'B')}"
-    console().print(facts({"model": model.name, "trained": f"{model.num_trained:,}", "frozen": frozen_text}))
-    return 0
-
-
-def _show_captured(num_params: int, config: dict[str, Any], source: str, *, as_json: bool) -> int:
-    if as_json:
-        write_json({**config, "num_params": num_params, "source": source})
-        return 0
-    sizes = {name: str(value) for name, value in config.items()}
-    planned = "from its code, which is captured"
-    console().print(facts({"parameters": f"{num_params:,}", **sizes, "planned": planned, "source": source}))
-    return 0
-
-
-def _list(*, as_json: bool) -> int:
-    models = list_models()
-    if as_json:
-        write_json({name: {"num_params": count, "source": source_of(name)} for name, count in models.items()})
-        return 0
-    rows = table("models", "name", "parameters", "source of its sizes", text={2})
-    for name, count in sorted(models.items(), key=lambda item: item[1]):
-        rows.add_row(name, f"{count:,}", source_of(name))
-    console().print(rows)
-    return 0
 
 
 def _sizes(model: ModelConfig) -> dict[str, object]:

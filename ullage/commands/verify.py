@@ -8,9 +8,10 @@ from planner.plan.document import load_plan
 from planner.verification import verify
 from ullage.cli.exit_codes import CHECK_FAILED
 from ullage.commands import Subparsers, command_parser
-from ullage.output.console import console, facts, write_json
+from ullage.output.console import write_json
 from ullage.output.formatting import percent, si
 from ullage.output.plans import gap_parts_words
+from ullage.report.terminal import show
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -40,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
         if args.json:
             write_json({"holds": False, "why": str(error)})
         else:
-            console().print(f"does not hold: {error}", soft_wrap=True)
+            show(f"does not hold: {error}")
         return CHECK_FAILED
     if args.json:
         write_json(
@@ -66,5 +67,5 @@ def run(args: argparse.Namespace) -> int:
         f"multipliers, in exact arithmetic: within {percent(certificate.gap(iteration_s))} of the best",
         "gap": f"{gap_parts_words(certificate, iteration_s)}; each found again",
     }
-    console().print(facts(lines))
+    show(lines)
     return 0

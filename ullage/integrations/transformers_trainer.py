@@ -24,7 +24,7 @@ from planner.plan.document import Plan, PlanError
 from ullage.capture.module import as_before
 from ullage.capture.records import CaptureError
 from ullage.this_machine.checks import check_options
-from ullage.this_machine.planning import Options
+from ullage.this_machine.planning import Options, world_size
 from ullage.training.preparing import prepare
 
 check_versions(["accelerate"])  # an older one wraps models that are prepared
@@ -117,6 +117,11 @@ class _Offloaded(transformers.Trainer):
                 raise PlanError(
                     f"TrainingArguments has {name}={getattr(args, name)!r}, which plans do not support; {remedy}"
                 )
+        if (started := world_size()) != args.world_size:
+            raise PlanError(
+                f"{started} processes were started, but TrainingArguments has world_size={args.world_size}, so each "
+                "would train on all data; give use_cpu=True on a machine without a GPU"
+            )
         args._n_gpu = min(args.n_gpu, 1)  # so that the trainer does not copy the model to other GPUs
         self._precision = {"precision": "bf16"} if args.bf16 else {}
         args.bf16, args.mixed_precision = False, "no"

@@ -15,7 +15,6 @@ from ullage.analysis.explanation import (
     UnitExplained,
     change,
     lacks,
-    lacks_short,
     move_words,
     places_words,
     treatment_words,
@@ -151,7 +150,7 @@ def tricks_section(bench: Bench, worths: Sequence[Worth]) -> Section:
             si(used[trick].iteration_s, "s"),
             si(slowdowns[trick][0], "s"),
             signed_percent(slowdowns[trick][1]),
-            lacks_short(used[trick]),
+            lacks(used[trick]),
         )
         for trick in order
     )
@@ -194,7 +193,7 @@ def _cheapest(bench: Bench, group: Group) -> str:
     range_ = (
         si(least, "s") if slowest - least < 1e-6 * bench.own.iteration_s else f"{si(least, 's')} to {si(slowest, 's')}"
     )
-    short = "" if move.trial.fits else f", {lacks_short(move.trial)}"
+    short = "" if move.trial.fits else f", {lacks(move.trial)}"
     return f"{move_words(bench, unit, move.decision)}: {range_}{short}"
 
 
@@ -256,5 +255,5 @@ def _alternative(bench: Bench, alternative: Alternative) -> tuple[str, ...]:
         si(trial.iteration_s, "s"),
         *(("-", "-") if alternative.chosen else (si(seconds, "s"), signed_percent(share))),
         *(si(number, "B") if number else "" for number in changes),
-        lacks_short(trial),
+        lacks(trial),
     )

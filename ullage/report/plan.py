@@ -4,7 +4,7 @@ import itertools
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from planner.choices.choice import Choice
 from planner.costs.model import CostModel
@@ -18,7 +18,6 @@ from planner.simulate.critical_path import used_meanwhile
 from planner.simulate.machine import run_until_steady
 from planner.simulate.prediction import TierMemory
 from ullage.analysis.provenance import origin_words
-from ullage.analysis.runs import RunRecord
 from ullage.output.formatting import TIER_WORDS, binds, duration, percent, si, signed_percent
 from ullage.output.plans import (
     batch_line,
@@ -33,6 +32,9 @@ from ullage.output.plans import (
 from ullage.report.charts import Axis, Chart, Fact, Level, Mark, Part, Section, Table, Trace, bars
 from ullage.rivals.engines.catalogue import POLICIES, policies_of
 from ullage.training.processes import launch_line, ranks_per_node
+
+if TYPE_CHECKING:
+    from ullage.analysis.runs import RunRecord  # slow to import, and a plan alone does without
 
 _BILLION = 1e9
 # If updates on the CPU have at least this share of the critical path, the summary says what slows them.
@@ -49,7 +51,7 @@ _BOUNDS = {
 
 def plan_part(
     plan: Plan,
-    run: RunRecord | None = None,
+    run: "RunRecord | None" = None,
     measured_s: float | None = None,
     *,
     path: Path = Path("plan.json"),
@@ -93,6 +95,7 @@ def plan_part(
         **_execution(plan, path),
         **_storage(plan),
         **({} if run is None else {"ran on": run.machine, "losses": _losses(run)}),
+        "made by": f"ullage {plan.program_version}",
     }
     warnings = list(plan.warnings)
     if not seen.converged:
@@ -195,7 +198,7 @@ def _storage(plan: Plan) -> dict[str, str]:
     return {"storage": f"{si(written_bytes, 'B')} per device and iteration are written to NVMe, which wears its drives"}
 
 
-def _losses(run: RunRecord) -> str:
+def _losses(run: "RunRecord") -> str:
     return f"{run.losses[0]:.3f} at first, {run.losses[-1]:.3f} after {len(run.losses)} iterations"
 
 

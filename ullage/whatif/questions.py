@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Final, get_args
+from typing import Any, Final, get_args
 
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.registry import LOCAL, list_profiles, load_profile
@@ -69,9 +69,7 @@ def _fits(space: Space, _: Prices | None, evaluator: Evaluator) -> Study:
     if without := [name for name in machines if name not in chosen]:
         words.append(f"no plan was found for {', '.join(without)}")
     order = [_position(study, one.hardware, one.num_devices) for one in least]
-    return _answered(study, "fits", words, order).model_copy(
-        update={"answer": Answer(question="fits", words=tuple(words), points=tuple(order), least=least)}
-    )
+    return _answered(study, "fits", words, order, least=least)
 
 
 def _minimum(
@@ -250,9 +248,7 @@ def _scale(space: Space, prices: Prices | None, evaluator: Evaluator) -> Study:
     words.append(f"Efficiency stays above {percent(_GOOD)} on up to {max(good)} devices")
     if "global_batch" not in space.request.set:
         words.append("Every device has its own batch, so more devices train on more tokens per iteration")
-    found = _answered(study, "scale", words, [])
-    assert found.answer is not None
-    return found.model_copy(update={"answer": found.answer.model_copy(update={"efficiency": efficiency})})
+    return _answered(study, "scale", words, [], efficiency=efficiency)
 
 
 def _longest(space: Space, prices: Prices | None, evaluator: Evaluator) -> Study:
@@ -402,8 +398,8 @@ def _study(
     return planned_study(space, cases, axes, prices, evaluator)
 
 
-def _answered(study: Study, question: Question, words: Sequence[str], points: Sequence[int]) -> Study:
-    found = Answer(question=question, words=tuple(words), points=tuple(points))
+def _answered(study: Study, question: Question, words: Sequence[str], points: Sequence[int], **more: Any) -> Study:
+    found = Answer(question=question, words=tuple(words), points=tuple(points), **more)
     return study.model_copy(update={"answer": found})
 
 

@@ -407,9 +407,9 @@ def test_a_trainer_whose_step_is_its_own_is_planned_as_it_is(
     same_weights(plain.model, ours.model)
 
 
-@pytest.mark.parametrize("kind", ["GRPO", "DPO"])
+@pytest.mark.parametrize("kind", ["GRPO", "DPO", "SFT"])
 def test_trainers_of_trl_follow_their_plan(kind: str, tiny_model: Path, tmp_path: Path) -> None:
-    """GRPO generates its batches; DPO runs its adapters' base model without gradients in each step."""
+    """GRPO generates its batches; DPO runs its adapters' base model without gradients in each step; SFT packs."""
     trl, peft = pytest.importorskip("trl"), pytest.importorskip("peft")
     words = tokenizers.models.WordLevel({str(number): number for number in range(256)}, unk_token="0")  # noqa: S106
     splits = transformers.PreTrainedTokenizerFast(
@@ -427,11 +427,15 @@ def test_trainers_of_trl_follow_their_plan(kind: str, tiny_model: Path, tmp_path
         if kind == "GRPO":
             args = trl.GRPOConfig(num_generations=2, max_completion_length=6, **usual)
             more = {"reward_funcs": lambda completions, **_: [float(len(text)) for text in completions]}
+        elif kind == "SFT":
+            args, more = trl.SFTConfig(packing=True, max_length=32, **usual), {}
         else:
             model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
             args, more = trl.DPOConfig(**usual), {}
         made = wrap(getattr(trl, f"{kind}Trainer"))
-        data = datasets.Dataset.from_list([{"prompt": row["prompt"]} for row in rows] if kind == "GRPO" else rows)
+        columns = {"GRPO": {"prompt": "prompt"}, "SFT": {"prompt": "prompt", "completion": "chosen"}}.get(kind)
+        taken = [{name: row[of] for name, of in columns.items()} for row in rows] if columns else rows
+        data = datasets.Dataset.from_list(taken)
         one = made(model=model, args=args, train_dataset=data, processing_class=splits, **more)
         torch.manual_seed(3)
         one.train()
@@ -441,7 +445,11 @@ def test_trainers_of_trl_follow_their_plan(kind: str, tiny_model: Path, tmp_path
     assert [entry.get(key) for entry in ours.state.log_history] == [entry.get(key) for entry in plain.state.log_history]
     same_logs(plain, ours)
     assert ours._offloaded.session.num_left == 0
-    assert ours.plan.model.calls == (None if kind == "GRPO" else ("", ""))
+    assert ours.plan.model.calls == (("", "") if kind == "DPO" else None)
+    if kind == "SFT":
+        batch = next(iter(ours.get_train_dataloader()))
+        assert (batch["position_ids"] == 0).sum() > 4, "several documents in each sequence, kept apart"
+        assert (batch["labels"] == -100).sum() > 4, "of which completions alone are learned"
     ours.close()
     same_weights(plain.model, ours.model)
 
@@ -489,3 +497,18 @@ def test_a_step_that_no_plan_can_be_made_for_is_refused_with_the_trainers_name(
     ours.optimizer_cls_and_kwargs = (torch.optim.AdamW, {"params": [*ours.model.parameters(), *other.parameters()]})
     with pytest.raises(PlanError, match=r"^the Trainer trains parameters that are not the model's, such as"):
         ours.train()
+
+
+def test_processes_that_the_trainer_does_not_know_of_are_named(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a machine without a GPU, where each would train on all data and save over the others."""
+
+    class Alone(TrainingArguments):
+        @property
+        def world_size(self) -> int:
+            return 1
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(PlanError, match=r"2 processes were started, but TrainingArguments has world_size=1.*use_cpu"):
+        ullage.offloaded(Trainer)(model=model_of(tiny_model), args=Alone(output_dir=str(tmp_path), report_to=[]))

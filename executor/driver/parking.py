@@ -9,7 +9,7 @@ and kept for the next time.
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import final
 
 import torch
@@ -60,7 +60,8 @@ class Parking:
         self._host: torch.Tensor | None = None
         self._num_taken = 0
         self._moved: list[tuple[torch.Tensor, torch.Tensor]] = []  # on the device, and on the host
-        self._undo: list[Callable[[], None]] = []
+        # Each unit, and what it has while it is not parked.
+        self._before: list[tuple[UnitState, Moments, torch.Tensor, FrozenWeights | None]] = []
         self._released: list[tuple[torch.Tensor, int]] = []  # buffers without memory, and their bytes
 
     def park(self, *, keep_weights: bool) -> Moved:
@@ -71,7 +72,7 @@ class Parking:
         self._runtime.make_current("park()")
         if runtime.snapshots is not None:
             runtime.snapshots.take_remaining()
-        own = [unit.own_weights for unit in units if _has_device_only_weights(unit) and not keep_weights]
+        own = [unit.own_weights for unit in units if _updated_on_device(unit) and not keep_weights]
         slabs = [slab for unit in units for slab in _slabs(unit.device)]
         slabs += [frozen for unit in units if not keep_weights for frozen in _device_only_frozen(unit)]
         buffers = list(self._buffers())
@@ -106,9 +107,9 @@ class Parking:
         for tensor, there in self._moved:
             runtime.backend.copy(tensor, there)
         runtime.actions.synchronize()
-        while self._undo:
-            self._undo[-1]()
-            self._undo.pop()
+        for unit, device, own, frozen in self._before:
+            unit.device, unit.own_weights, unit.frozen = device, own, frozen
+            unit.views.clear()
         for unit in runtime.state.units.values():
             for piece in unit.pieces if unit.on_device else ():
                 if piece.place is Place.STREAM:
@@ -118,7 +119,7 @@ class Parking:
         runtime.actions.synchronize()
         result = self._result(1, device_bytes, begin_s)
         runtime.parked = False
-        self._moved, self._released = [], []
+        self._moved, self._released, self._before = [], [], []
         return result
 
     def _result(self, way: int, device_bytes: int, begin_s: float) -> Moved:
@@ -159,19 +160,9 @@ class Parking:
         unit.device = Moments(master, tuple(place[id(buffer)] for buffer in device.buffers))
         unit.own_weights = place.get(id(own), own)
         unit.views.clear()
-        self._undo.append(_restore_unit(unit, device, own, unit.frozen))
+        self._before.append((unit, device, own, unit.frozen))
         if unit.frozen is not None and (there := place.get(id(unit.frozen.own))) is not None:
             unit.frozen = dataclasses.replace(unit.frozen, own=there)
-
-
-def _restore_unit(
-    unit: UnitState, device: Moments, own: torch.Tensor, frozen: FrozenWeights | None
-) -> Callable[[], None]:
-    def undo() -> None:
-        unit.device, unit.own_weights, unit.frozen = device, own, frozen
-        unit.views.clear()
-
-    return undo
 
 
 def _updated_on_device(unit: UnitState) -> list[slice]:
@@ -180,13 +171,8 @@ def _updated_on_device(unit: UnitState) -> list[slice]:
     return [slice(piece.start - unit.start, piece.stop - unit.start) for piece in pieces]
 
 
-def _has_device_only_weights(unit: UnitState) -> bool:
-    """Return whether some of a unit's weights exist only on the device."""
-    return bool(_updated_on_device(unit))
-
-
 def _resident_tensors(unit: UnitState) -> list[torch.Tensor]:
-    held = [*([unit.own_weights] if unit.on_device else []), *([unit.device_weights] if unit.slot < 0 else [])]
+    held = [*([unit.own_weights] if unit.on_device else []), *([unit.device_weights] if unit.is_resident else [])]
     return held + _device_only_frozen(unit)
 
 

@@ -1,0 +1,3 @@
+"""``ullage hardware``."""
+
+from ullage.commands.hardware.command import add_parser as add_parser
