@@ -32,9 +32,10 @@ def check_decisions(decisions: Decisions, entry: OptimizerEntry, groups: list[di
             f"pipeline_parallel is {stages}, which can be simulated but not executed; plan with --pipeline-parallel 1"
         )
     if not decisions.precision.can_be_kept(decisions.optimizer):
+        types = ", ".join(f"{name} in {dtype}" for name, dtype in decisions.precision if dtype is not None)
         raise ValueError(
-            f"the plan has {decisions.precision!r}, which can be simulated but not executed with "
-            f"{decisions.optimizer}; plan with --precision bf16 or fp32"
+            f"the plan has {types}, which can be simulated but not executed with {decisions.optimizer}; plan with "
+            "--precision bf16 or fp32"
         )
     in_bf16, planned = decisions.precision.weights == "bf16", decisions.precision.master == "bf16"
     if in_bf16 and any(rounds(group) is not planned for group in groups):

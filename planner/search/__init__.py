@@ -120,6 +120,8 @@ def _improve(
     report(best)
     starts, bound_s = starting_points(setup, scorer, enough_s)
     if bound_s >= enough_s or (bound_s == math.inf and not last):
+        if last and best.missing_bytes:  # a solver says that nothing fits, which is no proof
+            best = best_of([best, *map(scorer.score, smallest(setup))])
         return best, bound_s
     before = scorer.num_simulations
     if max_simulations is None:

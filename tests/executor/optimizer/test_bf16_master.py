@@ -260,7 +260,7 @@ def test_a_plan_and_an_optimizer_must_agree_on_the_master_copy():
             check_decisions(decisions, entry_of(optimizer), optimizer.param_groups)
     adamw = make_optimizer(Task(), model)
     decisions = decide(Task(), mixed).model_copy(update={"precision": Precision(weights="bf16", master="bf16")})
-    with pytest.raises(ValueError, match="models another engine"):
+    with pytest.raises(ValueError, match="weights in bf16, master in bf16, which can be simulated but not executed"):
         check_decisions(decisions, entry_of(adamw), adamw.param_groups)
 
 

@@ -147,7 +147,8 @@ def test_every_optimizer_is_planned_and_executed(
     printed = json.loads(capsys.readouterr().out)
     assert printed["losses"][-1] < printed["losses"][0]
     assert printed["memory"]["host"]["error"] == 0
-    assert printed["memory"]["gpu"]["error"] == pytest.approx(0, abs=0.15)
+    # On a GPU, updates with 8-bit moments need memory of their own, which the kernel of a CPU does not.
+    assert -0.01 <= printed["memory"]["gpu"]["error"] <= (1 if optimizer == "adamw-8bit" else 0.15)
     assert main(["verify", str(path), "--json"]) == 0
 
 
