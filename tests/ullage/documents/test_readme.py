@@ -13,6 +13,7 @@ from ullage.main import main
 TIMES = "\N{MULTIPLICATION SIGN}"
 ROOT = Path(__file__).parents[3]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+PLAN = re.compile(r"`ullage (plan [^`]*)` prints .*?```text\n(.*?)```", re.DOTALL)
 
 
 def result(name: str) -> dict[str, Any]:
@@ -66,8 +67,8 @@ def words(text: str) -> str:
 
 
 def test_it_is_short() -> None:
-    assert len(README.splitlines()) <= 150
-    assert len(README.encode()) <= 8_000
+    assert len(README.splitlines()) <= 180
+    assert len(README.encode()) <= 9_500
 
 
 def test_examples_run() -> None:
@@ -83,7 +84,8 @@ def test_figures_come_from_result_files(file: str, parts: tuple[str, ...]) -> No
 
 
 def test_the_plan_is_what_the_command_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command, shown = re.findall(r"`ullage (plan [^`]*)` prints .*?```text\n(.*?)```", README, re.DOTALL)[0]
+    command, shown = PLAN.findall(README)[0]
+    assert PLAN.findall((ROOT / "docs" / "index.md").read_text(encoding="utf-8")) == [(command, shown)]
     assert main([*command.split(), "--output", str(tmp_path / "plan.json")]) == 0
     printed = [words(line) for line in capsys.readouterr().out.splitlines()]
     assert [line for line in shown.splitlines() if words(line) not in printed] == []
