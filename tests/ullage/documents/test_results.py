@@ -301,7 +301,6 @@ def study() -> Iterator[tuple[str, ...]]:
     yield f"time on {found['num_workers']} processes", f"{found['total_s'] / 60:.1f} min"
     yield "points planned twice after the two kills", str(found["num_computed_twice"])
     yield "points planned again alone, and equal", str(found["num_sampled_again_and_equal"])
-    yield "time on 2 Ray workers, with the same bytes", f"{found['equal_on_ray_s'] / 60:.1f} min"
 
 
 def storage() -> Iterator[tuple[str, ...]]:

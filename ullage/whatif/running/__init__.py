@@ -1,1 +1,1 @@
-"""Run the points of a study in processes or on Ray, with a store of results."""
+"""Run the points of a study in processes, with a store of results."""
