@@ -4,10 +4,11 @@ import pytest
 import torch
 from plans import mixed
 from rank_programs import audited
-from training import Task, decide
+from training import Task, decide, uniform
 
 DEGREES = {
     "zero 3": ("llama", {"data_parallel": 2, "zero_stage": 3}),
+    "in backward": ("llama", {"data_parallel": 2, "zero_stage": 2, "update_start": "backward"}),
     "tensor": ("llama-shared", {"tensor_parallel": 2}),
     "with dropout": ("gpt2-shared", {"tensor_parallel": 2}),
     "expert": ("mixtral", {"data_parallel": 2, "expert_parallel": 2, "zero_stage": 3}),
@@ -16,8 +17,9 @@ DEGREES = {
 
 
 def found(processes, family, degrees, spoilt=""):
-    task = Task(family, torch.float32, 2, iterations=1)
-    return processes.call(2, audited, task, decide(task, mixed, **degrees), spoilt)
+    task = Task(family, torch.float32, 2, iterations=1, max_norm=None if "update_start" in degrees else 1.0)
+    choose = uniform("gpu", "stream") if degrees.get("zero_stage") == 2 else mixed
+    return processes.call(2, audited, task, decide(task, choose, **degrees), spoilt)
 
 
 @pytest.mark.parametrize(("family", "degrees"), DEGREES.values(), ids=DEGREES)
