@@ -6,6 +6,8 @@ import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
 
+import networkx as nx
+
 from planner.decisions import Decisions, Place, UnitDecision
 from planner.explain.trial import Bench, Trial
 from planner.schedule.tasks import Lane, Op, Tier
@@ -242,12 +244,8 @@ def deadline(bench: Bench, unit: str) -> Deadline | None:
     if not updates or user is None:
         return None
     # In the next iteration, go back from the forward through the copies and gathers of this unit that it waits for.
-    waiting, brings = [user.index], set()
-    while waiting:
-        task = tasks[waiting.pop()]
-        before = [i for i in task.after if tasks[i].unit == unit and tasks[i].lane not in {Lane.COMPUTE, Lane.LAUNCH}]
-        waiting += [i for i in before if i not in brings]
-        brings.update(before)
+    copies = [t.index for t in tasks if t.unit == unit and t.lane not in {Lane.COMPUTE, Lane.LAUNCH}]
+    brings = nx.ancestors(bench.schedule.graph().subgraph([*copies, user.index]), user.index)
     begin_s = timeline.begin_s(steady)
     ends_s = [float(timeline.end_s[steady, i]) for i in updates] + [
         float(timeline.end_s[steady + 1, i]) for i in brings

@@ -4,10 +4,13 @@ import dataclasses
 import functools
 import json
 from collections.abc import Callable, Iterable
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from planner.schedule.arrays import Arrays, Held, Rows
 from planner.schedule.tasks import Buffer, Task
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 SCHEMA_VERSION = 1
 
@@ -82,6 +85,15 @@ class Schedule:
     def first_forward(self) -> int | None:
         """Index of the first forward, where an iteration begins; ``None`` if nothing is computed."""
         return self.arrays.first_forward
+
+    def graph(self) -> "nx.DiGraph[int]":
+        """Return the tasks of one iteration as a graph: an edge leads from a task to each that waits for it."""
+        import networkx as nx  # noqa: PLC0415 - no plan needs it
+
+        graph: nx.DiGraph[int] = nx.DiGraph()
+        graph.add_nodes_from(range(self.num_tasks))
+        graph.add_edges_from((before, task.index) for task in self.tasks for before in task.after)
+        return graph
 
     def to_text(self) -> str:
         """Return one line per task: ``12 h2d  fetch layers.3.mlp  33.55 MB  after 9,11  -> slot 2``."""

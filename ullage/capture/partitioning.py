@@ -18,6 +18,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
+import networkx as nx
 from torch import nn
 
 from planner.models.captured import join
@@ -262,13 +263,12 @@ def _used_in_several(recording: Recording, places: list[UnitVisits]) -> Iterator
 
 
 def _joined(places: list[UnitVisits], ranges: Iterable[tuple[int, int]]) -> list[UnitVisits]:
-    groups = list(range(len(places)))  # for each unit, the first unit that it is joined with
-    for first, last in sorted(ranges):
-        for number in range(first, last + 1):
-            groups[number] = min(groups[number], groups[first])
+    graph: nx.Graph[int] = nx.empty_graph(len(places))
+    for first, last in ranges:
+        nx.add_path(graph, range(first, last + 1))
     result = []
-    for _, numbers in itertools.groupby(range(len(places)), key=lambda number: groups[number]):
-        members = [places[number] for number in numbers]
+    for numbers in sorted(nx.connected_components(graph), key=min):
+        members = [places[number] for number in sorted(numbers)]
         names = {unit.segment for unit in members}
         joined = UnitVisits(members[0].name, names.pop() if len(names) == 1 else "", [], members[0].call)
         for unit in members:

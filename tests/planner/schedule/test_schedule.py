@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import networkx as nx
 import pytest
 from amount import examples
 from cases import Case, cases
@@ -153,6 +154,16 @@ def test_tasks_that_are_made_later_are_validated_then() -> None:
 def test_later_tasks_of_the_previous_iteration_can_be_waited_for() -> None:
     schedule = Schedule((task(0, after_previous=(1, 0)), task(1, after=(0,))), (buffer(first=1, last=0),))
     assert schedule.first_forward is None
+
+
+@settings(deadline=None, max_examples=examples(20), suppress_health_check=[HealthCheck.too_slow])
+@given(cases())
+def test_the_graph_has_every_dependency_and_no_cycle(case: Case) -> None:
+    schedule = case.schedule
+    graph = schedule.graph()
+    assert list(graph) == list(range(schedule.num_tasks))
+    assert {(before, task.index) for task in schedule.tasks for before in task.after} == set(graph.edges)
+    assert nx.is_directed_acyclic_graph(graph)
 
 
 def test_schedules_are_frozen() -> None:
