@@ -341,12 +341,12 @@ def test_any_number_of_ranks_goes_on_from_what_any_number_has_saved(processes, s
 
 REMEDY = "make all ranks iterate, clip, evaluate, save and close together, with equally many batches"
 POSITIONS = {
+    "branch": ("iteration 3, which left the plan after 11 of its tasks", "iteration 3"),
     "state": ("state_dict()", "iteration 3"),
     "evaluation": ("an evaluation", "iteration 3"),
     "one evaluation more": ("an evaluation", "iteration 3"),
     "norms": ("clipping, or reading norms, in iteration 2", "iteration 3"),
     "batches": ("close(), after 3 iterations", "iteration 4"),
-    "branch": ("iteration 3, which left the plan after 11 of its tasks", "iteration 3"),
     "short group": ("iteration 2, which ended after micro-batch 1", "iteration 2"),
 }
 
@@ -355,7 +355,7 @@ POSITIONS = {
 # Under stage 1 weights are whole on each rank once all have made them so: one may evaluate more often than others.
 @pytest.mark.parametrize(
     ("deed", "zero_stage"),
-    [(deed, stage) for deed in POSITIONS for stage in (1, 3) if stage == 3 or "evaluation" not in deed],
+    [(deed, stage) for deed in POSITIONS for stage in (3, 1) if stage == 3 or "evaluation" not in deed],
 )
 def test_ranks_that_diverge_are_named_with_where_they_are(processes, deed, zero_stage):
     """And not left to wait for each other, nor ended by gloo where sizes differ."""
