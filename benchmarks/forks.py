@@ -143,9 +143,13 @@ class Server:
     def __init__(self, environment: dict[str, str], log: Path, preloaded: Sequence[str] = PRELOADED) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="forks-")
         self._address = Path(self._folder.name) / "address"
-        # Whether there is a GPU is asked of the driver's library, which initialises nothing; and OpenBLAS, which numpy
-        # and scipy have and training does not use, begins no threads.
-        own = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "OPENBLAS_NUM_THREADS": "1"}
+        # Whether there is a GPU is asked of the driver's library, which initialises nothing. OpenBLAS, which numpy and
+        # scipy have and training does not use, begins no threads, nor does the allocator of pyarrow.
+        own = {
+            "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+            "OPENBLAS_NUM_THREADS": "1",
+            "JE_ARROW_MALLOC_CONF": "background_thread:false",
+        }
         command = (sys.executable, "-m", "benchmarks.forks", str(self._address), *preloaded)
         self._process = started(command, environment | own, log)
         environment[ADDRESS] = str(self._address)
@@ -174,9 +178,10 @@ def _preload(names: Sequence[str]) -> None:
     if "numba" in sys.modules:
         # What the first compiled function that is loaded would wait for.
         sys.modules["numba.core.registry"].cpu_target.target_context.refresh()
-    num_threads = len(list(Path("/proc/self/task").iterdir()))
-    if num_threads > 1:
-        sys.exit(f"there are {num_threads} threads, and a fork has one; a module that is imported before begins them")
+    threads = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+    if len(threads) > 1:
+        named = ", ".join(sorted(threads))
+        sys.exit(f"there are {len(threads)} threads ({named}), and a fork has one; an imported module begins them")
     if "torch" in sys.modules and _spoilt(sys.modules["torch"]):
         sys.exit("CUDA was asked for its devices, and refuses forked processes then; a module that is imported asks it")
     gc.collect()

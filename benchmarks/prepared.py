@@ -26,7 +26,7 @@ from ullage.cli.arguments import parse_bytes
 
 FOLDER: Final = "ULLAGE_PREPARED"
 """Environment variable: the folder of plans made before, if there is one."""
-RATES: Final = (100e9, 200e9, 400e9)
+RATES: Final = (120e9, 200e9, 400e9)
 """Bytes per second of the host's memory that plans are made for."""
 
 

@@ -158,6 +158,7 @@ def executed(setting: Setting, folder: Path, limit_s: float) -> str | None:
         "--output-dir",
         str(folder),
         *(["--compile"] * setting.compiled),
+        *(["--audit", "off"] * (folder.name != folder_name(FITTED_TO))),
     ]
     process = started(command, os.environ, folder / "log.txt", folder / "screen.json")
     try:

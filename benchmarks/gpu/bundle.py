@@ -2,6 +2,7 @@
 
     python benchmarks/gpu/bundle.py             into ``device``; fetch, check, and try it in an empty environment
     python benchmarks/gpu/bundle.py --check     what is there alone
+    python benchmarks/gpu/bundle.py --profile h200-vm     plans for a device that was calibrated before
 
 ``device/ours`` has what Ullage needs beside what such machines have (``environment.txt`` beside this file), and
 ``device/peers`` the engines that it is compared with. Every wheel has to fit Python 3.12 on Linux, and all of it,
@@ -28,7 +29,7 @@ PYTHON: Final = (3, 12)
 GLIBC: Final = (2, 39)
 _OURS = ("pydantic", "pydantic_core", "annotated-types", "typing-inspection", "highspy")
 _PEERS = ("torchao", "hjson")
-_BUILT = ("deepspeed",)  # from source, without what it compiles: the device's own compiler does that
+_BUILT = ("deepspeed",)  # from source
 _PLATFORMS = ("manylinux1", "manylinux2010", "manylinux2014", *(f"manylinux_2_{n}" for n in range(5, GLIBC[1] + 1)))
 _ENVIRONMENT = Path(__file__).with_name("environment.txt")
 
@@ -53,7 +54,7 @@ def fits(wheel: str) -> bool:
     minors = range(PYTHON[1] + 1)
     major = {"py3", f"py3{PYTHON[1]}", f"cp3{PYTHON[1]}"}
     stable = {f"cp3{minor}" for minor in minors}  # of an older version too, with the stable ABI
-    fitting = {"any", *(f"{platform}_x86_64" for platform in _PLATFORMS)}
+    fitting = {"any", *(f"{platform}_x86_64" for platform in ("linux", *_PLATFORMS))}
     return bool(fitting & set(platforms)) and (
         bool(major & set(pythons) and {"none", f"cp3{PYTHON[1]}"} & set(abis))
         or bool(stable & set(pythons) and "abi3" in abis)
@@ -81,13 +82,19 @@ def tree_bytes() -> int:
     return sum((ROOT / name).stat().st_size for name in names if name and (ROOT / name).is_file())
 
 
-def _pip(*arguments: str | Path, python: Path | str = sys.executable) -> None:
+def _pip(*arguments: str | Path, python: Path | str = sys.executable, **environment: str) -> None:
     command = [str(python), "-m", "pip", *map(str, arguments), "--quiet", "--disable-pip-version-check"]
-    subprocess.run(command, check=True, env=os.environ | {"DS_BUILD_OPS": "0"})
+    subprocess.run(command, check=True, env=os.environ | environment)
 
 
-def fetch(folder: Path) -> None:
-    """Fetch all wheels from the package index, or build them."""
+def fetch(folder: Path, builder: str | None) -> None:
+    """Fetch all wheels from the package index, or build them.
+
+    Args:
+        folder: for them.
+        builder: Python 3.12 with the device's torch, by which DeepSpeed's optimizer for the host is compiled, with the
+            instructions of this machine's processor; ``None``: the device's compiler does that, in minutes.
+    """
     constraints, peers = ROOT / "constraints.txt", ROOT / "benchmarks" / "requirements-peers.txt"
     platforms = [f"--platform={name}_x86_64" for name in _PLATFORMS]
     wanted = ["--python-version=3.12", "--implementation=cp", "--only-binary=:all:", *platforms]
@@ -95,7 +102,14 @@ def fetch(folder: Path) -> None:
         shutil.rmtree(folder / place, ignore_errors=True)
         _pip("download", "--no-deps", "--dest", folder / place, *wanted, *requirements)
     # With what is installed here: its setup asks torch for its version.
-    _pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", folder / "peers", *pinned(_BUILT, peers))
+    built: list[str | Path] = ["wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", folder / "peers"]
+    built += pinned(_BUILT, peers)
+    if builder is None:
+        _pip(*built, DS_BUILD_OPS="0")
+        return
+    compiler = Path(shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc").resolve()
+    options = {"DS_ACCELERATOR": "cuda", "DS_BUILD_CPU_ADAM": "1", "DS_SKIP_CUDA_CHECK": "1"}
+    _pip(*built, python=builder, CUDA_HOME=str(compiler.parents[1]), TORCH_CUDA_ARCH_LIST="9.0", **options)
 
 
 def try_out(folder: Path, python: str) -> None:
@@ -128,13 +142,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--folder", type=Path, default=FOLDER, metavar="DIR", help="(device)")
     parser.add_argument("--check", action="store_true", help="fetch and plan nothing")
     parser.add_argument("--no-plans", action="store_true", help="wheels alone: plans take minutes")
+    parser.add_argument("--profile", metavar="NAME|PATH", help="of the device, for plans (h100)")
+    parser.add_argument("--builder", metavar="PATH", help="Python 3.12 with the device's torch, to compile with")
     parser.add_argument("--python", default=shutil.which("python3.12"), metavar="PATH", help="3.12, to try it with")
     args = parser.parse_args(arguments)
     if not args.check:
-        fetch(args.folder)
+        fetch(args.folder, args.builder)
         if not args.no_plans:
             shutil.rmtree(args.folder / "plans", ignore_errors=True)
-            prepared.main([str(args.folder / "plans")])
+            prepared.main([str(args.folder / "plans"), *(["--profile", args.profile] if args.profile else [])])
     found = problems(args.folder, tree_bytes())
     print(*found, sep="\n", end="\n" if found else "")
     if found:

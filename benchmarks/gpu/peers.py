@@ -63,11 +63,11 @@ def chosen(models: Sequence[str] | None, shapes: Sequence[str] | None) -> tuple[
 
 
 def cell_of(model: str, shape: str, device_bytes: int | None, threads: int) -> Cell:
-    """Return a cell; without ``device_bytes`` 20 GB of the device are used, or all of it for the largest model."""
+    """Return a cell; without ``device_bytes`` 30 GB of the device are used, or all of it for the largest model."""
     micro_batch, seq_len, accumulation, max_norm, recompute, state = SHAPES[shape]
     batch = (micro_batch, seq_len, accumulation, max_norm)
     if device_bytes is None and model != _LARGEST:
-        device_bytes = 20_000_000_000
+        device_bytes = 30_000_000_000
     return Cell(model, "bf16", *batch, device_bytes, threads, recompute, state)
 
 
@@ -80,7 +80,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", metavar="MODEL", help=f"see `ullage models` ({', '.join(MODELS)})")
     parser.add_argument("--cells", nargs="+", choices=SHAPES, help="batches, of every model (all)")
     parser.add_argument(
-        "--device-memory", type=parse_bytes, metavar="SIZE", help=f"of every engine (20GB; for {_LARGEST} all there is)"
+        "--device-memory", type=parse_bytes, metavar="SIZE", help=f"of every engine (30GB; for {_LARGEST} all there is)"
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: does it run? (llama-tiny)")
     args = parser.parse_args()
@@ -91,7 +91,7 @@ def main() -> None:
         profile = calibrate(options, kernels(), lambda *_: None)[0]
     threads = profile.device.num_cores
     cells = [cell_of(*names, args.device_memory, threads) for names in chosen(args.models, args.cells)]
-    rounds = Rounds(args.rounds, *((3, 7) if args.rounds == 1 else (5, 20)), args.tries)
+    rounds = Rounds(args.rounds, *((2, 5) if args.rounds == 1 else (5, 20)), args.tries)
     compare(args, args.device, tuple(cells), {threads: profile}, rounds)
 
 

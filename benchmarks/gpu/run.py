@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, NoReturn
 
 from benchmarks.forks import END_S, Process, Server, started
+from benchmarks.peers.build import compiled
 
 ROOT: Final = Path(__file__).parents[2]
 BUDGET_S: Final = 580.0
@@ -92,17 +93,21 @@ STAGES: Final[Mapping[str, Stage]] = {
         ("tests.xml",),
     ),
     "calibrate": Stage(f"{_CALIBRATE}/profile.json", 90, 60, ("profile.json",), alone=True),
-    # Where peers have to be beaten: the model that every peer's state fits the host with, then the next.
+    # Where peers have to be beaten: the model that every peer's state fits the host with.
     "peers": Stage(
-        f"{_PEERS}/peers.json --models llama-3.2-3b llama-2-7b --cells large --rows ours in-memory zero-3-offload "
-        "--tries 2 --rounds 1 --limit 60",
-        180,
+        f"{_PEERS}/peers.json --models llama-3.2-3b --cells large --rows ours in-memory zero-3-offload "
+        "--tries 3 --rounds 1 --limit 60",
+        190,
         110,
         ("peers.json",),
         alone=True,
     ),
     "agreement": Stage(
-        f"{_AGREEMENT}/agreement.json --only mixed planned fetched", 110, 60, ("agreement.json",), alone=True
+        f"{_AGREEMENT}/agreement.json --only mixed planned '8B in 12 GiB' fetched",
+        200,
+        60,
+        ("agreement.json",),
+        alone=True,
     ),
     # Where training in memory has to be matched.
     "tokens": Stage(
@@ -116,9 +121,17 @@ STAGES: Final[Mapping[str, Stage]] = {
     "compiled": Stage(
         f"{_AGREEMENT}/agreement_compiled.json --only compiled", 70, 30, ("agreement_compiled.json",), alone=True
     ),
-    # Of a second call.
+    # Of a second call: the next larger model, and what is left.
+    "larger": Stage(
+        f"{_PEERS}/peers_7b.json --models llama-2-7b --cells large --rows ours in-memory zero-3-offload --tries 1 "
+        "--rounds 1 --limit 90",
+        200,
+        60,
+        ("peers_7b.json",),
+        alone=True,
+    ),
     "more": Stage(
-        f"{_AGREEMENT}/agreement_more.json --only '8B in 12 GiB' 'planned, 8B' resident 'host updates' "
+        f"{_AGREEMENT}/agreement_more.json --only 'planned, 8B' resident 'host updates' "
         "streamed 'activations on the host' accumulated",
         400,
         60,
@@ -282,7 +295,10 @@ class Run:
         self._end_s = time.monotonic() + args.budget - _SPARE_S
         self._site = ROOT / "out" / "site"
         self._watch = Watch(results.folder / "clocks.csv")
-        self._environment = dict(os.environ) | {"PYTHONUNBUFFERED": "1"}
+        # The server reads how memory is allocated as it imports torch, for all that are forked from it.
+        self._environment = dict(os.environ) | {"PYTHONUNBUFFERED": "1", "THP_MEM_ALLOC_ENABLE": "1"}
+        for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+            self._environment.setdefault(name, "expandable_segments:True")
         self._environment.pop("OUT", None)  # no stage's own
         self._told: dict[str, dict[str, Any]] = {}
         self._beside: dict[str, Process] = {}  # what runs beside the stages
@@ -347,7 +363,7 @@ class Run:
     def _build(self) -> None:
         """Begin to build DeepSpeed's optimizer, beside the stages that only the GPU is busy in."""
         peers = self._environment.get("ULLAGE_PEERS")
-        if peers and (Path(peers) / "deepspeed").is_dir():
+        if peers and (Path(peers) / "deepspeed").is_dir() and not compiled(Path(peers)):
             command = ["nice", "-n", "19", sys.executable, "-m", "benchmarks.peers.build"]  # of no haste
             self._beside["build"] = started(command, self._environment, self._results.folder / "logs" / "build.txt")
 

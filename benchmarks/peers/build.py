@@ -4,11 +4,16 @@ import os
 import sys
 from pathlib import Path
 
-from benchmarks.peers.zero import find_toolkit
+
+def compiled(peers: Path) -> bool:
+    """Return whether DeepSpeed's optimizer for the host is there: in its wheel, or compiled by an earlier run."""
+    return any(next(peers.glob(name), None) for name in ("deepspeed/ops/adam/cpu_adam_op*.so", "**/cpu_adam.so"))
 
 
 def main() -> None:
     """Compile it, where the engines will look for it."""
+    from benchmarks.peers.zero import find_toolkit  # noqa: PLC0415 - imports torch, which who asks above may not have
+
     peers = Path(os.environ["ULLAGE_PEERS"]).absolute()
     sys.path.append(str(peers))
     os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", ""), str(peers / "bin")])  # ninja

@@ -37,7 +37,7 @@ class Ours:
         if job.cell.state == "bf16":
             optimizer = ullage.AdamWBf16(self._model.parameters(), **adamw_options(job), bf16_stochastic_round=True)
         self._scheduler = schedule_of(optimizer)
-        self._model, self._optimizer = ullage.prepare(self._model, optimizer, self._plan)
+        self._model, self._optimizer = ullage.prepare(self._model, optimizer, self._plan, audit="off")
         self._session = self._optimizer.session
         self._metering = contextlib.ExitStack()
         self._num_steps = 0

@@ -68,7 +68,7 @@ ROWS: tuple[Row, ...] = (
         "zero3",
         states=_BOTH,
         cpu=({}, _ONE_THREAD, _SPIN),
-        cuda=({}, {"sub_group_size": _LARGER}, {"overlap_comm": False}, {"sub_group_size": 10**9}),
+        cuda=({"sub_group_size": _LARGER}, {}, {"overlap_comm": False}, {"sub_group_size": 10**9}),
     ),
     # Parameters on the host too, and fetched: slower where weights fit the device, and all there is where they do not.
     Row(

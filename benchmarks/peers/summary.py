@@ -117,6 +117,7 @@ def row_summary(cell: Cell, row: Row, outcomes: Sequence[Outcome], references: S
     return result | {
         "iteration_s": iteration_s,
         "iteration_s_of_processes": per_process_s,
+        "iteration_s_of_first_process": list(whole[0].iteration_s),
         "mean_iteration_s": mean_s,
         "tokens_per_s": cell.num_tokens / iteration_s,
         "loss_error": next(iter(errors.values()), None),

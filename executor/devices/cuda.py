@@ -40,12 +40,10 @@ _YIELDING_LANES: Final = frozenset({Lane.STATE_IN, Lane.STATE_OUT})
 _YIELDING_BYTES: Final = 32 << 20
 # A thread that blocks may wake 50 to 100 us late, one that polls has no core to give to others. So it polls first.
 _SPIN_S: Final = 50e-6
-_PASSING_BYTES: Final = 16 << 20
+_PASSING_BYTES: Final = 64 << 20
 _TOUCHED_BYTES: Final = 1 << 30
 _GROWING_S: Final = 20.0  # most that memory which grows is waited for, per part
 _POLL_S: Final = 0.02
-# Memory bounds an addition before so many threads do; more would only take cores from updates.
-_MOST_ADDERS: Final = 8
 # Limits the float32 copy of a gradient during an update on the device to 64 MiB. For smaller chunks, launching a kernel
 # may take longer than the kernel itself.
 _CHUNK_PARAMS: Final = 1 << 24
@@ -55,6 +53,26 @@ RETRIES: Final = "num_alloc_retries"
 """The allocator's name for how often memory was full until it gave unused segments back."""
 _ALLOCATOR_PEAKS: Final = (RESERVED, "inactive_split_bytes.all.peak")
 _ALLOCATOR_EVENTS: Final = (RETRIES, "num_ooms")
+
+
+def _batches(
+    sums: Sequence[tuple[torch.Tensor, torch.Tensor]], num_items: int
+) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Yield flat pairs, cut so that each batch has at most so many items."""
+    batch: list[tuple[torch.Tensor, torch.Tensor]] = []
+    room = num_items
+    for total, values in sums:
+        start = 0
+        while start < len(values):
+            part = slice(start, start + room)
+            batch.append((total[part], values[part]))
+            room -= len(batch[-1][1])
+            start = part.stop
+            if not room:
+                yield batch
+                batch, room = [], num_items
+    if batch:
+        yield batch
 
 
 def _touch(block: torch.Tensor) -> None:
@@ -266,35 +284,33 @@ class CudaBackend:
         for target, values in parts:
             target.copy_(values, non_blocking=True)
 
-    def accumulate(self, destination: torch.Tensor, source: torch.Tensor, team: WorkerTeam, *, first: bool) -> None:
+    def accumulate(self, sums: Sequence[tuple[torch.Tensor, torch.Tensor]], team: WorkerTeam) -> None:
         """Add on the host, after waiting for the copies.
 
         Gradients are copied through two pinned buffers: one is added while the next is being copied. Copies to pageable
         memory would take twice as long, and allocate each time. The ledger does not count these buffers, like the
         driver's memory. Threads of their own add: those of updates may be busy for much longer than a copy takes.
         """
-        if first:
-            destination.copy_(source)
-            return
         if self._passing is None:
             self._passing = self.empty(2 * _PASSING_BYTES, on_device=False)
-            self._adders = WorkerTeam(min(_MOST_ADDERS, team.num_threads))
-        halves = self._passing.view(source.dtype).view(2, -1)
-        parts = zip(*(tensor.split(halves.shape[1]) for tensor in (destination, source)), strict=True)  # type: ignore[no-untyped-call]
-        arriving: collections.deque[tuple[torch.Tensor, torch.Tensor, _Event]] = collections.deque()
+            self._adders = WorkerTeam(team.num_threads)
+        halves = self._passing.view(sums[0][1].dtype).view(2, -1)
+        arriving: collections.deque[tuple[list[tuple[torch.Tensor, torch.Tensor]], _Event]] = collections.deque()
 
         def add() -> None:
-            target, values, arrived = arriving.popleft()
+            passed, arrived = arriving.popleft()
             arrived.event.synchronize()
             assert self._adders is not None
-            add_on_host(target, values, self._adders)
+            add_on_host(passed, self._adders)
 
-        for half, (target, values) in zip(itertools.cycle(halves), parts, strict=False):
+        for half, parts in zip(itertools.cycle(halves), _batches(sums, halves.shape[1]), strict=False):
             if len(arriving) == len(halves):
                 add()
-            passing = half[: len(values)]
-            passing.copy_(values, non_blocking=True)
-            arriving.append((target, passing, _Event(self._pool, self._stream())))
+            ends = itertools.accumulate(len(values) for _, values in parts)
+            passed = [(total, half[end - len(values) : end]) for (total, values), end in zip(parts, ends, strict=True)]
+            for (_, passing), (_, values) in zip(passed, parts, strict=True):
+                passing.copy_(values, non_blocking=True)
+            arriving.append((passed, _Event(self._pool, self._stream())))
         while arriving:
             add()
 

@@ -356,6 +356,9 @@ class LaneMachine(contextlib.AbstractContextManager["LaneMachine"]):
             return False
         ticket.after = ()
         if ticket.is_recorded:
+            if lane is Lane.COMPUTE:  # what the host has waited for since it came here was not issuing
+                for issuing in self._open:
+                    issuing.start = self._backend.record_event(issuing.task.lane)
             ticket.start = self._backend.record_event(lane)
         return True
 

@@ -210,6 +210,13 @@ class SplitMaster:
 
     def copy_(self, values: torch.Tensor) -> None:
         """Set the masters, from values of any floating-point type on any device."""
+        blocks = self._blocks()
+        if values.dtype is self.weights.dtype and (blocks.start, blocks.stop) == (self.start, self.stop):
+            weights, remainders, ties = self.of_blocks()
+            weights.copy_(values)  # which are their own masters
+            remainders.zero_()
+            ties.zero_()
+            return
         for start in range(0, len(self), _AT_ONCE):
             with self[start : start + _AT_ONCE].opened() as masters:
                 masters.copy_(values[start : start + _AT_ONCE])

@@ -110,12 +110,17 @@ class GradientTasks:
         """Move a unit's gradients of a micro-batch, as :meth:`flush` does."""
         gradients = unit.flushing.pop(micro_batch, {})
         last = micro_batch == self._num_micro_batches - 1
+        first = {parameter.name for parameter in unit.parameters if parameter.flushed != iteration}
+        sums: list[tuple[torch.Tensor, torch.Tensor]] = []
         for parameter in unit.parameters:
-            gradient, is_first = gradients.get(parameter.name), parameter.flushed != iteration
-            if gradient is not None:
-                self._flush_one(unit, parameter, gradient, iteration)
-            if last and self._clips and parameter.flushed == iteration:
-                parameter.squares = list(self._squares(unit, parameter, gradient if is_first else None))
+            if (gradient := gradients.get(parameter.name)) is not None:
+                sums += self._flush_one(unit, parameter, gradient, iteration)
+        if sums:
+            self._backend.accumulate(sums, self._team)
+        for parameter in unit.parameters if last and self._clips else ():
+            if parameter.flushed == iteration:
+                gradient = gradients.get(parameter.name) if parameter.name in first else None
+                parameter.squares = list(self._squares(unit, parameter, gradient))
 
     def spill(self, task: Task, iteration: int) -> None:
         """Write the gradients of a unit's pieces to NVMe, if they have arrived."""
@@ -125,15 +130,20 @@ class GradientTasks:
             if piece.spilled and unit.has_gradient(piece, iteration):
                 spilled.spill((unit.name, piece.index))
 
-    def _flush_one(self, unit: UnitState, parameter: ParameterState, gradient: FlatGradient, iteration: int) -> None:
+    def _flush_one(
+        self, unit: UnitState, parameter: ParameterState, gradient: FlatGradient, iteration: int
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Copy an iteration's first gradient of a parameter; of later ones, yield what is to be added to what."""
         for part in parameter.leaving:
             target, source = unit.arrival(part), gradient.of(part)
             if target.data_ptr() == source.data_ptr():
                 continue  # it was added up there, see [Note: On demand] in executor.driver.on_demand
-            if self._num_micro_batches == 1 and parameter.flushed != iteration:
+            if parameter.flushed == iteration:
+                yield target, source
+            elif self._num_micro_batches == 1 or source.device == target.device:
                 self._backend.copy(target, source)
-            else:
-                self._backend.accumulate(target, source, self._team, first=parameter.flushed != iteration)
+            else:  # and wait: the host may read it next, for its norm
+                target.copy_(source)
         if self._is_on_device(gradient):
             self._backend.record_stream(gradient.values)
         parameter.flushed = iteration

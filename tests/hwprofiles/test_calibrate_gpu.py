@@ -190,6 +190,7 @@ def test_calibration_and_training_update_on_the_same_cores(num_cores: int) -> No
 class _CopyEngines:
     """Copies of 50 bytes a second each way, which cores take no part in."""
 
+    optimizer_sizes = (16,)
     cores_per_copy, num_cores, dram_bytes_per_copied_byte, pair_bytes, pair_copies, copy_pool_bytes = 0, 0, 1, 50, 1, 50
 
     def copier(self, _direction: str) -> types.SimpleNamespace:

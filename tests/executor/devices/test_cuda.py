@@ -303,10 +303,12 @@ def test_gradients_are_added_up_by_way_of_registered_memory(num_params, dtype, m
     gradients = torch.randn(3, num_params, generator=torch.Generator().manual_seed(0)).to(dtype)
     held = torch.empty(num_params, dtype=dtype)
     on_device = gradients.to("cuda")
+    held.copy_(on_device[0])
+    cuts = [0, num_params // 3, num_params // 2, num_params]  # of parameters, which pass together
     monkeypatch.setattr(torch.Tensor, "add_", None)  # its threads would spin beside those of updates
     with WorkerTeam(2) as team:
-        for number, gradient in enumerate(on_device):
-            backend.accumulate(held, gradient, team, first=not number)
+        for gradient in on_device[1:]:
+            backend.accumulate([(held[a:b], gradient[a:b]) for a, b in itertools.pairwise(cuts)], team)
     assert list(runtime.registered.values()) == [512]
     assert torch.equal(held, gradients[0] + gradients[1] + gradients[2])
 
