@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from hwprofiles.calibrate.options import Array, CpuAdamW, Kernels
-from hwprofiles.calibrate.sampling import SUSTAINED, Call, Case, Summary, clock_of, sample
+from hwprofiles.calibrate.sampling import ROBUST, SHARED, SUSTAINED, Call, Case, Manner, Summary, clock_of, sample
 from hwprofiles.calibrate.sensors import Sensors
 from hwprofiles.machine import cpu_name
 from hwprofiles.profile import AttentionType
@@ -55,6 +55,7 @@ class Backend(Protocol):
         attention: the attention to measure.
         most_elements: elements of the largest elementwise kernel.
         optimizer_sizes: numbers of parameters of AdamW.
+        of_host: how updates on the host, and its other passes over memory, are sampled.
         pair_bytes, pair_copies: size and number of the copies that are issued at once beside other work.
         pool_bytes: device memory that operands rotate through. It is larger than any cache, as in training.
         copy_pool_bytes: size of the largest copy, and of the pools on either side that copies rotate through.
@@ -71,6 +72,7 @@ class Backend(Protocol):
     attention: AttentionSizes
     most_elements: int
     optimizer_sizes: tuple[int, ...]
+    of_host: Manner
     pair_bytes: int
     pair_copies: int
     pool_bytes: int
@@ -119,6 +121,7 @@ class HostBackend:
     dram_bytes_per_copied_byte = 2
     pool_bytes = 128 * 2**20
     pair_bytes, pair_copies = 8 * 2**20, 1
+    of_host = ROBUST
 
     def __init__(self, num_cores: int, memory_bytes: int, *, quick: bool) -> None:
         self.name = f"{num_cores} core{'s' if num_cores > 1 else ''} of {cpu_name()}"
@@ -190,6 +193,7 @@ class CudaBackend:
     dram_bytes_per_copied_byte = 1
     pool_bytes = 2**30
     pair_bytes, pair_copies = 64 * 2**20, 4
+    of_host = SHARED
     soak_s, lead_side = 2.0, 4096
 
     def __init__(self, *, quick: bool) -> None:

@@ -13,6 +13,11 @@ milliseconds of large products, as in training, and the central value is the med
 power during the samples stand in the source. Meanwhile the host issues the sample's kernels, so that their time is the
 device's and not that of Python. What a library does at the first call of a shape (it may build a plan for half a
 second) is done before the clock starts.
+
+[Note: Shared memory] A server with several GPUs lends each some cores and a share of its memory's bandwidth. Neighbours
+come and go, while calibrating and while training. So the central value of updates on the host of a GPU is the median of
+all samples, too: on such a machine with an H200 updates ran as slowly as the slowest fifth of the samples, and the
+fastest quarter was 20 % faster (``benchmarks/results/gpu_agreement.json``).
 """
 
 import contextlib
@@ -73,11 +78,15 @@ class Manner:
 
     def __str__(self) -> str:
         """Return the central value in words."""
-        return "median of the fastest quarter" if self.fastest < 1 else "median, each after large products"
+        if self.fastest < 1:
+            return "median of the fastest quarter"
+        return "median, each after large products" if self.lead_s else "median"
 
 
 ROBUST = Manner(fastest=FASTEST, shortest_s=5e-4, most_calls=200)
 """See [Note: Robust timing]."""
+SHARED = dataclasses.replace(ROBUST, fastest=1.0)
+"""See [Note: Shared memory]."""
 SUSTAINED = Manner(fastest=1.0, shortest_s=0.01, most_calls=40, lead_s=0.005)
 """See [Note: Sustained clocks]. So few calls of a few kernels are issued while the products run."""
 
@@ -98,7 +107,7 @@ class Summary(NamedTuple):
 
 
 def summarize(samples: Floats | Sequence[float], manner: Manner = ROBUST) -> Summary:
-    """Return the statistics of [Note: Robust timing] or [Note: Sustained clocks]."""
+    """Return the statistics of the manner's note: the samples' percentiles, and the median of the fastest."""
     ordered = np.sort(np.asarray(samples, dtype=np.float64))
     centre = float(np.median(ordered[: math.ceil(len(ordered) * manner.fastest)]))
     p10, p90 = np.percentile(ordered, [10, 90])

@@ -152,7 +152,7 @@ class TrafficProbe:
     def optimizer(self, budget_s: float) -> Curve:
         """Measure the CPU AdamW with ``num_optimizer_cores`` threads."""
         cases = adamw_cases(self.backend.optimizer_sizes, self.state, self.cpu_adamw, self.num_optimizer_cores)
-        found = sample(cases, clock_of(self.num_optimizer_cores), budget_s)
+        found = sample(cases, clock_of(self.num_optimizer_cores), budget_s, self.backend.of_host)
         source = f"CPU AdamW on {self.num_optimizer_cores} cores"
         return build_curve("params", [c.size for c in cases], found, source)
 
@@ -165,7 +165,7 @@ class TrafficProbe:
         try:
             torch.set_num_threads(self.num_optimizer_cores)
             passes = [Case(6.0 * num_elements, lambda: single.copy_(half)), Case(8.0 * num_elements, single.neg_)]
-            found = sample(passes, clock_of(self.num_optimizer_cores), budget_s)
+            found = sample(passes, clock_of(self.num_optimizer_cores), budget_s, self.backend.of_host)
         finally:
             torch.set_num_threads(num_threads)
         p10_s, median_s, p90_s = (sum(times) for times in zip(*(s[:3] for s in found), strict=True))

@@ -2,6 +2,7 @@
 
 import ctypes
 import dataclasses
+import itertools
 import json
 import os
 import sys
@@ -24,7 +25,7 @@ from hwprofiles.calibrate import CalibrationOptions, calibrate, traffic
 from hwprofiles.calibrate.backend import CudaBackend, adamw_state
 from hwprofiles.calibrate.compute import ComputeProbe
 from hwprofiles.calibrate.run import _Machine, _Steps
-from hwprofiles.calibrate.sampling import SUSTAINED, Call, Case, GroupTimes, quantity
+from hwprofiles.calibrate.sampling import ROBUST, SHARED, SUSTAINED, Call, Case, GroupTimes, Manner, quantity
 from hwprofiles.calibrate.sensors import Sensors
 from hwprofiles.calibrate.traffic import NOTICEABLE, TrafficProbe, pool_params
 from hwprofiles.profile import ATTENTION_TYPES, HardwareProfile
@@ -198,6 +199,17 @@ class _CopyEngines:
 
     def blocking(self, call: object) -> object:
         return call if call == "GEMM" else "copy"
+
+
+@pytest.mark.parametrize(("of_host", "expected"), [(SHARED, "median"), (ROBUST, "median of the fastest quarter")])
+def test_updates_beside_a_gpu_are_as_fast_as_most_of_them(of_host: Manner, expected: str) -> None:
+    """Neighbours slow down two of three updates, as they will in training."""
+    pauses = itertools.cycle([0.002, 0.006, 0.006])
+    backend = types.SimpleNamespace(optimizer_sizes=(4, 8), of_host=of_host)
+    probe = TrafficProbe(backend, lambda *_: time.sleep(next(pauses)), adamw_state(8), 2, 4)  # type: ignore[arg-type]
+    curve = probe.optimizer(0.3)
+    assert curve.provenance.source.endswith(expected)
+    assert (curve.points[-1].median_s > 0.004) == (of_host is SHARED)
 
 
 @given(st.floats(1.0, 2.0), st.floats(163, 250))

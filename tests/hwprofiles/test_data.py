@@ -34,7 +34,7 @@ PUBLISHED = {
     "h100-80g-dataflow",
     "b200x8-nvlink",
 }
-CALIBRATED = {"epyc-turin-2c"}
+CALIBRATED = {"epyc-turin-2c", "h200x1-16c"}
 GB, TERA = 1e9, 1e12
 
 every = pytest.mark.parametrize("name", sorted(TYPICAL | PUBLISHED))

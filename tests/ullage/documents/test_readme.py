@@ -37,6 +37,9 @@ def figures() -> dict[str, tuple[str, ...]]:
     (model,) = {cell["model"] for cell in cells}
     grid = result("planning_grid.json")["summary"]
     num_cores = result("demo.json")["num_cores"]
+    cell = result("gpu_peers.json")["cells"]["llama-3.2-3b, 30 GB"]
+    over_peer = cell["rows"]["zero-3-offload"]["iteration_s"] / cell["rows"]["ours"]["iteration_s"]
+    plans = result("gpu_agreement.json")["rows"].values()
     return {
         "demo.json": (
             ", ".join(percent(error, "+") for error in result("demo.json")["iteration_errors"]),
@@ -54,6 +57,11 @@ def figures() -> dict[str, tuple[str, ...]]:
             f"{result('cpu_peers.json')['num_cores']} CPU cores",
             f"{model.removeprefix('llama-').removesuffix('m')} million parameters",
             f"each of {len(cells)} settings",
+        ),
+        "gpu_peers.json": (f"| {over_peer:.1f} {TIMES}, {cell['ours_over_in_memory']:.2f} {TIMES} |",),
+        "gpu_agreement.json": (
+            ", ".join(percent(row["error"], "+") for row in plans),
+            f"{len(plans)} plans",
         ),
         "planning_grid.json": (
             f"{grid['planned']} plans",

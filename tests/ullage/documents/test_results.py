@@ -190,6 +190,63 @@ def peers() -> Iterator[tuple[str, ...]]:
         )
 
 
+def gpu_rates() -> Iterator[tuple[str, ...]]:
+    lines = result("gpu_probe.json")["lines"]
+
+    def found(step: str, **wanted: Any) -> dict[str, Any]:
+        (line,) = (x for x in lines if x["step"] == step and wanted.items() <= x.items())
+        return line
+
+    sustained = statistics.median(found("sustained products")["tflops"])
+    yield "largest product of a layer of 8B, for 8 s, in bf16", f"{sustained:.0f} TFLOP/s"
+    for name, backend in (("cuDNN", "CUDNN"), ("flash", "FLASH")):
+        line = found("attention", batch=4, seq_len=2048, backend=f"SDPBackend.{backend}_ATTENTION")
+        rates = f"{line['forward_tflops']:.0f} and {line['backward_tflops']:.0f} TFLOP/s"
+        yield f"attention of {name}, 4 sequences of 2048: forward and backward", rates
+    for name, compiled in (("as `transformers` has it", False), ("in compiled parts", True)):
+        line = found("layer", tokens=8192, seq_len=2048, compiled=compiled)
+        yield f"a layer of 8B with recomputation, {name}", f"{line['tflops_of_model']:.0f} TFLOP/s of the model"
+    down, up = found("copies at once", ways=["down", "up"])["gb_per_s"]
+    alone = found("copies", log2_bytes=28)
+    yield "copies to the device alone, and each way of both", f"{alone['down']:.1f} and {min(down, up):.1f} GB/s"
+    for beside in (False, True):
+        line = found("host update", threads=14, beside_copies=beside)
+        words = "beside copies both ways" if beside else "alone"
+        copied = f", and the copies {sum(line['copies_gb_per_s']):.0f} GB/s" if beside else ""
+        yield f"AdamW on 14 cores {words}", f"{line['dram_gb_per_s']:.0f} GB/s of host memory{copied}"
+    pinned = found("pinning", huge=True)
+    rates = f"{pinned['touch_gb_per_s']:.1f} and {pinned['register_gb_per_s']:.1f} GB/s"
+    yield "first touch of host memory in large pages, and registering it", rates
+
+
+def gpu_agreement() -> Iterator[tuple[str, ...]]:
+    for name, row in result("gpu_agreement.json")["rows"].items():
+        sequences, tokens, num_micro_batches = row["batch"]
+        of_memory = max((part["error"] for part in row["memory"].values()), key=abs)
+        yield (
+            name,
+            row["model"],
+            f"{num_micro_batches} {TIMES} {sequences} {TIMES} {tokens}",
+            f"{row['predicted']:.2f} s",
+            f"{row['measured']:.2f} s",
+            percent(row["error"], sign="+"),
+            percent(of_memory, sign="+"),
+        )
+
+
+def gpu_peers() -> Iterator[tuple[str, ...]]:
+    for name, cell in result("gpu_peers.json")["cells"].items():
+        for row, found in cell["rows"].items():
+            done = "iteration_s" in found
+            yield (
+                name,
+                row,
+                f"{found['iteration_s']:.3f} s" if done else "out of memory" * ("OutOfMemory" in found["why"]),
+                f"{found['tokens_per_s']:,.0f}" if done else "",
+                times(found["iteration_s"] / cell["rows"]["in-memory"]["iteration_s"]) if done else "",
+            )
+
+
 def adamw() -> Iterator[tuple[str, ...]]:
     for row in result("cpu_adamw.json")["results"]:
         ratios = (times(row[key]) for key in ("ours_of_copy", "ours_over_torch", "ours_over_deepspeed"))
@@ -437,6 +494,9 @@ TABLES = (
     checkpoint_drive,
     checkpoint_engines,
     checkpoint_engines_predicted,
+    gpu_rates,
+    gpu_agreement,
+    gpu_peers,
     grid,
     planning_speed,
     first_answer,
