@@ -34,6 +34,7 @@ from executor.audit.tensors import (
     Held,
     aliased,
     gradients_of,
+    host_copy,
     is_differentiable,
     keeping,
     on_host,
@@ -57,6 +58,7 @@ from planner.terms import AuditTime
 
 MOST_BYTES: Final = 1 << 30
 _TOLERANCES: Final = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2}
+_AT_ONCE: Final = 1 << 24  # values that are compared at a time: each takes 20 bytes beside the plan's own memory
 _LOOSEST: Final = 6e-2  # of bf16 and smaller types
 _OUTSIDE: Final = (
     "its forward is not the same twice. Usual causes: random numbers or state that no attribute of the module leads to "
@@ -183,7 +185,7 @@ class Audit:
         while self._due and sum(case.num_bytes for case in self._cases) + self._due[0].num_bytes <= most:
             self._cases.append(self._due.pop(0))
         for case in self._cases:
-            case.weights = {name: weights(name).to("cpu", copy=True) for name in case.shards}
+            case.weights = {name: host_copy(weights(name)) for name in case.shards}
             case.is_watched = True
         for module in self._recomputed:
             self._undo.callback(module.register_forward_hook(self._sample).remove)
@@ -193,9 +195,9 @@ class Audit:
     def collect(self, shard: ParameterShard, gradient: Tensor) -> None:
         """A gradient of a shard has arrived from autograd."""
         if any(shard.name in case.shards for case in self._cases):
-            held = gradient.detach().to("cpu", copy=True)
-            _, first, total = self._arrived.get(shard.shard_name, (shard, held, 0.0))
-            self._arrived[shard.shard_name] = shard, first, held.float() + total
+            held = host_copy(gradient)
+            _, first, total = self._arrived.get(shard.shard_name, (shard, held, None))
+            self._arrived[shard.shard_name] = shard, first, held.float() if total is None else total + held
 
     def end_micro_batch(self) -> None:
         """A micro-batch's backward has ended. Modules are audited in the first one."""
@@ -481,10 +483,13 @@ class Audit:
             )
         if planned.shape != plain.shape or not plain.numel():
             return
-        a, b = planned.to(plain.device, torch.float32), plain.float()
-        same = (a == b) | (a.isnan() & b.isnan())
-        off = float((a - b).abs().masked_fill(same, 0.0).nan_to_num(float("inf")).max())
-        largest = max(float(b.abs().nan_to_num(0.0, 0.0, 0.0).max()), 1e-3 * scale)
+        off, largest = 0.0, 1e-3 * scale
+        parts = (values.reshape(-1).split(_AT_ONCE) for values in (planned, plain))  # type: ignore[no-untyped-call]
+        for mine, theirs in zip(*parts, strict=True):
+            a, b = mine.to(plain.device, torch.float32), theirs.float()
+            same = (a == b) | (a.isnan() & b.isnan())
+            off = max(off, float((a - b).abs().masked_fill(same, 0.0).nan_to_num(float("inf")).max()))
+            largest = max(largest, float(b.abs().nan_to_num(0.0, 0.0, 0.0).max()))
         relative = 0.0 if not off else off / largest if largest else float("inf")
         self._largest = max(self._largest, relative)
         kind = min(planned.dtype, plain.dtype, key=lambda dtype: dtype.itemsize)

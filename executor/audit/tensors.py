@@ -13,9 +13,22 @@ from torch.autograd.graph import GradientEdge
 from torch.utils._pytree import tree_leaves
 
 from executor.callbacks import hook_target
+from executor.direct_io import pages
 
 _NO_SEQUENCE: Final = 2**63  # nodes of leaves have larger numbers
 _NUM_SAMPLED: Final = 1024
+_LARGE_BYTES: Final = 1 << 21
+
+
+def host_copy(tensor: Tensor) -> Tensor:
+    """Return a copy in host memory, without a graph.
+
+    Large copies lie in large pages: to touch new memory in small ones takes several times as long as a GPU's copy.
+    """
+    values = tensor.detach()
+    if values.nbytes < _LARGE_BYTES or not values.is_contiguous():
+        return values.to("cpu", copy=True)
+    return torch.from_numpy(pages(values.nbytes)).view(values.dtype).view(values.shape).copy_(values)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -28,7 +41,7 @@ class Held:
     @classmethod
     def of(cls, tensor: Tensor) -> "Held":
         """Return a copy of a tensor."""
-        return cls(tensor.detach().to("cpu", copy=True), tensor.requires_grad)
+        return cls(host_copy(tensor), tensor.requires_grad)
 
     def made(self, device: torch.device) -> Tensor:
         """Return a leaf with its values."""
@@ -81,7 +94,7 @@ def _adding(store: dict[int, Tensor], slots: list[tuple[int, int]]) -> Callable[
     def add(to_inputs: Any, _from_outputs: Any) -> None:
         for index, number in slots:
             if (gradient := to_inputs[index]) is not None:
-                held = gradient.detach().to("cpu", copy=True)
+                held = host_copy(gradient)
                 store[number] = store[number] + held if number in store else held
 
     return add
@@ -121,7 +134,7 @@ def keeping(store: dict[int, Tensor], number: int) -> Callable[[Tensor], None]:
     """Return a hook that keeps a gradient on the host."""
 
     def keep(gradient: Tensor) -> None:
-        store[number] = gradient.detach().to("cpu", copy=True)
+        store[number] = host_copy(gradient)
 
     return keep
 
@@ -175,7 +188,7 @@ def aliased(value: Any) -> Any:
 
 def on_host(leaf: Any) -> Tensor | None:
     """Return a copy of a floating-point tensor on the host; ``None`` of anything else."""
-    return leaf.detach().to("cpu", copy=True) if type(leaf) is Tensor and leaf.is_floating_point() else None
+    return host_copy(leaf) if type(leaf) is Tensor and leaf.is_floating_point() else None
 
 
 def sampled(output: Any) -> list[Tensor]:

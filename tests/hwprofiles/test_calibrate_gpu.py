@@ -22,10 +22,10 @@ from hypothesis import strategies as st
 from executor.devices.cores import Cores
 from hwprofiles import machine
 from hwprofiles.calibrate import CalibrationOptions, calibrate, traffic
-from hwprofiles.calibrate.backend import CudaBackend, adamw_state
+from hwprofiles.calibrate.backend import CudaBackend, HostBackend, adamw_state
 from hwprofiles.calibrate.compute import ComputeProbe
 from hwprofiles.calibrate.run import _Machine, _Steps
-from hwprofiles.calibrate.sampling import ROBUST, SHARED, SUSTAINED, Call, Case, GroupTimes, Manner, quantity
+from hwprofiles.calibrate.sampling import SUSTAINED, Call, Case, GroupTimes, Manner, quantity
 from hwprofiles.calibrate.sensors import Sensors
 from hwprofiles.calibrate.traffic import NOTICEABLE, TrafficProbe, pool_params
 from hwprofiles.profile import ATTENTION_TYPES, HardwareProfile
@@ -201,7 +201,11 @@ class _CopyEngines:
         return call if call == "GEMM" else "copy"
 
 
-@pytest.mark.parametrize(("of_host", "expected"), [(SHARED, "median"), (ROBUST, "median of the fastest quarter")])
+@pytest.mark.parametrize(
+    ("of_host", "expected"),
+    [(CudaBackend.of_host, "median"), (HostBackend.of_host, "median of the fastest quarter")],
+    ids=("gpu", "host"),
+)
 def test_updates_beside_a_gpu_are_as_fast_as_most_of_them(of_host: Manner, expected: str) -> None:
     """Neighbours slow down two of three updates, as they will in training."""
     pauses = itertools.cycle([0.002, 0.006, 0.006])
@@ -209,7 +213,7 @@ def test_updates_beside_a_gpu_are_as_fast_as_most_of_them(of_host: Manner, expec
     probe = TrafficProbe(backend, lambda *_: time.sleep(next(pauses)), adamw_state(8), 2, 4)  # type: ignore[arg-type]
     curve = probe.optimizer(0.3)
     assert curve.provenance.source.endswith(expected)
-    assert (curve.points[-1].median_s > 0.004) == (of_host is SHARED)
+    assert (curve.points[-1].median_s > 0.004) == (expected == "median")
 
 
 @given(st.floats(1.0, 2.0), st.floats(163, 250))

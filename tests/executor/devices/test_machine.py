@@ -384,6 +384,15 @@ def test_measured_durations_make_the_measured_makespan_in_the_simulator(seed):
     assert simulated_makespan_s(timeline, lambda _: False) < 0.9 * timeline.makespan_s()
 
 
+def test_waiting_for_weights_is_not_issuing():
+    """The host cannot issue kernels before the copy that they wait for has been issued, here after 50 ms."""
+    tasks = (work(0, Lane.CPU), work(1, Lane.LAUNCH, op=Op.ISSUE), work(2, Lane.COMPUTE, (0, 1)))
+    with on_host(Schedule(tasks), lambda _task, _iteration: time.sleep(0.05), record=True) as machine:
+        walk(machine, Schedule(tasks), 1)
+        timeline = machine.timeline()
+    assert timeline.end_s[0, 0] <= timeline.start_s[0, 1] <= timeline.start_s[0, 2]
+
+
 def test_the_time_to_issue_runs_beside_the_task_that_is_issued():
     task = training.Task("llama")
     decisions = training.decide(task, training.uniform("host", "cpu"))

@@ -105,6 +105,23 @@ def test_a_range_is_read_and_written_alone(bits, cuts):
     assert not mine.joined().any()
 
 
+@given(st.lists(st.integers(0, 2**16 - 1), min_size=1, max_size=3 * BLOCK), st.integers(0, 2), st.integers(0, BLOCK))
+@settings(max_examples=examples(60), deadline=None)
+def test_weights_are_their_own_masters(weights, first_block, num_more):
+    """Written as they are, without a pass over float32, they leave what their float32 values leave."""
+    values = torch.tensor(weights).to(torch.uint16).view(torch.bfloat16)
+    start = min(first_block * BLOCK, len(values))
+    stop = min(start + BLOCK + num_more, len(values))
+    before = torch.full((len(values),), 1 + 2.0**-8)  # ties
+    found = []
+    for written in (values, values.float()):
+        whole = SplitMaster.of_zeros(len(values))
+        whole.copy_(before)
+        whole[start:stop].copy_(written[start:stop])
+        found.append(whole.joined())
+    assert torch.equal(*(masters.nan_to_num(7.0) for masters in found))
+
+
 def bits_of(values):
     return values.numpy().view(np.uint32)
 
