@@ -378,7 +378,8 @@ class Run:
             log.write_text("not run, no time was left\n")
         else:
             if stage.forked and self._server is not None:
-                self._server.ready(limit_s / 4)  # else it is a new interpreter
+                if not self._server.ready(limit_s / 4):  # so this is a new interpreter
+                    print((self._results.folder / "logs" / "server.txt").read_text(errors="replace"), end="")
             if stage.alone:
                 self._pause_others(limit_s / 2 if "peers.py" in stage.arguments else 0.0)
             limit_s -= time.monotonic() - begin_s
