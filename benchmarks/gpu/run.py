@@ -377,9 +377,9 @@ class Run:
         if limit_s < _LEAST_S:
             log.write_text("not run, no time was left\n")
         else:
-            if stage.forked and self._server is not None:
-                if not self._server.ready(limit_s / 4):  # so this is a new interpreter
-                    print((self._results.folder / "logs" / "server.txt").read_text(errors="replace"), end="")
+            if stage.forked and self._server is not None and not self._server.ready(limit_s / 4):
+                # So this is a new interpreter.
+                print((self._results.folder / "logs" / "server.txt").read_text(errors="replace"), end="")
             if stage.alone:
                 self._pause_others(limit_s / 2 if "peers.py" in stage.arguments else 0.0)
             limit_s -= time.monotonic() - begin_s
