@@ -93,21 +93,19 @@ class KernelCosts:
         curve, in_bytes = self._curve(kernel), 1 if kernel.fp8 else self._dtype_bytes
         out_bytes = (2 * _FP32 if kernel.accumulates else self._dtype_bytes) * kernel.m * kernel.n
         num_bytes = kernel.count * (in_bytes * (kernel.m * kernel.k + kernel.k * kernel.n) + out_bytes)
+        # What idles takes as long as if it computed: so the curve is read at the FLOP of a full device. Then a product
+        # takes no longer than one that fills its last tiles, and start-up counts once.
         # A batch is one kernel, and its products fill the device together. So are groups, but tiles end where they end.
         if kernel.batched or (kernel.grouped and device.kind == "gpu"):
-            time_s = self._rank.read_s(curve, kernel.flop, "GEMM")
-            if kernel.grouped:
-                time_s *= wave_factor(kernel.m, kernel.n, device.multiprocessors or 1, kernel.count)
+            idle = wave_factor(kernel.m, kernel.n, device.multiprocessors or 1, kernel.count) if kernel.grouped else 1.0
+            time_s = self._rank.read_s(curve, kernel.flop * idle, "GEMM")
             time_s = max(time_s, num_bytes / device.memory_bytes_per_s.value)
         else:
             if device.multiprocessors:
                 idle = wave_factor(kernel.m, kernel.n, device.multiprocessors)
             else:  # few rows leave part of the device idle: the curve's rate times r / (r + r_half)
                 idle = 1 + device.gemm_rows_half.value / kernel.m
-            flop = kernel.flop / kernel.count
-            if kernel.m * kernel.n <= _TILE**2:  # mostly start-up, to which idling does not add
-                flop, idle = flop * idle, 1.0
-            time_s = self._rank.read_s(curve, flop, "GEMM") * idle * kernel.count
+            time_s = self._rank.read_s(curve, kernel.flop / kernel.count * idle, "GEMM") * kernel.count
         if device.gemm_bytes_per_s:
             time_s += num_bytes / device.gemm_bytes_per_s.value
         return time_s, float(num_bytes)

@@ -113,13 +113,28 @@ def test_waves() -> None:
     assert wave_factor(1, 1, 108) == 108 * 128**2
 
 
-def test_few_outputs_take_little_more_than_the_start_up_of_their_kernel() -> None:
-    """What idles beside a classifier of two classes does not multiply the start-up."""
-    profile = load_profile("h100")
-    cost = CostModel(profile, share("gpt2", 1), BF16, 1)
-    start_up_s = profile.device.gemm["bf16"].points[0].median_s
-    for m, n in ((8, 2), (1, 1), (128, 127), (128, 128)):
-        assert start_up_s < cost.compute_s([Gemm(m, n, 1280)]) < 3 * start_up_s
+SIZES = st.integers(1, 3000) | st.integers(1, 30).map(lambda tiles: 128 * tiles)
+
+
+@given(
+    st.tuples(SIZES, SIZES, SIZES),
+    st.tuples(*(st.sampled_from([0, 1, 100, 2000]) for _ in range(3))),
+    st.sampled_from(["h100", "a100-80", "h200x1-16c", "epyc-turin-2c"]),
+    st.booleans(),
+)
+def test_a_product_takes_no_longer_than_a_larger_one(sizes, more, name, grouped) -> None:
+    """Nor than one that fills its last tiles: what idles there computes nothing, and start-up counts once."""
+    cost, kept = CostModel(load_profile(name), share("gpt2", 1), BF16, 1), []
+
+    def time_s(*sizes: int) -> float:
+        kept.append(Gemm(*sizes, count=4, grouped=True) if grouped else Gemm(*sizes))  # prices know it by identity
+        return cost.compute_s(kept[-1:])
+
+    m, n, k = sizes
+    of_this = time_s(*sizes) * (1 - 1e-9)
+    assert of_this <= time_s(*(size + added for size, added in zip(sizes, more, strict=True)))
+    if cost.profile.device.multiprocessors:
+        assert of_this <= time_s(-(-m // 128) * 128, -(-n // 128) * 128, k)
 
 
 def test_layout() -> None:
