@@ -283,7 +283,7 @@ def test_gradients_of_gradients_that_no_plan_knows_train_as_in_memory_where_all_
             loss = model(x).square().mean() if accumulates else with_penalty(model, x)
             loss.backward(create_graph=accumulates)
             if accumulates:  # as optimizers of second order do
-                (with_penalty(model, x) - model(x).square().mean()).backward()
+                with_penalty(model, x).backward()
                 at = x.clone().requires_grad_()
                 torch.autograd.grad(model(at).sum(), at, create_graph=True)[0].square().sum().backward()
             optimizer.step()
@@ -293,7 +293,7 @@ def test_gradients_of_gradients_that_no_plan_knows_train_as_in_memory_where_all_
             assert optimizer.session.num_left == 3
             optimizer.session.close()
     for name, weight in trained[0].items():
-        torch.testing.assert_close(trained[1][name], weight, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(trained[1][name], weight, rtol=1e-4, atol=1e-5)
 
 
 def test_gradients_of_gradients_name_what_to_do_where_the_plan_moves_weights() -> None:
