@@ -50,10 +50,15 @@ def check_units(decisions: Decisions, units: tuple[Unit, ...]) -> None:
     """Check that units can be executed as they were planned.
 
     Raises:
-        ValueError: a unit is not on the device, but was planned as if its experts got no tokens.
+        ValueError: a unit is not on the device, but was planned as if its experts got no tokens, or stays there.
     """
     for unit in units:
         elsewhere = unit.num_weights and (decisions.units[unit.name].fetched or decisions.gathers(unit))
+        if elsewhere and unit.stays:
+            raise ValueError(
+                f"{unit.name} is planned to move, but gradients of gradients need its weights on the device; set its "
+                "params to 'gpu' and zero_stage to at most 2, or plan again"
+            )
         if elsewhere and not (unit.forward or unit.is_unused):
             raise ValueError(
                 f"{unit.name} was planned for experts that no token reaches, so the plan never moves it to the "

@@ -99,7 +99,7 @@ class Session(contextlib.AbstractContextManager["Session"]):
             self._names = {id(shard.whole): shard.name for shard in shards.values()}
             check_groups(entry, groups, self._names)
             self.audit = Audit(
-                options.audit,
+                "off" if any(unit.stays for unit in units) else options.audit,  # it runs modules alone
                 model,
                 units,
                 decisions,

@@ -81,6 +81,11 @@ class Unit:
         """Whether it runs without gradients in a step that calls the model several times."""
         return self.operators[0].evaluates
 
+    @property
+    def stays(self) -> bool:
+        """Whether its weights and activations stay on the device; see [Note: Second order] in :mod:`planner.setup`."""
+        return self.operators[0].stays
+
     @functools.cached_property
     def num_params(self) -> int:
         """Number of its own parameters that are trained."""
@@ -361,7 +366,7 @@ def _swapped_segments(operators: Collection[Operator]) -> set[str]:
     """Return the segments whose activations can be recomputed or offloaded; see :attr:`Unit.can_swap`."""
     # Experts that no token visits compute nothing, but are trained all the same.
     reached = {o.segment for o in operators if o.backward or any(spec.is_trained for spec in o.parameters)}
-    again = {operator.segment for operator in operators if len(operator.forward) > operator.num_skipped}
+    again = {o.segment for o in operators if len(o.forward) > o.num_skipped and not o.stays}
     return reached & again - {operator.segment for operator in operators if operator.unit == operator.segment}
 
 

@@ -18,7 +18,7 @@ ACTIVATIONS: tuple[Activations, ...] = ("keep", "recompute")
 
 def resident(setup: Setup) -> Iterator[Decisions]:
     """Yield everything on the device: with activations kept, then recomputed; over devices in ZeRO-1, 2 and 3."""
-    for stage in (1, 2, 3) if setup.data_parallel > 1 else (0,):
+    for stage in setup.stages:
         for activations in ACTIVATIONS:
             units = {
                 unit.name: UnitDecision(
@@ -52,12 +52,12 @@ def swapping(setup: Setup, num_swapped: int, num_evicted: int) -> Decisions:
         )
         for unit in setup.units
     }
-    return _ours(setup, units, zero_stage=3 if setup.data_parallel > 1 else 0)
+    return _ours(setup, units, zero_stage=setup.stages[-1])
 
 
 def _ours(setup: Setup, units: dict[str, UnitDecision], **options: Any) -> Decisions:
-    """Return decisions of our engine, which updates during backward unless gradients are clipped."""
-    early = not setup.clip
+    """Return decisions of our engine, which updates during backward unless gradients are clipped, or units stay."""
+    early = not setup.clip and not any(unit.stays for unit in setup.units)
     return Decisions(
         **setup.ours,
         policy="ullage",

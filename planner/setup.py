@@ -1,4 +1,11 @@
-"""What a placement starts from: a model, and the decisions that are fixed already."""
+"""What a placement starts from: a model, and the decisions that are fixed already.
+
+[Note: Second order] A backward that makes a graph of its own (``create_graph=True``, as for a gradient penalty) saves
+weights again, and a later backward reads them where no hook is: in the order of forward, before backward reaches any
+module. So the weights of a model that does this in its step stay on the device, whole on every rank, and its
+activations are kept, all tokens at a time. Its updates begin at the step, because gradients may come in any order.
+Optimizer state may be anywhere.
+"""
 
 import dataclasses
 import functools
@@ -131,15 +138,22 @@ class Setup:
 
     @functools.cached_property
     def tied(self) -> frozenset[str]:
-        """The units with a weight that another unit of the same call uses. They keep their parameters on the device."""
+        """The units that keep their parameters on the device: those that stay, or share a weight within a call."""
         calls = {unit.name: unit.call for unit in self.units}
         shared = [(unit.name, name) for unit in self.units for name in unit.shared_units if calls[name] == unit.call]
-        return frozenset(name for pair in shared for name in pair)
+        return frozenset(name for pair in (*shared, *((u.name,) for u in self.units if u.stays)) for name in pair)
 
     @functools.cached_property
     def swappable(self) -> tuple[str, ...]:
         """The segments whose activations can be recomputed or offloaded, in forward order."""
         return tuple(dict.fromkeys(unit.segment for unit in self.units if unit.can_swap))
+
+    @functools.cached_property
+    def stages(self) -> tuple[int, ...]:
+        """The ZeRO stages to try. Stage 3 gathers weights for each use, so units that stay exclude it."""
+        if self.data_parallel == 1:
+            return (0,)
+        return (1, 2) if any(unit.stays for unit in self.units) else (1, 2, 3)
 
     @functools.cached_property
     def in_turn(self) -> tuple[Unit, ...]:

@@ -74,6 +74,7 @@ class IterationDriver:
         self._model_trains = False  # a training forward is under way
         self._depth = 0  # of calls of the model and its parts, each inside the other
         self._has_run_back = False  # a backward has ended in this iteration
+        self._stays = any(unit.stays for unit in units)
         self._evaluated = {unit.name for unit in units if unit.evaluates}
         self._last = next((unit.name for unit in reversed(units) if unit.backward or unit.num_params), units[-1].name)
         self._loop, self._units = runtime.loop, runtime.state.units
@@ -149,6 +150,8 @@ class IterationDriver:
 
     def on_backward(self, unit: str) -> None:
         """Backward has reached a unit. Raises as :meth:`on_forward`."""
+        if self._stays and torch.is_grad_enabled() and self._runtime.is_evaluating:
+            return  # as forces are computed; all weights are there
         with self._backward:
             if not self._runtime.inside_iteration:
                 error = OutOfOrderError(
@@ -160,9 +163,13 @@ class IterationDriver:
                 self._leave(error)
             if torch.is_grad_enabled():
                 check_second_order(self._units.values(), self._decisions)
-                if self._on_demand is None:
+                if self._on_demand is None and (not self._stays or self.gradients.dropped(self._loop.iteration)):
                     self._leave(OutOfOrderError("backward makes a graph of its own (create_graph=True)"))
-            if self.progress.has_left or not self.progress.is_at(Op.BACKWARD, unit):
+                dropped = self._reopen()  # gradients may come before the next backward reaches a module
+                if self._on_demand is not None:
+                    self._on_demand.drop(dropped)
+                    self.visibility.show(unit)
+            elif self.progress.has_left or not self.progress.is_at(Op.BACKWARD, unit):
                 self._follow(self.progress.backward, unit)
             else:
                 self.visibility.show(unit)
@@ -430,6 +437,9 @@ class IterationDriver:
 
     def hook_parameters(self) -> Iterator[Callable[[], None]]:
         """Collect each gradient as soon as it is accumulated; yield functions that undo this."""
+        if self._stays:  # autograd orders nodes by numbers of their thread, so a device's own would change the order
+            threads = torch.autograd.set_multithreading_enabled(False)
+            yield lambda: threads.__exit__(None, None, None)
         for unit, parameter in self._runtime.state.parameters():
             leaf = parameter.shard.leaf
             leaf.grad, trains = None, leaf.requires_grad
@@ -566,12 +576,15 @@ class IterationDriver:
                 gradient = gradient.detach()
             if gradient.is_sparse:  # of an embedding: what it does not have is zero
                 gradient = gradient.to_dense()
+            if self._stays and not torch.is_grad_enabled():
+                self.on_output()  # its gradient may come before any module's backward
             with self._backward:
                 task = progress.task
-                if self._on_demand is None and (task is None or not progress.awaits_gradient(unit.name)):
+                comes = progress.awaits_gradient(unit.name) and not torch.is_grad_enabled()
+                if self._on_demand is None and (task is None or not comes):
                     self._leave(
                         OutOfOrderError(
-                            f"the gradient of {parameter.name} arrived after backward had left {unit.name}; run the "
+                            f"the gradient of {parameter.name} arrived when backward was not at {unit.name}; run the "
                             "model as it was planned, or plan again"
                         )
                     )

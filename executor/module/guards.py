@@ -28,8 +28,8 @@ OWN_CHECKPOINTING: Final = (
 
 SECOND_ORDER: Final = (
     "gradients of gradients (create_graph=True, as a gradient penalty needs them) need all weights and activations on "
-    "the device, but this plan moves, recomputes, tiles or divides some; give prepare() a larger device_memory=..., or "
-    "leave the penalty out"
+    "the device, but this plan moves, recomputes, tiles or divides some; plan for them: give prepare() the step that "
+    "makes them (step=...), or a larger device_memory=..."
 )
 """Why backward through backward is refused."""
 

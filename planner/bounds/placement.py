@@ -52,10 +52,7 @@ class Placement:
         if unit.num_params:
             self._fills(unit, self._trained(unit))
             return
-        away = self.away(unit)
-        for where in ("host", "onnvme"):
-            if self.stores(where == "onnvme"):
-                away[self.program.variable(f"{unit.name}:{where}")] = 1.0
+        away = self._may_be_away(unit)
         self.program.at_least(f"{unit.name}: in one place", Sum(("", 1.0)), away)
         self._fills(unit, away)
 
@@ -68,14 +65,11 @@ class Placement:
         if Place.NVME in places and self.repeats == 1:  # gradients that accumulate stay on the host meanwhile
             spill = Sum((program.variable(f"{name}:spill"), 1.0))
             program.at_least(f"{name}: spilled for NVMe", Sum((f"{name}:{Place.NVME}", 1.0)), spill)
-        away = self.away(unit)
+        away = Sum() if self.given.regathers(unit) else self._may_be_away(unit)
         if not self.given.regathers(unit):
-            for where in ("host", "onnvme"):
-                if self.stores(where == "onnvme"):
-                    away[program.variable(f"{name}:{where}")] = 1.0
             # Gradients of updates on the device, resident or streamed, stay there.
             program.at_least(f"{name}: resident where updated", Sum(("", 1.0)), Sum((f"{name}:gpu", 1.0)).plus(away))
-            if self.stores(nvme=True):
+            if f"{name}:onnvme" in away:
                 program.at_least(f"{name}: state on NVMe too", Sum((f"{name}:nvme", 1.0)), Sum((f"{name}:onnvme", 1.0)))
         # Uploads of weights that the host updates and the device keeps.
         upload = Sum((program.variable(f"{name}:upload"), 1.0))
@@ -88,6 +82,13 @@ class Placement:
             back = Sum((program.variable(f"{name}:back"), 1.0))
             program.at_least(f"{name}: new weights go back", back, Sum(("", -1.0)).plus(streamed).plus(away))
         return away
+
+    def _may_be_away(self, unit: Unit) -> Sum:
+        """Add the variables of the share of a unit's parameters that is not on the device; return it."""
+        for where in ("host", "onnvme"):
+            if self.stores(where == "onnvme") and not unit.stays:
+                self.program.variable(f"{unit.name}:{where}")
+        return self.away(unit)
 
     def own_bytes(self, unit: Unit) -> int:
         """Return the bytes of a unit's weights that one rank keeps, if ranks share updates or weights."""

@@ -44,6 +44,7 @@ class Space:
             stages: tuple[int, ...] = (0,)
         else:
             stages = (0, 1) if self.given.pipeline_parallel > 1 else (0, 1, 2, 3)
+            stages = stages[:3] if any(unit.stays for unit in self.units) else stages
         options = ({"zero_stage": stage} for stage in stages)
         return tuple(dataclasses.replace(self, given=self.given.model_copy(update=option)) for option in options)
 

@@ -34,13 +34,13 @@ _GAIN = 0.8  # captured layers are tiled only if they then need at most such a s
 
 def can_be_tiled(model: Model) -> bool:
     """Return whether a model's loss can be computed in tiles."""
-    return not isinstance(model, CapturedModel) or model.num_logits is not None
+    return not isinstance(model, CapturedModel) or (model.num_logits is not None and not model.second_order)
 
 
 def can_have_tiled_layers(model: Model) -> bool:
     """Return whether a model's norms and MLPs may be computed in tiles; if it was captured, another capture says it."""
     if isinstance(model, CapturedModel):
-        return model.can_be_recaptured
+        return model.can_be_recaptured and not model.second_order
     return model.is_gated and model.norm == "rmsnorm" and not model.is_expert_model
 
 
@@ -54,7 +54,7 @@ def tile_of(model: Model, batch: Batch, units: tuple[Unit, ...], device: Device)
         device: what computes.
     """
     num_logits = model.num_logits if isinstance(model, CapturedModel) else share(model, batch).vocab_size
-    if num_logits is None:
+    if num_logits is None or not can_be_tiled(model):
         return None
     logit_bytes = num_logits * tiled_logit_bytes(batch.tensor_parallel, batch.dtype_bytes)
     if batch.num_tokens * logit_bytes < _WORTH * device.memory_bytes.value:

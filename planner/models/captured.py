@@ -211,6 +211,7 @@ class CapturedModel(_Frozen):
         calls: paths of the modules that a step of the user's loop calls, in order, of a step that calls several, or one
             that is not the model itself; ``None``: the model is called once. See [Note: Steps] in
             :mod:`ullage.capture.partitioning`.
+        second_order: whether it makes gradients of gradients; see [Note: Second order] in :mod:`planner.setup`.
     """
 
     factory: str
@@ -228,6 +229,7 @@ class CapturedModel(_Frozen):
     assumed: tuple[str, ...] | None = None
     others: tuple["CapturedModel", ...] = ()
     calls: tuple[str, ...] | None = None
+    second_order: Literal[True] | None = None
     _sizes: _Sizes = PrivateAttr(default_factory=_Sizes)
 
     @property
@@ -346,7 +348,8 @@ class CapturedModel(_Frozen):
                     f"segment {segment.path} has block {segment.block}, but there are {len(self.blocks)}; capture the "
                     "model again"
                 )
-            result += [_operator(segment, operator) for operator in self.blocks[segment.block].operators]
+            operators = self.blocks[segment.block].operators
+            result += [_operator(segment, operator, stays=bool(self.second_order)) for operator in operators]
         return tuple(result)
 
     def graph(self, batch: Batch) -> Graph:
@@ -447,7 +450,7 @@ def _with_scratch(operator: Operator, batch: Batch) -> Operator:
     return dataclasses.replace(operator, workspace_bytes=operator.workspace_bytes + max(found, default=0))
 
 
-def _operator(segment: CapturedSegment, captured: CapturedOperator) -> Operator:
+def _operator(segment: CapturedSegment, captured: CapturedOperator, *, stays: bool) -> Operator:
     path, call = segment.path, f"@{segment.call}" if segment.call else ""
     unit = join(path, captured.unit)
     return Operator(
@@ -471,6 +474,7 @@ def _operator(segment: CapturedSegment, captured: CapturedOperator) -> Operator:
         changed_inputs=captured.changed_inputs or (),
         call=segment.call or 1,
         evaluates=bool(segment.evaluates),
+        stays=stays,
     )
 
 

@@ -124,6 +124,8 @@ class Operator:
         fp8_twin: the same operator where its weights come in fp8; ``None`` where that changes nothing.
         call: the call of the model that runs it, from 1 on; see :attr:`planner.models.captured.CapturedModel.calls`.
         evaluates: whether it runs without gradients in a step that calls the model several times.
+        stays: whether its weights and activations stay on the device; see [Note: Second order] in
+            :mod:`planner.setup`.
     """
 
     name: str
@@ -147,6 +149,7 @@ class Operator:
     fp8_twin: "Operator | None" = None
     call: int = 1
     evaluates: bool = False
+    stays: bool = False
 
     @property
     def path(self) -> str:

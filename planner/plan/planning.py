@@ -402,9 +402,10 @@ def _infeasible(
     tried = f"the {'smallest' if proofs else 'best'} plan found ({describe(best, units)})"
     # If there is one memory, it is the device's.
     remedies = dict.fromkeys(_REMEDIES[Tier.GPU if request.hardware.one_memory else tier] for tier in tiers)
+    stays = "; it makes gradients of gradients, for which all weights and activations stay on the device"
     message = (
         f"{request.model.name} does not fit on {request.num_devices} device(s) of {request.hardware.name}: {lacks} "
-        f"even with {tried}, and {_proven(proofs)}"
+        f"even with {tried}, and {_proven(proofs)}{stays if any(unit.stays for unit in units) else ''}"
     )
     return InfeasibleError(message, missing_bytes, "; ".join(remedies), proven=bool(proofs))
 

@@ -51,7 +51,7 @@ def starting_points(setup: Setup, scorer: Scorer, enough_s: float) -> tuple[list
     num_equal = max_equal_units(setup)
     more = [(num_equal, 3, num_equal), (2 * num_equal, 3, num_equal)] if num_equal > _SLOTS[-1][0] else []
     slots = (*_SLOTS, *more)
-    for stage in (2, 3) if setup.data_parallel > 1 else (0,):
+    for stage in setup.stages[-2:]:
         space = _space(setup, stage)
         mixes, bound_s = _relaxed(setup, scorer, space, stage, slots, enough_s)
         bounds_s.append(bound_s)
@@ -67,7 +67,7 @@ def starting_points(setup: Setup, scorer: Scorer, enough_s: float) -> tuple[list
 def first_look(setup: Setup, scorer: Scorer) -> Candidate:
     """Return the best of a few mixtures: close to the result of a search, in a small part of its time."""
     found = [scorer.score(mixed(setup, _lowest(setup)))]
-    for stage in (2, 3) if setup.data_parallel > 1 else (0,):
+    for stage in setup.stages[-2:]:
         mixes, _ = _relaxed(setup, scorer, _space(setup, stage), stage, _SLOTS[:1])
         found += [scorer.score(mixed(setup, mix)) for mix in mixes]
     return best_of(found)
@@ -84,7 +84,7 @@ def _space(setup: Setup, stage: int) -> Space:
 
 def _lowest(setup: Setup) -> Mix:
     """Return the mix that needs the least memory on the device, and on the host if NVMe is allowed."""
-    stage, count = 3 if setup.data_parallel > 1 else 0, len(setup.units)
+    stage, count = setup.stages[-1], len(setup.units)
     on_nvme = sum(len(pieces(setup, unit)) for unit in setup.units) if setup.storage == "nvme" else 0
     return Mix(0, 0, 0, num_host=count, zero_stage=stage, num_nvme=on_nvme, num_on_nvme=count if on_nvme else 0)
 

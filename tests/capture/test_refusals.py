@@ -388,13 +388,6 @@ CAUSES: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
         "4x8",
         r"needs the values .*sum\(\)",
     ),
-    "penalty": (
-        lambda: Of(
-            lambda last, x: torch.autograd.grad(last(last(x) ** 2).sum(), last.weight, create_graph=True)[0].sum()
-        ),
-        "4x8",
-        "create_graph=True",
-    ),
 }
 
 

@@ -97,6 +97,7 @@ def assemble(
         blocks=tuple(blocks),
         segments=tuple(segments),
         calls=recording.calls,
+        second_order=recording.second_order or None,
     )
 
 

@@ -64,6 +64,8 @@ def check_executable(recording: Recording, captured: CapturedModel) -> Unseen | 
             "the forward of the module that owns it"
         )
         return Unseen(name, owners.get(name, ""), reading, message)
+    if captured.second_order:  # backward reads weights of any unit, and all are there
+        return None
     backward = [(position, ends[visit]) for visit, position in recording.arrivals if visit in ends]
     # A hook on the model's output reports the last unit. Without one, its weights are still there since forward.
     backward.insert(0, (0, found[-1].name))

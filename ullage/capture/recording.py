@@ -19,11 +19,10 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 
-from executor.callbacks import ends_here, hook_target, tensors_of
+from executor.callbacks import ends_here, hook_target, in_backward, tensors_of
 from executor.memory.forward_state import SMALL_BYTES
 from executor.memory.recompute_cache import is_running_again
 from executor.module.batches import named_inputs
-from executor.module.guards import SECOND_ORDER
 from executor.module.tiled_layers import tile_modules
 from executor.module.tiled_logits import find_head, tile_head
 from executor.packed import stored_parameters
@@ -141,6 +140,7 @@ def record(
         repeats.begins if repeats else [],
         frozenset(name for name, module in model.named_modules() if module in tiled),
         recorder.called_with,
+        recorder.second_order,
     )
 
 
@@ -226,6 +226,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._is_step = called.is_step
         self._num_calls = 1
         self.called_with: tuple[CapturedInput, ...] = ()
+        self.second_order = False
         self._ran: set[nn.Module] = set()  # modules that have run in this call
         # What the user's step does itself counts to its latest call, or to the first one.
         self._stack: list[int] = [0 if called.is_step else -1]
@@ -280,7 +281,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         num_bytes = results[0].numel() * results[0].element_size() if results else 0
         products = results if flop(kernels) and not is_running_again() else []
         product_bytes = sum(t.numel() * t.element_size() for t in products if t.is_floating_point())
-        names = tuple(dict.fromkeys(self._name[number] for number in read if number in self._name))
+        inside = in_backward() and torch.is_grad_enabled() and not self._in_backward
+        # The weights that a backward of second order reads are there: see [Note: Second order] in planner.setup.
+        names = tuple(dict.fromkeys(self._name[number] for number in read if number in self._name and not inside))
         if self._in_backward:
             if func.overloadpacket is torch.ops.aten.add:
                 self.sums[written[0]] = tuple(read)
@@ -493,7 +496,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if ends_here():
                 return
             if torch.is_grad_enabled():
-                raise CaptureError(SECOND_ORDER)
+                self.second_order = True
+                return
             self.arrivals.append((visit, len(self.backward)))
 
         return hook

@@ -131,6 +131,7 @@ class Recording:
         arrivals: visits whose outputs backward reached, in order, with the number of backward events until then.
         tiled: paths of modules that compute in tiles.
         called_with: what the first call of a module was called with.
+        second_order: whether a backward that makes a graph of its own reached a visit's output.
     """
 
     model: nn.Module
@@ -151,6 +152,7 @@ class Recording:
     begins: list[int] = dataclasses.field(default_factory=list)
     tiled: frozenset[str] = frozenset()
     called_with: tuple[CapturedInput, ...] = ()
+    second_order: bool = False
 
     @functools.cached_property
     def skipped(self) -> frozenset[int]:

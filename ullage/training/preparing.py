@@ -164,9 +164,15 @@ def options_of(plan: Plan, given: Options) -> executor.options.Options:
     """Return the options for a session of a plan: the user's that do not plan, and those of the plan's machine.
 
     Raises:
-        ValueError: blocks are to be compiled that a step runs several times.
+        ValueError: blocks are to be compiled that a step runs several times, or that make gradients of gradients.
     """
-    calls = (isinstance(plan.model, CapturedModel) and plan.model.calls) or ()
+    captured = plan.model if isinstance(plan.model, CapturedModel) else None
+    calls = (captured and captured.calls) or ()
+    if captured and captured.second_order and given.get("compile_blocks"):
+        raise ValueError(
+            "compile_blocks is True, but the plan is for gradients of gradients (create_graph=True), which compiled "
+            "blocks do not have; leave it out"
+        )
     if calls and given.get("compile_blocks"):
         raise ValueError(
             "compile_blocks is True, but the planned step calls the model several times, or parts of it, whose blocks "

@@ -196,14 +196,19 @@ def losses_of_one_forward(ullage) -> Trained:
 @program
 def gradient_penalty(ullage) -> Trained:
     """WGAN-GP: a penalty on the gradient with respect to the input."""
-    model, optimizer = made(ullage)
-    losses = []
-    for step in range(NUM_STEPS):
-        x, _ = batch(step)
+
+    def penalised(model, x):
         x.requires_grad_()
         out = model(x)
         (gradient,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-        loss = out.mean() + (gradient.norm(dim=-1) - 1).square().mean()
+        return out.mean() + (gradient.norm(dim=-1) - 1).square().mean()
+
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+    model, optimizer = ullage.prepare(model, optimizer, batch(0)[0], step=penalised)
+    losses = []
+    for step in range(NUM_STEPS):
+        loss = penalised(model, batch(step)[0])
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

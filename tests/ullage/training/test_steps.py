@@ -1,6 +1,7 @@
-"""``ullage.prepare(..., step=function)``: steps that call the model several times, or parts of it, are planned."""
+"""``ullage.prepare(..., step=function)``: steps of several calls, or with gradients of gradients, are planned."""
 
 import copy
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,9 @@ from torch import nn
 
 import ullage
 from hwprofiles.registry import load_profile
+from planner.decisions import Place
+from planner.plan.planning import Request, make_plan
+from planner.verification import verify
 from ullage.this_machine import planning
 
 WIDTH = 32
@@ -120,7 +124,13 @@ def batch_of(size: int = 48) -> dict[str, Any]:
 
 
 def run(
-    model: nn.Module, optimizer: torch.optim.Optimizer, step: Step, batches: list[Any], accumulate: int
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    step: Step,
+    batches: list[Any],
+    accumulate: int,
+    *,
+    clip: bool = True,
 ) -> list[float]:
     torch.manual_seed(3)
     found = []
@@ -129,13 +139,16 @@ def run(
         loss.backward()
         found.append(loss.item())
         if number % accumulate == 0:
-            nn.utils.clip_grad_norm_([p for p in model.parameters() if p.grad is not None], 1.0)
+            if clip:
+                nn.utils.clip_grad_norm_([p for p in model.parameters() if p.grad is not None], 1.0)
             optimizer.step()
             optimizer.zero_grad()
     return found
 
 
-def prepared(model: Net, step: Step | None, batch: Any, device_memory: int = 250_000, **options: Any) -> Any:
+def prepared(
+    model: nn.Module, step: Step | None, batch: Any, device_memory: int | str = 250_000, **options: Any
+) -> Any:
     optimizer, machine = torch.optim.AdamW(model.parameters(), lr=1e-2), load_profile("epyc-turin-2c")
     return ullage.prepare(model, optimizer, batch, step=step, hardware=machine, device_memory=device_memory, **options)
 
@@ -202,6 +215,11 @@ def test_other_steps_than_the_planned_one_train_as_in_memory(name: str) -> None:
     [
         (three, {"compile_blocks": True}, "compile_blocks is True, but the planned step calls the model several times"),
         (
+            lambda model, batch: penalty(lambda x: model(x)["scores"], batch["x"]),
+            {"compile_blocks": True, "device_memory": 10**7},
+            "compile_blocks is True, but the plan is for gradients of gradients",
+        ),
+        (
             lambda _model, batch: batch["x"].requires_grad_().mean(),
             {},
             "the step calls neither the model nor a part of",
@@ -214,3 +232,140 @@ def test_steps_that_cannot_be_planned_are_refused_in_one_line(step: Step, option
     with pytest.raises(ValueError, match=message) as refused:
         prepared(Net(), step, batch_of(), **options)
     assert "\n" not in str(refused.value)
+
+
+class Critic(nn.Module):
+    """Gives a score, or the gradient of the score, as models of energies and forces do."""
+
+    def __init__(self, *, forces: bool = False) -> None:
+        super().__init__()
+        self.forces, self.first, self.last = forces, nn.Linear(16, WIDTH), nn.Linear(WIDTH, 1)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 128), nn.Tanh(), nn.Linear(128, WIDTH)) for _ in range(6)
+        )
+
+    def score(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.first(x))
+        for block in self.blocks:
+            x = x + block(x)
+        return self.last(x)  # type: ignore[no-any-return]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.forces:
+            return self.score(x)
+        with torch.enable_grad():
+            at = x.clone().requires_grad_()
+            (forces,) = torch.autograd.grad(self.score(at).sum(), at, create_graph=True)
+        return (forces - x).square().mean()
+
+
+def penalty(model: Any, x: torch.Tensor) -> torch.Tensor:
+    at = (0.3 * x).requires_grad_()
+    (gradient,) = torch.autograd.grad(model(at).sum(), at, create_graph=True)
+    return (gradient.norm(dim=-1) - 1).square().mean()
+
+
+def wasserstein(model: Any, batch: Any) -> torch.Tensor:
+    return model(batch["y"]).mean() - model(batch["x"]).mean() + 10 * penalty(model, batch["x"])  # type: ignore[no-any-return]
+
+
+def penalty_first(model: Any, batch: Any) -> torch.Tensor:
+    return 10 * penalty(model, batch["x"]) + model(batch["y"]).mean() - model(batch["x"]).mean()  # type: ignore[no-any-return]
+
+
+def at_the_data(model: Any, batch: Any) -> torch.Tensor:
+    at = batch["x"].clone().requires_grad_()
+    scores = model(at)
+    (gradient,) = torch.autograd.grad(scores.sum(), at, create_graph=True)
+    return nn.functional.softplus(scores).mean() + gradient.square().sum(-1).mean()  # type: ignore[no-any-return]
+
+
+def penalty_alone(model: Any, batch: Any) -> torch.Tensor:
+    """Backward reaches no output, and the last bias gets no gradient."""
+    return penalty(model, batch["x"])
+
+
+def of_second_order(model: Any, batch: Any) -> torch.Tensor:
+    """Gradients of weights have a graph too, and are added to those that come later."""
+    model(batch["y"]).square().mean().backward(create_graph=True)
+    return penalty(model, batch["x"])
+
+
+def least_memory(model: nn.Module, step: Step | None, batch: Any, **options: Any) -> str:
+    with pytest.raises(ullage.InfeasibleError, match="gradients of gradients, for which all weights") as refused:
+        prepared(model, step, batch, 1000, **options)
+    assert "\n" not in str(refused.value)
+    found = re.search(r"a larger device_memory='([\d.]+[kM]B)'", str(refused.value))
+    assert found is not None
+    return found[1]
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+@pytest.mark.parametrize(("accumulate", "clip"), [(1, True), (2, True), (1, False), (2, False)])
+@pytest.mark.parametrize("step", [wasserstein, penalty_first, at_the_data, penalty_alone, of_second_order])
+def test_gradients_of_gradients_train_as_in_memory_in_the_memory_that_the_refusal_names(
+    step: Step, accumulate: int, clip: bool
+) -> None:
+    torch.manual_seed(0)
+    alone, batches = Critic(), [batch_of(16) for _ in range(6)]
+    model, options = copy.deepcopy(alone), {"num_micro_batches": accumulate, "clip": clip}
+    expected = run(alone, torch.optim.AdamW(alone.parameters(), lr=1e-2), step, batches, accumulate, clip=clip)
+    memory = least_memory(model, step, batches[0], **options)
+    model, optimizer = prepared(model, step, batches[0], memory, **options)
+    decided = optimizer.plan.decisions.units.values()
+    assert {(unit.params, unit.activations) for unit in decided} == {("gpu", "keep")}
+    assert {place for unit in decided for place in unit.update} - {Place.GPU}
+    with optimizer.session as session:
+        found = run(model, optimizer, step, batches, accumulate, clip=clip)
+        assert session.num_left == (6 // accumulate if step is of_second_order else 0)
+    assert torch._C._is_multithreading_enabled()  # as before
+    assert found == pytest.approx(expected, rel=1e-5)
+    for key, weight in alone.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[key], weight, rtol=1e-4, atol=1e-5)
+
+
+def test_gradients_of_gradients_in_forward_train_as_in_memory_also_between_evaluations() -> None:
+    torch.manual_seed(0)
+    alone, batches = Critic(forces=True), [torch.randn(16, 16) for _ in range(4)]
+    model = copy.deepcopy(alone)
+    model, optimizer = prepared(model, None, batches[0], least_memory(model, None, batches[0]))
+    theirs = torch.optim.AdamW(alone.parameters(), lr=1e-2)
+    with optimizer.session as session:
+        for x in batches:
+            losses = []
+            for each, steps in ((alone, theirs), (model, optimizer)):
+                losses.append(each(x))
+                losses[-1].backward()
+                steps.step()
+                steps.zero_grad()
+                each.eval()
+                with torch.no_grad():
+                    losses.append(each(x[:3]))
+                each.train()
+            assert [loss.item() for loss in losses[:2]] == pytest.approx([loss.item() for loss in losses[2:]], rel=1e-5)
+        assert session.num_left == 0
+    for key, weight in alone.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[key], weight, rtol=1e-4, atol=1e-5)
+
+
+def test_ranks_share_the_state_and_not_the_weights_of_gradients_of_gradients() -> None:
+    captured = planning.capture_live(Critic(), batch_of(), None, wasserstein)
+    plan = make_plan(
+        Request(captured, load_profile("a100x4-40g"), num_devices=4, seq_len=1, micro_batch=48, precision="fp32"), 10
+    )
+    assert plan.decisions.zero_stage in {1, 2}
+    assert {proof.zero_stage for proof in plan.certificate.proofs} == {0, 1, 2}
+    verify(plan)
+
+
+@pytest.mark.parametrize("changes", [{"params": "host", "update": (Place.CPU,)}, {"activations": "recompute"}])
+def test_a_plan_that_moves_what_gradients_of_gradients_need_is_refused(changes: dict[str, Any]) -> None:
+    model, optimizer = prepared(Critic(), wasserstein, batch_of(), 10**7)
+    optimizer.session.close()
+    plan, name = optimizer.plan, "blocks.2.0"
+    moved = plan.decisions.units | {name: plan.decisions.units[name].model_copy(update=changes)}
+    changed = plan.model_copy(update={"decisions": plan.decisions.model_copy(update={"units": moved})})
+    with pytest.raises(
+        ValueError, match=rf"{name} (is planned to move, but gradients of gradients|cannot be recomputed)"
+    ):
+        ullage.prepare(model, torch.optim.AdamW(model.parameters()), changed)

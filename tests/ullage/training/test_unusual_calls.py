@@ -266,7 +266,9 @@ def with_penalty(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("accumulates", [False, True])
-def test_gradients_of_gradients_train_as_in_memory_where_all_is_on_the_device(accumulates: bool) -> None:
+def test_gradients_of_gradients_that_no_plan_knows_train_as_in_memory_where_all_is_on_the_device(
+    accumulates: bool,
+) -> None:
     trained = []
     x = torch.randn(8, 16)
     for prepares in (False, True):
@@ -282,6 +284,8 @@ def test_gradients_of_gradients_train_as_in_memory_where_all_is_on_the_device(ac
             loss.backward(create_graph=accumulates)
             if accumulates:  # as optimizers of second order do
                 with_penalty(model, x).backward()
+                at = x.clone().requires_grad_()
+                torch.autograd.grad(model(at).sum(), at, create_graph=True)[0].square().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
         trained.append({name: weight.clone() for name, weight in model.state_dict().items()})
@@ -289,12 +293,12 @@ def test_gradients_of_gradients_train_as_in_memory_where_all_is_on_the_device(ac
             assert optimizer.session.num_left == 3
             optimizer.session.close()
     for name, weight in trained[0].items():
-        torch.testing.assert_close(trained[1][name], weight, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(trained[1][name], weight, rtol=1e-4, atol=1e-5)
 
 
 def test_gradients_of_gradients_name_what_to_do_where_the_plan_moves_weights() -> None:
     model, optimizer = branching(IDS, device_memory=700_000)
-    with optimizer.session, pytest.raises(ullage.OutOfOrderError, match="larger device_memory"):
+    with optimizer.session, pytest.raises(ullage.OutOfOrderError, match=r"step=.*larger device_memory"):
         model(**IDS).backward(create_graph=True)
 
 

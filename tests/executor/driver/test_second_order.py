@@ -1,0 +1,49 @@
+"""Gradients of gradients on a device, where threads number their nodes, and in ranks."""
+
+import gc
+
+import pytest
+import torch
+from penalties import Critic, penalised, trained, wasserstein
+
+import ullage
+from ullage.this_machine import planning
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_planned_penalty_follows_the_order_and_the_memory_of_its_plan(monkeypatch):
+    monkeypatch.setattr(planning, "FOR_LIBRARIES_BYTES", 0)
+    monkeypatch.setattr(planning, "MOST_SIMULATIONS", 30)
+    torch.manual_seed(0)
+    batches = list(torch.randn(4, 512, 16, device="cuda"))
+    alone, model = Critic().cuda(), Critic()
+    model.load_state_dict(alone.state_dict())
+    expected = trained(alone, torch.optim.AdamW(alone.parameters(), lr=1e-2), batches)
+    weights = {name: weight.cpu() for name, weight in alone.state_dict().items()}
+    del alone
+    gc.collect()
+    before_bytes = torch.cuda.memory_allocated()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer = ullage.prepare(
+        model, optimizer, batches[0], step=wasserstein, hardware="h200x1-16c", precision="fp32", device_memory="9.5MB"
+    )
+    with optimizer.session as session:
+        found = trained(model, optimizer, batches)
+        peak_bytes = torch.cuda.max_memory_allocated() - before_bytes
+        assert session.num_left == 0
+    assert found == pytest.approx(expected, rel=1e-4)
+    assert peak_bytes <= 1.02 * optimizer.plan.gpu_memory.peak_bytes
+    for name, weight in weights.items():
+        torch.testing.assert_close(model.state_dict()[name].cpu(), weight, rtol=1e-4, atol=1e-5)
+
+
+def test_ranks_follow_a_planned_penalty_together(processes):
+    found = processes.call(2, penalised)
+    torch.manual_seed(0)
+    model, batches = Critic(), torch.randn(3, 64, 16)
+    trained(model, torch.optim.AdamW(model.parameters(), lr=1e-2), batches)
+    for zero_stage, num_left, weights in found:
+        assert zero_stage in {1, 2}
+        assert num_left == 0
+        for name, weight in model.state_dict().items():
+            torch.testing.assert_close(torch.from_numpy(weights[name]), weight, rtol=1e-4, atol=1e-5)
