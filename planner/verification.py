@@ -6,9 +6,9 @@ from typing import Any
 
 from planner.bounds.certificate import CertificateError, check
 from planner.checkpoints.choosing import CheckpointsError, choose_checkpoints
-from planner.choices.variants import Job, Variant, variants
+from planner.choices.variants import Job, variants
 from planner.costs.model import CostModel
-from planner.decisions import Decisions
+from planner.decisions import Choice
 from planner.plan.document import Plan
 from planner.simulate.machine import run_until_steady
 from planner.simulate.prediction import Prediction, Workload, predict
@@ -60,7 +60,7 @@ def verify(plan: Plan) -> Verified:
         raise CertificateError(f"the plan states {stated_s!r} s per iteration, but it takes {found.iteration_s!r} s")
     _check_checkpoints(plan)
     rivals = variants(job_of(plan), plan.constraints)
-    own = next((rival for rival in rivals if _chosen(rival, decisions)), None)
+    own = next((rival for rival in rivals if rival.choice == Choice.of(decisions)), None)
     if own is None:
         raise CertificateError("the plan's degrees and batch sizes do not match its request; plan again")
     check(plan.certificate, rivals, own, decisions, stated_s)
@@ -107,7 +107,3 @@ def job_of(plan: Plan) -> Job:
         clip=decisions.clip,
         subgroup_params=decisions.subgroup_params,
     )
-
-
-def _chosen(variant: Variant, decisions: Decisions) -> bool:
-    return all(getattr(decisions, field) == value for field, value in variant.choice.model_dump().items())

@@ -192,7 +192,7 @@ def stride(cpu: float, link: float, num_slots: int, *, plans: bool) -> dict[str,
         (decisions,) = _of_activations("recompute", interleaved(setup, (k,)))
         strides[k] = scorer.score(decisions.model_copy(update={"num_state_slots": num_slots})).iteration_s
     best = min(strides, key=lambda k: strides[k])
-    by_formula, meeting = formula_stride(profile, setup.subgroup_params, num_slots)
+    by_formula, meeting = formula_stride(profile, setup.given.subgroup_params, num_slots)
     row = {
         "cpu_factor": cpu,
         "link_factor": link,

@@ -8,15 +8,12 @@ parallelism.
 
 import itertools
 from collections.abc import Iterator
-from typing import Annotated, Literal
-
-from pydantic import Field
 
 from hwprofiles.profile import Device
 from hwprofiles.quantity import Frozen
-from planner.decisions import Decisions, Precision
+from planner.decisions import Choice, Count, Precision
 from planner.graph import Batch
-from planner.models.captured import CapturedModel, Model, Tiles
+from planner.models.captured import CapturedModel, Model
 from planner.models.config import ModelConfigError
 from planner.models.formulas import experts
 from planner.models.parameters import layer_shapes
@@ -27,39 +24,9 @@ MOST_MICRO_BATCHES = 4096  # per iteration: a schedule has tasks for each
 # The least parameters of a unit of experts; smaller units are not worth moving and would make schedules long.
 _UNIT_PARAMS, _MOST_UNITS = 100_000_000, 8
 
-Count = Annotated[int, Field(ge=1)]
-
-
-class Choice(Frozen):
-    """Degrees of parallelism and batch sizes; see :class:`planner.decisions.Decisions` for each field."""
-
-    data_parallel: Count = 1
-    tensor_parallel: Count = 1
-    pipeline_parallel: Count = 1
-    expert_parallel: Count = 1
-    expert_units: Count = 1
-    loss_tile_tokens: Count | None = None
-    layer_tile_tokens: Count | None = None
-    fp8_weights: Literal[True] | None = None
-    micro_batch: Count = 1
-    num_micro_batches: Count = 1
-
-    @property
-    def tiles(self) -> Tiles:
-        """The tokens of tiles."""
-        return Tiles(self.loss_tile_tokens, self.layer_tile_tokens)
-
-    @property
-    def words(self) -> str:
-        """A short description."""
-        degrees = {"data": self.data_parallel, "tensor": self.tensor_parallel}
-        degrees |= {"pipeline": self.pipeline_parallel, "expert": self.expert_parallel}
-        spread = " x ".join(f"{name} {count}" for name, count in degrees.items() if count > 1) or "one device"
-        return f"{spread}, {self.num_micro_batches} micro-batch(es) of {self.micro_batch}"
-
 
 def batch_of(
-    decided: Choice | Decisions,
+    decided: Choice,
     seq_len: int,
     precision: Precision,
     expert_load: tuple[tuple[float, ...], ...],

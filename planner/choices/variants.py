@@ -5,11 +5,10 @@ import functools
 from collections.abc import Iterator
 
 from hwprofiles.profile import HardwareProfile
-from planner.choices.choice import Choice, Constraints, batch_of
-from planner.choices.space import Space
+from planner.choices.choice import Constraints, batch_of
 from planner.choices.tiles import can_be_tiled, can_have_tiled_layers, layer_tile_of, tile_of, with_tiles
 from planner.costs.model import CostModel
-from planner.decisions import Decisions, Precision
+from planner.decisions import Choice, Precision, Sharding
 from planner.graph import Batch, Unit, build_graph, units
 from planner.models.captured import CapturedModel, Model
 from planner.models.config import ModelConfigError
@@ -48,20 +47,17 @@ class Variant:
     """One choice, ready to be scored and bounded.
 
     Attributes:
-        choice: degrees and batch sizes.
         setup: the input of engine policies.
         cost: prices of single units, in a pipeline too.
     """
 
-    choice: Choice
     setup: Setup
     cost: CostModel
 
-    @property
-    def space(self) -> Space:
-        """All its schedules, of every ZeRO stage."""
-        given = {**self.setup.ours, "policy": "any", "units": {}}
-        return Space(self.setup.units, Decisions.model_validate(given), self.setup.storage)
+    @functools.cached_property
+    def choice(self) -> Choice:
+        """Degrees and batch sizes."""
+        return Choice.of(self.setup.given)
 
 
 def variants(job: Job, constraints: Constraints) -> tuple[Variant, ...]:
@@ -159,18 +155,18 @@ def _captured(job: Job, choices: tuple[Choice, ...]) -> tuple[Choice, ...]:
 
 def variant(job: Job, choice: Choice, storage: Storage) -> Variant:
     """Return the variant of one choice."""
-    setup = Setup(
-        _units(job.model, batch_of(choice, job.seq_len, job.precision, job.expert_load, job.hardware.device)),
-        **choice.model_dump(),
+    given = Sharding(
+        **dict(choice),
         precision=job.precision,
         optimizer=job.optimizer,
         clip=job.clip,
         subgroup_params=job.subgroup_params,
-        storage=storage,
     )
-    degrees = dataclasses.astuple(setup.degrees)
+    batch = batch_of(choice, job.seq_len, job.precision, job.expert_load, job.hardware.device)
+    setup = Setup(_units(job.model, batch), given, storage)
+    degrees = dataclasses.astuple(given.degrees)
     cost = CostModel(job.hardware, setup.units, job.precision, *degrees, optimizer=job.optimizer)
-    return Variant(choice, setup, cost)
+    return Variant(setup, cost)
 
 
 @functools.lru_cache(32)  # choices with the same micro-batch share them, and so do all machines of a study

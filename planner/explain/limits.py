@@ -178,8 +178,8 @@ class _BoundDerivative:
     def _conditions(self, hardware: HardwareProfile) -> LinearProgram:
         plan = self._bench.plan.model_copy(update={"hardware": hardware})
         rival = variant(job_of(plan), self._proof.choice, plan.constraints.storage)
-        space = next(s for s in rival.space.stages() if s.given.zero_stage == self._proof.zero_stage)
-        return conditions(space, rival.cost, _LIMIT * plan.prediction.iteration_s)
+        setup = rival.setup.changed(zero_stage=self._proof.zero_stage)
+        return conditions(setup, rival.cost, _LIMIT * plan.prediction.iteration_s)
 
 
 def binding_proof(bench: Bench) -> Proof:

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from planner.bounds.certificate import computing_s
 from planner.bounds.conditions import conditions
+from planner.bounds.program import NEVER_S
 from planner.bounds.solver import solve
-from planner.choices.space import NEVER_S
 from planner.choices.variants import Variant
 from planner.decisions import Decisions
 from planner.placements import resident
@@ -168,8 +168,8 @@ def _promising(rivals: Sequence[Variant]) -> list[tuple[float, Variant]]:
         # Choices that compute for longer than the bounds of others come later, if at all.
         bound_s = computing_s(variant)
         if len(bounds) < _MOST_BOUNDS and bound_s < least_s * 2:
-            stages = variant.space.stages()[-2:]
-            solutions = [solve(conditions(space, variant.cost, NEVER_S)) for space in stages]
+            stages = variant.setup.stages()[-2:]
+            solutions = [solve(conditions(stage, variant.cost, NEVER_S)) for stage in stages]
             bound_s = min((s.value for s in solutions if s), default=float("inf"))
             least_s = min(least_s, bound_s)
         bounds.append((bound_s, variant))

@@ -11,11 +11,11 @@ from hwprofiles import __version__
 from hwprofiles.profile import Device, Dtype, HardwareProfile
 from planner.bounds.certificate import certify, infeasible, prove_misfits
 from planner.bounds.proof import Certificate, Proof
-from planner.choices.choice import MOST_MICRO_BATCHES, Choice, Constraints
+from planner.choices.choice import MOST_MICRO_BATCHES, Constraints
 from planner.choices.variants import Job, Variant, variants
 from planner.costs.kernels import no_products
 from planner.costs.model import CostModel
-from planner.decisions import BF16, FP32, Decisions, Precision, check_fp8_weights
+from planner.decisions import BF16, FP32, Choice, Decisions, Precision, check_fp8_weights
 from planner.models.captured import CapturedModel, Model, Size
 from planner.optimizers import OPTIMIZERS, Optimizer
 from planner.plan.competition import closest, compete

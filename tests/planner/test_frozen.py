@@ -8,7 +8,7 @@ from cases import small_units
 from machines import machine
 
 from planner.costs.model import CostModel
-from planner.decisions import Decisions
+from planner.decisions import Decisions, Sharding
 from planner.graph import Unit
 from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import Op
@@ -64,7 +64,7 @@ def moved_per_trained(schedule: Schedule, found: tuple[Unit, ...], name: str) ->
 
 
 def setup(found: tuple[Unit, ...], num_ranks: int) -> Setup:
-    return Setup(found, data_parallel=num_ranks, clip=False, subgroup_params=30_000)
+    return Setup(found, Sharding(data_parallel=num_ranks, clip=False, subgroup_params=30_000))
 
 
 @pytest.mark.parametrize(

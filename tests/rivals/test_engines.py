@@ -15,7 +15,7 @@ from machines import machine
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.registry import load_profile
 from planner.costs.model import CostModel
-from planner.decisions import Decisions, Place
+from planner.decisions import Decisions, Place, Sharding
 from planner.graph import Batch, build_graph, units
 from planner.models import resolve_model
 from planner.placements import mixed
@@ -38,8 +38,8 @@ UNITS = small_units("demo-llama")
 BUCKETS = importlib.import_module("ullage.rivals.passes.gradients")
 
 
-def setup(**options: object) -> Setup:
-    return Setup(**{"units": UNITS, "subgroup_params": 500_000, **options})  # type: ignore[arg-type]
+def setup(**given: object) -> Setup:
+    return Setup(UNITS, Sharding(**{"subgroup_params": 500_000, **given}))  # type: ignore[arg-type]
 
 
 def places(decisions: Decisions) -> list[Place]:
@@ -51,7 +51,7 @@ def subgroup_of_each_piece(some: Setup) -> list[int]:
     offset, found = 0, []
     for unit in UNITS:
         for size in pieces(some, unit):
-            found.append(offset // some.subgroup_params)
+            found.append(offset // some.given.subgroup_params)
             offset += size
     return found
 
@@ -287,9 +287,9 @@ def test_plain_training_needs_most_device_memory(recompute: bool) -> None:
 def test_engines_recompute_only_where_they_must(model: str, room: float, ranks: int, clip: bool) -> None:
     """What need not be scored would not be chosen: the best of all settings, on devices of any size."""
     many = units(build_graph(resolve_model(model), Batch(64, 512)))  # activations are most of the memory
-    chosen = Setup(many, data_parallel=ranks, micro_batch=64, subgroup_params=1_000_000, clip=clip)
+    chosen = Setup(many, Sharding(data_parallel=ranks, micro_batch=64, subgroup_params=1_000_000, clip=clip))
     gpu_bytes = room * sum(unit.saved_bytes for unit in chosen.units)
-    cost = CostModel(machine(gpu_bytes=gpu_bytes, devices_per_node=ranks), chosen.units, chosen.precision, ranks)
+    cost = CostModel(machine(gpu_bytes=gpu_bytes, devices_per_node=ranks), chosen.units, chosen.given.precision, ranks)
     scorer, thorough = (Scorer(Workload(chosen.units, 512), cost, lower=lower) for _ in range(2))
     names = [name for name in POLICIES if can_run(name, chosen, 1) and name != "streaming"]  # that is a search
     found = {name: best_of_engine(chosen, scorer, name) for name in names}

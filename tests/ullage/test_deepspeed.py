@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hwprofiles.registry import load_profile
-from planner.decisions import Place
+from planner.decisions import Place, Sharding
 from planner.graph import Batch, build_graph, units
 from planner.models import resolve_model
 from planner.plan.document import Plan
@@ -22,7 +22,7 @@ from ullage.rivals.engines.deciding import gpu_only
 from ullage.rivals.engines.deepspeed import super_offload, twin_flow, zero_infinity, zero_offload
 from ullage.rivals.engines.deepspeed_config import DeepSpeed, configured
 
-SETUP = Setup(units(build_graph(resolve_model("opt-1.3b"), Batch(2, 512))), data_parallel=4)
+SETUP = Setup(units(build_graph(resolve_model("opt-1.3b"), Batch(2, 512))), Sharding(data_parallel=4))
 MODEL = ["--model", "opt-1.3b", "--seq-len", "512"]
 
 

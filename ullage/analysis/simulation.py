@@ -148,8 +148,8 @@ def _best(engine: str, setting: str | None, setup: Setup, scorer: Scorer) -> Can
     if engine not in ENGINES:
         names = ", ".join((OURS, *ENGINES)) if engine != OURS else "twin-flow, super-offload, interleaved, zenflow"
         raise ValueError(f"no engine {engine!r} takes {'that setting' if setting else 'part'}; choose one of {names}")
-    state = OPTIMIZERS[setup.optimizer]
-    if state.others and engine not in (known := policies_of(setup.optimizer)):
+    state = OPTIMIZERS[setup.given.optimizer]
+    if state.others and engine not in (known := policies_of(setup.given.optimizer)):
         raise ValueError(f"engine {engine} is not simulated with {state.words}; choose {' or '.join((OURS, *known))}")
     if not can_run(engine, setup, len(scorer.cost.layout.nodes())):
         raise ValueError(

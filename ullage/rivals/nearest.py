@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.registry import load_profile
-from planner.choices.choice import Choice
 from planner.choices.variants import Job, Variant, variant
+from planner.decisions import Choice
 from planner.models.captured import CapturedModel
 from planner.plan.machines import MOST_DEVICES, larger_devices, larger_hosts, most_devices
 from planner.schedule.tasks import Tier

@@ -14,7 +14,7 @@ from hwprofiles.registry import list_profiles, load_profile
 from planner.costs.model import CostModel, total_flop
 from planner.costs.resources import Price, Resource
 from planner.costs.scalable import scalables, scaled
-from planner.decisions import BF16, Precision
+from planner.decisions import BF16, Precision, Sharding
 from planner.graph import Attention, Elementwise, Gemm
 from planner.models.kernels import Collective, flop, num_kernels
 from planner.schedule.tasks import Lane, Op, Phase, Task
@@ -317,7 +317,10 @@ def test_a_task_alone_always_runs_at_full_speed(name: str) -> None:
     for model_name in MODELS:
         units = small_units(model_name)
         for ranks in {1, profile.devices_per_node}:
-            setup = Setup(units, ranks, num_micro_batches=2, precision=precision, subgroup_params=1_000_000)
+            setup = Setup(
+                units,
+                Sharding(data_parallel=ranks, num_micro_batches=2, precision=precision, subgroup_params=1_000_000),
+            )
             cost = CostModel(profile, units, precision, ranks)
             for engine, policy in POLICIES.items():
                 for decisions in policy(setup) if can_run(engine, setup, 1) else ():
@@ -352,7 +355,7 @@ def test_a_price_does_not_depend_on_what_was_priced_before(case: Case) -> None:
 
 
 def test_total_flop_counts_no_recomputation() -> None:
-    setup = Setup(UNITS, num_micro_batches=3)
+    setup = Setup(UNITS, Sharding(num_micro_batches=3))
     keep, recompute = POLICIES["gpu-only"](setup)
     assert total_flop(UNITS, keep) == total_flop(UNITS, recompute)
     assert total_flop(UNITS, keep.model_copy(update={"pipeline_parallel": 2})) == total_flop(UNITS, keep) / 2

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from planner.costs.model import CostModel
-from planner.decisions import BF16, Decisions, Place, Precision, UnitDecision
+from planner.decisions import BF16, Decisions, Place, Precision, Sharding, UnitDecision
 from planner.graph import Attention, Batch, Collective, Elementwise, Gemm, Kernel, Unit, build_graph, units
 from planner.models import ModelConfig, model_from_case, parameters
 from planner.schedule.tasks import MemoryClass, Op
@@ -167,7 +167,7 @@ FP32_GRADIENTS = Precision(weights="bf16", gradients="fp32")
 
 
 def lowered(found: tuple[Unit, ...], precision: Precision, pipeline: int = 1, **options: Any) -> tuple[Any, Decisions]:
-    setup = Setup(found, data_parallel=4, num_micro_batches=2, precision=precision, **options)
+    setup = Setup(found, Sharding(data_parallel=4, num_micro_batches=2, precision=precision, **options))
     changes = {"reduce_start": "step", "pipeline_parallel": pipeline}
     decisions = next(gpu_only(setup)).model_copy(update=changes)
     return lower(found, decisions, asynchronous=True), decisions

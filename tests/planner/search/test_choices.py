@@ -20,10 +20,10 @@ from planner.bounds.certificate import CertificateError, certify, check, computi
 from planner.bounds.conditions import conditions, decided
 from planner.bounds.program import bound
 from planner.bounds.solver import solve
-from planner.choices.choice import Choice, Constraints, batch_of
+from planner.choices.choice import Constraints, batch_of
 from planner.choices.variants import Variant
 from planner.costs.model import CostModel
-from planner.decisions import BF16
+from planner.decisions import BF16, Choice, Sharding
 from planner.graph import Batch, Unit, build_graph, units
 from planner.lowering import lower
 from planner.lowering.workspace import least_workspace_bytes
@@ -174,17 +174,16 @@ def test_plans_over_slow_networks_keep_their_parameters_still() -> None:
 @pytest.mark.parametrize("num_stages", [2, 3])
 def test_pipelines_satisfy_their_conditions(num_stages: int, num_layers: int, stage: int) -> None:
     units = small_units("demo-llama", 6)
-    setup = Setup(units, data_parallel=2, pipeline_parallel=num_stages, num_micro_batches=4)
+    setup = Setup(units, Sharding(data_parallel=2, pipeline_parallel=num_stages, num_micro_batches=4))
     profile = machine(devices_per_node=4)
     free = Scorer(Workload(units, 64), CostModel(profile, units, BF16, 2, 1, num_stages))
     decisions = staged(setup, num_layers, stage)
     prediction = free.predict(decisions)
     exact = machine(devices_per_node=4, gpu_bytes=max(use.peak_bytes for use in prediction.memory.values()))
-    choice = Choice(data_parallel=2, pipeline_parallel=num_stages, num_micro_batches=4)
-    variant = Variant(choice, setup, CostModel(exact, units, BF16, 2, 1, num_stages))
-    for space in variant.space.stages():
-        if space.given.zero_stage == stage:
-            program = decided(conditions(space, variant.cost, 1e9), units, decisions)
+    variant = Variant(setup, CostModel(exact, units, BF16, 2, 1, num_stages))
+    for each in variant.setup.stages():
+        if each.given.zero_stage == stage:
+            program = decided(conditions(each, variant.cost, 1e9), units, decisions)
             solution = solve(program)
             assert solution is not None
             assert bound(program, solution.multipliers) <= prediction.iteration_s * (1 + 1e-9)
@@ -193,7 +192,7 @@ def test_pipelines_satisfy_their_conditions(num_stages: int, num_layers: int, st
 
 def test_a_pipeline_keeps_as_many_activations_as_fit() -> None:
     units = small_units("demo-llama", 6)
-    setup = Setup(units, pipeline_parallel=2, num_micro_batches=8)
+    setup = Setup(units, Sharding(pipeline_parallel=2, num_micro_batches=8))
     peaks = {}
     for num_layers in (0, 3, 6):
         cost = CostModel(machine(devices_per_node=2, issue_s=1e-9), units, BF16, 1, 1, 2)
@@ -246,8 +245,8 @@ def test_a_new_pattern_is_planned_without_being_known(ranks: int) -> None:
     mlp = next(unit for unit in units if unit.name == "layers.1.mlp")
     assert mlp.parts(Degrees(data_parallel=ranks)) == 2
     profile = machine(devices_per_node=4, gpu_bytes=3e7)
-    setup = Setup(units, data_parallel=ranks, subgroup_params=400_000)
-    variant = Variant(Choice(data_parallel=ranks), setup, CostModel(profile, units, BF16, ranks))
+    setup = Setup(units, Sharding(data_parallel=ranks, subgroup_params=400_000))
+    variant = Variant(setup, CostModel(profile, units, BF16, ranks))
     found = search(setup, Scorer(Workload(units, 64), variant.cost), 60).best
     assert not found.missing_bytes
     schedule = lower(units, found.decisions, asynchronous=True)

@@ -15,7 +15,7 @@ from walked import ordered_by_rules
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.registry import load_profile
 from planner.bounds.certificate import CertificateError, infeasible
-from planner.decisions import Decisions, Place
+from planner.decisions import Decisions, Place, Sharding
 from planner.models import resolve_model
 from planner.placements import mixed
 from planner.plan.document import Plan
@@ -46,10 +46,12 @@ def small(hardware: HardwareProfile, storage: Storage, **options: object) -> Req
 def mixes(draw: st.DrawFn) -> tuple[Setup, Mix]:
     setup = Setup(
         small_units(draw(st.sampled_from(MODELS)), 3),
-        data_parallel=draw(st.sampled_from([1, 4])),
-        num_micro_batches=draw(st.sampled_from([1, 2])),
-        subgroup_params=500_000,
-        clip=draw(st.booleans()),
+        Sharding(
+            data_parallel=draw(st.sampled_from([1, 4])),
+            num_micro_batches=draw(st.sampled_from([1, 2])),
+            subgroup_params=500_000,
+            clip=draw(st.booleans()),
+        ),
         storage="nvme",
     )
     total, count = sum(len(pieces(setup, unit)) for unit in setup.units), len(setup.units)
@@ -58,7 +60,7 @@ def mixes(draw: st.DrawFn) -> tuple[Setup, Mix]:
         num_stream=draw(st.integers(0, total)),
         num_keep=draw(st.integers(0, 3)),
         num_host=draw(st.integers(0, count)),
-        zero_stage=draw(st.sampled_from([2, 3])) if setup.data_parallel > 1 else 0,
+        zero_stage=draw(st.sampled_from([2, 3])) if setup.given.data_parallel > 1 else 0,
         num_nvme=draw(st.integers(0, total)),
         num_on_nvme=draw(st.integers(0, count)),
         num_offload=draw(st.integers(0, 3)),
@@ -95,7 +97,7 @@ def test_single_moves_are_valid_and_stay_within_what_may_be_used(drawn: tuple[Se
 
 
 def test_counts_of_a_mix_are_what_it_says() -> None:
-    setup = Setup(small_units("demo-llama", 4), subgroup_params=1_000_000, storage="nvme")
+    setup = Setup(small_units("demo-llama", 4), Sharding(subgroup_params=1_000_000), storage="nvme")
     total = sum(len(pieces(setup, unit)) for unit in setup.units)
     decided = mixed(setup, Mix(2, 3, 1, num_host=4, num_nvme=total, num_on_nvme=2, num_offload=2, num_evict=1))
     segments = {unit.segment: decided.units[unit.name].activations for unit in setup.units if unit.recompute}
