@@ -6,7 +6,7 @@ from typing import Any
 
 from planner.bounds.certificate import CertificateError, check
 from planner.checkpoints.choosing import CheckpointsError, choose_checkpoints
-from planner.choices.variants import Job, variants
+from planner.choices.variants import variants
 from planner.costs.model import CostModel
 from planner.decisions import Choice
 from planner.plan.document import Plan
@@ -59,7 +59,7 @@ def verify(plan: Plan) -> Verified:
     if abs(found.iteration_s - stated_s) > _RELATIVE * stated_s:
         raise CertificateError(f"the plan states {stated_s!r} s per iteration, but it takes {found.iteration_s!r} s")
     _check_checkpoints(plan)
-    rivals = variants(job_of(plan), plan.constraints)
+    rivals = variants(plan.request)
     own = next((rival for rival in rivals if rival.choice == Choice.of(decisions)), None)
     if own is None:
         raise CertificateError("the plan's degrees and batch sizes do not match its request; plan again")
@@ -92,18 +92,3 @@ def _difference(stated: Any, found: Any, name: str) -> str | None:
         same = math.isclose(stated, found, rel_tol=_RELATIVE) if numbers else stated == found
         return None if same else f"{name} {stated}, but it is {found}"
     return next((words for part in parts if (words := _difference(*part))), None)
-
-
-def job_of(plan: Plan) -> Job:
-    """Return the job of a plan's request, which all its variants have in common."""
-    decisions = plan.decisions
-    return Job(
-        model=plan.model,
-        hardware=plan.hardware,
-        seq_len=plan.seq_len,
-        expert_load=plan.expert_load,
-        precision=decisions.precision,
-        optimizer=decisions.optimizer,
-        clip=decisions.clip,
-        subgroup_params=decisions.subgroup_params,
-    )

@@ -15,6 +15,7 @@ from test_bounds import check
 
 from hwprofiles.profile import NarrowUpdate
 from hwprofiles.quantity import Provenance, Quantity
+from planner.choices.request import Request
 from planner.costs.model import CostModel
 from planner.decisions import BF16, FP32, Place, Precision
 from planner.decisions.precision import SPLIT_OPERATOR_BYTES
@@ -22,11 +23,10 @@ from planner.lowering import lower
 from planner.models import resolve_model
 from planner.optimizers import OPTIMIZERS
 from planner.plan.document import Plan
-from planner.plan.planning import Request
 from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import Lane, MemoryClass, Op, Tier
 from planner.subgroups import unit_layout
-from planner.verification import job_of, verify
+from planner.verification import verify
 from ullage.rivals import make_plan
 
 ONE_BUFFER = ("sgd", "adagrad", "lion")
@@ -350,8 +350,8 @@ def test_other_optimizers_keep_no_master_copy_in_bf16(optimizer):
 
 @pytest.mark.parametrize("name", ["adamw", "lion", "rounded"])
 def test_plans_of_every_optimizer_are_verified(plans, name):
-    assert job_of(plans[name]).optimizer == plans[name].decisions.optimizer
-    assert job_of(plans[name]).precision == plans[name].decisions.precision.whole
+    assert plans[name].request.optimizer == plans[name].decisions.optimizer
+    assert plans[name].request.precision == plans[name].decisions.precision.whole
     verified = verify(plans[name])
     assert verified.prediction.iteration_s == pytest.approx(plans[name].prediction.iteration_s, rel=1e-9)
 

@@ -14,12 +14,14 @@ from machines import machine
 
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.registry import load_profile
+from planner.choices.request import Request
+from planner.choices.variants import variants
 from planner.costs.model import CostModel
 from planner.decisions import Decisions, Place, Sharding
 from planner.graph import Batch, build_graph, units
 from planner.models import resolve_model
 from planner.placements import mixed
-from planner.plan.planning import Request, _infeasible, prepare
+from planner.plan.planning import _infeasible, prepare
 from planner.schedule.tasks import Lane, Op, Phase, Task, Tier
 from planner.search import Scorer, best_of
 from planner.setup import Mix, Setup, pieces
@@ -374,7 +376,7 @@ def test_too_little_nvme_is_named() -> None:
         held = decisions.state_bytes_per_param + decisions.spilled_bytes_per_param
         total = sum(unit.num_params for unit in chosen.units)
         assert candidate.missing_bytes == {Tier.NVME: held * total - num_bytes}
-        assert re.search(message, str(_infeasible(request, decisions, candidate.missing_bytes, request.variants()[0])))
+        assert re.search(message, str(_infeasible(request, decisions, candidate.missing_bytes, variants(request)[0])))
 
 
 def test_zero_offload_keeps_parameters_on_the_host_where_the_device_is_too_small_for_them() -> None:

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from hwprofiles.registry import load_profile
+from planner.choices.request import Request
 from planner.decisions import Place, Sharding
 from planner.graph import Batch, build_graph, units
 from planner.models import resolve_model
 from planner.plan.document import Plan
-from planner.plan.planning import Request, make_plan
+from planner.plan.planning import make_plan
 from planner.setup import Setup
 from ullage.integrations.deepspeed.config import known_keys, load_config
 from ullage.integrations.deepspeed.exporting import export_config

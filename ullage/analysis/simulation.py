@@ -4,22 +4,20 @@ import dataclasses
 from collections.abc import Callable, Iterator
 
 from hwprofiles.profile import HardwareProfile
-from planner.choices.choice import Constraints
-from planner.choices.variants import Variant
+from planner.choices.request import Request
+from planner.choices.variants import Variant, variants
 from planner.costs.model import CostModel
-from planner.decisions import Decisions
+from planner.decisions import Choice, Decisions
 from planner.models.captured import Model, Tiles
 from planner.optimizers import OPTIMIZERS
 from planner.plan.competition import compete
 from planner.plan.document import Plan
-from planner.plan.planning import Request
 from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import Lane
 from planner.search import Candidate, Scorer, best_of
 from planner.setup import Setup
 from planner.simulate.machine import Simulation, run, run_until_steady
 from planner.simulate.prediction import Workload
-from planner.verification import job_of
 from ullage.rivals.best import best_of_engine, scorer_of
 from ullage.rivals.engines.catalogue import POLICIES, STORAGE_POLICIES, can_run, policies_of
 from ullage.rivals.engines.deepspeed import super_offload, twin_flow
@@ -134,7 +132,7 @@ def engine_decisions(plan: Plan, engine: str, setting: str | None = None) -> Dec
 
 def _decided(request: Request, engine: str, setting: str | None) -> tuple[Variant, Decisions]:
     """Return the better of whole logits and tiles. Degrees and batch sizes are those of the request."""
-    rivals = request.variants()
+    rivals = variants(request)
     if engine == OURS and setting is None:
         found = compete(rivals, request.seq_len)
         return found.winner, found.best.decisions
@@ -174,10 +172,8 @@ def _subject_of(plan: Plan, engine: str, decisions: Decisions) -> Subject:
 
 def request_of(plan: Plan) -> Request:
     """Return a plan's request with the parallel degrees and batch sizes that the plan chose, without storage."""
-    given = {
-        name: getattr(plan.decisions, name) for name in Constraints.model_fields.keys() - {"global_batch", "storage"}
-    }
-    return Request(**vars(job_of(plan)), **given)
+    chosen = Choice.of(plan.decisions).model_dump(exclude={"data_parallel"})
+    return dataclasses.replace(plan.request, **chosen, global_batch=None, storage="never")
 
 
 def _with_setting(engine: str, setting: str) -> Callable[[Setup], Iterator[Decisions]]:

@@ -3,9 +3,10 @@
 from collections.abc import Iterator, Sequence
 
 from planner.bounds.certificate import computing_s
-from planner.choices.variants import Job, Variant
+from planner.choices.request import Request
+from planner.choices.variants import Variant, variants
 from planner.plan.document import EngineRow, Plan, describe
-from planner.plan.planning import Found, Request
+from planner.plan.planning import Found
 from planner.plan.planning import make_plan as make_plan_alone
 from planner.search import Candidate, Progress
 from ullage.rivals.best import engine_policies, scorer_of
@@ -30,13 +31,13 @@ def make_plan(
 
 def _beside(request: Request, found: Found) -> tuple[EngineRow, ...]:
     best = engines_beside(request, found)
-    return tuple(_row(request.job, name, *best[name]) for name in best)
+    return tuple(_row(request, name, *best[name]) for name in best)
 
 
 def engine_rows(request: Request) -> Iterator[EngineRow]:
     """Yield a row for every engine policy, each as soon as it is known, also where no plan fits."""
-    for name, found in _compared(_plainest(request.variants()), request.seq_len).items():
-        yield _row(request.job, name, *found)
+    for name, found in _compared(_plainest(variants(request)), request.seq_len).items():
+        yield _row(request, name, *found)
 
 
 def engines_beside(request: Request, found: Found) -> dict[str, tuple[Variant, Candidate]]:
@@ -48,25 +49,25 @@ def engines_beside(request: Request, found: Found) -> dict[str, tuple[Variant, C
     return _compared(found.searched or _plainest(found.rivals), request.seq_len)
 
 
-def _compared(variants: Sequence[Variant], seq_len: int) -> dict[str, tuple[Variant, Candidate]]:
+def _compared(rivals: Sequence[Variant], seq_len: int) -> dict[str, tuple[Variant, Candidate]]:
     best: dict[str, tuple[Variant, Candidate]] = {}
-    for variant in variants:
+    for variant in rivals:
         for name, candidate in engine_policies(variant.setup, scorer_of(variant, seq_len)).items():
             if name not in best or candidate.order < best[name][1].order:
                 best[name] = variant, candidate
     return best
 
 
-def _plainest(variants: Sequence[Variant]) -> tuple[Variant, ...]:
-    plain = [variant for variant in variants if variant.choice.pipeline_parallel == 1]
+def _plainest(rivals: Sequence[Variant]) -> tuple[Variant, ...]:
+    plain = [variant for variant in rivals if variant.choice.pipeline_parallel == 1]
     if not plain:
         return ()
     return (min(plain, key=lambda variant: (variant.choice.tensor_parallel, computing_s(variant))),)
 
 
-def _row(job: Job, name: str, variant: Variant, candidate: Candidate) -> EngineRow:
+def _row(request: Request, name: str, variant: Variant, candidate: Candidate) -> EngineRow:
     simulated, decisions = candidate.iteration_s != float("inf"), candidate.decisions
-    nearest = nearest_fit(job, variant, name, candidate) if candidate.missing_bytes else None
+    nearest = nearest_fit(request, variant, name, candidate) if candidate.missing_bytes else None
     return EngineRow(
         name=name,
         setting=describe(decisions, variant.setup.units),

@@ -13,12 +13,13 @@ from cases import small_units
 from machines import machine
 
 from planner.bounds.certificate import CertificateError, certify, check, infeasible
-from planner.choices.variants import Variant
+from planner.choices.request import Request
+from planner.choices.variants import Variant, variants
 from planner.costs.model import CostModel
 from planner.decisions import Decisions, Place, Sharding, UnitDecision
 from planner.models import resolve_model
 from planner.plan.document import Plan, PlanError, load_plan
-from planner.plan.planning import InfeasibleError, Request, make_plan
+from planner.plan.planning import InfeasibleError, make_plan
 from planner.search import Scorer, search
 from planner.setup import Setup, pieces
 from planner.simulate.prediction import Workload
@@ -138,8 +139,8 @@ def test_what_cannot_fit_is_proven() -> None:
     with pytest.raises(InfeasibleError, match=r"proven that every schedule lacks at least \d"):
         make_plan(request)
     roomy, tight = machine(devices_per_node=2), machine(gpu_bytes=1e6, devices_per_node=2)
-    assert not infeasible(dataclasses.replace(request, hardware=roomy).variants())
-    assert len(infeasible(dataclasses.replace(request, hardware=tight).variants())) == 4
+    assert not infeasible(variants(dataclasses.replace(request, hardware=roomy)))
+    assert len(infeasible(variants(dataclasses.replace(request, hardware=tight)))) == 4
 
 
 def all_decisions(setup: Setup) -> list[Decisions]:

@@ -15,12 +15,13 @@ from cases import decide, small_units
 
 import planner.lowering as package
 from hwprofiles.registry import load_profile
+from planner.choices.request import Request
 from planner.decisions import BF16, FP32, Decisions, Place, Precision, Sharding
 from planner.graph import Unit
 from planner.lowering import lower
 from planner.models import resolve_model
 from planner.placements import mixed
-from planner.plan.planning import Request, prepare
+from planner.plan.planning import prepare
 from planner.search.pipelines import staged
 from planner.setup import Mix, Setup
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from machines import machine
 from walked import ordered_by_rules
 
+from planner.choices.request import Request
 from planner.costs.layout import Layout
 from planner.costs.model import CostModel
 from planner.decisions import BF16, Decisions, Place, UnitDecision
@@ -20,7 +21,7 @@ from planner.models.formulas import experts as expert_rules
 from planner.models.kernels import flop
 from planner.placements import mixed
 from planner.plan.document import Plan
-from planner.plan.planning import Request, make_plan
+from planner.plan.planning import make_plan
 from planner.schedule.tasks import Lane, MemoryClass, Op
 from planner.setup import Mix, Setup
 from planner.verification import verify
@@ -196,7 +197,9 @@ def test_the_device_holds_the_most_visited() -> None:
 @pytest.mark.parametrize("load", [(), UNVISITED, (expert_rules.zipf(8, 1.2),)])
 def test_plans_with_experts_are_verified(load: tuple[tuple[float, ...], ...]) -> None:
     profile = machine(gpu_bytes=9e6, cpu_params_per_s=5e7, devices_per_node=2)
-    request = Request(TINY, profile, 2, seq_len=64, micro_batch=1, expert_units=8, expert_parallel=2, expert_load=load)
+    request = Request(
+        TINY, profile, num_devices=2, seq_len=64, micro_batch=1, expert_units=8, expert_parallel=2, expert_load=load
+    )
     plan = make_plan(request, 60)
     verify(Plan.model_validate_json(plan.to_json()))
     assert plan.decisions.expert_units == 8

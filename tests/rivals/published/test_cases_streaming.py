@@ -16,13 +16,13 @@ from machines import machine
 from torch.utils.flop_counter import FlopCounterMode
 
 from hwprofiles.registry import load_profile
+from planner.choices.request import Request
 from planner.costs.model import CostModel
 from planner.decisions import BF16, Place, Precision, Sharding
 from planner.graph import Batch, Gemm, build_graph, units
 from planner.models import resolve_model
 from planner.models.formulas.work import newton_schulz
 from planner.models.kernels import flop
-from planner.plan.planning import Request
 from planner.schedule.tasks import Op, Tier
 from planner.search.scoring import Scorer
 from planner.setup import Setup

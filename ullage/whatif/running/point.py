@@ -11,9 +11,10 @@ from typing import Any, Final, Literal
 from hwprofiles import __version__
 from planner.checkpoints.choosing import choose_checkpoints
 from planner.checkpoints.trial import Trial
+from planner.choices.request import Request
 from planner.plan.checkpoints import CheckpointRequest
 from planner.plan.document import Plan, describe
-from planner.plan.planning import Found, InfeasibleError, Request, find
+from planner.plan.planning import Found, InfeasibleError, find
 from planner.schedule.tasks import Lane
 from planner.simulate.prediction import Workload
 from ullage.rivals import engines_beside
