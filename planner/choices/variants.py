@@ -135,9 +135,7 @@ def variant(request: Request, choice: Choice) -> Variant:
         subgroup_params=request.subgroup_params,
     )
     setup = Setup(_units(request.model, request.batch(choice)), given, request.storage)
-    degrees = dataclasses.astuple(given.degrees)
-    cost = CostModel(request.hardware, setup.units, given.precision, *degrees, optimizer=given.optimizer)
-    return Variant(setup, cost)
+    return Variant(setup, CostModel(request.hardware, setup.units, given))
 
 
 @functools.lru_cache(32)  # choices with the same micro-batch share them, and so do all machines of a study

@@ -78,7 +78,9 @@ def test_other_engines_update_and_keep_only_what_is_trained(name: str, num_ranks
     assert moved == pytest.approx(moved_per_trained(whole, ALL, "layers.1.attn"), rel=1e-2)
     assert moved[Op.UPDATE] * num_ranks == 1
     assert {task.unit for task in schedule.tasks if task.op in UPDATING} == {"layers.1.attn"}
-    cost = CostModel(machine(devices_per_node=8), ADAPTED, decisions.precision, num_ranks)
+    cost = CostModel(
+        machine(devices_per_node=8), ADAPTED, Sharding(precision=decisions.precision, data_parallel=num_ranks)
+    )
     simulation = run_until_steady(schedule, cost)
     held: Counter[str] = Counter()
     for peak in memory_peaks(simulation.timeline, simulation.steady, cost).values():

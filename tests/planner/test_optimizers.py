@@ -17,7 +17,7 @@ from hwprofiles.profile import NarrowUpdate
 from hwprofiles.quantity import Provenance, Quantity
 from planner.choices.request import Request
 from planner.costs.model import CostModel
-from planner.decisions import BF16, FP32, Place, Precision
+from planner.decisions import BF16, FP32, Place, Precision, Sharding
 from planner.decisions.precision import SPLIT_OPERATOR_BYTES
 from planner.lowering import lower
 from planner.models import resolve_model
@@ -88,7 +88,7 @@ def test_memory_feeds_an_update_of_fewer_bytes_faster():
     slow = machine(cpu_params_per_s=1e12)  # memory binds: 1e11 B/s
     for name, num_bytes in (("adamw", 28), ("lion", 20)):
         schedule = lower(units, decide(units, Place.CPU, optimizer=name), asynchronous=True)
-        cost = CostModel(slow, units, BF16, 1, optimizer=name)
+        cost = CostModel(slow, units, Sharding(optimizer=name))
         update = next(task for task in schedule.tasks if task.lane is Lane.CPU)
         assert cost.price(update).duration_s == pytest.approx(num_bytes * update.num_params / 1e11)
 

@@ -59,7 +59,7 @@ def subgroup_of_each_piece(some: Setup) -> list[int]:
 
 
 def iteration_s(profile: HardwareProfile, decisions: Decisions) -> float:
-    cost = CostModel(profile, UNITS, decisions.precision, decisions.data_parallel)
+    cost = CostModel(profile, UNITS, decisions)
     simulation = run_until_steady(lower(UNITS, decisions, asynchronous=cost.asynchronous), cost)
     return simulation.timeline.period_s(simulation.steady)
 
@@ -272,7 +272,7 @@ def test_plain_training_needs_most_device_memory(recompute: bool) -> None:
     peaks = {}
     for name, policy in POLICIES.items():
         for decisions in list(policy(setup()))[int(recompute) :: 2]:
-            cost = CostModel(machine(), UNITS, decisions.precision, 1)
+            cost = CostModel(machine(), UNITS, decisions)
             simulation = run_until_steady(lower(UNITS, decisions, asynchronous=True), cost)
             memory = memory_peaks(simulation.timeline, simulation.steady, cost)
             held = memory[Tier.GPU].peak_bytes - decisions.device_buffer_bytes
@@ -291,7 +291,7 @@ def test_engines_recompute_only_where_they_must(model: str, room: float, ranks: 
     many = units(build_graph(resolve_model(model), Batch(64, 512)))  # activations are most of the memory
     chosen = Setup(many, Sharding(data_parallel=ranks, micro_batch=64, subgroup_params=1_000_000, clip=clip))
     gpu_bytes = room * sum(unit.saved_bytes for unit in chosen.units)
-    cost = CostModel(machine(gpu_bytes=gpu_bytes, devices_per_node=ranks), chosen.units, chosen.given.precision, ranks)
+    cost = CostModel(machine(gpu_bytes=gpu_bytes, devices_per_node=ranks), chosen.units, chosen.given)
     scorer, thorough = (Scorer(Workload(chosen.units, 512), cost, lower=lower) for _ in range(2))
     names = [name for name in POLICIES if can_run(name, chosen, 1) and name != "streaming"]  # that is a search
     found = {name: best_of_engine(chosen, scorer, name) for name in names}
@@ -334,7 +334,7 @@ def test_without_clipping_updates_start_during_backward() -> None:
     early, late = mixed(setup(clip=False), mix), mixed(setup(clip=True), mix)
     assert (early.update_start, late.update_start) == ("backward", "step")
     for decisions in (early, late):
-        cost = CostModel(machine(), UNITS, decisions.precision, 1)
+        cost = CostModel(machine(), UNITS, decisions)
         schedule = lower(UNITS, decisions, asynchronous=True)
         timeline = run_until_steady(schedule, cost).timeline
         first_update = next(t.index for t in schedule.tasks if t.op is Op.UPDATE)

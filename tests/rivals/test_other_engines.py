@@ -34,7 +34,7 @@ def setup(**given: object) -> Setup:
 
 def scorer_of(some: Setup, **options: float) -> Scorer:
     profile = machine(devices_per_node=8, **options)  # type: ignore[arg-type]
-    cost = CostModel(profile, some.units, some.given.precision, some.given.data_parallel)
+    cost = CostModel(profile, some.units, some.given)
     return Scorer(Workload(some.units, 512), cost, lower=lower)
 
 

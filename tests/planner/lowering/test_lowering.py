@@ -441,5 +441,5 @@ def test_prices_exist_for_all_of_a_schedule(profile) -> None:
         if profile.nvme is None and decisions.uses_storage:
             continue
         schedule = lower(DENSE, decisions, asynchronous=True)
-        cost = CostModel(profile, DENSE, decisions.precision, decisions.data_parallel)
+        cost = CostModel(profile, DENSE, decisions)
         assert len(cost.prices(schedule)) == len(schedule.tasks)

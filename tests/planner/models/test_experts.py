@@ -13,7 +13,7 @@ from walked import ordered_by_rules
 from planner.choices.request import Request
 from planner.costs.layout import Layout
 from planner.costs.model import CostModel
-from planner.decisions import BF16, Decisions, Place, UnitDecision
+from planner.decisions import Decisions, Place, Sharding, UnitDecision
 from planner.graph import Batch, Collective, Unit, build_graph, segments, units
 from planner.lowering import lower
 from planner.models import ModelConfigError, resolve_model
@@ -78,13 +78,13 @@ def test_ranks_share_experts(ranks: int) -> None:
 
 def test_time_of_an_all_to_all() -> None:
     inside = machine(devices_per_node=4)
-    cost = CostModel(inside, share(expert_parallel=4), BF16, 4, expert_parallel=4)
+    cost = CostModel(inside, share(expert_parallel=4), Sharding(data_parallel=4, expert_parallel=4))
     fabric = inside.intra_node
     assert fabric is not None
     swap = Collective(10**8, 4, kind="all-to-all")
     assert cost.compute_s([swap]) == pytest.approx(10**8 * 3 / 4 / fabric.bytes_per_s.value + fabric.latency_s.value)
     across = machine(devices_per_node=2)
-    cost = CostModel(across, share(expert_parallel=4), BF16, 4, expert_parallel=4)
+    cost = CostModel(across, share(expert_parallel=4), Sharding(data_parallel=4, expert_parallel=4))
     between = across.inter_node
     assert between is not None and across.intra_node is not None
     slower_s = max(10**8 * 2 / 4 / between.bytes_per_s.value, 10**8 / 4 / across.intra_node.bytes_per_s.value)

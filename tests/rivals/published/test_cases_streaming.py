@@ -46,7 +46,7 @@ def setup(num_rounds: int = 2, **options: Any) -> Setup:
 
 
 def scorer(some: Setup, gpu_bytes: float = 1e12) -> Scorer:
-    cost = CostModel(machine(gpu_bytes=gpu_bytes), some.units, some.given.precision, 1, optimizer=some.given.optimizer)
+    cost = CostModel(machine(gpu_bytes=gpu_bytes), some.units, some.given)
     return Scorer(Workload(some.units, 64), cost, lower=lower)
 
 

@@ -87,7 +87,7 @@ class StreamingCase(Case):
         machine = within(profile, self.device_budget_gib)
         num_rounds = self.tokens_per_step // self.tokens_per_round
         few = self.setup(min(num_rounds, _ROUNDS))
-        cost = CostModel(machine, few.units, few.given.precision, 1, optimizer=self.engine.optimizer)
+        cost = CostModel(machine, few.units, few.given)
         best = best_streaming(few, Scorer(Workload(few.units, self.seq_len), cost, lower=lower))
         decisions = best.decisions.model_copy(update={"num_micro_batches": num_rounds})
         simulation = run_until_steady(lower(few.units, decisions, asynchronous=True), cost)

@@ -72,7 +72,7 @@ class SwappingCase(Case):
         self.check_one_device(profile)
         machine = self._with_drives(profile)
         setup = self._setup()
-        cost = CostModel(machine, setup.units, setup.given.precision, 1)
+        cost = CostModel(machine, setup.units, setup.given)
         num_on_host = _segments_on_host(setup, cost)
 
         @functools.cache
