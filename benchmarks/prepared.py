@@ -62,7 +62,7 @@ def priced(plan: Plan, request: Request) -> Found | None:
         setup = own.setup
         if sizes != {unit.name: unit.num_params for unit in setup.units} or plan.seq_len != request.seq_len:
             continue
-        if any(getattr(decisions, field) != getattr(setup, field) for field in _CHOSEN):
+        if any(getattr(decisions, field) != getattr(setup.given, field) for field in _CHOSEN):
             continue
         prediction = Scorer(Workload(setup.units, request.seq_len), own.cost).predict(decisions)
         return Found(decisions, prediction, own, rivals, (), 0) if prediction.fits else None

@@ -67,7 +67,7 @@ def request(hardware: HardwareProfile) -> Request:
 def deepspeed(hardware: HardwareProfile) -> Candidate:
     """Return the best candidate of DeepSpeed, with the loss in tiles or whole."""
     asked = request(hardware)
-    return best_of(best_of_engine(each.setup, scorer_of(each, SEQ_LEN), DEEPSPEED) for each in variants(asked))
+    return best_of(best_of_engine(each.setup, scorer_of(each), DEEPSPEED) for each in variants(asked))
 
 
 def cell(dram_bytes_per_s: float) -> dict[str, Any]:

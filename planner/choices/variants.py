@@ -21,10 +21,12 @@ class Variant:
     """One choice, ready to be scored and bounded.
 
     Attributes:
+        request: what it is a choice for.
         setup: the input of engine policies.
         cost: prices of single units, in a pipeline too.
     """
 
+    request: Request
     setup: Setup
     cost: CostModel
 
@@ -135,7 +137,7 @@ def variant(request: Request, choice: Choice) -> Variant:
         subgroup_params=request.subgroup_params,
     )
     setup = Setup(_units(request.model, request.batch(choice)), given, request.storage)
-    return Variant(setup, CostModel(request.hardware, setup.units, given))
+    return Variant(request, setup, CostModel(request.hardware, setup.units, given))
 
 
 @functools.lru_cache(32)  # choices with the same micro-batch share them, and so do all machines of a study

@@ -121,22 +121,22 @@ def _find(
 ) -> Found:
     rivals = variants(request)
     if proofs := infeasible(rivals):  # a proof saves the search
-        raise _infeasible(request, *_closest(request, rivals, proofs), proofs)
+        raise _infeasible(*_closest(rivals, proofs), proofs)
     # A new variant, because a cost model caches prices, and threads must not share the cache.
     misfits = pool.submit(prove_misfits, variants(request)[0]) if pool and len(rivals) == 1 else None
     deadline_s = None if budget_s is None else time.monotonic() + budget_s
-    found = compete(rivals, request.seq_len, max_simulations, progress, deadline_s)
+    found = compete(rivals, max_simulations, progress, deadline_s)
     best, own = found.best.decisions, found.winner
-    scorer = Scorer(Workload(own.setup.units, request.seq_len), own.cost)
+    scorer = Scorer.of(own)
     if missing_bytes := found.best.missing_bytes:
         if math.isinf(found.best.iteration_s):
             best, missing_bytes = _lacking_least(best, own, scorer)
-        raise _infeasible(request, best, missing_bytes, own)
+        raise _infeasible(best, missing_bytes, own)
     prediction = scorer.predict(best)
     return Found(best, prediction, own, rivals, found.searched, found.num_simulations, misfits)
 
 
-Compare = Callable[[Request, Found], tuple[EngineRow, ...]]
+Compare = Callable[[Found], tuple[EngineRow, ...]]
 """Predicts other engines beside a plan."""
 
 
@@ -156,7 +156,7 @@ def make_plan(
         progress: called with the best so far and the number of simulations.
         budget_s: search for so many seconds instead, or until no gain is in sight. The result then depends on the speed
             of this machine.
-        compare: predicts other engines for the request, given what was found for it.
+        compare: predicts other engines for the request, given what was found.
 
     Raises:
         InfeasibleError: no candidate fits in memory.
@@ -164,7 +164,7 @@ def make_plan(
     """
     with ThreadPoolExecutor(1) as pool:
         found = find(request, max_simulations, progress, budget_s, pool)
-        engines = compare(request, found) if compare else ()
+        engines = compare(found) if compare else ()
         certificate = found.certificate()
     return Plan(
         program_version=__version__,
@@ -201,13 +201,11 @@ def prepare(request: Request) -> tuple[Setup, Workload, CostModel]:
     return variant.setup, Workload(variant.setup.units, request.seq_len), variant.cost
 
 
-def _closest(
-    request: Request, rivals: Sequence[Variant], proofs: Sequence[Proof]
-) -> tuple[Decisions, dict[Tier, int], Variant]:
+def _closest(rivals: Sequence[Variant], proofs: Sequence[Proof]) -> tuple[Decisions, dict[Tier, int], Variant]:
     """Return the smallest decisions, their missing bytes and the variant that is proven to overrun memory least."""
     least = min(proofs, key=lambda proof: proof.overrun or 0.0)
     own = next(rival for rival in rivals if rival.choice == least.choice)
-    scorer = Scorer(Workload(own.setup.units, request.seq_len), own.cost)
+    scorer = Scorer.of(own)
     best = closest(own, scorer)
     if math.isinf(best.iteration_s):
         return *_lacking_least(best.decisions, own, scorer), own
@@ -232,13 +230,12 @@ def _lacking_least(rejected: Decisions, variant: Variant, scorer: Scorer) -> tup
 
 
 def _infeasible(
-    request: Request,
     best: Decisions,
     missing_bytes: Mapping[Tier, int],
     variant: Variant,
     proofs: tuple[Proof, ...] = (),
 ) -> InfeasibleError:
-    cost, units = variant.cost, variant.setup.units
+    request, cost, units = variant.request, variant.cost, variant.setup.units
     capacity_bytes = capacities(cost)
     shares = {tier: num_bytes / capacity_bytes[tier] for tier, num_bytes in missing_bytes.items()}
     tiers = sorted(shares, key=shares.__getitem__, reverse=True)

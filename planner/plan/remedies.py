@@ -91,7 +91,7 @@ def _first(changes: Changes) -> Remedy | None:
         if not rivals:
             continue
         trials += 1
-        if fits := first_fit(rivals, changed.seq_len):
+        if fits := first_fit(rivals):
             return Remedy(words, fits.iteration_s)
         with suppress(InfeasibleError):
             return Remedy(words, find(changed, _SIMULATIONS).prediction.iteration_s)

@@ -376,7 +376,7 @@ def test_too_little_nvme_is_named() -> None:
         held = decisions.state_bytes_per_param + decisions.spilled_bytes_per_param
         total = sum(unit.num_params for unit in chosen.units)
         assert candidate.missing_bytes == {Tier.NVME: held * total - num_bytes}
-        assert re.search(message, str(_infeasible(request, decisions, candidate.missing_bytes, variants(request)[0])))
+        assert re.search(message, str(_infeasible(decisions, candidate.missing_bytes, variants(request)[0])))
 
 
 def test_zero_offload_keeps_parameters_on_the_host_where_the_device_is_too_small_for_them() -> None:

@@ -134,10 +134,9 @@ def _decided(request: Request, engine: str, setting: str | None) -> tuple[Varian
     """Return the better of whole logits and tiles. Degrees and batch sizes are those of the request."""
     rivals = variants(request)
     if engine == OURS and setting is None:
-        found = compete(rivals, request.seq_len)
+        found = compete(rivals)
         return found.winner, found.best.decisions
-    scorers = [scorer_of(rival, request.seq_len) for rival in rivals]
-    best = [_best(engine, setting, rival.setup, scorer) for rival, scorer in zip(rivals, scorers, strict=True)]
+    best = [_best(engine, setting, rival.setup, scorer_of(rival)) for rival in rivals]
     at = min(range(len(rivals)), key=lambda at: best[at].order)
     return rivals[at], best[at].decisions
 

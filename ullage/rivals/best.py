@@ -9,7 +9,7 @@ from planner.optimizers import OPTIMIZERS
 from planner.schedule.tasks import Tier
 from planner.search import Candidate, Scorer, best_of
 from planner.setup import Setup
-from planner.simulate.prediction import Workload, capacities
+from planner.simulate.prediction import capacities
 from ullage.rivals.decisions import RivalDecisions
 from ullage.rivals.engines.catalogue import (
     FIRST_IS_FASTEST,
@@ -32,9 +32,9 @@ _AFTER_STORAGE = "fsdp2-offload"
 _SWAPPED_TENTHS = (0, 3, 6, 10)
 
 
-def scorer_of(variant: Variant, seq_len: int, deadline_s: float | None = None) -> Scorer:
+def scorer_of(variant: Variant) -> Scorer:
     """Return a scorer that knows other engines."""
-    return Scorer(Workload(variant.setup.units, seq_len), variant.cost, deadline_s, lower)
+    return Scorer.of(variant, lower=lower)
 
 
 def engine_policies(setup: Setup, scorer: Scorer) -> dict[str, Candidate]:

@@ -25,11 +25,10 @@ Seconds = Callable[[Request, Choice], float | None]
 """The predicted seconds of an engine, if it fits."""
 
 
-def nearest_fit(request: Request, plan: Variant, name: str, lacking: Candidate) -> tuple[str, float] | None:
+def nearest_fit(plan: Variant, name: str, lacking: Candidate) -> tuple[str, float] | None:
     """Return the smallest change with which an engine fits, in words, and its predicted seconds; ``None`` if none does.
 
     Args:
-        request: what is planned.
         plan: the variant that was compared.
         name: of the engine.
         lacking: its best candidate there.
@@ -40,13 +39,14 @@ def nearest_fit(request: Request, plan: Variant, name: str, lacking: Candidate) 
         rival = variant(changed, choice)
         if not can_run(name, rival.setup, len(rival.cost.layout.nodes())):
             return None
-        found = best_of_engine(rival.setup, scorer_of(rival, changed.seq_len), name)
+        found = best_of_engine(rival.setup, scorer_of(rival), name)
         return None if found.missing_bytes else found.iteration_s
 
-    for words, changed, choice in _changes(request, plan.choice, lacking):
+    request, own = plan.request, plan.choice
+    for words, changed, choice in _changes(request, own, lacking):
         if (taken_s := seconds(changed, choice)) is not None:
             return words, taken_s
-    return _larger_in_both(request, plan.choice, seconds) or _elsewhere(request, plan.choice, seconds)
+    return _larger_in_both(request, own, seconds) or _elsewhere(request, own, seconds)
 
 
 def _larger_in_both(request: Request, choice: Choice, seconds: Seconds) -> tuple[str, float] | None:

@@ -192,7 +192,7 @@ def test_all_that_could_be_planned() -> None:
             optimal += 1
             continue
         optimal += not found.missing_bytes and found.iteration_s <= 1.02 * best.iteration_s
-        own = Variant(setup, cost)
+        own = Variant(Request(resolve_model("demo-llama"), profile), setup, cost)
         certificate = certify([own], own, best.decisions, best.iteration_s)
         check(certificate, [own], own, best.decisions, best.iteration_s)
         assert certificate.bound_s <= best.iteration_s * (1 + 1e-9)

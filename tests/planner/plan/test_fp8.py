@@ -110,7 +110,7 @@ def test_plans_with_fp8_weights_that_fetch_nothing() -> None:
     at_once = {"model": resolve_model("demo-llama").model_copy(update={"num_layers": 1})}
     at_once |= {"hardware": machine(fp8_flop_per_s=4e14, issue_s=1e-9)}  # whoever fetches is slower
     plain, narrow = variants(request(**at_once))
-    competition = compete((narrow, plain), 256, 1)  # the first of two that are equal
+    competition = compete((narrow, plain), 1)  # the first of two that are equal
     assert (competition.winner, competition.best.decisions.fp8_weights) == (plain, None)
     asked = make_plan(request(fp8_weights=True), 1)
     assert (asked.decisions.fp8_weights, asked.certificate.proofs[0].choice.fp8_weights) == (True, True)

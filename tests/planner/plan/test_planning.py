@@ -205,7 +205,7 @@ def test_an_8b_model_with_accumulated_gradients_fits_where_whole_master_copies_d
     assert infeasible(variants(asked))
     assert isinstance(asked.precision, Precision)
     split = dataclasses.replace(asked, precision=asked.precision.split)
-    found = first_fit(variants(split), asked.seq_len)
+    found = first_fit(variants(split))
     assert found is not None
     assert found.decisions.precision.splits
 

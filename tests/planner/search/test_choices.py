@@ -179,7 +179,7 @@ def test_pipelines_satisfy_their_conditions(num_stages: int, num_layers: int, st
     decisions = staged(setup, num_layers, stage)
     prediction = free.predict(decisions)
     exact = machine(devices_per_node=4, gpu_bytes=max(use.peak_bytes for use in prediction.memory.values()))
-    variant = Variant(setup, CostModel(exact, units, setup.given))
+    variant = Variant(request(), setup, CostModel(exact, units, setup.given))
     for each in variant.setup.stages():
         if each.given.zero_stage == stage:
             program = decided(conditions(each, variant.cost, 1e9), units, decisions)
@@ -245,7 +245,7 @@ def test_a_new_pattern_is_planned_without_being_known(ranks: int) -> None:
     assert mlp.parts(Degrees(data_parallel=ranks)) == 2
     profile = machine(devices_per_node=4, gpu_bytes=3e7)
     setup = Setup(units, Sharding(data_parallel=ranks, subgroup_params=400_000))
-    variant = Variant(setup, CostModel(profile, units, setup.given))
+    variant = Variant(request(), setup, CostModel(profile, units, setup.given))
     found = search(setup, Scorer(Workload(units, 64), variant.cost), 60).best
     assert not found.missing_bytes
     schedule = lower(units, found.decisions, asynchronous=True)

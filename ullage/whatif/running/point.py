@@ -85,7 +85,7 @@ def plan_point(request: Request, effort: Effort, checkpoints: CheckpointRequest 
 def _figures(request: Request, found: Found, *, certify: bool) -> Figures:
     seen, decided = found.prediction, found.decisions
     certificate = found.certificate() if certify else None
-    critical_s, engines = sum(seen.critical_s.values()), engines_beside(request, found)
+    critical_s, engines = sum(seen.critical_s.values()), engines_beside(found)
     num_devices, per_node = decided.num_devices, request.hardware.devices_per_node
     return Figures(
         iteration_s=seen.iteration_s,
