@@ -23,10 +23,11 @@ from benchmarks.origin import origin, write_result
 from hwprofiles.paths import Item, quantities
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.registry import load_profile
+from planner.choices.request import Request
 from planner.costs.model import CostModel
 from planner.models import resolve_model
 from planner.plan.document import Plan
-from planner.plan.planning import Request, make_plan
+from planner.plan.planning import make_plan
 from planner.simulate.machine import run_until_steady
 from ullage.analysis.provenance import spread, unit_and_value
 from ullage.report.profile import differences

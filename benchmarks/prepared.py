@@ -18,8 +18,10 @@ from hwprofiles.paths import replace
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.quantity import Provenance
 from hwprofiles.registry import load_profile
+from planner.choices.request import Request
+from planner.choices.variants import variants
 from planner.plan.document import Plan, load_plan
-from planner.plan.planning import Found, Request, make_plan
+from planner.plan.planning import Found, make_plan
 from planner.search.scoring import Scorer
 from planner.simulate.prediction import Workload
 from ullage.cli.arguments import parse_bytes
@@ -54,13 +56,13 @@ def priced(plan: Plan, request: Request) -> Found | None:
 
     ``None``: it does not fit, or is for another model, batch or precision than the request.
     """
-    decisions, rivals = plan.decisions, request.variants()
+    decisions, rivals = plan.decisions, variants(request)
     sizes = {unit.name: unit.num_params for unit in plan.units()}
     for own in rivals:
         setup = own.setup
         if sizes != {unit.name: unit.num_params for unit in setup.units} or plan.seq_len != request.seq_len:
             continue
-        if any(getattr(decisions, field) != getattr(setup, field) for field in _CHOSEN):
+        if any(getattr(decisions, field) != getattr(setup.given, field) for field in _CHOSEN):
             continue
         prediction = Scorer(Workload(setup.units, request.seq_len), own.cost).predict(decisions)
         return Found(decisions, prediction, own, rivals, (), 0) if prediction.fits else None

@@ -10,8 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
 from hwprofiles.registry import load_profile
+from planner.choices.request import Request
 from planner.models.registry import list_models, resolve_model
-from planner.plan.planning import Request
 from planner.schedule.tasks import Lane
 from planner.schedule.timeline import Timeline
 from ullage.analysis.iteration import Iteration

@@ -18,7 +18,7 @@ ACTIVATIONS: tuple[Activations, ...] = ("keep", "recompute")
 
 def resident(setup: Setup) -> Iterator[Decisions]:
     """Yield everything on the device: with activations kept, then recomputed; over devices in ZeRO-1, 2 and 3."""
-    for stage in setup.stages:
+    for stage in setup.zero_stages:
         for activations in ACTIVATIONS:
             units = {
                 unit.name: UnitDecision(
@@ -52,20 +52,15 @@ def swapping(setup: Setup, num_swapped: int, num_evicted: int) -> Decisions:
         )
         for unit in setup.units
     }
-    return _ours(setup, units, zero_stage=setup.stages[-1])
+    return _ours(setup, units, zero_stage=setup.zero_stages[-1])
 
 
 def _ours(setup: Setup, units: dict[str, UnitDecision], **options: Any) -> Decisions:
     """Return decisions of our engine, which updates during backward unless gradients are clipped, or units stay."""
-    early = not setup.clip and not any(unit.stays for unit in setup.units)
-    return Decisions(
-        **setup.ours,
-        policy="ullage",
-        update_start="backward" if early else "step",
-        update_order="backward" if early else "forward",
-        units=units,
-        **{"num_nvme_slots": Mix(0, 0, 0).num_nvme_slots, **options},
-    )
+    ours = {"policy": "ullage", "num_nvme_slots": Mix(0, 0, 0).num_nvme_slots, "units": units}
+    if not (setup.given.clip or any(unit.stays for unit in setup.units)):
+        ours |= {"update_start": "backward", "update_order": "backward"}
+    return Decisions(**{**dict(setup.given), **ours, **options})
 
 
 def mixed(setup: Setup, mix: Mix) -> Decisions:
@@ -93,7 +88,7 @@ def _mixed(setup: Setup, mix: Mix) -> Decisions:
     fetchable = [
         unit.name in setup.large
         and unit.name not in fixed
-        and (mix.zero_stage not in {1, 2} or setup.replicas(unit) == 1)
+        and (mix.zero_stage not in {1, 2} or setup.given.replicas(unit) == 1)
         for unit in order
     ]
     first_there = len(order) - min(mix.num_on_nvme, mix.num_host)

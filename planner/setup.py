@@ -11,12 +11,11 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Self
 
-from planner.decisions import BF16, Decisions, Precision
-from planner.graph import Degrees, Unit
+from planner.decisions import Decisions, Sharding
+from planner.graph import Unit
 from planner.models.kernels import flop
-from planner.optimizers import Optimizer
 from planner.subgroups import UnitLayout, unit_layout
 from planner.terms import Storage
 
@@ -66,61 +65,35 @@ class Mix:
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """The user's request: what is fixed before anything is placed.
+    """What is fixed before anything is placed; bounds are about all placements of a setup.
 
     Attributes:
-        units: the model's units for this micro-batch, in forward order.
-        data_parallel: ranks that each work on tokens of their own.
-        micro_batch: sequences per forward on each device.
-        num_micro_batches: forwards per iteration.
-        precision: types of weights and gradients. Only our own placements split master copies.
-        optimizer: what updates the parameters.
-        clip: clip gradients by their global norm.
-        subgroup_params: parameters in one subgroup.
-        tensor_parallel, pipeline_parallel, expert_parallel, expert_units, loss_tile_tokens,
-            layer_tile_tokens: see :class:`planner.decisions.Decisions`.
-        fp8_weights: whether our own placements fetch weights in fp8; see there.
+        units: the model's units for one micro-batch, in forward order.
+        given: all that is decided: batch, degrees, precision, ZeRO stage, clipping, subgroups. The search tries every
+            stage, whatever is given. Only our own placements fetch weights in fp8 and split master copies.
         storage: what our own placements may use in addition to device and host.
     """
 
     units: tuple[Unit, ...]
-    data_parallel: int = 1
-    micro_batch: int = 1
-    num_micro_batches: int = 1
-    precision: Precision = BF16
-    optimizer: Optimizer = "adamw"
-    clip: bool = True
-    subgroup_params: int = 100_000_000
-    tensor_parallel: int = 1
-    pipeline_parallel: int = 1
-    expert_parallel: int = 1
-    expert_units: int = 1
-    loss_tile_tokens: int | None = None
-    layer_tile_tokens: int | None = None
-    fp8_weights: Literal[True] | None = None
+    given: Sharding = dataclasses.field(default_factory=Sharding)
     storage: Storage = "never"
 
-    @property
-    def given(self) -> dict[str, Any]:
-        """The fields that all decisions for this setup have in common, with whole master copies."""
-        common = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        del common["units"], common["fp8_weights"], common["storage"]
-        return common | {"precision": self.precision.whole}
+    def changed(self, **given: Any) -> Self:
+        """Return the setup with other values of what is given."""
+        return dataclasses.replace(self, given=self.given.model_copy(update=given))
 
-    @property
-    def ours(self) -> dict[str, Any]:
-        """The same of our own placements, which may fetch weights in fp8 and split master copies."""
-        return {**self.given, "fp8_weights": self.fp8_weights, "precision": self.precision}
+    def stages(self) -> tuple[Self, ...]:
+        """Return the setups of all ZeRO stages that make sense for its degrees."""
+        if self.given.data_parallel == 1:
+            stages: tuple[int, ...] = (0,)
+        else:
+            stages = (0, 1) if self.given.pipeline_parallel > 1 else (0, *self.zero_stages)
+        return tuple(self.changed(zero_stage=stage) for stage in stages)
 
     @functools.cached_property
     def known_mixes(self) -> "dict[Mix, Decisions]":
-        """The decisions that :func:`mixed` has made so far."""
+        """The decisions that :func:`planner.placements.mixed` has made so far."""
         return {}
-
-    @functools.cached_property
-    def degrees(self) -> Degrees:
-        """The degrees of parallelism."""
-        return Degrees(self.data_parallel, self.tensor_parallel, self.pipeline_parallel, self.expert_parallel)
 
     @functools.cached_property
     def large(self) -> frozenset[str]:
@@ -149,9 +122,9 @@ class Setup:
         return tuple(dict.fromkeys(unit.segment for unit in self.units if unit.can_swap))
 
     @functools.cached_property
-    def stages(self) -> tuple[int, ...]:
-        """The ZeRO stages to try. Stage 3 gathers weights for each use, so units that stay exclude it."""
-        if self.data_parallel == 1:
+    def zero_stages(self) -> tuple[int, ...]:
+        """The ZeRO stages to search. Stage 3 gathers weights for each use, so units that stay exclude it."""
+        if self.given.data_parallel == 1:
             return (0,)
         return (1, 2) if any(unit.stays for unit in self.units) else (1, 2, 3)
 
@@ -165,10 +138,6 @@ class Setup:
             for unit in sorted(group, key=lambda u: -flop(u.forward) * (".experts." in u.name))
         )
 
-    def replicas(self, unit: Unit) -> int:
-        """Return the number of ranks with the same part of a unit."""
-        return self.data_parallel // unit.parts(self.degrees)
-
 
 def pieces(setup: Setup, unit: Unit) -> tuple[int, ...]:
     """Return the subgroup sizes of a unit on one rank of a sharded optimizer."""
@@ -176,7 +145,8 @@ def pieces(setup: Setup, unit: Unit) -> tuple[int, ...]:
 
 
 def _layout(setup: Setup, unit: Unit) -> UnitLayout:
-    return unit_layout(unit.extents, setup.optimizer, setup.replicas(unit), setup.subgroup_params)
+    given = setup.given
+    return unit_layout(unit.extents, given.optimizer, given.replicas(unit), given.subgroup_params)
 
 
 def _num_movable(setup: Setup, unit: Unit) -> int:

@@ -6,9 +6,9 @@ from typing import Any
 
 from planner.bounds.certificate import CertificateError, check
 from planner.checkpoints.choosing import CheckpointsError, choose_checkpoints
-from planner.choices.variants import Job, Variant, variants
+from planner.choices.variants import variants
 from planner.costs.model import CostModel
-from planner.decisions import Decisions
+from planner.decisions import Choice
 from planner.plan.document import Plan
 from planner.simulate.machine import run_until_steady
 from planner.simulate.prediction import Prediction, Workload, predict
@@ -59,8 +59,8 @@ def verify(plan: Plan) -> Verified:
     if abs(found.iteration_s - stated_s) > _RELATIVE * stated_s:
         raise CertificateError(f"the plan states {stated_s!r} s per iteration, but it takes {found.iteration_s!r} s")
     _check_checkpoints(plan)
-    rivals = variants(job_of(plan), plan.constraints)
-    own = next((rival for rival in rivals if _chosen(rival, decisions)), None)
+    rivals = variants(plan.request)
+    own = next((rival for rival in rivals if rival.choice == Choice.of(decisions)), None)
     if own is None:
         raise CertificateError("the plan's degrees and batch sizes do not match its request; plan again")
     check(plan.certificate, rivals, own, decisions, stated_s)
@@ -92,22 +92,3 @@ def _difference(stated: Any, found: Any, name: str) -> str | None:
         same = math.isclose(stated, found, rel_tol=_RELATIVE) if numbers else stated == found
         return None if same else f"{name} {stated}, but it is {found}"
     return next((words for part in parts if (words := _difference(*part))), None)
-
-
-def job_of(plan: Plan) -> Job:
-    """Return the job of a plan's request, which all its variants have in common."""
-    decisions = plan.decisions
-    return Job(
-        model=plan.model,
-        hardware=plan.hardware,
-        seq_len=plan.seq_len,
-        expert_load=plan.expert_load,
-        precision=decisions.precision,
-        optimizer=decisions.optimizer,
-        clip=decisions.clip,
-        subgroup_params=decisions.subgroup_params,
-    )
-
-
-def _chosen(variant: Variant, decisions: Decisions) -> bool:
-    return all(getattr(decisions, field) == value for field, value in variant.choice.model_dump().items())

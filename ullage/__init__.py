@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from hwprofiles.profile import HardwareProfile as HardwareProfile
     from hwprofiles.registry import ProfileError as ProfileError
     from hwprofiles.registry import load_profile as load_profile
+    from planner.choices.request import Request as Request
     from planner.decisions import Decisions as Decisions
     from planner.decisions import Precision as Precision
     from planner.models.captured import CapturedInput as CapturedInput
@@ -52,7 +53,6 @@ if TYPE_CHECKING:
     from planner.plan.document import PlanError as PlanError
     from planner.plan.document import load_plan as load_plan
     from planner.plan.planning import InfeasibleError as InfeasibleError
-    from planner.plan.planning import Request as Request
     from planner.schedule.loop import OutOfOrderError as OutOfOrderError
     from planner.schedule.timeline import Timeline as Timeline
     from planner.simulate.machine import Simulation as Simulation
@@ -93,12 +93,13 @@ _MODULES = {
     "hwprofiles.machine": ("OtherMachineError",),
     "hwprofiles.profile": ("HardwareProfile",),
     "hwprofiles.registry": ("load_profile", "ProfileError"),
+    "planner.choices.request": ("Request",),
     "planner.decisions": ("Decisions", "Precision"),
     "planner.models.captured": ("CapturedInput", "CapturedModel"),
     "planner.models.config": ("ModelConfig", "ModelConfigError", "UnknownModelError"),
     "planner.models.registry": ("resolve_model",),
     "planner.plan.document": ("load_plan", "Plan", "PlanError"),
-    "planner.plan.planning": ("InfeasibleError", "Request"),
+    "planner.plan.planning": ("InfeasibleError",),
     "planner.schedule.loop": ("OutOfOrderError",),
     "planner.schedule.timeline": ("Timeline",),
     "planner.simulate.machine": ("Simulation",),

@@ -8,13 +8,14 @@ from typing import Any, Literal, get_args
 
 from hwprofiles.profile import Dtype, HardwareProfile
 from hwprofiles.registry import LOCAL, load_profile
+from planner.choices.request import Request
 from planner.decisions import Precision
 from planner.models.adapters import Lora
 from planner.models.captured import CapturedModel, Model
 from planner.models.config import ModelConfig
 from planner.models.quantization import Quantization
 from planner.plan.document import Plan
-from planner.plan.planning import Request, default_precision
+from planner.plan.planning import default_precision
 from ullage.cli.default_hardware import default_hardware
 from ullage.cli.options import BATCHES, DEFAULT_SEQ_LEN
 from ullage.cli.request import Adapters, first_micro_batch, model_named

@@ -20,9 +20,10 @@ import ullage
 from benchmarks.capture.tiny import TINY
 from benchmarks.origin import origin, write_result
 from hwprofiles.registry import load_profile
+from planner.choices.request import Request
 from planner.models.captured import CapturedInput, CapturedModel
 from planner.plan.document import Plan
-from planner.plan.planning import InfeasibleError, Request, make_plan
+from planner.plan.planning import InfeasibleError, make_plan
 from planner.schedule.tasks import MemoryClass
 from ullage.capture import capture
 from ullage.capture.architectures import Architecture, architecture

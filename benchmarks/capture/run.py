@@ -38,11 +38,11 @@ def compare(name: str) -> dict[str, Any]:
     import transformers  # noqa: PLC0415
 
     from hwprofiles.registry import load_profile  # noqa: PLC0415
+    from planner.choices.request import Request  # noqa: PLC0415
     from planner.graph import Batch, Elementwise, build_graph, units  # noqa: PLC0415
     from planner.models import resolve_model, to_hf_config_dict  # noqa: PLC0415
     from planner.models.captured import CapturedInput  # noqa: PLC0415
     from planner.models.kernels import flop, num_kernels  # noqa: PLC0415
-    from planner.plan.planning import Request  # noqa: PLC0415
     from ullage.analysis.simulation import requested  # noqa: PLC0415
     from ullage.capture import capture_module  # noqa: PLC0415
 
@@ -75,9 +75,8 @@ def compare(name: str) -> dict[str, Any]:
 
     iterations = []
     for model in models:
-        request = Request(
-            model, load_profile("h100x4-80g"), 4, seq_len=SEQ_LEN, micro_batch=MICRO_BATCH, expert_units=1
-        )
+        machine = load_profile("h100x4-80g")
+        request = Request(model, machine, num_devices=4, seq_len=SEQ_LEN, micro_batch=MICRO_BATCH, expert_units=1)
         iterations.append(requested(request, "zero-offload").simulate().phases.iteration_s)
     return {
         "model": name,

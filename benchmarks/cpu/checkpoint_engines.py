@@ -48,7 +48,7 @@ from planner.checkpoints.policy import policy
 from planner.checkpoints.reading import times
 from planner.checkpoints.state import Shard
 from planner.costs.model import CostModel
-from planner.decisions import BF16
+from planner.decisions import Sharding
 from planner.plan.planning import default_precision
 from planner.schedule.tasks import Tier
 from planner.simulate.machine import run as simulate
@@ -120,7 +120,7 @@ def predicted(
         made = with_checkpoints(
             schedule, engine, state, num_iterations=num_iterations, every=every, buffer_bytes=BUFFER_BYTES
         )
-        costs = CheckpointCosts(CostModel(plan.hardware, (), BF16, 1), engine, "nvme")
+        costs = CheckpointCosts(CostModel(plan.hardware, (), Sharding()), engine, "nvme")
         read = times(made, simulate(made.schedule, costs.prices(made, training), costs.capacities(), 1))
     except ValueError as error:
         return str(error)

@@ -35,12 +35,13 @@ from benchmarks.forks import started
 from benchmarks.origin import gpu_facts, origin, write_result
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.registry import load_profile
+from planner.choices.request import Request
 from planner.costs.model import CostModel
 from planner.decisions import Activations, Decisions, Place, UnitDecision
 from planner.graph import Unit
 from planner.models import resolve_model
 from planner.plan.document import Plan, load_plan
-from planner.plan.planning import Request, make_plan
+from planner.plan.planning import make_plan
 from planner.schedule.series import busy
 from planner.search.scoring import Scorer
 from planner.simulate.prediction import Workload

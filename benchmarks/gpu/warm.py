@@ -7,9 +7,10 @@ import numpy as np
 
 from executor.optimizer import AdamWParams, adamw_step
 from hwprofiles.registry import load_profile
+from planner.choices.request import Request
 from planner.models import resolve_model
 from planner.placements import resident
-from planner.plan.planning import Request, prepare
+from planner.plan.planning import prepare
 from planner.search.scoring import Scorer
 
 _setup, _workload, _cost = prepare(

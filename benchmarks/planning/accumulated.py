@@ -12,9 +12,11 @@ from benchmarks.origin import origin, write_result
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.quantity import Quantity
 from hwprofiles.registry import load_profile
+from planner.choices.request import Request
+from planner.choices.variants import variants
 from planner.models import resolve_model
 from planner.plan.document import describe
-from planner.plan.planning import Request, make_plan
+from planner.plan.planning import make_plan
 from planner.schedule.tasks import Tier
 from planner.search import Candidate, best_of
 from planner.verification import verify
@@ -65,7 +67,7 @@ def request(hardware: HardwareProfile) -> Request:
 def deepspeed(hardware: HardwareProfile) -> Candidate:
     """Return the best candidate of DeepSpeed, with the loss in tiles or whole."""
     asked = request(hardware)
-    return best_of(best_of_engine(each.setup, scorer_of(each, SEQ_LEN), DEEPSPEED) for each in asked.variants())
+    return best_of(best_of_engine(each.setup, scorer_of(each), DEEPSPEED) for each in variants(asked))
 
 
 def cell(dram_bytes_per_s: float) -> dict[str, Any]:

@@ -36,11 +36,12 @@ from hwprofiles.files import write_whole
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.quantity import Curve
 from hwprofiles.registry import load_profile
+from planner.choices.request import Request
 from planner.decisions import Decisions
 from planner.models import resolve_model
 from planner.models.registry import model_from_case
 from planner.optimizers import OPTIMIZERS
-from planner.plan.planning import Request, prepare
+from planner.plan.planning import prepare
 from planner.schedule.tasks import Tier
 from planner.search import Candidate, Scorer, search
 from planner.simulate.prediction import Prediction
@@ -192,7 +193,7 @@ def stride(cpu: float, link: float, num_slots: int, *, plans: bool) -> dict[str,
         (decisions,) = _of_activations("recompute", interleaved(setup, (k,)))
         strides[k] = scorer.score(decisions.model_copy(update={"num_state_slots": num_slots})).iteration_s
     best = min(strides, key=lambda k: strides[k])
-    by_formula, meeting = formula_stride(profile, setup.subgroup_params, num_slots)
+    by_formula, meeting = formula_stride(profile, setup.given.subgroup_params, num_slots)
     row = {
         "cpu_factor": cpu,
         "link_factor": link,
@@ -224,9 +225,12 @@ def memory_wall(name: str, *, plans: bool) -> dict[str, Any]:
     }
     if plans:
         request = Request(
-            model_from_case(data["model"]), profile, case.parallel.data_parallel, case.batch.seq_len,
-            case.batch.micro_batch,
-        )  # fmt: skip
+            model_from_case(data["model"]),
+            profile,
+            num_devices=case.parallel.data_parallel,
+            seq_len=case.batch.seq_len,
+            micro_batch=case.batch.micro_batch,
+        )
         setup, workload, cost = prepare(request)
         scorer = Scorer(workload, cost, lower=lower)
         outcome = search(setup, scorer, MAX_SIMULATIONS)

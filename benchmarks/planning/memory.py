@@ -41,7 +41,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from benchmarks.origin import origin, write_result
 from hwprofiles.registry import load_profile
 from planner.costs.model import CostModel
-from planner.decisions import Precision
+from planner.decisions import Precision, Sharding
 from planner.graph import Batch, build_graph, units
 from planner.models import ModelConfig, from_hf_config, resolve_model, to_hf_config_dict
 from planner.schedule.tasks import MemoryClass, Tier
@@ -133,7 +133,7 @@ def predict(
     """Return the ledger of training in memory on one device; ``batch`` is sequences and tokens of each."""
     precision = Precision(weights=dtype)
     model_units = units(build_graph(config, Batch(*batch, precision.weight_bytes)))
-    setup = Setup(model_units, micro_batch=batch[0], num_micro_batches=num_micro_batches, precision=precision)
+    setup = Setup(model_units, Sharding(micro_batch=batch[0], num_micro_batches=num_micro_batches, precision=precision))
     keep_all = {unit.name: "keep" for unit in model_units}
     decisions = next(
         d

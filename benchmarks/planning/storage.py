@@ -12,9 +12,10 @@ from rich.progress import track
 
 from hwprofiles.files import write_whole
 from hwprofiles.registry import load_profile
+from planner.choices.request import Request
 from planner.models import resolve_model
 from planner.plan.document import describe
-from planner.plan.planning import InfeasibleError, Request
+from planner.plan.planning import InfeasibleError
 from planner.terms import Storage
 from planner.verification import verify
 from ullage.rivals import make_plan

@@ -10,9 +10,10 @@ from typing import Any
 from benchmarks.origin import origin, write_result
 from benchmarks.published.run import HERE, ROOT
 from hwprofiles.registry import load_profile
+from planner.choices.request import Request
 from planner.models import resolve_model
 from planner.models.parameters import num_parameters
-from planner.plan.planning import Request, prepare
+from planner.plan.planning import prepare
 from planner.search import Scorer
 from ullage.rivals.best import best_of_engine
 from ullage.rivals.lowering import lower

@@ -33,7 +33,7 @@ def ours(case: StreamingCase, machine: HardwareProfile) -> tuple[int, Candidate]
     for num_tokens in TOKENS_PER_ROUND:
         setup = case.model_copy(update={"tokens_per_round": num_tokens}).setup(case.tokens_per_step // num_tokens)
         setup = dataclasses.replace(setup, storage="activations")
-        cost = CostModel(machine, setup.units, setup.precision, 1, optimizer=setup.optimizer)
+        cost = CostModel(machine, setup.units, setup.given)
         outcome = search(setup, Scorer(Workload(setup.units, case.seq_len), cost), 200)
         found.append((num_tokens, outcome.best))
     best = best_of(candidate for _, candidate in found)

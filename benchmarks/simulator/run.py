@@ -28,9 +28,10 @@ from rich.table import Table
 
 from benchmarks.origin import origin, write_result
 from hwprofiles.registry import load_profile
+from planner.choices.request import Request
 from planner.costs.resources import Price, Resource
 from planner.models import resolve_model
-from planner.plan.planning import Request, prepare
+from planner.plan.planning import prepare
 from planner.schedule.schedule import Schedule
 from planner.simulate import FluidSystem, FluidTask, simulate, simulate_reference
 from planner.simulate.machine import SimulatedMachine

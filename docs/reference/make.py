@@ -4,6 +4,7 @@ Commands come from their parsers, files from the classes that read and write the
 """
 
 import argparse
+import dataclasses
 import enum
 import inspect
 import re
@@ -136,7 +137,7 @@ def schema(title: str, what: str, roots: list[type[BaseModel]]) -> Iterator[str]
     for model in reached(roots):
         text, described = documented(model)
         yield from ("", f"## {model.__name__}", "", text, "", "| field | type | default | what |", "|---|---|---|---|")
-        for name, field in model.model_fields.items():
+        for name, field in fields_of(model).items():
             about = described.get(name, field.description or "")
             yield f"| `{name}` | {spelled_type(field)} | {default(field)} | {cell(about)} |"
 
@@ -149,13 +150,27 @@ def reached(roots: list[type[BaseModel]]) -> list[type[BaseModel]]:
         model = waiting.pop(0)
         if model not in found and (model in roots or model not in PAGES):
             found[model] = None
-            waiting += [inner for field in model.model_fields.values() for inner in models(field.annotation)]
+            waiting += [inner for field in fields_of(model).values() for inner in models(field.annotation)]
     return list(found)
+
+
+def fields_of(model: type[Any]) -> dict[str, FieldInfo]:
+    """Return the fields of a class that is read from files."""
+    if issubclass(model, BaseModel):
+        return model.model_fields
+    fields = dataclasses.fields(model)
+    return {each.name: FieldInfo.from_annotated_attribute(each.type, each.default) for each in fields}  # type: ignore[arg-type]
+
+
+def is_read(annotation: Any) -> bool:
+    """Return whether an annotation is a class that refuses unknown fields in files."""
+    is_class = inspect.isclass(annotation)
+    return is_class and (issubclass(annotation, BaseModel) or hasattr(annotation, "__pydantic_config__"))
 
 
 def models(annotation: Any) -> Iterator[type[BaseModel]]:
     """Yield the classes that an annotation names."""
-    if inspect.isclass(annotation) and issubclass(annotation, BaseModel):
+    if is_read(annotation):
         yield annotation
     for inner in get_args(annotation):
         yield from models(inner)
@@ -195,7 +210,7 @@ def type_name(annotation: Any) -> str:
     words = {type(None): "null", str: "text", int: "integer", float: "number", bool: "true or false"}
     if annotation in words:
         return words[annotation]
-    if inspect.isclass(annotation) and issubclass(annotation, BaseModel):
+    if is_read(annotation):
         return f"[{annotation.__name__}]({PAGES.get(annotation, '')}#{annotation.__name__.lower()})"
     if inspect.isclass(annotation) and issubclass(annotation, enum.Enum):
         return ", ".join(f"`{one.value}`" for one in annotation)

@@ -16,16 +16,15 @@ from types import MappingProxyType
 from planner.bounds.conditions import conditions, decided, memory_conditions
 from planner.bounds.loads import Loads
 from planner.bounds.order import order_bound_s
-from planner.bounds.program import LinearProgram, bound
+from planner.bounds.program import NEVER_S, OVERRUN, LinearProgram, bound
 from planner.bounds.proof import Certificate, Proof
 from planner.bounds.solver import solve
-from planner.choices.choice import Choice
-from planner.choices.space import NEVER_S, OVERRUN, Space
 from planner.choices.variants import Variant
 from planner.costs.model import CostModel
-from planner.decisions import Decisions
+from planner.decisions import Choice, Decisions
 from planner.lowering import lower
 from planner.schedule.tasks import Lane, Op
+from planner.setup import Setup
 
 # Only schedules that take at most this many times as long as the plan are considered, so that numbers stay near one.
 _LIMIT = 2.0
@@ -55,23 +54,23 @@ def certify(
     """
     limit_s, cost = _LIMIT * iteration_s, own.cost
 
-    def prove(space: Space) -> Proof:
-        return misfits.get(space.given.zero_stage) or _prove(own, space, limit_s)
+    def prove(setup: Setup) -> Proof:
+        return misfits.get(setup.given.zero_stage) or _prove(own, setup, limit_s)
 
-    placed = _placed(own.space, cost, decisions, limit_s)
+    placed = _placed(own.setup, cost, decisions, limit_s)
     with ThreadPoolExecutor(2) as pool:  # HiGHS solves one program while Python makes the next
         placing = pool.submit(solve, placed)
-        proving = pool.map(prove, own.space.stages())
-        order_s = _order_s(own.space, cost, decisions)
+        proving = pool.map(prove, own.setup.stages())
+        order_s = _order_s(own.setup, cost, decisions)
         proofs, solution = list(proving), placing.result()
     placement = solution.multipliers if solution else {}  # the plan satisfies the conditions, whatever HiGHS says
     bound_s = min(proof.bound_s for proof in proofs if proof.bound_s is not None)
     for rival in sorted(rivals, key=computing_s):
         if rival.choice == own.choice:
             continue
-        for space in rival.space.stages():
+        for setup in rival.setup.stages():
             enough = computing_s(rival) >= bound_s
-            proof = _by_computing(rival, space) if enough else _prove(rival, space, limit_s)
+            proof = _by_computing(rival, setup) if enough else _prove(rival, setup, limit_s)
             proofs.append(proof)
             bound_s = min(bound_s, proof.bound_s if proof.bound_s is not None else bound_s)
     # Proofs are exact, but the simulated time is rounded: it may be one digit below a bound that the plan attains.
@@ -93,9 +92,9 @@ def prove_misfits(variant: Variant) -> dict[int, Proof]:
     the time and does not hold the interpreter. The last stage fits, or :func:`infeasible` would have said so.
     """
     proofs = {}
-    for space in variant.space.stages()[:-1]:
-        if proof := _does_not_fit(variant.choice, space, memory_conditions(space, variant.cost)):
-            proofs[space.given.zero_stage] = proof
+    for setup in variant.setup.stages()[:-1]:
+        if proof := _does_not_fit(variant.choice, setup, memory_conditions(setup, variant.cost)):
+            proofs[setup.given.zero_stage] = proof
     return proofs
 
 
@@ -106,20 +105,20 @@ def computing_s(variant: Variant) -> float:
 
 def _computing(variant: Variant) -> dict[str, float]:
     """Return the bound that each condition on computing and issuing proves alone, if nothing is recomputed."""
-    given, cost = variant.space.given, variant.cost
+    given, cost = variant.setup.given, variant.cost
     if given.pipeline_parallel == 1:
         loads = Loads(cost, given)
         passes = [loads.computing(unit, op) for unit in variant.setup.units for op in (Op.FORWARD, Op.BACKWARD)]
         lanes = (Lane.COMPUTE, Lane.LAUNCH)
         return {f"work: {lane}": given.num_micro_batches * sum(p[lane][""] for p in passes) for lane in lanes}
-    program = conditions(variant.space, cost, NEVER_S)
+    program = conditions(variant.setup, cost, NEVER_S)
     return {row.name: row.least for row in program.rows if row.name.startswith("work: ")}
 
 
-def _by_computing(variant: Variant, space: Space) -> Proof:
+def _by_computing(variant: Variant, setup: Setup) -> Proof:
     works = _computing(variant)
     name = max(works, key=works.__getitem__)
-    stage = space.given.zero_stage
+    stage = setup.given.zero_stage
     return Proof(choice=variant.choice, zero_stage=stage, bound_s=computing_s(variant), multipliers={name: 1.0})
 
 
@@ -127,8 +126,8 @@ def infeasible(rivals: Sequence[Variant]) -> tuple[Proof, ...]:
     """Return a proof for every variant and stage that no schedule fits in memory; nothing if one might fit."""
     proofs = []
     for rival in rivals:
-        for space in reversed(rival.space.stages()):  # the last stage needs least memory, so it is the likeliest to fit
-            proof = _does_not_fit(rival.choice, space, memory_conditions(space, rival.cost))
+        for setup in reversed(rival.setup.stages()):  # the last stage needs least memory, so it is the likeliest to fit
+            proof = _does_not_fit(rival.choice, setup, memory_conditions(setup, rival.cost))
             if proof is None:
                 return ()
             proofs.append(proof)
@@ -144,9 +143,9 @@ def check(
         CertificateError: naming the statement that does not hold.
     """
     expected = {
-        (rival.choice, space.given.zero_stage): (space, rival.cost)
+        (rival.choice, setup.given.zero_stage): (setup, rival.cost)
         for rival in rivals
-        for space in rival.space.stages()
+        for setup in rival.setup.stages()
     }
     found = [(proof.choice, proof.zero_stage) for proof in certificate.proofs]
     if len(found) != len(expected) or set(found) != set(expected):
@@ -156,25 +155,25 @@ def check(
             f"stage, but has {len(found)}" + (f"; there is none for {missing[0]}" if missing else "")
         )
     for proof in certificate.proofs:
-        space, cost = expected[proof.choice, proof.zero_stage]
-        check_proof(proof, space, cost, _LIMIT * iteration_s)
+        setup, cost = expected[proof.choice, proof.zero_stage]
+        check_proof(proof, setup, cost, _LIMIT * iteration_s)
     bounds = [proof.bound_s for proof in certificate.proofs if proof.bound_s is not None]
     if not bounds or certificate.bound_s > min(bounds):
         raise CertificateError(
             f"bound_s is {certificate.bound_s!r}, but the proofs are of {min(bounds, default=None)!r}"
         )
-    program = _placed(own.space, own.cost, decisions, _LIMIT * iteration_s)
+    program = _placed(own.setup, own.cost, decisions, _LIMIT * iteration_s)
     stated, proven = certificate.placement_bound_s, _exactly(program, certificate.placement)
     if Fraction(stated) > max(proven, Fraction(certificate.bound_s)):
         raise CertificateError(f"placement_bound_s is {stated!r}, but only {float(proven)!r} is proven")
     if stated > iteration_s:
         raise CertificateError(f"placement_bound_s is {stated!r}, above the plan's own time {iteration_s!r}")
-    ordered = min(max(_order_s(own.space, own.cost, decisions), stated), iteration_s)
+    ordered = min(max(_order_s(own.setup, own.cost, decisions), stated), iteration_s)
     if abs(certificate.order_bound_s - ordered) > _RELATIVE * ordered:
         raise CertificateError(f"order_bound_s is {certificate.order_bound_s!r}, but the schedule's is {ordered!r}")
 
 
-def check_proof(proof: Proof, space: Space, cost: CostModel, limit_s: float) -> None:
+def check_proof(proof: Proof, setup: Setup, cost: CostModel, limit_s: float) -> None:
     """Check one proof, in exact arithmetic.
 
     Raises:
@@ -183,7 +182,7 @@ def check_proof(proof: Proof, space: Space, cost: CostModel, limit_s: float) -> 
     if (proof.bound_s is None) == (proof.overrun is None):
         raise CertificateError(f"the proof of ZeRO stage {proof.zero_stage} must state either bound_s or overrun")
     fits = proof.bound_s is not None
-    program = conditions(space, cost, limit_s if fits else NEVER_S, soft=not fits)
+    program = conditions(setup, cost, limit_s if fits else NEVER_S, soft=not fits)
     proven, stated = _exactly(program, proof.multipliers), proof.bound_s if fits else proof.overrun
     assert stated is not None
     if Fraction(stated) > proven or (not fits and proven <= 0):
@@ -193,44 +192,43 @@ def check_proof(proof: Proof, space: Space, cost: CostModel, limit_s: float) -> 
         )
 
 
-def _placed(space: Space, cost: CostModel, decisions: Decisions, limit_s: float) -> LinearProgram:
+def _placed(setup: Setup, cost: CostModel, decisions: Decisions, limit_s: float) -> LinearProgram:
     """Return the conditions on schedules that have the plan's placement."""
-    own = Space.of(space.units, decisions, storage=space.storage)
-    return decided(conditions(own, cost, limit_s), space.units, decisions)
+    return decided(conditions(setup.changed(zero_stage=decisions.zero_stage), cost, limit_s), setup.units, decisions)
 
 
-def _order_s(space: Space, cost: CostModel, decisions: Decisions) -> float:
+def _order_s(setup: Setup, cost: CostModel, decisions: Decisions) -> float:
     """Return a lower bound on the plan's own schedule, from its tasks and their order."""
-    schedule = lower(space.units, decisions, asynchronous=cost.asynchronous)
-    return order_bound_s(schedule, CostModel.of(cost.profile, space.units, decisions))
+    schedule = lower(setup.units, decisions, asynchronous=cost.asynchronous)
+    return order_bound_s(schedule, CostModel.of(cost.profile, setup.units, decisions))
 
 
-def _prove(variant: Variant, space: Space, limit_s: float) -> Proof:
+def _prove(variant: Variant, setup: Setup, limit_s: float) -> Proof:
     """Prove a bound for one choice and ZeRO stage, or that nothing fits."""
     choice, cost = variant.choice, variant.cost
-    program = conditions(space, cost, limit_s)
+    program = conditions(setup, cost, limit_s)
     # If no schedule is within the limit, the proof without the limit gives a bound above it, unless nothing fits.
-    solution = solve(program) or solve(conditions(space, cost, NEVER_S))
+    solution = solve(program) or solve(conditions(setup, cost, NEVER_S))
     if solution is None:
         # The conditions on memory alone come first: they are few, and mostly enough.
-        softened = (memory_conditions(space, cost), conditions(space, cost, NEVER_S, soft=True))
-        proofs = (_does_not_fit(choice, space, soft) for soft in softened)
+        softened = (memory_conditions(setup, cost), conditions(setup, cost, NEVER_S, soft=True))
+        proofs = (_does_not_fit(choice, setup, soft) for soft in softened)
         if proof := next(filter(None, proofs), None):
             return proof
     elif (bound_s := _proven(program, solution.multipliers)) > 0:
-        multipliers, stage = solution.multipliers, space.given.zero_stage
+        multipliers, stage = solution.multipliers, setup.given.zero_stage
         return Proof(choice=choice, zero_stage=stage, bound_s=bound_s, multipliers=multipliers)
-    return _by_computing(variant, space)  # needs no solver
+    return _by_computing(variant, setup)  # needs no solver
 
 
-def _does_not_fit(choice: Choice, space: Space, program: LinearProgram) -> Proof | None:
+def _does_not_fit(choice: Choice, setup: Setup, program: LinearProgram) -> Proof | None:
     solution = solve(program)
     if solution is None:  # the conditions allow at most a million times the memory, or the solver is wrong
         return None
     overrun = _proven(program, solution.multipliers)
     if overrun <= 0:
         return None
-    multipliers, stage = solution.multipliers, space.given.zero_stage
+    multipliers, stage = solution.multipliers, setup.given.zero_stage
     return Proof(choice=choice, zero_stage=stage, overrun=overrun, multipliers=multipliers)
 
 

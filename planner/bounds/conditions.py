@@ -36,27 +36,27 @@ from collections.abc import Sequence
 from planner.bounds.memory import Memory
 from planner.bounds.pipelines import pipelined
 from planner.bounds.placement import AGAIN, Placement
-from planner.bounds.program import LinearProgram
+from planner.bounds.program import NEVER_S, OVERRUN, ROOM, LinearProgram
 from planner.bounds.windows import Windows
 from planner.bounds.work import Work
-from planner.choices.space import NEVER_S, OVERRUN, ROOM, Space
 from planner.costs.model import CostModel
 from planner.decisions import Decisions, Place
 from planner.graph import Unit
+from planner.setup import Setup
 
 
-def conditions(space: Space, cost: CostModel, limit_s: float, *, soft: bool = False) -> LinearProgram:
+def conditions(setup: Setup, cost: CostModel, limit_s: float, *, soft: bool = False) -> LinearProgram:
     """Return the conditions of an iteration that takes at most ``limit_s``.
 
     Args:
-        space: the decisions that are compared.
+        setup: the decisions that are compared.
         cost: prices of tasks, and the machine.
         limit_s: an upper limit on the iteration time.
         soft: minimise the fraction by which memory is overrun instead of the time; see :data:`OVERRUN`.
     """
-    if space.given.pipeline_parallel > 1:
-        return pipelined(space, cost, limit_s, soft=soft)
-    program = _conditions(space, cost)
+    if setup.given.pipeline_parallel > 1:
+        return pipelined(setup, cost, limit_s, soft=soft)
+    program = _conditions(setup, cost)
     if limit_s != NEVER_S:
         program = program.within({n: (low, limit_s) for n, (low, high) in program.boxes.items() if high == NEVER_S})
     return _softened(program) if soft else program
@@ -64,36 +64,35 @@ def conditions(space: Space, cost: CostModel, limit_s: float, *, soft: bool = Fa
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Known:
-    space: Space
+    setup: Setup
     cost: CostModel
     program: LinearProgram
 
-    def is_of(self, space: Space, cost: CostModel) -> bool:
-        same = self.space.units is space.units and self.cost is cost and self.space.storage == space.storage
-        return same and self.space.given == space.given
+    def is_of(self, setup: Setup, cost: CostModel) -> bool:
+        same = self.setup.units is setup.units and self.cost is cost and self.setup.storage == setup.storage
+        return same and self.setup.given == setup.given
 
 
 # A search and the certificate of its result need the same conditions, those of up to four ZeRO stages.
 _KNOWN: deque[_Known] = deque(maxlen=4)
 
 
-def _conditions(space: Space, cost: CostModel) -> LinearProgram:
-    """Return the conditions without a limit on the time; spaces with equal conditions share one program."""
-    space = space.without_order()
-    if known := next((known for known in tuple(_KNOWN) if known.is_of(space, cost)), None):
+def _conditions(setup: Setup, cost: CostModel) -> LinearProgram:
+    """Return the conditions without a limit on the time; setups with equal conditions share one program."""
+    if known := next((known for known in tuple(_KNOWN) if known.is_of(setup, cost)), None):
         return known.program
-    placement = Placement(space, cost, NEVER_S)
+    placement = Placement(setup, cost, NEVER_S)
     Work(placement)
     Windows(placement, Memory(placement))
-    _KNOWN.append(_Known(space, cost, placement.program))
+    _KNOWN.append(_Known(setup, cost, placement.program))
     return placement.program
 
 
-def memory_conditions(space: Space, cost: CostModel) -> LinearProgram:
+def memory_conditions(setup: Setup, cost: CostModel) -> LinearProgram:
     """Return the conditions on memory alone; the objective is the fraction by which it is overrun."""
-    if space.given.pipeline_parallel > 1:
-        return pipelined(space, cost, NEVER_S, soft=True)
-    placement = Placement(space.without_order(), cost, NEVER_S)
+    if setup.given.pipeline_parallel > 1:
+        return pipelined(setup, cost, NEVER_S, soft=True)
+    placement = Placement(setup, cost, NEVER_S)
     Memory(placement)
     return _softened(placement.program)
 

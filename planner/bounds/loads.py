@@ -5,7 +5,7 @@ from collections import defaultdict
 from planner.bounds.program import Sum
 from planner.costs.model import CostModel
 from planner.costs.resources import Resource
-from planner.decisions import Decisions, Fp8Weights
+from planner.decisions import Fp8Weights, Sharding
 from planner.graph import Unit
 from planner.models.kernels import num_kernels
 from planner.schedule.tasks import Lane, Op, Phase, Task
@@ -28,7 +28,7 @@ class Loads:
         capacity: of every lane, 1 second per second; of every resource, its amount per second.
     """
 
-    def __init__(self, cost: CostModel, given: Decisions) -> None:
+    def __init__(self, cost: CostModel, given: Sharding) -> None:
         self.cost, self.given = cost, given
         self.weight_bytes = given.precision.weight_bytes
         self.capacity: dict[Key, float] = dict.fromkeys(Lane, 1.0)

@@ -4,9 +4,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from planner.bounds.placement import AGAIN, Placement
-from planner.bounds.program import Sum
+from planner.bounds.program import RING, ROOM, Sum
 from planner.bounds.storage import STATE_BUFFERS, offloaded
-from planner.choices.space import RING, ROOM
 from planner.decisions import Place
 from planner.graph import Unit
 from planner.lowering.workspace import least_workspace_bytes

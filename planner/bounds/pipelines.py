@@ -9,32 +9,32 @@ which segments are recomputed. Two conditions hold for every stage s of p:
   backward begins, and all its gradients when its last backward ends.
 """
 
-from planner.bounds.program import LinearProgram, Sum
-from planner.choices.space import OVERRUN, ROOM, TIME, Space
+from planner.bounds.program import OVERRUN, ROOM, TIME, LinearProgram, Sum
 from planner.costs.model import CostModel
 from planner.graph import Unit
 from planner.lowering.pipeline import deal
 from planner.models.kernels import Kernels, num_kernels
 from planner.schedule.tasks import Lane, Tier
+from planner.setup import Setup
 from planner.simulate.prediction import capacities
 
 Stage = list[list[Unit]]
 
 
-def pipelined(space: Space, cost: CostModel, limit_s: float, *, soft: bool) -> LinearProgram:
+def pipelined(setup: Setup, cost: CostModel, limit_s: float, *, soft: bool) -> LinearProgram:
     """Return the conditions of an iteration of a pipeline; see :func:`planner.bounds.conditions.conditions`."""
     program = LinearProgram(OVERRUN if soft else TIME)
     program.variable(TIME, 0.0, limit_s)
     overrun = Sum((program.variable(OVERRUN, 0.0, 1e6), 1.0)) if soft else Sum()
     for name in ROOM.values():
         program.variable(name, 1.0, 1.0)
-    dealt = deal(space.units, space.given.pipeline_parallel)
+    dealt = deal(setup.units, setup.given.pipeline_parallel)
     for stage in dealt:
         for segment in stage:
             if segment[0].can_swap:
                 program.variable(f"{segment[0].segment}:recompute")
     lanes = {lane: [_pass(stage, cost, lane) for stage in dealt] for lane in (Lane.COMPUTE, Lane.LAUNCH)}
-    repeats = space.given.num_micro_batches
+    repeats = setup.given.num_micro_batches
     room = Sum((ROOM[Tier.GPU], 1.0)).plus(overrun)
     for number, stage in enumerate(dealt):
         for lane, passes in lanes.items():
@@ -44,7 +44,7 @@ def pipelined(space: Space, cost: CostModel, limit_s: float, *, soft: bool) -> L
             program.at_least(f"work: {lane} of stage {number}", Sum((TIME, 1.0)), needs)
         scale = 1.0 / capacities(cost)[Tier.GPU]
         ahead = min(len(dealt) - number, repeats)
-        held, gradients = _always(stage, space), Sum(("", _gradient_bytes(stage, space)))
+        held, gradients = _always(stage, setup), Sum(("", _gradient_bytes(stage, setup)))
         first, last = Sum().plus(held).plus(_saved_activations(stage), float(ahead)), Sum().plus(held).plus(gradients)
         program.at_least(f"memory: device of stage {number} at its first backward", room, Sum().plus(first, scale))
         program.at_least(f"memory: device of stage {number} at its last backward", room, Sum().plus(last, scale))
@@ -68,9 +68,9 @@ def _pass(stage: Stage, cost: CostModel, lane: Lane) -> Sum:
     return found
 
 
-def _always(stage: Stage, space: Space) -> Sum:
+def _always(stage: Stage, setup: Setup) -> Sum:
     """Return the bytes of weights and optimizer state."""
-    given = space.given
+    given = setup.given
     state_bytes = given.state_bytes_per_param - given.resident_weight_bytes_per_param
     units = [unit for segment in stage for unit in segment]
     weights = sum(unit.stored_bytes(given.precision.weight_bytes) for unit in units)
@@ -79,8 +79,8 @@ def _always(stage: Stage, space: Space) -> Sum:
     return Sum(("", float(weights) + state_bytes * (sum(unit.num_params for unit in units) / ranks)))
 
 
-def _gradient_bytes(stage: Stage, space: Space) -> float:
-    weight_bytes = space.given.precision.weight_bytes  # ranks reduce gradients when all are there
+def _gradient_bytes(stage: Stage, setup: Setup) -> float:
+    weight_bytes = setup.given.precision.weight_bytes  # ranks reduce gradients when all are there
     return float(sum(weight_bytes * unit.num_params for segment in stage for unit in segment))
 
 

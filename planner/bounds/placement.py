@@ -3,13 +3,13 @@
 from collections.abc import Iterable, Sequence
 
 from planner.bounds.loads import Load, Loads
-from planner.bounds.program import LinearProgram, Sum
-from planner.choices.space import ROOM, TIME, Space
+from planner.bounds.program import ROOM, TIME, LinearProgram, Sum
 from planner.costs.model import CostModel
 from planner.costs.resources import Resource
 from planner.decisions import Place
 from planner.graph import Unit, segments
 from planner.schedule.tasks import Lane, Op, Phase, Task
+from planner.setup import Setup
 
 # Ways not to keep activations, and the task that makes them again.
 AGAIN = (("recompute", Op.RECOMPUTE), ("offload", Op.REMAKE), ("evict", Op.REMAKE))
@@ -19,7 +19,7 @@ class Placement:
     """The variables of a program, and expressions that its rows share.
 
     Args:
-        space: the decisions that are compared.
+        setup: the decisions that are compared.
         cost: prices of tasks, and the machine.
         limit_s: an upper limit on the iteration time.
 
@@ -29,11 +29,11 @@ class Placement:
         position: the position of every unit, by name.
     """
 
-    def __init__(self, space: Space, cost: CostModel, limit_s: float) -> None:
-        self.units, self.given, self.storage = space.units, space.given, space.storage
+    def __init__(self, setup: Setup, cost: CostModel, limit_s: float) -> None:
+        self.units, self.given, self.storage = setup.units, setup.given, setup.storage
         self.cost, self.limit_s = cost, limit_s
-        self.segments = segments(space.units)
-        self.position = {unit.name: i for i, unit in enumerate(space.units)}
+        self.segments = segments(setup.units)
+        self.position = {unit.name: i for i, unit in enumerate(setup.units)}
         self.weight_bytes = self.given.precision.weight_bytes
         self.repeats = self.given.num_micro_batches
         self.loads = Loads(cost, self.given)
@@ -136,7 +136,7 @@ class Placement:
             self.program.at_least(f"{name}: activations one way", Sum(("", 1.0)), chosen)
 
     def stores(self, nvme: bool) -> bool:
-        """Return whether the space allows this storage: NVMe, or the host."""
+        """Return whether the setup allows this storage: NVMe, or the host."""
         return not nvme or (self.storage == "nvme" and self.cost.profile.nvme is not None)
 
     def away(self, unit: Unit) -> Sum:

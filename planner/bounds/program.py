@@ -15,6 +15,17 @@ from collections import defaultdict
 from collections.abc import Mapping
 from fractions import Fraction
 
+from planner.schedule.tasks import Tier
+
+TIME = "iteration_s"
+OVERRUN = "overrun"
+# A variable for the usable fraction of a tier's memory. It is 1; a search may set it lower.
+ROOM = {Tier.GPU: "room on the device", Tier.HOST: "room on the host", Tier.NVME: "room on NVMe"}
+# A variable for each ring of slots: the fraction of device memory that the ring takes.
+RING = "slots for units of "
+# Longer than any iteration.
+NEVER_S = 1e9
+
 Boxes = Mapping[str, tuple[float, float]]
 """Lowest and highest value of variables, by name."""
 

@@ -6,7 +6,7 @@ from typing import Annotated
 from pydantic import Field
 
 from hwprofiles.quantity import Frozen
-from planner.choices.choice import Choice
+from planner.decisions import Choice
 
 
 class Proof(Frozen):

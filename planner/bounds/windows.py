@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from planner.bounds.loads import Key, Load, label
 from planner.bounds.memory import STATE_SLOT, Memory
 from planner.bounds.placement import AGAIN, Placement
-from planner.bounds.program import Sum
+from planner.bounds.program import TIME, Sum
 from planner.bounds.storage import STATE_BUFFERS
-from planner.choices.space import TIME
 from planner.costs.resources import Resource
 from planner.decisions import Place
 from planner.graph import Unit

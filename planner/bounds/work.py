@@ -4,8 +4,7 @@ from collections import defaultdict
 
 from planner.bounds.loads import Load, label
 from planner.bounds.placement import AGAIN, Placement
-from planner.bounds.program import Sum
-from planner.choices.space import TIME
+from planner.bounds.program import TIME, Sum
 from planner.costs.resources import Resource
 from planner.decisions import Place
 from planner.graph import Unit

@@ -1,1 +1,1 @@
-"""Degrees of parallelism and batch sizes, which are chosen before placement, and the space of placements for each."""
+"""A request, the degrees of parallelism and batch sizes that it leaves open, and a variant for each choice of them."""

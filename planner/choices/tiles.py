@@ -13,7 +13,7 @@ beside what the rest of the layer saves.
 import dataclasses
 
 from hwprofiles.profile import Device
-from planner.choices.choice import Choice
+from planner.decisions import Choice
 from planner.graph import Batch, Unit, build_graph, segments
 from planner.graph import units as units_of
 from planner.models.captured import CapturedModel, Model

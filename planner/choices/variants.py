@@ -4,43 +4,16 @@ import dataclasses
 import functools
 from collections.abc import Iterator
 
-from hwprofiles.profile import HardwareProfile
-from planner.choices.choice import Choice, Constraints, batch_of
-from planner.choices.space import Space
+from planner.choices.choice import choices
+from planner.choices.request import Request
 from planner.choices.tiles import can_be_tiled, can_have_tiled_layers, layer_tile_of, tile_of, with_tiles
 from planner.costs.model import CostModel
-from planner.decisions import Decisions, Precision
+from planner.decisions import Choice, Sharding
 from planner.graph import Batch, Unit, build_graph, units
 from planner.models.captured import CapturedModel, Model
 from planner.models.config import ModelConfigError
-from planner.optimizers import OPTIMIZERS, Optimizer
+from planner.optimizers import OPTIMIZERS
 from planner.setup import Setup
-from planner.terms import Storage, default_micro_batch
-
-
-@dataclasses.dataclass(frozen=True)
-class Job:
-    """The part of a request that all variants share.
-
-    Attributes:
-        model: sizes of the model.
-        hardware: the machine.
-        seq_len: tokens per sequence.
-        expert_load: shares of all visits that go to each expert; see :class:`planner.graph.Batch`.
-        precision: types of weights and gradients.
-        optimizer: the optimizer.
-        clip: whether gradients are clipped by their global norm.
-        subgroup_params: most parameters of one subgroup.
-    """
-
-    model: Model
-    hardware: HardwareProfile
-    seq_len: int
-    expert_load: tuple[tuple[float, ...], ...]
-    precision: Precision
-    optimizer: Optimizer
-    clip: bool
-    subgroup_params: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,69 +21,66 @@ class Variant:
     """One choice, ready to be scored and bounded.
 
     Attributes:
-        choice: degrees and batch sizes.
+        request: what it is a choice for.
         setup: the input of engine policies.
         cost: prices of single units, in a pipeline too.
     """
 
-    choice: Choice
+    request: Request
     setup: Setup
     cost: CostModel
 
-    @property
-    def space(self) -> Space:
-        """All its schedules, of every ZeRO stage."""
-        given = {**self.setup.ours, "policy": "any", "units": {}}
-        return Space(self.setup.units, Decisions.model_validate(given), self.setup.storage)
+    @functools.cached_property
+    def choice(self) -> Choice:
+        """Degrees and batch sizes."""
+        return Choice.of(self.setup.given)
 
 
-def variants(job: Job, constraints: Constraints) -> tuple[Variant, ...]:
+def variants(request: Request) -> tuple[Variant, ...]:
     """Return all variants of a request.
 
     Raises:
         ValueError: there is none; the message says why.
     """
-    if job.precision.products:  # see :func:`planner.models.formulas.float8.check`
-        constraints = constraints.model_copy(update={"tensor_parallel": 1})
-    if constraints.micro_batch is None and constraints.global_batch is None:
-        constraints = constraints.model_copy(update={"micro_batch": default_micro_batch(job.seq_len)})
-    choices = constraints.choices(job.model, job.hardware.devices_per_node)
-    if isinstance(job.model, CapturedModel):
-        choices = _captured(job, choices)
-    tiled = (option for choice in choices for option in _tiled(job, choice, constraints))
-    found = (option for choice in tiled for option in _fetched(job, choice, constraints.fp8_weights))
-    return tuple(variant(job, choice, constraints.storage) for choice in found)
+    found = choices(request)
+    if isinstance(request.model, CapturedModel):
+        found = _captured(request, found)
+    tiled = (option for choice in found for option in _tiled(request, choice))
+    return tuple(variant(request, option) for choice in tiled for option in _fetched(request, choice))
 
 
-def _fetched(job: Job, choice: Choice, wanted: bool | None) -> Iterator[Choice]:
+def _fetched(request: Request, choice: Choice) -> Iterator[Choice]:
     """Yield a choice with weights fetched in their own type, and in fp8 where they can be."""
-    can = job.precision.products and not OPTIMIZERS[job.optimizer].others and choice.pipeline_parallel == 1
+    wanted = request.fp8_weights
+    can = request.types.products and not OPTIMIZERS[request.optimizer].others and choice.pipeline_parallel == 1
     if not (wanted and can):
         yield choice
     if can and wanted is not False:
         yield choice.model_copy(update={"fp8_weights": True})
 
 
-def _tiled(job: Job, choice: Choice, constraints: Constraints) -> Iterator[Choice]:
+def _tiled(request: Request, choice: Choice) -> Iterator[Choice]:
     """Yield a choice with each way of computing in tiles that is worth comparing: none, of the loss, of layers too.
 
     Raises:
         ModelConfigError: the model has nothing that can be computed in the tiles that are wanted.
     """
-    _check_tiles(job.model, choice, constraints.loss_tile_tokens, constraints.layer_tile_tokens)
-    batch = batch_of(choice, job.seq_len, job.precision, job.expert_load, job.hardware.device)
-    found = [with_tiles(choice, batch.num_tokens, constraints.loss_tile_tokens, constraints.layer_tile_tokens)]
+    model, device = request.model, request.hardware.device
+    loss, layers = request.loss_tile_tokens, request.layer_tile_tokens
+    _check_tiles(model, choice, loss, layers)
+    batch = request.batch(choice)
+    found = [with_tiles(choice, batch.num_tokens, loss, layers)]
     if choice.pipeline_parallel == 1:
         ways = found.copy()
-        if constraints.layer_tile_tokens is None:
-            tokens = layer_tile_of(job.model, batch, _units(job.model, batch), job.hardware.device)
+        if layers is None:
+            tokens = layer_tile_of(model, batch, _units(model, batch), device)
             ways.append(with_tiles(found[0], batch.num_tokens, layers=tokens))
-        if constraints.loss_tile_tokens is None:
+        if loss is None:
             # Whole logits take more than any layer, so tiles of layers go with those of the loss, where these are worth
             # it.
             for way in ways:
-                batch = batch_of(way, job.seq_len, job.precision, job.expert_load, job.hardware.device)
-                tokens = tile_of(job.model, batch, _units(job.model, batch), job.hardware.device)
+                batch = request.batch(way)
+                tokens = tile_of(model, batch, _units(model, batch), device)
                 found.append(with_tiles(way, batch.num_tokens, loss=tokens))
         else:
             found += ways
@@ -137,7 +107,7 @@ def _check_tiles(model: Model, choice: Choice, loss: int | None, layers: int | N
         )
 
 
-def _captured(job: Job, choices: tuple[Choice, ...]) -> tuple[Choice, ...]:
+def _captured(request: Request, tried: tuple[Choice, ...]) -> tuple[Choice, ...]:
     """Return the choices whose micro-batch a captured model takes: one sample is too few for some norms.
 
     Raises:
@@ -145,9 +115,9 @@ def _captured(job: Job, choices: tuple[Choice, ...]) -> tuple[Choice, ...]:
     """
     found: list[Choice] = []
     reasons: list[ModelConfigError] = []
-    for choice in choices:
+    for choice in tried:
         try:
-            _units(job.model, batch_of(choice, job.seq_len, job.precision, job.expert_load, job.hardware.device))
+            _units(request.model, request.batch(choice))
         except ModelConfigError as error:
             reasons.append(error)
         else:
@@ -157,20 +127,17 @@ def _captured(job: Job, choices: tuple[Choice, ...]) -> tuple[Choice, ...]:
     return tuple(found)
 
 
-def variant(job: Job, choice: Choice, storage: Storage) -> Variant:
+def variant(request: Request, choice: Choice) -> Variant:
     """Return the variant of one choice."""
-    setup = Setup(
-        _units(job.model, batch_of(choice, job.seq_len, job.precision, job.expert_load, job.hardware.device)),
-        **choice.model_dump(),
-        precision=job.precision,
-        optimizer=job.optimizer,
-        clip=job.clip,
-        subgroup_params=job.subgroup_params,
-        storage=storage,
+    given = Sharding(
+        **dict(choice),
+        precision=request.types,
+        optimizer=request.optimizer,
+        clip=request.clip,
+        subgroup_params=request.subgroup_params,
     )
-    degrees = dataclasses.astuple(setup.degrees)
-    cost = CostModel(job.hardware, setup.units, job.precision, *degrees, optimizer=job.optimizer)
-    return Variant(choice, setup, cost)
+    setup = Setup(_units(request.model, request.batch(choice)), given, request.storage)
+    return Variant(request, setup, CostModel(request.hardware, setup.units, given))
 
 
 @functools.lru_cache(32)  # choices with the same micro-batch share them, and so do all machines of a study

@@ -15,9 +15,9 @@ from planner.costs.fabrics import Fabrics
 from planner.costs.kernels import KernelCosts
 from planner.costs.layout import Layout
 from planner.costs.resources import Price, RankHardware, Resource
-from planner.decisions import BF16, Decisions, Precision
+from planner.decisions import BF16, Decisions, Sharding
 from planner.decisions.precision import SPLIT_OPERATOR_BYTES
-from planner.graph import Degrees, Kernel, Unit
+from planner.graph import Kernel, Unit
 from planner.lowering import stages
 from planner.models.formulas.work import newton_schulz
 from planner.models.kernels import flop, num_kernels
@@ -49,12 +49,7 @@ class CostModel:
     Args:
         profile: the machine.
         units: the model's units.
-        precision: types of weights and gradients.
-        data_parallel: ranks that share the batch, each with one device.
-        tensor_parallel: ranks that share every layer.
-        pipeline_parallel: stages that share the layers.
-        expert_parallel: data-parallel ranks that share every bank of experts.
-        optimizer: the optimizer.
+        given: degrees of parallelism, types of weights and gradients, and the optimizer.
 
     Attributes:
         precision: types of weights and gradients.
@@ -62,26 +57,16 @@ class CostModel:
         num_ranks, ranks_per_node: of the whole job, and of a full node; each has one device.
     """
 
-    def __init__(
-        self,
-        profile: HardwareProfile,
-        units: Iterable[Unit],
-        precision: Precision,
-        data_parallel: int,
-        tensor_parallel: int = 1,
-        pipeline_parallel: int = 1,
-        expert_parallel: int = 1,
-        *,
-        optimizer: Optimizer = "adamw",
-    ) -> None:
+    def __init__(self, profile: HardwareProfile, units: Iterable[Unit], given: Sharding) -> None:
         self.profile = profile
-        self.precision = precision
+        self.precision = precision = given.precision
         self._units = {unit.name: unit for unit in units}
         self._dtype_bytes = precision.weight_bytes
-        self._optimizer = optimizer
-        self._precision = precision
-        self._degrees = Degrees(data_parallel, tensor_parallel, pipeline_parallel, expert_parallel)
-        self.layout = Layout(data_parallel, tensor_parallel, pipeline_parallel, profile.devices_per_node)
+        self._optimizer = given.optimizer
+        self._degrees = given.degrees
+        self.layout = Layout(
+            given.data_parallel, given.tensor_parallel, given.pipeline_parallel, profile.devices_per_node
+        )
         self._fabrics = Fabrics(profile, self.layout)
         self.num_ranks = self.layout.num_ranks
         self.ranks_per_node = self.layout.ranks_per_node
@@ -100,8 +85,7 @@ class CostModel:
         Raises:
             ValueError: there are fewer layers than pipeline stages.
         """
-        degrees = dataclasses.astuple(decisions.degrees)
-        return cls(profile, stages(units, decisions), decisions.precision, *degrees, optimizer=decisions.optimizer)
+        return cls(profile, stages(units, decisions), decisions)
 
     @property
     def asynchronous(self) -> bool:
@@ -212,7 +196,7 @@ class CostModel:
         read_s = self._rank.read_s(device.optimizer, task.num_params, "device optimizer")
         products_s = sum(self._products.compute_s(newton_schulz(*shape)) for shape in task.matrices)
         products_s += self._fabrics.exchanges_s(self.layout.tensor_group, task.num_bytes)
-        state = self._precision.optimizer_state(self._kind(task))
+        state = self.precision.optimizer_state(self._kind(task))
         operator_bytes = state.gpu_update_bytes if device.kind == "gpu" else None
         update_bytes = operator_bytes or self._update_bytes(task)
         if task.splits and device.kind == "gpu":
@@ -229,18 +213,18 @@ class CostModel:
 
     def _update_bytes(self, task: Work) -> float:
         """Return the bytes per parameter that an update moves."""
-        return self._precision.update_bytes_per_param(self._kind(task), splits=task.splits)
+        return self.precision.update_bytes_per_param(self._kind(task), splits=task.splits)
 
     def _with_arithmetic(self, memory_s: float, task: Work, num_cores: float) -> float:
         """Return the time of an update on so many cores, at least that of its arithmetic; on a GPU there are none."""
         kind = self._kind(task)
-        core_s = self._precision.optimizer_state(kind).host_core_s
+        core_s = self.precision.optimizer_state(kind).host_core_s
         if not num_cores or not (core_s or task.splits):
             return memory_s
         known: dict[str, Quantity] = {str(key): each for key, each in (self.profile.host.narrow_update_s or {}).items()}
         if task.splits and (splitting := known.get("adamw-split")):
             memory_s = max(memory_s, task.num_params * splitting.value / num_cores)
-        name = f"{kind}-rounded" if self._precision.rounds else kind
+        name = f"{kind}-rounded" if self.precision.rounds else kind
         measured = known.get(name)
         arithmetic_s = task.num_params * (measured.value if measured else core_s) / num_cores
         if measured is None and arithmetic_s > memory_s:

@@ -1,10 +1,11 @@
 """Decisions: what the planner chooses, per unit and for the whole iteration."""
 
-from typing import Annotated, Literal, Self
+from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
-from planner.decisions.fp8 import ALIGNMENT_BYTES, Fp8Weights
+from planner.decisions.choice import Count
+from planner.decisions.fp8 import Fp8Weights
 from planner.decisions.places import Place, UnitDecision
 from planner.decisions.precision import Precision
 from planner.decisions.sharding import Sharding
@@ -16,6 +17,7 @@ class Decisions(Sharding):
     """Everything that the planner chooses. With the model and the batch, it determines the schedule.
 
     Attributes:
+        policy: the engine policy that these decisions follow or started from.
         num_param_slots: slots in each ring for fetched or gathered parameters.
         num_state_slots: slots for streamed optimizer state.
         num_nvme_slots: host buffers for optimizer state from NVMe. With 1, reads, updates and writes take turns. With
@@ -27,22 +29,18 @@ class Decisions(Sharding):
             backward).
         update_start: ``step``: when all gradients are there; ``backward``: each as soon as its own gradient is there.
         overlap_next_forward: whether only a unit's own next forward waits for its update, not the whole next iteration.
-        clip: whether gradients are clipped by their global norm; every update then waits for the norm.
-        fp8_weights: weights of products in fp8 are fetched from the host, and gathered, in fp8; see [Note: Weights in
-            fp8] in :mod:`planner.decisions.fp8`. ``None``: in the type of weights.
     """
 
-    num_param_slots: Annotated[int, Field(ge=1)] = 2
-    num_state_slots: Annotated[int, Field(ge=1)] = 2
-    num_nvme_slots: Annotated[int, Field(ge=1)] = 2
-    num_gradient_slots: Annotated[int, Field(ge=1)] = 2
-    num_activation_slots: Annotated[int, Field(ge=1)] = 2
+    policy: str
+    num_param_slots: Count = 2
+    num_state_slots: Count = 2
+    num_nvme_slots: Count = 2
+    num_gradient_slots: Count = 2
+    num_activation_slots: Count = 2
     spill_gradients: bool = False
     update_order: Literal["forward", "backward"] = "forward"
     update_start: Literal["step", "backward"] = "step"
     overlap_next_forward: bool = True
-    clip: bool = True
-    fp8_weights: Literal[True] | None = None
     units: dict[str, UnitDecision]
 
     @model_validator(mode="after")
@@ -86,16 +84,6 @@ class Decisions(Sharding):
         return any(u.params == "nvme" or u.offloads or Place.NVME in u.update for u in self.units.values())
 
     @property
-    def num_state_versions(self) -> Literal[1, 2]:
-        """Versions of state and weights on NVMe: the new one is written beside the old one."""
-        return 2
-
-    @property
-    def spilled_bytes_per_param(self) -> int:
-        """Bytes per parameter of a gradient that waits on the host or on NVMe: in the weights' type."""
-        return self.precision.weight_bytes
-
-    @property
     def shared_in_words(self) -> str:
         """How data-parallel ranks share the model, in words."""
         return f"ZeRO-{self.zero_stage}"
@@ -105,25 +93,11 @@ class Decisions(Sharding):
         has_copy = self.units[unit].params == "nvme" and not self.precision.weight_in_state
         return self.precision.weight_bytes if has_copy else 0
 
-    def gathers(self, unit: Unit) -> bool:
-        """Return whether a unit's parameters are sharded over ranks (ZeRO-3) and gathered for every use."""
-        return self.zero_stage == 3 and self.replicas(unit) > 1
-
     def fp8_of(self, unit: Unit) -> Fp8Weights | None:
         """Return how a unit's weights move where they are fetched or gathered in fp8; ``None`` where they are not."""
         params = self.units[unit.name].params
         moves = params == "host" or (params == "gpu" and self.gathers(unit))
         return self.fp8_if_moved(unit) if moves else None
-
-    def fp8_if_moved(self, unit: Unit) -> Fp8Weights | None:
-        """Return the same wherever the unit's parameters are; ``None`` if it cannot be so, or nothing is saved."""
-        if not self.fp8_weights or not unit.fp8_parameters or self.regathers(unit):
-            return None
-        layout, num_scales = self.layout(unit), len(unit.fp8_parameters)
-        num_ranks = self.replicas(unit) if self.gathers(unit) else 1
-        num_others = layout.starts[-num_scales]
-        fp8 = Fp8Weights(layout.shard_params, num_others, num_scales, num_ranks, self.precision.weight_bytes)
-        return fp8 if fp8.saves and num_others % ALIGNMENT_BYTES == 0 else None
 
     def offloads(self, unit: str) -> bool:
         """Return whether activations of a unit leave the device between forward and backward."""
@@ -166,17 +140,6 @@ class Decisions(Sharding):
         """Return whether streamed state of a unit travels with its gradients, or with its new weights."""
         weights_go = self.units[unit].fetched and not self.precision.weight_in_state
         return self.flushes(unit, Place.STREAM) or weights_go
-
-    def frozen_shard_bytes(self, unit: Unit) -> int:
-        """Return the bytes of a unit's frozen weights that one rank keeps: all, or in ZeRO-3 a padded shard."""
-        num_bytes = unit.frozen_bytes(self.precision.weight_bytes)
-        if not num_bytes or not self.gathers(unit):
-            return num_bytes
-        return -(-num_bytes // (self.replicas(unit) * FROZEN_ALIGNMENT_BYTES)) * FROZEN_ALIGNMENT_BYTES
-
-    def frozen_padded_bytes(self, unit: Unit) -> int:
-        """Return the bytes of a unit's frozen weights, padded to equal shards."""
-        return self.frozen_shard_bytes(unit) * (self.replicas(unit) if self.gathers(unit) else 1)
 
     def placed_pieces(self, unit: Unit) -> tuple[tuple[int, Place], ...]:
         """Return size and place of each of a unit's subgroups on one rank, in order."""
@@ -231,7 +194,3 @@ def _check_pipeline(decisions: Decisions) -> None:
                 f"unit {name}: pipeline_parallel {decisions.pipeline_parallel} keeps everything on the devices; set "
                 "params and update to 'gpu'"
             )
-
-
-FROZEN_ALIGNMENT_BYTES = 16
-"""Shards of frozen weights begin at a multiple of it, so that values of every type do."""

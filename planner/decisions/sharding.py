@@ -1,59 +1,33 @@
 """How ranks share a model, and the sizes of shards and subgroups that follow."""
 
-import functools
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from hwprofiles.quantity import Frozen
+from planner.decisions.choice import Choice, Count
+from planner.decisions.fp8 import ALIGNMENT_BYTES, Fp8Weights
 from planner.decisions.places import Place
 from planner.decisions.precision import BF16, TIE_PARAMS, Precision
-from planner.graph import Degrees, Unit
-from planner.models.captured import Tiles
+from planner.graph import Unit
 from planner.optimizers import OPTIMIZERS, Optimizer
 from planner.subgroups import Subgroup, UnitLayout, unit_layout
 
 
-class Sharding(Frozen):
-    """How ranks share a model and its batch, and how its state is cut.
+class Sharding(Choice):
+    """How ranks share a model and its batch, and how its state is cut: all that is decided before placement.
 
     Attributes:
-        policy: the engine policy that these decisions follow or started from.
         optimizer: the optimizer; with the precision it determines the size of the state.
-        micro_batch: sequences per forward, on each rank.
-        num_micro_batches: forwards+backwards per iteration (gradient accumulation).
-        data_parallel: ranks that share the model's data; each has one device.
-        tensor_parallel: ranks that share every layer, per data-parallel rank; units are then one rank's share.
-        pipeline_parallel: stages that share the layers, per data-parallel rank.
-        expert_parallel: data-parallel ranks that share the experts of every layer.
-        expert_units: units into which a rank's experts of a layer are divided.
-        loss_tile_tokens: tokens whose logits exist at a time, see [Note: Tiled logits] in
-            :mod:`executor.module.tiled_logits`; ``None``: all of the micro-batch.
-        layer_tile_tokens: tokens for which norms and MLPs compute at a time, see [Note: Tiled layers] in
-            :mod:`executor.module.tiled_layers`; ``None``: all of the micro-batch.
         zero_stage: what data-parallel ranks shard: 1 and 2 optimizer state and gradients, 3 parameters too.
         subgroup_params: the most parameters of one subgroup, the grain of the optimizer step.
+        clip: whether gradients are clipped by their global norm; every update then waits for the norm.
     """
 
-    policy: str
     precision: Precision = BF16
     optimizer: Optimizer = "adamw"
-    micro_batch: Annotated[int, Field(ge=1)] = 1
-    num_micro_batches: Annotated[int, Field(ge=1)] = 1
-    data_parallel: Annotated[int, Field(ge=1)] = 1
-    tensor_parallel: Annotated[int, Field(ge=1)] = 1
-    pipeline_parallel: Annotated[int, Field(ge=1)] = 1
-    expert_parallel: Annotated[int, Field(ge=1)] = 1
-    expert_units: Annotated[int, Field(ge=1)] = 1
-    loss_tile_tokens: Annotated[int, Field(ge=1)] | None = None
-    layer_tile_tokens: Annotated[int, Field(ge=1)] | None = None
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 0
-    subgroup_params: Annotated[int, Field(ge=1)] = 100_000_000
-
-    @property
-    def tiles(self) -> Tiles:
-        """The tokens of tiles; the model's units depend on them."""
-        return Tiles(self.loss_tile_tokens, self.layer_tile_tokens)
+    subgroup_params: Count = 100_000_000
+    clip: bool = True
 
     @property
     def state_bytes_per_param(self) -> float:
@@ -69,16 +43,6 @@ class Sharding(Frozen):
     def resident_weight_bytes_per_param(self) -> int:
         """Bytes of state per parameter that a resident weight saves, because it may be the master copy itself."""
         return self.precision.weight_bytes if self.precision.master_is_weight else 0
-
-    @property
-    def degrees(self) -> Degrees:
-        """How many ranks share what."""
-        return _degrees(self.data_parallel, self.tensor_parallel, self.pipeline_parallel, self.expert_parallel)
-
-    @property
-    def num_devices(self) -> int:
-        """All ranks, each with one device."""
-        return self.degrees.num_devices
 
     def replicas(self, unit: Unit) -> int:
         """Return the number of ranks with the same part of a unit. They reduce its gradient, and shard it in ZeRO."""
@@ -147,5 +111,41 @@ class Sharding(Frozen):
         """Return the sizes of a unit's subgroups on one rank, in order."""
         return self.layout(unit).sizes
 
+    @property
+    def num_state_versions(self) -> Literal[1, 2]:
+        """Versions of state and weights on NVMe: the new one is written beside the old one."""
+        return 2
 
-_degrees = functools.lru_cache(64)(Degrees)  # a search needs them thousands of times
+    @property
+    def spilled_bytes_per_param(self) -> int:
+        """Bytes per parameter of a gradient that waits on the host or on NVMe: in the weights' type."""
+        return self.precision.weight_bytes
+
+    def gathers(self, unit: Unit) -> bool:
+        """Return whether a unit's parameters are sharded over ranks (ZeRO-3) and gathered for every use."""
+        return self.zero_stage == 3 and self.replicas(unit) > 1
+
+    def fp8_if_moved(self, unit: Unit) -> Fp8Weights | None:
+        """Return how a unit's weights move in fp8, if they move; ``None`` if they cannot, or nothing is saved."""
+        if not self.fp8_weights or not unit.fp8_parameters or self.regathers(unit):
+            return None
+        layout, num_scales = self.layout(unit), len(unit.fp8_parameters)
+        num_ranks = self.replicas(unit) if self.gathers(unit) else 1
+        num_others = layout.starts[-num_scales]
+        fp8 = Fp8Weights(layout.shard_params, num_others, num_scales, num_ranks, self.precision.weight_bytes)
+        return fp8 if fp8.saves and num_others % ALIGNMENT_BYTES == 0 else None
+
+    def frozen_shard_bytes(self, unit: Unit) -> int:
+        """Return the bytes of a unit's frozen weights that one rank keeps: all, or in ZeRO-3 a padded shard."""
+        num_bytes = unit.frozen_bytes(self.precision.weight_bytes)
+        if not num_bytes or not self.gathers(unit):
+            return num_bytes
+        return -(-num_bytes // (self.replicas(unit) * FROZEN_ALIGNMENT_BYTES)) * FROZEN_ALIGNMENT_BYTES
+
+    def frozen_padded_bytes(self, unit: Unit) -> int:
+        """Return the bytes of a unit's frozen weights, padded to equal shards."""
+        return self.frozen_shard_bytes(unit) * (self.replicas(unit) if self.gathers(unit) else 1)
+
+
+FROZEN_ALIGNMENT_BYTES = 16
+"""Shards of frozen weights begin at a multiple of it, so that values of every type do."""

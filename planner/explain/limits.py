@@ -27,7 +27,6 @@ from planner.costs.scalable import Scalable, scaled
 from planner.costs.scalable import scalables as scalables_of
 from planner.explain.trial import Bench, bounding_lane
 from planner.schedule.tasks import Lane, Tier
-from planner.verification import job_of
 
 # The largest factor in the search for a crossing, and the ratio of two factors that bracket it.
 _FARTHEST = 16.0
@@ -177,9 +176,9 @@ class _BoundDerivative:
 
     def _conditions(self, hardware: HardwareProfile) -> LinearProgram:
         plan = self._bench.plan.model_copy(update={"hardware": hardware})
-        rival = variant(job_of(plan), self._proof.choice, plan.constraints.storage)
-        space = next(s for s in rival.space.stages() if s.given.zero_stage == self._proof.zero_stage)
-        return conditions(space, rival.cost, _LIMIT * plan.prediction.iteration_s)
+        rival = variant(plan.request, self._proof.choice)
+        setup = rival.setup.changed(zero_stage=self._proof.zero_stage)
+        return conditions(setup, rival.cost, _LIMIT * plan.prediction.iteration_s)
 
 
 def binding_proof(bench: Bench) -> Proof:

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from planner.bounds.certificate import computing_s
 from planner.bounds.conditions import conditions
+from planner.bounds.program import NEVER_S
 from planner.bounds.solver import solve
-from planner.choices.space import NEVER_S
 from planner.choices.variants import Variant
 from planner.decisions import Decisions
 from planner.placements import resident
@@ -27,7 +27,6 @@ from planner.search import (
     smallest,
 )
 from planner.search.pipelines import search_pipeline
-from planner.simulate.prediction import Workload
 
 # The most choices that get a full search, a short search, and a bound.
 _MOST_SEARCHES, _MOST_LOOKS, _MOST_BOUNDS = 2, 10, 32
@@ -71,18 +70,13 @@ class _Look:
 @no_garbage_collection()
 def compete(
     rivals: Sequence[Variant],
-    seq_len: int,
     max_simulations: int | None = None,
     progress: Progress | None = None,
     deadline_s: float | None = None,
 ) -> Competition:
     """Return the best of several choices."""
-
-    def scorer_of(variant: Variant) -> Scorer:
-        return Scorer(Workload(variant.setup.units, seq_len), variant.cost, deadline_s)
-
     if len(rivals) == 1 and rivals[0].choice.pipeline_parallel == 1:
-        outcome = search(rivals[0].setup, scorer_of(rivals[0]), max_simulations, progress)
+        outcome = search(rivals[0].setup, Scorer.of(rivals[0], deadline_s), max_simulations, progress)
         return Competition(rivals[0], outcome.best, (rivals[0],), outcome.num_simulations)
     looks: list[_Look] = []
     for bound_s, variant in _promising(rivals):
@@ -90,7 +84,7 @@ def compete(
         hopeless = best and not best.missing_bytes and bound_s >= best.iteration_s * (1 - _WORTH)
         if looks and (hopeless or len(looks) == _MOST_LOOKS or looks[0].scorer.spent()):
             break
-        scorer = scorer_of(variant)
+        scorer = Scorer.of(variant, deadline_s)
         looks.append(_Look(variant, scorer, bound_s, _look(variant, scorer)))
         if progress:
             progress(looks[-1].found, sum(look.scorer.num_simulations for look in looks))
@@ -129,10 +123,10 @@ def closest(rival: Variant, scorer: Scorer) -> Candidate:
 
 
 @no_garbage_collection()
-def first_fit(rivals: Sequence[Variant], seq_len: int) -> Candidate | None:
+def first_fit(rivals: Sequence[Variant]) -> Candidate | None:
     """Return a candidate that fits, from short searches of the first choices; ``None`` if there is none."""
     for rival in sorted(rivals, key=computing_s)[:_MOST_LOOKS]:
-        found = _look(rival, Scorer(Workload(rival.setup.units, seq_len), rival.cost))
+        found = _look(rival, Scorer.of(rival))
         if not found.missing_bytes:
             return found
     return None
@@ -168,8 +162,8 @@ def _promising(rivals: Sequence[Variant]) -> list[tuple[float, Variant]]:
         # Choices that compute for longer than the bounds of others come later, if at all.
         bound_s = computing_s(variant)
         if len(bounds) < _MOST_BOUNDS and bound_s < least_s * 2:
-            stages = variant.space.stages()[-2:]
-            solutions = [solve(conditions(space, variant.cost, NEVER_S)) for space in stages]
+            stages = variant.setup.stages()[-2:]
+            solutions = [solve(conditions(stage, variant.cost, NEVER_S)) for stage in stages]
             bound_s = min((s.value for s in solutions if s), default=float("inf"))
             least_s = min(least_s, bound_s)
         bounds.append((bound_s, variant))

@@ -12,7 +12,7 @@ from hwprofiles.files import read_json, write_whole
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.quantity import Frozen
 from planner.bounds.proof import Certificate
-from planner.choices.choice import Constraints, batch_of
+from planner.choices.request import Constraints, Request, batch_of
 from planner.decisions import Decisions, Place
 from planner.graph import Unit, build_graph, units
 from planner.lowering import lower
@@ -135,6 +135,21 @@ class Plan(Frozen):
         assumed = self.model.assumed if isinstance(self.model, CapturedModel) else None
         return (*self.prediction.warnings, *(assumed or ()))
 
+    @property
+    def request(self) -> Request:
+        """The request that the plan answers."""
+        return Request(
+            self.model,
+            self.hardware,
+            seq_len=self.seq_len,
+            precision=self.decisions.precision,
+            optimizer=self.decisions.optimizer,
+            clip=self.decisions.clip,
+            subgroup_params=self.decisions.subgroup_params,
+            expert_load=self.expert_load,
+            **vars(self.constraints),
+        )
+
     def units(self, decisions: Decisions | None = None) -> tuple[Unit, ...]:
         """Return the model's units for this plan's micro-batch, or one tensor-parallel rank's share of them.
 
@@ -145,7 +160,7 @@ class Plan(Frozen):
             ModelConfigError: the model was captured, but not for these decisions.
         """
         decisions = decisions or self.decisions
-        batch = batch_of(decisions, self.seq_len, decisions.precision, self.expert_load, self.hardware.device)
+        batch = batch_of(decisions, decisions.precision, self.seq_len, self.expert_load, self.hardware)
         return units(build_graph(self.model, batch))
 
     def schedule(self, *, takes_snapshots: bool = False) -> Schedule:

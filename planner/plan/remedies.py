@@ -6,11 +6,13 @@ from contextlib import suppress
 
 from hwprofiles.profile import HardwareProfile
 from planner.bounds.certificate import infeasible
+from planner.choices.request import Request
+from planner.choices.variants import variants
 from planner.models.captured import CapturedModel
 from planner.models.config import ModelConfigError
 from planner.plan.competition import first_fit
 from planner.plan.machines import larger_devices, larger_hosts, most_devices
-from planner.plan.planning import InfeasibleError, Request, find
+from planner.plan.planning import InfeasibleError, find
 from planner.terms import Storage, default_micro_batch
 
 # The most plans to try for each kind of change, without those that are proven not to fit.
@@ -82,14 +84,14 @@ def _first(changes: Changes) -> Remedy | None:
         if isinstance(changed.model, CapturedModel) and changed.layer_tile_tokens is None:
             changed = dataclasses.replace(changed, layer_tile_tokens=_ALL_TOKENS)  # a capture with tiles takes long
         try:
-            variants = changed.variants()
+            tried = variants(changed)
         except ModelConfigError:  # a captured model that does not take the change
             continue
-        rivals = [rival for rival in variants if not infeasible((rival,))]  # much faster than planning
+        rivals = [rival for rival in tried if not infeasible((rival,))]  # much faster than planning
         if not rivals:
             continue
         trials += 1
-        if fits := first_fit(rivals, changed.seq_len):
+        if fits := first_fit(rivals):
             return Remedy(words, fits.iteration_s)
         with suppress(InfeasibleError):
             return Remedy(words, find(changed, _SIMULATIONS).prediction.iteration_s)

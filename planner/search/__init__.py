@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import get_args
 
-from planner.choices.space import NEVER_S
+from planner.bounds.program import NEVER_S
 from planner.decisions import Decisions
 from planner.placements import mixed, resident, swapping
 from planner.schedule.tasks import Tier

@@ -39,7 +39,7 @@ def descend(
         "num_gpu": sum(setup.movable.values()),
         "num_stream": sum(setup.movable.values()),
         "num_keep": len(setup.swappable),
-        "num_host": len(setup.units) if start.zero_stage in {0, 3} or setup.expert_parallel > 1 else 0,
+        "num_host": len(setup.units) if start.zero_stage in {0, 3} or setup.given.expert_parallel > 1 else 0,
         "spread": 1,
         "num_slots": max(4, 2 * max_equal_units(setup)),
         "num_state_slots": 4,
@@ -94,9 +94,9 @@ def _storage_limits(setup: Setup, start: Mix) -> dict[str, int]:
     if setup.storage == "nvme":
         found["num_evict"] = len(setup.swappable)
         found["num_nvme"] = sum(len(pieces(setup, unit)) for unit in setup.units)
-        found["num_on_nvme"] = len(setup.units) if start.zero_stage in {0, 3} or setup.expert_parallel > 1 else 0
+        found["num_on_nvme"] = len(setup.units) if start.zero_stage in {0, 3} or setup.given.expert_parallel > 1 else 0
         found["num_nvme_slots"] = _MOST_NVME_SLOTS
-        found["spill"] = int(setup.num_micro_batches == 1)
+        found["spill"] = int(setup.given.num_micro_batches == 1)
     return found
 
 
@@ -126,7 +126,7 @@ def repaired(setup: Setup, scorer: Scorer, trial: Mix, found: Candidate, moved: 
         lacking = math.ceil(found.missing_bytes[Tier.HOST] / state_bytes)
         trial = dataclasses.replace(trial, num_nvme=trial.num_nvme + lacking)
     elif set(found.missing_bytes) == {Tier.HOST} and moved not in {"num_stream", "num_stay"}:
-        gradient_bytes = state_bytes * setup.precision.weight_bytes / found.decisions.state_bytes_per_param
+        gradient_bytes = state_bytes * setup.given.precision.weight_bytes / found.decisions.state_bytes_per_param
         more = math.ceil(found.missing_bytes[Tier.HOST] / gradient_bytes)
         trial = dataclasses.replace(trial, num_stream=trial.num_stream + more, num_stay=trial.num_stay + more)
     else:
@@ -136,7 +136,8 @@ def repaired(setup: Setup, scorer: Scorer, trial: Mix, found: Candidate, moved: 
 
 def _filled(setup: Setup, scorer: Scorer, trial: Mix, found: Candidate) -> tuple[Mix, Candidate]:
     """Fill the free memory of the device with resident subgroups."""
-    bytes_per_param = found.decisions.state_bytes_per_param + setup.precision.weight_bytes  # gradients stay there too
+    # Gradients stay there too.
+    bytes_per_param = found.decisions.state_bytes_per_param + setup.given.precision.weight_bytes
     sizes = [num_params for unit in setup.units for num_params in pieces(setup, unit)]
     room_bytes = (FULL - found.filled[Tier.GPU]) * capacities(scorer.cost)[Tier.GPU]
     more = math.floor(room_bytes * len(sizes) / sum(sizes) / bytes_per_param)

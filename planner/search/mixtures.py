@@ -6,9 +6,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from planner.bounds.conditions import conditions
-from planner.bounds.program import Boxes
+from planner.bounds.program import NEVER_S, RING, ROOM, Boxes
 from planner.bounds.solver import Solver
-from planner.choices.space import NEVER_S, RING, ROOM, Space
 from planner.decisions import Decisions, Place
 from planner.placements import mixed
 from planner.schedule.tasks import Tier
@@ -51,9 +50,8 @@ def starting_points(setup: Setup, scorer: Scorer, enough_s: float) -> tuple[list
     num_equal = max_equal_units(setup)
     more = [(num_equal, 3, num_equal), (2 * num_equal, 3, num_equal)] if num_equal > _SLOTS[-1][0] else []
     slots = (*_SLOTS, *more)
-    for stage in setup.stages[-2:]:
-        space = _space(setup, stage)
-        mixes, bound_s = _relaxed(setup, scorer, space, stage, slots, enough_s)
+    for stage in setup.zero_stages[-2:]:
+        mixes, bound_s = _relaxed(setup, scorer, stage, slots, enough_s)
         bounds_s.append(bound_s)
         starts += [Start(mix, SMALL_STEP, bound_s) for mix in mixes]
         if setup.storage == "never":
@@ -67,8 +65,8 @@ def starting_points(setup: Setup, scorer: Scorer, enough_s: float) -> tuple[list
 def first_look(setup: Setup, scorer: Scorer) -> Candidate:
     """Return the best of a few mixtures: close to the result of a search, in a small part of its time."""
     found = [scorer.score(mixed(setup, _lowest(setup)))]
-    for stage in setup.stages[-2:]:
-        mixes, _ = _relaxed(setup, scorer, _space(setup, stage), stage, _SLOTS[:1])
+    for stage in setup.zero_stages[-2:]:
+        mixes, _ = _relaxed(setup, scorer, stage, _SLOTS[:1])
         found += [scorer.score(mixed(setup, mix)) for mix in mixes]
     return best_of(found)
 
@@ -78,13 +76,9 @@ def smallest(setup: Setup) -> Iterator[Decisions]:
     yield from (mixed(setup, mix) for mix in _smallest(setup))
 
 
-def _space(setup: Setup, stage: int) -> Space:
-    return Space.of(setup.units, mixed(setup, Mix(0, 0, 0, zero_stage=stage)), storage=setup.storage)
-
-
 def _lowest(setup: Setup) -> Mix:
     """Return the mix that needs the least memory on the device, and on the host if NVMe is allowed."""
-    stage, count = setup.stages[-1], len(setup.units)
+    stage, count = setup.zero_stages[-1], len(setup.units)
     on_nvme = sum(len(pieces(setup, unit)) for unit in setup.units) if setup.storage == "nvme" else 0
     return Mix(0, 0, 0, num_host=count, zero_stage=stage, num_nvme=on_nvme, num_on_nvme=count if on_nvme else 0)
 
@@ -98,7 +92,7 @@ def _smallest(setup: Setup) -> Iterator[Mix]:
     if setup.storage == "nvme":
         fewest = dataclasses.replace(lowest, **slots, num_nvme_slots=1)
         yield fewest
-        if setup.num_micro_batches == 1:  # gradients of several accumulate on the host
+        if setup.given.num_micro_batches == 1:  # gradients of several accumulate on the host
             yield dataclasses.replace(fewest, spill=1)
 
 
@@ -115,7 +109,6 @@ def _smallest_that_fits(setup: Setup, scorer: Scorer) -> Mix:
 def _relaxed(
     setup: Setup,
     scorer: Scorer,
-    space: Space,
     stage: int,
     slots: Sequence[tuple[int, int, int]],
     enough_s: float = NEVER_S,
@@ -128,7 +121,7 @@ def _relaxed(
     The conditions ignore slots and short-lived buffers. So each mixture is simulated; the next one may use less of a
     memory that was overrun, and more of one that was left empty, by the same amount.
     """
-    solver = Solver(conditions(space, scorer.cost, NEVER_S))
+    solver = Solver(conditions(setup.changed(zero_stage=stage), scorer.cost, NEVER_S))
     if (relaxed := solver.solve()) is None:
         return [], math.inf
     if relaxed.value >= enough_s:

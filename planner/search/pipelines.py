@@ -13,13 +13,13 @@ from planner.setup import Setup
 
 def search_pipeline(setup: Setup, scorer: Scorer) -> Candidate:
     """Find decisions for a pipeline: for every ZeRO stage, by bisection, the most activations that fit."""
-    stages = (0, 1) if setup.data_parallel > 1 else (0,)
+    stages = (0, 1) if setup.given.data_parallel > 1 else (0,)
     return best_of(candidate for stage in stages for candidate in _halved(setup, scorer, stage))
 
 
 def _halved(setup: Setup, scorer: Scorer, zero_stage: int) -> Iterator[Candidate]:
     """Yield candidates that keep all activations, none, and then bisect to the largest number that fits."""
-    most = max(len(stage) for stage in deal(setup.units, setup.pipeline_parallel)) * setup.pipeline_parallel
+    most = max(len(stage) for stage in deal(setup.units, setup.given.pipeline_parallel)) * setup.given.pipeline_parallel
     yield (everything := scorer.score(staged(setup, most, zero_stage)))
     if not everything.missing_bytes:
         return
@@ -36,13 +36,13 @@ def staged(setup: Setup, num_layers: int, zero_stage: int) -> Decisions:
 
     A stage with several micro-batches in flight keeps those of fewer layers: its last ones.
     """
-    num_stages = setup.pipeline_parallel
+    num_stages = setup.given.pipeline_parallel
     keep: set[str] = set()
     for number, stage in enumerate(deal(setup.units, num_stages)):
         layers = [segment[0].segment for segment in stage if segment[0].can_swap]
-        count = min(num_layers // min(num_stages - number, setup.num_micro_batches), len(layers))
+        count = min(num_layers // min(num_stages - number, setup.given.num_micro_batches), len(layers))
         keep |= set(layers[len(layers) - count :])
-    given = Decisions(**setup.ours, policy="ullage", zero_stage=zero_stage, units={})
+    given = setup.given.model_copy(update={"zero_stage": zero_stage})
     units = {
         unit.name: UnitDecision(
             params="gpu",
@@ -51,4 +51,4 @@ def staged(setup: Setup, num_layers: int, zero_stage: int) -> Decisions:
         )
         for unit in setup.units
     }
-    return given.model_copy(update={"units": units})
+    return Decisions(**dict(given), policy="ullage", units=units)

@@ -7,8 +7,9 @@ import gc
 import math
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from typing import Protocol
+from typing import Protocol, Self
 
+from planner.choices.variants import Variant
 from planner.costs.model import CostModel
 from planner.decisions import Decisions, Precision
 from planner.graph import Unit
@@ -132,6 +133,11 @@ class Scorer:
         self._seen: dict[str, Candidate] = {}
         self._costs: dict[Precision, CostModel] = {cost.precision: cost}
         self._keys: dict[int, tuple[Decisions, str]] = {}  # by identity, of objects that stay alive in here
+
+    @classmethod
+    def of(cls, variant: Variant, deadline_s: float | None = None, lower: Lower = lower) -> Self:
+        """Return a scorer for a variant of a request."""
+        return cls(Workload(variant.setup.units, variant.request.seq_len), variant.cost, deadline_s, lower)
 
     def separate(self) -> "Scorer":
         """Return a scorer for the same work on the same machine, with a count of its own and no end."""

@@ -7,8 +7,9 @@ from benchmarks.cpu.checkpoint_engines import check, num_bytes_of, predicted, re
 from benchmarks.cpu.engines import Blocking, CheckFreq
 from hwprofiles.calibrate.sampling import quantity
 from hwprofiles.registry import load_profile
+from planner.choices.request import Request
 from planner.models import resolve_model
-from planner.plan.planning import Request, make_plan
+from planner.plan.planning import make_plan
 
 STATE = {"0.master": torch.randn(300, 7), "0.step": torch.tensor(3.0)}
 

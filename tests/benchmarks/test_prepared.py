@@ -10,8 +10,9 @@ from hwprofiles.paths import replace
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.quantity import Provenance
 from hwprofiles.registry import load_profile
+from planner.choices.request import Request
 from planner.models import resolve_model
-from planner.plan.planning import Request, make_plan
+from planner.plan.planning import make_plan
 from planner.verification import verify
 from ullage.analysis.simulation import simulate
 

@@ -12,9 +12,10 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hwprofiles.registry import load_profile
+from planner.choices.request import Request
 from planner.models.captured import CapturedModel, CapturedOperator, Size
 from planner.models.kernels import Elementwise, Gemm
-from planner.plan.planning import Request, make_plan
+from planner.plan.planning import make_plan
 from ullage.capture import capture_module
 from ullage.capture.records import CaptureError
 

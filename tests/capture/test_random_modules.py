@@ -18,10 +18,11 @@ from training import ReferenceOptimizer, weights
 from executor.options import Options
 from executor.prepare import prepare_session
 from hwprofiles.registry import load_profile
+from planner.choices.request import Request
 from planner.decisions import FP32, Decisions, Place, UnitDecision
 from planner.graph import Batch, Unit, build_graph, units
 from planner.models.captured import CapturedModel
-from planner.plan.planning import InfeasibleError, Request, make_plan
+from planner.plan.planning import InfeasibleError, make_plan
 from planner.schedule.tasks import Tier
 from planner.terms import Storage
 from ullage.capture import capture_module

@@ -14,13 +14,15 @@ from torch import nn
 import ullage
 from benchmarks.capture.tiny import TINY
 from hwprofiles.registry import load_profile
+from planner.choices.request import Request
+from planner.choices.variants import variants
 from planner.graph import Batch, build_graph, units
 from planner.models import from_hf_config
 from planner.models.captured import CapturedModel, Size, resized, tokens_of
 from planner.models.config import ModelConfigError
 from planner.models.kernels import Gemm, flop
 from planner.plan.document import load_plan
-from planner.plan.planning import InfeasibleError, Request, make_plan
+from planner.plan.planning import InfeasibleError, make_plan
 from planner.plan.remedies import what_would_fit
 from planner.verification import verify
 from ullage.capture import capture, capture_module
@@ -142,7 +144,7 @@ def test_a_plan_that_compares_tiles_is_verified_without_another_capture(given: d
     captured = capture(path, architecture(path).inputs(1, 512), "fp32", as_on_gpu=False)
     machine = load_profile(MACHINE).with_device_memory(30_000_000)
     request = Request(captured, machine, seq_len=512, micro_batch=1, precision="fp32", **given)  # type: ignore[arg-type]
-    assert any(variant.choice.layer_tile_tokens for variant in request.variants())
+    assert any(variant.choice.layer_tile_tokens for variant in variants(request))
     (tmp_path / "plan.json").write_text(make_plan(request, 2).to_json())
     verify(load_plan(tmp_path / "plan.json"))
 

@@ -10,11 +10,11 @@ import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hwprofiles.registry import load_profile
+from planner.choices.request import Request
 from planner.graph import Batch, Elementwise, Gemm, Kernels, Unit, build_graph, units
 from planner.models import ModelConfig, resolve_model, to_hf_config_dict
 from planner.models.captured import CapturedInput, CapturedModel, Model
 from planner.models.kernels import flop
-from planner.plan.planning import Request
 from ullage.analysis.simulation import requested
 from ullage.capture import capture_module
 

@@ -15,6 +15,7 @@ from planner.decisions import (
     Decisions,
     Place,
     Precision,
+    Sharding,
     UnitDecision,
 )
 from planner.graph import Batch, Unit, build_graph, units
@@ -201,9 +202,11 @@ def pipelines(draw: st.DrawFn) -> Case:
     num_layers = draw(st.integers(num_stages, 4))
     setup = Setup(
         small_units(model, num_layers),
-        data_parallel=draw(st.sampled_from([1, 2])),
-        pipeline_parallel=num_stages,
-        num_micro_batches=draw(st.integers(1, 4)),
+        Sharding(
+            data_parallel=draw(st.sampled_from([1, 2])),
+            pipeline_parallel=num_stages,
+            num_micro_batches=draw(st.integers(1, 4)),
+        ),
     )
     decided = staged(setup, draw(st.integers(0, num_layers)), draw(st.sampled_from([0, 1])))
     return Case(model, num_layers, decided, draw(st.booleans()))

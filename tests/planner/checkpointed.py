@@ -11,7 +11,7 @@ from planner.checkpoints.reading import RunTimes, times
 from planner.checkpoints.state import Shard
 from planner.costs.model import CostModel
 from planner.costs.resources import Price
-from planner.decisions import BF16
+from planner.decisions import Sharding
 from planner.schedule.tasks import Op, Task, Tier
 from planner.schedule.timeline import Timeline
 from planner.simulate.machine import run
@@ -58,7 +58,7 @@ class Job:
 def simulated(
     made: Run, prices: list[Price], engine: CheckpointPolicy, profile: HardwareProfile, num_ranks: int, **options
 ) -> tuple[Run, Timeline, RunTimes]:
-    cost = options.pop("cost", None) or CostModel(profile, (), BF16, num_ranks)
+    cost = options.pop("cost", None) or CostModel(profile, (), Sharding(data_parallel=num_ranks))
     costs = CheckpointCosts(cost, engine, options.pop("store", "pfs"))
     timeline = run(made.schedule, costs.prices(made, prices), costs.capacities(), 1)
     return made, timeline, times(made, timeline)

@@ -4,12 +4,13 @@ import functools
 
 from machines import machine
 
+from planner.choices.request import Request
 from planner.costs.model import CostModel
 from planner.decisions import Decisions
 from planner.explain.trial import Bench
 from planner.models import resolve_model
 from planner.plan.document import Plan
-from planner.plan.planning import Request, make_plan
+from planner.plan.planning import make_plan
 from planner.search import Scorer
 from planner.simulate.prediction import Prediction, Workload
 from ullage.rivals.lowering import lower

@@ -8,7 +8,7 @@ from cases import small_units
 from machines import machine
 
 from planner.costs.model import CostModel
-from planner.decisions import Decisions
+from planner.decisions import Decisions, Sharding
 from planner.graph import Unit
 from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import Op
@@ -64,7 +64,7 @@ def moved_per_trained(schedule: Schedule, found: tuple[Unit, ...], name: str) ->
 
 
 def setup(found: tuple[Unit, ...], num_ranks: int) -> Setup:
-    return Setup(found, data_parallel=num_ranks, clip=False, subgroup_params=30_000)
+    return Setup(found, Sharding(data_parallel=num_ranks, clip=False, subgroup_params=30_000))
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,9 @@ def test_other_engines_update_and_keep_only_what_is_trained(name: str, num_ranks
     assert moved == pytest.approx(moved_per_trained(whole, ALL, "layers.1.attn"), rel=1e-2)
     assert moved[Op.UPDATE] * num_ranks == 1
     assert {task.unit for task in schedule.tasks if task.op in UPDATING} == {"layers.1.attn"}
-    cost = CostModel(machine(devices_per_node=8), ADAPTED, decisions.precision, num_ranks)
+    cost = CostModel(
+        machine(devices_per_node=8), ADAPTED, Sharding(precision=decisions.precision, data_parallel=num_ranks)
+    )
     simulation = run_until_steady(schedule, cost)
     held: Counter[str] = Counter()
     for peak in memory_peaks(simulation.timeline, simulation.steady, cost).values():

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from machines import machine
 from test_bounds import check
 
+from planner.choices.request import Request
+from planner.choices.variants import variants
 from planner.costs.model import CostModel
 from planner.decisions import Place
 from planner.lowering import lower
@@ -21,10 +23,9 @@ from planner.models.formulas.work import newton_schulz, operand_bytes, orthogona
 from planner.models.kernels import flop
 from planner.optimizers import is_hidden_matrix
 from planner.plan.document import Plan
-from planner.plan.planning import Request
 from planner.schedule.tasks import Lane, MemoryClass, Op, Tier
 from planner.subgroups import unit_layout
-from planner.verification import job_of, verify
+from planner.verification import verify
 from ullage.rivals import make_plan
 from ullage.rivals.engines.catalogue import POLICIES, policies_of
 
@@ -166,7 +167,7 @@ def plan() -> Plan:
 
 
 def test_a_plan_is_verified_and_certified(plan):
-    assert job_of(plan).optimizer == "muon"
+    assert plan.request.optimizer == "muon"
     assert verify(plan).prediction.iteration_s == pytest.approx(plan.prediction.iteration_s, rel=1e-9)
     assert 0 < plan.certificate.bound_s <= plan.prediction.iteration_s
     assert plan.decisions.pipeline_parallel == 1
@@ -217,7 +218,7 @@ def test_the_exchange_is_part_of_the_price(lane):
 def test_ranks_that_share_layers_are_among_the_choices():
     config = resolve_model("demo-llama")
     request = Request(config, machine(devices_per_node=2), num_devices=2, seq_len=128, global_batch=4, optimizer="muon")
-    assert {variant.choice.tensor_parallel for variant in request.variants()} == {1, 2}
+    assert {variant.choice.tensor_parallel for variant in variants(request)} == {1, 2}
 
 
 def test_units_of_one_size_with_other_matrices_are_laid_out_apart():

@@ -15,18 +15,18 @@ from test_bounds import check
 
 from hwprofiles.profile import NarrowUpdate
 from hwprofiles.quantity import Provenance, Quantity
+from planner.choices.request import Request
 from planner.costs.model import CostModel
-from planner.decisions import BF16, FP32, Place, Precision
+from planner.decisions import BF16, FP32, Place, Precision, Sharding
 from planner.decisions.precision import SPLIT_OPERATOR_BYTES
 from planner.lowering import lower
 from planner.models import resolve_model
 from planner.optimizers import OPTIMIZERS
 from planner.plan.document import Plan
-from planner.plan.planning import Request
 from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import Lane, MemoryClass, Op, Tier
 from planner.subgroups import unit_layout
-from planner.verification import job_of, verify
+from planner.verification import verify
 from ullage.rivals import make_plan
 
 ONE_BUFFER = ("sgd", "adagrad", "lion")
@@ -88,7 +88,7 @@ def test_memory_feeds_an_update_of_fewer_bytes_faster():
     slow = machine(cpu_params_per_s=1e12)  # memory binds: 1e11 B/s
     for name, num_bytes in (("adamw", 28), ("lion", 20)):
         schedule = lower(units, decide(units, Place.CPU, optimizer=name), asynchronous=True)
-        cost = CostModel(slow, units, BF16, 1, optimizer=name)
+        cost = CostModel(slow, units, Sharding(optimizer=name))
         update = next(task for task in schedule.tasks if task.lane is Lane.CPU)
         assert cost.price(update).duration_s == pytest.approx(num_bytes * update.num_params / 1e11)
 
@@ -350,8 +350,8 @@ def test_other_optimizers_keep_no_master_copy_in_bf16(optimizer):
 
 @pytest.mark.parametrize("name", ["adamw", "lion", "rounded"])
 def test_plans_of_every_optimizer_are_verified(plans, name):
-    assert job_of(plans[name]).optimizer == plans[name].decisions.optimizer
-    assert job_of(plans[name]).precision == plans[name].decisions.precision.whole
+    assert plans[name].request.optimizer == plans[name].decisions.optimizer
+    assert plans[name].request.precision == plans[name].decisions.precision.whole
     verified = verify(plans[name])
     assert verified.prediction.iteration_s == pytest.approx(plans[name].prediction.iteration_s, rel=1e-9)
 

@@ -14,12 +14,14 @@ from machines import machine
 
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.registry import load_profile
+from planner.choices.request import Request
+from planner.choices.variants import variants
 from planner.costs.model import CostModel
-from planner.decisions import Decisions, Place
+from planner.decisions import Decisions, Place, Sharding
 from planner.graph import Batch, build_graph, units
 from planner.models import resolve_model
 from planner.placements import mixed
-from planner.plan.planning import Request, _infeasible, prepare
+from planner.plan.planning import _infeasible, prepare
 from planner.schedule.tasks import Lane, Op, Phase, Task, Tier
 from planner.search import Scorer, best_of
 from planner.setup import Mix, Setup, pieces
@@ -38,8 +40,8 @@ UNITS = small_units("demo-llama")
 BUCKETS = importlib.import_module("ullage.rivals.passes.gradients")
 
 
-def setup(**options: object) -> Setup:
-    return Setup(**{"units": UNITS, "subgroup_params": 500_000, **options})  # type: ignore[arg-type]
+def setup(**given: object) -> Setup:
+    return Setup(UNITS, Sharding(**{"subgroup_params": 500_000, **given}))  # type: ignore[arg-type]
 
 
 def places(decisions: Decisions) -> list[Place]:
@@ -51,13 +53,13 @@ def subgroup_of_each_piece(some: Setup) -> list[int]:
     offset, found = 0, []
     for unit in UNITS:
         for size in pieces(some, unit):
-            found.append(offset // some.subgroup_params)
+            found.append(offset // some.given.subgroup_params)
             offset += size
     return found
 
 
 def iteration_s(profile: HardwareProfile, decisions: Decisions) -> float:
-    cost = CostModel(profile, UNITS, decisions.precision, decisions.data_parallel)
+    cost = CostModel(profile, UNITS, decisions)
     simulation = run_until_steady(lower(UNITS, decisions, asynchronous=cost.asynchronous), cost)
     return simulation.timeline.period_s(simulation.steady)
 
@@ -270,7 +272,7 @@ def test_plain_training_needs_most_device_memory(recompute: bool) -> None:
     peaks = {}
     for name, policy in POLICIES.items():
         for decisions in list(policy(setup()))[int(recompute) :: 2]:
-            cost = CostModel(machine(), UNITS, decisions.precision, 1)
+            cost = CostModel(machine(), UNITS, decisions)
             simulation = run_until_steady(lower(UNITS, decisions, asynchronous=True), cost)
             memory = memory_peaks(simulation.timeline, simulation.steady, cost)
             held = memory[Tier.GPU].peak_bytes - decisions.device_buffer_bytes
@@ -287,9 +289,9 @@ def test_plain_training_needs_most_device_memory(recompute: bool) -> None:
 def test_engines_recompute_only_where_they_must(model: str, room: float, ranks: int, clip: bool) -> None:
     """What need not be scored would not be chosen: the best of all settings, on devices of any size."""
     many = units(build_graph(resolve_model(model), Batch(64, 512)))  # activations are most of the memory
-    chosen = Setup(many, data_parallel=ranks, micro_batch=64, subgroup_params=1_000_000, clip=clip)
+    chosen = Setup(many, Sharding(data_parallel=ranks, micro_batch=64, subgroup_params=1_000_000, clip=clip))
     gpu_bytes = room * sum(unit.saved_bytes for unit in chosen.units)
-    cost = CostModel(machine(gpu_bytes=gpu_bytes, devices_per_node=ranks), chosen.units, chosen.precision, ranks)
+    cost = CostModel(machine(gpu_bytes=gpu_bytes, devices_per_node=ranks), chosen.units, chosen.given)
     scorer, thorough = (Scorer(Workload(chosen.units, 512), cost, lower=lower) for _ in range(2))
     names = [name for name in POLICIES if can_run(name, chosen, 1) and name != "streaming"]  # that is a search
     found = {name: best_of_engine(chosen, scorer, name) for name in names}
@@ -332,7 +334,7 @@ def test_without_clipping_updates_start_during_backward() -> None:
     early, late = mixed(setup(clip=False), mix), mixed(setup(clip=True), mix)
     assert (early.update_start, late.update_start) == ("backward", "step")
     for decisions in (early, late):
-        cost = CostModel(machine(), UNITS, decisions.precision, 1)
+        cost = CostModel(machine(), UNITS, decisions)
         schedule = lower(UNITS, decisions, asynchronous=True)
         timeline = run_until_steady(schedule, cost).timeline
         first_update = next(t.index for t in schedule.tasks if t.op is Op.UPDATE)
@@ -374,7 +376,7 @@ def test_too_little_nvme_is_named() -> None:
         held = decisions.state_bytes_per_param + decisions.spilled_bytes_per_param
         total = sum(unit.num_params for unit in chosen.units)
         assert candidate.missing_bytes == {Tier.NVME: held * total - num_bytes}
-        assert re.search(message, str(_infeasible(request, decisions, candidate.missing_bytes, request.variants()[0])))
+        assert re.search(message, str(_infeasible(decisions, candidate.missing_bytes, variants(request)[0])))
 
 
 def test_zero_offload_keeps_parameters_on_the_host_where_the_device_is_too_small_for_them() -> None:

@@ -7,7 +7,7 @@ from cases import small_units
 from machines import machine
 
 from planner.costs.model import CostModel
-from planner.decisions import Decisions, Place
+from planner.decisions import Decisions, Place, Sharding
 from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import Lane, Op, Task, Tier
 from planner.search import Scorer
@@ -28,13 +28,13 @@ LAYERS = {unit.name for unit in UNITS if unit.in_layer}
 PARAMS = sum(unit.num_params for unit in UNITS)
 
 
-def setup(**options: object) -> Setup:
-    return Setup(**{"units": UNITS, "subgroup_params": 100_000_000, "clip": False, **options})  # type: ignore[arg-type]
+def setup(**given: object) -> Setup:
+    return Setup(UNITS, Sharding(**{"clip": False, **given}))  # type: ignore[arg-type]
 
 
 def scorer_of(some: Setup, **options: float) -> Scorer:
     profile = machine(devices_per_node=8, **options)  # type: ignore[arg-type]
-    cost = CostModel(profile, some.units, some.precision, some.data_parallel)
+    cost = CostModel(profile, some.units, some.given)
     return Scorer(Workload(some.units, 512), cost, lower=lower)
 
 

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from hwprofiles.registry import load_profile
-from planner.decisions import Place
+from planner.choices.request import Request
+from planner.decisions import Place, Sharding
 from planner.graph import Batch, build_graph, units
 from planner.models import resolve_model
 from planner.plan.document import Plan
-from planner.plan.planning import Request, make_plan
+from planner.plan.planning import make_plan
 from planner.setup import Setup
 from ullage.integrations.deepspeed.config import known_keys, load_config
 from ullage.integrations.deepspeed.exporting import export_config
@@ -22,7 +23,7 @@ from ullage.rivals.engines.deciding import gpu_only
 from ullage.rivals.engines.deepspeed import super_offload, twin_flow, zero_infinity, zero_offload
 from ullage.rivals.engines.deepspeed_config import DeepSpeed, configured
 
-SETUP = Setup(units(build_graph(resolve_model("opt-1.3b"), Batch(2, 512))), data_parallel=4)
+SETUP = Setup(units(build_graph(resolve_model("opt-1.3b"), Batch(2, 512))), Sharding(data_parallel=4))
 MODEL = ["--model", "opt-1.3b", "--seq-len", "512"]
 
 

@@ -4,22 +4,20 @@ import dataclasses
 from collections.abc import Callable, Iterator
 
 from hwprofiles.profile import HardwareProfile
-from planner.choices.choice import Constraints
-from planner.choices.variants import Variant
+from planner.choices.request import Request
+from planner.choices.variants import Variant, variants
 from planner.costs.model import CostModel
-from planner.decisions import Decisions
+from planner.decisions import Choice, Decisions
 from planner.models.captured import Model, Tiles
 from planner.optimizers import OPTIMIZERS
 from planner.plan.competition import compete
 from planner.plan.document import Plan
-from planner.plan.planning import Request
 from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import Lane
 from planner.search import Candidate, Scorer, best_of
 from planner.setup import Setup
 from planner.simulate.machine import Simulation, run, run_until_steady
 from planner.simulate.prediction import Workload
-from planner.verification import job_of
 from ullage.rivals.best import best_of_engine, scorer_of
 from ullage.rivals.engines.catalogue import POLICIES, STORAGE_POLICIES, can_run, policies_of
 from ullage.rivals.engines.deepspeed import super_offload, twin_flow
@@ -134,12 +132,11 @@ def engine_decisions(plan: Plan, engine: str, setting: str | None = None) -> Dec
 
 def _decided(request: Request, engine: str, setting: str | None) -> tuple[Variant, Decisions]:
     """Return the better of whole logits and tiles. Degrees and batch sizes are those of the request."""
-    rivals = request.variants()
+    rivals = variants(request)
     if engine == OURS and setting is None:
-        found = compete(rivals, request.seq_len)
+        found = compete(rivals)
         return found.winner, found.best.decisions
-    scorers = [scorer_of(rival, request.seq_len) for rival in rivals]
-    best = [_best(engine, setting, rival.setup, scorer) for rival, scorer in zip(rivals, scorers, strict=True)]
+    best = [_best(engine, setting, rival.setup, scorer_of(rival)) for rival in rivals]
     at = min(range(len(rivals)), key=lambda at: best[at].order)
     return rivals[at], best[at].decisions
 
@@ -148,8 +145,8 @@ def _best(engine: str, setting: str | None, setup: Setup, scorer: Scorer) -> Can
     if engine not in ENGINES:
         names = ", ".join((OURS, *ENGINES)) if engine != OURS else "twin-flow, super-offload, interleaved, zenflow"
         raise ValueError(f"no engine {engine!r} takes {'that setting' if setting else 'part'}; choose one of {names}")
-    state = OPTIMIZERS[setup.optimizer]
-    if state.others and engine not in (known := policies_of(setup.optimizer)):
+    state = OPTIMIZERS[setup.given.optimizer]
+    if state.others and engine not in (known := policies_of(setup.given.optimizer)):
         raise ValueError(f"engine {engine} is not simulated with {state.words}; choose {' or '.join((OURS, *known))}")
     if not can_run(engine, setup, len(scorer.cost.layout.nodes())):
         raise ValueError(
@@ -174,10 +171,8 @@ def _subject_of(plan: Plan, engine: str, decisions: Decisions) -> Subject:
 
 def request_of(plan: Plan) -> Request:
     """Return a plan's request with the parallel degrees and batch sizes that the plan chose, without storage."""
-    given = {
-        name: getattr(plan.decisions, name) for name in Constraints.model_fields.keys() - {"global_batch", "storage"}
-    }
-    return Request(**vars(job_of(plan)), **given)
+    chosen = Choice.of(plan.decisions).model_dump(exclude={"data_parallel"})
+    return dataclasses.replace(plan.request, **chosen, global_batch=None, storage="never")
 
 
 def _with_setting(engine: str, setting: str) -> Callable[[Setup], Iterator[Decisions]]:

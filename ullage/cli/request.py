@@ -10,13 +10,14 @@ from hwprofiles.paths import replace
 from hwprofiles.profile import Dtype, HardwareProfile
 from hwprofiles.quantity import Provenance
 from hwprofiles.registry import load_profile
+from planner.choices.request import Request
 from planner.decisions import Precision
 from planner.models.adapters import Lora
 from planner.models.captured import CapturedInput, CapturedModel, Model, micro_batch_of, resized, tokens_of
 from planner.models.config import NoFormulasError
 from planner.models.quantization import Quantization
 from planner.models.registry import resolve_model
-from planner.plan.planning import Request, default_precision
+from planner.plan.planning import default_precision
 from planner.terms import default_micro_batch
 from ullage.cli.default_hardware import default_hardware
 from ullage.cli.expert_load import expert_load

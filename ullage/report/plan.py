@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from planner.choices.choice import Choice
 from planner.costs.model import CostModel
 from planner.costs.resources import Resource
 from planner.models.captured import counted
@@ -157,8 +156,7 @@ def _choice(plan: Plan) -> dict[str, str]:
     choices = {proof.choice for proof in plan.certificate.proofs}
     if len(choices) == 1:
         return {}
-    made = Choice.model_validate({name: getattr(plan.decisions, name) for name in Choice.model_fields})
-    return {"choice": f"{made.words}: the best found of {len(choices)}, and the bound holds for all of them"}
+    return {"choice": f"{plan.decisions.words}: the best found of {len(choices)}, and the bound holds for all of them"}
 
 
 def _execution(plan: Plan, path: Path) -> dict[str, str]:

@@ -9,7 +9,7 @@ from planner.optimizers import OPTIMIZERS
 from planner.schedule.tasks import Tier
 from planner.search import Candidate, Scorer, best_of
 from planner.setup import Setup
-from planner.simulate.prediction import Workload, capacities
+from planner.simulate.prediction import capacities
 from ullage.rivals.decisions import RivalDecisions
 from ullage.rivals.engines.catalogue import (
     FIRST_IS_FASTEST,
@@ -32,18 +32,18 @@ _AFTER_STORAGE = "fsdp2-offload"
 _SWAPPED_TENTHS = (0, 3, 6, 10)
 
 
-def scorer_of(variant: Variant, seq_len: int, deadline_s: float | None = None) -> Scorer:
+def scorer_of(variant: Variant) -> Scorer:
     """Return a scorer that knows other engines."""
-    return Scorer(Workload(variant.setup.units, seq_len), variant.cost, deadline_s, lower)
+    return Scorer.of(variant, lower=lower)
 
 
 def engine_policies(setup: Setup, scorer: Scorer) -> dict[str, Candidate]:
     """Return the best candidate of every engine policy that can do what the setup requires, by name."""
     num_nodes = len(scorer.cost.layout.nodes())
-    names = [name for name in policies_of(setup.optimizer) if can_run(name, setup, num_nodes)]
-    if setup.storage == "nvme" and OPTIMIZERS[setup.optimizer].others is None:
+    names = [name for name in policies_of(setup.given.optimizer) if can_run(name, setup, num_nodes)]
+    if setup.storage == "nvme" and OPTIMIZERS[setup.given.optimizer].others is None:
         at = names.index(_AFTER_STORAGE) if _AFTER_STORAGE in names else len(names)
-        names[at:at] = ["zero-infinity"] if setup.clip else ["zero-infinity", "ratel"]  # ratel updates during backward
+        names[at:at] = ["zero-infinity", *(["ratel"] if not setup.given.clip else [])]  # it updates during backward
     return {name: best_of_engine(setup, scorer, name) for name in names}
 
 

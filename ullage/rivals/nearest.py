@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator
 
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.registry import load_profile
-from planner.choices.choice import Choice
-from planner.choices.variants import Job, Variant, variant
+from planner.choices.request import Request
+from planner.choices.variants import Variant, variant
+from planner.decisions import Choice
 from planner.models.captured import CapturedModel
 from planner.plan.machines import MOST_DEVICES, larger_devices, larger_hosts, most_devices
 from planner.schedule.tasks import Tier
@@ -18,44 +19,44 @@ from ullage.rivals.engines.catalogue import can_run
 # The machine that is proposed where no change of the asked one helps: common, and with a network.
 ELSEWHERE = "h100"
 
-Change = tuple[str, Job, Choice]
+Change = tuple[str, Request, Choice]
 """What to change, as an option or in words, and what is then planned."""
-Seconds = Callable[[Job, Choice], float | None]
+Seconds = Callable[[Request, Choice], float | None]
 """The predicted seconds of an engine, if it fits."""
 
 
-def nearest_fit(job: Job, plan: Variant, name: str, lacking: Candidate) -> tuple[str, float] | None:
+def nearest_fit(plan: Variant, name: str, lacking: Candidate) -> tuple[str, float] | None:
     """Return the smallest change with which an engine fits, in words, and its predicted seconds; ``None`` if none does.
 
     Args:
-        job: what is planned.
         plan: the variant that was compared.
         name: of the engine.
         lacking: its best candidate there.
     """
 
-    def seconds(changed: Job, choice: Choice) -> float | None:
+    def seconds(changed: Request, choice: Choice) -> float | None:
         """Return the predicted seconds after a change, if the engine then fits."""
-        rival = variant(changed, choice, plan.setup.storage)
+        rival = variant(changed, choice)
         if not can_run(name, rival.setup, len(rival.cost.layout.nodes())):
             return None
-        found = best_of_engine(rival.setup, scorer_of(rival, changed.seq_len), name)
+        found = best_of_engine(rival.setup, scorer_of(rival), name)
         return None if found.missing_bytes else found.iteration_s
 
-    for words, changed, choice in _changes(job, plan.choice, lacking):
+    request, own = plan.request, plan.choice
+    for words, changed, choice in _changes(request, own, lacking):
         if (taken_s := seconds(changed, choice)) is not None:
             return words, taken_s
-    return _larger_in_both(job, plan.choice, seconds) or _elsewhere(job, plan.choice, seconds)
+    return _larger_in_both(request, own, seconds) or _elsewhere(request, own, seconds)
 
 
-def _larger_in_both(job: Job, choice: Choice, seconds: Seconds) -> tuple[str, float] | None:
+def _larger_in_both(request: Request, choice: Choice, seconds: Seconds) -> tuple[str, float] | None:
     """Return the smallest device with which the engine fits beside enough host memory, and then the smallest host."""
 
     def on(hardware: HardwareProfile) -> float | None:
-        return seconds(dataclasses.replace(job, hardware=hardware), choice)
+        return seconds(dataclasses.replace(request, hardware=hardware), choice)
 
-    hosts = list(larger_hosts(job.hardware))
-    devices = [("", job.hardware), *larger_devices(job.hardware)]
+    hosts = list(larger_hosts(request.hardware))
+    devices = [("", request.hardware), *larger_devices(request.hardware)]
     if not hosts:
         return None
     sizes = [dict(larger_hosts(device)) for _, device in devices]
@@ -70,36 +71,36 @@ def _larger_in_both(job: Job, choice: Choice, seconds: Seconds) -> tuple[str, fl
     return " and ".join(filter(None, (devices[place][0], name))), taken_s
 
 
-def _elsewhere(job: Job, choice: Choice, seconds: Seconds) -> tuple[str, float] | None:
+def _elsewhere(request: Request, choice: Choice, seconds: Seconds) -> tuple[str, float] | None:
     """Return the fewest devices of a large machine with which an engine fits that has too few here."""
     hardware, ranks = load_profile(ELSEWHERE), choice.tensor_parallel * choice.pipeline_parallel
     count = choice.data_parallel
     while count * ranks <= MOST_DEVICES:
         spread = choice.model_copy(update={"data_parallel": count})
-        if (taken_s := seconds(dataclasses.replace(job, hardware=hardware), spread)) is not None:
+        if (taken_s := seconds(dataclasses.replace(request, hardware=hardware), spread)) is not None:
             more = f" and {count // choice.data_parallel} x the batch" if count > choice.data_parallel else ""
             return f"--hardware {ELSEWHERE} --gpus {count * ranks}{more}", taken_s
         count *= 2
     return None
 
 
-def _changes(job: Job, choice: Choice, lacking: Candidate) -> Iterator[Change]:
-    yield from _smaller_micro_batch(job, choice)
+def _changes(request: Request, choice: Choice, lacking: Candidate) -> Iterator[Change]:
+    yield from _smaller_micro_batch(request, choice)
     count = choice.data_parallel * choice.tensor_parallel * choice.pipeline_parallel
     factor = 2
-    while count * factor <= most_devices(job.hardware):
+    while count * factor <= most_devices(request.hardware):
         spread = choice.model_copy(update={"data_parallel": choice.data_parallel * factor})
-        yield f"--gpus {count * factor} and {factor} x the batch", job, spread
+        yield f"--gpus {count * factor} and {factor} x the batch", request, spread
         factor *= 2
     machines = larger_hosts if lacking.missing_bytes.keys() == {Tier.HOST} else larger_devices
-    for words, hardware in machines(job.hardware):
-        yield words, dataclasses.replace(job, hardware=hardware), choice
+    for words, hardware in machines(request.hardware):
+        yield words, dataclasses.replace(request, hardware=hardware), choice
 
 
-def _smaller_micro_batch(job: Job, choice: Choice) -> Iterator[Change]:
+def _smaller_micro_batch(request: Request, choice: Choice) -> Iterator[Change]:
     """Halve the micro-batch; accumulation keeps the global batch. A captured model stays at its own."""
     size, repeats = choice.micro_batch, choice.num_micro_batches
-    while size % 2 == 0 and not isinstance(job.model, CapturedModel):
+    while size % 2 == 0 and not isinstance(request.model, CapturedModel):
         size, repeats = size // 2, repeats * 2
         smaller = choice.model_copy(update={"micro_batch": size, "num_micro_batches": repeats})
-        yield f"--micro-batch {size} --accumulate {repeats}", job, smaller
+        yield f"--micro-batch {size} --accumulate {repeats}", request, smaller

@@ -3,9 +3,10 @@
 from collections.abc import Iterator, Sequence
 
 from planner.bounds.certificate import computing_s
-from planner.choices.variants import Job, Variant
+from planner.choices.request import Request
+from planner.choices.variants import Variant, variants
 from planner.plan.document import EngineRow, Plan, describe
-from planner.plan.planning import Found, Request
+from planner.plan.planning import Found
 from planner.plan.planning import make_plan as make_plan_alone
 from planner.search import Candidate, Progress
 from ullage.rivals.best import engine_policies, scorer_of
@@ -28,45 +29,45 @@ def make_plan(
     return make_plan_alone(request, max_simulations, progress, budget_s, _beside)
 
 
-def _beside(request: Request, found: Found) -> tuple[EngineRow, ...]:
-    best = engines_beside(request, found)
-    return tuple(_row(request.job, name, *best[name]) for name in best)
+def _beside(found: Found) -> tuple[EngineRow, ...]:
+    best = engines_beside(found)
+    return tuple(_row(name, *best[name]) for name in best)
 
 
 def engine_rows(request: Request) -> Iterator[EngineRow]:
     """Yield a row for every engine policy, each as soon as it is known, also where no plan fits."""
-    for name, found in _compared(_plainest(request.variants()), request.seq_len).items():
-        yield _row(request.job, name, *found)
+    for name, found in _compared(_plainest(variants(request))).items():
+        yield _row(name, *found)
 
 
-def engines_beside(request: Request, found: Found) -> dict[str, tuple[Variant, Candidate]]:
+def engines_beside(found: Found) -> dict[str, tuple[Variant, Candidate]]:
     """Return by name the best candidate of every engine policy, and its variant.
 
     Each has the choices that were searched for the plan, because its user could tune degrees and batch sizes too; if
     these are pipelines, which engines that offload do not have, the one that most resembles their defaults.
     """
-    return _compared(found.searched or _plainest(found.rivals), request.seq_len)
+    return _compared(found.searched or _plainest(found.rivals))
 
 
-def _compared(variants: Sequence[Variant], seq_len: int) -> dict[str, tuple[Variant, Candidate]]:
+def _compared(rivals: Sequence[Variant]) -> dict[str, tuple[Variant, Candidate]]:
     best: dict[str, tuple[Variant, Candidate]] = {}
-    for variant in variants:
-        for name, candidate in engine_policies(variant.setup, scorer_of(variant, seq_len)).items():
+    for variant in rivals:
+        for name, candidate in engine_policies(variant.setup, scorer_of(variant)).items():
             if name not in best or candidate.order < best[name][1].order:
                 best[name] = variant, candidate
     return best
 
 
-def _plainest(variants: Sequence[Variant]) -> tuple[Variant, ...]:
-    plain = [variant for variant in variants if variant.choice.pipeline_parallel == 1]
+def _plainest(rivals: Sequence[Variant]) -> tuple[Variant, ...]:
+    plain = [variant for variant in rivals if variant.choice.pipeline_parallel == 1]
     if not plain:
         return ()
     return (min(plain, key=lambda variant: (variant.choice.tensor_parallel, computing_s(variant))),)
 
 
-def _row(job: Job, name: str, variant: Variant, candidate: Candidate) -> EngineRow:
+def _row(name: str, variant: Variant, candidate: Candidate) -> EngineRow:
     simulated, decisions = candidate.iteration_s != float("inf"), candidate.decisions
-    nearest = nearest_fit(job, variant, name, candidate) if candidate.missing_bytes else None
+    nearest = nearest_fit(variant, name, candidate) if candidate.missing_bytes else None
     return EngineRow(
         name=name,
         setting=describe(decisions, variant.setup.units),

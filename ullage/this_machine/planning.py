@@ -28,10 +28,11 @@ from hwprofiles.machine import available_memory_bytes
 from hwprofiles.profile import FOR_LIBRARIES_BYTES, Dtype, Fabric, HardwareProfile
 from hwprofiles.quantity import Provenance, Quantity
 from hwprofiles.registry import load_profile
+from planner.choices.request import Request
 from planner.decisions import Precision
 from planner.models.captured import CapturedInput, CapturedModel
 from planner.plan.document import Plan, PlanError, gigabytes
-from planner.plan.planning import InfeasibleError, Request
+from planner.plan.planning import InfeasibleError
 from planner.schedule.tasks import Tier
 from planner.terms import AuditTime, Storage
 from ullage.capture.inputs import Example, input_of

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from hwprofiles.registry import load_profile
+from planner.choices.request import Request
 from planner.plan.checkpoints import CheckpointRequest
-from planner.plan.planning import Request
 from ullage.cli.checkpoint_request import checkpoints_of, with_pfs
 from ullage.cli.default_hardware import default_hardware
 from ullage.cli.request import precision_of, request_of, trained

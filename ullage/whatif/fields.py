@@ -13,10 +13,10 @@ from hwprofiles.changes import CHANGED, CHANGES
 from hwprofiles.paths import counts, number, quantities, replace
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.quantity import Curve
+from planner.choices.request import Request
 from planner.costs.scalable import Scalable, all_scalables, scalables, scaled
 from planner.models.captured import CapturedModel, Model
 from planner.models.config import ModelConfig, ModelConfigError
-from planner.plan.planning import Request
 from ullage.cli.arguments import lora, mtbf, positive_int
 from ullage.cli.options import Options, option_fields
 from ullage.whatif.study import Value
@@ -211,7 +211,7 @@ def _changed_value(before: float | bool, change: Number | Value) -> Any:
 
 def scalables_of(request: Request) -> tuple[Scalable, ...]:
     """Return the scalable properties of a request's machine that can affect the plan."""
-    dtype, uses_storage = request.job.precision.weights, request.storage == "nvme"
+    dtype, uses_storage = request.types.weights, request.storage == "nvme"
     return scalables(request.hardware, dtype, request.num_devices, uses_storage=uses_storage)
 
 

@@ -16,16 +16,16 @@ from hwprofiles.profile import HardwareProfile
 from planner.bounds.conditions import conditions, decided, memory_conditions
 from planner.bounds.memory import Memory
 from planner.bounds.placement import Placement
-from planner.bounds.program import LinearProgram, bound
+from planner.bounds.program import NEVER_S, ROOM, LinearProgram, bound
 from planner.bounds.solver import Solver, solve
 from planner.bounds.windows import Windows
 from planner.bounds.work import Work
-from planner.choices.space import NEVER_S, ROOM, Space
 from planner.costs.model import CostModel
-from planner.decisions import Decisions, Place, Precision
+from planner.decisions import Decisions, Place, Precision, Sharding
 from planner.graph import Unit
 from planner.lowering import lower
 from planner.schedule.tasks import Op, Tier
+from planner.setup import Setup
 from planner.simulate.machine import run_until_steady
 from planner.simulate.prediction import memory_peaks
 from planner.terms import Storage
@@ -63,7 +63,9 @@ def test_other_boxes_are_another_program() -> None:
     units = small_units()
     given = decide(units)
     program = conditions(
-        Space(units, given.model_copy(update={"units": {}})), CostModel.of(machine(), units, given), NEVER_S
+        Setup(units, Sharding.of(given)),
+        CostModel.of(machine(), units, given),
+        NEVER_S,
     )
     solver, name = Solver(program), ROOM[Tier.GPU]
     for share in (1.0, 1e-3, 1e-9, 1.0):
@@ -102,9 +104,9 @@ def test_what_multipliers_prove_is_exact(data: st.DataObject) -> None:
     assert bound(program, multipliers) == total
 
 
-def afresh(space: Space, cost: CostModel, limit_s: float) -> LinearProgram:
+def afresh(setup: Setup, cost: CostModel, limit_s: float) -> LinearProgram:
     """Return the conditions as they are written down, of all that is given and of this limit."""
-    placement = Placement(space, cost, limit_s)
+    placement = Placement(setup, cost, limit_s)
     Work(placement)
     Windows(placement, Memory(placement))
     return placement.program
@@ -117,10 +119,10 @@ def test_conditions_that_are_kept_are_those_made_afresh(
 ) -> None:
     """Whatever was asked for before, and whatever is decided that conditions do not ask about."""
     units, given = case.units, case.decisions
-    kinds = [Space.of(units, given, storage=storage) for storage in get_args(Storage)]
+    kinds = [Setup(units, Sharding.of(given), storage) for storage in get_args(Storage)]
     cost = CostModel.of(profile, units, given)
-    for limit_s, space in itertools.product(limits_s, [*kinds, *kinds[0].stages()]):
-        found, wanted = conditions(space, cost, limit_s), afresh(space, cost, limit_s)
+    for limit_s, setup in itertools.product(limits_s, [*kinds, *kinds[0].stages()]):
+        found, wanted = conditions(setup, cost, limit_s), afresh(setup, cost, limit_s)
         assert list(found.boxes.items()) == list(wanted.boxes.items())
         assert (found.objective, found.rows) == (wanted.objective, wanted.rows)
 
@@ -132,13 +134,13 @@ def test_memory_alone_says_as_much_about_what_fits_as_all_conditions(ranks: int)
     for gpu_bytes in (1e4, 1e6, 1e8):
         profile = with_memory(machine(), gpu_bytes, 1e6, 1e6)
         cost = CostModel.of(profile, units, given)
-        for space in Space.of(units, given).stages():
-            alone, whole = solve(memory_conditions(space, cost)), solve(conditions(space, cost, NEVER_S, soft=True))
+        for setup in Setup(units, Sharding.of(given)).stages():
+            alone, whole = solve(memory_conditions(setup, cost)), solve(conditions(setup, cost, NEVER_S, soft=True))
             assert alone is not None
             assert whole is not None
             assert alone.value == pytest.approx(whole.value, rel=1e-6, abs=1e-9)
             # What proves it there proves it among all conditions.
-            program = conditions(space, cost, NEVER_S, soft=True)
+            program = conditions(setup, cost, NEVER_S, soft=True)
             assert float(bound(program, alone.multipliers)) == pytest.approx(whole.value, rel=1e-6, abs=1e-9)
 
 
@@ -151,9 +153,9 @@ def check(units: tuple[Unit, ...], decisions: Decisions, profile: HardwareProfil
     peaks = memory_peaks(simulation.timeline, simulation.steady, cost)
     needs = [float(peaks[tier].peak_bytes) if tier in peaks else 1.0 for tier in (Tier.GPU, Tier.HOST, Tier.NVME)]
     full = with_memory(profile, *(max(num_bytes, 1.0) for num_bytes in needs))
-    space = Space(units, decisions.model_copy(update={"units": {}}), storage="nvme")
+    setup = Setup(units, Sharding.of(decisions), storage="nvme")
     period_s = simulation.period_s
-    program = conditions(space, CostModel.of(full, units, decisions), 2 * period_s)
+    program = conditions(setup, CostModel.of(full, units, decisions), 2 * period_s)
     solution = solve(program)
     assert solution is not None, "a schedule that fits does not satisfy the conditions"
     # These decisions themselves satisfy them, which asks more of each condition.
@@ -232,7 +234,7 @@ def test_conditions_charge_a_fetch_with_what_it_takes(ranks: int, fp8_weights: b
         t.unit: cost.price(t).duration_s for t in lower(units, decisions, asynchronous=True).tasks if t.op is Op.FETCH
     }
     assert fetches.keys() == {unit.name for unit in units}
-    program = conditions(Space(units, decisions.model_copy(update={"units": {}})), cost, NEVER_S)
+    program = conditions(Setup(units, Sharding.of(decisions)), cost, NEVER_S)
     charged = dict(next(row.terms for row in program.rows if row.name == "work: h2d"))
     for name, duration_s in fetches.items():
         assert -charged[f"{name}:{'fetches' if ranks > 1 else 'fills'}"] == pytest.approx(duration_s, rel=1e-9)

@@ -13,13 +13,13 @@ from cases import small_units
 from machines import machine
 
 from planner.bounds.certificate import CertificateError, certify, check, infeasible
-from planner.choices.choice import Choice
-from planner.choices.variants import Variant
+from planner.choices.request import Request
+from planner.choices.variants import Variant, variants
 from planner.costs.model import CostModel
-from planner.decisions import Decisions, Place, UnitDecision
+from planner.decisions import Decisions, Place, Sharding, UnitDecision
 from planner.models import resolve_model
 from planner.plan.document import Plan, PlanError, load_plan
-from planner.plan.planning import InfeasibleError, Request, make_plan
+from planner.plan.planning import InfeasibleError, make_plan
 from planner.search import Scorer, search
 from planner.setup import Setup, pieces
 from planner.simulate.prediction import Workload
@@ -139,8 +139,8 @@ def test_what_cannot_fit_is_proven() -> None:
     with pytest.raises(InfeasibleError, match=r"proven that every schedule lacks at least \d"):
         make_plan(request)
     roomy, tight = machine(devices_per_node=2), machine(gpu_bytes=1e6, devices_per_node=2)
-    assert not infeasible(dataclasses.replace(request, hardware=roomy).variants())
-    assert len(infeasible(dataclasses.replace(request, hardware=tight).variants())) == 4
+    assert not infeasible(variants(dataclasses.replace(request, hardware=roomy)))
+    assert len(infeasible(variants(dataclasses.replace(request, hardware=tight)))) == 4
 
 
 def all_decisions(setup: Setup) -> list[Decisions]:
@@ -162,7 +162,9 @@ def all_decisions(setup: Setup) -> list[Decisions]:
                 )
                 for unit, (params, update) in zip(setup.units, chosen, strict=True)
             }
-            found.append(Decisions(policy="all", units=units, clip=setup.clip, subgroup_params=setup.subgroup_params))
+            found.append(
+                Decisions(policy="all", units=units, clip=setup.given.clip, subgroup_params=setup.given.subgroup_params)
+            )
     return found
 
 
@@ -171,16 +173,16 @@ INSTANCES = list(itertools.product([1e8, 1e9, 1e10], [0.3, 0.5, 0.7, 0.9]))  # r
 
 def test_all_that_could_be_planned() -> None:
     """Nothing beats the bound, and the search finds an optimum (to 2 %) in all but one in twenty instances."""
-    setup = Setup(small_units("demo-llama", 1), subgroup_params=10**9)
+    setup = Setup(small_units("demo-llama", 1), Sharding(subgroup_params=10**9))
     decisions = all_decisions(setup)
     assert len(decisions) == 2 * 5**4
     optimal, instances = 0, INSTANCES if ALL else INSTANCES[1::6]
     for speed, room in instances:
         free = machine(cpu_params_per_s=speed, flop_per_s=3e12)
-        everything = Scorer(Workload(setup.units, 64), CostModel(free, setup.units, setup.precision, 1))
+        everything = Scorer(Workload(setup.units, 64), CostModel(free, setup.units, setup.given))
         most = everything.predict(decisions[0]).memory["gpu"].peak_bytes  # type: ignore[index]
         profile = machine(cpu_params_per_s=speed, flop_per_s=3e12, gpu_bytes=room * most)
-        cost = CostModel(profile, setup.units, setup.precision, 1)
+        cost = CostModel(profile, setup.units, setup.given)
         scorer = Scorer(Workload(setup.units, 64), cost)
         scored = [scorer.score(one) for one in decisions]
         best = min(scored, key=lambda candidate: candidate.order)
@@ -190,7 +192,7 @@ def test_all_that_could_be_planned() -> None:
             optimal += 1
             continue
         optimal += not found.missing_bytes and found.iteration_s <= 1.02 * best.iteration_s
-        own = Variant(Choice(), setup, cost)
+        own = Variant(Request(resolve_model("demo-llama"), profile), setup, cost)
         certificate = certify([own], own, best.decisions, best.iteration_s)
         check(certificate, [own], own, best.decisions, best.iteration_s)
         assert certificate.bound_s <= best.iteration_s * (1 + 1e-9)

@@ -20,11 +20,12 @@ from planner.checkpoints.interval import Protection
 from planner.checkpoints.nesting import Limits, nest
 from planner.checkpoints.policy import HASH_BYTES_PER_S, LEAST_BUFFER_BYTES, POLICIES, policy
 from planner.checkpoints.trial import Trial
+from planner.choices.request import Request
 from planner.models.config import ModelConfig
 from planner.models.registry import resolve_model
 from planner.plan.checkpoints import CheckpointPlan, CheckpointRequest
 from planner.plan.document import Plan
-from planner.plan.planning import Request, make_plan
+from planner.plan.planning import make_plan
 from planner.terms import LEVELS
 from planner.verification import verify
 
@@ -58,7 +59,7 @@ def shallow(name: str) -> ModelConfig:
 def planned(hardware: str = "polaris-a100-40g", model: str = "opt-1.3b", num_devices: int = 4, **options) -> Plan:
     """Return a plan with long iterations: those of short ones are many until a checkpoint is written."""
     options = {"micro_batch": 16} | options
-    request = Request(shallow(model), load_profile(hardware), num_devices, seq_len=1024, **options)
+    request = Request(shallow(model), load_profile(hardware), num_devices=num_devices, seq_len=1024, **options)
     return make_plan(request, max_simulations=12)
 
 
@@ -70,7 +71,9 @@ def far_from_pfs() -> Plan:
     curve = hardware.nvme.write.model_copy(update={"points": (point,)})
     pfs = hardware.nvme.model_copy(update={"write": curve, "read": curve, "num_drives": None})
     return make_plan(
-        Request(shallow("opt-1.3b"), hardware.model_copy(update={"pfs": pfs}), 4, seq_len=1024, micro_batch=4),
+        Request(
+            shallow("opt-1.3b"), hardware.model_copy(update={"pfs": pfs}), num_devices=4, seq_len=1024, micro_batch=4
+        ),
         max_simulations=60,
     )
 
@@ -82,7 +85,7 @@ def on_drives() -> Plan:
     memory = hardware.host.memory_bytes.model_copy(update={"value": 3.2e9})
     host = hardware.host.model_copy(update={"memory_bytes": memory})
     hardware = hardware.model_copy(update={"host": host})
-    request = Request(shallow("opt-1.3b"), hardware, 1, seq_len=1024, micro_batch=1, storage="nvme")
+    request = Request(shallow("opt-1.3b"), hardware, seq_len=1024, micro_batch=1, storage="nvme")
     return make_plan(request, max_simulations=4)
 
 

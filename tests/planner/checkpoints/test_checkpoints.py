@@ -17,7 +17,7 @@ from planner.checkpoints.reading import times
 from planner.checkpoints.state import Shard, bytes_by_stage, state_of
 from planner.costs.model import CostModel
 from planner.costs.resources import Price, Resource
-from planner.decisions import BF16
+from planner.decisions import Sharding
 from planner.lowering import lower
 from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import Lane, MemoryClass, Op, Phase, Task, Tier
@@ -199,7 +199,7 @@ def test_what_is_in_flight_is_waited_for():
 
 def test_training_goes_on_at_the_weight_of_the_policy():
     made, _, _ = Job(policy("ullage")).simulate()
-    costs = CheckpointCosts(CostModel(POLARIS, (), BF16, 8), policy("ullage"), "pfs")
+    costs = CheckpointCosts(CostModel(POLARIS, (), Sharding(data_parallel=8)), policy("ullage"), "pfs")
     prices = costs.prices(made, [Price(0.0, 1.0)] * 3)
     weights = {number >= 0: price.weight for number, price in zip(made.checkpoint, prices, strict=True)}
     assert weights == {True: 1 / 16, False: 1.0}

@@ -12,7 +12,7 @@ from planner.checkpoints.policy import BlocksUntil, CheckpointPolicy, Gate, Stag
 from planner.checkpoints.state import Shard, state_of
 from planner.costs.model import CostModel
 from planner.costs.resources import Price, Resource
-from planner.decisions import BF16, Place
+from planner.decisions import Place, Sharding
 from planner.lowering import lower
 from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import Lane, Op, Phase, Task, Tier
@@ -22,13 +22,13 @@ from ullage.rivals.cases.checkpoints import PhaseTimes, iteration
 def lowered(place: Place, **options) -> tuple[Schedule, CostModel, list[Price]]:
     model_units = small_units("gpt2", num_layers=4, micro_batch=4)
     schedule = lower(model_units, decide(model_units, place, **options), asynchronous=True)
-    cost = CostModel(POLARIS, model_units, BF16, 1)
+    cost = CostModel(POLARIS, model_units, Sharding())
     return schedule, cost, cost.prices(schedule)
 
 
 def test_checkpoints_share_the_drives_with_training():
     """A checkpoint on the drives of the node has no drives of its own."""
-    cost = CostModel(POLARIS, small_units(), BF16, 1)
+    cost = CostModel(POLARIS, small_units(), Sharding())
     costs = CheckpointCosts(cost, policy("deepspeed"), "nvme")
     job = Job(policy("deepspeed"), num_ranks=1)
     made, *_ = job.simulate()

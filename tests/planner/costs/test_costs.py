@@ -14,7 +14,7 @@ from hwprofiles.registry import list_profiles, load_profile
 from planner.costs.model import CostModel, total_flop
 from planner.costs.resources import Price, Resource
 from planner.costs.scalable import scalables, scaled
-from planner.decisions import BF16, Precision
+from planner.decisions import BF16, Precision, Sharding
 from planner.graph import Attention, Elementwise, Gemm
 from planner.models.kernels import Collective, flop, num_kernels
 from planner.schedule.tasks import Lane, Op, Phase, Task
@@ -31,7 +31,7 @@ def task(lane: Lane, op: Op, **fields: object) -> Task:
 
 
 def model(profile: HardwareProfile, ranks: int = 1, precision: Precision = BF16) -> CostModel:
-    return CostModel(profile, UNITS, precision, ranks)
+    return CostModel(profile, UNITS, Sharding(precision=precision, data_parallel=ranks))
 
 
 def uses(**amounts: float) -> dict[Resource, float]:
@@ -210,7 +210,7 @@ def test_an_all_reduce_over_two_nodes_is_a_tree() -> None:
     summed = Collective(10**9, 8)
     for per_node, sent_bytes in ((4, 1e9), (2, 2 * 7 / 8 * 1e9)):
         profile = machine(devices_per_node=per_node)
-        cost = CostModel(profile, UNITS, BF16, 1, tensor_parallel=8)
+        cost = CostModel(profile, UNITS, Sharding(tensor_parallel=8))
         assert cost.compute_s([summed]) == pytest.approx(3e-5 + sent_bytes / per_node / 1e10)
 
 
@@ -224,7 +224,9 @@ def test_a_group_with_some_of_a_nodes_devices_has_a_fraction_of_its_share(tensor
     per_node, ranks = 4 // tensor_parallel, 8 // tensor_parallel
     slower = 1 if tensor_parallel == 1 else 4
     cost = CostModel(
-        profile.model_copy(update={"inter_node": fabric}), UNITS, BF16, ranks, tensor_parallel=tensor_parallel
+        profile.model_copy(update={"inter_node": fabric}),
+        UNITS,
+        Sharding(data_parallel=ranks, tensor_parallel=tensor_parallel),
     )
     assert cost.price(gather).duration_s == pytest.approx(slower * (ranks - 1) / ranks * 1e10 / per_node / 1e10)
 
@@ -317,8 +319,11 @@ def test_a_task_alone_always_runs_at_full_speed(name: str) -> None:
     for model_name in MODELS:
         units = small_units(model_name)
         for ranks in {1, profile.devices_per_node}:
-            setup = Setup(units, ranks, num_micro_batches=2, precision=precision, subgroup_params=1_000_000)
-            cost = CostModel(profile, units, precision, ranks)
+            setup = Setup(
+                units,
+                Sharding(data_parallel=ranks, num_micro_batches=2, precision=precision, subgroup_params=1_000_000),
+            )
+            cost = CostModel(profile, units, Sharding(precision=precision, data_parallel=ranks))
             for engine, policy in POLICIES.items():
                 for decisions in policy(setup) if can_run(engine, setup, 1) else ():
                     schedule = lower(units, decisions, asynchronous=cost.asynchronous)
@@ -329,7 +334,7 @@ def test_a_task_alone_always_runs_at_full_speed(name: str) -> None:
 @given(cases(), st.sampled_from(["gpu", "host"]), st.sampled_from([0, 0.5, 1]), st.booleans())
 def test_any_schedule_runs_on_any_kind_of_machine(case: Case, kind: str, cores: float, via_host_link: bool) -> None:
     profile = machine(kind=kind, devices_per_node=4, num_cores_per_copy=cores, via_host_link=via_host_link)
-    cost = CostModel(profile, case.units, case.decisions.precision, case.decisions.data_parallel)
+    cost = CostModel(profile, case.units, case.decisions)
     prices = cost.prices(case.schedule)
     assert overloads(cost, prices) == []
     for each, price in zip(case.schedule.tasks, prices, strict=True):
@@ -346,13 +351,15 @@ def test_a_price_does_not_depend_on_what_was_priced_before(case: Case) -> None:
     ranks = case.decisions.data_parallel
 
     def fresh() -> CostModel:
-        return CostModel(machine(devices_per_node=4), case.units, case.decisions.precision, ranks)
+        return CostModel(
+            machine(devices_per_node=4), case.units, Sharding(precision=case.decisions.precision, data_parallel=ranks)
+        )
 
     assert fresh().prices(case.schedule) == [fresh().price(each) for each in case.schedule.tasks]
 
 
 def test_total_flop_counts_no_recomputation() -> None:
-    setup = Setup(UNITS, num_micro_batches=3)
+    setup = Setup(UNITS, Sharding(num_micro_batches=3))
     keep, recompute = POLICIES["gpu-only"](setup)
     assert total_flop(UNITS, keep) == total_flop(UNITS, recompute)
     assert total_flop(UNITS, keep.model_copy(update={"pipeline_parallel": 2})) == total_flop(UNITS, keep) / 2
@@ -363,7 +370,7 @@ def test_total_flop_counts_no_recomputation() -> None:
 @given(st.integers(1, 8192), st.integers(1, 32), st.integers(1, 64), st.sampled_from(["a100-80", "h100"]))
 def test_a_grouped_kernel_is_between_one_product_and_many(rows: int, tiles: int, count: int, name: str) -> None:
     """Groups of whole tiles are one product; no grouping is slower than a kernel for every group."""
-    cost = CostModel(load_profile(name), small_units("demo-llama"), BF16, 1)
+    cost = CostModel(load_profile(name), small_units("demo-llama"), Sharding())
     n, k = 128 * tiles, 4096
     grouped, separate = (cost.compute_s((Gemm(rows, n, k, count, grouped=one),)) for one in (True, False))
     assert grouped <= separate * (1 + 1e-9)
@@ -401,7 +408,7 @@ def test_a_device_without_products_in_fp8_says_so_in_one_line() -> None:
     *(st.integers(128, 2048).map(lambda size: 16 * size) for _ in range(3)), st.sampled_from(["h100", "h200", "b200"])
 )
 def test_a_large_product_in_fp8_is_never_slower_than_in_bf16(m: int, n: int, k: int, name: str) -> None:
-    cost = CostModel(load_profile(name), UNITS, BF16, 1)
+    cost = CostModel(load_profile(name), UNITS, Sharding())
     kernels = (Gemm(m, n, k, fp8=True), Gemm(m, n, k), Gemm(m, n, 2 * k, fp8=True))  # prices know them by identity
     own_s, in_bf16_s, longer_s = (cost.compute_s([kernel]) for kernel in kernels)
     assert own_s < min(in_bf16_s, longer_s)

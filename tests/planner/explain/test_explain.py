@@ -29,7 +29,6 @@ from planner.explain.trial import bounding_lane
 from planner.explain.tricks import without
 from planner.explain.tricks import worths as worths_of
 from planner.schedule.tasks import Tier
-from planner.verification import job_of
 from ullage.rivals.decisions import GradientPath, HostUpdate
 from ullage.rivals.lowering import lower
 from ullage.rivals.tricks import TRICKS, bench_of
@@ -308,7 +307,7 @@ def test_the_bound_changes_with_the_machine_as_its_multipliers_say(name: str) ->
         sides = []
         for factor in (1 + step, 1 - step):
             other = replace(plan.hardware, {path: number(has[path]) * factor for path in limit.scalable.paths}, SCALED)
-            there = job_of(plan.model_copy(update={"hardware": other}))
+            there = plan.model_copy(update={"hardware": other}).request
             (rival,) = variants(there, plan.constraints)
             there_s = certify([rival], rival, plan.decisions, plan.prediction.iteration_s).bound_s
             sides.append((there_s / plan.certificate.bound_s - 1) / (factor - 1))

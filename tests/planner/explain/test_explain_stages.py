@@ -2,11 +2,12 @@
 
 from machines import machine
 
+from planner.choices.request import Request
 from planner.decisions import Place
 from planner.explain.trial import Bench
 from planner.explain.tricks import worths
 from planner.models import resolve_model
-from planner.plan.planning import Request, make_plan
+from planner.plan.planning import make_plan
 
 
 def test_stages_keep_everything_and_have_no_trick_that_would_not():

@@ -11,11 +11,12 @@ from hwprofiles.paths import number, quantities, replace
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.quantity import Provenance
 from hwprofiles.registry import load_profile
+from planner.choices.request import Request
 from planner.costs.model import CostModel
 from planner.decisions import Decisions
 from planner.fitting.refit import CLASSES, RANGE, Refit, refit
 from planner.models import resolve_model
-from planner.plan.planning import Request, prepare
+from planner.plan.planning import prepare
 from planner.simulate.machine import Simulation, run_until_steady
 from ullage.rivals.engines.interleaved import interleaved
 from ullage.rivals.lowering import lower

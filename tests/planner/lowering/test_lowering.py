@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from walked import NUM_ITERATIONS, ordered_by_rules, ordered_in
 
 from planner.costs.model import CostModel
-from planner.decisions import Place
+from planner.decisions import Place, Sharding
 from planner.lowering import slots
 from planner.lowering.amounts import AmountsOf
 from planner.schedule.schedule import Schedule
@@ -49,7 +49,7 @@ def test_safe_in_simulated_time(case: Case, seed: int) -> None:
 @given(st.sampled_from(MODELS), st.sampled_from(sorted(ALL_POLICIES)), st.sampled_from([1, 4]), st.integers(1, 2))
 def test_every_engine_policy_is_safe(model: str, policy: str, ranks: int, num_micro_batches: int) -> None:
     units = small_units(model)
-    setup = Setup(units, data_parallel=ranks, num_micro_batches=num_micro_batches, subgroup_params=1_000_000)
+    setup = Setup(units, Sharding(data_parallel=ranks, num_micro_batches=num_micro_batches, subgroup_params=1_000_000))
     for decisions in ALL_POLICIES[policy](setup) if can_run(policy, setup, 1) else ():
         if decisions.habits is not None and decisions.habits != Habits(head_percent=decisions.habits.head_percent):
             continue  # tests/rivals/test_other_engines.py
@@ -441,5 +441,5 @@ def test_prices_exist_for_all_of_a_schedule(profile) -> None:
         if profile.nvme is None and decisions.uses_storage:
             continue
         schedule = lower(DENSE, decisions, asynchronous=True)
-        cost = CostModel(profile, DENSE, decisions.precision, decisions.data_parallel)
+        cost = CostModel(profile, DENSE, decisions)
         assert len(cost.prices(schedule)) == len(schedule.tasks)

@@ -15,12 +15,13 @@ from cases import decide, small_units
 
 import planner.lowering as package
 from hwprofiles.registry import load_profile
-from planner.decisions import BF16, FP32, Decisions, Place, Precision
+from planner.choices.request import Request
+from planner.decisions import BF16, FP32, Decisions, Place, Precision, Sharding
 from planner.graph import Unit
 from planner.lowering import lower
 from planner.models import resolve_model
 from planner.placements import mixed
-from planner.plan.planning import Request, prepare
+from planner.plan.planning import prepare
 from planner.search.pipelines import staged
 from planner.setup import Mix, Setup
 
@@ -65,7 +66,7 @@ def of_other_models() -> Iterator[tuple[tuple[Unit, ...], Decisions]]:
     adapted, share = small_units("gpt2", frozen=frozenset(names[1:])), small_units("demo-llama", tensor_parallel=2)
     yield adapted, decide(adapted, params="host", zero_stage=3, data_parallel=2)
     yield share, decide(share, tensor_parallel=2)
-    stages = Setup(small_units("gpt2", 4), pipeline_parallel=2, num_micro_batches=3, data_parallel=2)
+    stages = Setup(small_units("gpt2", 4), Sharding(pipeline_parallel=2, num_micro_batches=3, data_parallel=2))
     yield stages.units, staged(stages, 2, 1)
     config = resolve_model("mixtral-8x7b").model_copy(update={"num_layers": 2})
     given = {"num_devices": 4, "expert_parallel": 2, "tensor_parallel": 1, "seq_len": 64, "micro_batch": 1}

@@ -16,7 +16,7 @@ from planner.costs.kernels import wave_factor
 from planner.costs.layout import Layout
 from planner.costs.model import CostModel
 from planner.costs.resources import Price, Resource
-from planner.decisions import BF16, Decisions, Place
+from planner.decisions import Decisions, Place, Sharding
 from planner.graph import Batch, Collective, Gemm, Pattern, Unit, build_graph, units
 from planner.lowering import stages
 from planner.lowering.pipeline import issue_order, one_f_one_b
@@ -99,7 +99,7 @@ def test_a_layer_adds_up_two_outputs_and_two_input_gradients(name: str, kernels:
 
 def test_ring_time_of_a_sum_over_tensor_parallel_ranks() -> None:
     profile = machine(devices_per_node=4)
-    cost = CostModel(profile, share("gpt2", 4), BF16, 1, tensor_parallel=4)
+    cost = CostModel(profile, share("gpt2", 4), Sharding(tensor_parallel=4))
     fabric = profile.intra_node
     assert fabric is not None
     assert cost.compute_s([Collective(10**9, 4)]) == pytest.approx(
@@ -124,7 +124,7 @@ SIZES = st.integers(1, 3000) | st.integers(1, 30).map(lambda tiles: 128 * tiles)
 )
 def test_a_product_takes_no_longer_than_a_larger_one(sizes, more, name, grouped) -> None:
     """Nor than one that fills its last tiles: what idles there computes nothing, and start-up counts once."""
-    cost, kept = CostModel(load_profile(name), share("gpt2", 1), BF16, 1), []
+    cost, kept = CostModel(load_profile(name), share("gpt2", 1), Sharding()), []
 
     def time_s(*sizes: int) -> float:
         kept.append(Gemm(*sizes, count=4, grouped=True) if grouped else Gemm(*sizes))  # prices know it by identity
@@ -261,7 +261,7 @@ def test_only_what_other_stages_computed_moves_and_nobody_steps_early() -> None:
 def test_peak_memory_is_that_of_the_fullest_stage() -> None:
     """The first stage holds the activations of as many micro-batches as there are stages, the last of one."""
     merged, decisions, schedule = pipelined(4, 8, num_layers=8)
-    cost = CostModel(machine(devices_per_node=4), merged, BF16, 1, 1, 4)
+    cost = CostModel(machine(devices_per_node=4), merged, Sharding(pipeline_parallel=4))
     simulation = run_until_steady(schedule, cost)
     peak = memory_use(simulation.timeline, simulation.steady)[Tier.GPU].peak_bytes
     alone = []
@@ -288,7 +288,9 @@ def test_stages_step_at_the_same_time() -> None:
 def deep() -> Timeline:
     """A pipeline whose first and last stage have most to move and to hold."""
     merged, _, schedule = pipelined(3, 4, "gpt2", num_layers=3, data_parallel=2)
-    return run_until_steady(schedule, CostModel(machine(devices_per_node=8), merged, BF16, 2, 1, 3)).timeline
+    return run_until_steady(
+        schedule, CostModel(machine(devices_per_node=8), merged, Sharding(data_parallel=2, pipeline_parallel=3))
+    ).timeline
 
 
 def test_what_is_seen_of_a_pipeline_is_that_of_one_rank(deep: Timeline) -> None:
@@ -331,7 +333,7 @@ def test_sends_cross_the_slower_fabric_between_nodes() -> None:
     profile = machine(devices_per_node=2)
     assert profile.intra_node is not None
     assert profile.inter_node is not None
-    cost = CostModel(profile, merged, BF16, 1, 1, 4)
+    cost = CostModel(profile, merged, Sharding(pipeline_parallel=4))
     for stage, fabric in ((0, profile.intra_node), (1, profile.inter_node), (2, profile.intra_node)):
         send = Task(0, Lane.SEND, Op.SEND, Phase.FORWARD, num_bytes=10**9, stage=stage)
         price = cost.price(send)

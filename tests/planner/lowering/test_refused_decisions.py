@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from walked import ordered_by_rules
 
-from planner.decisions import Decisions, Place
+from planner.decisions import Decisions, Place, Sharding
 from planner.graph import Unit
 from planner.lowering import lower
 from planner.placements import mixed
@@ -65,7 +65,7 @@ def test_decisions_that_contradict_each_other_are_refused(options: dict, message
 def test_mixes_are_valid(data: st.DataObject) -> None:
     model, ranks = data.draw(st.sampled_from(MODELS)), data.draw(st.sampled_from([1, 4]))
     units: tuple[Unit, ...] = small_units(model)
-    setup = Setup(units, data_parallel=ranks, subgroup_params=500_000, clip=data.draw(st.booleans()))
+    setup = Setup(units, Sharding(data_parallel=ranks, subgroup_params=500_000, clip=data.draw(st.booleans())))
     counts = setup.movable
     total = sum(counts.values())
     num_gpu = data.draw(st.integers(0, total))

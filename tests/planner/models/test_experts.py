@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from machines import machine
 from walked import ordered_by_rules
 
+from planner.choices.request import Request
 from planner.costs.layout import Layout
 from planner.costs.model import CostModel
-from planner.decisions import BF16, Decisions, Place, UnitDecision
+from planner.decisions import Decisions, Place, Sharding, UnitDecision
 from planner.graph import Batch, Collective, Unit, build_graph, segments, units
 from planner.lowering import lower
 from planner.models import ModelConfigError, resolve_model
@@ -20,7 +21,7 @@ from planner.models.formulas import experts as expert_rules
 from planner.models.kernels import flop
 from planner.placements import mixed
 from planner.plan.document import Plan
-from planner.plan.planning import Request, make_plan
+from planner.plan.planning import make_plan
 from planner.schedule.tasks import Lane, MemoryClass, Op
 from planner.setup import Mix, Setup
 from planner.verification import verify
@@ -77,13 +78,13 @@ def test_ranks_share_experts(ranks: int) -> None:
 
 def test_time_of_an_all_to_all() -> None:
     inside = machine(devices_per_node=4)
-    cost = CostModel(inside, share(expert_parallel=4), BF16, 4, expert_parallel=4)
+    cost = CostModel(inside, share(expert_parallel=4), Sharding(data_parallel=4, expert_parallel=4))
     fabric = inside.intra_node
     assert fabric is not None
     swap = Collective(10**8, 4, kind="all-to-all")
     assert cost.compute_s([swap]) == pytest.approx(10**8 * 3 / 4 / fabric.bytes_per_s.value + fabric.latency_s.value)
     across = machine(devices_per_node=2)
-    cost = CostModel(across, share(expert_parallel=4), BF16, 4, expert_parallel=4)
+    cost = CostModel(across, share(expert_parallel=4), Sharding(data_parallel=4, expert_parallel=4))
     between = across.inter_node
     assert between is not None and across.intra_node is not None
     slower_s = max(10**8 * 2 / 4 / between.bytes_per_s.value, 10**8 / 4 / across.intra_node.bytes_per_s.value)
@@ -196,7 +197,9 @@ def test_the_device_holds_the_most_visited() -> None:
 @pytest.mark.parametrize("load", [(), UNVISITED, (expert_rules.zipf(8, 1.2),)])
 def test_plans_with_experts_are_verified(load: tuple[tuple[float, ...], ...]) -> None:
     profile = machine(gpu_bytes=9e6, cpu_params_per_s=5e7, devices_per_node=2)
-    request = Request(TINY, profile, 2, seq_len=64, micro_batch=1, expert_units=8, expert_parallel=2, expert_load=load)
+    request = Request(
+        TINY, profile, num_devices=2, seq_len=64, micro_batch=1, expert_units=8, expert_parallel=2, expert_load=load
+    )
     plan = make_plan(request, 60)
     verify(Plan.model_validate_json(plan.to_json()))
     assert plan.decisions.expert_units == 8

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from planner.costs.model import CostModel
-from planner.decisions import BF16, Decisions, Place, Precision, UnitDecision
+from planner.decisions import BF16, Decisions, Place, Precision, Sharding, UnitDecision
 from planner.graph import Attention, Batch, Collective, Elementwise, Gemm, Kernel, Unit, build_graph, units
 from planner.models import ModelConfig, model_from_case, parameters
 from planner.schedule.tasks import MemoryClass, Op
@@ -105,7 +105,10 @@ def test_ranks_share_the_work_of_layers_equally(name: str, tensor: int, context:
 
 def test_expert_parallel_ranks_that_share_layers_are_on_one_node() -> None:
     tokens = [Collective(10**6, 4, kind="all-to-all", over_tensor=over_tensor) for over_tensor in (True, False)]
-    near_s, far_s = (CostModel(machine(devices_per_node=4), (), BF16, 2, 2).compute_s([kernel]) for kernel in tokens)
+    near_s, far_s = (
+        CostModel(machine(devices_per_node=4), (), Sharding(data_parallel=2, tensor_parallel=2)).compute_s([kernel])
+        for kernel in tokens
+    )
     assert near_s < far_s
 
 
@@ -122,7 +125,9 @@ def test_shared_tokens_move_the_bytes_of_the_all_reduces_and_one_gather_more() -
 def cost(found: tuple[Unit, ...], precision: Precision = BF16, **changes: Any) -> CostModel:
     profile = machine(devices_per_node=4)
     device = profile.device.model_copy(update=changes)
-    return CostModel(profile.model_copy(update={"device": device}), found, precision, 1, 4)
+    return CostModel(
+        profile.model_copy(update={"device": device}), found, Sharding(precision=precision, tensor_parallel=4)
+    )
 
 
 def test_only_what_outlasts_its_product_is_waited_for() -> None:
@@ -158,8 +163,8 @@ def test_every_rank_of_a_ring_adds_its_step_to_the_latency() -> None:
     slower = profile.model_copy(update={"intra_node": fabric})
     for kind, passes, steps in (("ring", 1, 3), ("ring", 2, 6), ("all-to-all", 2, 3)):
         tokens = Collective(1000, 4, num_passes=passes, kind=kind)
-        degrees = (1, 4) if kind == "ring" else (4, 1)
-        took_s = [CostModel(p, (), BF16, *degrees).compute_s([tokens]) for p in (slower, profile)]
+        degrees = Sharding(tensor_parallel=4) if kind == "ring" else Sharding(data_parallel=4)
+        took_s = [CostModel(p, (), degrees).compute_s([tokens]) for p in (slower, profile)]
         assert took_s[0] - took_s[1] == pytest.approx(steps * 1e-3)
 
 
@@ -167,7 +172,7 @@ FP32_GRADIENTS = Precision(weights="bf16", gradients="fp32")
 
 
 def lowered(found: tuple[Unit, ...], precision: Precision, pipeline: int = 1, **options: Any) -> tuple[Any, Decisions]:
-    setup = Setup(found, data_parallel=4, num_micro_batches=2, precision=precision, **options)
+    setup = Setup(found, Sharding(data_parallel=4, num_micro_batches=2, precision=precision, **options))
     changes = {"reduce_start": "step", "pipeline_parallel": pipeline}
     decisions = next(gpu_only(setup)).model_copy(update=changes)
     return lower(found, decisions, asynchronous=True), decisions

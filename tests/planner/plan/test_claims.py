@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from hwprofiles.registry import load_profile
+from planner.choices.request import Request
 from planner.models import resolve_model
 from planner.optimizers import OPTIMIZERS
-from planner.plan.planning import Request, prepare
+from planner.plan.planning import prepare
 from planner.schedule.tasks import Tier
 from planner.search import Scorer, search
 from ullage.rivals.best import engine_policies

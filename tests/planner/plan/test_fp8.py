@@ -4,6 +4,8 @@ import pytest
 from machines import machine
 
 from hwprofiles.registry import list_profiles, load_profile
+from planner.choices.request import Request
+from planner.choices.variants import variants
 from planner.decisions import FP32, Precision
 from planner.explain.trial import Bench
 from planner.explain.tricks import TRICKS, without
@@ -13,7 +15,7 @@ from planner.models.config import ModelConfigError
 from planner.placements import mixed
 from planner.plan.competition import _plainest, compete
 from planner.plan.document import Plan
-from planner.plan.planning import Request, make_plan
+from planner.plan.planning import make_plan
 from planner.search import Candidate
 from planner.setup import Mix
 from planner.verification import verify
@@ -99,7 +101,7 @@ def test_weights_that_are_fetched_are_fetched_in_fp8_where_that_is_faster() -> N
 
 def test_plans_with_fp8_weights_that_fetch_nothing() -> None:
     """They are plans of the choice without; if it was asked for, no engine takes their place."""
-    plain, narrow = rivals = request().variants()
+    plain, narrow = rivals = variants(request())
     resident = mixed(narrow.setup, Mix(99, 0, 99))
     candidate = Candidate(resident, 1.0, {})
     assert resident.fp8_weights
@@ -107,8 +109,8 @@ def test_plans_with_fp8_weights_that_fetch_nothing() -> None:
     assert (found.choice, same.decisions) == (plain.choice, resident.model_copy(update={"fp8_weights": None}))
     at_once = {"model": resolve_model("demo-llama").model_copy(update={"num_layers": 1})}
     at_once |= {"hardware": machine(fp8_flop_per_s=4e14, issue_s=1e-9)}  # whoever fetches is slower
-    plain, narrow = request(**at_once).variants()
-    competition = compete((narrow, plain), 256, 1)  # the first of two that are equal
+    plain, narrow = variants(request(**at_once))
+    competition = compete((narrow, plain), 1)  # the first of two that are equal
     assert (competition.winner, competition.best.decisions.fp8_weights) == (plain, None)
     asked = make_plan(request(fp8_weights=True), 1)
     assert (asked.decisions.fp8_weights, asked.certificate.proofs[0].choice.fp8_weights) == (True, True)
@@ -118,8 +120,8 @@ def test_plans_with_fp8_weights_that_fetch_nothing() -> None:
 def test_only_products_in_fp8_have_weights_in_fp8() -> None:
     with pytest.raises(ValueError, match=r"^fp8_weights needs products in fp8, not bf16; plan with --products fp8"):
         request(precision="bf16", fp8_weights=True)
-    assert [v.choice.fp8_weights for v in request(precision="bf16").variants()] == [None]
-    assert [v.choice.fp8_weights for v in request(optimizer="muon", fp8_weights=False).variants()] == [None]
+    assert [v.choice.fp8_weights for v in variants(request(precision="bf16"))] == [None]
+    assert [v.choice.fp8_weights for v in variants(request(optimizer="muon", fp8_weights=False))] == [None]
 
 
 def test_devices_without_such_products_are_refused_in_one_line() -> None:

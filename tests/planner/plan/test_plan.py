@@ -11,9 +11,9 @@ import pytest
 from machines import machine
 
 from hwprofiles.files import write_whole
+from planner.choices.request import Request
 from planner.models import resolve_model
 from planner.plan.document import Plan, PlanError, load_plan
-from planner.plan.planning import Request
 from planner.schedule.tasks import Tier
 from ullage.rivals import make_plan
 

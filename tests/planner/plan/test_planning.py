@@ -16,13 +16,15 @@ from benchmarks.planning import accumulated
 from hwprofiles.registry import load_profile
 from planner.bounds.certificate import infeasible, prove_misfits
 from planner.bounds.proof import Proof
+from planner.choices.request import Request
+from planner.choices.variants import variants
 from planner.decisions import Place, Precision
 from planner.models import resolve_model
 from planner.plan.competition import first_fit
 from planner.plan.document import describe
-from planner.plan.planning import InfeasibleError, Request, default_precision, find
+from planner.plan.planning import InfeasibleError, default_precision, find
 from planner.schedule.tasks import MemoryClass, Tier
-from planner.verification import job_of, verify
+from planner.verification import verify
 from ullage.analysis.simulation import engine_decisions
 from ullage.rivals import make_plan
 
@@ -71,7 +73,7 @@ def test_a_plan_says_what_was_asked_and_predicted() -> None:
 def test_proofs_made_during_the_search_are_those_of_the_certificate() -> None:
     """Some ZeRO stages do not fit: their proofs need no plan, and are the same whenever they are made."""
     planned_request = request(num_devices=4, hardware=machine(devices_per_node=4, gpu_bytes=5e7))
-    (variant,) = planned_request.variants()
+    (variant,) = variants(planned_request)
     misfits = prove_misfits(variant)
     assert 0 < len(misfits) < 4
     found = find(planned_request, 60)
@@ -156,7 +158,7 @@ def test_a_refusal_names_every_memory_that_is_too_small() -> None:
 @pytest.mark.parametrize(("overrun", "words"), [(1e-9, "that no schedule fits;"), (0.2999, "at least 29.9 % of some")])
 def test_no_more_is_said_than_is_proven(overrun: float, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     planned_request = request(hardware=machine(gpu_bytes=1e7))
-    proof = Proof(choice=planned_request.variants()[0].choice, zero_stage=0, overrun=overrun, multipliers={})
+    proof = Proof(choice=variants(planned_request)[0].choice, zero_stage=0, overrun=overrun, multipliers={})
     monkeypatch.setattr("planner.plan.planning.infeasible", lambda _rivals: (proof,))
     with pytest.raises(InfeasibleError, match=words):
         make_plan(planned_request)
@@ -200,10 +202,10 @@ def test_prediction_memory_is_within_capacity() -> None:
 def test_an_8b_model_with_accumulated_gradients_fits_where_whole_master_copies_do_not() -> None:
     """In 12 GiB of a GPU and 113 GB of a host: 14 bytes per parameter fit, 16 do not."""
     asked = accumulated.request(accumulated.machine(150e9))
-    assert infeasible(asked.variants())
+    assert infeasible(variants(asked))
     assert isinstance(asked.precision, Precision)
     split = dataclasses.replace(asked, precision=asked.precision.split)
-    found = first_fit(split.variants(), asked.seq_len)
+    found = first_fit(variants(split))
     assert found is not None
     assert found.decisions.precision.splits
 
@@ -228,6 +230,6 @@ def test_master_copies_are_split_where_nothing_fits_with_whole_ones_and_by_no_ot
     needed = held[MemoryClass.OPTIMIZER] + held[MemoryClass.PARAMETERS] + held[MemoryClass.GRADIENTS]
     shares = (0.95, 0.9, 0.85, 0.8, 0.75)
     plan = next(p for p in (make_plan(asked(share * needed), 20) for share in shares) if p.decisions.precision.splits)
-    assert job_of(plan).precision.splits
+    assert plan.request.precision.splits
     verify(plan)
     assert engine_decisions(plan, "zero-offload").precision == Precision(weights="bf16")

@@ -12,8 +12,9 @@ from hwprofiles.paths import replace
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.quantity import Provenance
 from hwprofiles.registry import load_profile
+from planner.choices.request import Request
 from planner.models import resolve_model
-from planner.plan.planning import InfeasibleError, Request, prepare
+from planner.plan.planning import InfeasibleError, prepare
 from planner.plan.remedies import what_would_fit
 from planner.search import Candidate, Scorer
 from ullage.rivals import make_plan

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hwprofiles.registry import load_profile
+from planner.choices.request import Request
 from planner.models import ModelConfig
-from planner.plan.planning import Request, prepare
+from planner.plan.planning import prepare
 from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import Buffer, Lane, MemoryClass, Op, Phase, Task, Tier
 from planner.schedule.timeline import Timeline, memory_use

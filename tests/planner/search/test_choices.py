@@ -20,10 +20,11 @@ from planner.bounds.certificate import CertificateError, certify, check, computi
 from planner.bounds.conditions import conditions, decided
 from planner.bounds.program import bound
 from planner.bounds.solver import solve
-from planner.choices.choice import Choice, Constraints, batch_of
-from planner.choices.variants import Variant
+from planner.choices.choice import choices
+from planner.choices.request import Request, batch_of
+from planner.choices.variants import Variant, variants
 from planner.costs.model import CostModel
-from planner.decisions import BF16
+from planner.decisions import BF16, Choice, Sharding
 from planner.graph import Batch, Unit, build_graph, units
 from planner.lowering import lower
 from planner.lowering.workspace import least_workspace_bytes
@@ -32,7 +33,6 @@ from planner.models.formulas.work import attention_scratch_bytes
 from planner.models.kernels import Attention, Collective
 from planner.models.patterns import Degrees, Pattern
 from planner.plan.document import Plan
-from planner.plan.planning import Request
 from planner.search import Scorer, search
 from planner.search.pipelines import search_pipeline, staged
 from planner.setup import Setup
@@ -45,7 +45,7 @@ OPT, MIXTRAL = resolve_model("opt-125m"), resolve_model("mixtral-8x7b")
 
 @pytest.mark.parametrize(("profile", "takes"), [("h100", True), ("epyc-turin-2c", False)])
 def test_attention_takes_scratch_on_a_gpu_alone(profile, takes) -> None:
-    batch = batch_of(Choice(micro_batch=8), 1024, BF16, (), load_profile(profile).device)
+    batch = batch_of(Choice(micro_batch=8), BF16, 1024, (), load_profile(profile))
     attention = [unit for unit in units(build_graph(OPT, batch)) if unit.name == "layers.3.attn"]
     plain = [unit for unit in units(build_graph(OPT, Batch(8, 1024))) if unit.name == "layers.3.attn"]
     more_bytes = least_workspace_bytes(*attention, 2) - least_workspace_bytes(*plain, 2)
@@ -63,20 +63,18 @@ def test_attention_takes_scratch_on_a_gpu_alone(profile, takes) -> None:
 )
 @settings(deadline=None, max_examples=examples(100))
 def test_choices_are_what_was_asked_for(model, num_devices, per_node, batch, tensor, micro_batch) -> None:
+    asked = Request(model, machine(devices_per_node=per_node), num_devices=num_devices, tensor_parallel=tensor)
     if num_devices % (tensor or 1):
         with pytest.raises(ValueError, match="must divide the"):
-            Constraints(num_devices=num_devices, tensor_parallel=tensor).choices(model, per_node)
+            choices(asked)
         return
-    constraints = Constraints(
-        num_devices=num_devices, global_batch=batch, tensor_parallel=tensor, micro_batch=micro_batch, expert_units=8
-    )
     try:
-        choices = constraints.choices(model, per_node)
+        found = choices(dataclasses.replace(asked, global_batch=batch, micro_batch=micro_batch, expert_units=8))
     except ValueError as error:
         assert batch is not None and "cannot be cut" in str(error)
         return
-    assert len(set(choices)) == len(choices)
-    for choice in choices:
+    assert len(set(found)) == len(found)
+    for choice in found:
         assert choice.data_parallel * choice.tensor_parallel * choice.pipeline_parallel == num_devices
         assert choice.data_parallel % choice.expert_parallel == 0
         assert tensor in {None, choice.tensor_parallel}
@@ -101,14 +99,15 @@ def test_choices_are_what_was_asked_for(model, num_devices, per_node, batch, ten
 )
 def test_what_cannot_be_done_is_named(options: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Constraints(**{"num_devices": 8, **options}).choices(OPT, 8)
+        choices(Request(OPT, machine(devices_per_node=8), **{"num_devices": 8, **options}))
 
 
 def test_experts_fall_into_units_that_are_worth_moving() -> None:
+    eight = machine(devices_per_node=8)
     for name, ranks, expected in (("mixtral-8x7b", 1, 8), ("mixtral-8x7b", 4, 2), ("qwen3-30b-a3b", 1, 6)):
-        (choice,) = Constraints(num_devices=8, expert_parallel=ranks).choices(resolve_model(name), 8)
+        (choice,) = choices(Request(resolve_model(name), eight, num_devices=8, expert_parallel=ranks))
         assert choice.expert_units == expected
-    (dense,) = Constraints(num_devices=8).choices(OPT, 8)
+    (dense,) = choices(Request(OPT, eight, num_devices=8))
     assert dense.expert_units == 1
 
 
@@ -125,14 +124,14 @@ def competed() -> Plan:
 
 def test_the_best_of_all_choices_wins(competed: Plan) -> None:
     """A choice planned by itself is no better, as far as the search can tell, and none beats the bound."""
-    constraints = request(num_devices=4, global_batch=16)
-    variants = constraints.variants()
-    assert len(variants) > 10
+    asked = request(num_devices=4, global_batch=16)
+    rivals = variants(asked)
+    assert len(rivals) > 10
     least_s = math.inf
-    for variant in variants if ALL else variants[::4]:
+    for variant in rivals if ALL else rivals[::4]:
         fixed = variant.choice.model_dump()
         del fixed["data_parallel"]
-        alone = make_plan(dataclasses.replace(constraints, global_batch=None, **fixed), 40)
+        alone = make_plan(dataclasses.replace(asked, global_batch=None, **fixed), 40)
         least_s = min(least_s, alone.prediction.iteration_s)
         assert competed.certificate.bound_s <= alone.prediction.iteration_s
         assert computing_s(variant) <= alone.prediction.iteration_s
@@ -141,8 +140,8 @@ def test_the_best_of_all_choices_wins(competed: Plan) -> None:
 
 def test_a_competition_is_verified(competed: Plan) -> None:
     verify(competed)
-    choices = {proof.choice for proof in competed.certificate.proofs}
-    assert len(choices) == len(request(num_devices=4, global_batch=16).variants())
+    proven = {proof.choice for proof in competed.certificate.proofs}
+    assert len(proven) == len(variants(request(num_devices=4, global_batch=16)))
     data = json.loads(competed.to_json())
     del data["content_digest"]
     # To say that less was asked for than was, or to leave out a choice, is noticed.
@@ -174,17 +173,16 @@ def test_plans_over_slow_networks_keep_their_parameters_still() -> None:
 @pytest.mark.parametrize("num_stages", [2, 3])
 def test_pipelines_satisfy_their_conditions(num_stages: int, num_layers: int, stage: int) -> None:
     units = small_units("demo-llama", 6)
-    setup = Setup(units, data_parallel=2, pipeline_parallel=num_stages, num_micro_batches=4)
+    setup = Setup(units, Sharding(data_parallel=2, pipeline_parallel=num_stages, num_micro_batches=4))
     profile = machine(devices_per_node=4)
-    free = Scorer(Workload(units, 64), CostModel(profile, units, BF16, 2, 1, num_stages))
+    free = Scorer(Workload(units, 64), CostModel(profile, units, setup.given))
     decisions = staged(setup, num_layers, stage)
     prediction = free.predict(decisions)
     exact = machine(devices_per_node=4, gpu_bytes=max(use.peak_bytes for use in prediction.memory.values()))
-    choice = Choice(data_parallel=2, pipeline_parallel=num_stages, num_micro_batches=4)
-    variant = Variant(choice, setup, CostModel(exact, units, BF16, 2, 1, num_stages))
-    for space in variant.space.stages():
-        if space.given.zero_stage == stage:
-            program = decided(conditions(space, variant.cost, 1e9), units, decisions)
+    variant = Variant(request(), setup, CostModel(exact, units, setup.given))
+    for each in variant.setup.stages():
+        if each.given.zero_stage == stage:
+            program = decided(conditions(each, variant.cost, 1e9), units, decisions)
             solution = solve(program)
             assert solution is not None
             assert bound(program, solution.multipliers) <= prediction.iteration_s * (1 + 1e-9)
@@ -193,15 +191,15 @@ def test_pipelines_satisfy_their_conditions(num_stages: int, num_layers: int, st
 
 def test_a_pipeline_keeps_as_many_activations_as_fit() -> None:
     units = small_units("demo-llama", 6)
-    setup = Setup(units, pipeline_parallel=2, num_micro_batches=8)
+    setup = Setup(units, Sharding(pipeline_parallel=2, num_micro_batches=8))
     peaks = {}
     for num_layers in (0, 3, 6):
-        cost = CostModel(machine(devices_per_node=2, issue_s=1e-9), units, BF16, 1, 1, 2)
+        cost = CostModel(machine(devices_per_node=2, issue_s=1e-9), units, setup.given)
         peaks[num_layers] = Scorer(Workload(units, 64), cost).score(staged(setup, num_layers, 0))
     times = [peaks[num_layers].iteration_s for num_layers in (0, 3, 6)]
     assert times[0] > times[1] > times[2]
     room = peaks[3].filled["gpu"] * 1e12 * 1.001  # type: ignore[index]
-    tight = CostModel(machine(devices_per_node=2, issue_s=1e-9, gpu_bytes=room), units, BF16, 1, 1, 2)
+    tight = CostModel(machine(devices_per_node=2, issue_s=1e-9, gpu_bytes=room), units, setup.given)
     found = search_pipeline(setup, Scorer(Workload(units, 64), tight))
     assert not found.missing_bytes
     assert found.iteration_s <= times[1]
@@ -246,8 +244,8 @@ def test_a_new_pattern_is_planned_without_being_known(ranks: int) -> None:
     mlp = next(unit for unit in units if unit.name == "layers.1.mlp")
     assert mlp.parts(Degrees(data_parallel=ranks)) == 2
     profile = machine(devices_per_node=4, gpu_bytes=3e7)
-    setup = Setup(units, data_parallel=ranks, subgroup_params=400_000)
-    variant = Variant(Choice(data_parallel=ranks), setup, CostModel(profile, units, BF16, ranks))
+    setup = Setup(units, Sharding(data_parallel=ranks, subgroup_params=400_000))
+    variant = Variant(request(), setup, CostModel(profile, units, setup.given))
     found = search(setup, Scorer(Workload(units, 64), variant.cost), 60).best
     assert not found.missing_bytes
     schedule = lower(units, found.decisions, asynchronous=True)

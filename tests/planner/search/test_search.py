@@ -11,10 +11,11 @@ from machines import machine
 
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.registry import load_profile
+from planner.choices.request import Request
 from planner.decisions import Place
 from planner.models import resolve_model
 from planner.placements import mixed, resident
-from planner.plan.planning import Request, make_plan, prepare
+from planner.plan.planning import make_plan, prepare
 from planner.schedule.schedule import Schedule
 from planner.search import Candidate, Outcome, Scorer, scoring, search
 from planner.search.descent import descend

@@ -15,11 +15,13 @@ from walked import ordered_by_rules
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.registry import load_profile
 from planner.bounds.certificate import CertificateError, infeasible
-from planner.decisions import Decisions, Place
+from planner.choices.request import Request
+from planner.choices.variants import variants
+from planner.decisions import Decisions, Place, Sharding
 from planner.models import resolve_model
 from planner.placements import mixed
 from planner.plan.document import Plan
-from planner.plan.planning import InfeasibleError, Request, prepare
+from planner.plan.planning import InfeasibleError, prepare
 from planner.plan.remedies import what_would_fit
 from planner.search import Scorer, first_look, search
 from planner.search.moves import neighbours
@@ -46,10 +48,12 @@ def small(hardware: HardwareProfile, storage: Storage, **options: object) -> Req
 def mixes(draw: st.DrawFn) -> tuple[Setup, Mix]:
     setup = Setup(
         small_units(draw(st.sampled_from(MODELS)), 3),
-        data_parallel=draw(st.sampled_from([1, 4])),
-        num_micro_batches=draw(st.sampled_from([1, 2])),
-        subgroup_params=500_000,
-        clip=draw(st.booleans()),
+        Sharding(
+            data_parallel=draw(st.sampled_from([1, 4])),
+            num_micro_batches=draw(st.sampled_from([1, 2])),
+            subgroup_params=500_000,
+            clip=draw(st.booleans()),
+        ),
         storage="nvme",
     )
     total, count = sum(len(pieces(setup, unit)) for unit in setup.units), len(setup.units)
@@ -58,7 +62,7 @@ def mixes(draw: st.DrawFn) -> tuple[Setup, Mix]:
         num_stream=draw(st.integers(0, total)),
         num_keep=draw(st.integers(0, 3)),
         num_host=draw(st.integers(0, count)),
-        zero_stage=draw(st.sampled_from([2, 3])) if setup.data_parallel > 1 else 0,
+        zero_stage=draw(st.sampled_from([2, 3])) if setup.given.data_parallel > 1 else 0,
         num_nvme=draw(st.integers(0, total)),
         num_on_nvme=draw(st.integers(0, count)),
         num_offload=draw(st.integers(0, 3)),
@@ -95,7 +99,7 @@ def test_single_moves_are_valid_and_stay_within_what_may_be_used(drawn: tuple[Se
 
 
 def test_counts_of_a_mix_are_what_it_says() -> None:
-    setup = Setup(small_units("demo-llama", 4), subgroup_params=1_000_000, storage="nvme")
+    setup = Setup(small_units("demo-llama", 4), Sharding(subgroup_params=1_000_000), storage="nvme")
     total = sum(len(pieces(setup, unit)) for unit in setup.units)
     decided = mixed(setup, Mix(2, 3, 1, num_host=4, num_nvme=total, num_on_nvme=2, num_offload=2, num_evict=1))
     segments = {unit.segment: decided.units[unit.name].activations for unit in setup.units if unit.recompute}
@@ -130,7 +134,7 @@ def test_nvme_is_used_where_nothing_fits_without(on_nvme: Plan) -> None:
 
 def test_what_was_asked_for_is_what_is_verified(on_nvme: Plan) -> None:
     """A bound for schedules without storage is none for those with it, whoever says so."""
-    constraints = on_nvme.constraints.model_copy(update={"storage": "never"})
+    constraints = dataclasses.replace(on_nvme.constraints, storage="never")
     with pytest.raises(CertificateError):
         verify(on_nvme.model_copy(update={"constraints": constraints}).sealed())
 
@@ -170,8 +174,8 @@ def test_never_worse_than_without_nor_than_engines_that_swap(hardware: HardwareP
 def test_offloaded_activations_take_room_on_the_host() -> None:
     """With the same memory that is enough for one sequence, none is found, and proven, for many."""
     tight = machine(gpu_bytes=1.5e8, host_bytes=4e8)
-    assert not infeasible(small(tight, "activations", micro_batch=1).variants())
-    assert infeasible(small(tight, "activations", micro_batch=64).variants())
+    assert not infeasible(variants(small(tight, "activations", micro_batch=1)))
+    assert infeasible(variants(small(tight, "activations", micro_batch=64)))
 
 
 def test_drives_that_are_not_there_are_not_asked_for() -> None:
@@ -187,7 +191,7 @@ def test_drives_that_are_not_there_are_not_asked_for() -> None:
 def test_real_machines(model: str, hardware: str, micro_batch: int, without: float | None, storage: Storage) -> None:
     request = Request(resolve_model(model), load_profile(hardware), micro_batch=micro_batch, loss_tile_tokens=10**6)
     if without is None:  # or else the time that is proven to be the least without
-        assert infeasible(request.variants())
+        assert infeasible(variants(request))
     plan = make_plan(dataclasses.replace(request, storage=storage), None if ALL else 120)
     assert plan.prediction.iteration_s < 0.95 * (without or float("inf"))
     assert plan.decisions.uses_storage
@@ -199,7 +203,7 @@ def test_real_machines(model: str, hardware: str, micro_batch: int, without: flo
 def test_mixtures_that_use_drives_for_everything_are_tried() -> None:
     """Only if gradients and activations wait on NVMe too is there room for state that the device updates."""
     request = Request(resolve_model("opt-175b"), load_profile("rtx4090-12ssd"), micro_batch=4, storage="nvme")
-    chosen = request.variants()[0]
+    chosen = variants(request)[0]
     found = first_look(chosen.setup, Scorer(Workload(chosen.setup.units, 2048), chosen.cost))
     assert found.iteration_s < 130
     assert found.decisions.spill_gradients

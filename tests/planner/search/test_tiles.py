@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 
 from hwprofiles.registry import load_profile
+from planner.choices.request import Request
 from planner.choices.tiles import tile_of
+from planner.choices.variants import variants
 from planner.explain.trial import Bench
 from planner.explain.tricks import TRICKS, without
 from planner.graph import Batch, build_graph, units
@@ -14,7 +16,7 @@ from planner.models import ModelConfig, resolve_model
 from planner.models.config import ModelConfigError
 from planner.models.kernels import Gemm, flop
 from planner.plan.document import describe
-from planner.plan.planning import Request, make_plan
+from planner.plan.planning import make_plan
 from planner.schedule.tasks import Tier
 from planner.terms import default_micro_batch
 from planner.verification import verify
@@ -24,7 +26,7 @@ REQUEST = Request(MODEL, load_profile("rtx-4090"), seq_len=2048, micro_batch=1)
 
 
 def tiles(request: Request) -> list[int | None]:
-    return [variant.choice.loss_tile_tokens for variant in request.variants()]
+    return [variant.choice.loss_tile_tokens for variant in variants(request)]
 
 
 @pytest.mark.parametrize(("micro_batch", "is_tiled"), [(1, True), (2, True), (4, True)])
@@ -81,14 +83,14 @@ def test_a_long_sequence_fits_with_tiles_alone() -> None:
 
 
 def layer_tiles(request: Request) -> list[int | None]:
-    return [variant.choice.layer_tile_tokens for variant in request.variants()]
+    return [variant.choice.layer_tile_tokens for variant in variants(request)]
 
 
 LONG = Request(resolve_model("llama-3-8b"), load_profile("h100"), seq_len=65536, micro_batch=1)
 
 
 def test_layers_in_tiles_are_compared_if_one_takes_a_fifth_of_the_device() -> None:
-    assert [variant.choice.tiles for variant in LONG.variants()] == [
+    assert [variant.choice.tiles for variant in variants(LONG)] == [
         (None, None),
         (4096, None),
         (2048, 16384),  # attention takes more than a smaller tile saves
@@ -109,7 +111,7 @@ def test_layers_in_tiles_are_compared_if_one_takes_a_fifth_of_the_device() -> No
 def test_layers_that_cannot_be_tiled_are_refused(change: dict[str, Any], message: str) -> None:
     request = dataclasses.replace(LONG, seq_len=2048, layer_tile_tokens=64)
     with pytest.raises(ModelConfigError, match=f"{message}.*leave --layer-tile"):
-        dataclasses.replace(request, **change).variants()
+        variants(dataclasses.replace(request, **change))
 
 
 @pytest.mark.parametrize("tile", [64, 100, 2000])
@@ -137,4 +139,4 @@ def test_the_default_micro_batch_of_long_sequences_is_small() -> None:
     assert [default_micro_batch(n) for n in (1, 8192, 8193, 16384, 32768, 10**6)] == [4, 4, 3, 2, 1, 1]
     for seq_len, expected in ((2048, 4), (32768, 1)):
         request = Request(MODEL, load_profile("h200"), seq_len=seq_len, loss_tile_tokens=1024)
-        assert request.variants()[0].choice.micro_batch == expected
+        assert variants(request)[0].choice.micro_batch == expected

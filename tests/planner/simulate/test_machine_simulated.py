@@ -13,7 +13,7 @@ from machines import machine
 from hwprofiles.profile import HardwareProfile
 from planner.costs.model import CostModel
 from planner.costs.resources import Price, Resource
-from planner.decisions import BF16, Place
+from planner.decisions import Place, Sharding
 from planner.lowering import lower
 from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import Lane, Op, Phase, Task
@@ -105,7 +105,7 @@ def test_steady_iterations_repeat(profile: HardwareProfile, place: Place, overla
         pytest.skip("this machine has no drives")
     units = small_units()
     schedule = lower(units, decide(units, place, overlap_next_forward=overlap), asynchronous=True)
-    cost = CostModel(profile, units, BF16, 1)
+    cost = CostModel(profile, units, Sharding())
     steady = run_until_steady(schedule, cost)
     assert steady.converged
     periods_s = [steady.timeline.period_s(i) for i in (steady.steady, steady.steady + 1)]
@@ -118,7 +118,7 @@ def test_steady_iterations_repeat(profile: HardwareProfile, place: Place, overla
 def test_a_cpu_update_is_hidden_behind_the_next_forward() -> None:
     """By hand: without overlap the update is waited for; with it only what compute does not cover."""
     units = small_units(micro_batch=8)
-    cost = CostModel(machine(), units, BF16, 1)
+    cost = CostModel(machine(), units, Sharding())
     periods_s = {}
     for overlap in (True, False):
         decisions = decide(units, Place.CPU, overlap_next_forward=overlap, clip=True)

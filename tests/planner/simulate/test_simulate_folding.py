@@ -14,7 +14,7 @@ from hwprofiles.profile import HardwareProfile
 from hwprofiles.registry import load_profile
 from planner.costs.model import CostModel
 from planner.costs.resources import Resource
-from planner.decisions import BF16, Place
+from planner.decisions import Place, Sharding
 from planner.lowering import lower
 from planner.simulate import FluidSystem, FluidTask, simulate
 from planner.simulate.machine import SimulatedMachine
@@ -159,7 +159,7 @@ def test_a_lowered_schedule(name: str, num_ranks: int, place: Place, clip: bool,
     profile = load_profile(name)
     units = small_units()
     decisions = decide(units, place, data_parallel=num_ranks, zero_stage=3, clip=clip)
-    cost = CostModel(profile, units, BF16, num_ranks)
+    cost = CostModel(profile, units, Sharding(data_parallel=num_ranks))
     schedule = lower(units, decisions, asynchronous=True)
     capacity, sharers = whole(profile, cost)
     assert [cost.capacities()[r] for r in Resource] == fold(capacity, sharers)

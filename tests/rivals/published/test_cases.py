@@ -122,8 +122,8 @@ def test_model_batch_and_parallelism_reach_the_setup():
     some = case(INTERLEAVED, batch__global_batch=24)
     units, setup = setup_of(some)
     assert sum(unit.num_params for unit in units) == some.model.num_params
-    assert (setup.data_parallel, setup.micro_batch, setup.num_micro_batches) == (2, 4, 3)
-    assert setup.subgroup_params == 100_000_000
+    assert (setup.given.data_parallel, setup.given.micro_batch, setup.given.num_micro_batches) == (2, 4, 3)
+    assert setup.given.subgroup_params == 100_000_000
     attention = [kernel for unit in units for kernel in unit.forward if isinstance(kernel, Attention)]
     flash, _ = setup_of(case(INTERLEAVED, model__flash_attention=True))
     fused = [kernel for unit in flash for kernel in unit.forward if isinstance(kernel, Attention)]
@@ -184,7 +184,7 @@ def test_in_memory_cases_at_every_zero_stage(zero_stage, all_reduced):
     scattered = sum(task.num_bytes for task in schedule.tasks if task.op is Op.SCATTER)
     updated = sum(task.num_params for task in schedule.tasks if task.op is Op.UPDATE)
     params = sum(unit.num_params for unit in units)
-    times = 2 if all_reduced else setup.num_micro_batches if zero_stage >= 2 else 1
+    times = 2 if all_reduced else setup.given.num_micro_batches if zero_stage >= 2 else 1
     assert scattered == 2 * params * times  # bytes of bf16
     assert updated == pytest.approx(params if zero_stage == 0 else params / 8, rel=0.01)
 

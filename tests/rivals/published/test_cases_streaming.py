@@ -16,13 +16,13 @@ from machines import machine
 from torch.utils.flop_counter import FlopCounterMode
 
 from hwprofiles.registry import load_profile
+from planner.choices.request import Request
 from planner.costs.model import CostModel
-from planner.decisions import BF16, Place, Precision
+from planner.decisions import BF16, Place, Precision, Sharding
 from planner.graph import Batch, Gemm, build_graph, units
 from planner.models import resolve_model
 from planner.models.formulas.work import newton_schulz
 from planner.models.kernels import flop
-from planner.plan.planning import Request
 from planner.schedule.tasks import Op, Tier
 from planner.search.scoring import Scorer
 from planner.setup import Setup
@@ -42,12 +42,12 @@ def setup(num_rounds: int = 2, **options: Any) -> Setup:
     largest = max(unit.num_params for unit in model_units)
     precision = Precision(weights="bf16", state="bf16")
     given = {"num_micro_batches": num_rounds, "precision": precision, "clip": False, "subgroup_params": largest}
-    return Setup(model_units, **{**given, **options})
+    return Setup(model_units, Sharding(**{**given, **options}))
 
 
-def scorer(given: Setup, gpu_bytes: float = 1e12) -> Scorer:
-    cost = CostModel(machine(gpu_bytes=gpu_bytes), given.units, given.precision, 1, optimizer=given.optimizer)
-    return Scorer(Workload(given.units, 64), cost, lower=lower)
+def scorer(some: Setup, gpu_bytes: float = 1e12) -> Scorer:
+    cost = CostModel(machine(gpu_bytes=gpu_bytes), some.units, some.given)
+    return Scorer(Workload(some.units, 64), cost, lower=lower)
 
 
 def test_a_layer_saves_what_the_engine_documents() -> None:

@@ -105,7 +105,7 @@ def test_models_have_the_sizes_of_their_names() -> None:
 def decided(case: SwappingCase, count: int, num_on_host: int | None = None) -> tuple[Decisions, CostModel]:
     setup = case._setup()
     (decisions,) = ratel(setup, (count,), num_on_host)
-    return decisions, CostModel(load_profile(case.hardware), setup.units, decisions.precision, 1)
+    return decisions, CostModel(load_profile(case.hardware), setup.units, decisions)
 
 
 def test_what_the_host_cannot_hold_goes_on_to_nvme() -> None:
@@ -129,7 +129,7 @@ def test_a_model_too_large_for_the_drives_misses_bytes_there() -> None:
     whole = load_profile(case.hardware)
     assert whole.nvme is not None
     small = whole.model_copy(update={"nvme": whole.nvme.with_drives(1)})
-    cost = CostModel(small, setup.units, decisions.precision, 1)
+    cost = CostModel(small, setup.units, decisions)
     simulation = run_until_steady(lower(setup.units, decisions, asynchronous=True), cost)
     nvme = memory_peaks(simulation.timeline, simulation.steady, cost)[Tier.NVME]
     assert nvme.peak_bytes == pytest.approx(14 * 412e9, rel=0.02)
@@ -151,7 +151,7 @@ def test_an_optimizer_on_nvme_is_swapped_in_turn() -> None:
     decisions = decide(case, setup)
     assert decisions.gradient_path is GradientPath.ZERO3_PINNED
     assert {place for unit in decisions.units.values() for place in unit.update} == {Place.NVME}
-    cost = CostModel(load_profile(case.hardware), model_units, decisions.precision, 4)
+    cost = CostModel(load_profile(case.hardware), model_units, decisions)
     simulation = run_until_steady(lower(model_units, decisions, asynchronous=True), cost)
     swaps = sorted(
         (span.start_s, span.end_s)

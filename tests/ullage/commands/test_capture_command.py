@@ -13,10 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hwprofiles.registry import load_profile
+from planner.choices.request import Request
 from planner.decisions import FP32
 from planner.models.captured import CapturedInput, CapturedModel
 from planner.plan.document import load_plan
-from planner.plan.planning import Request, make_plan
+from planner.plan.planning import make_plan
 from ullage.capture import capture_module
 from ullage.cli.arguments import input_shape
 from ullage.main import main

@@ -21,9 +21,10 @@ from transformers import AutoModelForCausalLM
 
 from executor.checkpoint import Store
 from hwprofiles.registry import load_profile
+from planner.choices.request import Request
 from planner.decisions import FP32
 from planner.plan.document import load_plan
-from planner.plan.planning import Request, make_plan
+from planner.plan.planning import make_plan
 from ullage.main import main
 from ullage.training.levels import memory_folder
 

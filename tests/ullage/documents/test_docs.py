@@ -283,5 +283,5 @@ def test_what_files_leave_out_has_a_default() -> None:
     make = reference()
     roots = [root for _, _, roots in make.FILES.values() for root in roots]
     for model in make.reached([*roots, *make.PAGES]):
-        for name, field in model.model_fields.items():
+        for name, field in make.fields_of(model).items():
             assert not (field.is_required() and type(None) in get_args(field.annotation)), f"{model.__name__}.{name}"

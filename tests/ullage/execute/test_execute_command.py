@@ -16,11 +16,12 @@ from narrow import narrow_llama
 
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.registry import load_profile
+from planner.choices.request import Request
 from planner.decisions import FP32, Place
 from planner.models import to_hf_config_dict
 from planner.optimizers import OPTIMIZERS
 from planner.plan.document import load_plan
-from planner.plan.planning import Request, make_plan
+from planner.plan.planning import make_plan
 from planner.schedule.tasks import MemoryClass, Tier
 from ullage.analysis.comparison import compare_record
 from ullage.analysis.runs import MIN_MEASURED, load_run

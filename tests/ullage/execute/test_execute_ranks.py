@@ -18,9 +18,10 @@ from narrow import narrow_llama
 from hwprofiles.profile import Fabric, HardwareProfile
 from hwprofiles.quantity import Provenance, Quantity
 from hwprofiles.registry import load_profile
+from planner.choices.request import Request
 from planner.decisions import FP32, Place, UnitDecision
 from planner.plan.document import load_plan
-from planner.plan.planning import Request, make_plan, prepare
+from planner.plan.planning import make_plan, prepare
 from planner.search import Scorer
 from ullage.analysis.runs import load_run
 from ullage.analysis.simulation import request_of

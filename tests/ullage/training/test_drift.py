@@ -16,9 +16,10 @@ from hwprofiles.paths import number, quantities, replace
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.quantity import Provenance
 from hwprofiles.registry import load_profile
+from planner.choices.request import Request
 from planner.decisions import FP32
 from planner.plan.document import Plan
-from planner.plan.planning import Request, make_plan
+from planner.plan.planning import make_plan
 from planner.schedule.tasks import Lane
 from planner.schedule.timeline import Timeline
 from ullage.analysis.simulation import simulate

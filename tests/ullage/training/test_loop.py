@@ -16,9 +16,10 @@ from executor.memory.arenas import MeasuredMemory
 from executor.prepare import OffloadedOptimizer
 from hwprofiles.profile import FOR_LIBRARIES_BYTES
 from hwprofiles.registry import load_profile
+from planner.choices.request import Request
 from planner.models import resolve_model
 from planner.plan.document import Plan
-from planner.plan.planning import Request, make_plan
+from planner.plan.planning import make_plan
 from ullage.training.batches import Batches
 from ullage.training.loop import Step, train
 from ullage.training.models import prepared

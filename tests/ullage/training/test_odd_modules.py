@@ -18,6 +18,7 @@ from torch.nn.utils import parametrizations, prune
 import ullage
 from executor.options import Options
 from executor.prepare import prepare_session
+from planner.choices.variants import variants
 from planner.decisions import UnitDecision
 from planner.plan.planning import make_plan
 from planner.search import smallest
@@ -82,7 +83,7 @@ def test_units_that_compute_nothing_or_need_all_weights_are_planned(reads: bool,
 @pytest.mark.parametrize("inner", [(64,) * 4, (64, 48, 64, 80)], ids=["equal", "different"])
 def test_weights_that_are_needed_at_once_are_in_different_slots(inner: tuple[int, ...]) -> None:
     """Also if the ring of each size has a single slot: the model trains as in memory."""
-    variant = request(lambda: Hidden(reads=True, width=32, inner=inner), 16, 10_000_000).variants()[0]
+    variant = variants(request(lambda: Hidden(reads=True, width=32, inner=inner), 16, 10_000_000))[0]
     check_trained(variant, "keep", lambda: Hidden(reads=True, width=32, inner=inner))
 
 
@@ -122,7 +123,7 @@ class InPlace(nn.Module):
 @pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
 @pytest.mark.parametrize("where", ["block", "argument", "caller", "product"])
 def test_what_is_changed_in_place_is_recomputed_from_what_it_was(where: str, activations: str) -> None:
-    variant = request(lambda: InPlace(where), 16, 10_000_000).variants()[0]
+    variant = variants(request(lambda: InPlace(where), 16, 10_000_000))[0]
     check_trained(variant, activations, lambda: InPlace(where), num_samples=4)  # so there is room for all products
 
 
@@ -165,7 +166,7 @@ class Inside(nn.Module):
 @pytest.mark.parametrize("name", INSIDE)
 def test_what_a_block_does_is_recomputed_or_kept(name: str) -> None:
     """Two models train at once, and have a module in common."""
-    variant = request(lambda: Inside(name), 16, 10_000_000).variants()[0]
+    variant = variants(request(lambda: Inside(name), 16, 10_000_000))[0]
     kept = name == "a backward"  # it would begin the recomputation
     assert any(unit.can_swap for unit in variant.setup.units) != kept
     other = Inside(name)
@@ -272,7 +273,7 @@ def test_whatever_the_search_proposes_is_accepted(seed: int) -> None:
 
     made = nn.Sequential(*(block() for _ in range(4)), nn.Linear(32, 4))
     wanted = request(lambda: made, 32, 4 * sum(p.numel() for p in made.parameters()))
-    for variant in wanted.variants():
+    for variant in variants(wanted):
         by_segment: dict[str, set[bool]] = {}
         for unit in variant.setup.units:
             by_segment.setdefault(unit.segment, set()).add(unit.can_swap)

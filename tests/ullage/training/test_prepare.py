@@ -11,10 +11,11 @@ from torch import nn
 
 import ullage
 from hwprofiles.registry import load_profile
+from planner.choices.request import Request
 from planner.decisions import FP32
 from planner.models import resolve_model
 from planner.plan.document import Plan
-from planner.plan.planning import Request, make_plan
+from planner.plan.planning import make_plan
 from ullage.main import main
 from ullage.training.batches import tokens_for
 

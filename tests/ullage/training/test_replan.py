@@ -8,10 +8,11 @@ import torch
 
 import ullage
 from hwprofiles.registry import load_profile
+from planner.choices.request import Request
 from planner.decisions import Place, UnitDecision
 from planner.models import resolve_model
 from planner.plan.document import Plan
-from planner.plan.planning import Request, make_plan, prepare
+from planner.plan.planning import make_plan, prepare
 from planner.search import Scorer
 from ullage.analysis.runs import load_run
 from ullage.analysis.simulation import simulate

@@ -14,10 +14,11 @@ from typing import Any
 from hwprofiles.files import write_whole
 from hwprofiles.machine import check_measured_here
 from hwprofiles.registry import LOCAL
+from planner.choices.request import Request
 from planner.models.adapters import Lora
 from planner.plan.checkpoints import CheckpointRequest
 from planner.plan.document import Plan
-from planner.plan.planning import InfeasibleError, Request
+from planner.plan.planning import InfeasibleError
 from planner.search import no_garbage_collection
 from ullage.cli.checkpoint_request import checkpoints_of, with_pfs
 from ullage.cli.exit_codes import BAD_INPUT
@@ -122,7 +123,7 @@ def _with_adapters(args: argparse.Namespace, request: Request) -> Iterator[tuple
         changed |= options
         changed_args = argparse.Namespace(**vars(args) | changed)
         with contextlib.suppress(ValueError):  # a library is missing, or the model has no projections
-            model, seq_len, _ = trained(changed_args, request.job.precision, lambda model: model, as_on_gpu=on_gpu)
+            model, seq_len, _ = trained(changed_args, request.types, lambda model: model, as_on_gpu=on_gpu)
             yield words, dataclasses.replace(request, model=model, seq_len=seq_len)
 
 

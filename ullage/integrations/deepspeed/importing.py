@@ -5,10 +5,11 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from hwprofiles.profile import HardwareProfile
+from planner.choices.request import Request
 from planner.decisions import BF16, Precision
 from planner.optimizers import Optimizer
 from planner.plan.document import Plan
-from planner.plan.planning import InfeasibleError, Request, prepare
+from planner.plan.planning import InfeasibleError, prepare
 from planner.schedule.tasks import Tier
 from planner.search import Scorer
 from planner.terms import default_micro_batch

@@ -26,7 +26,7 @@ from planner.checkpoints.reading import RunTimes, times
 from planner.checkpoints.state import Shard, coarse
 from planner.costs.model import CostModel
 from planner.costs.resources import Price, Resource
-from planner.decisions import BF16
+from planner.decisions import Sharding
 from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import Lane, Op, Phase, Task, Tier
 from planner.simulate.machine import run
@@ -158,7 +158,9 @@ class CheckpointCase(Case):
                 every=checkpoint.every_iterations,
                 buffer_bytes=buffer_bytes,
             )
-            costs = CheckpointCosts(CostModel(profile, (), BF16, self.gpus), engine, "pfs", num_files=self.num_files)
+            costs = CheckpointCosts(
+                CostModel(profile, (), Sharding(data_parallel=self.gpus)), engine, "pfs", num_files=self.num_files
+            )
             prices = costs.prices(made, training)
         except ValueError as error:
             raise CaseError(f"case {self.id}: {error}") from error

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from hwprofiles.profile import HardwareProfile
-from planner.decisions import Precision
+from planner.decisions import Precision, Sharding
 from planner.graph import Batch, build_graph, units
 from planner.models.config import LatentAttention, ModelConfig
 from planner.models.formulas import experts
@@ -200,12 +200,14 @@ class InMemoryCase(Case):
         config, batch = self.share()
         setup = Setup(
             units(build_graph(config, batch)),
-            data_parallel=replicas,
-            micro_batch=self.micro_batch,
-            num_micro_batches=self.num_micro_batches,
-            precision=Precision(weights="bf16", gradients="fp32"),
-            tensor_parallel=parallel.tensor_parallel,
-            expert_parallel=max(parallel.expert_parallel // parallel.tensor_parallel, 1),
+            Sharding(
+                data_parallel=replicas,
+                micro_batch=self.micro_batch,
+                num_micro_batches=self.num_micro_batches,
+                precision=Precision(weights="bf16", gradients="fp32"),
+                tensor_parallel=parallel.tensor_parallel,
+                expert_parallel=max(parallel.expert_parallel // parallel.tensor_parallel, 1),
+            ),
         )
         decisions = next(gpu_only(setup)).model_copy(
             update={"reduce_start": "step", "pipeline_parallel": parallel.pipeline_parallel}

@@ -6,7 +6,7 @@ from pydantic import Field
 
 from hwprofiles.profile import HardwareProfile
 from planner.costs.model import CostModel
-from planner.decisions import Precision
+from planner.decisions import Precision, Sharding
 from planner.graph import Batch, build_graph, units
 from planner.models.registry import DEFAULT_POSITIONS, model_from_case
 from planner.search.scoring import Scorer
@@ -87,7 +87,7 @@ class StreamingCase(Case):
         machine = within(profile, self.device_budget_gib)
         num_rounds = self.tokens_per_step // self.tokens_per_round
         few = self.setup(min(num_rounds, _ROUNDS))
-        cost = CostModel(machine, few.units, few.precision, 1, optimizer=self.engine.optimizer)
+        cost = CostModel(machine, few.units, few.given)
         best = best_streaming(few, Scorer(Workload(few.units, self.seq_len), cost, lower=lower))
         decisions = best.decisions.model_copy(update={"num_micro_batches": num_rounds})
         simulation = run_until_steady(lower(few.units, decisions, asynchronous=True), cost)
@@ -108,12 +108,14 @@ class StreamingCase(Case):
         model_units = units(build_graph(model_from_case(sizes), batch))
         return Setup(
             model_units,
-            micro_batch=batch.micro_batch,
-            num_micro_batches=num_rounds,
-            clip=False,
-            precision=Precision(weights="bf16", state="bf16"),
-            optimizer=self.engine.optimizer,
-            subgroup_params=max(unit.num_params for unit in model_units if unit.can_swap),
+            Sharding(
+                micro_batch=batch.micro_batch,
+                num_micro_batches=num_rounds,
+                clip=False,
+                precision=Precision(weights="bf16", state="bf16"),
+                optimizer=self.engine.optimizer,
+                subgroup_params=max(unit.num_params for unit in model_units if unit.can_swap),
+            ),
         )
 
 

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from hwprofiles.profile import HardwareProfile
 from planner.costs.model import CostModel, total_flop
+from planner.decisions import Sharding
 from planner.graph import Batch, build_graph, units
 from planner.models.registry import model_from_case
 from planner.schedule.tasks import Tier
@@ -71,7 +72,7 @@ class SwappingCase(Case):
         self.check_one_device(profile)
         machine = self._with_drives(profile)
         setup = self._setup()
-        cost = CostModel(machine, setup.units, setup.precision, 1)
+        cost = CostModel(machine, setup.units, setup.given)
         num_on_host = _segments_on_host(setup, cost)
 
         @functools.cache
@@ -123,7 +124,7 @@ class SwappingCase(Case):
         model_units = units(build_graph(config, Batch(self.batch, SEQ_LEN)))
         # Gradients are handed to the optimizer, and state swapped, a whole unit at a time.
         largest = max(unit.num_params for unit in model_units)
-        return Setup(model_units, micro_batch=self.batch, clip=False, subgroup_params=largest)
+        return Setup(model_units, Sharding(micro_batch=self.batch, clip=False, subgroup_params=largest))
 
 
 def _segments_on_host(setup: Setup, cost: CostModel) -> int:

@@ -1,6 +1,5 @@
 """Cases of training: an engine, its parallelism and batch, and the phases of its iteration."""
 
-import dataclasses
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
@@ -8,7 +7,7 @@ from pydantic import Field, ValidationError
 
 from hwprofiles.profile import HardwareProfile
 from planner.costs.model import CostModel
-from planner.decisions import BF16
+from planner.decisions import BF16, Sharding
 from planner.graph import Batch, Unit, build_graph, units
 from planner.models.config import ModelConfig
 from planner.models.parameters import num_parameters
@@ -259,12 +258,14 @@ def setup_of(case: TrainingCase) -> tuple[tuple[Unit, ...], Setup]:
     except ValueError as error:
         raise CaseError(f"case {case.id}: model: {error}") from error
     setup = Setup(
-        units=model_units,
-        data_parallel=case.parallel.data_parallel,
-        micro_batch=case.batch.micro_batch,
-        num_micro_batches=_num_micro_batches(case),
-        precision=BF16,
-        subgroup_params=case.engine.subgroup_params,
+        model_units,
+        Sharding(
+            data_parallel=case.parallel.data_parallel,
+            micro_batch=case.batch.micro_batch,
+            num_micro_batches=_num_micro_batches(case),
+            precision=BF16,
+            subgroup_params=case.engine.subgroup_params,
+        ),
     )
     return model_units, setup
 
@@ -287,11 +288,11 @@ def _engine(case: TrainingCase, setup: Setup) -> RivalDecisions:
     engine = case.engine
     if engine.name == "gpu-only":
         # Without sharding, every rank updates all parameters, so the pieces are those of one rank.
-        whole = setup if case.zero_stage else dataclasses.replace(setup, data_parallel=1)
-        chosen = _pick(gpu_only(whole), case, zero_stage=case.zero_stage if setup.data_parallel > 1 else 0)
+        whole = setup if case.zero_stage else setup.changed(data_parallel=1)
+        chosen = _pick(gpu_only(whole), case, zero_stage=case.zero_stage if setup.given.data_parallel > 1 else 0)
         return chosen.model_copy(
             update={
-                "data_parallel": setup.data_parallel,
+                "data_parallel": setup.given.data_parallel,
                 "pipeline_parallel": case.parallel.pipeline_parallel,
                 # DeepSpeed adds gradients up after the last micro-batch, unless it shards them.
                 "reduce_start": "step" if case.zero_stage < 2 else "backward",

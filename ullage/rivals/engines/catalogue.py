@@ -63,9 +63,9 @@ def can_run(name: str, setup: Setup, num_nodes: int) -> bool:
     MegaTrain and layer streaming are known for one device, RoundPipe for the devices of one node without other
     parallelism. Some have no optimizer but Adam.
     """
-    if name in _ONLY_ADAM and setup.optimizer != "adamw":
+    if name in _ONLY_ADAM and setup.given.optimizer != "adamw":
         return False
-    alone = setup.tensor_parallel * setup.pipeline_parallel * setup.expert_parallel == 1
+    alone = setup.given.tensor_parallel * setup.given.pipeline_parallel * setup.given.expert_parallel == 1
     if name in _ONE_DEVICE:
-        return alone and setup.data_parallel == 1
+        return alone and setup.given.data_parallel == 1
     return name not in _ONE_NODE or (alone and num_nodes == 1)

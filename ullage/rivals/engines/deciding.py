@@ -13,16 +13,21 @@ AFTER_BACKWARD: Final[dict[str, Any]] = {"overlap_next_forward": False}
 """Options of engines whose next forward waits for all updates."""
 
 
+def given(setup: Setup) -> dict[str, Any]:
+    """Return what is given, as engines take it: with whole master copies, and weights that move in their own type."""
+    return {**dict(setup.given), "precision": setup.given.precision.whole, "fp8_weights": None}
+
+
 def gpu_only(setup: Setup) -> Iterator[RivalDecisions]:
     """Plain training: everything on the device; over several devices as ZeRO-1, 2 or 3 (FSDP)."""
-    for stage in (1, 2, 3) if setup.data_parallel > 1 else (0,):
+    for stage in (1, 2, 3) if setup.given.data_parallel > 1 else (0,):
         for activations in ACTIVATIONS:
             yield decide(setup, "gpu-only", activations, lambda _: Place.GPU, zero_stage=stage, **AFTER_BACKWARD)
 
 
 def num_subgroups(setup: Setup) -> int:
     """Return the number of subgroups of one rank's parameters, if they are cut across units."""
-    return -(-sum(sum(pieces(setup, unit)) for unit in setup.units) // setup.subgroup_params)
+    return -(-sum(sum(pieces(setup, unit)) for unit in setup.units) // setup.given.subgroup_params)
 
 
 def decide(
@@ -47,15 +52,8 @@ def decide(
         units[unit.name] = UnitDecision(
             params=params if unit.num_weights else "gpu",
             activations=activations if unit.can_swap else "keep",
-            update=tuple(place(start // setup.subgroup_params) for start, _ in zip(starts, sizes, strict=False)),
+            update=tuple(place(start // setup.given.subgroup_params) for start, _ in zip(starts, sizes, strict=False)),
             streamed_gradients="gpu",  # Deep Optimizer States leaves them where they are
         )
         offset += sum(sizes)
-    return RivalDecisions.model_validate(
-        {
-            **setup.given,
-            "policy": policy,
-            "units": units,
-            **options,
-        }
-    )
+    return RivalDecisions.model_validate({**given(setup), "policy": policy, "units": units, **options})

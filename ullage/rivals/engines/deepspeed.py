@@ -78,7 +78,7 @@ def super_offload(setup: Setup, fractions: Sequence[float] = (*TWIN_FLOW_FRACTIO
     """
     for decisions in twin_flow(setup, fractions):
         update = {"policy": "super-offload", "host_update": HostUpdate.SUPER_OFFLOAD}
-        if not setup.clip:
+        if not setup.given.clip:
             update |= {"update_start": "backward", "update_order": "backward"}
         yield decisions.model_copy(update=update)
 
@@ -125,7 +125,7 @@ def reduce_buffer_bytes(setup: Setup, bucket_params: int = REDUCE_BUCKET_PARAMS)
     Gradients are copied into a flat bucket, even on one rank (``stage3.py::__add_grad_to_ipg_bucket``). The input of a
     reduction over several ranks is made from it (``coalesced_collectives.py::reduce_scatter_coalesced``).
     """
-    return (2 if setup.data_parallel > 1 else 1) * bucket_params * setup.precision.weight_bytes
+    return (2 if setup.given.data_parallel > 1 else 1) * bucket_params * setup.given.precision.weight_bytes
 
 
 def num_live_segments(setup: Setup, max_live_params: int = MAX_LIVE_PARAMS) -> int:

@@ -93,7 +93,7 @@ def _placed(setup: Setup, settings: DeepSpeed) -> Iterator[RivalDecisions]:
             policy = super_offload if settings.super_offload else twin_flow
             yield from policy(setup, (settings.cpu_ratio if settings.optimizer_device == "cpu" else 0.0,))
         return
-    stage = {"zero_stage": settings.stage if setup.data_parallel > 1 else 0}
+    stage = {"zero_stage": settings.stage if setup.given.data_parallel > 1 else 0}
     if settings.optimizer_device == "none":
         for decisions in list(gpu_only(setup))[:2]:
             yield decisions.model_copy(update=stage)

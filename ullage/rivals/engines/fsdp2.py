@@ -16,7 +16,7 @@ def fsdp2_offload(setup: Setup) -> Iterator[RivalDecisions]:
     updates all parameters on the CPU when backward has ended (``torch/distributed/fsdp/_fully_shard``).
     """
     # One layer's shard waits in fp32 on the device until it is cast.
-    fp32_bytes = 4 * max((-(-unit.num_params // setup.replicas(unit)) for unit in setup.units), default=0)
+    fp32_bytes = 4 * max((-(-unit.num_params // setup.given.replicas(unit)) for unit in setup.units), default=0)
     for activations in ACTIVATIONS:
         yield decide(
             setup,
@@ -24,7 +24,7 @@ def fsdp2_offload(setup: Setup) -> Iterator[RivalDecisions]:
             activations,
             lambda _: Place.CPU,
             params="host",
-            zero_stage=3 if setup.data_parallel > 1 else 0,
+            zero_stage=3 if setup.given.data_parallel > 1 else 0,
             gradient_path=GradientPath.FSDP2,
             device_buffer_bytes=fp32_bytes,
             **AFTER_BACKWARD,

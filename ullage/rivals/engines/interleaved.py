@@ -31,7 +31,7 @@ def interleaved(
     engine = deepspeed_options(setup, GradientPath.ZERO3_ASYNC)
     # Its one slot holds a whole subgroup. In our schedule the pieces of that subgroup pass through slots.
     piece = max((size for unit in setup.units for size in pieces(setup, unit)), default=0)
-    slot_bytes = round(OPTIMIZERS[setup.optimizer].state_bytes_per_param * (setup.subgroup_params - piece))
+    slot_bytes = round(OPTIMIZERS[setup.given.optimizer].state_bytes_per_param * (setup.given.subgroup_params - piece))
     for stride in strides:
         options = engine | {"host_update": HostUpdate.DEVICE_CAST, "num_state_slots": 1}
         if total >= stride:

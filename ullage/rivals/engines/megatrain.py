@@ -42,7 +42,7 @@ def mega_train(setup: Setup) -> Iterator[RivalDecisions]:
     Args:
         setup: the request, for one device.
     """
-    precision, weight_bytes = setup.precision, setup.precision.weight_bytes
+    precision, weight_bytes = setup.given.precision, setup.given.precision.weight_bytes
     if precision.weights == "bf16":
         precision = precision.model_copy(update={"master": "bf16"})
     layers: dict[str, list[int]] = defaultdict(list)
@@ -54,8 +54,9 @@ def mega_train(setup: Setup) -> Iterator[RivalDecisions]:
     for block in _BLOCKS:
         habits = Habits(
             recompute_block=block,
-            sum_bytes=(2 if setup.num_micro_batches == 1 else 3) * weight_bytes,  # the first is copied, others added
-            prepare_bytes=3 * weight_bytes if setup.clip else 0,  # the norm reads, scaling reads and writes
+            # The first is copied, others added.
+            sum_bytes=(2 if setup.given.num_micro_batches == 1 else 3) * weight_bytes,
+            prepare_bytes=3 * weight_bytes if setup.given.clip else 0,  # the norm reads, scaling reads and writes
             publish_bytes=3 * weight_bytes,  # weights are read and written, gradients cleared
             host_bytes=_HOST_BYTES,
             head_percent=_HEAD_PERCENT,

@@ -1,6 +1,5 @@
 """LoHan (Ratel): everything on NVMe, and updates during backward."""
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 
 from planner.decisions import Activations, Place, UnitDecision
@@ -26,11 +25,11 @@ def ratel(
     segments = setup.swappable
     shared = setup.tied
     streamed = decide(
-        dataclasses.replace(setup, clip=False),
+        setup.changed(clip=False),
         "ratel",
         "recompute",
         lambda _: Place.NVME,
-        zero_stage=3 if setup.data_parallel > 1 else 0,
+        zero_stage=3 if setup.given.data_parallel > 1 else 0,
         update_start="backward",
         update_order="backward",
         pinned_reads=False,

@@ -53,11 +53,11 @@ def round_pipe(setup: Setup, *, publishes_late: bool = True) -> Iterator[RivalDe
         setup: the request. All ranks are on one node, because one process drives them.
         publishes_late: whether the optimizer is asynchronous; otherwise the next iteration waits for it.
     """
-    weight_bytes = setup.precision.weight_bytes
+    weight_bytes = setup.given.precision.weight_bytes
     segments: dict[str, int] = defaultdict(int)
     for unit in setup.units:
         segments[unit.segment] += unit.num_weights
-    several = setup.data_parallel > 1
+    several = setup.given.data_parallel > 1
     yield decide(
         setup,
         "roundpipe" if publishes_late else "roundpipe-sync",
@@ -74,7 +74,7 @@ def round_pipe(setup: Setup, *, publishes_late: bool = True) -> Iterator[RivalDe
         habits=Habits(
             layer_by_layer=True,
             publishes_late=publishes_late,
-            prepare_bytes=weight_bytes + _FP32_BYTES + (_CLIP_PASSES * _FP32_BYTES if setup.clip else 0),
+            prepare_bytes=weight_bytes + _FP32_BYTES + (_CLIP_PASSES * _FP32_BYTES if setup.given.clip else 0),
             publish_bytes=_FP32_BYTES + weight_bytes,
             host_bytes=_FP32_BYTES,
             head_percent=_HEAD_PERCENT,

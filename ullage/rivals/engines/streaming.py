@@ -6,7 +6,6 @@ the host, or only the layer's input, from which it recomputes the rest (``docs/d
 its state is bf16 without a master copy.
 """
 
-import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
@@ -15,6 +14,7 @@ from planner.decisions import Activations, Place, UnitDecision
 from planner.search.scoring import ENDLESS, Candidate, Scorer
 from planner.setup import Setup, pieces
 from ullage.rivals.decisions import GradientPath, RivalDecisions
+from ullage.rivals.engines.deciding import given
 from ullage.rivals.habits import Habits
 
 # Layers that are on their way to or from the device: one is used while the next one arrives.
@@ -57,12 +57,12 @@ def streaming(setup: Setup, num_keep: int, num_offload: int, num_resident: int) 
             params="host" if unit.num_weights and unit.name not in resident else "gpu",
             activations=ways.get(unit.segment, "keep"),
             update=(Place.STREAM,) * len(pieces(setup, unit)),
-            streamed_gradients="gpu" if setup.num_micro_batches == 1 or unit.name in resident else "host",
+            streamed_gradients="gpu" if setup.given.num_micro_batches == 1 or unit.name in resident else "host",
         )
         for unit in setup.units
     }
     return RivalDecisions(
-        **setup.given,
+        **given(setup),
         policy="streaming",
         inputs_on_host=True,
         gradient_path=GradientPath.ON_DEVICE,
@@ -70,8 +70,8 @@ def streaming(setup: Setup, num_keep: int, num_offload: int, num_resident: int) 
         num_state_slots=_SLOTS,
         num_gradient_slots=_SLOTS,
         num_activation_slots=_SLOTS,
-        update_start="step" if setup.clip else "backward",
-        update_order="forward" if setup.clip else "backward",
+        update_start="step" if setup.given.clip else "backward",
+        update_order="forward" if setup.given.clip else "backward",
         units=units,
     )
 
@@ -101,13 +101,13 @@ def good_streaming(setup: Setup, scorer: Scorer) -> Candidate:
     """
     num_layers = len(setup.swappable)
     steps = dict.fromkeys(max(num_layers // parts, 1) for parts in _PARTS)
-    few = dataclasses.replace(setup, num_micro_batches=min(setup.num_micro_batches, _FEW_MICRO_BATCHES))
+    few = setup.changed(num_micro_batches=min(setup.given.num_micro_batches, _FEW_MICRO_BATCHES))
 
     def place(setup: Setup, num_keep: int, num_offload: int, num_resident: int) -> RivalDecisions:
         return with_own_head(streaming(setup, num_keep, num_offload, num_resident))
 
     found = _uphill(few, scorer, place, tuple(steps), _AXES, scorer.num_simulations + _MOST_SIMULATIONS)
-    return scorer.score(found.decisions.model_copy(update={"num_micro_batches": setup.num_micro_batches}))
+    return scorer.score(found.decisions.model_copy(update={"num_micro_batches": setup.given.num_micro_batches}))
 
 
 def _uphill(

@@ -41,10 +41,10 @@ def zen_flow(setup: Setup, intervals: Sequence[int] = UPDATE_INTERVALS) -> Itera
     """
     shard_params = sum(sum(pieces(setup, unit)) for unit in setup.units)
     options = deepspeed_options(setup, GradientPath.ZERO3_BLOCKING)
-    selected_bytes = _SELECTED_VALUES * setup.precision.weight_bytes * math.ceil(TOPK_RATIO * shard_params)
+    selected_bytes = _SELECTED_VALUES * setup.given.precision.weight_bytes * math.ceil(TOPK_RATIO * shard_params)
     options["device_buffer_bytes"] += selected_bytes
     for interval in intervals:
         habits = Habits(publishes_late=True, num_steps=interval, prepare_bytes=_SCALE_BYTES, host_bytes=_HOST_BYTES)
-        options |= {"habits": habits, "num_micro_batches": interval * setup.num_micro_batches}
+        options |= {"habits": habits, "num_micro_batches": interval * setup.given.num_micro_batches}
         for activations in ACTIVATIONS:
             yield decide(setup, "zenflow", activations, lambda _: Place.CPU, **options)

@@ -11,10 +11,10 @@ from typing import Any, Final, Literal
 from hwprofiles import __version__
 from planner.checkpoints.choosing import choose_checkpoints
 from planner.checkpoints.trial import Trial
-from planner.choices.choice import Choice
+from planner.choices.request import Request
 from planner.plan.checkpoints import CheckpointRequest
 from planner.plan.document import Plan, describe
-from planner.plan.planning import Found, InfeasibleError, Request, find
+from planner.plan.planning import Found, InfeasibleError, find
 from planner.schedule.tasks import Lane
 from planner.simulate.prediction import Workload
 from ullage.rivals import engines_beside
@@ -85,9 +85,8 @@ def plan_point(request: Request, effort: Effort, checkpoints: CheckpointRequest 
 def _figures(request: Request, found: Found, *, certify: bool) -> Figures:
     seen, decided = found.prediction, found.decisions
     certificate = found.certificate() if certify else None
-    critical_s, engines = sum(seen.critical_s.values()), engines_beside(request, found)
+    critical_s, engines = sum(seen.critical_s.values()), engines_beside(found)
     num_devices, per_node = decided.num_devices, request.hardware.devices_per_node
-    choice = Choice.model_validate({name: getattr(decided, name) for name in Choice.model_fields})
     return Figures(
         iteration_s=seen.iteration_s,
         forward_s=seen.forward_s,
@@ -106,7 +105,7 @@ def _figures(request: Request, found: Found, *, certify: bool) -> Figures:
             tier: Peak(peak_bytes=use.peak_bytes, capacity_bytes=use.capacity_bytes)
             for tier, use in seen.memory.items()
         },
-        choice=choice.words,
+        choice=decided.words,
         placement=describe(decided, found.own.setup.units),
         engines={name: None if row.missing_bytes else row.iteration_s for name, (_, row) in engines.items()},
         bound_s=certificate.bound_s if certificate else None,

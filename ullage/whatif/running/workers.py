@@ -12,8 +12,8 @@ from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import connection, resource_tracker
 from typing import Final
 
+from planner.choices.request import Request
 from planner.plan.checkpoints import CheckpointRequest
-from planner.plan.planning import Request
 from ullage.whatif.running.point import Effort, plan_point
 from ullage.whatif.study import Result
 

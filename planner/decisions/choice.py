@@ -1,0 +1,74 @@
+"""The choice before placement: degrees of parallelism, batch sizes and tiles."""
+
+import functools
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field
+
+from hwprofiles.quantity import Frozen
+from planner.graph import Degrees
+from planner.models.captured import Tiles
+
+Count = Annotated[int, Field(ge=1)]
+
+
+class Choice(Frozen):
+    """Degrees of parallelism, batch sizes and tiles.
+
+    Attributes:
+        data_parallel: ranks that share the model's data; each has one device.
+        tensor_parallel: ranks that share every layer, per data-parallel rank; units are then one rank's share.
+        pipeline_parallel: stages that share the layers, per data-parallel rank.
+        expert_parallel: data-parallel ranks that share the experts of every layer.
+        expert_units: units into which a rank's experts of a layer are divided.
+        loss_tile_tokens: tokens whose logits exist at a time, see [Note: Tiled logits] in
+            :mod:`executor.module.tiled_logits`; ``None``: all of the micro-batch.
+        layer_tile_tokens: tokens for which norms and MLPs compute at a time, see [Note: Tiled layers] in
+            :mod:`executor.module.tiled_layers`; ``None``: all of the micro-batch.
+        fp8_weights: weights of products in fp8 are fetched from the host, and gathered, in fp8; see [Note: Weights in
+            fp8] in :mod:`planner.decisions.fp8`. ``None``: in the type of weights.
+        micro_batch: sequences per forward, on each rank.
+        num_micro_batches: forwards+backwards per iteration (gradient accumulation).
+    """
+
+    data_parallel: Count = 1
+    tensor_parallel: Count = 1
+    pipeline_parallel: Count = 1
+    expert_parallel: Count = 1
+    expert_units: Count = 1
+    loss_tile_tokens: Count | None = None
+    layer_tile_tokens: Count | None = None
+    fp8_weights: Literal[True] | None = None
+    micro_batch: Count = 1
+    num_micro_batches: Count = 1
+
+    @classmethod
+    def of(cls, more: Any) -> Self:
+        """Return the fields of this class from what also has others."""
+        return cls(**{name: getattr(more, name) for name in cls.model_fields})
+
+    @property
+    def tiles(self) -> Tiles:
+        """The tokens of tiles; the model's units depend on them."""
+        return Tiles(self.loss_tile_tokens, self.layer_tile_tokens)
+
+    @property
+    def degrees(self) -> Degrees:
+        """How many ranks share what."""
+        return _degrees(self.data_parallel, self.tensor_parallel, self.pipeline_parallel, self.expert_parallel)
+
+    @property
+    def num_devices(self) -> int:
+        """All ranks, each with one device."""
+        return self.degrees.num_devices
+
+    @property
+    def words(self) -> str:
+        """A short description."""
+        degrees = {"data": self.data_parallel, "tensor": self.tensor_parallel}
+        degrees |= {"pipeline": self.pipeline_parallel, "expert": self.expert_parallel}
+        spread = " x ".join(f"{name} {count}" for name, count in degrees.items() if count > 1) or "one device"
+        return f"{spread}, {self.num_micro_batches} micro-batch(es) of {self.micro_batch}"
+
+
+_degrees = functools.lru_cache(64)(Degrees)  # a search needs them thousands of times
