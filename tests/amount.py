@@ -22,7 +22,7 @@ _FEWEST: Final = 4
 
 def examples(number: int, fewest: int = _FEWEST) -> int:
     """Return how many examples of a property are tried, if ``number`` are tried in ``make test-all``."""
-    return number if ALL else max(min(number, fewest), number // 5)
+    return number if ALL else max(min(number, fewest), number // 7)
 
 
 @contextlib.contextmanager
@@ -49,7 +49,6 @@ def small_measurements() -> Iterator[None]:
                 "disk._QUICK_FILE_BYTES": 2**26,
                 "saving._NUM_BYTES": 2**24,
                 "traffic._POOL_PARAMS": 2**21,
-                "traffic._PAIR_PARAMS": 2**19,
                 "traffic._THREADS_PARAMS": 2**20,
                 "sampling.NUM_WINDOWS": 4,
             }.items():

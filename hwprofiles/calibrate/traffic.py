@@ -43,7 +43,6 @@ NOTICEABLE = 1.05  # a smaller slow-down is noise
 _THREADS_PARAMS = 2**23
 _GOOD_ENOUGH = 0.97  # fraction of the best rate; what more threads add beyond it is noise
 _NARROW_PARAMS = 2**21  # more than caches hold
-_PAIR_PARAMS = 2**21  # at least
 _DISK_BYTES = 8 * 2**20
 _POOL_PARAMS, _MOST_POOL_PARAMS = 2**24, 2**27
 _BYTES_OF_STATE = 16  # per parameter: what an update reads, and the new weight
@@ -210,7 +209,7 @@ class TrafficProbe:
     def _groups(self, gemm: Call, disk: Disk | None) -> list[tuple[Activity, ...]]:
         backend, cores = self.backend, self.num_optimizer_cores
         num_bytes = min(backend.pair_bytes, backend.copy_pool_bytes)
-        num_params = max(_PAIR_PARAMS, max(self.backend.optimizer_sizes) // 4)  # to start threads takes no time of it
+        num_params = len(self.state[0]) // 4  # as large as caches, so that starting threads takes no time of it
         update = adamw_cases((num_params,), self.state, self.cpu_adamw, cores)[0].call
         adamw = Activity("CPU AdamW", update, ADAMW_BYTES_PER_PARAM * num_params, cores)
         directions: tuple[Direction, ...] = ("down", "up", "down")

@@ -191,7 +191,6 @@ def test_calibration_and_training_update_on_the_same_cores(num_cores: int) -> No
 class _CopyEngines:
     """Copies of 50 bytes a second each way, which cores take no part in."""
 
-    optimizer_sizes = (16,)
     cores_per_copy, num_cores, dram_bytes_per_copied_byte, pair_bytes, pair_copies, copy_pool_bytes = 0, 0, 1, 50, 1, 50
 
     def copier(self, _direction: str) -> types.SimpleNamespace:
@@ -233,8 +232,7 @@ def test_a_full_link_says_nothing_about_host_memory(link_slows: float, capacity:
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(traffic, "sample_groups", together)
-        patched.setattr(traffic, "_PAIR_PARAMS", 4)
-        probe = TrafficProbe(_CopyEngines(), lambda *_: None, adamw_state(4), 1, 4)  # type: ignore[arg-type]
+        probe = TrafficProbe(_CopyEngines(), lambda *_: None, adamw_state(16), 1, 4)  # type: ignore[arg-type]
         dram, _ = probe.contention("GEMM", None, 1.0)  # type: ignore[arg-type]
     largest = max(demand, 28 * 4 + 50)
     assert dram.value == pytest.approx(capacity if memory_slows >= NOTICEABLE else largest)

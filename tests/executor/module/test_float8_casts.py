@@ -73,6 +73,7 @@ def test_losses_and_gradients_are_those_of_torchao_to_the_bit(casts: list[int]) 
     assert [*model.state_dict()] == [*made().state_dict()]
 
 
+@pytest.mark.part(0)  # compiling takes a minute
 def test_a_compiled_cast_has_the_bits_of_torchao_and_takes_the_planned_memory() -> None:
     eager, compiled = made(), made()
     convert_to_float8_training(eager, module_filter_fn=lambda _m, name: name.endswith(FITTING))
