@@ -315,6 +315,7 @@ def test_gradients_of_gradients_train_as_in_memory_in_the_memory_that_the_refusa
     model, optimizer = prepared(model, step, batches[0], memory, **options)
     decided = optimizer.plan.decisions.units.values()
     assert {(unit.params, unit.activations) for unit in decided} == {("gpu", "keep")}
+    assert optimizer.plan.decisions.update_start == "step"  # gradients may come in another order
     assert {place for unit in decided for place in unit.update} - {Place.GPU}
     with optimizer.session as session:
         found = run(model, optimizer, step, batches, accumulate, clip=clip)
@@ -323,6 +324,17 @@ def test_gradients_of_gradients_train_as_in_memory_in_the_memory_that_the_refusa
     assert found == pytest.approx(expected, rel=1e-5)
     for key, weight in alone.state_dict().items():
         torch.testing.assert_close(model.state_dict()[key], weight, rtol=1e-4, atol=1e-5)
+
+
+def test_gradients_of_gradients_that_reach_no_module_in_backward_train_as_in_memory() -> None:
+    torch.manual_seed(0)
+    alone, batches = nn.Linear(16, 1), [batch_of(16) for _ in range(3)]
+    model = copy.deepcopy(alone)
+    expected = run(alone, torch.optim.AdamW(alone.parameters(), lr=1e-2), penalty_alone, batches, 1)
+    model, optimizer = prepared(model, penalty_alone, batches[0])
+    with optimizer.session as session:
+        assert run(model, optimizer, penalty_alone, batches, 1) == pytest.approx(expected, rel=1e-5)
+        assert session.num_left == 0
 
 
 def test_gradients_of_gradients_in_forward_train_as_in_memory_also_between_evaluations() -> None:
