@@ -57,7 +57,7 @@ def test_cheapest_is_the_cheapest_in_time(tiny, tmp_path):
     assert 0 < len(in_time) < len([point for point in found.points if point.cost])
     best = found.points[found.answer.points[0]]
     assert best.cost.run == min(point.cost.run for point in in_time)
-    assert found.answer.words[0].startswith(f"Cheapest within 10.0 min: {best.settings['gpus']} x {best.hardware}")
+    assert found.answer.words[0].startswith(f"Cheapest within 10 min: {best.settings['gpus']} x {best.hardware}")
     (tmp_path / "more").mkdir()
     _, late = answered(
         tiny,
