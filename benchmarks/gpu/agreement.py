@@ -33,6 +33,7 @@ from benchmarks import prepared
 from benchmarks.calibration import iteration_s
 from benchmarks.forks import started
 from benchmarks.origin import gpu_facts, origin, write_result
+from executor.devices.cuda import RESERVED, RETRIES
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.registry import load_profile
 from planner.choices.request import Request
@@ -196,6 +197,8 @@ def row(record: RunRecord, found: Explained) -> dict[str, Any]:
         "tokens_per_s": chosen.micro_batch * plan.seq_len * chosen.num_micro_batches / measured_s,
         "losses": [record.losses[0], record.losses[-1]],
         "attention": record.attention,
+        "reserved_bytes": record.allocator.get(RESERVED),
+        "num_alloc_retries": record.allocator.get(RETRIES),
     }
 
 
