@@ -62,8 +62,8 @@ is calibrated, than the memory that CUDA sees (packaged profiles), and than ``--
 
 It is an estimate. On an H200, the context took 0.65 GB, the first product 0.1 GB and page tables 2 MB per GB of host
 memory; the allocator had reserved 4 % more than was in use under two plans that filled 12 and 20 GB
-(``benchmarks/results/gpu_probe.json``, ``gpu_agreement.json``). ``ullage execute`` records what it has reserved, and warns
-if that exceeds the capacity by more.
+(``benchmarks/results/gpu_probe.json``, ``gpu_agreement.json``). ``ullage execute`` records what it has reserved, and
+warns if that exceeds the capacity by more.
 """
 
 
