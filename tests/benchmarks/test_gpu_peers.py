@@ -102,7 +102,7 @@ print(json.dumps([outcome.error, making, bounds, total, outcome.peak_device_byte
     assert made_bytes > 40_000_000  # it was made on the device,
     assert bounds_then == []  # which was not bounded then,
     assert bounds == [pytest.approx(40_000_000 / total_bytes)]
-    assert peak_bytes < 40_000_000  # and what that took is not counted
+    assert peak_bytes < made_bytes  # and what that took is not counted: segments of 20 MiB, of which few are used here
 
 
 def test_what_an_engine_keeps_on_the_device_is_paid_for(tmp_path: Path) -> None:
