@@ -144,6 +144,7 @@ def present():
         "default_generators": (torch.default_generator,),
         "get_rng_state": lambda _device=None: torch.get_rng_state(),
         "set_rng_state": lambda state, _device=None: torch.set_rng_state(state),
+        "manual_seed": torch.default_generator.manual_seed,
         "manual_seed_all": lambda _seed: None,
     }
     with pytest.MonkeyPatch.context() as patch:
