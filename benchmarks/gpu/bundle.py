@@ -1,8 +1,9 @@
 """What a machine with a GPU and no network lacks, in one folder that git ignores: wheels, and plans made beforehand.
 
-    python benchmarks/gpu/bundle.py             into ``device``; fetch, check, and try it in an empty environment
-    python benchmarks/gpu/bundle.py --check     what is there alone
-    python benchmarks/gpu/bundle.py --profile h200-vm     plans for a device that was calibrated before
+    python benchmarks/gpu/bundle.py                       into ``device``: fetch, check, try in an empty environment
+    python benchmarks/gpu/bundle.py --check               what is there alone
+    python benchmarks/gpu/bundle.py --profile h200x1-16c  plans for a device that was calibrated before
+    python benchmarks/gpu/bundle.py --builder PYTHON      DeepSpeed's optimizer is compiled here, and not there
 
 ``device/ours`` has what Ullage needs beside what such machines have (``environment.txt`` beside this file), and
 ``device/peers`` the engines that it is compared with. Every wheel has to fit Python 3.12 on Linux, and all of it,

@@ -13,6 +13,7 @@ import torch
 
 from benchmarks.gpu.peers import MODELS, SHAPES, cell_of, chosen
 from benchmarks.peers import driver
+from benchmarks.peers.build import compiled
 from benchmarks.peers.driver import Comparison, Settings, table
 from benchmarks.peers.host_memory import host_bytes, too_large
 from benchmarks.peers.jobs import Cell, Job, Outcome, model_config
@@ -67,6 +68,21 @@ def test_command_from_end_to_end(tmp_path: Path) -> None:
     assert abs(cell["memory_errors"]["gpu"]) < 0.05
     assert cell["memory_errors"]["host"] == 0
     assert "ours_over_best_peer" not in cell  # nobody was there
+
+
+@pytest.mark.parametrize(
+    ("there", "ready"),
+    [
+        ("deepspeed/ops/adam/cpu_adam_op.cpython-312-x86_64-linux-gnu.so", True),  # in a wheel that was built with it
+        ("extensions/cpu_adam/cpu_adam.so", True),  # by an earlier run
+        ("deepspeed/ops/adam/cpu_adam.py", False),
+    ],
+)
+def test_what_is_compiled_is_not_compiled_again(there, ready, tmp_path):
+    path = tmp_path / there
+    path.parent.mkdir(parents=True)
+    path.touch()
+    assert compiled(tmp_path) == ready
 
 
 @pytest.mark.usefixtures("threads")
