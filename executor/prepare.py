@@ -419,7 +419,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             parameter = self.session.runtime.state.by_parameter[name][0][1]
             own = self.entry.of(parameter.kind)
             if parameter.step or own.starts_at:
-                step = {"step": torch.tensor(float(parameter.step))} if own.counts_steps else {}
+                step = {"step": torch.tensor(float(parameter.step), device="cpu")} if own.counts_steps else {}
                 buffers = dict(zip(("master", *own.buffers), state_buffers(parameter.kind), strict=True))
                 shape = parameter.shard.whole_shape
                 flat = converted({key: values.reshape(-1) for key, values in state.items()}, own.buffers)
@@ -463,7 +463,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         for key, form in zip(own.buffers, forms, strict=True):
             if key not in found:
                 length = form.length(parameter.stop - parameter.start)
-                found[key] = torch.full((1,), first, dtype=form.dtype).expand(length)
+                found[key] = torch.full((1,), first, dtype=form.dtype, device="cpu").expand(length)
         return {tensor_name(parameter.shard.shard_name, key): values for key, values in found.items()}
 
 

@@ -5,8 +5,8 @@
     python benchmarks/gpu/bundle.py --profile h200x1-16c  plans for a device that was calibrated before
     python benchmarks/gpu/bundle.py --builder PYTHON      DeepSpeed's optimizer is compiled here, and not there
 
-``device/ours`` has what Ullage needs beside what such machines have (``environment.txt`` beside this file), and
-``device/peers`` the engines that it is compared with. Every wheel has to fit Python 3.12 on Linux, and all of it,
+``device/ours`` has what Ullage, and the programs of others that are tried there, need beside what such machines have
+(``environment.txt`` beside this file), and ``device/peers`` the engines that it is compared with. Every wheel has to fit Python 3.12 on Linux, and all of it,
 together with the files that git knows, 60 MiB. ``benchmarks/gpu/run.py`` installs them there.
 """
 
@@ -29,6 +29,8 @@ MOST_BYTES: Final = 60 << 20  # with the working tree
 PYTHON: Final = (3, 12)
 GLIBC: Final = (2, 39)
 _OURS = ("pydantic", "pydantic_core", "annotated-types", "typing-inspection", "highspy")
+_LIBRARIES = ("diffusers", "importlib_metadata", "zipp", "lazy-importer", "trl", "datasets", "dill", "multiprocess")
+"""Whose programs are tried there, and what they need."""
 _PEERS = ("torchao", "hjson")
 _BUILT = ("deepspeed",)  # from source
 _PLATFORMS = ("manylinux1", "manylinux2010", "manylinux2014", *(f"manylinux_2_{n}" for n in range(5, GLIBC[1] + 1)))
@@ -66,7 +68,7 @@ def problems(folder: Path, tree_bytes: int) -> list[str]:
     """Return why a bundle cannot be used."""
     wheels = sorted(folder.rglob("*.whl"))
     found = [f"{wheel.name} is not for Python 3.12 on Linux" for wheel in wheels if not fits(wheel.name)]
-    for place, names in (("ours", _OURS), ("peers", (*_PEERS, *_BUILT))):
+    for place, names in (("ours", (*_OURS, *_LIBRARIES)), ("peers", (*_PEERS, *_BUILT))):
         there = [_normal(wheel.name.split("-")[0]) for wheel in (folder / place).glob("*.whl")]
         counts = {name: there.count(_normal(name)) for name in names}
         found += [f"{place} has {count} wheels of {name}, not one" for name, count in counts.items() if count != 1]
@@ -99,7 +101,7 @@ def fetch(folder: Path, builder: str | None) -> None:
     constraints, peers = ROOT / "constraints.txt", ROOT / "benchmarks" / "requirements-peers.txt"
     platforms = [f"--platform={name}_x86_64" for name in _PLATFORMS]
     wanted = ["--python-version=3.12", "--implementation=cp", "--only-binary=:all:", *platforms]
-    for place, requirements in (("ours", pinned(_OURS, constraints)), ("peers", pinned(_PEERS, peers))):
+    for place, requirements in (("ours", pinned((*_OURS, *_LIBRARIES), constraints)), ("peers", pinned(_PEERS, peers))):
         shutil.rmtree(folder / place, ignore_errors=True)
         _pip("download", "--no-deps", "--dest", folder / place, *wanted, *requirements)
     # With what is installed here: its setup asks torch for its version.

@@ -146,6 +146,14 @@ STAGES: Final[Mapping[str, Stage]] = {
         ("checkpoints.json",),
         alone=True,
     ),
+    # Programs of other libraries, in memory and under plans.
+    "programs": Stage(
+        "tests/programs/run_programs.py --device cuda --jobs 12 --output {results}/programs.json",
+        240,
+        60,
+        ("programs.json",),
+        alone=True,
+    ),
     # A second time, for its spread (benchmarks/calibration.py --read).
     "again": Stage(f"{_CALIBRATE}/profile_again.json", 90, 30, ("profile_again.json",), alone=True),
 }

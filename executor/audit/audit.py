@@ -422,7 +422,7 @@ class Audit:
             gradient = gradients.get(shard.name)
             if shard.rows is not None and shard.mesh.degrees.expert_parallel > 1:
                 if gradient is None:  # it must take part: other ranks may have one
-                    gradient = torch.full(shard.whole_shape, float("nan"))
+                    gradient = torch.full(shard.whole_shape, float("nan"), device="cpu")
                 gradient = summed(gradient.float())
             if gradient is not None and not gradient.isnan().all() and shard.shard_name in self._arrived:
                 own = shard.part(gradient)

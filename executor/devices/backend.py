@@ -183,7 +183,7 @@ class HostBackend:
 
     def scratch(self, num_items: int, dtype: torch.dtype) -> torch.Tensor:
         """See :class:`Backend`."""
-        taken = torch.empty(num_items, dtype=dtype)
+        taken = torch.empty(num_items, dtype=dtype, device="cpu")
         if (meter := self._meter) is not None:
             meter.count(taken)
         return taken

@@ -105,7 +105,7 @@ class Group:
         own = own.to("cpu").contiguous()
         if (group := self._hosts) is None:
             return own
-        whole = torch.empty(self.size * len(own), dtype=own.dtype)
+        whole = torch.empty(self.size * len(own), dtype=own.dtype, device="cpu")
         self._wait(group, lambda: _all_gather(whole, own, group=group, async_op=True))
         return whole
 

@@ -21,7 +21,7 @@ class HostCollectives:
 
     def broadcast(self, value: int) -> int:
         """Return rank 0's value."""
-        return value if self._ranks is None else int(self._ranks.all.broadcast(torch.tensor(value)))
+        return value if self._ranks is None else int(self._ranks.all.broadcast(torch.tensor(value, device="cpu")))
 
     def broadcast_text(self, make: Callable[[], str]) -> str:
         """Return the text that rank 0 makes, while the others wait. The text must not be empty."""
@@ -29,7 +29,9 @@ class HostCollectives:
             return make()
         values = torch.frombuffer(bytearray(make().encode()), dtype=torch.uint8) if self.rank == 0 else torch.empty(0)
         count = self.broadcast(len(values))
-        text = self._ranks.all.broadcast(values if self.rank == 0 else torch.empty(count, dtype=torch.uint8))
+        text = self._ranks.all.broadcast(
+            values if self.rank == 0 else torch.empty(count, dtype=torch.uint8, device="cpu")
+        )
         return bytes(text.tolist()).decode()
 
     def mean(self, value: float) -> float:

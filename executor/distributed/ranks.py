@@ -160,7 +160,7 @@ class Ranks:
         Raises:
             RankError: a rank has failed. All methods below raise it too.
         """
-        total = torch.tensor(values, dtype=torch.float64)
+        total = torch.tensor(values, dtype=torch.float64, device="cpu")
         self.all.all_reduce(total)
         result: list[float] = total.tolist()
         return result

@@ -255,7 +255,7 @@ def unshard(parts: Sequence[tuple[ParameterShard, torch.Tensor]], ranks: Ranks |
     first, values = parts[0]
     if first.is_whole:
         return values
-    whole = torch.empty(first.whole_shape, dtype=values.dtype)
+    whole = torch.empty(first.whole_shape, dtype=values.dtype, device="cpu")
     for shard, values in parts:
         on_all_ranks = values.reshape(-1)
         if ranks is not None and shard.dim is not None:

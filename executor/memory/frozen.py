@@ -37,7 +37,7 @@ class FrozenParameter(NamedTuple):
         """Return this rank's shard, flat, with rank 0's values; of a quantized parameter its bytes."""
         stored = self.shard.stored
         if stored.is_quantized:
-            values = torch.empty(self.stop - self.start, dtype=torch.uint8)
+            values = torch.empty(self.stop - self.start, dtype=torch.uint8, device="cpu")
             stored.read(values)
             return ranks.all.broadcast(values) if ranks else values
         of_all = self.shard.on_all_ranks(self.shard.whole.detach())

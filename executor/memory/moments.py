@@ -69,6 +69,9 @@ def _blocks(values: torch.Tensor, scales: torch.Tensor | None, table: Table) -> 
         if torch.equal(spread(first, len(values)).view(torch.int32), scales.contiguous().view(torch.int32)):
             return values.to(torch.uint8), first
         values = _values(values, scales, table)
-    codes, made = torch.empty(len(values), dtype=torch.uint8), torch.empty(-(-len(values) // BLOCK))
+    codes, made = (
+        torch.empty(len(values), dtype=torch.uint8, device="cpu"),
+        torch.empty(-(-len(values) // BLOCK), device="cpu"),
+    )
     encode(values.to(torch.float32, copy=True), codes, made, table)
     return codes, made

@@ -344,7 +344,9 @@ class StoredState:
     def restore_weights(self, key: Key, target: torch.Tensor) -> None:
         """Read a piece's weights of the last step into ``target``: its state begins with them, or with masters."""
         scratch, values, layout = torch.from_numpy(pages(_SCRATCH_BYTES)), self.values(key)[0], self._layouts[key]
-        stored = torch.empty(len(target), dtype=self._dtype if layout.splits else DTYPES[layout.master_bytes])
+        stored = torch.empty(
+            len(target), dtype=self._dtype if layout.splits else DTYPES[layout.master_bytes], device="cpu"
+        )
         values.read(stored.view(torch.uint8), scratch)
         target.copy_(stored)
 

@@ -174,7 +174,7 @@ class ModelState:
     def _weights(self, unit: UnitState, parameter: ParameterState, *, from_masters: bool) -> torch.Tensor:
         if not from_masters and not unit.on_nvme:
             return unit.weight_of(parameter)
-        values = torch.empty(parameter.stop - parameter.start, dtype=self.dtype)
+        values = torch.empty(parameter.stop - parameter.start, dtype=self.dtype, device="cpu")
         for part in parameter.parts:
             with self.state_of(unit, part.piece) as (master, *_):
                 parameter.values_of(part, values).copy_(master[part.within])

@@ -106,7 +106,7 @@ def whole_state(
 def _own_state(state: ModelState, unit: UnitState, *, only_masters: bool) -> tuple[torch.Tensor, ...]:
     """Return the rank's state of a unit by value, float32 ``[shard]``, on the host."""
     most = max((len(state_buffers(parameter.kind)) for parameter in unit.parameters), default=1)
-    whole = torch.empty(1 if only_masters else most, sum(piece.num_params for piece in unit.pieces))
+    whole = torch.empty(1 if only_masters else most, sum(piece.num_params for piece in unit.pieces), device="cpu")
     for piece in unit.pieces:
         own = slice(piece.start - unit.start, piece.stop - unit.start)
         with state.state_of(unit, piece) as tensors:
@@ -230,7 +230,7 @@ class _SavedPart:
         for key, dtype in self.dtypes.items():
             grain = BLOCK if key in SCALES.values() else 1
             start, stop = self._start // grain, -(-self._stop // grain)
-            self._read[key] = self._own[key] if self.is_direct else torch.zeros(stop - start, dtype=dtype)
+            self._read[key] = self._own[key] if self.is_direct else torch.zeros(stop - start, dtype=dtype, device="cpu")
             yield ReadRequest(tensor_name(self._name, key), start, bytes_of(self._read[key]))
 
     def end(self) -> None:
@@ -262,7 +262,7 @@ def _write_weights(unit: UnitState, piece: Piece, master: torch.Tensor) -> None:
 def _read_resident(source: Source, unit: UnitState) -> None:
     """Read all resident weights of a unit, if the rank has the state of only one shard."""
     found = {
-        parameter.shard.shard_name: (parameter, torch.empty(parameter.shard.shape.numel(), dtype=dtype))
+        parameter.shard.shard_name: (parameter, torch.empty(parameter.shard.shape.numel(), dtype=dtype, device="cpu"))
         for parameter in unit.parameters
         if (dtype := source.dtypes.get(parameter.shard.shard_name)) is not None
     }

@@ -83,7 +83,7 @@ def _draw_adapters(model: nn.Module) -> None:
             drawn = [p for each in own for p in (each.parameters() if isinstance(each, nn.Module) else [each])]
             if drawn and all(parameter.is_meta for parameter in drawn):
                 for parameter in drawn:
-                    _swap_tensor(parameter, torch.empty(parameter.shape, dtype=parameter.dtype))
+                    _swap_tensor(parameter, torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu"))
                 reset(adapter, way)
 
 

@@ -114,7 +114,7 @@ class _Span(NamedTuple):
         if all(span.tensor.nbytes == span.end - span.begin for span in (self, other)):
             return True
         origin = min(self.begin, other.begin)
-        taken = torch.zeros(max(self.end, other.end) - origin, dtype=torch.bool)
+        taken = torch.zeros(max(self.end, other.end) - origin, dtype=torch.bool, device="cpu")
         self._bytes_of(taken, origin).fill_(True)
         return bool(other._bytes_of(taken, origin).any())
 

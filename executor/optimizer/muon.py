@@ -170,7 +170,7 @@ def muon_step(
     num_params = math.prod(params.shape)
     if memory is None:
         rows, columns = params.shape
-        memory = torch.empty(orthogonalization_bytes((rows, columns)), dtype=torch.uint8)
+        memory = torch.empty(orthogonalization_bytes((rows, columns)), dtype=torch.uint8, device="cpu")
     for start in range(0, len(grad), num_params):
         cut = slice(start, start + num_params)
         whole, buffer = state

@@ -164,8 +164,12 @@ class SplitMaster:
     @classmethod
     def of_zeros(cls, num_params: int) -> Self:
         """Return masters of 0 in new host memory."""
-        weights, remainders = (torch.zeros(num_params, dtype=dtype) for dtype in (torch.bfloat16, torch.int16))
-        return cls(weights, remainders, torch.zeros(-(-num_params // BLOCK), dtype=torch.int16), 0, num_params)
+        weights, remainders = (
+            torch.zeros(num_params, dtype=dtype, device="cpu") for dtype in (torch.bfloat16, torch.int16)
+        )
+        return cls(
+            weights, remainders, torch.zeros(-(-num_params // BLOCK), dtype=torch.int16, device="cpu"), 0, num_params
+        )
 
     def __len__(self) -> int:
         return self.stop - self.start

@@ -99,7 +99,9 @@ class GradientTasks:
         ]
         if self._collectives is not None:
             totals = self._collectives.sum_squares(tuple(first.values()), totals)
-        norms = torch.tensor(totals, dtype=torch.float64).sqrt().to(torch.float32).to(self._backend.device)
+        norms = (
+            torch.tensor(totals, dtype=torch.float64, device="cpu").sqrt().to(torch.float32).to(self._backend.device)
+        )
         return dict(zip(sums, norms.unbind(), strict=True))
 
     def flush(self, task: Task, iteration: int) -> None:

@@ -186,6 +186,6 @@ class _SplitValues:
 def _read(values: Any, scratch: torch.Tensor) -> torch.Tensor:
     if not isinstance(values, StoredValues):
         return torch.from_numpy(values)
-    read = torch.empty(len(values), dtype=torch.uint8)
+    read = torch.empty(len(values), dtype=torch.uint8, device="cpu")
     values.read(read, scratch)
     return read

@@ -143,7 +143,7 @@ def _read_whole_parameters(
             shard = parameter.shard
             keys = source.saved(_any_shard(checkpoint, shard.name), _keys(optimizer, parameter.kind))
             values = {key: _whole(checkpoint, shard.name, key, shard.whole_shape) for key in keys}
-            step = torch.tensor(float(steps[shard.name]))
+            step = torch.tensor(float(steps[shard.name]), device="cpu")
             entries[shard.name] = ({"step": step, **values}, groups.get(shard.name, {}))
         optimizer.write_states(entries)
 
@@ -159,13 +159,13 @@ def _whole(checkpoint: Checkpoint, name: str, key: str, shape: torch.Size) -> to
     parts = {}
     for own, record in checkpoint.manifest.tensors.items():
         if whole_name(own) == tensor:
-            parts[own] = torch.empty(record.shape, dtype=_DTYPES[record.dtype])
+            parts[own] = torch.empty(record.shape, dtype=_DTYPES[record.dtype], device="cpu")
     checkpoint.read(ReadRequest(own, 0, bytes_of(values)) for own, values in parts.items())
     if key in SCALES.values():
         for own, scales in parts.items():
             own_shape = checkpoint.manifest.tensors[own.removeprefix(f"{key}.")].shape
             parts[own] = spread(scales, math.prod(own_shape)).view(own_shape)
-    whole = torch.empty(shape)
+    whole = torch.empty(shape, device="cpu")
     try:
         assemble(tensor, {own: values.float() for own, values in parts.items()}, whole)
     except (ValueError, RuntimeError) as error:  # RuntimeError: torch found shapes that do not match

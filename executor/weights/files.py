@@ -109,7 +109,7 @@ class WeightFiles(contextlib.AbstractContextManager["WeightFiles"]):
         (file, start), (shape, dtype) = self._places[name], self.shapes[name]
         count = math.prod(shape)
         if not count:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device="cpu")
         return torch.frombuffer(self._map(file), dtype=dtype, count=count, offset=start).view(shape)
 
     def forget(self, name: str) -> None:

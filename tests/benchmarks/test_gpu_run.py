@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.forks import ADDRESS, Server, started
-from benchmarks.gpu.bundle import _BUILT, _OURS, _PEERS, MOST_BYTES, fits, problems
+from benchmarks.gpu.bundle import _BUILT, _LIBRARIES, _OURS, _PEERS, MOST_BYTES, fits, problems
 from benchmarks.gpu.run import DEFAULT, FILES, MOST_FILES, STAGES, Results, Run, Stage, limits_s
 from hwprofiles.registry import load_profile
 
@@ -242,7 +242,7 @@ def test_an_archive_that_is_too_large_leaves_out_the_largest(tmp_path: Path, mon
 )
 def test_wheels_of_the_bundle_fit_the_device(wheel: str, fitting: bool, tmp_path: Path) -> None:
     assert fits(wheel) == fitting
-    for place, names in (("ours", _OURS), ("peers", (*_PEERS, *_BUILT))):
+    for place, names in (("ours", (*_OURS, *_LIBRARIES)), ("peers", (*_PEERS, *_BUILT))):
         (tmp_path / place).mkdir()
         for name in names:
             (tmp_path / place / f"{name.replace('-', '_')}-1-py3-none-any.whl").touch()

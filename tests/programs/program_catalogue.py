@@ -71,6 +71,11 @@ def registry() -> tuple[dict[str, Callable[[Any], Trained]], Callable[[Any], Any
     return found, program
 
 
+def seeded(seed: int) -> torch.Generator:
+    """Return a generator on the device that tensors are made on."""
+    return torch.Generator(torch.get_default_device()).manual_seed(seed)
+
+
 def train(
     ullage: Any,
     model: nn.Module,

@@ -1,22 +1,34 @@
-"""Do programs train under a plan as they do in memory? ``python tests/programs/run_programs.py``.
+"""Do programs train under a plan as they do in memory?
 
-Each program runs in memory, with all the memory there is, and with little more than the least that a plan needs. Words
-after the command choose programs by kind or name; then nothing is written.
+    python tests/programs/run_programs.py                                     all, on the CPU
+    python tests/programs/run_programs.py loops dora                          a kind, and what has this in its name
+    python tests/programs/run_programs.py --device cuda --jobs 8 --output gpu.json    on a GPU, eight at a time
+
+Each program runs in memory, with all the memory there is, and with little more than the least that a plan needs. Where
+words choose programs, nothing is written, unless ``--output`` says where. On a GPU a program makes its model and its
+batches there, as its author would with ``torch.set_default_device``.
 """
 
+import argparse
 import contextlib
 import dataclasses
 import io
 import math
+import multiprocessing
+import os
 import re
 import sys
 import time
 import traceback
 import warnings
 from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
@@ -26,17 +38,38 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # benchmarks
 from program_catalogue import IN_MEMORY, KINDS, Program, Trained, programs
 
 import ullage
-from benchmarks.origin import origin, write_result
+from benchmarks.origin import gpu_facts, origin, write_result
 
 BOUND: Final = 1e-4
 """Most that a loss or weight may differ from that of training in memory, relative to the largest of its kind."""
 
-_HARDWARE: Final = "epyc-turin-2c"  # plans are the same everywhere
 _ABOVE_LEAST: Final = 1.1
+_LIMIT_S: Final = 120.0
+"""Most that a program in a process of its own may take."""
+_OWN_DEVICE: Final = ("trainers",)
+"""Kinds whose programs move models and batches to the GPU by themselves."""
 _OUTPUT: Final = Path(__file__).parents[2] / "benchmarks" / "results" / "programs.json"
 _LEAST: Final = re.compile(r"larger device_memory='([\d.]+)([kMG])B'")
 _UNITS: Final = {"k": 1e3, "M": 1e6, "G": 1e9}
 _REFUSALS: Final = (ValueError, TypeError, NotImplementedError)
+
+
+class Machine(NamedTuple):
+    """What programs run on.
+
+    Attributes:
+        device: that they make their tensors on.
+        hardware: a packaged profile that is planned for, so that plans are the same everywhere.
+        too_little: bytes that no plan fits; on a GPU beside what libraries take.
+    """
+
+    device: str
+    hardware: str
+    too_little: int
+
+
+_CPU: Final = Machine("cpu", "epyc-turin-2c", 1000)
+_GPU: Final = Machine("cuda", "h200x1-16c", (1 << 30) + 1000)
 
 
 @dataclasses.dataclass
@@ -61,8 +94,8 @@ class Outcome:
 class Under:
     """Takes the place of the module ``ullage``: all programs plan for little memory, and sessions are closed."""
 
-    def __init__(self, *, tight: bool) -> None:
-        self._tight = tight
+    def __init__(self, *, tight: bool, machine: Machine) -> None:
+        self._tight, self._machine = tight, machine
         self.preparing_s = 0.0
         self.prepared: list[Any] = []
 
@@ -80,20 +113,20 @@ class Under:
 
     def _memory(self, model: nn.Module, optimizer: Any, batch: Any, options: Any) -> dict[str, Any]:
         if not self._tight:
-            return {"hardware": _HARDWARE}
+            return {"hardware": self._machine.hardware}
         try:
-            given = {**options, "hardware": _HARDWARE, "device_memory": 1000}
+            given = {**options, "hardware": self._machine.hardware, "device_memory": self._machine.too_little}
             ullage.prepare(model, optimizer, *batch, **given)[1].session.close()
         except ullage.InfeasibleError as error:
             if (found := _LEAST.search(str(error))) is None:
                 raise
             enough = math.ceil(float(found[1]) * _UNITS[found[2]] * _ABOVE_LEAST)
-            return {"hardware": _HARDWARE, "device_memory": enough}
-        return {"hardware": _HARDWARE}
+            return {"hardware": self._machine.hardware, "device_memory": enough}
+        return {"hardware": self._machine.hardware}
 
     def offloaded(self, trainer: Any, **options: Any) -> Any:
         """Return a trainer class as :func:`ullage.offloaded`."""
-        return ullage.offloaded(trainer, **options, hardware=_HARDWARE)
+        return ullage.offloaded(trainer, **options, hardware=self._machine.hardware)
 
     def close(self) -> None:
         """Close all sessions."""
@@ -109,12 +142,12 @@ def trained(program: Program, module: Any) -> Trained:
         warnings.simplefilter("ignore")
         losses, model = program.train(module)
     weights = model if isinstance(model, dict) else model.state_dict()
-    return losses, {name: weight.detach().float().clone() for name, weight in weights.items()}
+    return losses, {name: weight.detach().cpu().float().clone() for name, weight in weights.items()}
 
 
-def outcome(program: Program, expected: Trained, *, tight: bool) -> Outcome:
+def outcome(program: Program, expected: Trained, *, tight: bool, machine: Machine = _CPU) -> Outcome:
     """Run a program under a plan, and compare."""
-    module, found = Under(tight=tight), Outcome()
+    module, found = Under(tight=tight, machine=machine), Outcome()
     begin_s = time.perf_counter()
     try:
         losses, weights = trained(program, SimpleNamespace(prepare=module.prepare, offloaded=module.offloaded))
@@ -160,15 +193,19 @@ def _line(error: BaseException) -> str:
     return " ".join(str(error).split())
 
 
-def row(program: Program) -> dict[str, Any]:
+def row(program: Program, machine: Machine) -> dict[str, Any]:
     """Run a program in memory, with much memory and with little; return its row."""
-    trained(program, IN_MEMORY)  # what is made once is made here
-    begin_s = time.perf_counter()
-    expected = trained(program, IN_MEMORY)
+    kept: dict[str, Any] = {"kind": program.kind, "name": program.name, "title": program.title}
+    kept["lines_changed"] = program.lines_changed
+    try:
+        trained(program, IN_MEMORY)  # what is made once is made here
+        begin_s = time.perf_counter()
+        expected = trained(program, IN_MEMORY)
+    except Exception as error:  # noqa: BLE001 - whatever it is, the program cannot be compared here
+        return kept | {"absent": f"{type(error).__name__}: {_line(error)}"[:300]}
     plain_s = time.perf_counter() - begin_s
-    ample, tight = (outcome(program, expected, tight=tight) for tight in (False, True))
-    kept = {"kind": program.kind, "name": program.name, "title": program.title, "lines_changed": program.lines_changed}
-    for name, found in (("ample", ample), ("tight", tight)):
+    for name, tight in (("ample", False), ("tight", True)):
+        found = outcome(program, expected, tight=tight, machine=machine)
         kept[name] = {
             "off": found.off,
             "times_plain": found.seconds / plain_s if found.seconds else None,
@@ -188,24 +225,116 @@ def verdict(found: dict[str, Any]) -> str:
     return "same" if found["off"] <= BOUND else "wrong"
 
 
+def apart(program: Program, machine: Machine) -> dict[str, Any]:
+    """Return the row of a program that runs in a process of its own, forked from this one."""
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_send_row, args=(theirs, program, machine))
+    process.start()
+    theirs.close()
+    try:
+        found: dict[str, Any] = ours.recv() if ours.poll(_LIMIT_S) else {"absent": f"took more than {_LIMIT_S:.0f} s"}
+    except EOFError:
+        process.join()
+        found = {"absent": f"its process ended with {process.exitcode}"}
+    process.kill()
+    process.join()
+    return {"kind": program.kind, "name": program.name, "title": program.title} | found
+
+
+def _send_row(pipe: Connection, program: Program, machine: Machine) -> None:
+    with _made_on(machine.device, program):
+        pipe.send(row(program, machine))
+
+
+@contextlib.contextmanager
+def _made_on(device: str, program: Program) -> Iterator[None]:
+    """Let a program make its tensors on a device, whose kernels give the same sums each time where they can."""
+    if device == "cpu":
+        yield
+        return
+    torch.backends.cudnn.allow_tf32 = False
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    with contextlib.nullcontext() if program.kind in _OWN_DEVICE else torch.device(device):
+        yield
+
+
+def _facts(pipe: Connection) -> None:
+    pipe.send(gpu_facts())
+
+
+def _gpu_facts() -> dict[str, Any]:
+    """Return facts of the GPU, read by a process that nothing is forked from."""
+    ours, theirs = multiprocessing.get_context("fork").Pipe(duplex=False)
+    process = multiprocessing.get_context("fork").Process(target=_facts, args=(theirs,))
+    process.start()
+    theirs.close()
+    found: dict[str, Any] = ours.recv()
+    process.join()
+    return found
+
+
+def rows_of(chosen: Sequence[Program], machine: Machine, num_jobs: int | None) -> Iterator[dict[str, Any]]:
+    """Yield the rows of programs, in order; with ``num_jobs``, so many run at a time, each in a process of its own."""
+    if num_jobs:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_jobs))
+        with ThreadPoolExecutor(num_jobs) as pool:
+            yield from pool.map(partial(apart, machine=machine), chosen)
+        return
+    for program in chosen:
+        with _made_on(machine.device, program):
+            yield row(program, machine)
+
+
+def chosen_of(words: Sequence[str]) -> tuple[list[Program], dict[str, str]]:
+    """Return the programs that words name, and kinds whose libraries are not installed, with why."""
+    named = [word for word in words if word not in KINDS]
+    found: list[Program] = []
+    absent: dict[str, str] = {}
+    for kind in [kind for kind in KINDS if kind in words] or KINDS:
+        try:
+            found += [p for p in programs(kind) if not named or any(word in p.name for word in named)]
+        except (ImportError, AttributeError) as error:
+            absent[kind] = _line(error)
+    return found, absent
+
+
 def main() -> None:
     """Run all programs, or those that words name."""
-    words = [word for word in sys.argv[1:] if not word.startswith("-")]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("words", nargs="*", metavar="WORD", help="a kind of programs, or a part of a name (all)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="(cpu)")
+    parser.add_argument("--hardware", metavar="NAME|PATH", help="profile that is planned for (a packaged one)")
+    parser.add_argument("--jobs", type=int, metavar="N", help="programs at a time, each in a process of its own")
+    parser.add_argument("--output", type=Path, metavar="PATH", help=f"result file ({_OUTPUT.name}, of all)")
+    parser.add_argument("-v", action="store_true", help="print the tracebacks of what fails")
+    args = parser.parse_args()
     about = origin("torch", "transformers", "diffusers", "trl", "peft", "accelerate", "sentence-transformers")
-    named = [word for word in words if word not in KINDS]
+    machine = _GPU if args.device == "cuda" else _CPU
+    if args.hardware:
+        machine = machine._replace(hardware=args.hardware)
+    if args.device == "cuda":
+        # So that what is imported asks the driver alone for devices: CUDA could not be used in a fork.
+        os.environ |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+        about |= _gpu_facts()
+    chosen, absent = chosen_of(args.words)
+    sys.stdout.writelines(f"{kind}: {why}\n" for kind, why in absent.items())
     rows = []
-    for program in programs(*(kind for kind in KINDS if kind in words)):
-        if named and not any(word in program.name for word in named):
-            continue
-        rows.append(row(program))
-        shown = [f"{verdict(rows[-1][run])} {rows[-1][run]['off'] or 0:.0e}" for run in ("ample", "tight")]
-        reasons = {rows[-1][run][why] for run in ("ample", "tight") for why in ("refused", "failed")} - {""}
-        sys.stdout.write(f"{program.kind}/{program.name}: {', '.join(shown)} {' | '.join(reasons)}\n")
+    for found in rows_of(chosen, machine, args.jobs):
+        rows.append(found)
+        said = found.get("absent") or ", ".join(
+            f"{verdict(found[run])} {found[run]['off'] or 0:.0e}" for run in ("ample", "tight")
+        )
+        reasons = {found[run][why] for run in ("ample", "tight") if run in found for why in ("refused", "failed")} - {
+            ""
+        }
+        sys.stdout.write(f"{found['kind']}/{found['name']}: {said} {' | '.join(reasons)}\n")
         sys.stdout.flush()
-    count = Counter(verdict(found[run]) for found in rows for run in ("ample", "tight"))
+    count = Counter(verdict(found[run]) for found in rows for run in ("ample", "tight") if run in found)
+    count["absent"] = sum("absent" in found for found in rows)
     sys.stdout.write(f"{dict(count)}\n")
-    if not words:
-        write_result(_OUTPUT, about | {"bound": BOUND, "rows": rows})
+    if args.output or not args.words:
+        write_result(args.output or _OUTPUT, about | {"bound": BOUND, "not_installed": absent, "rows": rows})
     sys.exit(1 if count["wrong"] else 0)
 
 

@@ -219,6 +219,7 @@ class _Capture:
         known, small = example.known(inputs, dtype), _small(model) if example.assumes else {}
         with (
             torch.autograd.set_detect_anomaly(False),  # it reads values
+            torch.device("cpu"),  # where all fakes are, whatever the user's default device
             FakeTensorMode(allow_non_fake_inputs=True),
             _faked(model, dtype, trained, example.step) as fake,
             _unchanged(model),

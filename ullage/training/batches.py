@@ -126,10 +126,14 @@ def batch_shapes(plan: Plan) -> BatchShapes:
 def random_input(spec: CapturedInput, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
     """Return normal values, integers within the vocabulary, or ones (a mask that masks nothing)."""
     if spec.dtype == "float":
-        return torch.randn(spec.shape, generator=generator).to(dtype)
+        return torch.randn(spec.shape, generator=generator, device="cpu").to(dtype)
     if spec.begins:
         most = spec.num_values or 2
-        return begun(spec, torch.randint(most, spec.shape, generator=generator, dtype=getattr(torch, spec.dtype)))
+        return begun(
+            spec, torch.randint(most, spec.shape, generator=generator, dtype=getattr(torch, spec.dtype), device="cpu")
+        )
     if spec.num_values is None:
-        return torch.ones(spec.shape, dtype=getattr(torch, spec.dtype))
-    return torch.randint(spec.num_values, spec.shape, generator=generator, dtype=getattr(torch, spec.dtype))
+        return torch.ones(spec.shape, dtype=getattr(torch, spec.dtype), device="cpu")
+    return torch.randint(
+        spec.num_values, spec.shape, generator=generator, dtype=getattr(torch, spec.dtype), device="cpu"
+    )

@@ -91,7 +91,9 @@ def _values(checkpoint: Checkpoint, weights: dict[str, _Weight]) -> Iterator[tup
 
 def _read(checkpoint: Checkpoint, weights: dict[str, _Weight]) -> dict[str, torch.Tensor]:
     records = {own: checkpoint.manifest.tensors[own] for weight in weights.values() for own in weight.own_names}
-    parts = {own: torch.empty(record.shape, dtype=DTYPES[record.dtype]) for own, record in records.items()}
+    parts = {
+        own: torch.empty(record.shape, dtype=DTYPES[record.dtype], device="cpu") for own, record in records.items()
+    }
     checkpoint.read(ReadRequest(own, 0, values.reshape(-1).view(torch.uint8).numpy()) for own, values in parts.items())
     wide = {own: values.float() for own, values in parts.items()}
     return {name: _joined(checkpoint, name, weight, wide) for name, weight in weights.items()}
@@ -100,7 +102,7 @@ def _read(checkpoint: Checkpoint, weights: dict[str, _Weight]) -> dict[str, torc
 def _joined(checkpoint: Checkpoint, name: str, weight: _Weight, parts: dict[str, torch.Tensor]) -> torch.Tensor:
     if weight.own_names == [name]:
         return parts[name]
-    whole = torch.empty(weight.shape)
+    whole = torch.empty(weight.shape, device="cpu")
     try:
         assemble(name, {own: parts[own] for own in weight.own_names}, whole)
     except (ValueError, RuntimeError) as error:  # torch raises these if shapes do not match

@@ -3,7 +3,7 @@
 import peft
 import torch
 import transformers
-from program_catalogue import Trained, registry, train
+from program_catalogue import Trained, registry, seeded, train
 
 PROGRAMS, program = registry()
 SIZES = {
@@ -22,7 +22,7 @@ def base(**changes) -> torch.nn.Module:
 
 
 def tokens(step: int) -> dict[str, torch.Tensor]:
-    ids = torch.randint(128, (4, 16), generator=torch.Generator().manual_seed(step))
+    ids = torch.randint(128, (4, 16), generator=seeded(step))
     return {"input_ids": ids, "labels": ids}
 
 

@@ -3,17 +3,13 @@
 import diffusers
 import torch
 import torch.nn.functional as F
-from program_catalogue import Trained, registry, train
+from program_catalogue import Trained, registry, seeded, train
 
 PROGRAMS, program = registry()
 
 
-def generator(step: int) -> torch.Generator:
-    return torch.Generator().manual_seed(step)
-
-
 def latents(step: int, *shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=generator(step))
+    return torch.randn(*shape, generator=seeded(step))
 
 
 @program
@@ -30,7 +26,7 @@ def unconditional_unet(ullage) -> Trained:
     losses = []
     for step in range(3):
         clean, noise = latents(step, 2, 3, 16, 16), latents(step + 50, 2, 3, 16, 16)
-        times = torch.randint(1000, (2,), generator=generator(step))
+        times = torch.randint(1000, (2,), generator=seeded(step))
         loss = F.mse_loss(model(schedule.add_noise(clean, noise, times), times).sample, noise)
         loss.backward()
         optimizer.step()

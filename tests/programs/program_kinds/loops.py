@@ -4,7 +4,7 @@ import contextlib
 
 import torch
 import torch.nn.functional as F
-from program_catalogue import Trained, registry
+from program_catalogue import Trained, registry, seeded
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -43,7 +43,7 @@ class Net(nn.Module):
 
 
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(step)
+    generator = seeded(step)
     return torch.randn(32, 16, generator=generator), torch.randint(10, (32,), generator=generator)
 
 

@@ -2,7 +2,7 @@
 
 import torch
 import transformers
-from program_catalogue import Trained, registry, train
+from program_catalogue import Trained, registry, seeded, train
 from transformers import AutoConfig, AutoModelForCausalLM
 
 PROGRAMS, program = registry()
@@ -21,12 +21,8 @@ IMAGES = {"image_size": 32, "patch_size": 8, "hidden_size": 64, "intermediate_si
 IMAGES |= {"num_attention_heads": 4}
 
 
-def generator(step: int) -> torch.Generator:
-    return torch.Generator().manual_seed(step)
-
-
 def tokens(step: int) -> dict[str, torch.Tensor]:
-    ids = torch.randint(1, 128, (4, 16), generator=generator(step))
+    ids = torch.randint(1, 128, (4, 16), generator=seeded(step))
     return {"input_ids": ids, "labels": ids}
 
 
@@ -38,7 +34,7 @@ def padded(step: int) -> dict[str, torch.Tensor]:
 
 
 def pixels(step: int) -> dict[str, torch.Tensor]:
-    of = generator(step)
+    of = seeded(step)
     return {"pixel_values": torch.randn(4, 3, 32, 32, generator=of), "labels": torch.randint(2, (4,), generator=of)}
 
 
@@ -174,7 +170,7 @@ def segformer(ullage) -> Trained:
         strides=[2, 2], num_attention_heads=[1, 2], mlp_ratios=[2, 2], decoder_hidden_size=32, num_labels=4,
     )  # fmt: skip
     model = transformers.SegformerForSemanticSegmentation(config)
-    labels = lambda step: torch.randint(4, (4, 32, 32), generator=generator(step))
+    labels = lambda step: torch.randint(4, (4, 32, 32), generator=seeded(step))
     return train(ullage, model, lambda step: pixels(step) | {"labels": labels(step)})
 
 
@@ -216,7 +212,7 @@ def whisper(ullage) -> Trained:
         max_target_positions=32, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1,
     )  # fmt: skip
     model = transformers.WhisperForConditionalGeneration(config)
-    sounds = lambda step: torch.randn(4, 16, 40, generator=generator(step))
+    sounds = lambda step: torch.randn(4, 16, 40, generator=seeded(step))
     return train(ullage, model, lambda step: {"input_features": sounds(step), "labels": tokens(step)["labels"]})
 
 
@@ -230,7 +226,7 @@ def wav2vec2_ctc(ullage) -> Trained:
     )  # fmt: skip
 
     def sounds(step: int) -> dict[str, torch.Tensor]:
-        of = generator(step)
+        of = seeded(step)
         return {"input_values": torch.randn(4, 800, generator=of), "labels": torch.randint(1, 30, (4, 6), generator=of)}
 
     return train(ullage, transformers.Wav2Vec2ForCTC(config), sounds)
@@ -247,7 +243,7 @@ def llava(ullage) -> Trained:
     )
 
     def both(step: int) -> dict[str, torch.Tensor]:
-        ids = torch.randint(6, 128, (2, 24), generator=generator(step))
+        ids = torch.randint(6, 128, (2, 24), generator=seeded(step))
         ids[:, 2 : 2 + 17] = 5
         return {"input_ids": ids, "labels": ids, "pixel_values": pixels(step)["pixel_values"][:2]}
 
@@ -265,7 +261,7 @@ def llava_with_text_alone(ullage) -> Trained:
     )
 
     def either(step: int) -> dict[str, torch.Tensor]:
-        ids = torch.randint(6, 128, (2, 24), generator=generator(step))
+        ids = torch.randint(6, 128, (2, 24), generator=seeded(step))
         if step % 2 == 0:
             return {"input_ids": ids, "labels": ids}
         ids[:, 2 : 2 + 17] = 5
@@ -283,7 +279,7 @@ def time_series(ullage) -> Trained:
     )  # fmt: skip
 
     def series(step: int) -> dict[str, torch.Tensor]:
-        of = generator(step)
+        of = seeded(step)
         return {"past_values": torch.randn(4, 32, 3, generator=of), "future_values": torch.randn(4, 8, 3, generator=of)}
 
     return train(ullage, transformers.PatchTSTForPrediction(config), series)

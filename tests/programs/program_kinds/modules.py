@@ -4,7 +4,7 @@ import dataclasses
 
 import torch
 import torch.nn.functional as F
-from program_catalogue import Trained, registry, train
+from program_catalogue import Trained, registry, seeded, train
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 from torch.utils.checkpoint import checkpoint
@@ -13,7 +13,7 @@ PROGRAMS, program = registry()
 
 
 def x_of(*shape: int):
-    return lambda step: (torch.randn(*shape, generator=torch.Generator().manual_seed(step)),)
+    return lambda step: (torch.randn(*shape, generator=seeded(step)),)
 
 
 class Block(nn.Module):
@@ -98,7 +98,7 @@ def tied_by_functional(ullage) -> Trained:
 
 def ids_of(vocabulary: int, *shape: int):
     shape = shape or (4, 16)
-    return lambda step: (torch.randint(vocabulary, shape, generator=torch.Generator().manual_seed(step)),)
+    return lambda step: (torch.randint(vocabulary, shape, generator=seeded(step)),)
 
 
 @program

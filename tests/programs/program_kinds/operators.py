@@ -2,7 +2,7 @@
 
 import torch
 import torch.nn.functional as F
-from program_catalogue import Trained, registry, train
+from program_catalogue import Trained, registry, seeded, train
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
@@ -10,11 +10,11 @@ PROGRAMS, program = registry()
 
 
 def x_of(*shape: int):
-    return lambda step: (torch.randn(*shape, generator=torch.Generator().manual_seed(step)),)
+    return lambda step: (torch.randn(*shape, generator=seeded(step)),)
 
 
 def ids(step: int) -> tuple[torch.Tensor]:
-    return (torch.randint(1, 40, (4, 10), generator=torch.Generator().manual_seed(step)),)
+    return (torch.randint(1, 40, (4, 10), generator=seeded(step)),)
 
 
 class Residual(nn.Module):
@@ -60,7 +60,7 @@ def gru_on_packed_sequences(ullage) -> Trained:
             packed = pack_padded_sequence(self.embed(tokens), lengths, batch_first=True, enforce_sorted=False)
             return self.out(pad_packed_sequence(self.rnn(packed)[0], batch_first=True)[0])
 
-    return train(ullage, Net(), lambda step: (*ids(step), torch.tensor([10, 7, 9, 3])))
+    return train(ullage, Net(), lambda step: (*ids(step), torch.tensor([10, 7, 9, 3], device="cpu")))
 
 
 @program
@@ -139,7 +139,7 @@ def connectionist_loss(ullage) -> Trained:
             lengths = torch.full((len(x),), x.shape[1]), torch.full((len(x),), targets.shape[1])
             return F.ctc_loss(scores, targets, *lengths)
 
-    targets = lambda step: torch.randint(1, 12, (4, 5), generator=torch.Generator().manual_seed(step))
+    targets = lambda step: torch.randint(1, 12, (4, 5), generator=seeded(step))
     return train(ullage, Net(), lambda step: (*x_of(4, 20, 16)(step), targets(step)))
 
 
@@ -281,7 +281,7 @@ def graphs(ullage) -> Trained:
                 x = torch.zeros_like(h).index_add(0, edges[1], h[edges[0]])
             return self.out(x)
 
-    edges = lambda step: torch.randint(12, (2, 30), generator=torch.Generator().manual_seed(step))
+    edges = lambda step: torch.randint(12, (2, 30), generator=seeded(step))
     return train(ullage, Graph(), lambda step: (*x_of(12, 16)(step), edges(step)))
 
 
@@ -305,7 +305,7 @@ def nested_inputs(ullage) -> Trained:
             return self.out(h)
 
     def batch(step: int):
-        of = torch.Generator().manual_seed(step)
+        of = seeded(step)
         text = {"pooled": torch.randn(8, 64, generator=of)}
         return {
             "x": torch.randn(8, 16, generator=of),
@@ -320,7 +320,11 @@ def numpy_inside(ullage) -> Trained:
     """Forward that computes a constant with NumPy."""
     import numpy as np
 
-    return train(ullage, stack(lambda x: x * torch.from_numpy(np.hanning(x.shape[-1]).astype("float32"))), x_of(8, 16))
+    return train(
+        ullage,
+        stack(lambda x: x * torch.from_numpy(np.hanning(x.shape[-1]).astype("float32")).to(x.device)),
+        x_of(8, 16),
+    )
 
 
 @program

@@ -1,7 +1,7 @@
 """Optimizers, made as their libraries show it, and one that no plan executes (others are refused by the same line)."""
 
 import torch
-from program_catalogue import Trained, registry, train
+from program_catalogue import Trained, registry, seeded, train
 from torch import nn
 
 PROGRAMS, program = registry()
@@ -13,7 +13,7 @@ def model() -> nn.Module:
 
 
 def x(step: int) -> tuple[torch.Tensor]:
-    return (torch.randn(32, 16, generator=torch.Generator().manual_seed(step)),)
+    return (torch.randn(32, 16, generator=seeded(step)),)
 
 
 def with_torch(name: str, **options):
