@@ -42,6 +42,11 @@ class Program:
     train: Callable[[Any], Trained]
 
     @property
+    def id(self) -> str:
+        """Its kind and name."""
+        return f"{self.kind}/{self.name}"
+
+    @property
     def title(self) -> str:
         """What it is, in one line."""
         return (inspect.getdoc(self.train) or self.name.replace("_", " ")).partition("\n")[0].rstrip(".")

@@ -15,6 +15,7 @@ import dataclasses
 import io
 import math
 import multiprocessing
+import multiprocessing.connection
 import os
 import re
 import sys
@@ -23,9 +24,6 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final, NamedTuple
@@ -225,24 +223,34 @@ def verdict(found: dict[str, Any]) -> str:
     return "same" if found["off"] <= BOUND else "wrong"
 
 
-def apart(program: Program, machine: Machine) -> dict[str, Any]:
-    """Return the row of a program that runs in a process of its own, forked from this one."""
-    context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_send_row, args=(theirs, program, machine))
-    process.start()
-    theirs.close()
-    try:
-        found: dict[str, Any] = ours.recv() if ours.poll(_LIMIT_S) else {"absent": f"took more than {_LIMIT_S:.0f} s"}
-    except EOFError:
-        process.join()
-        found = {"absent": f"its process ended with {process.exitcode}"}
-    process.kill()
-    process.join()
-    return {"kind": program.kind, "name": program.name, "title": program.title} | found
+def apart(chosen: Sequence[Program], machine: Machine, num_jobs: int) -> Iterator[dict[str, Any]]:
+    """Yield the rows of programs, each from a process of its own; all are forked by this thread, so many at a time."""
+    context, waiting, rows = multiprocessing.get_context("fork"), list(chosen), dict[str, dict[str, Any]]()
+    running: dict[multiprocessing.connection.Connection, tuple[Program, Any, float]] = {}
+    for program in chosen:
+        while program.id not in rows:
+            while waiting and len(running) < num_jobs:
+                ours, theirs = context.Pipe(duplex=False)
+                process = context.Process(target=_send_row, args=(theirs, waiting[0], machine))
+                process.start()
+                theirs.close()
+                running[ours] = waiting.pop(0), process, time.monotonic() + _LIMIT_S
+            ready = multiprocessing.connection.wait(running, 1.0)
+            late = [pipe for pipe, (_, _, end_s) in running.items() if pipe not in ready and time.monotonic() > end_s]
+            for pipe in [*ready, *late]:
+                ended, process, _ = running.pop(pipe)
+                try:
+                    found = pipe.recv() if pipe in ready else {"absent": f"took more than {_LIMIT_S:.0f} s"}
+                except EOFError:
+                    process.join()
+                    found = {"absent": f"its process ended with {process.exitcode}"}
+                process.kill()
+                process.join()
+                rows[ended.id] = {"kind": ended.kind, "name": ended.name, "title": ended.title} | found
+        yield rows[program.id]
 
 
-def _send_row(pipe: Connection, program: Program, machine: Machine) -> None:
+def _send_row(pipe: multiprocessing.connection.Connection, program: Program, machine: Machine) -> None:
     with _made_on(machine.device, program):
         pipe.send(row(program, machine))
 
@@ -259,7 +267,7 @@ def _made_on(device: str, program: Program) -> Iterator[None]:
         yield
 
 
-def _facts(pipe: Connection) -> None:
+def _facts(pipe: multiprocessing.connection.Connection) -> None:
     pipe.send(gpu_facts())
 
 
@@ -278,8 +286,7 @@ def rows_of(chosen: Sequence[Program], machine: Machine, num_jobs: int | None) -
     """Yield the rows of programs, in order; with ``num_jobs``, so many run at a time, each in a process of its own."""
     if num_jobs:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_jobs))
-        with ThreadPoolExecutor(num_jobs) as pool:
-            yield from pool.map(partial(apart, machine=machine), chosen)
+        yield from apart(chosen, machine, num_jobs)
         return
     for program in chosen:
         with _made_on(machine.device, program):
