@@ -42,9 +42,15 @@ class Meter(Protocol):
 
 
 class Backend(Protocol):
-    """A device, as lanes and tasks use it."""
+    """A device, as lanes and tasks use it.
+
+    Attributes:
+        submits: lanes whose tasks a thread submits to streams without waiting, if one rank trains, and no task adds up
+            gradients.
+    """
 
     device: torch.device
+    submits: frozenset[Lane]
 
     def lane(self, lane: Lane) -> contextlib.AbstractContextManager[None]:
         """Return a context in which the calling thread's work goes to the lane's stream, if it has one."""
@@ -128,6 +134,8 @@ class HostBackend:
 
     Updates use as many threads as torch has when the backend is made.
     """
+
+    submits: frozenset[Lane] = frozenset()
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")

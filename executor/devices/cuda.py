@@ -164,6 +164,8 @@ class Clock:
 class CudaBackend:
     """The current CUDA device. Methods: see :class:`executor.devices.backend.Backend`."""
 
+    submits = frozenset({Lane.H2D, Lane.D2H, Lane.STATE_IN, Lane.STATE_OUT, Lane.GPU_UPDATE})
+
     def __init__(self) -> None:
         if not torch.cuda.is_available():
             raise ValueError("device is cuda, but torch finds no CUDA device; use device='cpu' or install CUDA's torch")
@@ -173,6 +175,7 @@ class CudaBackend:
         self._clock = Clock(self._anchor)
         # Its stream, so that no task has to ask for it, and whether its copies give way.
         self._lane = threading.local()
+        self._streams: dict[Lane, torch.cuda.Stream] = {}
         self._events_before: dict[str, int] = {}  # counts of the allocator when memory was last metered
         self._without_cudnn = False  # whether it has switched cuDNN's attention off
         self._passing: torch.Tensor | None = None  # buffers for gradients that are accumulated on the host
@@ -185,14 +188,18 @@ class CudaBackend:
         if lane in _HOST_LANES:
             yield
             return
-        # Small kernels between copies must not wait for matrix products. Updates fill the device, so they get no
-        # priority.
-        priority = 0 if lane is Lane.GPU_UPDATE else -1
-        stream = torch.cuda.Stream(self.device, priority=priority)  # type: ignore[no-untyped-call]
+        if (stream := self._streams.get(lane)) is None:
+            # Small kernels between copies must not wait for matrix products. Updates fill the device, so they get no
+            # priority.
+            priority = 0 if lane is Lane.GPU_UPDATE else -1
+            stream = self._streams[lane] = torch.cuda.Stream(self.device, priority=priority)  # type: ignore[no-untyped-call]
+        before = getattr(self._lane, "stream", None), getattr(self._lane, "yields", False)
         with torch.cuda.stream(stream):
             self._lane.stream, self._lane.yields = stream, lane in _YIELDING_LANES
-            yield
-            self._lane.stream, self._lane.yields = None, False
+            try:
+                yield
+            finally:
+                self._lane.stream, self._lane.yields = before
 
     def record_event(self, lane: Lane) -> Event:
         """Return the host's time, or an event on the current stream."""

@@ -1,11 +1,17 @@
-"""Runs a schedule on real lanes: one thread per lane, and the caller's thread for forward and backward.
+"""Runs a schedule on real lanes: threads, streams, and the caller's thread for forward and backward.
 
 [Note: Caller lanes] Forward, backward and the norm run in the thread that calls the model. If such a task is issued,
 the caller has reached it. The caller waits for the task's dependencies, starts the task, and leaves it *open*. The task
 ends when the caller's next task is issued, or at :meth:`LaneMachine.end_open`.
+
+[Note: Submitted lanes] A lane whose tasks wait for nothing on the host, as copies on a stream do, has no thread. A task
+is submitted as soon as all that it waits for has been: by the caller when it is issued, or by the thread that ends the
+last of those. Threads of their own would run beside the caller, and each operator of torch takes and gives back the
+interpreter's lock several times: who has to sleep for it wakes 0.1 ms later, which is longer than most operators take.
 """
 
 import atexit
+import collections
 import contextlib
 import dataclasses
 import math
@@ -13,8 +19,10 @@ import queue
 import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Final, final
+
+import torch
 
 from executor.checkpoint.files.flusher import lower_thread_priority
 from executor.devices.backend import Backend, Event
@@ -47,7 +55,7 @@ class _Ticket:
     is_recorded: bool
     start: Event = None  # set if it is recorded
     end: Event = None
-    awaited: tuple[threading.Condition, ...] = ()  # conditions of the threads that wait for its end
+    awaited: tuple[threading.Condition | Lane, ...] = ()  # conditions of threads, and lanes, that wait
 
     @property
     def name(self) -> str:
@@ -60,6 +68,7 @@ class LaneMachine(contextlib.AbstractContextManager["LaneMachine"]):
 
     Args:
         perform: does the work of every task that is not on one of the caller's lanes.
+        submitted: lanes without a thread, see [Note: Submitted lanes].
         capacity_bytes: device memory, see [Note: Room] in :mod:`executor.devices.room`; ``None``: no limit.
         record: whether to record times for :meth:`timeline`. May be changed between iterations. The latest
             :data:`NUM_RECORDED` recorded iterations are kept.
@@ -81,6 +90,7 @@ class LaneMachine(contextlib.AbstractContextManager["LaneMachine"]):
         perform: Perform,
         backend: Backend,
         *,
+        submitted: Collection[Lane] = (),
         capacity_bytes: int | None = None,
         record: bool = False,
         on_caller: Callable[[int], None] = lambda _task: None,
@@ -110,7 +120,10 @@ class LaneMachine(contextlib.AbstractContextManager["LaneMachine"]):
         self._recorded: dict[int, list[_Ticket]] = {}
         self._left_out: set[int] = set()
         self._last: dict[Lane, Event] = {}  # end of the latest task of each lane
-        lanes = {task.lane for task in schedule.tasks} - CALLER_LANES
+        self._lines = {lane: collections.deque[_Ticket]() for lane in submitted}
+        self._submitting: set[Lane] = set()  # lanes of which a thread submits a task now
+        self._local = threading.local()  # lanes that this thread still has to look at
+        lanes = {task.lane for task in schedule.tasks} - CALLER_LANES - self._lines.keys()
         self._queues: dict[Lane, queue.SimpleQueue[_Ticket | None]] = {lane: queue.SimpleQueue() for lane in lanes}
         # One condition per thread, which wakes only for its own dependencies: waking takes longer than issuing.
         self._turns = {lane: threading.Condition(self._lock) for lane in lanes}
@@ -324,8 +337,58 @@ class LaneMachine(contextlib.AbstractContextManager["LaneMachine"]):
             if self._room:
                 for ticket in tickets:
                     self._room.issue(ticket.task)
+            for ticket in tickets:
+                if (line := self._lines.get(ticket.task.lane)) is not None:
+                    line.append(ticket)
         for ticket in tickets:
-            self._queues[ticket.task.lane].put(ticket)
+            if ticket.task.lane not in self._lines:
+                self._queues[ticket.task.lane].put(ticket)
+        self._submit({ticket.task.lane for ticket in tickets if ticket.task.lane in self._lines})
+
+    def _submit(self, lanes: Collection[Lane]) -> None:
+        """Submit what these lanes have at their heads, and what has waited for that, until all wait for others."""
+        waiting: collections.deque[Lane] | None = getattr(self._local, "lanes", None)
+        if waiting is not None:  # this thread is at it
+            waiting.extend(lanes)
+            return
+        if not lanes:
+            return
+        self._local.lanes = waiting = collections.deque(lanes)
+        try:
+            # The caller may be evaluating; tensors that are made here are kept for later iterations.
+            with torch.inference_mode(mode=False), torch.no_grad():
+                while waiting:
+                    while (ticket := self._next(waiting[0])) is not None:
+                        self._submit_one(ticket)
+                    waiting.popleft()
+        finally:
+            self._local.lanes = None
+
+    def _next(self, lane: Lane) -> _Ticket | None:
+        """Take a lane's next ticket, if all that it waits for has ended and no other thread submits on this lane."""
+        with self._lock:
+            line = self._lines[lane]
+            if self._stopped or lane in self._submitting or not line:
+                return None
+            for dependency in line[0].after:
+                if dependency.end is None:
+                    if lane not in dependency.awaited:
+                        dependency.awaited += (lane,)
+                    return None
+            self._submitting.add(lane)
+            return line.popleft()
+
+    def _submit_one(self, ticket: _Ticket) -> None:
+        try:
+            with self._backend.lane(ticket.task.lane):
+                if self._begin(ticket):
+                    self._perform(ticket.task, ticket.iteration)
+                    self._end(ticket)
+        except BaseException as error:
+            if not isinstance(error, Exception):  # Ctrl-C, in the caller's thread
+                self._stop(error)
+                raise
+            self._stop(error if isinstance(error, RankError) else _lane_error(ticket, ticket.task.lane, error))
 
     def _run_lane(self, lane: Lane) -> None:
         ticket: _Ticket | None = None
@@ -381,15 +444,17 @@ class LaneMachine(contextlib.AbstractContextManager["LaneMachine"]):
         """End a ticket of another thread than the caller's."""
         event = self._backend.record_event(ticket.task.lane)
         with self._lock:
-            self._set_end(ticket, event)
+            self._submitting.discard(ticket.task.lane)
+            lanes = self._set_end(ticket, event)
             self._num_pending -= 1
             self._last[ticket.task.lane] = event
             if not self._num_pending or self._wants_room:
                 self._changed.notify_all()
+        self._submit(lanes)
 
     def _end_tickets(self, before: Task | None) -> None:
         """End open tickets, ``before`` the caller's next task. The caller wakes no one but lanes that wait for them."""
-        stay = []
+        stay, lanes = [], list[Lane]()
         for ticket in self._open:
             # On a GPU, issuing a compute task overlaps with the task itself.
             if before is not None and before.lane is Lane.COMPUTE and ticket.task.op is Op.ISSUE:
@@ -397,16 +462,23 @@ class LaneMachine(contextlib.AbstractContextManager["LaneMachine"]):
                 continue
             event = self._backend.record_event(ticket.task.lane)
             with self._lock:
-                self._set_end(ticket, event)
+                lanes += self._set_end(ticket, event)
         self._open = stay
+        self._submit(lanes)
 
-    def _set_end(self, ticket: _Ticket, event: Event) -> None:
+    def _set_end(self, ticket: _Ticket, event: Event) -> list[Lane]:
+        """Set a ticket's end, wake the threads that wait for it, and return the lanes that do."""
         self.num_ended += 1
         ticket.end = event
-        for turn in ticket.awaited:
-            turn.notify_all()
+        lanes = []
+        for waiting in ticket.awaited:
+            if isinstance(waiting, Lane):
+                lanes.append(waiting)
+            else:
+                waiting.notify_all()
         if self._room:
             self._room.end(ticket.task, ticket.iteration, was_issued=ticket.task.lane not in CALLER_LANES)
+        return lanes
 
     def _stop(self, failure: BaseException | None = None) -> None:
         with self._lock:

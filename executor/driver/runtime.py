@@ -33,7 +33,7 @@ from planner.decisions import Decisions
 from planner.graph import Unit
 from planner.lowering import lower
 from planner.schedule.loop import Loop, OutOfOrderError
-from planner.schedule.tasks import Op, Tier
+from planner.schedule.tasks import Lane, Op, Tier
 
 OF_GRADIENTS: Final = frozenset({Op.SCATTER, Op.FLUSH, Op.SPILL})
 """Tasks that bring gradients to where updates read them."""
@@ -119,6 +119,10 @@ class Runtime:
             schedule,
             self.actions.perform,
             backend,
+            # Gradients of several micro-batches are added up on the host, and ranks wait for each other.
+            submitted=backend.submits
+            - ({Lane.D2H} if decisions.num_micro_batches > 1 else set())
+            - ({Lane.D2H, Lane.GPU_UPDATE} if ranks is not None else set()),
             capacity_bytes=None if options.device == "cuda" else options.gpu_capacity_bytes,
             record=options.record,
             on_stop=self._has_stopped,

@@ -1,14 +1,19 @@
 """Threads that run kernels on pieces of a range.
 
+Each piece takes the interpreter's lock twice: before its kernel and after it. Whoever trains needs the lock for each
+operator, so an executor of the standard library, which takes several locks more for each piece, is not used.
+
 numba's own threading layers are not used: ``workqueue`` aborts the process when two threads enter parallel kernels at
 once, and ``omp`` and ``tbb`` need libraries that a machine may not have. Kernels that release the GIL need neither.
 """
 
+import itertools
+import operator
 import os
+import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
-from itertools import pairwise
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Final, Self
 
 GRAIN_ITEMS: Final = 64
@@ -25,7 +30,48 @@ def pieces(num_items: int, num_pieces: int) -> list[tuple[int, int]]:
     """
     num_grains = -(-num_items // GRAIN_ITEMS)
     cuts = (min(num_grains * i // num_pieces * GRAIN_ITEMS, num_items) for i in range(num_pieces + 1))
-    return [(start, stop) for start, stop in pairwise(cuts) if start < stop]
+    return [(start, stop) for start, stop in itertools.pairwise(cuts) if start < stop]
+
+
+class _Job:
+    """One call of :meth:`WorkerTeam.run`, under way in so many pieces."""
+
+    def __init__(self, num_pieces: int) -> None:
+        self._num_pieces, self._ended = num_pieces, itertools.count(1)
+        self._is_done = threading.Lock()
+        self._is_done.acquire()  # until the last piece ends
+        self.failures: list[tuple[int, BaseException]] = []  # with where the piece starts
+
+    def end_piece(self) -> None:
+        if next(self._ended) == self._num_pieces:
+            self._is_done.release()
+
+    def wait(self) -> None:
+        self._is_done.acquire()
+
+
+_Pieces = queue.SimpleQueue[tuple[PieceFunction, int, int, _Job] | None]
+
+
+def _work(waiting: _Pieces, inside: threading.local, core: int | None) -> None:
+    """Run pieces until there is a ``None``."""
+    inside.is_worker = True
+    if core is not None and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {core})  # 0 is the calling thread
+    while (piece := waiting.get()) is not None:
+        function, start, stop, job = piece
+        try:
+            function(start, stop)
+        except BaseException as error:  # noqa: BLE001 - whoever waits for the job raises it
+            job.failures.append((start, error))
+        del piece, function  # which refer to the memory of the job
+        job.end_piece()
+        del job
+
+
+def _end(waiting: _Pieces, num_threads: int) -> None:
+    for _ in range(num_threads):
+        waiting.put(None)
 
 
 class WorkerTeam:
@@ -48,15 +94,19 @@ class WorkerTeam:
         self.num_threads = num_threads
         self._closed = False
         self._inside = threading.local()
-        self._pool: ThreadPoolExecutor | None = None
+        self._queue: _Pieces = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
         if num_threads > 1 or cores is not None:
-            self._pool = ThreadPoolExecutor(num_threads, "update", self._enter, (iter(cores or ()),))
-
-    def _enter(self, cores: Iterator[int]) -> None:
-        self._inside.is_worker = True
-        core = next(cores, None)
-        if core is not None and hasattr(os, "sched_setaffinity"):
-            os.sched_setaffinity(0, {core})  # 0 is the calling thread
+            self._threads = [
+                threading.Thread(
+                    target=_work, args=(self._queue, self._inside, core), name=f"update_{number}", daemon=True
+                )
+                for number, core in enumerate(cores or [None] * num_threads)
+            ]
+            for thread in self._threads:
+                thread.start()
+        # So the threads of a team that nobody closes end with it.
+        self._end = weakref.finalize(self, _end, self._queue, len(self._threads))
 
     def run(self, function: PieceFunction, num_items: int) -> None:
         """Call ``function(start, stop)`` on :func:`pieces` of ``range(num_items)`` and wait for all of them.
@@ -70,20 +120,26 @@ class WorkerTeam:
         """
         if self._closed:
             raise RuntimeError("the worker team is closed; make a new one, or run before close()")
-        if self._pool is None or getattr(self._inside, "is_worker", False):
+        if not self._threads or getattr(self._inside, "is_worker", False):
             if num_items > 0:
                 function(0, num_items)
             return
-        futures = [self._pool.submit(function, start, stop) for start, stop in pieces(num_items, self.num_threads)]
-        wait(futures)
-        for future in futures:
-            future.result()
+        if not (cuts := pieces(num_items, self.num_threads)):
+            return
+        job = _Job(len(cuts))
+        for start, stop in cuts:
+            self._queue.put((function, start, stop, job))
+        job.wait()
+        if job.failures:
+            raise min(job.failures, key=operator.itemgetter(0))[1]
 
     def close(self) -> None:
         """Wait for running pieces and end the threads. Closing twice is allowed."""
         self._closed = True
-        if self._pool is not None:
-            self._pool.shutdown()
+        self._end()
+        for thread in self._threads:
+            thread.join()
+        self._threads = []
 
     def __enter__(self) -> Self:
         return self
