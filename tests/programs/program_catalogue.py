@@ -15,6 +15,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+PLACE: Final = SimpleNamespace(device="cpu")
+"""Where trainers, which move models and batches by themselves, train."""
+
 Trained = tuple[list[float], nn.Module | dict[str, Tensor]]
 """What a program returns: losses, and the trained model, or some models' weights by name."""
 

@@ -3,7 +3,7 @@
 import pytest
 from amount import ALL
 from program_catalogue import IN_MEMORY, Program, programs
-from run_programs import BOUND, outcome, trained
+from run_programs import CPU, outcome, trained
 
 TRIED = {
     "loops": ("r_drop", "gradual_unfreezing", "batches_without_backward", "closures"),
@@ -21,4 +21,4 @@ def test_programs_train_as_in_memory(program: Program) -> None:
     found = outcome(program, trained(program, IN_MEMORY), tight=ALL)
     assert (found.refused, found.failed) == ("", "")
     assert found.off is not None
-    assert found.off <= BOUND
+    assert found.off <= CPU.bound

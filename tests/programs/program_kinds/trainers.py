@@ -9,7 +9,7 @@ import torch
 import transformers
 import trl
 from datasets import Dataset
-from program_catalogue import Trained, registry
+from program_catalogue import PLACE, Trained, registry
 from sentence_transformers import losses
 from sentence_transformers.cross_encoder import losses as cross_losses
 from sentence_transformers.models import Pooling, Transformer
@@ -53,7 +53,7 @@ def settings(kind, **changes):
         save_strategy="no",
         report_to=[],
         disable_tqdm=True,
-        use_cpu=True,
+        use_cpu=PLACE.device == "cpu",
         bf16=False,
         seed=1,
         **changes,
@@ -201,7 +201,7 @@ def bert(kind=transformers.BertModel, **changes) -> str:
 @program
 def sentence_embeddings(ullage) -> Trained:
     """SentenceTransformerTrainer with in-batch negatives."""
-    model = st.SentenceTransformer(modules=[Transformer(bert()), Pooling(64)], device="cpu")
+    model = st.SentenceTransformer(modules=[Transformer(bert()), Pooling(64)], device=PLACE.device)
     rows = Dataset.from_list([{"anchor": "abc"[: 1 + i % 3], "positive": "abd"[i % 2 :]} for i in range(24)])
     args = settings(st.SentenceTransformerTrainingArguments)
     return run(
@@ -214,7 +214,7 @@ def sentence_embeddings(ullage) -> Trained:
 @program
 def triplets(ullage) -> Trained:
     """SentenceTransformerTrainer with a triplet loss: three encodings a step."""
-    model = st.SentenceTransformer(modules=[Transformer(bert()), Pooling(64)], device="cpu")
+    model = st.SentenceTransformer(modules=[Transformer(bert()), Pooling(64)], device=PLACE.device)
     rows = [{"anchor": "abc", "positive": "abd"[i % 2 :], "negative": "efg"[: 1 + i % 3]} for i in range(24)]
     args = settings(st.SentenceTransformerTrainingArguments)
     return run(
@@ -227,7 +227,9 @@ def triplets(ullage) -> Trained:
 @program
 def cross_encoder(ullage) -> Trained:
     """CrossEncoderTrainer."""
-    model = st.CrossEncoder(bert(transformers.BertForSequenceClassification, num_labels=1), num_labels=1, device="cpu")
+    model = st.CrossEncoder(
+        bert(transformers.BertForSequenceClassification, num_labels=1), num_labels=1, device=PLACE.device
+    )
     rows = Dataset.from_list([{"a": "abc", "b": "abd"[i % 2 :], "label": float(i % 2)} for i in range(24)])
     args = settings(st.CrossEncoderTrainingArguments)
     loss = cross_losses.BinaryCrossEntropyLoss(model)
@@ -242,7 +244,7 @@ def accelerated(ullage) -> Trained:
     ids = torch.randint(64, (12, 12), generator=torch.Generator().manual_seed(0))
     data = torch.utils.data.DataLoader(ids, batch_size=4)
     model, optimizer = ullage.prepare(model, optimizer, {"input_ids": ids[:4], "labels": ids[:4]})
-    accelerator = accelerate.Accelerator(cpu=True)
+    accelerator = accelerate.Accelerator(cpu=PLACE.device == "cpu")
     prepared, stepping, data = accelerator.prepare(model, optimizer, data)
     seen = []
     for batch in data:
