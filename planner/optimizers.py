@@ -7,13 +7,13 @@ The executor has their arithmetic, with an entry for each of these in :mod:`exec
 matrix if it has two dimensions and lies in a list of layers, so that its path has a number. The planner and
 ``ullage.Muon`` both decide so, from name and shape alone.
 
-[Note: Operators] On a GPU, an update of any AdamW is one kernel, which moves state, gradient and weight once, if the
-profile says that there is Triton (``fuses_updates``). Without it ``adamw-bf16``, ``adamw-8bit`` and split master copies
+[Note: Operators] On a GPU with Triton, an update of any AdamW is one kernel, which moves state, gradient and weight
+once. If the profile says that there is none (``fuses_updates``), ``adamw-bf16``, ``adamw-8bit`` and split master copies
 take chains of torch's operators: each reads and writes memory, and some make temporaries. Together they move many times
 the bytes of the state, and profiles have only the time of AdamW. So rows have what the operators move, which a test
-counts, for such a profile. They are for :data:`UPDATED_AT_ONCE` parameters at a time. The ledger has their temporaries
-in any case: a schedule does not depend on the profile, and they are at most 100 MB. A host as the device has the same
-one pass as other updates on the host.
+counts. They are for :data:`UPDATED_AT_ONCE` parameters at a time. The ledger has their temporaries in any case, as a
+schedule does not depend on the profile: at most 100 MB. A host as the device has the same one pass as other updates on
+the host.
 
 [Note: Blocks] ``adamw-8bit`` keeps moments as ``bitsandbytes`` does: 8-bit codes of values between -1 and 1, and one
 fp32 scale for each block of 256. Blocks are of one parameter, from its first value on. So parameters, shards and

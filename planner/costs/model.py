@@ -198,7 +198,7 @@ class CostModel:
         products_s += self._fabrics.exchanges_s(self.layout.tensor_group, task.num_bytes)
         state = self.precision.optimizer_state(self._kind(task))
         update_bytes = self._update_bytes(task)
-        if device.kind == "gpu" and not (state.fuses and device.fuses_updates):
+        if device.kind == "gpu" and not (state.fuses and device.fuses_updates is not False):
             update_bytes = state.gpu_update_bytes or update_bytes
             update_bytes += SPLIT_OPERATOR_BYTES if task.splits else 0
         duration_s = (

