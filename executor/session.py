@@ -18,8 +18,9 @@ from torch.utils.hooks import RemovableHandle
 from executor.audit import Audit
 from executor.callbacks import replace_attribute
 from executor.checks import check_decisions, check_groups, check_units
-from executor.devices.backend import Meter
+from executor.devices.backend import Backend, Meter
 from executor.devices.cores import take_cores
+from executor.devices.cuda import fused
 from executor.distributed.experts import split_experts
 from executor.distributed.host_collectives import HostCollectives
 from executor.distributed.mesh import Mesh
@@ -31,6 +32,7 @@ from executor.driver.parking import Moved, Parking
 from executor.driver.runtime import Runtime
 from executor.driver.unbroken import Unbroken
 from executor.memory.arenas import MeasuredMemory
+from executor.memory.pieces import DTYPES, as_state, state_buffers, state_tensors
 from executor.memory.state import without_values
 from executor.module.batches import bind_batches
 from executor.module.binding import bind, bind_state_dict, no_compile, watch_calls
@@ -38,11 +40,13 @@ from executor.module.empty import take_off_meta
 from executor.module.guards import bind_guards
 from executor.module.naming import PROMPT, Naming, prompts_of
 from executor.module.quantized import bind_quantized, check_products
-from executor.optimizer.table import OptimizerEntry
+from executor.optimizer.passes import BLOCK
+from executor.optimizer.table import OptimizerEntry, Rule
 from executor.options import Options, backend_of
 from executor.packed import with_own_storage
-from planner.decisions import Decisions
+from planner.decisions import Decisions, Precision
 from planner.graph import Unit
+from planner.optimizers import OPTIMIZERS
 from planner.schedule.loop import OutOfOrderError
 from planner.schedule.tasks import Lane, Tier
 from planner.schedule.timeline import Timeline
@@ -136,6 +140,8 @@ class Session(contextlib.AbstractContextManager["Session"]):
                     master_dtype=kinds[precision.master_bytes],
                     splits=splits,
                 )
+                if options.device == "cuda":
+                    _warm_up_on_device(entry.rule(group), precision, backend, splits=splits)
             self._parking = Parking(model, self.runtime, options.link_bytes_per_s)
             self.driver = driver = IterationDriver(
                 model, self.runtime, units, decisions, entry, groups, self.audit, options.report
@@ -499,3 +505,20 @@ def _move_buffers(model: nn.Module, device: torch.device, ranks: Ranks | None) -
         for name, buffer in module.named_buffers(recurse=False):
             values = buffer if ranks is None else ranks.all.broadcast(buffer)
             setattr(module, name, values.to(device))
+
+
+def _warm_up_on_device(rule: Rule, precision: Precision, backend: Backend, *, splits: bool) -> None:
+    """Update a block of zeros, with and without bf16 weights, if one kernel does it [Note: Fused updates].
+
+    Otherwise the first update of an iteration would compile the kernel.
+    """
+    kind = rule.entry.planned_as
+    if not OPTIMIZERS[kind].fuses or fused() is None:
+        return
+    num_bytes = sum(buffer.num_bytes(BLOCK) for buffer in state_buffers(kind, precision.master_bytes, splits=splits))
+    memory = torch.zeros(num_bytes, dtype=torch.uint8, device=backend.device)
+    state = as_state(state_tensors(memory, BLOCK, kind, precision.master_bytes, splits=splits), splits=splits)
+    gradient = torch.zeros(BLOCK, dtype=DTYPES[precision.gradient_bytes], device=backend.device)
+    has_weights = not (precision.master_is_weight or splits)
+    for weights in ((), (torch.zeros_like(gradient),)) if has_weights else ((),):
+        backend.update((*state, *weights), [gradient], rule, 1, 1.0)

@@ -92,6 +92,9 @@ class Device(Frozen):
         elementwise_fp32: the same in fp32; ``None`` if memory binds both types. Processors without bf16 instructions
             are slower than their memory in bf16.
         optimizer: time of one AdamW update on the device against its number of parameters.
+        fuses_updates: ``gpu`` only: whether updates of any AdamW are one kernel, as with Triton, which PyTorch for CUDA
+            brings along on Linux. Otherwise those with narrow or split state are chains of torch's operators. ``None``:
+            not known, taken as one kernel.
         gradient_norm: time to sum the squares of a gradient before it leaves the device, against its parameters;
             ``None`` if memory bandwidth hides it.
         issue_s: host time to issue one kernel, with Python and autograd. A GPU computes meanwhile. If computing is
@@ -120,6 +123,7 @@ class Device(Frozen):
     elementwise: CurveOverBytes
     elementwise_fp32: CurveOverBytes | None = None
     optimizer: CurveOverParams
+    fuses_updates: bool | None = None
     gradient_norm: CurveOverParams | None = None
     issue_s: Seconds
     step_s: Seconds | None = None

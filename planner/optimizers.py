@@ -7,11 +7,13 @@ The executor has their arithmetic, with an entry for each of these in :mod:`exec
 matrix if it has two dimensions and lies in a list of layers, so that its path has a number. The planner and
 ``ullage.Muon`` both decide so, from name and shape alone.
 
-[Note: Operators] On a GPU, ``adamw-bf16`` and ``adamw-8bit`` are chains of torch's operators: each reads and writes
-memory, and some make temporaries. Together they move many times the bytes of the state, and profiles have only the
-time of the fused AdamW. So their rows have what the operators move, which a test counts, and the ledger has the
-temporaries. They are for :data:`UPDATED_AT_ONCE` parameters at a time. A host as the device has the same one pass as
-other updates on the host.
+[Note: Operators] On a GPU with Triton, an update of any AdamW is one kernel, which moves state, gradient and weight
+once. If the profile says that there is none (``fuses_updates``), ``adamw-bf16``, ``adamw-8bit`` and split master copies
+take chains of torch's operators: each reads and writes memory, and some make temporaries. Together they move many times
+the bytes of the state, and profiles have only the time of AdamW. So rows have what the operators move, which a test
+counts. They are for :data:`UPDATED_AT_ONCE` parameters at a time. The ledger has their temporaries in any case, as a
+schedule does not depend on the profile: at most 100 MB. A host as the device has the same one pass as other updates on
+the host.
 
 [Note: Blocks] ``adamw-8bit`` keeps moments as ``bitsandbytes`` does: 8-bit codes of values between -1 and 1, and one
 fp32 scale for each block of 256. Blocks are of one parameter, from its first value on. So parameters, shards and
@@ -47,8 +49,9 @@ class OptimizerState:
         rounded: the same with a master copy in bf16, which is the weight itself and is rounded stochastically; ``None``
             if it only has one in fp32.
         wide: the optimizer that has the same buffers in fp32; ``None`` if this one does.
-        gpu_update_bytes: what an update on a GPU moves per parameter, if it is made of torch's operators because no
-            fused kernel does it [Note: Operators]; ``None`` for about as much as state, gradient and weight are.
+        fuses: whether one kernel updates on a GPU, where the executor has Triton [Note: Operators].
+        gpu_update_bytes: what an update on a GPU moves per parameter, if it is made of torch's operators; ``None`` for
+            about as much as state, gradient and weight are.
         gpu_scratch_bytes: what such an update holds meanwhile, the scaled gradient included, per parameter that it
             updates at once.
         host_core_s: what one core needs for one parameter on the host, where that is more than memory needs. It is for
@@ -64,6 +67,7 @@ class OptimizerState:
     block_params: int = 0
     rounded: "OptimizerState | None" = None
     wide: Optimizer | None = None
+    fuses: bool = False
     gpu_update_bytes: int | None = None
     gpu_scratch_bytes: int = 0
     host_core_s: float = 0.0
@@ -105,11 +109,12 @@ def _rounding(row: OptimizerState, *, gpu_update_bytes: int, host_core_s: float)
 
 
 OPTIMIZERS: Final[Mapping[Optimizer, OptimizerState]] = {
-    "adamw": OptimizerState("AdamW", 2),
+    "adamw": OptimizerState("AdamW", 2, fuses=True),
     "adamw-bf16": _rounding(
         OptimizerState(
             "AdamW with bf16 moments",
             2,
+            fuses=True,
             buffer_bytes=2,
             wide="adamw",
             gpu_update_bytes=372,
@@ -123,6 +128,7 @@ OPTIMIZERS: Final[Mapping[Optimizer, OptimizerState]] = {
         OptimizerState(
             "AdamW with 8-bit moments",
             2,
+            fuses=True,
             buffer_bytes=1,
             block_params=256,
             wide="adamw",

@@ -87,8 +87,9 @@ STAGES: Final[Mapping[str, Stage]] = {
     "doctor": Stage("-m ullage doctor --json", 30, 5, ("doctor.json",), prints=True),
     "tests": Stage(
         "-m pytest -vv --durations=0 -p no:cacheprovider --rootdir . --junitxml {results}/tests.xml "
-        "tests/executor/devices/test_cuda.py tests/executor/memory/test_parking.py::test_on_a_gpu",
-        70,
+        "tests/executor/devices/test_fused.py tests/executor/devices/test_cuda.py "
+        "tests/executor/memory/test_parking.py::test_on_a_gpu",
+        110,
         30,
         ("tests.xml",),
     ),
@@ -145,6 +146,9 @@ STAGES: Final[Mapping[str, Stage]] = {
         30,
         ("checkpoints.json",),
         alone=True,
+    ),
+    "updates": Stage(
+        "benchmarks/gpu/updates.py --output {results}/updates.json", 60, 30, ("updates.json",), alone=True
     ),
     # Programs of other libraries, in memory and under plans.
     "programs": Stage(

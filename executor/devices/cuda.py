@@ -3,22 +3,26 @@
 import bisect
 import collections
 import contextlib
+import functools
 import itertools
 import math
 import operator
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
 from typing import Final, Self
 
 import torch
 
 from executor.devices.backend import Event, add_on_host, as_array, sum_of_squares
 from executor.direct_io import pages
-from executor.optimizer.passes import cut
+from executor.optimizer.adamw import AdamWParams
+from executor.optimizer.passes import BLOCK, cut
 from executor.optimizer.split import SplitMaster, opened
-from executor.optimizer.table import Rule
+from executor.optimizer.table import ENTRIES, Rule
 from executor.optimizer.workers import WorkerTeam
 from hwprofiles.machine import available_memory_bytes
 from planner.optimizers import UPDATED_AT_ONCE
@@ -341,7 +345,7 @@ class CudaBackend:
         step: int,
         scale: float,
     ) -> None:
-        """Take one step with torch's kernels."""
+        """Take one step with a kernel of Triton, or with torch's."""
         update_on_device(state, gradients, rule, step, scale)
 
     @contextlib.contextmanager
@@ -396,6 +400,27 @@ class CudaBackend:
         return stream
 
 
+@functools.cache
+def fused() -> ModuleType | None:
+    """Return :mod:`executor.devices.fused` if its kernels run here, which are for NVIDIA's GPUs.
+
+    Triton may be absent, may not know the GPU, or may find no C compiler for what launches its kernels.
+    """
+    if torch.version.cuda is None:
+        return None
+    try:
+        from executor.devices import fused as found  # noqa: PLC0415 - imports Triton
+    except ImportError:
+        return None
+    values = [torch.zeros(BLOCK, device="cuda") for _ in range(4)]
+    try:
+        found.update(values[:3], values[3:], Rule(ENTRIES[0], AdamWParams()), 1, 1.0)
+    except Exception as error:  # noqa: BLE001 - whatever it is, there is another way
+        warnings.warn(f"updates on the GPU take several times longer: Triton fails with {error!r}", stacklevel=2)
+        return None
+    return found
+
+
 def update_on_device(
     state: Sequence[torch.Tensor | SplitMaster],
     gradients: Sequence[torch.Tensor],
@@ -405,10 +430,13 @@ def update_on_device(
 ) -> None:
     """Take one optimizer step on the current stream. See :meth:`executor.devices.backend.Backend.update`.
 
-    All parameters of a chunk are updated together, because launching a kernel for one small parameter takes longer than
-    the kernel.
+    With Triton it is a kernel for each gradient [Note: Fused updates]. Otherwise all parameters of a chunk are updated
+    together, because launching a chain of operators for one small parameter takes longer than the operators.
     """
     whole = state[0]
+    if whole.device.type == "cuda" and (kernels := fused()) and kernels.can_update(state, gradients, rule):
+        kernels.update(state, gradients, rule, step, scale)
+        return
     count = 1 + len(rule.entry.buffers)
     # A 1-D tensor makes the product float32; a Python number would keep the gradient's type.
     factor = torch.full((1,), scale, dtype=torch.float32, device=whole.device)

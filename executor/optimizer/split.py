@@ -197,7 +197,7 @@ class SplitMaster:
         found = torch.empty(len(self), device=self.device)
         for start in range(0, len(self), _AT_ONCE):
             part = self[start : start + _AT_ONCE]
-            blocks = part._blocks()
+            blocks = part.blocks()
             found[start : start + len(part)].copy_(_joined(blocks)[part.start - blocks.start :][: len(part)])
         return found
 
@@ -207,14 +207,14 @@ class SplitMaster:
 
         No block may be open twice.
         """
-        blocks = self._blocks()
+        blocks = self.blocks()
         values = _joined(blocks)
         yield values[self.start - blocks.start :][: len(self)]
         _split(values, blocks)
 
     def copy_(self, values: torch.Tensor) -> None:
         """Set the masters, from values of any floating-point type on any device."""
-        blocks = self._blocks()
+        blocks = self.blocks()
         if values.dtype is self.weights.dtype and (blocks.start, blocks.stop) == (self.start, self.stop):
             weights, remainders, ties = self.of_blocks()
             weights.copy_(values)  # which are their own masters
@@ -229,12 +229,12 @@ class SplitMaster:
         """Set the masters to 0."""
         self.copy_(torch.zeros((), device=self.device).expand(len(self)))
 
-    def _blocks(self) -> "SplitMaster":
+    def blocks(self) -> "SplitMaster":
         """Return the whole blocks that the range has a part of."""
         start, stop = self.start // BLOCK * BLOCK, min(-(-self.stop // BLOCK) * BLOCK, len(self.weights))
         return dataclasses.replace(self, start=start, stop=stop)
 
-    def of_blocks(self) -> "tuple[torch.Tensor, torch.Tensor, torch.Tensor]":
+    def of_blocks(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return weights, remainders and ties of a range of whole blocks."""
         of_range = slice(self.start, self.stop)
         return (

@@ -159,7 +159,7 @@ class ComputeProbe:
         cases = self.backend.optimizer_cases(kernels)
         found = self.backend.sample(cases, budget_s)
         source = "AdamW on the device: " + (
-            "torch, fused, from bf16 gradients to bf16 weights"
+            f"{'one kernel' if kernels.fuses_updates() else 'torch, fused'}, from bf16 gradients to bf16 weights"
             if self.backend.kind == "gpu"
             else f"CPU kernel on {self.backend.num_cores} cores"
         )

@@ -25,6 +25,9 @@ CpuAdamW = Callable[[Array, Array, Array, Array, Array, int], object]
 #: float32 and bfloat16.
 DeviceAdamW = Callable[[Any, Any, Any, Any, Any], object]
 
+#: ``fuses_updates()``: whether all updates of AdamW on a GPU are one kernel, as ``device_adamw`` then is.
+FusesUpdates = Callable[[], bool]
+
 #: ``sum_of_squares(bits)``: the sum of squares of a flat bfloat16 gradient (as uint16).
 SumOfSquares = Callable[[Array], float]
 
@@ -63,6 +66,7 @@ class Kernels:
 
     cpu_adamw: CpuAdamW
     device_adamw: DeviceAdamW
+    fuses_updates: FusesUpdates
     sum_of_squares: SumOfSquares
     host_times: MeasureHost
     narrow_updates: NarrowUpdates

@@ -375,6 +375,7 @@ def _probe_device(compute: ComputeProbe, kernels: Kernels, memory: Quantity, ste
         elementwise=elementwise,
         elementwise_fp32=elementwise_fp32,
         optimizer=compute.optimizer(kernels, steps.begin("optimizer on the device")),
+        fuses_updates=kernels.fuses_updates() if compute.backend.kind == "gpu" else None,
         memory_bytes_per_s=compute.memory_bytes_per_s(steps.begin("device memory")),
         gradient_norm=compute.gradient_norm(kernels.sum_of_squares, steps.begin("gradient norm")),
         issue_s=issue_s,

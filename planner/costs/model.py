@@ -197,10 +197,10 @@ class CostModel:
         products_s = sum(self._products.compute_s(newton_schulz(*shape)) for shape in task.matrices)
         products_s += self._fabrics.exchanges_s(self.layout.tensor_group, task.num_bytes)
         state = self.precision.optimizer_state(self._kind(task))
-        operator_bytes = state.gpu_update_bytes if device.kind == "gpu" else None
-        update_bytes = operator_bytes or self._update_bytes(task)
-        if task.splits and device.kind == "gpu":
-            update_bytes += SPLIT_OPERATOR_BYTES
+        update_bytes = self._update_bytes(task)
+        if device.kind == "gpu" and not (state.fuses and device.fuses_updates is not False):
+            update_bytes = state.gpu_update_bytes or update_bytes
+            update_bytes += SPLIT_OPERATOR_BYTES if task.splits else 0
         duration_s = (
             self._with_arithmetic(self._of_measured(update_bytes) * read_s, task, device.num_cores) + products_s
         )

@@ -11,6 +11,10 @@ sys.path.insert(0, str(Path(__file__).parent / "training_state"))  # test_immuta
 
 import pytest
 import torch
+
+if torch.version.cuda is None:  # before Triton is imported, where it is installed: its interpreter needs no GPU
+    os.environ["TRITON_INTERPRET"] = "1"
+
 from one_thread import one_thread  # noqa: F401 - of all tests of this folder
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from virtual import NoVirtualGpuError, install, present

@@ -174,17 +174,18 @@ def test_split_masters_take_the_place_of_weights_on_the_host(optimizer, params, 
 
 
 @pytest.mark.parametrize("place", [Place.CPU, Place.STREAM, Place.GPU])
-@pytest.mark.parametrize("kind", ["gpu", "host"])
-def test_an_update_of_split_masters_takes_the_time_of_what_it_moves(place, kind):
+@pytest.mark.parametrize(("kind", "fuses"), [("gpu", True), ("gpu", False), ("host", False)])
+def test_an_update_of_split_masters_takes_the_time_of_what_it_moves(place, kind, fuses):
     units, profile = small_units(), machine()
-    profile = profile.model_copy(update={"device": profile.device.model_copy(update={"kind": kind})})
+    device = profile.device.model_copy(update={"kind": kind, "fuses_updates": fuses})
+    profile = profile.model_copy(update={"device": device})
 
     def prices_of(precision):
         decisions = decide(units, place, precision=precision)
         schedule, cost = lower(units, decisions, asynchronous=True), CostModel.of(profile, units, decisions)
         return [cost.price(task).duration_s for task in schedule.tasks if task.op is Op.UPDATE]
 
-    operators = SPLIT_OPERATOR_BYTES if place is Place.STREAM and kind == "gpu" else 0
+    operators = SPLIT_OPERATOR_BYTES if place is Place.STREAM and kind == "gpu" and not fuses else 0
     moved = 28 if place is Place.GPU else 26 + operators
     for split, whole in zip(prices_of(SPLIT), prices_of(BF16), strict=True):
         assert split == pytest.approx(whole * moved / 28)
@@ -232,12 +233,17 @@ def test_parameters_shards_and_subgroups_begin_with_a_block(num_shards, most):
 
 @pytest.mark.parametrize("precision", [BF16, ROUNDED], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(("optimizer", "moved"), MOVED.items())
-def test_on_a_gpu_narrow_moments_cost_the_time_and_memory_of_operators(optimizer, moved, precision, monkeypatch):
+def test_on_a_gpu_narrow_moments_cost_the_time_and_memory_of_operators_or_that_of_one_kernel(
+    optimizer, moved, precision, monkeypatch
+):
     monkeypatch.setattr("planner.optimizers.UPDATED_AT_ONCE", 1_000_000)
     units, gpu = small_units(), machine()
     row, moved = precision.optimizer_state(optimizer), moved - 6 * (precision is ROUNDED)
     assert row.master_bytes == precision.master_bytes
-    host = gpu.model_copy(update={"device": gpu.device.model_copy(update={"kind": "host"})})
+    operators, host = (
+        gpu.model_copy(update={"device": gpu.device.model_copy(update=changes)})
+        for changes in ({"fuses_updates": False}, {"kind": "host"})
+    )
 
     def updates(name, profile):
         decisions = decide(units, Place.GPU, optimizer=name, precision=BF16 if name == "adamw" else precision)
@@ -246,7 +252,8 @@ def test_on_a_gpu_narrow_moments_cost_the_time_and_memory_of_operators(optimizer
         held = {b.label: b.num_bytes for b in schedule.buffers if b.memory_class is MemoryClass.WORKSPACE}
         return [(cost.price(task).duration_s, task, held) for task in schedule.tasks if task.op is Op.UPDATE]
 
-    for profile, num_bytes in ((gpu, row.gpu_update_bytes), (host, moved)):  # a host of no cores: memory alone binds
+    # A host of no cores: memory alone binds.
+    for profile, num_bytes in ((operators, row.gpu_update_bytes), (gpu, moved), (host, moved)):
         for mine, adamw in zip(updates(optimizer, profile), updates("adamw", profile), strict=True):
             assert mine[0] == pytest.approx(adamw[0] * num_bytes / 28)
             name = f"{mine[1].unit} update"

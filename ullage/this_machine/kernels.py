@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from executor.devices.backend import as_array, sum_of_squares
-from executor.devices.cuda import update_on_device
+from executor.devices.cuda import fused, update_on_device
 from executor.memory.pieces import state_buffers
 from executor.optimizer import AdamWParams, WorkerTeam, adamw_step
 from executor.optimizer.adamw import SeededAdamWParams
@@ -37,6 +37,7 @@ def kernels() -> Kernels:
     return Kernels(
         cpu_adamw=step,
         device_adamw=device_step,
+        fuses_updates=lambda: fused() is not None,
         sum_of_squares=sum_of_squares,
         host_times=host_times,
         narrow_updates=_narrow_updates,
