@@ -35,7 +35,7 @@ LENGTHS = st.sampled_from((1, 300, 1024, 2832)) if HAS_GPU else st.integers(1, 3
 def rule_of(form: str, **changes: object) -> Rule:
     name = form.removesuffix("-split")
     dtype = torch.bfloat16 if form.endswith("rounded") else torch.float32
-    optimizer = OPTIMIZERS[name]([torch.nn.Parameter(torch.zeros(1, dtype=dtype))], **changes)
+    optimizer = OPTIMIZERS[name]([torch.nn.Parameter(torch.zeros(1, dtype=dtype))], **{"weight_decay": 0.1} | changes)
     rule = entry_of(optimizer).rule(optimizer.param_groups[0]).of_parameter(7, torch.Size([1]))
     return rule.at(2**32 - 700)  # positions wrap around
 
@@ -203,6 +203,8 @@ def test_the_chain_of_operators_agrees(form, monkeypatch):
     kernel, calls = fused.update, []
     monkeypatch.setattr(fused, "update", lambda *args: calls.append(kernel(*args)))
     case = Case(form, 3_000_016 if HAS_GPU else 3000, 0)
+    if form.startswith("adam") and not form.startswith("adamw"):
+        case.rule = rule_of(form, weight_decay=0.0)  # a sum in the gradient that is nearly 0 has few common bits
     if HAS_GPU:
         found = case.on_device(5, 0.5, way=cuda.update_on_device)
         assert_same(found, case.on_host(5, 0.5))
