@@ -418,6 +418,34 @@ def test_times_are_as_exact_after_hours(gaps_s, drift, is_thinned):
     assert is_thinned or error_s.max() < 1e-4
 
 
+@pytest.mark.part(2)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("adamw", torch.float32), *((name, torch.bfloat16) for name in ("adamw", "adamw-bf16-rounded", "adamw-8bit"))],
+)
+@pytest.mark.parametrize(("params", "place"), [("gpu", "gpu"), ("gpu", "stream"), ("host", "stream")])
+def test_updates_are_of_forms_that_were_compiled_before(params, place, name, dtype, monkeypatch):
+    """Where one kernel updates; the virtual GPU has none, and takes operators instead."""
+    forms, update = [], CudaBackend.update
+
+    def note(backend, state, gradients, *others):
+        halves = (state[0].weights,) if (splits := isinstance(state[0], SplitMaster)) else state[:1]
+        types = [tensor.dtype for tensor in (*halves, *state[1:])]
+        forms.extend((splits, *types, gradient.dtype) for gradient in gradients)
+        update(backend, state, gradients, *others)
+
+    monkeypatch.setattr(CudaBackend, "update", note)
+    monkeypatch.setattr("executor.session.fused", lambda: cuda)
+    task = Task("llama", dtype, iterations=2, optimizer=name, splits=place == "stream" and dtype is torch.bfloat16)
+    model, optimizer = prepare(task, decide(task, uniform(params, place, "keep")), device="cuda")
+    with optimizer.session:
+        compiled = len(forms)
+        train(task, model, optimizer)
+        optimizer.session.synchronize()
+    assert set(forms[compiled:]) <= set(forms[:compiled])
+    assert len(forms) > compiled > 0
+
+
 @given(
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=6),
     chunk=st.integers(1, 64),

@@ -29,13 +29,14 @@ FORMS = (
 )
 SPECIAL = torch.tensor([0.0, -0.0, 1e-40, -1e-38, 1e-20, 3e38, float("inf"), -float("inf"), float("nan")])
 # A GPU compiles a kernel for each way in which lengths and places are multiples of 16.
-LENGTHS = st.sampled_from((1, 300, 1024, 2832)) if HAS_GPU else st.integers(1, 3 * BLOCK)
+LENGTHS = st.sampled_from((300, 2832)) if HAS_GPU else st.integers(1, 3 * BLOCK)
+FIRSTS = st.sampled_from((0, 5) if HAS_GPU else (0, 5, 16, BLOCK))
 
 
 def rule_of(form: str, **changes: object) -> Rule:
     name = form.removesuffix("-split")
     dtype = torch.bfloat16 if form.endswith("rounded") else torch.float32
-    optimizer = OPTIMIZERS[name]([torch.nn.Parameter(torch.zeros(1, dtype=dtype))], **changes)
+    optimizer = OPTIMIZERS[name]([torch.nn.Parameter(torch.zeros(1, dtype=dtype))], **{"weight_decay": 0.1} | changes)
     rule = entry_of(optimizer).rule(optimizer.param_groups[0]).of_parameter(7, torch.Size([1]))
     return rule.at(2**32 - 700)  # positions wrap around
 
@@ -133,7 +134,7 @@ def assert_same(found, expected):
     scale=st.sampled_from([1.0, 0.37, 1e-30, 0.0]),
     dtype=st.sampled_from([torch.bfloat16, torch.float32]),
     special=st.sampled_from([0.0, 0.01, 0.5]),
-    first=st.sampled_from([0, 5, 16, BLOCK]),
+    first=FIRSTS,
 )
 @settings(max_examples=examples(60), deadline=None)
 def test_a_step_has_the_bits_of_the_host(form, length, seed, step, scale, dtype, special, first):
@@ -203,6 +204,8 @@ def test_the_chain_of_operators_agrees(form, monkeypatch):
     kernel, calls = fused.update, []
     monkeypatch.setattr(fused, "update", lambda *args: calls.append(kernel(*args)))
     case = Case(form, 3_000_016 if HAS_GPU else 3000, 0)
+    if form.startswith("adam") and not form.startswith("adamw"):
+        case.rule = rule_of(form, weight_decay=0.0)  # a sum in the gradient that is nearly 0 has few common bits
     if HAS_GPU:
         found = case.on_device(5, 0.5, way=cuda.update_on_device)
         assert_same(found, case.on_host(5, 0.5))
