@@ -157,7 +157,7 @@ def check_saved_state(own: OptimizerEntry, name: str, shape: torch.Size, saved: 
             f"{own.torch_class.__name__} has {_listed(wanted)}; load a whole state of this optimizer"
         )
     for key, value in saved.items():
-        if value is not None:
+        if value is not None and key not in own.numbers:
             _check_value(name, key, value, shape, is_code=SCALES.get(key) in saved)
 
 
@@ -170,7 +170,8 @@ def _all_entries() -> Iterator[OptimizerEntry]:
 
 def _saved_keys(entry: OptimizerEntry, saved: Mapping[str, Any]) -> set[str]:
     """Return the keys of a state, which has scales of its moments if ``saved`` has any."""
-    keys = {key for key in entry.buffers if key not in SCALES.values()} | ({"step"} if entry.counts_steps else set())
+    keys = {key for key in entry.buffers if key not in SCALES.values()} | {*entry.numbers}
+    keys |= {"step"} if entry.counts_steps else set()
     with_scales = any(key in saved for key in SCALES.values())
     return keys | {SCALES[key] for key in keys & SCALES.keys() if with_scales and entry.converts}
 

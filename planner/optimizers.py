@@ -1,6 +1,8 @@
 """Optimizers as planning sees them: bytes of state and traffic per parameter, and which parameters they take.
 
-The executor has their arithmetic, with an entry for each of these in :mod:`executor.optimizer.table`.
+The executor has their arithmetic, with an entry for each of these in :mod:`executor.optimizer.table`. Any other
+optimizer of PyTorch that treats each value by itself is planned by what it keeps (:data:`ELEMENTWISE`), and takes its
+own step.
 
 [Note: Hidden matrices] Muon orthogonalizes the updates of whole matrices in hidden layers. All other parameters
 (embeddings, norms, biases, the head, banks of experts) are AdamW's, in the same optimizer. A parameter is a hidden
@@ -24,9 +26,31 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Final, Literal
 
-Optimizer = Literal["adamw", "adamw-bf16", "adamw-8bit", "sgd", "adagrad", "lion", "muon"]
+Optimizer = Literal[
+    "adamw",
+    "adamw-bf16",
+    "adamw-8bit",
+    "sgd",
+    "adagrad",
+    "lion",
+    "muon",
+    "elementwise-0",
+    "elementwise-1",
+    "elementwise-2",
+    "elementwise-3",
+    "elementwise-4",
+]
 """AdamW (or Adam, whose state is the same), the same with bf16 moments and with 8-bit ones, SGD with momentum, Adagrad,
-Lion, and Muon beside AdamW."""
+Lion, Muon beside AdamW, and others by what they keep."""
+
+ELEMENTWISE: Final[tuple[Optimizer, ...]] = (
+    "elementwise-0",
+    "elementwise-1",
+    "elementwise-2",
+    "elementwise-3",
+    "elementwise-4",
+)
+"""Optimizers that have no kernel of ours and treat each value by itself, by how many values they keep for each."""
 
 UPDATED_AT_ONCE: Final = 1 << 22
 """Parameters that a chain of operators updates at once on a GPU: temporaries are bounded, launches are few."""
@@ -137,6 +161,15 @@ OPTIMIZERS: Final[Mapping[Optimizer, OptimizerState]] = {
     "adagrad": OptimizerState("Adagrad", 1),
     "lion": OptimizerState("Lion", 1),
     "muon": OptimizerState("Muon", 1, others="adamw"),
+    **{
+        name: OptimizerState(
+            f"an optimizer of its own, with {number} value{'s' * (number != 1)} of state per parameter",
+            number,
+            gpu_update_bytes=100 + 60 * number,
+            gpu_scratch_bytes=16 + 8 * number,
+        )
+        for number, name in enumerate(ELEMENTWISE)
+    },
 }
 
 

@@ -126,6 +126,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
             "groups": groups,
             "parameters": names,
             "steps": steps,
+            "numbers": {p.shard.name: p.numbers.get(p.step, ()) for p in parameters if p.numbers},
             "shapes": shared,
             "rng": rng_state(),
             **(extra or {}),
