@@ -117,7 +117,7 @@ def check_saved_group(entry: OptimizerEntry, index: int, own: Mapping[str, Any],
             f"{class_name}; make the optimizer that was saved"
         )
     for flag, wanted in (
-        ("decoupled_weight_decay", entry.torch_class is not torch.optim.Adam),
+        ("decoupled_weight_decay", own.get("decoupled_weight_decay", entry.torch_class is not torch.optim.Adam)),
         ("use_muon", own.get("use_muon")),
     ):
         if flag in saved and wanted is not None and bool(saved[flag]) is not wanted:

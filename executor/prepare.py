@@ -61,8 +61,9 @@ def prepare_session(
 
     Args:
         model: an unmodified module with the planned parameters.
-        optimizer: one listed in :data:`executor.optimizer.table.ENTRIES`, over all or some of the model's parameters,
-            in any groups. Learning-rate schedulers may be built on it or on the result.
+        optimizer: one listed in :data:`executor.optimizer.table.ENTRIES`, or one that can take its own step in parts,
+            over all or some of the model's parameters, in any groups. Learning-rate schedulers may be built on it or on
+            the result.
         units: the model's units in forward order, for the decided micro-batch.
         decisions: what to execute.
         options: how to execute it.
@@ -312,7 +313,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 f"{now[different]}, or save a checkpoint and resume from it under the other plan"
             )
         session.runtime.check_has_weights()
-        steps = {entry.shard.name: _steps_of(self.entry, entry) for _, entry in session.runtime.parameter_states().values()}
+        steps = {
+            entry.shard.name: _steps_of(self.entry, entry) for _, entry in session.runtime.parameter_states().values()
+        }
         stored = {name: shard.stored for name, shard in session.runtime.state.shards().items()}
         transfer = self._write_transfer_file(folder)
         session.close(give_back=False)

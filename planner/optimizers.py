@@ -13,7 +13,8 @@ matrix if it has two dimensions and lies in a list of layers, so that its path h
 memory, and some make temporaries. Together they move many times the bytes of the state, and profiles have only the
 time of the fused AdamW. So their rows have what the operators move, which a test counts, and the ledger has the
 temporaries. They are for :data:`UPDATED_AT_ONCE` parameters at a time. A host as the device has the same one pass as
-other updates on the host.
+other updates on the host. The operators of :data:`ELEMENTWISE` are those of the user's class. Their rows have about as
+much as those of ``torch.optim`` need, on the host too.
 
 [Note: Blocks] ``adamw-8bit`` keeps moments as ``bitsandbytes`` does: 8-bit codes of values between -1 and 1, and one
 fp32 scale for each block of 256. Blocks are of one parameter, from its first value on. So parameters, shards and
@@ -167,6 +168,7 @@ OPTIMIZERS: Final[Mapping[Optimizer, OptimizerState]] = {
             number,
             gpu_update_bytes=100 + 60 * number,
             gpu_scratch_bytes=16 + 8 * number,
+            host_core_s=1e-8,
         )
         for number, name in enumerate(ELEMENTWISE)
     },

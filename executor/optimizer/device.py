@@ -13,13 +13,13 @@ the same bits as three steps on two flat parts of it, with state that is taken a
 import dataclasses
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, Self, final
+from typing import Any, Final, final
 
 import numpy as np
 import torch
 
 from executor.optimizer import AdagradParams, AdamWParams, LionParams, SgdParams
-from executor.optimizer.muon import MuonParams, muon
+from executor.optimizer.muon import MuonParams, as_tensor, muon
 from executor.optimizer.passes import Bf16Array, BufferArray, GradientArray, cut
 from executor.optimizer.reference import lion
 from executor.optimizer.split import SplitMaster, opened
@@ -86,8 +86,8 @@ def lion_(master: torch.Tensor, buffers: Tensors, gradient: torch.Tensor, params
     lion(master, exp_avg, gradient, params.lr, params.beta1, params.beta2, params.weight_decay)
 
 
-_HOST_CHUNK: Final = 1 << 15
-"""Values of an own step on the host: its temporaries stay in a core's cache, and torch starts no threads for so few."""
+_HOST_CHUNK: Final = 1 << 18
+"""Values of an own step on the host: its temporaries stay in caches, and it takes longer than to begin it."""
 
 _NOT_HYPER_PARAMETERS: Final = ("params", "param_names")
 _TRIED: Final = (48, 81)
@@ -123,6 +123,8 @@ class OwnStep:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        if any(isinstance(value, torch.optim.Optimizer) for value in vars(optimizer).values()):
+            raise ValueError("it steps through another optimizer")  # which would step here and now
         self._optimizer = optimizer
         self._like: dict[torch.device, Mapping[str, Any]] = {}
         first = self.read(optimizer.param_groups[0])
@@ -140,7 +142,7 @@ class OwnStep:
         values = {name: group[name] for name in names if name not in _NOT_HYPER_PARAMETERS}
         if "fused" in values:  # whose vectors round as their remainders do not, see [Note: Rounding]
             values["fused"] = None
-        return OwnParams({k: v.item() if isinstance(v, torch.Tensor) else v for k, v in values.items()})
+        return OwnParams({k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in values.items()})
 
     def numbers_after(self, params: OwnParams, step: int) -> tuple[float, ...]:
         """Return the numbers of a parameter's state after a step, which do not depend on gradients."""
@@ -149,7 +151,12 @@ class OwnStep:
         return tuple(float(state[key]) for key in self.numbers)
 
     def on_device(
-        self, master: torch.Tensor, buffers: Sequence[torch.Tensor], gradient: torch.Tensor, params: OwnParams, step: int
+        self,
+        master: torch.Tensor,
+        buffers: Sequence[torch.Tensor],
+        gradient: torch.Tensor,
+        params: OwnParams,
+        step: int,
     ) -> None:
         """Take a step on a device."""
         state = self._step(master, buffers, gradient, params, step)
@@ -165,28 +172,17 @@ class OwnStep:
         params: OwnParams,
         step: int,
         grad_scale: float = 1.0,
-        team: WorkerTeam | None = None,
+        team: WorkerTeam | None = None,  # noqa: ARG002 - torch has its own threads
     ) -> None:
         """Take a step in host memory; see :class:`executor.optimizer.passes.HostStep` for the arguments."""
         scale = torch.full((1,), grad_scale, dtype=torch.float32, device="cpu")
-        arrays = (*state, grad, weight_out)
-
-        def update(start: int, stop: int) -> None:
-            for begin in range(start, stop, _HOST_CHUNK):
-                master, *held = (
-                    each if each is None or isinstance(each, SplitMaster) else _tensor(each)
-                    for each in cut(arrays, begin, min(begin + _HOST_CHUNK, stop))
-                )
-                *buffers, gradient, weights = held
-                with opened(master) as values:
-                    self.on_device(values, buffers, gradient * scale, params, step)
-                    if weights is not None:
-                        weights.copy_(values)
-
-        if team is None or isinstance(state[0], SplitMaster):  # whose blocks no two threads may open
-            update(0, len(grad))
-        else:
-            team.run(update, len(grad))
+        for begin in range(0, len(grad), _HOST_CHUNK):
+            part = cut((*state, grad, weight_out), begin, min(begin + _HOST_CHUNK, len(grad)))
+            master, *buffers, gradient, weights = (as_tensor(a) if isinstance(a, np.ndarray) else a for a in part)
+            with opened(master) as values:
+                self.on_device(values, buffers, gradient * scale, params, step)
+                if weights is not None:
+                    weights.copy_(values)
 
     @torch.no_grad()
     def _step(
@@ -209,13 +205,13 @@ class OwnStep:
                 if key in numbers
             } | dict(zip(self.buffers, (buffer.detach() for buffer in buffers), strict=True))
         type(own).step(own)
-        return own.state[parameter]
+        return dict(own.state[parameter])
 
     def _state_like(self, device: torch.device, params: OwnParams) -> Mapping[str, Any]:
         """Return a state that the optimizer has made on a device: it shows where numbers are, and their types."""
         if device not in self._like:
             value, gradient = torch.ones(1, device=device), torch.ones(1, device=device)
-            self._like[device] = dict(self._step(value, (), gradient, params, 1))
+            self._like[device] = self._step(value, (), gradient, params, 1)
         return self._like[device]
 
     def _try(self, params: OwnParams) -> None:
@@ -229,7 +225,7 @@ class OwnStep:
         flat = whole.flatten().clone()
         parts = [slice(0, _TRIED[1] + 5), slice(_TRIED[1] + 5, len(flat))]
         buffers = [torch.zeros_like(flat) for _ in self.buffers]
-        whole.grad, numbers = gradients[0], ()
+        numbers: tuple[float, ...] = ()
         own = _bare(self._optimizer, whole, params.group)
         others = _numbers_of(vars(own))
         for step, gradient in enumerate(gradients, 1):
@@ -241,19 +237,17 @@ class OwnStep:
                 self.on_device(flat[part], [b[part] for b in buffers], gradient.flatten()[part].clone(), before, step)
             numbers = self.numbers_after(before, step)
             kept = {key: value for key, value in own.state[whole].items() if value is not None}
-            wanted = {"step": step} if self.counts_steps else {}
+            wanted: dict[str, Any] = {"step": step} if self.counts_steps else {}
             wanted |= dict(zip(self.numbers, numbers, strict=True)) | dict(zip(self.buffers, buffers, strict=True))
             for key in {*kept, *wanted, "weight"}:
                 theirs, ours = (whole, flat) if key == "weight" else (kept.get(key), wanted.get(key))
                 if not _is_same(theirs, ours):
-                    raise ValueError(f"its {key} after a step depends on more than one value of a parameter")
+                    raise ValueError(f"its {key} is another one when it steps in parts")
         if self.read(own.param_groups[0]) != params or _numbers_of(vars(own)) != others:
             raise ValueError("it keeps state beside that of parameters")
 
 
-def _bare(
-    optimizer: torch.optim.Optimizer, parameter: torch.Tensor, group: Mapping[str, Any]
-) -> torch.optim.Optimizer:
+def _bare(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, group: Mapping[str, Any]) -> torch.optim.Optimizer:
     """Return an optimizer of the same class over one parameter, without state, hooks and what schedulers wrap."""
     own = object.__new__(type(optimizer))
     vars(own).update({key: value for key, value in vars(optimizer).items() if key != "step"})
@@ -271,8 +265,3 @@ def _is_same(theirs: Any, ours: Any) -> bool:
         kept = isinstance(theirs, torch.Tensor) and theirs.dtype is torch.float32 and theirs.shape == _TRIED
         return kept and torch.equal(theirs.flatten(), ours)
     return theirs is not None and ours is not None and float(theirs) == float(ours)
-
-
-def _tensor(array: Any) -> torch.Tensor:
-    tensor = torch.from_numpy(array)
-    return tensor.view(torch.bfloat16) if array.dtype == np.uint16 else tensor

@@ -295,13 +295,12 @@ def entry_of(optimizer: torch.optim.Optimizer) -> OptimizerEntry:
     except Exception as error:  # whatever a step raises that cannot be taken so
         if found:
             return found  # whose rule names the flag
-        known = ", ".join(
-            f"{'ullage' if e.torch_class in {AdamW8bit, AdamWBf16, Lion, Muon} else 'torch.optim'}.{e.torch_class.__name__}"
-            for e in ENTRIES
-        )
+        ours = {AdamW8bit, AdamWBf16, Lion, Muon}
+        classes = [entry.torch_class for entry in ENTRIES]
+        known = ", ".join(f"{'ullage' if c in ours else 'torch.optim'}.{c.__name__}" for c in classes)
         own = type(optimizer)
         name = own.__name__
-        if name in {entry.torch_class.__name__ for entry in ENTRIES}:  # another library's
+        if name in {c.__name__ for c in classes}:  # another library's
             name = f"{own.__module__}.{name}"
         why = " ".join(str(error).split())[:200]
         raise ValueError(
@@ -345,8 +344,15 @@ def _nearest(optimizer: torch.optim.Optimizer) -> str:
 
 
 def torch_class_of(planned: Optimizer) -> Callable[..., torch.optim.Optimizer]:
-    """Return the class of a plan's optimizer."""
-    return next(entry.torch_class for entry in ENTRIES if entry.planned_as == planned)
+    """Return the class of a plan's optimizer.
+
+    Raises:
+        ValueError: the plan is for a class that only its user has.
+    """
+    for entry in ENTRIES:
+        if entry.planned_as == planned:
+            return entry.torch_class
+    raise ValueError(f"the plan is for {OPTIMIZERS[planned].words}; give ullage.prepare that optimizer with this plan")
 
 
 assert all(len(entry.buffers) == len(OPTIMIZERS[entry.planned_as].buffers) for entry in ENTRIES)

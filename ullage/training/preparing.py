@@ -36,7 +36,8 @@ def prepare(
         model: an unmodified module. It is converted to the planned type. Under a bf16 plan, the values of a float32
             model become its master copy, unless the master copy is bf16 too.
         optimizer: ``torch.optim.AdamW``, ``Adam``, ``SGD``, ``Adagrad``, :class:`ullage.AdamWBf16`,
-            :class:`ullage.AdamW8bit`, :class:`ullage.Lion` or :class:`ullage.Muon` over all or some of the model's
+            :class:`ullage.AdamW8bit`, :class:`ullage.Lion` or :class:`ullage.Muon`, or any other that updates each
+            value by itself (``torch.optim.RMSprop``, a class of your own), over all or some of the model's
             parameters, in any groups. LR schedulers may be built on it or on the result. Parameters that are frozen or
             not in the optimizer do not change. If a parameter is frozen when the model is captured, the plan has no
             optimizer state for it. ``None`` for a model whose parameters are all frozen: a teacher, a reference, a

@@ -33,7 +33,7 @@ class SignSgd(torch.optim.Optimizer):
         super().__init__(parameters, {"lr": lr, "beta": beta})
 
     @torch.no_grad()
-    def step(self, closure=None):
+    def step(self):
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is None:
