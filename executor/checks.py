@@ -11,7 +11,7 @@ from executor.optimizer.blocks import SCALES
 from executor.optimizer.passes import BLOCK
 from executor.optimizer.reference import ROUNDS, rounds
 from executor.optimizer.table import ENTRIES, OptimizerEntry
-from planner.decisions import Decisions
+from planner.decisions import Decisions, Place
 from planner.graph import Unit
 from planner.optimizers import is_hidden_matrix
 
@@ -58,6 +58,17 @@ def check_units(decisions: Decisions, units: tuple[Unit, ...]) -> None:
             raise ValueError(
                 f"{unit.name} is planned to move, but gradients of gradients need its weights on the device; set its "
                 "params to 'gpu' and zero_stage to at most 2, or plan again"
+            )
+        if unit.writes and not (
+            decisions.precision.weights == "fp32"
+            and decisions.num_devices == 1
+            and decisions.units[unit.name].params == "gpu"
+            and {*decisions.units[unit.name].update} <= {Place.GPU}
+        ):
+            raise ValueError(
+                f"forward writes to weights of {unit.name} (as nn.Embedding does with max_norm), which is planned only in "
+                "fp32, on one device, with the unit and its updates on it; plan so, or let forward compute with a "
+                "changed copy"
             )
         if elsewhere and not (unit.forward or unit.is_unused):
             raise ValueError(

@@ -99,7 +99,7 @@ class Session(contextlib.AbstractContextManager["Session"]):
             self._names = {id(shard.whole): shard.name for shard in shards.values()}
             check_groups(entry, groups, self._names)
             self.audit = Audit(
-                "off" if any(unit.stays for unit in units) else options.audit,  # it runs modules alone
+                "off" if any(unit.stays or unit.writes for unit in units) else options.audit,  # it runs modules alone
                 model,
                 units,
                 decisions,
@@ -164,6 +164,7 @@ class Session(contextlib.AbstractContextManager["Session"]):
                     bind_batches(called, options.batch, lambda: driver.begins, driver.progress.note_other_shape)
                 )
             driver.num_calls = len(options.calls) or 1
+            driver.visibility.written = frozenset(options.written)
             self._undo += watch_calls(model, options.calls, driver)  # its hooks run before all others
             _move_buffers(model, backend.device, ranks)
             driver.visibility.show("")

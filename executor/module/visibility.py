@@ -51,6 +51,9 @@ class WeightVisibility:
         shards: the shards of all parameters.
         reader: gives current weights to code that reads a parameter while its unit does not compute.
         settled: resident units whose weights do not change before :meth:`unsettle`.
+
+    Attributes:
+        written: parameters to which forward may write; see [Note: Written weights] in :mod:`planner.setup`.
     """
 
     def __init__(
@@ -62,6 +65,7 @@ class WeightVisibility:
         settled: AbstractSet[str],
     ) -> None:
         self._settled, self._state = settled, state
+        self.written: frozenset[str] = frozenset()
         self._kept: dict[str, list[tuple[nn.Parameter, torch.Tensor]]] = {}
         of_units = {
             unit.name: [(shard.leaf, shard.name) for shard in unit.shards() if not shard.stored.is_wrapper]
@@ -178,7 +182,7 @@ class WeightVisibility:
         """
         before, self._versions = self._versions, self._versions_now()
         for (_, name), then, now in zip(self._all.values(), before, self._versions, strict=True):
-            if then != now:
+            if then != now and name not in self.written:
                 raise ValueError(refusal(name))
 
     def _versions_now(self) -> list[int]:

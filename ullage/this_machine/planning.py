@@ -136,6 +136,12 @@ def plan_here(
 
         def make() -> Plan:
             entry, captured = entry_of(optimizer), capture_live(model, batch, options.get("precision"), step)
+            if any(operator.writes for operator in captured.operators()) and (captured.dtype, world_size()) != ("fp32", 1):
+                raise ValueError(
+                    f"forward writes to the parameter {(captured.written or ('',))[0]} (as nn.Embedding does with max_norm), "
+                    f"which is planned only in fp32 and on one device, not in {captured.dtype} on {world_size()}; leave "
+                    "that out, or let forward compute with a changed copy"
+                )
             rounded = captured.dtype == "bf16" and any(map(rounds, optimizer.param_groups))
             request = Request(
                 captured,
