@@ -66,9 +66,8 @@ def check_units(decisions: Decisions, units: tuple[Unit, ...]) -> None:
             and {*decisions.units[unit.name].update} <= {Place.GPU}
         ):
             raise ValueError(
-                f"forward writes to weights of {unit.name} (as nn.Embedding does with max_norm), which is planned only in "
-                "fp32, on one device, with the unit and its updates on it; plan so, or let forward compute with a "
-                "changed copy"
+                f"forward writes to weights of {unit.name} (as nn.Embedding does with max_norm), which needs fp32, one "
+                "device, and the unit and its updates on it; plan so, or let forward compute with a changed copy"
             )
         if elsewhere and not (unit.forward or unit.is_unused):
             raise ValueError(

@@ -38,7 +38,6 @@ class Options:
         link_bytes_per_s: rates of copies from and to the device, for predictions; ``None``: unknown.
         batch: planned inputs of the model. If empty, batches of other shapes are not detected.
         calls: paths of the modules that a step of the user's loop calls, if these are not the model alone, once.
-        written: names of parameters that forward writes to, as planned.
         audit: when to compare with plain PyTorch, see [Note: Audit] in :mod:`executor.audit.audit`.
         report: gets a line about each audit.
     """
@@ -55,7 +54,6 @@ class Options:
     link_bytes_per_s: tuple[float, float] | None = None
     batch: BatchShapes = ()
     calls: tuple[str, ...] = ()
-    written: tuple[str, ...] = ()
     audit: AuditTime = "off"
     report: Callable[[str], None] = _say_nothing
 

@@ -20,6 +20,7 @@ from executor.callbacks import replace_attribute
 from executor.checks import check_decisions, check_groups, check_units
 from executor.devices.backend import Meter
 from executor.devices.cores import take_cores
+from executor.distributed.adapters import bind_adapted_parameters
 from executor.distributed.experts import split_experts
 from executor.distributed.host_collectives import HostCollectives
 from executor.distributed.mesh import Mesh
@@ -143,6 +144,7 @@ class Session(contextlib.AbstractContextManager["Session"]):
             failing.callback(driver.visibility.release)
             self._undo += driver.hook_parameters()
             self._undo += bind_quantized(model)
+            self._undo += bind_adapted_parameters(model)
             if decisions.fp8_weights:
                 from executor.module.float8 import bind_fp8_weights  # noqa: PLC0415 - needs torchao
 
@@ -164,7 +166,6 @@ class Session(contextlib.AbstractContextManager["Session"]):
                     bind_batches(called, options.batch, lambda: driver.begins, driver.progress.note_other_shape)
                 )
             driver.num_calls = len(options.calls) or 1
-            driver.visibility.written = frozenset(options.written)
             self._undo += watch_calls(model, options.calls, driver)  # its hooks run before all others
             _move_buffers(model, backend.device, ranks)
             driver.visibility.show("")

@@ -6,9 +6,9 @@ module. So the weights of a model that does this in its step stay on the device,
 activations are kept, all tokens at a time. Its updates begin at the step, because gradients may come in any order.
 Optimizer state may be anywhere.
 
-[Note: Written weights] Some forwards write to a weight that they train, as ``nn.Embedding`` does with ``max_norm``. Such
-a weight has to be where forward writes and updates read, in one copy: in fp32, with its unit and its state on the
-device, on one device. Its segment is not computed again, since that would write again.
+[Note: Written weights] Some forwards write to a weight that they train, as ``nn.Embedding`` does with ``max_norm``. So
+forward and updates need one copy of it: in fp32, with its unit and its state on the device, and on one device. Its
+segment is not computed again, since that would write again.
 """
 
 import dataclasses
@@ -116,10 +116,11 @@ class Setup:
 
     @functools.cached_property
     def tied(self) -> frozenset[str]:
-        """The units that keep their parameters on the device: those that stay, write to it, or share one within a call."""
+        """The units that keep weights on the device: those that stay, write to them, or share one within a call."""
         calls = {unit.name: unit.call for unit in self.units}
         shared = [(unit.name, name) for unit in self.units for name in unit.shared_units if calls[name] == unit.call]
-        return frozenset(name for pair in (*shared, *((u.name,) for u in self.units if u.stays or u.writes)) for name in pair)
+        alone = ((unit.name,) for unit in self.units if unit.stays or unit.writes)
+        return frozenset(name for names in (*shared, *alone) for name in names)
 
     @functools.cached_property
     def swappable(self) -> tuple[str, ...]:

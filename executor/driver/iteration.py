@@ -96,9 +96,8 @@ class IterationDriver:
             unbroken=self._backward,
         )
         runtime.come_to_rest = self.come_to_rest
-        shared = {unit.name: unit.shared_units for unit in units}
         self.visibility = WeightVisibility(
-            runtime.state, shared, runtime.state.shards().values(), runtime, runtime.settled
+            runtime.state, units, runtime.state.shards().values(), runtime, runtime.settled
         )
 
     @property

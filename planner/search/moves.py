@@ -44,10 +44,9 @@ def neighbours(setup: Setup, decisions: Decisions) -> Iterator[Decisions]:
         places.remove(Place.NVME)
         activations = ["keep", "recompute", *(["offload"] if storage == "activations" else [])]
     segments = {segment: [u for u in setup.units if u.segment == segment] for segment in setup.swappable}
-    for _, unit in sorted(enumerate(setup.units), key=lambda numbered: _scattered(numbered[0])):
+    movable = [unit for unit in setup.units if not unit.writes]
+    for _, unit in sorted(enumerate(movable), key=lambda numbered: _scattered(numbered[0])):
         old = decisions.units[unit.name]
-        if unit.writes:
-            continue
         changed: list[UnitDecision] = []
         for piece, place in itertools.product(range(len(old.update)), places):
             update = (*old.update[:piece], place, *old.update[piece + 1 :])

@@ -26,6 +26,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
+from executor.distributed.adapters import bind_adapted_parameters
 from executor.memory.forward_state import SMALL_BYTES, kept_generators
 from executor.module.guards import check_memory, trained_memory
 from executor.module.quantized import bind_quantized
@@ -223,9 +224,12 @@ class _Capture:
             FakeTensorMode(allow_non_fake_inputs=True),
             _faked(model, dtype, trained, example.step) as fake,
             _unchanged(model),
+            contextlib.ExitStack() as adapted,
             kept_generators(model),
             Untracked(trained),
         ):
+            for undo in bind_adapted_parameters(model):
+                adapted.callback(undo)
             with _as_capture_errors(self.name, model), _default_positions():
                 given = [tensor_of(spec, dtype) for spec in inputs]
                 values = [(given[number], value) for number, value in known.items()]

@@ -299,7 +299,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._sequences.append(torch._C._autograd._get_sequence_nr())
             of, changes = len(self.forward), func._schema.is_mutable
             event = Event(self._stack[-1], of, kernels, written, num_bytes, product_bytes, names, changes)
-            self._follow_products(event, func)
+            self._follow_products(event)
             self.forward.append(event)
             if self._most_events is not None and len(self.forward) > self._most_events:
                 raise LongLoopError
@@ -326,12 +326,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         path = self.visits[visit].path if visit >= 0 else ""
         return f"module {path}" if path else "the model"
 
-    def _follow_products(self, event: Event, func: Any) -> None:
+    def _follow_products(self, event: Event) -> None:
         """Drop results of products that are changed in place later: offloading cannot keep them and recomputes them."""
         changes = event.changes
         for name in [self._name[number] for number in event.storages if changes and number in self._name]:
-            keeps_values = func.overloadpacket is torch.ops.aten.set_  # to its own memory, as parametrizations do
-            if not (keeps_values or self.model.get_parameter(name).requires_grad):
+            if not self.model.get_parameter(name).requires_grad:
                 raise CaptureError(
                     f"forward writes to the frozen parameter {name}, which a plan would lose; make it a buffer"
                 )

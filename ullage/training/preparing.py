@@ -192,7 +192,6 @@ def options_of(plan: Plan, given: Options) -> executor.options.Options:
         link_bytes_per_s=link_bytes_per_s(plan),
         batch=batch_shapes(plan),
         calls=calls,
-        written=(captured and captured.written) or (),
         report=print_line if is_first_process() else lambda _line: None,
         **own,
     )

@@ -393,3 +393,70 @@ def test_whatever_the_solver_says_there_is_a_plan_with_a_proof(status: str, monk
     plan = make_plan(wanted, 40)
     assert 0 < plan.certificate.bound_s <= plan.prediction.iteration_s
     verify(plan)
+
+
+class Written(nn.Module):
+    """Its forward bounds the norms of an embedding, and the weights of a layer between blocks that may move."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.bounded = nn.Embedding(500, 32, max_norm=1.0), nn.Linear(32, 32)
+        self.blocks, self.last = nn.ModuleList(Block(32) for _ in range(6)), nn.Linear(32, 8)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.bounded.weight.clamp_(-0.15, 0.15)
+        x = self.bounded(self.words(words))
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x).square().mean()
+
+
+def words_of(step: int) -> torch.Tensor:
+    return torch.randint(500, (4, 8), generator=torch.Generator().manual_seed(step))
+
+
+def train_written(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, max_norm: float) -> list[float]:
+    losses = []
+    for step in steps:
+        for part in (2 * step, 2 * step + 1):
+            loss = model(words_of(part))
+            loss.backward()
+            losses.append(loss.item())
+        if max_norm:
+            losses.append(float(nn.utils.clip_grad_norm_(model.parameters(), max_norm)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def prepare_written(weights: dict[str, torch.Tensor] | None = None) -> tuple[nn.Module, Any]:
+    model = Written()
+    model.load_state_dict(weights or model.state_dict())
+    optimizer = torch.optim.NAdam(model.parameters(), lr=0.02)  # whose step under a plan is its own
+    return ullage.prepare(
+        model, optimizer, words_of(0), hardware=PROFILE, device_memory=1_050_000, num_micro_batches=2, audit="off"
+    )
+
+
+@pytest.mark.parametrize("max_norm", [0.0, 0.02])
+def test_weights_that_forward_writes_to_stay_and_train_as_in_memory(max_norm: float) -> None:
+    plain = Written()
+    theirs = torch.optim.NAdam(plain.parameters(), lr=0.02)
+    expected = train_written(plain, theirs, range(4), max_norm)
+    assert float(plain.bounded.weight.abs().max()) > 0.15, "an update goes beyond the bound"
+    model, ours = prepare_written()
+    with ours.session:
+        decided = ours.plan.decisions.units
+        assert any({*unit.update} - {"gpu"} for unit in decided.values()), "others are elsewhere"
+        seen = train_written(model, ours, range(2), max_norm)
+        weights, state = {n: w.clone() for n, w in model.state_dict().items()}, ours.state_dict()
+    again, resumed = prepare_written(weights)
+    with resumed.session:
+        resumed.load_state_dict(state)
+        seen += train_written(again, resumed, range(2, 4), max_norm)
+        same = (lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=1e-5)) if max_norm else torch.equal
+        for name, weight in plain.state_dict().items():
+            assert same(again.state_dict()[name], weight) in {True, None}, name
+    assert seen == (pytest.approx(expected, rel=1e-5) if max_norm else expected)
