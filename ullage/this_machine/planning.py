@@ -177,8 +177,8 @@ def _report_written(captured: CapturedModel) -> None:
     if captured.dtype != "fp32" or ranks > 1:
         raise ValueError(
             f"forward writes to the parameter {name} (as nn.Embedding does with max_norm), which is planned only in "
-            f"fp32 and on one device, not in {captured.dtype} on {ranks}; leave that out, or let forward compute with a "
-            "changed copy"
+            f"fp32 and on one device, not in {captured.dtype} on {ranks}; leave that out, or let forward compute with "
+            "a changed copy"
         )
     print_line(
         f"forward writes to {', '.join(captured.written)}: what holds it stays on the device, and is not audited"
