@@ -22,7 +22,7 @@ from executor.module.guards import check_kinds, check_memory, check_plain, check
 from executor.optimizer.reference import ROUNDS
 from executor.optimizer.table import OptimizerEntry, entry_of
 from executor.options import Options
-from executor.packed import StoredParameter
+from executor.packed import StoredParameter, as_real
 from executor.session import Session
 from planner.decisions import Decisions
 from planner.graph import Unit
@@ -130,7 +130,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             self.weights_folder: Path | None = None
             self._given = optimizer
             given = {
-                session.name_of(parameter): (state, group)
+                session.name_of(parameter): (_as_real(state), group)
                 for group in self.param_groups
                 for parameter in group["params"]
                 if (state := optimizer.state.get(parameter))
@@ -264,7 +264,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if wrong:
             raise ValueError(f"entry {wrong[0]} of the state is in no group, or in several; load a whole state")
         entries: dict[str, _Entry] = {
-            self.session.name_of(parameter): (states.get(number, {}), their)
+            self.session.name_of(parameter): (_as_real(states.get(number, {})), their)
             for group, their in zip(self.param_groups, theirs, strict=True)
             for number, parameter in zip(their["params"], group["params"], strict=True)
         }
@@ -345,7 +345,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         likes = {
             name: torch.empty(shard.stored.num_bytes, dtype=torch.uint8, device="meta")
             if shard.stored.is_quantized
-            else torch.empty(shard.whole_shape, dtype=shard.whole.dtype, device="meta")
+            else torch.empty(shard.whole_shape, dtype=shard.whole.dtype.to_real(), device="meta")
             for name, shard in state.shards().items()
         }
         for name, held in state.by_parameter.items():
@@ -356,7 +356,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             for key, values in states.items():
                 transfer.write(f"{name}/{key}", values)
         for name in state.shards():
-            transfer.write(name, self.session.runtime.weights(name))
+            transfer.write(name, as_real(self.session.runtime.weights(name)))
         return transfer
 
     def _start_session(
@@ -427,11 +427,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 if not own.counts_steps:
                     del step["step"]
                 buffers = dict(zip(("master", *own.buffers), state_buffers(parameter.kind), strict=True))
-                shape = parameter.shard.whole_shape
+                shard = parameter.shard
                 flat = converted({key: values.reshape(-1) for key, values in state.items()}, own.buffers)
+                found = {key: values.to(buffers[key].dtype, copy=True) for key, values in flat.items()}
                 states[name] = step | {
-                    key: (values.view(shape) if buffers[key].params == 1 else values).to(buffers[key].dtype, copy=True)
-                    for key, values in flat.items()
+                    key: shard.in_model(values.view(shard.whole_shape)) if buffers[key].params == 1 else values
+                    for key, values in found.items()
                 }
         return states
 
@@ -476,6 +477,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return {tensor_name(parameter.shard.shard_name, key): values for key, values in found.items()}
 
 
+def _as_real(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a parameter's saved state in real numbers."""
+    return {key: as_real(value) if isinstance(value, torch.Tensor) else value for key, value in state.items()}
+
+
 def _steps_of(entry: OptimizerEntry, parameter: ParameterState) -> dict[str, float]:
     """Return the count of a parameter's updates, and other numbers of its state, by their keys."""
     return {"step": parameter.step, **dict(zip(entry.numbers, parameter.numbers.get(parameter.step, ()), strict=False))}
@@ -486,7 +492,7 @@ def _give(stored: StoredParameter, values: torch.Tensor) -> None:
     if stored.is_quantized:
         stored.live_in(values)
     else:
-        stored.parameter.data = values
+        stored.parameter.data = torch.view_as_complex(values) if stored.parameter.is_complex() else values
 
 
 class _NoSession:

@@ -32,7 +32,7 @@ from executor.driver.parking import Moved, Parking
 from executor.driver.runtime import Runtime
 from executor.driver.unbroken import Unbroken
 from executor.memory.arenas import MeasuredMemory
-from executor.memory.state import without_values
+from executor.memory.state import without_weights
 from executor.module.batches import bind_batches
 from executor.module.binding import bind, bind_state_dict, no_compile, watch_calls
 from executor.module.empty import take_off_meta
@@ -100,7 +100,10 @@ class Session(contextlib.AbstractContextManager["Session"]):
             self._names = {id(shard.whole): shard.name for shard in shards.values()}
             check_groups(entry, groups, self._names)
             self.audit = Audit(
-                "off" if any(unit.stays or unit.writes for unit in units) else options.audit,  # it runs modules alone
+                # It runs modules alone, and compares real numbers.
+                "off"
+                if any(unit.stays or unit.writes for unit in units) or any(p.is_complex() for p in model.parameters())
+                else options.audit,
                 model,
                 units,
                 decisions,
@@ -257,10 +260,12 @@ class Session(contextlib.AbstractContextManager["Session"]):
         Raises:
             OutOfOrderError: in the middle of an iteration; or the session is parked, but a prompt must be computed from
                 other weights.
-            ValueError: the model has no weights yet, or has quantized weights but no adapters.
+            ValueError: the model has no weights yet, or has complex weights, or quantized ones but no adapters.
         """
         self.runtime.check_at_rest()
         naming = self.naming()
+        if own := next((name for name, shard in self.runtime.state.shards().items() if shard.whole.is_complex()), None):
+            raise ValueError(f"{own} is complex, and cannot be streamed to files of weights; save model.state_dict()")
         weights = self.reader(dtype)
         if not naming.adapters:
             saved_names = naming.saved_names()
@@ -477,12 +482,12 @@ class Session(contextlib.AbstractContextManager["Session"]):
         """Give the model its weights, where they are kept."""
         for name, shard in self.runtime.state.shards().items():
             if name in self.runtime.state.absent:
-                shard.whole.data = without_values(shard.whole_shape, self.runtime.state.dtype)
+                shard.whole.data = without_weights(shard, self.runtime.state.dtype)
             elif shard.stored.is_quantized:
                 shard.stored.live_in(self.runtime.stored_weights(name))
                 shard.stored.own_tables()
             else:
-                shard.whole.data = with_own_storage(self.runtime.stored_weights(name))
+                shard.whole.data = shard.in_model(with_own_storage(self.runtime.stored_weights(name)))
 
     def _undo_all(self) -> None:
         while self._undo:

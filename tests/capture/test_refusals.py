@@ -382,8 +382,8 @@ CAUSES: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     ),
     "set": (resetting, "4x8", "forward sets weight of a Linear"),
     "lazy": (lambda: nn.LazyLinear(8), "4x8", r"run the model once"),
-    "complex": (
-        Complex,
+    "complex and frozen": (
+        lambda: Complex().requires_grad_(False),
         "4x8",
         r"parameter weight has type torch\.complex64.*torch\.view_as_real\(parameter\)",
     ),

@@ -123,7 +123,7 @@ def warn_about_dtypes(model: nn.Module, plan: Plan) -> None:
     """Warn if a model's weights do not have the planned type."""
     planned = DTYPES[plan.decisions.precision.weights]
     stay = {spec.name for unit in plan.units() for spec in unit.frozen if spec.frozen != "plain"}
-    found = {str(parameter.dtype) for name, parameter in model.named_parameters() if name not in stay}
+    found = {str(p.dtype.to_real()) for name, p in model.named_parameters() if name not in stay}
     if others := sorted(found - {str(planned)}):
         keeps = not plan.decisions.precision.master_is_weight
         masters = "; the float32 master copies begin with the given values" if keeps else ""

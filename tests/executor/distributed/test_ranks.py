@@ -22,7 +22,16 @@ from rank_failures import (
     with_another_plan,
     without_a_gradient,
 )
-from rank_programs import around_training, bound_cores, changed, rng_state_after, saved, seen_from_outside, trained
+from rank_programs import (
+    around_training,
+    bound_cores,
+    changed,
+    rng_state_after,
+    saved,
+    seen_from_outside,
+    trained,
+    trained_with_complex_weights,
+)
 from rank_references import reference, trained_by_torch
 from ranks import assert_same_bits
 from training import Task, decide, uniform
@@ -170,6 +179,10 @@ def test_ddp_gives_the_same_bits(processes, dtype):
     for ours, (seen, final) in zip(processes.call(2, trained, task, decisions), theirs, strict=True):
         assert ours[0] == seen
         assert all(ours[1][name].tobytes() == weight.tobytes() for name, weight in final.items())
+
+
+def test_ranks_share_complex_weights_and_their_state(processes, tmp_path):
+    assert processes.call(2, trained_with_complex_weights, tmp_path) == [[], []]
 
 
 def test_one_rank_alone_is_as_before(processes):
