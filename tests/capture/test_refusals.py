@@ -355,8 +355,8 @@ def clamped(last: nn.Linear, x: Tensor) -> Tensor:
     return last(x)
 
 
-def with_frozen(model: nn.Module) -> nn.Module:
-    model.get_parameter("layers.last.weight").requires_grad_(False)
+def with_frozen(model: nn.Module, name: str) -> nn.Module:
+    model.get_parameter(name).requires_grad_(False)
     return model
 
 
@@ -376,14 +376,14 @@ CAUSES: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
         "forward writes to the parameter weight .*max_norm.* only in fp32 and on one device, not in bf16 on 1",
     ),
     "frozen and clamped": (
-        lambda: with_frozen(Of(clamped)),
+        lambda: with_frozen(Of(clamped), "layers.last.weight"),
         "4x8",
         r"forward writes to the frozen parameter layers\.last\.weight",
     ),
     "set": (resetting, "4x8", "forward sets weight of a Linear"),
     "lazy": (lambda: nn.LazyLinear(8), "4x8", r"run the model once"),
     "complex and frozen": (
-        lambda: Complex().requires_grad_(False),
+        lambda: with_frozen(Complex(), "weight"),
         "4x8",
         r"parameter weight has type torch\.complex64.*torch\.view_as_real\(parameter\)",
     ),
