@@ -11,7 +11,7 @@ from executor.optimizer.blocks import SCALES
 from executor.optimizer.passes import BLOCK
 from executor.optimizer.reference import ROUNDS, rounds
 from executor.optimizer.table import ENTRIES, OptimizerEntry
-from planner.decisions import Decisions
+from planner.decisions import Decisions, Place
 from planner.graph import Unit
 from planner.optimizers import is_hidden_matrix
 
@@ -58,6 +58,16 @@ def check_units(decisions: Decisions, units: tuple[Unit, ...]) -> None:
             raise ValueError(
                 f"{unit.name} is planned to move, but gradients of gradients need its weights on the device; set its "
                 "params to 'gpu' and zero_stage to at most 2, or plan again"
+            )
+        if unit.writes and not (
+            decisions.precision.weights == "fp32"
+            and decisions.num_devices == 1
+            and decisions.units[unit.name].params == "gpu"
+            and {*decisions.units[unit.name].update} <= {Place.GPU}
+        ):
+            raise ValueError(
+                f"forward writes to weights of {unit.name} (as nn.Embedding does with max_norm), which needs fp32, one "
+                "device, and the unit and its updates on it; plan so, or let forward compute with a changed copy"
             )
         if elsewhere and not (unit.forward or unit.is_unused):
             raise ValueError(
@@ -117,7 +127,7 @@ def check_saved_group(entry: OptimizerEntry, index: int, own: Mapping[str, Any],
             f"{class_name}; make the optimizer that was saved"
         )
     for flag, wanted in (
-        ("decoupled_weight_decay", entry.torch_class is not torch.optim.Adam),
+        ("decoupled_weight_decay", own.get("decoupled_weight_decay", entry.torch_class is not torch.optim.Adam)),
         ("use_muon", own.get("use_muon")),
     ):
         if flag in saved and wanted is not None and bool(saved[flag]) is not wanted:
@@ -157,7 +167,7 @@ def check_saved_state(own: OptimizerEntry, name: str, shape: torch.Size, saved: 
             f"{own.torch_class.__name__} has {_listed(wanted)}; load a whole state of this optimizer"
         )
     for key, value in saved.items():
-        if value is not None:
+        if value is not None and key not in own.numbers:
             _check_value(name, key, value, shape, is_code=SCALES.get(key) in saved)
 
 
@@ -170,7 +180,8 @@ def _all_entries() -> Iterator[OptimizerEntry]:
 
 def _saved_keys(entry: OptimizerEntry, saved: Mapping[str, Any]) -> set[str]:
     """Return the keys of a state, which has scales of its moments if ``saved`` has any."""
-    keys = {key for key in entry.buffers if key not in SCALES.values()} | ({"step"} if entry.counts_steps else set())
+    keys = {key for key in entry.buffers if key not in SCALES.values()} | {*entry.numbers}
+    keys |= {"step"} if entry.counts_steps else set()
     with_scales = any(key in saved for key in SCALES.values())
     return keys | {SCALES[key] for key in keys & SCALES.keys() if with_scales and entry.converts}
 

@@ -52,9 +52,11 @@ class StoredParameter(NamedTuple):
 
     @property
     def shape(self) -> torch.Size:
-        """Its shape before it was quantized."""
+        """Its shape before it was quantized; of a complex one, that of its real and imaginary parts."""
         state = _state(self.parameter)
-        return self.parameter.shape if state is None else torch.Size(state.shape)
+        if state is not None:
+            return torch.Size(state.shape)
+        return torch.Size((*self.parameter.shape, 2)) if self.parameter.is_complex() else self.parameter.shape
 
     @property
     def num_bytes(self) -> int:
@@ -134,6 +136,11 @@ class StoredParameter(NamedTuple):
             holder = self.parameter if self.parameter.SCB is not None else self.module.state  # type: ignore[attr-defined]
             return [[own, _Place(holder, "CB")], [_Place(holder, "SCB")]]
         return [[own]]
+
+
+def as_real(values: torch.Tensor) -> torch.Tensor:
+    """Return values as real numbers: of complex ones, ``[..., 2]`` real and imaginary parts, which plans keep."""
+    return torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
 
 
 def with_own_storage(values: torch.Tensor) -> torch.Tensor:

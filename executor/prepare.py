@@ -20,9 +20,9 @@ from executor.memory.transfer_file import TransferFile
 from executor.memory.units import ParameterState
 from executor.module.guards import check_kinds, check_memory, check_plain, check_unprepared
 from executor.optimizer.reference import ROUNDS
-from executor.optimizer.table import entry_of
+from executor.optimizer.table import OptimizerEntry, entry_of
 from executor.options import Options
-from executor.packed import StoredParameter
+from executor.packed import StoredParameter, as_real
 from executor.session import Session
 from planner.decisions import Decisions
 from planner.graph import Unit
@@ -61,8 +61,9 @@ def prepare_session(
 
     Args:
         model: an unmodified module with the planned parameters.
-        optimizer: one listed in :data:`executor.optimizer.table.ENTRIES`, over all or some of the model's parameters,
-            in any groups. Learning-rate schedulers may be built on it or on the result.
+        optimizer: one listed in :data:`executor.optimizer.table.ENTRIES`, or one that can take its own step in parts,
+            over all or some of the model's parameters, in any groups. Learning-rate schedulers may be built on it or on
+            the result.
         units: the model's units in forward order, for the decided micro-batch.
         decisions: what to execute.
         options: how to execute it.
@@ -129,7 +130,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             self.weights_folder: Path | None = None
             self._given = optimizer
             given = {
-                session.name_of(parameter): (state, group)
+                session.name_of(parameter): (_as_real(state), group)
                 for group in self.param_groups
                 for parameter in group["params"]
                 if (state := optimizer.state.get(parameter))
@@ -263,7 +264,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if wrong:
             raise ValueError(f"entry {wrong[0]} of the state is in no group, or in several; load a whole state")
         entries: dict[str, _Entry] = {
-            self.session.name_of(parameter): (states.get(number, {}), their)
+            self.session.name_of(parameter): (_as_real(states.get(number, {})), their)
             for group, their in zip(self.param_groups, theirs, strict=True)
             for number, parameter in zip(their["params"], group["params"], strict=True)
         }
@@ -312,7 +313,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 f"{now[different]}, or save a checkpoint and resume from it under the other plan"
             )
         session.runtime.check_has_weights()
-        steps = {entry.shard.name: entry.step for _, entry in session.runtime.parameter_states().values()}
+        steps = {
+            entry.shard.name: _steps_of(self.entry, entry) for _, entry in session.runtime.parameter_states().values()
+        }
         stored = {name: shard.stored for name, shard in session.runtime.state.shards().items()}
         transfer = self._write_transfer_file(folder)
         session.close(give_back=False)
@@ -342,7 +345,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         likes = {
             name: torch.empty(shard.stored.num_bytes, dtype=torch.uint8, device="meta")
             if shard.stored.is_quantized
-            else torch.empty(shard.whole_shape, dtype=shard.whole.dtype, device="meta")
+            else torch.empty(shard.whole_shape, dtype=shard.whole.dtype.to_real(), device="meta")
             for name, shard in state.shards().items()
         }
         for name, held in state.by_parameter.items():
@@ -353,7 +356,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             for key, values in states.items():
                 transfer.write(f"{name}/{key}", values)
         for name in state.shards():
-            transfer.write(name, self.session.runtime.weights(name))
+            transfer.write(name, as_real(self.session.runtime.weights(name)))
         return transfer
 
     def _start_session(
@@ -361,7 +364,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         model: nn.Module,
         way: tuple[tuple[Unit, ...], Decisions, Options],
         transfer: TransferFile,
-        steps: Mapping[str, int],
+        steps: Mapping[str, Mapping[str, float]],
     ) -> Exception | None:
         """Begin a session with the transferred state; return the error if it cannot begin."""
         self.session = _BETWEEN_PLANS
@@ -374,10 +377,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         groups = {self.session.name_of(p): group for group in self.param_groups for p in group["params"]}
         entries: dict[str, _Entry] = {}
         for name, held in self.session.runtime.state.by_parameter.items():
-            has_state = steps[name] or self.entry.starts_at
+            has_state = steps[name]["step"] or self.entry.starts_at
             keys = [key for key in self._keys(held[0][1].kind) if has_state or key == "master"]
             values = {key: transfer[f"{name}/{key}"] for key in keys}
-            entries[name] = {"step": steps[name], **values}, groups.get(name, self.defaults)
+            entries[name] = {**steps[name], **values}, groups.get(name, self.defaults)
         with self.session.runtime.changing("the change of plan"):
             self.write_states(entries)
         return None
@@ -390,7 +393,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     @property
     def _keeps_state(self) -> bool:
         """Whether any parameter has state beside its weight: SGD without momentum has none."""
-        return any(group.get("momentum", True) for group in self.param_groups)
+        return self.entry.own is not None or any(group.get("momentum", True) for group in self.param_groups)
 
     def _keys(self, kind: Optimizer) -> tuple[str, ...]:
         """Return the names of a parameter's saved state: the master copy (if any), then the optimizer's buffers."""
@@ -419,13 +422,17 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             parameter = self.session.runtime.state.by_parameter[name][0][1]
             own = self.entry.of(parameter.kind)
             if parameter.step or own.starts_at:
-                step = {"step": torch.tensor(float(parameter.step), device="cpu")} if own.counts_steps else {}
+                counted = _steps_of(own, parameter)
+                step = {key: torch.tensor(float(value), device="cpu") for key, value in counted.items()}
+                if not own.counts_steps:
+                    del step["step"]
                 buffers = dict(zip(("master", *own.buffers), state_buffers(parameter.kind), strict=True))
-                shape = parameter.shard.whole_shape
+                shard = parameter.shard
                 flat = converted({key: values.reshape(-1) for key, values in state.items()}, own.buffers)
+                found = {key: values.to(buffers[key].dtype, copy=True) for key, values in flat.items()}
                 states[name] = step | {
-                    key: (values.view(shape) if buffers[key].params == 1 else values).to(buffers[key].dtype, copy=True)
-                    for key, values in flat.items()
+                    key: shard.in_model(values.view(shard.whole_shape)) if buffers[key].params == 1 else values
+                    for key, values in found.items()
                 }
         return states
 
@@ -442,6 +449,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 entry, _ = entries[parameter.shard.name]
                 there = any(entry.get(key) is not None for key in self.entry.of(parameter.kind).buffers)
                 parameter.step = int(entry.get("step", there))
+                numbers = self.entry.of(parameter.kind).numbers
+                parameter.numbers = {parameter.step: tuple(float(entry[key]) for key in numbers if key in entry)}
             for unit in {id(unit): unit for unit, _ in found}.values():
                 tensors: dict[str, torch.Tensor] = {}
                 for parameter in unit.parameters:
@@ -453,7 +462,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """Return this rank's shard of a parameter's saved state, flat, by the names of a source."""
         values_of, group = entry
         own, forms = self.entry.of(parameter.kind), state_buffers(parameter.kind)[1:]
-        held = {key: values.cpu() for key, values in values_of.items() if key != "step" and values is not None}
+        counted = ("step", *own.numbers)
+        held = {key: values.cpu() for key, values in values_of.items() if key not in counted and values is not None}
         shares = {key: parameter.shard.part(values).reshape(-1) for key, values in by_value(held).items()}
         found = converted(shares, own.buffers)
         first = 0.0
@@ -467,12 +477,22 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return {tensor_name(parameter.shard.shard_name, key): values for key, values in found.items()}
 
 
+def _as_real(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a parameter's saved state in real numbers."""
+    return {key: as_real(value) if isinstance(value, torch.Tensor) else value for key, value in state.items()}
+
+
+def _steps_of(entry: OptimizerEntry, parameter: ParameterState) -> dict[str, float]:
+    """Return the count of a parameter's updates, and other numbers of its state, by their keys."""
+    return {"step": parameter.step, **dict(zip(entry.numbers, parameter.numbers.get(parameter.step, ()), strict=False))}
+
+
 def _give(stored: StoredParameter, values: torch.Tensor) -> None:
     """Make a parameter a view of its whole values, or of its bytes if it is quantized."""
     if stored.is_quantized:
         stored.live_in(values)
     else:
-        stored.parameter.data = values
+        stored.parameter.data = torch.view_as_complex(values) if stored.parameter.is_complex() else values
 
 
 class _NoSession:

@@ -7,7 +7,7 @@ session then issues the schedule's tasks up to that point (:mod:`executor.driver
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
 import numpy as np
@@ -21,6 +21,7 @@ from executor.checks import check_decisions, check_groups, check_units
 from executor.devices.backend import Backend, Meter
 from executor.devices.cores import take_cores
 from executor.devices.cuda import fused
+from executor.distributed.adapters import bind_adapted_parameters
 from executor.distributed.experts import split_experts
 from executor.distributed.host_collectives import HostCollectives
 from executor.distributed.mesh import Mesh
@@ -33,7 +34,7 @@ from executor.driver.runtime import Runtime
 from executor.driver.unbroken import Unbroken
 from executor.memory.arenas import MeasuredMemory
 from executor.memory.pieces import DTYPES, as_state, state_buffers, state_tensors
-from executor.memory.state import without_values
+from executor.memory.state import without_weights
 from executor.module.batches import bind_batches
 from executor.module.binding import bind, bind_state_dict, no_compile, watch_calls
 from executor.module.empty import take_off_meta
@@ -103,7 +104,10 @@ class Session(contextlib.AbstractContextManager["Session"]):
             self._names = {id(shard.whole): shard.name for shard in shards.values()}
             check_groups(entry, groups, self._names)
             self.audit = Audit(
-                "off" if any(unit.stays for unit in units) else options.audit,  # it runs modules alone
+                # It runs modules alone, and compares real numbers.
+                "off"
+                if any(unit.stays or unit.writes for unit in units) or any(p.is_complex() for p in model.parameters())
+                else options.audit,
                 model,
                 units,
                 decisions,
@@ -130,18 +134,7 @@ class Session(contextlib.AbstractContextManager["Session"]):
             )
             self.runtime.state.absent |= absent.buffers
             self.schedule = self.runtime.loop.schedule
-            precision, kinds = decisions.precision, {2: np.uint16, 4: np.float32}
-            places = {place for unit in decisions.units.values() for place in unit.update}
-            for group, splits in itertools.product(groups, {decisions.splits(place) for place in places}):
-                entry.warm_up(  # else the first update would compile the kernels
-                    kinds[precision.gradient_bytes],
-                    group,
-                    writes_bf16=not precision.master_is_weight,
-                    master_dtype=kinds[precision.master_bytes],
-                    splits=splits,
-                )
-                if options.device == "cuda":
-                    _warm_up_on_device(entry.rule(group), precision, backend, splits=splits)
+            _warm_up(entry, groups, decisions, backend if options.device == "cuda" else None)
             self._parking = Parking(model, self.runtime, options.link_bytes_per_s)
             self.driver = driver = IterationDriver(
                 model, self.runtime, units, decisions, entry, groups, self.audit, options.report
@@ -149,6 +142,7 @@ class Session(contextlib.AbstractContextManager["Session"]):
             failing.callback(driver.visibility.release)
             self._undo += driver.hook_parameters()
             self._undo += bind_quantized(model)
+            self._undo += bind_adapted_parameters(model)
             if decisions.fp8_weights:
                 from executor.module.float8 import bind_fp8_weights  # noqa: PLC0415 - needs torchao
 
@@ -261,10 +255,12 @@ class Session(contextlib.AbstractContextManager["Session"]):
         Raises:
             OutOfOrderError: in the middle of an iteration; or the session is parked, but a prompt must be computed from
                 other weights.
-            ValueError: the model has no weights yet, or has quantized weights but no adapters.
+            ValueError: the model has no weights yet, or has complex weights, or quantized ones but no adapters.
         """
         self.runtime.check_at_rest()
         naming = self.naming()
+        if own := next((name for name, shard in self.runtime.state.shards().items() if shard.whole.is_complex()), None):
+            raise ValueError(f"{own} is complex, and cannot be streamed to files of weights; save model.state_dict()")
         weights = self.reader(dtype)
         if not naming.adapters:
             saved_names = naming.saved_names()
@@ -481,12 +477,12 @@ class Session(contextlib.AbstractContextManager["Session"]):
         """Give the model its weights, where they are kept."""
         for name, shard in self.runtime.state.shards().items():
             if name in self.runtime.state.absent:
-                shard.whole.data = without_values(shard.whole_shape, self.runtime.state.dtype)
+                shard.whole.data = without_weights(shard, self.runtime.state.dtype)
             elif shard.stored.is_quantized:
                 shard.stored.live_in(self.runtime.stored_weights(name))
                 shard.stored.own_tables()
             else:
-                shard.whole.data = with_own_storage(self.runtime.stored_weights(name))
+                shard.whole.data = shard.in_model(with_own_storage(self.runtime.stored_weights(name)))
 
     def _undo_all(self) -> None:
         while self._undo:
@@ -505,6 +501,24 @@ def _move_buffers(model: nn.Module, device: torch.device, ranks: Ranks | None) -
         for name, buffer in module.named_buffers(recurse=False):
             values = buffer if ranks is None else ranks.all.broadcast(buffer)
             setattr(module, name, values.to(device))
+
+
+def _warm_up(
+    entry: OptimizerEntry, groups: Sequence[dict[str, Any]], decisions: Decisions, device: Backend | None
+) -> None:
+    """Compile the kernels of updates, on the host and on a GPU, if there is one; else the first update would."""
+    precision, kinds = decisions.precision, {2: np.uint16, 4: np.float32}
+    places = {place for unit in decisions.units.values() for place in unit.update}
+    for group, splits in itertools.product(groups, {decisions.splits(place) for place in places}):
+        entry.warm_up(
+            kinds[precision.gradient_bytes],
+            group,
+            writes_bf16=not precision.master_is_weight,
+            master_dtype=kinds[precision.master_bytes],
+            splits=splits,
+        )
+        if device is not None:
+            _warm_up_on_device(entry.rule(group), precision, device, splits=splits)
 
 
 def _warm_up_on_device(rule: Rule, precision: Precision, backend: Backend, *, splits: bool) -> None:

@@ -87,6 +87,11 @@ class Unit:
         return self.operators[0].stays
 
     @functools.cached_property
+    def writes(self) -> bool:
+        """Whether its forward writes to its weights; see [Note: Written weights] in :mod:`planner.setup`."""
+        return any(operator.writes for operator in self.operators)
+
+    @functools.cached_property
     def num_params(self) -> int:
         """Number of its own parameters that are trained."""
         return sum(spec.num_params for spec in self.parameters)
@@ -367,7 +372,7 @@ def _swapped_segments(operators: Collection[Operator]) -> set[str]:
     # Experts that no token visits compute nothing, but are trained all the same.
     reached = {o.segment for o in operators if o.backward or any(spec.is_trained for spec in o.parameters)}
     again = {o.segment for o in operators if len(o.forward) > o.num_skipped and not o.stays}
-    return reached & again - {operator.segment for operator in operators if operator.unit == operator.segment}
+    return reached & again - {o.segment for o in operators if o.writes or o.unit == o.segment}
 
 
 def multiplied_in_fp8(operator: Operator) -> set[str]:

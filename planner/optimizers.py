@@ -1,6 +1,8 @@
 """Optimizers as planning sees them: bytes of state and traffic per parameter, and which parameters they take.
 
-The executor has their arithmetic, with an entry for each of these in :mod:`executor.optimizer.table`.
+The executor has their arithmetic, with an entry for each of these in :mod:`executor.optimizer.table`. Any other
+optimizer of PyTorch that treats each value by itself is planned by what it keeps (:data:`ELEMENTWISE`), and takes its
+own step.
 
 [Note: Hidden matrices] Muon orthogonalizes the updates of whole matrices in hidden layers. All other parameters
 (embeddings, norms, biases, the head, banks of experts) are AdamW's, in the same optimizer. A parameter is a hidden
@@ -13,7 +15,8 @@ take chains of torch's operators: each reads and writes memory, and some make te
 the bytes of the state, and profiles have only the time of AdamW. So rows have what the operators move, which a test
 counts. They are for :data:`UPDATED_AT_ONCE` parameters at a time. The ledger has their temporaries in any case, as a
 schedule does not depend on the profile: at most 100 MB. A host as the device has the same one pass as other updates on
-the host.
+the host. The operators of :data:`ELEMENTWISE` are those of the user's class. Their rows have about as much as
+those of ``torch.optim`` need, on the host too.
 
 [Note: Blocks] ``adamw-8bit`` keeps moments as ``bitsandbytes`` does: 8-bit codes of values between -1 and 1, and one
 fp32 scale for each block of 256. Blocks are of one parameter, from its first value on. So parameters, shards and
@@ -26,9 +29,31 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Final, Literal
 
-Optimizer = Literal["adamw", "adamw-bf16", "adamw-8bit", "sgd", "adagrad", "lion", "muon"]
+Optimizer = Literal[
+    "adamw",
+    "adamw-bf16",
+    "adamw-8bit",
+    "sgd",
+    "adagrad",
+    "lion",
+    "muon",
+    "elementwise-0",
+    "elementwise-1",
+    "elementwise-2",
+    "elementwise-3",
+    "elementwise-4",
+]
 """AdamW (or Adam, whose state is the same), the same with bf16 moments and with 8-bit ones, SGD with momentum, Adagrad,
-Lion, and Muon beside AdamW."""
+Lion, Muon beside AdamW, and others by what they keep."""
+
+ELEMENTWISE: Final[tuple[Optimizer, ...]] = (
+    "elementwise-0",
+    "elementwise-1",
+    "elementwise-2",
+    "elementwise-3",
+    "elementwise-4",
+)
+"""Optimizers that have no kernel of ours and treat each value by itself, by how many values they keep for each."""
 
 UPDATED_AT_ONCE: Final = 1 << 22
 """Parameters that a chain of operators updates at once on a GPU: temporaries are bounded, launches are few."""
@@ -143,6 +168,16 @@ OPTIMIZERS: Final[Mapping[Optimizer, OptimizerState]] = {
     "adagrad": OptimizerState("Adagrad", 1),
     "lion": OptimizerState("Lion", 1),
     "muon": OptimizerState("Muon", 1, others="adamw"),
+    **{
+        name: OptimizerState(
+            f"an optimizer of its own, with {number} value{'s' * (number != 1)} of state per parameter",
+            number,
+            gpu_update_bytes=100 + 60 * number,
+            gpu_scratch_bytes=16 + 8 * number,
+            host_core_s=1e-8,
+        )
+        for number, name in enumerate(ELEMENTWISE)
+    },
 }
 
 

@@ -48,7 +48,7 @@ def swapping(setup: Setup, num_swapped: int, num_evicted: int) -> Decisions:
         unit.name: UnitDecision(
             params="nvme" if unit.num_weights and unit.name not in stay else "gpu",
             activations=ways.get(unit.segment, "keep"),
-            update=(Place.NVME,) * len(pieces(setup, unit)),
+            update=(Place.GPU if unit.writes else Place.NVME,) * len(pieces(setup, unit)),
         )
         for unit in setup.units
     }

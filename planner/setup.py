@@ -5,6 +5,10 @@ weights again, and a later backward reads them where no hook is: in the order of
 module. So the weights of a model that does this in its step stay on the device, whole on every rank, and its
 activations are kept, all tokens at a time. Its updates begin at the step, because gradients may come in any order.
 Optimizer state may be anywhere.
+
+[Note: Written weights] Some forwards write to a weight that they train, as ``nn.Embedding`` does with ``max_norm``. So
+forward and updates need one copy of it: in fp32, with its unit and its state on the device, and on one device. Its
+segment is not computed again, since that would write again.
 """
 
 import dataclasses
@@ -107,14 +111,16 @@ class Setup:
 
         Vectors beside the matrices of Muon are with the last matrix.
         """
-        return {unit.name: _num_movable(self, unit) if unit.name in self.large else 0 for unit in self.units}
+        large = self.large
+        return {u.name: _num_movable(self, u) if u.name in large and not u.writes else 0 for u in self.units}
 
     @functools.cached_property
     def tied(self) -> frozenset[str]:
-        """The units that keep their parameters on the device: those that stay, or share a weight within a call."""
+        """The units that keep weights on the device: those that stay, write to them, or share one within a call."""
         calls = {unit.name: unit.call for unit in self.units}
         shared = [(unit.name, name) for unit in self.units for name in unit.shared_units if calls[name] == unit.call]
-        return frozenset(name for pair in (*shared, *((u.name,) for u in self.units if u.stays)) for name in pair)
+        alone = ((unit.name,) for unit in self.units if unit.stays or unit.writes)
+        return frozenset(name for names in (*shared, *alone) for name in names)
 
     @functools.cached_property
     def swappable(self) -> tuple[str, ...]:

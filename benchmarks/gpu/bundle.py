@@ -6,8 +6,9 @@
     python benchmarks/gpu/bundle.py --builder PYTHON      DeepSpeed's optimizer is compiled here, and not there
 
 ``device/ours`` has what Ullage, and the programs of others that are tried there, need beside what such machines have
-(``environment.txt`` beside this file), and ``device/peers`` the engines that it is compared with. Every wheel has to fit Python 3.12 on Linux, and all of it,
-together with the files that git knows, 60 MiB. ``benchmarks/gpu/run.py`` installs them there.
+(``environment.txt`` beside this file), and ``device/peers`` the engines that it is compared with. Every wheel has to
+fit Python 3.12 on Linux, and all of it, together with the files that git knows, 60 MiB. ``benchmarks/gpu/run.py``
+installs them there.
 """
 
 import argparse

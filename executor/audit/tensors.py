@@ -130,11 +130,12 @@ def referred_to(tensors: list[Tensor]) -> list[int]:
     return [number for number, count in enumerate(counts) if count > expected[number]]
 
 
-def keeping(store: dict[int, Tensor], number: int) -> Callable[[Tensor], None]:
+def keeping(store: dict[int, Tensor], number: int) -> Callable[[Tensor | None], None]:
     """Return a hook that keeps a gradient on the host."""
 
-    def keep(gradient: Tensor) -> None:
-        store[number] = host_copy(gradient)
+    def keep(gradient: Tensor | None) -> None:
+        if gradient is not None:  # as for an output of cuDNN's nn.LSTM that nothing uses
+            store[number] = host_copy(gradient)
 
     return keep
 

@@ -1,9 +1,22 @@
-"""Names the option of ``peft`` that differs, if the parameters of plan and model do not match."""
+"""Adapters of ``peft``: which option differs if a model does not match a plan, and adapters of parameters.
 
+[Note: Adapted parameters] With ``target_parameters``, each forward of ``peft`` registers a parametrization: it makes
+modules, and sets the parameter to itself, which a planned model refuses. What the module then reads is the adapted
+weight. So in its forward that is put into the module's ``__dict__``, where Python looks first. Nothing else changes.
+"""
+
+import contextlib
 import dataclasses
 import re
-from collections.abc import Collection, Mapping
-from typing import Final, Self
+from collections.abc import Callable, Collection, Iterator, Mapping
+from types import SimpleNamespace
+from typing import Any, Final, Self
+from unittest import mock
+
+from torch import nn
+from torch.nn.utils import parametrize
+
+from executor.callbacks import replace_attribute
 
 _SHOWN: Final = 5
 _PART: Final = re.compile(
@@ -122,3 +135,37 @@ def _shown(paths: Collection[str]) -> str:
 
 def _listed(values: Collection[object]) -> str:
     return " and ".join(map(str, sorted(values, key=str)))
+
+
+def bind_adapted_parameters(model: nn.Module) -> Iterator[Callable[[], None]]:
+    """Let adapters of parameters show adapted weights, see [Note: Adapted parameters]; yield functions that undo it."""
+    for module in model.modules():
+        if type(module).__name__ == "ParamWrapper" and type(module).__module__.startswith("peft."):
+            yield replace_attribute(module, "_activate_lora", _Showing(module))
+            yield replace_attribute(module, "_remove_parametrizations", lambda: None)
+
+
+class _Showing:
+    """Takes the place of a wrapper's ``_activate_lora``."""
+
+    def __init__(self, wrapper: Any) -> None:
+        self._activate, self._base = wrapper._activate_lora, wrapper.get_base_layer()
+
+    @contextlib.contextmanager
+    def __call__(self, adapters: list[str]) -> Iterator[None]:
+        """Return a context in which the module reads adapted weights."""
+        undo: list[Callable[[], None]] = []
+
+        def show(base: nn.Module, name: str, proxy: nn.Module) -> None:
+            parameter = getattr(base, name)
+            undo.append(replace_attribute(base, name, proxy(parameter)))
+            undo.append(replace_attribute(base, "parametrizations", {name: SimpleNamespace(original=parameter)}))
+
+        try:
+            with contextlib.ExitStack() as stack:
+                with mock.patch.object(parametrize, "register_parametrization", show):
+                    stack.enter_context(self._activate(adapters))
+                yield
+        finally:
+            for each in reversed(undo):
+                each()

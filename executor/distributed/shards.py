@@ -70,6 +70,10 @@ class ParameterShard:
         """Whether it is the whole parameter."""
         return self.rows is None and self.dim is None
 
+    def in_model(self, values: torch.Tensor) -> torch.Tensor:
+        """Return values of the parameter, real numbers in its shape, as they are in the model."""
+        return torch.view_as_complex(values) if self.whole.is_complex() else values
+
     @property
     def shard_name(self) -> str:
         """The parameter's name, with its range of rows and its tensor-parallel rank, as in ``name[0:4]@1/2``."""

@@ -24,6 +24,7 @@ from executor.module.guards import LEFT_HALF_WAY, ON_DEMAND, OWN_CHECKPOINTING, 
 from executor.module.user_gradients import UserGradients
 from executor.module.visibility import WeightVisibility
 from executor.optimizer.table import OptimizerEntry
+from executor.packed import as_real
 from executor.tasks.updates import ParameterUpdate
 from planner.decisions import Decisions
 from planner.graph import Unit
@@ -96,9 +97,8 @@ class IterationDriver:
             unbroken=self._backward,
         )
         runtime.come_to_rest = self.come_to_rest
-        shared = {unit.name: unit.shared_units for unit in units}
         self.visibility = WeightVisibility(
-            runtime.state, shared, runtime.state.shards().values(), runtime, runtime.settled
+            runtime.state, units, runtime.state.shards().values(), runtime, runtime.settled
         )
 
     @property
@@ -574,8 +574,8 @@ class IterationDriver:
             assert gradient is not None
             if gradient.requires_grad:  # it has a graph of its own: create_graph=True
                 gradient = gradient.detach()
-            if gradient.is_sparse:  # of an embedding: what it does not have is zero
-                gradient = gradient.to_dense()
+            # Of an embedding's sparse one, what it does not have is zero.
+            gradient = as_real(gradient.to_dense() if gradient.is_sparse else gradient)
             if self._stays and not torch.is_grad_enabled():
                 self.on_output()  # its gradient may come before any module's backward
             with self._backward:

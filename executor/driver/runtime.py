@@ -313,7 +313,7 @@ class Runtime:
         return weights
 
     def _view(self, name: str) -> torch.Tensor:
-        weights = with_own_storage(self.stored_weights(name))
+        weights = self.state.shards()[name].in_model(with_own_storage(self.stored_weights(name)))
         if weights.is_cuda:
             self._on_device.add(weights)
         return weights

@@ -24,6 +24,7 @@ from executor.memory.nvme import StoredState
 from executor.memory.pieces import DTYPES, REMAINDERS, TIES, Part, Piece, StateBuffer, pieces_of, state_buffers
 from executor.memory.units import Holding, Moments, ParameterState, StateSlot, UnitState
 from executor.optimizer.split import SplitMaster, opened
+from executor.packed import as_real
 from planner.decisions import Decisions, Place
 from planner.graph import Unit
 from planner.lowering import slots
@@ -149,11 +150,10 @@ class ModelState:
         for held in self.by_parameter.values():
             shard = held[0][1].shard
             if lost or self._ranks is not None or shard.name in self.absent:
-                shard.whole.data = without_values(shard.whole_shape, self.dtype)
+                shard.whole.data = without_weights(shard, self.dtype)
             elif shard.leaf is shard.whole or not shard.whole.is_contiguous():  # else it still has its values
-                shard.whole.data = unshard(
-                    [(p.shard, self._weights(unit, p, from_masters=in_iteration)) for unit, p in held], None
-                )
+                parts = [(p.shard, self._weights(unit, p, from_masters=in_iteration)) for unit, p in held]
+                shard.whole.data = shard.in_model(unshard(parts, None))
         for frozen in (unit.frozen for unit in self.units.values() if unit.frozen is not None):
             self._give_frozen_back(frozen, lost=lost)
 
@@ -254,11 +254,11 @@ class ModelState:
         def values_of(parameter: ParameterState) -> Iterator[torch.Tensor]:
             shard = parameter.shard
             if shard.name not in self.absent:
-                of_all = shard.on_all_ranks(shard.whole.detach())
+                of_all = shard.on_all_ranks(as_real(shard.whole.detach()))
                 yield shard.on_this_rank(self._ranks.all.broadcast(of_all) if self._ranks else of_all).reshape(-1)
             self.by_name[parameter.name] = unit, parameter
             self.by_parameter.setdefault(shard.name, []).append((unit, parameter))
-            shard.leaf.data = unit.shown(parameter)
+            shard.leaf.data = shard.in_model(unit.shown(parameter))
 
         self.set_weights(unit, values_of, reads=False)
 
@@ -435,6 +435,11 @@ def without_values(shape: torch.Size, dtype: torch.dtype, device: torch.device |
     """Return a tensor of NaN (zeros for integer types) that takes no memory."""
     nothing = torch.nan if dtype.is_floating_point else 0
     return torch.full((), nothing, dtype=dtype, device=device).expand(shape)
+
+
+def without_weights(shard: ParameterShard, dtype: torch.dtype) -> torch.Tensor:
+    """Return what a parameter is while it has no weights."""
+    return without_values(shard.whole.shape, shard.whole.dtype if shard.whole.is_complex() else dtype)
 
 
 def write_weights(

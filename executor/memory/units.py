@@ -35,6 +35,7 @@ class ParameterState:
         parts: its overlaps with the rank's pieces.
         kind: the optimizer that updates it.
         step: number of its updates. The next update counts as soon as its gradient has arrived.
+        numbers: other numbers of its optimizer's state, after each of the latest updates.
         arrived: the latest iteration in which its gradient arrived.
         flushed: the latest iteration in which its gradient reached the host.
         squares: sums of squares of its latest gradient, part by part, as the backend returns them.
@@ -48,6 +49,7 @@ class ParameterState:
     parts: tuple[Part, ...]
     kind: Optimizer
     step: int = 0
+    numbers: dict[int, tuple[float, ...]] = dataclasses.field(default_factory=dict)
     arrived: int = NEVER
     flushed: int = NEVER
     squares: list[torch.Tensor | float] = dataclasses.field(default_factory=list)

@@ -1,6 +1,6 @@
 """Shows weights in the parameters of the computing unit only, and guards the others."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from collections.abc import Set as AbstractSet
 from typing import NamedTuple, final
 
@@ -19,6 +19,7 @@ from executor.module.guarded_parameters import (
     unguard,
     unguarded,
 )
+from planner.graph import Unit
 
 
 class _Leaf(NamedTuple):
@@ -47,7 +48,8 @@ class WeightVisibility:
     reading them needs their class.
 
     Args:
-        shared: units whose weights a unit uses besides its own, by its name.
+        units: the model's. Some use the weights of others too, and in some forward may write to weights, see
+            [Note: Written weights] in :mod:`planner.setup`.
         shards: the shards of all parameters.
         reader: gives current weights to code that reads a parameter while its unit does not compute.
         settled: resident units whose weights do not change before :meth:`unsettle`.
@@ -56,7 +58,7 @@ class WeightVisibility:
     def __init__(
         self,
         state: ModelState,
-        shared: Mapping[str, tuple[str, ...]],
+        units: Iterable[Unit],
         shards: Iterable[ParameterShard],
         reader: WeightReader,
         settled: AbstractSet[str],
@@ -70,12 +72,14 @@ class WeightVisibility:
         self._leaves = {name: tuple(_leaf(leaf) for leaf, _ in leaves) for name, leaves in of_units.items()}
         # The units whose weights each unit uses; most units use only their own.
         self._used_by = {
-            unit: frozenset(name for name in (unit, *others) if name in self._leaves) for unit, others in shared.items()
+            unit.name: frozenset(name for name in (unit.name, *unit.shared_units) if name in self._leaves)
+            for unit in units
         }
         self._shown: frozenset[str] = frozenset(self._leaves)
         self._shown_for: str | None = None
         self._in_sight = set(self._leaves)  # units whose memory their parameters have
         self._all = {id(leaf): (leaf, name) for leaves in of_units.values() for leaf, name in leaves}
+        self._written = {spec.name for unit in units if unit.writes for spec in unit.parameters}
         for leaf, name in self._all.values():  # until the first call of show(), they are ordinary
             guard(leaf, name, reader)
             lift_guard(leaf)
@@ -178,7 +182,7 @@ class WeightVisibility:
         """
         before, self._versions = self._versions, self._versions_now()
         for (_, name), then, now in zip(self._all.values(), before, self._versions, strict=True):
-            if then != now:
+            if then != now and name not in self._written:
                 raise ValueError(refusal(name))
 
     def _versions_now(self) -> list[int]:

@@ -1,14 +1,29 @@
-"""The optimizer step on a device: torch's fused kernels if torch has them for every device, else its operators.
+"""Optimizer steps with torch: on a device, and everywhere of optimizers that have no kernel here.
 
-Each function takes float32 tensors of one shape: the master copy, the buffers in the order of the optimizer's entry in
+On a device they are torch's fused kernels if torch has them for every device, else its operators. Each function takes
+float32 tensors of one shape: the master copy, the buffers in the order of the optimizer's entry in
 :mod:`executor.optimizer.table`, and a scaled gradient, which it may overwrite.
+
+[Note: Own steps] An optimizer without a kernel takes its own step, the code of its class, on each chunk of what it
+updates. That is right if the step treats each value by itself, and if all that it remembers is in its state: tensors of
+the parameter's shape, and numbers. Nobody can read that off a class, so it is tried: three steps on a matrix must give
+the same bits as three steps on two flat parts of it, with state that is taken away and given back between them.
 """
 
+import dataclasses
+from collections import OrderedDict, defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, final
+
+import numpy as np
 import torch
 
 from executor.optimizer import AdagradParams, AdamWParams, LionParams, SgdParams
-from executor.optimizer.muon import MuonParams, muon
+from executor.optimizer.muon import MuonParams, as_tensor, muon
+from executor.optimizer.passes import Bf16Array, BufferArray, GradientArray, cut
 from executor.optimizer.reference import lion
+from executor.optimizer.split import SplitMaster, opened
+from executor.optimizer.workers import WorkerTeam
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -69,3 +84,184 @@ def lion_(master: torch.Tensor, buffers: Tensors, gradient: torch.Tensor, params
     """Take one step of Lion. See :func:`executor.optimizer.lion.lion_step`."""
     (exp_avg,) = buffers
     lion(master, exp_avg, gradient, params.lr, params.beta1, params.beta2, params.weight_decay)
+
+
+_HOST_CHUNK: Final = 1 << 18
+"""Values of an own step on the host: its temporaries stay in caches, and it takes longer than to begin it."""
+
+_NOT_HYPER_PARAMETERS: Final = ("params", "param_names")
+_TRIED: Final = (48, 81)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OwnParams:
+    """What an own step needs beside tensors.
+
+    Attributes:
+        group: hyper-parameters.
+        numbers: those of the state before the step, by the names in :attr:`OwnStep.numbers`.
+    """
+
+    group: Mapping[str, Any]
+    numbers: tuple[float, ...] = ()
+
+
+@final
+class OwnStep:
+    """The step of a user's optimizer that has no kernel here, see [Note: Own steps].
+
+    Args:
+        optimizer: the user's.
+
+    Attributes:
+        buffers: keys of the tensors in a parameter's state.
+        numbers: keys of the numbers in it, without ``step``.
+        counts_steps: whether it has a ``step``.
+
+    Raises:
+        ValueError: the optimizer cannot step in parts.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        if any(isinstance(value, torch.optim.Optimizer) for value in vars(optimizer).values()):
+            raise ValueError("it steps through another optimizer")  # which would step here and now
+        self._optimizer = optimizer
+        self._like: dict[torch.device, Mapping[str, Any]] = {}
+        first = self.read(optimizer.param_groups[0])
+        state = self._state_like(torch.device("cpu"), first)
+        self.buffers = tuple(key for key, value in state.items() if isinstance(value, torch.Tensor) and value.dim())
+        self.counts_steps = "step" in state
+        known = (*self.buffers, "step")
+        self.numbers = tuple(key for key, value in state.items() if key not in known and value is not None)
+        for group in optimizer.param_groups:
+            self._try(self.read(group))
+
+    def read(self, group: Mapping[str, Any]) -> OwnParams:
+        """Return the present hyper-parameters of a group."""
+        names = dict.fromkeys((*self._optimizer.defaults, *group))
+        values = {name: group[name] for name in names if name not in _NOT_HYPER_PARAMETERS}
+        if "fused" in values:  # whose vectors round as their remainders do not, see [Note: Rounding]
+            values["fused"] = None
+        return OwnParams({k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in values.items()})
+
+    def numbers_after(self, params: OwnParams, step: int) -> tuple[float, ...]:
+        """Return the numbers of a parameter's state after a step, which do not depend on gradients."""
+        one = [torch.zeros(1, device="cpu") for _ in (*self.buffers, "master", "gradient")]
+        state = self._step(one[0], one[2:], one[1], params, step)
+        return tuple(float(state[key]) for key in self.numbers)
+
+    def on_device(
+        self,
+        master: torch.Tensor,
+        buffers: Sequence[torch.Tensor],
+        gradient: torch.Tensor,
+        params: OwnParams,
+        step: int,
+    ) -> None:
+        """Take a step on a device."""
+        state = self._step(master, buffers, gradient, params, step)
+        for key, buffer in zip(self.buffers, buffers, strict=True):
+            if state[key].data_ptr() != buffer.data_ptr():  # its first state, or it does not update in place
+                buffer.copy_(state[key])
+
+    def on_host(
+        self,
+        state: Sequence[BufferArray | SplitMaster],
+        grad: GradientArray,
+        weight_out: Bf16Array | None,
+        params: OwnParams,
+        step: int,
+        grad_scale: float = 1.0,
+        team: WorkerTeam | None = None,  # noqa: ARG002 - torch has its own threads
+    ) -> None:
+        """Take a step in host memory; see :class:`executor.optimizer.passes.HostStep` for the arguments."""
+        scale = torch.full((1,), grad_scale, dtype=torch.float32, device="cpu")
+        for begin in range(0, len(grad), _HOST_CHUNK):
+            part = cut((*state, grad, weight_out), begin, min(begin + _HOST_CHUNK, len(grad)))
+            master, *buffers, gradient, weights = (as_tensor(a) if isinstance(a, np.ndarray) else a for a in part)
+            with opened(master) as values:
+                self.on_device(values, buffers, gradient * scale, params, step)
+                if weights is not None:
+                    weights.copy_(values)
+
+    @torch.no_grad()
+    def _step(
+        self,
+        master: torch.Tensor,
+        buffers: Sequence[torch.Tensor],
+        gradient: torch.Tensor,
+        params: OwnParams,
+        step: int,
+    ) -> Mapping[str, Any]:
+        """Take a step; return the state after it, whose tensors need not be ``buffers``. The first step makes them."""
+        parameter = master.detach()  # so that no one else's tensor gets a gradient
+        parameter.grad = gradient
+        own = _bare(self._optimizer, parameter, params.group)
+        if step > 1:
+            numbers = {"step": step - 1, **dict(zip(self.numbers, params.numbers, strict=True))}
+            own.state[parameter] = {
+                key: value.new_tensor(numbers[key]) if isinstance(value, torch.Tensor) else type(value)(numbers[key])
+                for key, value in self._state_like(master.device, params).items()
+                if key in numbers
+            } | dict(zip(self.buffers, (buffer.detach() for buffer in buffers), strict=True))
+        type(own).step(own)
+        return dict(own.state[parameter])
+
+    def _state_like(self, device: torch.device, params: OwnParams) -> Mapping[str, Any]:
+        """Return a state that the optimizer has made on a device: it shows where numbers are, and their types."""
+        if device not in self._like:
+            value, gradient = torch.ones(1, device=device), torch.ones(1, device=device)
+            self._like[device] = self._step(value, (), gradient, params, 1)
+        return self._like[device]
+
+    def _try(self, params: OwnParams) -> None:
+        """Check that the steps of a group can be taken in parts.
+
+        Raises:
+            ValueError: they cannot.
+        """
+        generator = torch.Generator().manual_seed(0)
+        whole, *gradients = (torch.randn(_TRIED, generator=generator, device="cpu") for _ in range(4))
+        flat = whole.flatten().clone()
+        parts = [slice(0, _TRIED[1] + 5), slice(_TRIED[1] + 5, len(flat))]
+        buffers = [torch.zeros_like(flat) for _ in self.buffers]
+        numbers: tuple[float, ...] = ()
+        own = _bare(self._optimizer, whole, params.group)
+        others = _numbers_of(vars(own))
+        for step, gradient in enumerate(gradients, 1):
+            whole.grad = gradient.clone()
+            with torch.no_grad():
+                type(own).step(own)
+            before = OwnParams(params.group, numbers)
+            for part in parts:
+                self.on_device(flat[part], [b[part] for b in buffers], gradient.flatten()[part].clone(), before, step)
+            numbers = self.numbers_after(before, step)
+            kept = {key: value for key, value in own.state[whole].items() if value is not None}
+            wanted: dict[str, Any] = {"step": step} if self.counts_steps else {}
+            wanted |= dict(zip(self.numbers, numbers, strict=True)) | dict(zip(self.buffers, buffers, strict=True))
+            for key in {*kept, *wanted, "weight"}:
+                theirs, ours = (whole, flat) if key == "weight" else (kept.get(key), wanted.get(key))
+                if not _is_same(theirs, ours):
+                    raise ValueError(f"its {key} is another one when it steps in parts")
+        if self.read(own.param_groups[0]) != params or _numbers_of(vars(own)) != others:
+            raise ValueError("it keeps state beside that of parameters")
+
+
+def _bare(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, group: Mapping[str, Any]) -> torch.optim.Optimizer:
+    """Return an optimizer of the same class over one parameter, without state, hooks and what schedulers wrap."""
+    own = object.__new__(type(optimizer))
+    vars(own).update({key: value for key, value in vars(optimizer).items() if key != "step"})
+    own.state, own.param_groups = defaultdict(dict), [{**group, "params": [parameter]}]
+    own._optimizer_step_pre_hooks, own._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    return own
+
+
+def _numbers_of(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if isinstance(value, int | float)}
+
+
+def _is_same(theirs: Any, ours: Any) -> bool:
+    if isinstance(ours, torch.Tensor):
+        kept = isinstance(theirs, torch.Tensor) and theirs.dtype is torch.float32 and theirs.shape == _TRIED
+        return kept and torch.equal(theirs.flatten(), ours)
+    return theirs is not None and ours is not None and float(theirs) == float(ours)

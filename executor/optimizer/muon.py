@@ -176,15 +176,16 @@ def muon_step(
         whole, buffer = state
         assert isinstance(buffer, np.ndarray)
         assert whole is not None
-        master = whole[cut] if isinstance(whole, SplitMaster) else _as_tensor(whole[cut])
-        gradient = memory[: 4 * num_params].view(torch.float32).copy_(_as_tensor(grad[cut]))
+        master = whole[cut] if isinstance(whole, SplitMaster) else as_tensor(whole[cut])
+        gradient = memory[: 4 * num_params].view(torch.float32).copy_(as_tensor(grad[cut]))
         gradient.mul_(float(np.float32(grad_scale)))
-        muon(master, (_as_tensor(buffer[cut]),), gradient, params, memory[4 * num_params :].view(torch.bfloat16))
+        muon(master, (as_tensor(buffer[cut]),), gradient, params, memory[4 * num_params :].view(torch.bfloat16))
         if weight_out is not None:
             assert isinstance(master, torch.Tensor)
-            _as_tensor(weight_out[cut]).copy_(master)
+            as_tensor(weight_out[cut]).copy_(master)
 
 
-def _as_tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
+def as_tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
+    """Return an array as a tensor in the same memory; of uint16, bits of bf16, as bf16."""
     tensor = torch.from_numpy(array)
     return tensor.view(torch.bfloat16) if array.dtype == np.uint16 else tensor

@@ -1,7 +1,8 @@
 """The optimizers that can be executed: everything about each of them is in one entry.
 
-A new one needs a kernel like those beside this file, an entry here, and, if its state is of a new kind, a row in
-:mod:`planner.optimizers`.
+One with a kernel needs that beside this file, an entry here, and, if its state is of a new kind, a row in
+:mod:`planner.optimizers`. For others an entry is made if they can take their own step in parts: see [Note: Own steps]
+in :mod:`executor.optimizer.device`.
 """
 
 import dataclasses
@@ -28,12 +29,13 @@ from executor.optimizer import (
 from executor.optimizer.adamw import MOMENTS, SeededAdamWParams
 from executor.optimizer.adamw_8bit import KEYS, adamw_8bit_, adamw_8bit_step
 from executor.optimizer.adamw_bf16 import adamw_bf16_, adamw_bf16_step
+from executor.optimizer.device import OwnParams, OwnStep
 from executor.optimizer.muon import MuonParams, muon_step
 from executor.optimizer.reference import AdamW8bit, AdamWBf16, Lion, Muon, adam_numbers, read_muon, read_seeded, rounds
 from executor.optimizer.split import SplitMaster
-from planner.optimizers import OPTIMIZERS, UPDATED_AT_ONCE, Optimizer
+from planner.optimizers import ELEMENTWISE, OPTIMIZERS, UPDATED_AT_ONCE, Optimizer
 
-Params = AdamWParams | SeededAdamWParams | SgdParams | AdagradParams | LionParams | MuonParams
+Params = AdamWParams | SeededAdamWParams | SgdParams | AdagradParams | LionParams | MuonParams | OwnParams
 Group = Mapping[str, Any]
 _KERNEL_DTYPES: Final = {1: np.uint8, 2: np.uint16, 4: np.float32}  # of buffers, by the bytes of a value
 
@@ -57,6 +59,7 @@ class OptimizerEntry:
         converts: names of classes whose checkpoints it reads too, because only types of their state differ.
         others: the entry of groups without ``use_muon``: of parameters that are no hidden matrices. ``None`` if this
             one takes all.
+        own: takes the steps, if this is no optimizer of :data:`ENTRIES`.
     """
 
     torch_class: type[torch.optim.Optimizer]
@@ -70,6 +73,12 @@ class OptimizerEntry:
     refused: tuple[str, ...] = ("maximize", "differentiable", "capturable")
     converts: tuple[str, ...] = ()
     others: "OptimizerEntry | None" = None
+    own: OwnStep | None = None
+
+    @property
+    def numbers(self) -> tuple[str, ...]:
+        """Keys of numbers in a parameter's state, beside ``step``."""
+        return self.own.numbers if self.own else ()
 
     def of(self, kind: Optimizer) -> "OptimizerEntry":
         """Return the entry of parameters that are planned as ``kind``."""
@@ -138,6 +147,20 @@ class Rule:
         if isinstance(self.params, MuonParams):
             return dataclasses.replace(self, params=dataclasses.replace(self.params, shape=tuple(shape)))
         return self
+
+    def counting(self, numbers: dict[int, tuple[float, ...]], step: int) -> "Rule":
+        """Return the rule of a step for a parameter whose state has numbers.
+
+        Args:
+            numbers: those after each of its latest steps, by the step's number; those after this one are added.
+            step: number of this step, from 1.
+        """
+        if not (isinstance(self.params, OwnParams) and self.entry.own and self.entry.numbers):
+            return self
+        params = dataclasses.replace(self.params, numbers=numbers.get(step - 1, ()))
+        numbers[step] = self.entry.own.numbers_after(params, step)
+        numbers.pop(step - 2, None)
+        return dataclasses.replace(self, params=params)
 
     def at(self, position: int) -> "Rule":
         """Return the rule for values from this position of a parameter on, where it depends on positions."""
@@ -258,21 +281,49 @@ ENTRIES: Final[tuple[OptimizerEntry, ...]] = (
 def entry_of(optimizer: torch.optim.Optimizer) -> OptimizerEntry:
     """Return the entry of a user's optimizer.
 
+    One without a kernel, or with a flag that its kernel does not support, gets an entry of its own.
+
     Raises:
-        ValueError: no entry has exactly this class.
+        ValueError: it has no kernel, and cannot take its own step in parts.
     """
-    for entry in ENTRIES:
-        if type(optimizer) is entry.torch_class:
-            return entry
-    known = ", ".join(
-        f"{'ullage' if e.torch_class in {AdamW8bit, AdamWBf16, Lion, Muon} else 'torch.optim'}.{e.torch_class.__name__}"
-        for e in ENTRIES
+    found = next((entry for entry in ENTRIES if type(optimizer) is entry.torch_class), None)
+    if found and not any(group.get(flag) for group in optimizer.param_groups for flag in ("amsgrad", "maximize")):
+        return found
+    try:
+        with torch.random.fork_rng(devices=[]):
+            return _own_entry(optimizer)
+    except Exception as error:  # whatever a step raises that cannot be taken so
+        if found:
+            return found  # whose rule names the flag
+        ours = {AdamW8bit, AdamWBf16, Lion, Muon}
+        classes = [entry.torch_class for entry in ENTRIES]
+        known = ", ".join(f"{'ullage' if c in ours else 'torch.optim'}.{c.__name__}" for c in classes)
+        own = type(optimizer)
+        name = own.__name__
+        if name in {c.__name__ for c in classes}:  # another library's
+            name = f"{own.__module__}.{name}"
+        why = " ".join(str(error).split())[:200]
+        raise ValueError(
+            f"the optimizer is {name}, but only {known} can be executed, and those that update each value by itself "
+            f"({why}); {_nearest(optimizer)}"
+        ) from error
+
+
+def _own_entry(optimizer: torch.optim.Optimizer) -> OptimizerEntry:
+    own = OwnStep(optimizer)
+    if len(own.buffers) >= len(ELEMENTWISE):
+        raise ValueError(f"it keeps {len(own.buffers)} values for each")
+    return OptimizerEntry(
+        torch_class=type(optimizer),
+        planned_as=ELEMENTWISE[len(own.buffers)],
+        buffers=own.buffers,
+        read=own.read,
+        host=own.on_host,
+        device=own.on_device,
+        counts_steps=own.counts_steps,
+        refused=("differentiable", "capturable"),
+        own=own,
     )
-    own = type(optimizer)
-    name = own.__name__
-    if name in {entry.torch_class.__name__ for entry in ENTRIES}:  # another library's
-        name = f"{own.__module__}.{name}"
-    raise ValueError(f"the optimizer is {name}, but only {known} can be executed; {_nearest(optimizer)}")
 
 
 def _nearest(optimizer: torch.optim.Optimizer) -> str:
@@ -293,8 +344,15 @@ def _nearest(optimizer: torch.optim.Optimizer) -> str:
 
 
 def torch_class_of(planned: Optimizer) -> Callable[..., torch.optim.Optimizer]:
-    """Return the class of a plan's optimizer."""
-    return next(entry.torch_class for entry in ENTRIES if entry.planned_as == planned)
+    """Return the class of a plan's optimizer.
+
+    Raises:
+        ValueError: the plan is for a class that only its user has.
+    """
+    for entry in ENTRIES:
+        if entry.planned_as == planned:
+            return entry.torch_class
+    raise ValueError(f"the plan is for {OPTIMIZERS[planned].words}; give ullage.prepare that optimizer with this plan")
 
 
 assert all(len(entry.buffers) == len(OPTIMIZERS[entry.planned_as].buffers) for entry in ENTRIES)

@@ -247,8 +247,9 @@ class UpdateTasks:
             if parameter.arrived != iteration or parameter.shard.name not in updates:
                 continue
             update = updates[parameter.shard.name]
+            rule = update.rule.counting(parameter.numbers, parameter.step)
             for part in parameter.parts_in(piece):
-                here = update._replace(rule=update.rule.at(part.start - parameter.start))
+                here = update._replace(rule=rule.at(part.start - parameter.start))
                 is_shared = self._matrices is not None and piece.kind == "muon" and parameter.shard.dim is not None
                 yield (
                     parameter,

@@ -69,6 +69,7 @@ def restore(optimizer: OffloadedOptimizer, checkpoint: Checkpoint) -> dict[str, 
         session.runtime.state.absent -= session.runtime.state.by_parameter.keys()
         for _, entry in held:
             entry.step = int(extra["steps"][entry.shard.name])
+            entry.numbers = {entry.step: tuple(extra.get("numbers", {}).get(entry.shard.name, ()))}
         for group, index in zip(groups, order, strict=True):
             for key, value in saved_groups[index].items():
                 if key == ROUNDS:  # the plan says what the master copy is

@@ -116,6 +116,8 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         self._session.runtime.check_idle()
         self._session.runtime.check_has_weights()
         self._session.runtime.check_unparked()
+        if self._optimizer.entry.numbers:
+            self._session.synchronize()  # because updates set them
         groups = [{k: v for k, v in group.items() if k != "params"} for group in self._optimizer.param_groups]
         names = [[self._session.name_of(p) for p in group["params"]] for group in self._optimizer.param_groups]
         parameters = [parameter for _, parameter in self._session.runtime.state.parameters()]
@@ -126,6 +128,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
             "groups": groups,
             "parameters": names,
             "steps": steps,
+            "numbers": {parameter.shard.name: parameter.numbers.get(parameter.step, ()) for parameter in parameters},
             "shapes": shared,
             "rng": rng_state(),
             **(extra or {}),

@@ -258,11 +258,14 @@ def _conversions_of(naming: Naming, files: WeightFiles) -> tuple[list[Conversion
 
 
 def _check_plain(shards: Iterable[ParameterShard], origins: _Origins) -> None:
-    """Check that the files have no values for quantized parameters.
+    """Check that the files have no values for quantized or complex parameters.
 
     Raises:
         WeightsError: they have.
     """
+    shards = tuple(shards)
+    if name := next((s.name for s in shards if s.whole.is_complex() and s.name in origins.there), None):
+        raise WeightsError(f"{name} is complex, and cannot be loaded under a plan; load the weights before prepare()")
     if name := next((s.name for s in shards if s.stored.is_quantized and s.name in origins.there), None):
         raise WeightsError(
             f"{name} is quantized, and cannot be loaded under a plan; load the weights before prepare(), with "

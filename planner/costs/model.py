@@ -21,7 +21,7 @@ from planner.graph import Kernel, Unit
 from planner.lowering import stages
 from planner.models.formulas.work import newton_schulz
 from planner.models.kernels import flop, num_kernels
-from planner.optimizers import OPTIMIZERS, Optimizer
+from planner.optimizers import ELEMENTWISE, OPTIMIZERS, Optimizer
 from planner.schedule.arrays import kind_of
 from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import Lane, Op, Work
@@ -230,7 +230,7 @@ class CostModel:
         if measured is None and arithmetic_s > memory_s:
             self._rank.warnings.setdefault(
                 f"updates with {name} are assumed to take {core_s * 1e9:.2g} ns per parameter and core, as on an AMD "
-                "EPYC; `ullage calibrate --only cpu` measures it"
+                f"EPYC{'' if kind in ELEMENTWISE else '; `ullage calibrate --only cpu` measures it'}"
             )
         return max(memory_s, arithmetic_s)
 

@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Annotated, Any, Final, Literal, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, PrivateAttr, Tag, ValidationError
@@ -212,6 +212,7 @@ class CapturedModel(_Frozen):
             that is not the model itself; ``None``: the model is called once. See [Note: Steps] in
             :mod:`ullage.capture.partitioning`.
         second_order: whether it makes gradients of gradients; see [Note: Second order] in :mod:`planner.setup`.
+        written: parameters that its forward writes to; see [Note: Written weights] in :mod:`planner.setup`.
     """
 
     factory: str
@@ -230,6 +231,7 @@ class CapturedModel(_Frozen):
     others: tuple["CapturedModel", ...] = ()
     calls: tuple[str, ...] | None = None
     second_order: Literal[True] | None = None
+    written: tuple[str, ...] | None = None
     _sizes: _Sizes = PrivateAttr(default_factory=_Sizes)
 
     @property
@@ -349,7 +351,10 @@ class CapturedModel(_Frozen):
                     "model again"
                 )
             operators = self.blocks[segment.block].operators
-            result += [_operator(segment, operator, stays=bool(self.second_order)) for operator in operators]
+            result += [
+                _operator(segment, operator, stays=bool(self.second_order), written=self.written or ())
+                for operator in operators
+            ]
         return tuple(result)
 
     def graph(self, batch: Batch) -> Graph:
@@ -450,7 +455,9 @@ def _with_scratch(operator: Operator, batch: Batch) -> Operator:
     return dataclasses.replace(operator, workspace_bytes=operator.workspace_bytes + max(found, default=0))
 
 
-def _operator(segment: CapturedSegment, captured: CapturedOperator, *, stays: bool) -> Operator:
+def _operator(
+    segment: CapturedSegment, captured: CapturedOperator, *, stays: bool, written: Collection[str]
+) -> Operator:
     path, call = segment.path, f"@{segment.call}" if segment.call else ""
     unit = join(path, captured.unit)
     return Operator(
@@ -475,6 +482,7 @@ def _operator(segment: CapturedSegment, captured: CapturedOperator, *, stays: bo
         call=segment.call or 1,
         evaluates=bool(segment.evaluates),
         stays=stays,
+        writes=any(spec.is_trained and join(path, spec.name) in written for spec in captured.parameters),
     )
 
 

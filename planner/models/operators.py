@@ -126,6 +126,7 @@ class Operator:
         evaluates: whether it runs without gradients in a step that calls the model several times.
         stays: whether its weights and activations stay on the device; see [Note: Second order] in
             :mod:`planner.setup`.
+        writes: whether its forward writes to its trained weights; see [Note: Written weights] in :mod:`planner.setup`.
     """
 
     name: str
@@ -150,6 +151,7 @@ class Operator:
     call: int = 1
     evaluates: bool = False
     stays: bool = False
+    writes: bool = False
 
     @property
     def path(self) -> str:

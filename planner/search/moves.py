@@ -44,7 +44,8 @@ def neighbours(setup: Setup, decisions: Decisions) -> Iterator[Decisions]:
         places.remove(Place.NVME)
         activations = ["keep", "recompute", *(["offload"] if storage == "activations" else [])]
     segments = {segment: [u for u in setup.units if u.segment == segment] for segment in setup.swappable}
-    for _, unit in sorted(enumerate(setup.units), key=lambda numbered: _scattered(numbered[0])):
+    movable = [unit for unit in setup.units if not unit.writes]
+    for _, unit in sorted(enumerate(movable), key=lambda numbered: _scattered(numbered[0])):
         old = decisions.units[unit.name]
         changed: list[UnitDecision] = []
         for piece, place in itertools.product(range(len(old.update)), places):
@@ -79,7 +80,7 @@ def _exchanges(setup: Setup, decisions: Decisions) -> Iterator[Decisions]:
     become resident.
     """
     resident = setup.tied
-    for one, other in itertools.combinations((unit for unit in setup.units if unit.num_params), 2):
+    for one, other in itertools.combinations((unit for unit in setup.units if unit.num_params and not unit.writes), 2):
         old = (decisions.units[one.name], decisions.units[other.name])
         if old[0].update[0] is old[1].update[0]:
             continue

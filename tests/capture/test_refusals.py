@@ -355,6 +355,11 @@ def clamped(last: nn.Linear, x: Tensor) -> Tensor:
     return last(x)
 
 
+def with_frozen(model: nn.Module, name: str) -> nn.Module:
+    model.get_parameter(name).requires_grad_(False)
+    return model
+
+
 class Complex(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -365,16 +370,20 @@ class Complex(nn.Module):
 
 
 CAUSES: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
-    "renormed": (
-        lambda: nn.Embedding(8, 8, max_norm=1),
+    "renormed in bf16": (
+        lambda: nn.Embedding(8, 8, max_norm=1).bfloat16(),
         "4x8:int64",
-        "forward writes to the parameter weight .*max_norm",
+        "forward writes to the parameter weight .*max_norm.* only in fp32 and on one device, not in bf16 on 1",
     ),
-    "clamped": (lambda: Of(clamped), "4x8", r"forward writes to the parameter layers\.last\.weight"),
+    "frozen and clamped": (
+        lambda: with_frozen(Of(clamped), "layers.last.weight"),
+        "4x8",
+        r"forward writes to the frozen parameter layers\.last\.weight",
+    ),
     "set": (resetting, "4x8", "forward sets weight of a Linear"),
     "lazy": (lambda: nn.LazyLinear(8), "4x8", r"run the model once"),
-    "complex": (
-        Complex,
+    "complex and frozen": (
+        lambda: with_frozen(Complex(), "weight"),
         "4x8",
         r"parameter weight has type torch\.complex64.*torch\.view_as_real\(parameter\)",
     ),

@@ -36,6 +36,7 @@ from training import (
 )
 from virtual.watch import watched
 
+import ullage
 from executor.audit import AuditError
 from executor.checkpoint import Checkpoint, Level
 from executor.distributed.watchdog import RankError
@@ -525,3 +526,44 @@ def measured_while_parked():
         meanwhile = held_bytes()
         session.unpark()
         print(away.device_bytes, before, meanwhile, held_bytes())  # noqa: T201
+
+
+class Spectral(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = torch.nn.Parameter(torch.randn(5, 32, 32, dtype=torch.complex64) / 8)
+        self.last = torch.nn.Linear(32, 8)
+
+    def forward(self, x):
+        modes = torch.einsum("bti,tio->bto", torch.fft.rfft(x, dim=1), self.weight)
+        return self.last(torch.fft.irfft(modes, n=x.shape[1], dim=1)).square().mean()
+
+
+def trained_with_complex_weights(rank: int, size: int, folder) -> list[str]:
+    """Train with complex weights under two plans, and with all ranks' batches in memory; return what differs."""
+    batches = [torch.randn(4, 8, 32, generator=torch.Generator().manual_seed(step)) for step in range(4 * size)]
+    plain, model = Spectral(), Spectral()
+    theirs = torch.optim.NAdam(plain.parameters(), lr=0.02)
+    ours = torch.optim.NAdam(model.parameters(), lr=0.02)
+    ours = ullage.prepare(model, ours, batches[0], hardware="epyc-turin-2c")[1]
+    session = ours.session
+    for step in range(0, len(batches), size):
+        for batch in batches[step : step + size]:
+            (plain(batch) / size).backward()
+        model(batches[step + rank]).backward()
+        for each, optimizer in ((plain, theirs), (model, ours)):
+            torch.nn.utils.clip_grad_norm_(each.parameters(), 1e-3)
+            optimizer.step()
+            optimizer.zero_grad()
+        if step == 2 * size:
+            ours.switch_plan(session.units, session.decisions, session.options, folder)
+    with ours.session:
+        state, expected = (each.state_dict()["state"] for each in (ours, theirs))
+        found = {"weights": (model.state_dict()["weight"], plain.weight)}
+        found |= {key: (state[0][key], value) for key, value in expected[0].items()}
+        return [
+            name
+            for name, (a, b) in found.items()
+            if a.dtype is not b.dtype or not torch.allclose(a, b.detach(), rtol=1e-5, atol=1e-6)
+        ]

@@ -45,7 +45,7 @@ def test_models_of_several_layers(family, data):
 
 
 @pytest.mark.part(3)
-@pytest.mark.parametrize("optimizer", OF_THE_TABLE)
+@pytest.mark.parametrize("optimizer", [*OF_THE_TABLE, "nadam"])
 @settings(max_examples=1, deadline=None, phases=[Phase.generate])
 @given(data=st.data())
 def test_two_ranks(processes, optimizer, data):

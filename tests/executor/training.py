@@ -68,6 +68,9 @@ OPTIMIZERS = {
     "adagrad": functools.partial(torch.optim.Adagrad, lr=2e-2, lr_decay=0.1, initial_accumulator_value=0.01),
     "lion": functools.partial(Lion, lr=1e-3, betas=(0.9, 0.95)),
     "muon": functools.partial(Muon, lr=2e-2, adamw={"lr": 5e-3, "betas": (0.9, 0.95)}),
+    "rmsprop": functools.partial(torch.optim.RMSprop, lr=1e-3, momentum=0.9, centered=True, eps=1e-4),
+    "nadam": functools.partial(torch.optim.NAdam, lr=5e-3, betas=(0.9, 0.95)),
+    "asgd": functools.partial(torch.optim.ASGD, lr=0.2, t0=1.0),
 }
 
 CONFIGS = {
@@ -207,12 +210,18 @@ def make_optimizer(task: Task, model: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 class ReferenceOptimizer(torch.optim.Optimizer):
-    """The same kernel over whole parameters in memory, with the clip factor folded in."""
+    """The same kernel over whole parameters in memory, with the clip factor folded in.
+
+    One that has no kernel is itself the reference, over float32 copies of the parameters.
+    """
 
     def __init__(self, optimizer):
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.entry = entry_of(optimizer)
         self.scale = 1.0
+        self.masters = {p: p.detach().float().clone() for group in self.param_groups for p in group["params"]}
+        own = [{**group, "params": [self.masters[p] for p in group["params"]]} for group in self.param_groups]
+        self.own = type(optimizer)(own) if self.entry.own else None
 
     def clip_grad_norm_(self, max_norm):
         parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
@@ -224,6 +233,9 @@ class ReferenceOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self):
+        if self.own:
+            self._step_itself()
+            return
         numbers = itertools.count()
         for group in self.param_groups:
             rule = self.entry.rule(group)
@@ -249,6 +261,16 @@ class ReferenceOptimizer(torch.optim.Optimizer):
                 )
                 if weight is None:
                     p.copy_(state["master"].view(p.shape))
+        self.scale = 1.0
+
+    def _step_itself(self):
+        for own, group in zip(self.own.param_groups, self.param_groups, strict=True):
+            own |= {key: value for key, value in group.items() if key != "params"}
+        for p, master in self.masters.items():
+            master.grad = None if p.grad is None else p.grad.float() * np.float32(self.scale)
+        self.own.step()
+        for p, master in self.masters.items():
+            p.copy_(master)
         self.scale = 1.0
 
 
@@ -298,6 +320,7 @@ def weights(model) -> dict[str, torch.Tensor]:
 
 
 PLANNED_AS = {"adam": "adamw", "nesterov": "sgd", "sgd-plain": "sgd"}
+PLANNED_AS |= {"rmsprop": "elementwise-3", "nadam": "elementwise-2", "asgd": "elementwise-1"}
 PLANNED_AS |= {name: name.removesuffix("-rounded") for name in OPTIMIZERS if name.endswith("-rounded")}
 
 

@@ -141,7 +141,8 @@ def trained(program: Program, module: Any) -> Trained:
         warnings.simplefilter("ignore")
         losses, model = program.train(module)
     weights = model if isinstance(model, dict) else model.state_dict()
-    return losses, {name: weight.detach().cpu().float().clone() for name, weight in weights.items()}
+    real = {name: torch.view_as_real(w) if w.is_complex() else w for name, w in weights.items()}
+    return losses, {name: weight.detach().cpu().float().clone() for name, weight in real.items()}
 
 
 def outcome(program: Program, expected: Trained, *, tight: bool, machine: Machine = CPU) -> Outcome:

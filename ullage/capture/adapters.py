@@ -41,12 +41,6 @@ def check_adapters(model: nn.Module) -> None:
         CaptureError: some cannot; says what can be used instead.
     """
     configs = getattr(model, "peft_config", None)
-    if any(type(module).__name__ == "ParamWrapper" for module in model.modules()) and isinstance(configs, dict):
-        raise CaptureError(
-            "the adapters have target_parameters, which peft puts in place of parameters in each forward, but the "
-            "parameters of a planned model stay; name modules in target_modules instead (of banks of experts: the "
-            "projections beside them)"
-        )
     for name, config in configs.items() if isinstance(configs, dict) else ():
         kind = str(getattr(config.peft_type, "value", config.peft_type))
         reason = _REFUSED.get(kind)

@@ -98,6 +98,7 @@ def assemble(
         segments=tuple(segments),
         calls=recording.calls,
         second_order=recording.second_order or None,
+        written=tuple(sorted(recording.written)) or None,
     )
 
 

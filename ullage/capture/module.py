@@ -26,6 +26,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
+from executor.distributed.adapters import bind_adapted_parameters
 from executor.memory.forward_state import SMALL_BYTES, kept_generators
 from executor.module.guards import check_memory, trained_memory
 from executor.module.quantized import bind_quantized
@@ -176,7 +177,7 @@ class _Capture:
         if self.examples[0].tensors is None:
             _check_inputs(inputs)
         model = self.make if isinstance(self.make, nn.Module) else _made(self.make, self.name)
-        _check_parameters(model, self.name)
+        _check_parameters(model, self.name, self.dtype)
         check_formats(model, self.name)
         check_adapters(model)
         _check_statistics(model, self.name, DTYPES[self.dtype])
@@ -223,9 +224,12 @@ class _Capture:
             FakeTensorMode(allow_non_fake_inputs=True),
             _faked(model, dtype, trained, example.step) as fake,
             _unchanged(model),
+            contextlib.ExitStack() as adapted,
             kept_generators(model),
             Untracked(trained),
         ):
+            for undo in bind_adapted_parameters(model):
+                adapted.callback(undo)
             with _as_capture_errors(self.name, model), _default_positions():
                 given = [tensor_of(spec, dtype) for spec in inputs]
                 values = [(given[number], value) for number, value in known.items()]
@@ -247,7 +251,7 @@ class _Capture:
                         model.zero_grad()
                     tiled = [model.get_submodule(path) for path in self.token_wise]
                 recording = recorded(tiles, tiled, repeats=repeats)
-            if recording.copies and (recording.visits[-1].call > 1 or recording.second_order):
+            if recording.copies and (recording.visits[-1].call > 1 or recording.second_order or recording.written):
                 raise UnequalError(recording.copies[0].path)
             known_as = (
                 spec.model_copy(update={"num_values": num_values})
@@ -363,7 +367,7 @@ def _check_inputs(inputs: Sequence[CapturedInput]) -> None:
         raise CaptureError("a captured model needs the shapes of its inputs; give --input-shape, as in 4x2048:int64")
 
 
-def _check_parameters(model: nn.Module, name: str) -> None:
+def _check_parameters(model: nn.Module, name: str, dtype: Literal["bf16", "fp32"]) -> None:
     parameters = dict(model.named_parameters())
     if not parameters:
         raise CaptureError(f"{name}() has no parameters; return a model to train")
@@ -373,13 +377,16 @@ def _check_parameters(model: nn.Module, name: str) -> None:
         raise CaptureError(f"{name}: {error}") from error
     for path, parameter in parameters.items():
         if not (is_packed(parameter) or parameter.is_floating_point()):
+            if parameter.dtype is torch.complex64 and parameter.requires_grad and dtype == "fp32":
+                continue  # planned as real and imaginary parts
             of_real = (
                 "make it one of real numbers, torch.view_as_real(parameter), and call torch.view_as_complex on that in "
                 "forward: optimizers compute the same"
             )
             remedy = of_real if parameter.is_complex() else "make it a buffer"
             raise CaptureError(
-                f"{name}: parameter {path} has type {parameter.dtype}, but must be floating-point; {remedy}"
+                f"{name}: parameter {path} has type {parameter.dtype}, but must be floating-point, or complex64 and "
+                f"trained beside fp32; {remedy}"
             )
 
 
@@ -505,7 +512,7 @@ def _kind(container: Any) -> Any:
 def _fake(parameter: nn.Parameter, module: nn.Module, dtype: torch.dtype, *, keeps_type: bool) -> nn.Parameter:
     if is_packed(parameter):
         return pack(parameter, module, dtype)
-    dtype = parameter.dtype if keeps_type and not parameter.requires_grad else dtype
+    dtype = parameter.dtype if parameter.is_complex() or (keeps_type and not parameter.requires_grad) else dtype
     return nn.Parameter(torch.empty(parameter.shape, dtype=dtype), parameter.requires_grad)
 
 

@@ -141,6 +141,7 @@ def record(
         frozenset(name for name, module in model.named_modules() if module in tiled),
         recorder.called_with,
         recorder.second_order,
+        recorder.written,
     )
 
 
@@ -227,6 +228,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._num_calls = 1
         self.called_with: tuple[CapturedInput, ...] = ()
         self.second_order = False
+        self.written: set[str] = set()
         self._ran: set[nn.Module] = set()  # modules that have run in this call
         # What the user's step does itself counts to its latest call, or to the first one.
         self._stack: list[int] = [0 if called.is_step else -1]
@@ -327,11 +329,12 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _follow_products(self, event: Event) -> None:
         """Drop results of products that are changed in place later: offloading cannot keep them and recomputes them."""
         changes = event.changes
-        if changes and (names := [self._name[number] for number in event.storages if number in self._name]):
-            raise CaptureError(
-                f"forward writes to the parameter {names[0]} (as nn.Embedding does with max_norm), which a plan would "
-                "lose; leave that out, or let forward compute with a changed copy"
-            )
+        for name in [self._name[number] for number in event.storages if changes and number in self._name]:
+            if not self.model.get_parameter(name).requires_grad:
+                raise CaptureError(
+                    f"forward writes to the frozen parameter {name}, which a plan would lose; make it a buffer"
+                )
+            self.written.add(name)
         for number in event.storages:
             if changes and (made := self._product_of.pop(number, None)) is not None:
                 self.forward[made] = dataclasses.replace(self.forward[made], product_bytes=0)

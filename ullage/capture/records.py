@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, Final, Literal
 
 import torch
@@ -132,6 +132,7 @@ class Recording:
         tiled: paths of modules that compute in tiles.
         called_with: what the first call of a module was called with.
         second_order: whether a backward that makes a graph of its own reached a visit's output.
+        written: parameters that forward writes to.
     """
 
     model: nn.Module
@@ -153,6 +154,7 @@ class Recording:
     tiled: frozenset[str] = frozenset()
     called_with: tuple[CapturedInput, ...] = ()
     second_order: bool = False
+    written: Collection[str] = ()
 
     @functools.cached_property
     def skipped(self) -> frozenset[int]:

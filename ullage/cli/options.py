@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, Self, get_args
 
-from planner.optimizers import OPTIMIZERS
+from planner.optimizers import ELEMENTWISE, OPTIMIZERS
 from planner.terms import DEFAULT_MICRO_BATCH, DEFAULT_RESTART_S, MIN_CHECKPOINTS, Level, Storage
 from ullage.cli.arguments import (
     fraction,
@@ -37,6 +37,7 @@ DEFAULT_SEQ_LEN: Final = 2048
 QUANTIZATIONS: Final = ("nf4", "int8")
 BATCHES: Final = ("whole", "masked")
 CHECKPOINTS: Final = "when to make checkpoints (with --mtbf)"
+_OPTIMIZERS: Final = tuple(name for name in OPTIMIZERS if name not in ELEMENTWISE)  # others are users' own
 _WHAT: Final = "what is trained, on which machine"
 _FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
@@ -179,10 +180,10 @@ class Options:
     )
     optimizer: Any = _option(
         "optimizer, and its state per parameter: "
-        + ", ".join(f"{name} {state.state_bytes_per_param} B/param" for name, state in OPTIMIZERS.items())
+        + ", ".join(f"{name} {OPTIMIZERS[name].state_bytes_per_param} B/param" for name in _OPTIMIZERS)
         + " (default: adamw, also for Adam). sgd has momentum. muon uses AdamW, with 12 B/param, for all parameters "
         "but the matrices of layers",
-        tuple(OPTIMIZERS),
+        _OPTIMIZERS,
     )
     master: Literal["fp32", "bf16"] | None = _option(
         "type of the optimizer's master copy of weights (default: fp32). bf16, with --optimizer "

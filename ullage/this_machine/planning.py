@@ -136,6 +136,7 @@ def plan_here(
 
         def make() -> Plan:
             entry, captured = entry_of(optimizer), capture_live(model, batch, options.get("precision"), step)
+            _report_written(captured)
             rounded = captured.dtype == "bf16" and any(map(rounds, optimizer.param_groups))
             request = Request(
                 captured,
@@ -162,6 +163,26 @@ def plan_here(
                     raise error.with_remedies({**own, Tier.GPU: _of_others(lacking) + own[Tier.GPU]}) from None
 
         return made_by_rank_0(make)
+
+
+def _report_written(captured: CapturedModel) -> None:
+    """Print what has to stay on the device because forward writes to it.
+
+    Raises:
+        ValueError: it cannot: see [Note: Written weights] in :mod:`planner.setup`.
+    """
+    if not captured.written:
+        return
+    name, ranks = captured.written[0], world_size()
+    if captured.dtype != "fp32" or ranks > 1:
+        raise ValueError(
+            f"forward writes to the parameter {name} (as nn.Embedding does with max_norm), which is planned only in "
+            f"fp32 and on one device, not in {captured.dtype} on {ranks}; leave that out, or let forward compute with "
+            "a changed copy"
+        )
+    print_line(
+        f"forward writes to {', '.join(captured.written)}: what holds it stays on the device, and is not audited"
+    )
 
 
 def _rounded_up(num_bytes: int) -> str:

@@ -89,13 +89,13 @@ def prepared(
 
 def _optimizer(plan: Plan, model: nn.Module, lr: float) -> torch.optim.Optimizer:
     name = plan.decisions.optimizer
-    more = _HYPER_PARAMETERS[name]
+    make, more = torch_class_of(name), _HYPER_PARAMETERS.get(name, {})
     if OPTIMIZERS[name].others:
         adamw = {"lr": lr, **_HYPER_PARAMETERS["adamw"]}
-        return torch_class_of(name)(model.named_parameters(), adamw, lr=lr, **more)
+        return make(model.named_parameters(), adamw, lr=lr, **more)
     if plan.decisions.precision.rounds:
         more = {**more, ROUNDS: True}
-    return torch_class_of(name)(model.parameters(), lr=lr, **more)
+    return make(model.parameters(), lr=lr, **more)
 
 
 @contextlib.contextmanager

@@ -36,7 +36,8 @@ def prepare(
         model: an unmodified module. It is converted to the planned type. Under a bf16 plan, the values of a float32
             model become its master copy, unless the master copy is bf16 too.
         optimizer: ``torch.optim.AdamW``, ``Adam``, ``SGD``, ``Adagrad``, :class:`ullage.AdamWBf16`,
-            :class:`ullage.AdamW8bit`, :class:`ullage.Lion` or :class:`ullage.Muon` over all or some of the model's
+            :class:`ullage.AdamW8bit`, :class:`ullage.Lion` or :class:`ullage.Muon`, or any other that updates each
+            value by itself (``torch.optim.RMSprop``, a class of your own), over all or some of the model's
             parameters, in any groups. LR schedulers may be built on it or on the result. Parameters that are frozen or
             not in the optimizer do not change. If a parameter is frozen when the model is captured, the plan has no
             optimizer state for it. ``None`` for a model whose parameters are all frozen: a teacher, a reference, a
@@ -122,7 +123,7 @@ def warn_about_dtypes(model: nn.Module, plan: Plan) -> None:
     """Warn if a model's weights do not have the planned type."""
     planned = DTYPES[plan.decisions.precision.weights]
     stay = {spec.name for unit in plan.units() for spec in unit.frozen if spec.frozen != "plain"}
-    found = {str(parameter.dtype) for name, parameter in model.named_parameters() if name not in stay}
+    found = {str(p.dtype.to_real()) for name, p in model.named_parameters() if name not in stay}
     if others := sorted(found - {str(planned)}):
         keeps = not plan.decisions.precision.master_is_weight
         masters = "; the float32 master copies begin with the given values" if keeps else ""

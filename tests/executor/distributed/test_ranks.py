@@ -22,7 +22,16 @@ from rank_failures import (
     with_another_plan,
     without_a_gradient,
 )
-from rank_programs import around_training, bound_cores, changed, rng_state_after, saved, seen_from_outside, trained
+from rank_programs import (
+    around_training,
+    bound_cores,
+    changed,
+    rng_state_after,
+    saved,
+    seen_from_outside,
+    trained,
+    trained_with_complex_weights,
+)
 from rank_references import reference, trained_by_torch
 from ranks import assert_same_bits
 from training import Task, decide, uniform
@@ -68,10 +77,12 @@ CHANGES = [
 
 
 @pytest.mark.part(2)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_another_plan_in_the_middle_gives_the_same_bits(processes, tmp_path, dtype):
+@pytest.mark.parametrize(
+    ("dtype", "optimizer"), [(torch.bfloat16, "adamw"), (torch.float32, "adamw"), (torch.float32, "nadam")], ids=str
+)
+def test_another_plan_in_the_middle_gives_the_same_bits(processes, tmp_path, dtype, optimizer):
     """Of another ZeRO stage too, so that other shards of the state are on other ranks."""
-    task = Task("gpt2", dtype, iterations=5)
+    task = Task("gpt2", dtype, iterations=5, optimizer=optimizer)
     ways = [decide(task, choose, data_parallel=2, zero_stage=stage) for stage, choose in CHANGES]
     results = processes.call(2, changed, task, ways, tmp_path / "handed over")
     assert_same_bits([found[:2] for found in results], reference(task, 2, ways[0]))
@@ -168,6 +179,10 @@ def test_ddp_gives_the_same_bits(processes, dtype):
     for ours, (seen, final) in zip(processes.call(2, trained, task, decisions), theirs, strict=True):
         assert ours[0] == seen
         assert all(ours[1][name].tobytes() == weight.tobytes() for name, weight in final.items())
+
+
+def test_ranks_share_complex_weights_and_their_state(processes, tmp_path):
+    assert processes.call(2, trained_with_complex_weights, tmp_path) == [[], []]
 
 
 def test_one_rank_alone_is_as_before(processes):
@@ -315,9 +330,11 @@ def test_a_killed_rank_ends_all(processes):
 
 
 @pytest.mark.part(3)
-@pytest.mark.parametrize(("size", "zero_stage"), [(2, 0), (2, 3), (3, 1), (4, 2)])
-def test_any_number_of_ranks_goes_on_from_what_any_number_has_saved(processes, size, zero_stage, tmp_path):
-    task = Task("llama", iterations=2)
+@pytest.mark.parametrize(
+    ("size", "zero_stage", "optimizer"), [(2, 0, "adamw"), (2, 3, "nadam"), (3, 1, "adamw"), (4, 2, "adamw")]
+)
+def test_any_number_of_ranks_goes_on_from_what_any_number_has_saved(processes, size, zero_stage, optimizer, tmp_path):
+    task = Task("llama", iterations=2, optimizer=optimizer)
 
     def decisions(size, zero_stage, choose):
         return decide(task, choose, data_parallel=size, zero_stage=zero_stage, clip=True)

@@ -130,8 +130,8 @@ def test_a_checkpoint_at_every_iteration_leaves_no_trace_and_any_plan_goes_on_fr
 @pytest.mark.parametrize(
     ("optimizer", "splits"),
     [
-        *((name, False) for name in ["adam", "adamw-bf16", "adamw-8bit", "sgd", "adagrad", "lion", *ROUNDED]),
-        *((name, True) for name in ["adam", "adamw-8bit", "lion", "muon"]),
+        *((name, False) for name in ["adam", "adamw-bf16", "adamw-8bit", "sgd", "adagrad", "lion", "nadam", *ROUNDED]),
+        *((name, True) for name in ["adam", "adamw-8bit", "lion", "muon", "rmsprop"]),
     ],
 )
 def test_every_optimizer_goes_on_bit_for_bit(optimizer, splits, tmp_path):

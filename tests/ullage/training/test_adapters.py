@@ -366,3 +366,35 @@ def test_studies_vary_adapters_and_quantization(
 
 def test_the_command_line_knows_all_quantizations() -> None:
     assert get_args(Quantization) == QUANTIZATIONS
+
+
+def test_adapters_of_parameters_train_as_in_memory_and_their_base_moves(base: Path) -> None:
+    """Two of one module, and one that dropout of its own precedes: each forward of ``peft`` makes them anew."""
+    targets = ["q_proj.weight", "mlp.gate_proj.weight", "mlp.down_proj.weight"]
+    ids = torch.arange(64).view(2, 32)
+
+    def losses_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+        losses = []
+        for _ in range(4):
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = adapted(base, targets=[], target_parameters=targets)
+        return model, torch.optim.NAdam([p for p in model.parameters() if p.requires_grad], lr=0.01)
+
+    plain, theirs = made()
+    expected = losses_of(plain, theirs)
+    model, optimizer = made()
+    batch = {"input_ids": ids, "labels": ids}
+    model, ours = ullage.prepare(model, optimizer, batch, hardware="epyc-turin-2c", device_memory=1_000_000)
+    with ours.session:
+        assert any(unit.params == "host" for unit in ours.plan.decisions.units.values())
+        assert losses_of(model, ours) == expected
+        assert all(torch.equal(weight, plain.state_dict()[name]) for name, weight in model.state_dict().items())
+    assert model(**batch).loss.item() == plain(**batch).loss.item(), "as peft does it again"
+    assert not any("_activate_lora" in vars(module) for module in model.modules())

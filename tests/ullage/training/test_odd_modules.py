@@ -4,6 +4,7 @@ import contextlib
 import functools
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import highspy
@@ -12,6 +13,7 @@ import torch
 from amount import examples
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 
@@ -393,3 +395,119 @@ def test_whatever_the_solver_says_there_is_a_plan_with_a_proof(status: str, monk
     plan = make_plan(wanted, 40)
     assert 0 < plan.certificate.bound_s <= plan.prediction.iteration_s
     verify(plan)
+
+
+class Written(nn.Module):
+    """Its forward bounds the norms of an embedding, and the weights of a layer between blocks that may move."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.bounded = nn.Embedding(500, 32, max_norm=1.0), nn.Linear(32, 32)
+        self.blocks, self.last = nn.ModuleList(Block(32) for _ in range(6)), nn.Linear(32, 8)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.bounded.weight.clamp_(-0.15, 0.15)
+        x = self.bounded(self.words(words))
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x).square().mean()
+
+
+class Spectral(nn.Module):
+    """Multiplies in the frequencies, by complex weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.up = nn.Parameter(torch.randn(5, 32, 32, dtype=torch.complex64) / 8), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        modes = torch.einsum("bti,tio->bto", torch.fft.rfft(x, dim=1), self.weight)
+        return x + torch.relu(self.up(torch.fft.irfft(modes, n=x.shape[1], dim=1)))
+
+
+class Operator(nn.Module):
+    """A Fourier neural operator over words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.last = nn.Embedding(500, 32), nn.Linear(32, 8)
+        self.blocks = nn.ModuleList(Spectral() for _ in range(6))
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        x = self.words(words)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x).square().mean()
+
+
+def test_complex_weights_are_not_cut_to_their_real_part_on_the_way_to_files(tmp_path: Path) -> None:
+    model = Operator()
+    weights = {name: weight for name, weight in model.state_dict().items() if not weight.is_complex()}
+    save_file({**weights, "blocks.0.weight": torch.ones(5, 32, 32, 2)}, tmp_path / "model.safetensors")
+    optimizer = ullage.prepare(model, torch.optim.SGD(model.parameters()), words_of(0), hardware=PROFILE)[1]
+    with optimizer.session:
+        with pytest.raises(ValueError, match=r"blocks\.0\.weight is complex, .*; save model\.state_dict\(\)"):
+            ullage.save(optimizer, tmp_path / "saved")
+        with pytest.raises(ullage.WeightsError, match=r"blocks\.0\.weight is complex, and cannot be loaded under"):
+            ullage.load(optimizer, tmp_path, strict=False)
+        assert torch.equal(model.state_dict()["blocks.0.weight"], Operator().blocks[0].weight)
+
+
+def words_of(step: int) -> torch.Tensor:
+    return torch.randint(500, (4, 8), generator=torch.Generator().manual_seed(step))
+
+
+def train_on_words(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, max_norm: float) -> list[float]:
+    losses = []
+    for step in steps:
+        for part in (2 * step, 2 * step + 1):
+            loss = model(words_of(part))
+            loss.backward()
+            losses.append(loss.item())
+        if max_norm:
+            losses.append(float(nn.utils.clip_grad_norm_(model.parameters(), max_norm)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+@pytest.mark.parametrize("max_norm", [0.0, 0.02])
+@pytest.mark.parametrize(("make", "memory"), [(Written, 1_050_000), (Operator, 1_100_000)])
+def test_weights_that_forward_writes_to_and_complex_ones_train_as_in_memory(
+    make: type[nn.Module], memory: int, max_norm: float
+) -> None:
+    """With accumulation, also after both have been saved; and on from there in memory."""
+
+    def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.NAdam(model.parameters(), lr=0.02)  # whose step under a plan is its own
+
+    def prepared(model: nn.Module) -> Any:
+        options = {"hardware": PROFILE, "device_memory": memory, "num_micro_batches": 2}
+        return ullage.prepare(model, optimizer_of(model), words_of(0), **options)[1]
+
+    plain, model, again = make(), make(), make()
+    theirs = optimizer_of(plain)
+    expected = train_on_words(plain, theirs, range(6), max_norm)
+    if isinstance(plain, Written):
+        assert float(plain.bounded.weight.detach().abs().max()) > 0.15, "an update goes beyond the bound"
+    with (ours := prepared(model)).session:
+        assert any({*unit.update} - {"gpu"} for unit in ours.plan.decisions.units.values()), "others are elsewhere"
+        seen = train_on_words(model, ours, range(2), max_norm)
+        again.load_state_dict(model.state_dict())
+        state = ours.state_dict()
+    resumed = prepared(again)
+    with resumed.session:
+        resumed.load_state_dict(state)
+        seen += train_on_words(again, resumed, range(2, 4), max_norm)
+        state = resumed.state_dict()
+    in_memory = optimizer_of(again)
+    in_memory.load_state_dict(state)
+    seen += train_on_words(again, in_memory, range(4, 6), max_norm)
+    assert seen == (pytest.approx(expected, rel=1e-4) if max_norm else expected)
+    for name, weight in plain.state_dict().items():
+        found = again.state_dict()[name]
+        assert found.dtype is weight.dtype
+        assert torch.allclose(found, weight, rtol=0, atol=1e-4) if max_norm else torch.equal(found, weight), name
