@@ -330,17 +330,19 @@ def test_copies_of_state_give_way_to_others(lane, sizes, monkeypatch):
     assert torch.equal(there.cpu(), torch.arange(100.0))
 
 
-@pytest.mark.parametrize(("ends_s", "blocks"), [(0.0, False), (2e-5, False), (math.inf, True)])
-def test_a_thread_polls_before_it_blocks(ends_s, blocks, monkeypatch):
-    now_s, blocked = itertools.count(step=1e-5), []
-    monkeypatch.setattr(cuda.time, "perf_counter", lambda: next(now_s))
+@pytest.mark.parametrize(("ends_s", "naps", "blocks"), [(0.0, 0, 0), (2e-5, 0, 0), (1e-3, 9, 0), (math.inf, 49, 1)])
+def test_a_thread_polls_then_naps_then_blocks(ends_s, naps, blocks, monkeypatch):
+    now_s, slept, blocked = itertools.count(step=1e-5), [], []
+    monkeypatch.setattr(cuda.time, "perf_counter", lambda: next(now_s) + sum(slept))
+    monkeypatch.setattr(cuda.time, "sleep", slept.append)
     event = SimpleNamespace(
-        record=lambda _: None, query=lambda: next(now_s) >= ends_s, synchronize=lambda: blocked.append(1)
+        record=lambda _: None, query=lambda: cuda.time.perf_counter() >= ends_s, synchronize=lambda: blocked.append(1)
     )
     pool = collections.deque([event])
     cuda._Event(pool).wait()
-    assert bool(blocked) == blocks
-    assert 0 < next(now_s) <= 1e-4
+    assert len(blocked) == blocks
+    assert naps // 2 <= sum(nap > 0 for nap in slept) <= naps
+    assert next(now_s) + sum(slept) <= min(ends_s, 5e-3) + 2e-4
     assert pool
 
 
