@@ -79,8 +79,11 @@ class Backend(Protocol):
     def accumulate(self, sums: Sequence[tuple[torch.Tensor, torch.Tensor]], team: WorkerTeam) -> None:
         """Add flat tensors to others in host memory, all of one type; each pair is the sum and what is added.
 
-        Returns when done. A GPU's are added by as many threads as ``team`` has, but not by those.
+        A GPU's are added later, in this order, by as many threads as ``team`` has, but not by those.
         """
+
+    def settle(self) -> None:
+        """Wait until all that was accumulated has been added. Whoever reads sums in host memory calls it before."""
 
     def scale(self, values: torch.Tensor, factor: float) -> None:
         """Multiply a flat tensor on the device, in its own type, on the thread's lane."""
@@ -184,6 +187,9 @@ class HostBackend:
         """See :class:`Backend`. It uses torch's threads, which also compute."""
         for total, values in sums:
             total.add_(values)
+
+    def settle(self) -> None:
+        """See :class:`Backend`."""
 
     def scale(self, values: torch.Tensor, factor: float) -> None:
         """See :class:`Backend`."""

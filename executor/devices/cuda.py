@@ -4,7 +4,6 @@ import bisect
 import collections
 import contextlib
 import functools
-import itertools
 import math
 import operator
 import threading
@@ -17,7 +16,8 @@ from typing import Final, Self
 
 import torch
 
-from executor.devices.backend import Event, add_on_host, as_array, sum_of_squares
+from executor.devices.backend import Event, as_array, sum_of_squares
+from executor.devices.sums import BUFFER_BYTES, NUM_BUFFERS, HostSums
 from executor.direct_io import pages
 from executor.optimizer.adamw import AdamWParams
 from executor.optimizer.passes import BLOCK, cut
@@ -47,7 +47,6 @@ _YIELDING_BYTES: Final = 32 << 20
 _SPIN_S: Final = 50e-6
 _NAP_S: Final = 1e-4
 _AWAKE_S: Final = 5e-3
-_PASSING_BYTES: Final = 64 << 20
 _TOUCHED_BYTES: Final = 1 << 30
 _GROWING_S: Final = 20.0  # most that memory which grows is waited for, per part
 _POLL_S: Final = 0.02
@@ -60,26 +59,6 @@ RETRIES: Final = "num_alloc_retries"
 """The allocator's name for how often memory was full until it gave unused segments back."""
 _ALLOCATOR_PEAKS: Final = (RESERVED, "inactive_split_bytes.all.peak")
 _ALLOCATOR_EVENTS: Final = (RETRIES, "num_ooms")
-
-
-def _batches(
-    sums: Sequence[tuple[torch.Tensor, torch.Tensor]], num_items: int
-) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Yield flat pairs, cut so that each batch has at most so many items."""
-    batch: list[tuple[torch.Tensor, torch.Tensor]] = []
-    room = num_items
-    for total, values in sums:
-        start = 0
-        while start < len(values):
-            part = slice(start, start + room)
-            batch.append((total[part], values[part]))
-            room -= len(batch[-1][1])
-            start = part.stop
-            if not room:
-                yield batch
-                batch, room = [], num_items
-    if batch:
-        yield batch
 
 
 def _touch(block: torch.Tensor) -> None:
@@ -186,8 +165,7 @@ class CudaBackend:
         self._streams: dict[Lane, torch.cuda.Stream] = {}
         self._events_before: dict[str, int] = {}  # counts of the allocator when memory was last metered
         self._without_cudnn = False  # whether it has switched cuDNN's attention off
-        self._passing: torch.Tensor | None = None  # buffers for gradients that are accumulated on the host
-        self._adders: WorkerTeam | None = None  # threads that accumulate them
+        self._sums: HostSums | None = None  # what accumulates gradients on the host
 
     @contextlib.contextmanager
     def lane(self, lane: Lane) -> Iterator[None]:
@@ -300,37 +278,15 @@ class CudaBackend:
             target.copy_(values, non_blocking=True)
 
     def accumulate(self, sums: Sequence[tuple[torch.Tensor, torch.Tensor]], team: WorkerTeam) -> None:
-        """Add on the host, after waiting for the copies.
+        """Copy to pinned buffers; a thread adds from there, see [Note: Sums] in :mod:`executor.devices.sums`."""
+        if self._sums is None:
+            self._sums = HostSums(self.empty(NUM_BUFFERS * BUFFER_BYTES, on_device=False), team.num_threads)
+        self._sums.add(sums, lambda: _Event(self._pool, self._stream()))
 
-        Gradients are copied through two pinned buffers: one is added while the next is being copied. Copies to pageable
-        memory would take twice as long, and allocate each time. The ledger does not count these buffers, like the
-        driver's memory. Threads of their own add: those of updates may be busy for much longer than a copy takes.
-        """
-        if self._passing is None:
-            self._passing = self.empty(2 * _PASSING_BYTES, on_device=False)
-            self._adders = WorkerTeam(team.num_threads)
-        halves = self._passing.view(sums[0][1].dtype).view(2, -1)
-        arriving: collections.deque[tuple[list[tuple[torch.Tensor, torch.Tensor]], _Event]] = collections.deque()
-
-        def add() -> None:
-            passed, arrived = arriving.popleft()
-            arrived.wait()
-            assert self._adders is not None
-            add_on_host(passed, self._adders)
-
-        # At least two, of one size, so that one is added while the other is copied.
-        num_items = sum(len(values) for _, values in sums)
-        num_batches = max(2, -(-num_items // halves.shape[1]))
-        for half, parts in zip(itertools.cycle(halves), _batches(sums, -(-num_items // num_batches)), strict=False):
-            if len(arriving) == len(halves):
-                add()
-            ends = itertools.accumulate(len(values) for _, values in parts)
-            passed = [(total, half[end - len(values) : end]) for (total, values), end in zip(parts, ends, strict=True)]
-            for (_, passing), (_, values) in zip(passed, parts, strict=True):
-                passing.copy_(values, non_blocking=True)
-            arriving.append((passed, _Event(self._pool, self._stream())))
-        while arriving:
-            add()
+    def settle(self) -> None:
+        """Wait for that thread."""
+        if self._sums is not None:
+            self._sums.settle()
 
     def scale(self, values: torch.Tensor, factor: float) -> None:
         """Multiply on the current stream."""

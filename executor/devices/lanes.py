@@ -223,6 +223,7 @@ class LaneMachine(contextlib.AbstractContextManager["LaneMachine"]):
     def _wait_for_events(self) -> None:
         for event in list(self._last.values()):
             self._backend.event_time_s(event)
+        self._backend.settle()
 
     def settle(self, lane: Lane) -> None:
         """Wait for all issued tasks of a lane, except those that wait for the caller."""

@@ -61,6 +61,7 @@ class GradientTasks:
 
     def sum_up(self, unit: UnitState, parameter: ParameterState, gradient: FlatGradient, iteration: int) -> None:
         """Add host memory's part of an iteration's gradient to what has been flushed."""
+        self._backend.settle()
         for part in parameter.leaving:
             target, values = unit.arrival(part), gradient.of(part)
             if parameter.flushed == iteration:
@@ -128,6 +129,7 @@ class GradientTasks:
         """Write the gradients of a unit's pieces to NVMe, if they have arrived."""
         unit, spilled = self._state.units[task.unit], self._state.nvme.spilled
         assert spilled is not None
+        self._backend.settle()
         for piece in unit.pieces:
             if piece.spilled and unit.has_gradient(piece, iteration):
                 spilled.spill((unit.name, piece.index))
@@ -158,6 +160,7 @@ class GradientTasks:
             if self._num_micro_batches == 1 and gradient is not None and self._is_on_device(gradient):
                 yield self._backend.sum_of_squares(gradient.of(part))
             else:
+                self._backend.settle()
                 yield self._backend.sum_of_squares_on_host(unit.arrival(part), self._team)
 
     def _is_on_device(self, gradient: FlatGradient) -> bool:

@@ -121,6 +121,7 @@ class UpdateTasks:
         for target, source in zip(slot.tensors, unit.tensors(piece), strict=True):
             self._backend.copy(target, source)
         if piece.leaves:
+            self._backend.settle()
             self._backend.copy(slot.weights, unit.gradient(piece))
         self._slot_of[unit.name, piece.index] = slot
 
@@ -141,6 +142,7 @@ class UpdateTasks:
         key, stored = (unit.name, piece.index), self._state.nvme if piece.place is Place.NVME else None
         if stored is not None and not unit.has_gradient(piece, iteration):
             return  # its state has not been read
+        self._backend.settle()
         held = unit.state(piece) if stored is None else stored.state(key)
         gradient = self._state.nvme.gradient(key) if piece.spilled else unit.gradient(piece)
         # Memory to write weights to, besides the master copy; None if there is none.

@@ -6,6 +6,7 @@ DRAM) are divided by their number, and updates of all ranks run at the same time
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Hashable, Iterable
 from typing import Literal, Self
 
@@ -302,8 +303,13 @@ class CostModel:
         if duration_s <= 0:
             return Price(0.0, 0.0)
         if task.op is Op.FLUSH and task.micro_batch:
-            duration_s += self._rank.host_pass(_ACCUMULATE_PASSES * task.num_bytes).duration_s
+            added_s = self._rank.host_pass(_ACCUMULATE_PASSES * task.num_bytes).duration_s
             num_passes += _ACCUMULATE_PASSES
+            if self.asynchronous:  # the host adds what came before: the slower of both sets the pace, or their memory
+                dram_s = num_passes * task.num_bytes / self._rank.at_most_dram(math.inf)
+                duration_s = max(duration_s, added_s, dram_s)
+            else:
+                duration_s += added_s
         if task.num_params and (norm := self.profile.device.gradient_norm) is not None:
             if self.asynchronous and task.op is Op.FLUSH and task.micro_batch:  # the norm is of the sum, on the host
                 duration_s += self._rank.host_pass(self._dtype_bytes * task.num_params).duration_s

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from training import OPTIMIZERS, Task, assert_same, decide, prepare, reference, train, uniform
 
-from executor.devices import cuda
+from executor.devices import cuda, sums
 from executor.devices.cuda import Clock, CudaBackend, update_on_device
 from executor.optimizer import AdamWParams
 from executor.optimizer.split import SplitMaster
@@ -295,8 +295,9 @@ def test_a_device_splits_master_copies_as_the_host_does():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("num_params", [1, 1000, 64, 128, 4097])
 def test_gradients_are_added_up_by_way_of_registered_memory(num_params, dtype, monkeypatch):
-    """In two buffers by turns, of which each has 64 float32; whatever else a copy is made to would be new each time."""
-    monkeypatch.setattr(cuda, "_PASSING_BYTES", 256)
+    """In buffers by turns, of which each has 64 float32; whatever else a copy is made to would be new each time."""
+    monkeypatch.setattr(cuda, "BUFFER_BYTES", 256)
+    monkeypatch.setattr(sums, "BUFFER_BYTES", 256)
     runtime, backend = Runtime(), CudaBackend()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.Tensor, "cpu", None)
@@ -309,8 +310,29 @@ def test_gradients_are_added_up_by_way_of_registered_memory(num_params, dtype, m
     with WorkerTeam(2) as team:
         for gradient in on_device[1:]:
             backend.accumulate([(held[a:b], gradient[a:b]) for a, b in itertools.pairwise(cuts)], team)
-    assert list(runtime.registered.values()) == [512]
+    backend.settle()
+    assert list(runtime.registered.values()) == [1024]
     assert torch.equal(held, gradients[0] + gradients[1] + gradients[2])
+
+
+def test_a_copy_waits_for_a_buffer_alone_and_readers_for_the_sum(monkeypatch):
+    monkeypatch.setattr(cuda, "BUFFER_BYTES", 256)
+    monkeypatch.setattr(sums, "BUFFER_BYTES", 256)
+    go_on, add = threading.Event(), sums.add_on_host
+    monkeypatch.setattr(sums, "add_on_host", lambda *args: go_on.wait(10) and add(*args))
+    backend, held, values = CudaBackend(), torch.zeros(256), torch.ones(256, device="cuda")
+    with WorkerTeam(2) as team:
+        backend.accumulate([(held, values)], team)  # all four buffers
+        assert not held.any()
+        threading.Timer(0.1, go_on.set).start()
+        backend.accumulate([(held[:64], values[:64])], team)
+        assert go_on.is_set(), "a buffer is used again only when it has been added"
+        backend.settle()
+        assert held.tolist() == [2.0] * 64 + [1.0] * 192
+        monkeypatch.setattr(sums, "add_on_host", lambda *_: 1 / 0)
+        backend.accumulate([(held, values)], team)
+    with pytest.raises(ZeroDivisionError):
+        backend.settle()
 
 
 @pytest.mark.parametrize(("lane", "sizes"), [(Lane.H2D, [100]), (Lane.STATE_IN, [64, 36]), (Lane.STATE_OUT, [64, 36])])

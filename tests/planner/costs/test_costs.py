@@ -9,7 +9,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from machines import machine, quantity, rate
 
+from hwprofiles.paths import replace
 from hwprofiles.profile import HardwareProfile
+from hwprofiles.quantity import Provenance
 from hwprofiles.registry import list_profiles, load_profile
 from planner.costs.model import CostModel, total_flop
 from planner.costs.resources import Price, Resource
@@ -83,10 +85,13 @@ def test_a_copy_by_a_core_reads_and_writes_the_same_memory() -> None:
 
 
 def test_later_micro_batches_are_added_to_what_the_host_holds() -> None:
-    """The sum takes three passes at 5e10 B/s behind the copy; no byte crosses the link twice for it."""
-    price = model(machine()).price(task(Lane.D2H, Op.FLUSH, num_bytes=10**10, micro_batch=1))
-    duration_s = 0.5 + 3e10 / 5e10
-    check(price, duration_s, LINK_UP=1e10 / duration_s, LINK=1e10 / duration_s, DRAM=4e10 / duration_s)
+    """Three passes at 5e10 B/s, on a GPU beside the copy; no byte crosses the link twice for it."""
+    flush = task(Lane.D2H, Op.FLUSH, num_bytes=10**10, micro_batch=1)
+    check(model(machine()).price(flush), 0.6, LINK_UP=1e10 / 0.6, LINK=1e10 / 0.6, DRAM=4e10 / 0.6)
+    slow = replace(machine(), {"host.dram_bytes_per_s": 4e10}, Provenance(origin="assumed", source="a test"))
+    assert model(slow).price(flush).duration_s == pytest.approx(1.0), "all four passes are of one memory"
+    in_turn = dict(model(machine(kind="host")).price(flush).uses)
+    assert in_turn[Resource.LINK_UP] == pytest.approx(1e10 / (0.5 + 3e10 / 5e10))
 
 
 def test_updates() -> None:
