@@ -62,7 +62,10 @@ def priced(plan: Plan, request: Request) -> Found | None:
         setup = own.setup
         if sizes != {unit.name: unit.num_params for unit in setup.units} or plan.seq_len != request.seq_len:
             continue
-        if any(getattr(decisions, field) != getattr(setup.given, field) for field in _CHOSEN):
+        given = setup.given
+        if decisions.precision.master == "split":  # which a search chooses by itself
+            given = given.model_copy(update={"precision": given.precision.model_copy(update={"master": "split"})})
+        if any(getattr(decisions, field) != getattr(given, field) for field in _CHOSEN):
             continue
         prediction = Scorer(Workload(setup.units, request.seq_len), own.cost).predict(decisions)
         return Found(decisions, prediction, own, rivals, (), 0) if prediction.fits else None

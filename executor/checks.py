@@ -13,7 +13,7 @@ from executor.optimizer.reference import ROUNDS, rounds
 from executor.optimizer.table import ENTRIES, OptimizerEntry
 from planner.decisions import Decisions, Place
 from planner.graph import Unit
-from planner.optimizers import is_hidden_matrix
+from planner.optimizers import ELEMENTWISE, is_hidden_matrix
 
 
 def check_decisions(decisions: Decisions, entry: OptimizerEntry, groups: list[dict[str, Any]]) -> None:
@@ -25,7 +25,12 @@ def check_decisions(decisions: Decisions, entry: OptimizerEntry, groups: list[di
     if decisions.optimizer != entry.planned_as:
         raise ValueError(
             f"the plan is for {decisions.optimizer}, but the optimizer is {entry.torch_class.__name__}, with other "
-            f"state; plan with --optimizer {entry.planned_as}"
+            "state; "
+            + (
+                "give ullage.prepare() a batch in place of the plan, so that it plans for this optimizer"
+                if entry.planned_as in ELEMENTWISE
+                else f"plan with --optimizer {entry.planned_as}"
+            )
         )
     if (stages := decisions.pipeline_parallel) > 1:
         raise ValueError(

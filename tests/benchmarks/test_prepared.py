@@ -1,5 +1,6 @@
 """Plans that are made before a machine is at hand, and priced again by its own profile."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,16 @@ def test_the_fastest_by_the_new_profile_is_taken(
         assert plan.decisions in [old.decisions for old in made.values()]
         assert plan.certificate.bound_s <= plan.prediction.iteration_s * (1 + 1e-9)
         verify(plan)
+
+
+def test_a_plan_whose_search_chose_split_master_copies_is_known_again() -> None:
+    wanted = request(load_profile("h100").with_device_memory(180_000_000))
+    precision = wanted.types.model_copy(update={"master": "split"})
+    plan = make_plan(dataclasses.replace(wanted, precision=precision), max_simulations=40)
+    assert plan.decisions.precision.master == "split"
+    found = prepared.priced(plan, wanted)
+    assert found is not None
+    assert found.prediction.iteration_s == pytest.approx(plan.prediction.iteration_s)
 
 
 def test_a_search_finds_what_none_of_them_is(slow_and_fast: HardwareProfile, tmp_path: Path) -> None:

@@ -176,11 +176,9 @@ def test_another_optimizer():
     decisions = decide(TASK, KEEP)
     with pytest.raises(ValueError, match=r"the plan is for adamw, but the optimizer is SGD, .* --optimizer sgd"):
         prepare_session(model, torch.optim.SGD(model.parameters()), model_units("gpt2"), decisions)
-    with pytest.raises(
-        ValueError, match=r"is Rprop, but only torch\.optim\.AdamW, .*, ullage\.Lion, ullage\.Muon can be"
-    ):
+    with pytest.raises(ValueError, match=r"the optimizer is Rprop, with other state; give ullage\.prepare\(\) a batch"):
         prepare_session(model, torch.optim.Rprop(model.parameters()), model_units("gpt2"), decisions)
-    with pytest.raises(ValueError, match="amsgrad"):
+    with pytest.raises(ValueError, match="the optimizer is AdamW, with other state"):
         optimizer = torch.optim.AdamW(model.parameters(), amsgrad=True)
         prepare_session(model, optimizer, model_units("gpt2"), decisions)
     with pytest.raises(ValueError, match="has a parameter that is not one of the model"):
