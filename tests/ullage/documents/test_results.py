@@ -4,6 +4,7 @@ import itertools
 import json
 import re
 import statistics
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -232,6 +233,47 @@ def gpu_agreement() -> Iterator[tuple[str, ...]]:
             percent(row["error"], sign="+"),
             percent(of_memory, sign="+"),
         )
+
+
+def gpu_programs() -> Iterator[tuple[str, ...]]:
+    found = result("gpu_programs.json")
+    outcomes = ("the same", "refused before training, in one line", "failed", "does not run there in memory")
+
+    def outcome(row: dict[str, Any], run: str) -> str:
+        if "absent" in row:
+            return outcomes[3]
+        if row[run]["failed"]:
+            return outcomes[2]
+        if row[run]["refused"]:
+            return outcomes[1]
+        return outcomes[0] if row[run]["off"] <= found["bound"] else "wrong"
+
+    counts = [Counter(outcome(row, run) for row in found["rows"]) for run in ("ample", "tight")]
+    assert not any(count["wrong"] for count in counts)
+    yield from ((words, *(str(count[words]) for count in counts)) for words in outcomes)
+
+
+def gpu_updates() -> Iterator[tuple[str, ...]]:
+    for name, row in result("gpu_updates.json")["rows"].items():
+        rates = (f"{row[way]['gb_per_s']:,.0f} GB/s" for way in ("chain", "kernel"))
+        yield f"`{name}`", f"{row['bytes_per_param']:.0f} B", *rates, times(row["speed_up"], 1)
+
+
+def gpu_lanes() -> Iterator[tuple[str, ...]]:
+    found = result("gpu_lanes.json")
+    for words, lane, op, per, unit in (
+        ("gradients copied to the host, and added there", "d2h", "flush", 1e9, "GB/s"),
+        ("optimizer steps on the device", "gpu-update", "update", 1e9, "billion parameters"),
+        ("optimizer steps on the CPU", "cpu", "update", 1e9, "billion parameters"),
+        ("weights copied to the device", "h2d", "fetch", 1e9, "GB/s"),
+        ("backward", "compute", "backward", 1e12, "TFLOP"),
+        ("recomputation", "compute", "recompute", 1e12, "TFLOP"),
+    ):
+        rates = []
+        for when in ("before", "after"):
+            (task,) = (t for t in found[when]["tasks"] if (t["lane"], t["op"]) == (lane, op))
+            rates.append(task["amount"] / task["measured_s"] / per)
+        yield words, *(f"{rate:.{0 if unit == 'TFLOP' else 1}f} {unit}" for rate in rates)
 
 
 def gpu_peers() -> Iterator[tuple[str, ...]]:
@@ -495,7 +537,10 @@ TABLES = (
     checkpoint_engines,
     checkpoint_engines_predicted,
     gpu_rates,
+    gpu_programs,
+    gpu_updates,
     gpu_agreement,
+    gpu_lanes,
     gpu_peers,
     grid,
     planning_speed,
