@@ -53,7 +53,7 @@ OUTPUT: Final = Path(__file__).parents[1] / "results" / "gpu" / "agreement.json"
 GOALS: Final = {"error": 0.05, "mean_error": 0.03, "refitted_error": 0.04, "memory_error": 0.03, "over_bound": 1.10}
 FITTED_TO: Final = "mixed"
 _READ: Final = {"goals", "summary", "not_run", "rows"}  # what --read makes again
-_PLANNING_S: Final = 4.0
+_PLANNING_S: Final = 12.0
 _LIMIT_S: Final = 180.0  # of one execution: the largest model's state is made and registered in a third of that
 
 

@@ -9,7 +9,7 @@ TRIED = {
     "loops": ("r_drop", "gradual_unfreezing", "batches_without_backward", "closures"),
     "modules": ("layer_scale", "pruned", "parts_that_do_not_run", "routed_experts"),
     "models": ("mixtral", "deberta", "t5", "llava_with_text_alone"),
-    "operators": ("complex_parameters", "embeddings_of_bounded_norm"),
+    "operators": ("complex_parameters", "embeddings_of_bounded_norm", "outputs_that_nothing_uses"),
     "adapters": ("trained_tokens", "prefix_tuning", "lora_on_parameters"),
     "optimizers": ("rmsprop_lr_eps_momentum_centered", "own_class"),
 }

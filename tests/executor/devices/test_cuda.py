@@ -5,6 +5,7 @@ import contextlib
 import itertools
 import math
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -333,6 +334,22 @@ def test_a_copy_waits_for_a_buffer_alone_and_readers_for_the_sum(monkeypatch):
         backend.accumulate([(held, values)], team)
     with pytest.raises(ZeroDivisionError):
         backend.settle()
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.5])
+@pytest.mark.parametrize("place", ["cpu", "stream"])
+def test_who_reads_a_sum_waits_until_it_has_been_added(place, max_norm, monkeypatch):
+    task = Task("llama", num_micro_batches=3, iterations=3, max_norm=max_norm)
+
+    def curve():
+        model, optimizer = prepare(task, decide(task, uniform("gpu", place)), device="cuda")
+        with optimizer.session:
+            return train(task, model, optimizer)
+
+    expected, add, delays = curve(), sums.add_on_host, []
+    monkeypatch.setattr(sums, "add_on_host", lambda *args: delays.append(time.sleep(0.02)) or add(*args))
+    assert curve() == expected
+    assert delays
 
 
 @pytest.mark.parametrize(("lane", "sizes"), [(Lane.H2D, [100]), (Lane.STATE_IN, [64, 36]), (Lane.STATE_OUT, [64, 36])])

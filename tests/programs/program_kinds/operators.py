@@ -327,6 +327,44 @@ def numpy_inside(ullage) -> Trained:
     )
 
 
+class TwoWays(torch.autograd.Function):
+    """Two outputs of one node, whose backward does not ask for the gradient of the one that is not used."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.set_materialize_grads(False)
+        return 2 * x, x.sum(-1)
+
+    @staticmethod
+    def backward(_ctx, of_values, _of_sum):
+        return 2 * of_values
+
+
+@program
+def outputs_that_nothing_uses(ullage) -> Trained:
+    """A module that returns two outputs of one node, of which one is not used, as cuDNN's LSTM does."""
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 16)
+
+        def forward(self, x):
+            return TwoWays.apply(self.linear(x))
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks, self.out = nn.ModuleList(Both() for _ in range(3)), nn.Linear(16, 8)
+
+        def forward(self, x):
+            for block in self.blocks:
+                x, _ = block(x)
+            return self.out(x)
+
+    return train(ullage, Net(), x_of(8, 16))
+
+
 @program
 def own_operator(ullage) -> Trained:
     """An operator of torch.library.custom_op."""
