@@ -152,13 +152,13 @@ def _with_gradients(batch: Batch, width: int, vocab: int, tile: int) -> tuple[Wo
     """Return head and loss if each tile of tokens makes its gradients at once, so that no logits are made again.
 
     That happens in forward, right before the head's backward, so its products may stand there. The gradient of the
-    head's input takes the place of that input among saved activations. To add, products
-    read the gradient of the weight again.
+    head's input takes the place of that input among saved activations. Products with so few tokens are bound by reading
+    and writing the gradient of the weight, to which they add.
     """
     rows, e = batch.num_tokens, batch.dtype_bytes
     repeated = functools.partial(tiled.repeated, rows, tile)
     product = functools.partial(work.linear, inputs=width, outputs=vocab, e=e, bias=False)
-    adding = tiled.added(vocab * width, e, tiled.num_tiles(rows, tile))
+    adding = tiled.added(vocab * width, 2 * e, tiled.num_tiles(rows, tile))
     backward = (*repeated(lambda size: product(size).backward), *adding)
     num_bytes = rows * width * e
     forward = repeated(lambda size: product(size).forward)

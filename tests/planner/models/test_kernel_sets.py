@@ -9,13 +9,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from executor.module.compilation import compile_module
 from hwprofiles.registry import load_profile
 from planner.costs.model import CostModel
 from planner.decisions import Sharding
-from planner.graph import Batch, Elementwise, Kernels, Unit, build_graph, units
+from planner.graph import Batch, Elementwise, Gemm, Kernels, Unit, build_graph, units
 from planner.models import ModelConfig, model_from_case, resolve_model, to_hf_config_dict
 from planner.models.kernels import flop, num_kernels
 
@@ -32,6 +33,19 @@ PROBE = Path(__file__).parents[3] / "benchmarks" / "results" / "gpu_probe.json"
 def layer(model: ModelConfig, batch: Batch) -> list[Unit]:
     """Return the units of the second layer."""
     return [unit for unit in units(build_graph(model, batch)) if unit.segment == "layers.1"]
+
+
+def small_layer(dtype: torch.dtype, *, compiled: bool) -> tuple[Any, torch.Tensor, Any]:
+    """Return a layer of the small model, an input and its rotary factors.
+
+    The backend cuts graphs as Inductor does, and needs no compiler of kernels.
+    """
+    torch._dynamo.reset()
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**to_hf_config_dict(SMALL))).to(dtype).model
+    block, x = model.layers[1], torch.randn(2, 64, 128, dtype=dtype, requires_grad=True)
+    for part in (block.self_attn, block.mlp, block.input_layernorm, block.post_attention_layernorm) * compiled:
+        part.forward = compile_module(part, "", "aot_eager_decomp_partition")
+    return block, x, model.rotary_emb(x, torch.arange(64)[None])
 
 
 def elementwise_bytes(kernels: Kernels) -> int:
@@ -65,12 +79,7 @@ def test_fused_kernels_never_take_more(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_compiled_blocks_save_what_torch_decides(dtype: torch.dtype) -> None:
-    """``aot_eager_decomp_partition`` cuts the graph as Inductor does, and needs no compiler of kernels."""
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**to_hf_config_dict(SMALL))).to(dtype).model
-    block, x = model.layers[1], torch.randn(2, 64, 128, dtype=dtype, requires_grad=True)
-    place = model.rotary_emb(x, torch.arange(64)[None])
-    for part in (block.self_attn, block.mlp, block.input_layernorm, block.post_attention_layernorm):
-        part.forward = compile_module(part, "", "aot_eager_decomp_partition")
+    block, x, place = small_layer(dtype, compiled=True)
     known = {tensor.untyped_storage().data_ptr() for tensor in (*block.parameters(), *place)}
     saved: dict[int, int] = {}
 
@@ -111,3 +120,15 @@ def test_layers_on_a_gpu_take_the_predicted_time() -> None:
     assert len(ratios) == 4
     for tokens in (8192, 16384):
         assert ratios[tokens, True] == pytest.approx(ratios[tokens, False], abs=0.02)
+
+
+def test_recomputation_of_compiled_blocks_runs_the_products_that_torch_runs() -> None:
+    """A compiled graph saves its tensors when it ends, so checkpointing cannot stop before its last product."""
+    block, x, place = small_layer(torch.bfloat16, compiled=True)
+    block(x, position_embeddings=place, attention_mask=None).sum().backward()  # compiles
+    with torch.profiler.profile(with_flops=True) as counted:  # a dispatch mode would keep graphs from running
+        checkpoint(block, x, position_embeddings=place, attention_mask=None, use_reentrant=False).sum().backward()
+    products = sum(event.flops for event in counted.events() if event.name == "aten::mm")
+    found = layer(SMALL, Batch(2, 64, kernels="compiled"))
+    lists = [getattr(unit, way) for unit in found for way in ("forward", "recompute", "backward")]
+    assert products == sum(kernel.flop for kernels in lists for kernel in kernels if isinstance(kernel, Gemm))

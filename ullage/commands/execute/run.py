@@ -326,7 +326,11 @@ def _record(
         start_s=rows(timeline.start_s),
         end_s=rows(timeline.end_s),
         steady_iterations=tuple(range(_FIRST_STEADY, timeline.num_iterations - 1)),
-        memory={tier: use.peak_bytes * ranks.get(tier, 1) for tier, use in memory.items()},
+        memory={
+            tier: use.peak_bytes * ranks.get(tier, 1)
+            for tier, use in memory.items()
+            if tier is not Tier.GPU or use.dynamic_peak_bytes is not None
+        },
         static_bytes={
             tier: {kind: n * ranks.get(tier, 1) for kind, n in use.static_bytes.items()} for tier, use in memory.items()
         },
