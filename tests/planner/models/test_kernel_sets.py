@@ -14,6 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from executor.module.compilation import compile_module
 from hwprofiles.registry import load_profile
+from planner.choices.request import Request
+from planner.choices.variants import variants
 from planner.costs.model import CostModel
 from planner.decisions import Sharding
 from planner.graph import Batch, Elementwise, Gemm, Kernels, Unit, build_graph, units
@@ -26,6 +28,7 @@ SMALL = model_from_case(
     | {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512, "mlp": "swiglu", "norm": "rmsnorm"}
     | {"tied_embeddings": False, "bias": False}
 )
+SETS: tuple[Any, ...] = ("transformers", "liger")
 NAMES = ("llama-3.1-8b", "qwen2.5-0.5b", "qwen3-4b")
 PROBE = Path(__file__).parents[3] / "benchmarks" / "results" / "gpu_probe.json"
 
@@ -132,3 +135,45 @@ def test_recomputation_of_compiled_blocks_runs_the_products_that_torch_runs() ->
     found = layer(SMALL, Batch(2, 64, kernels="compiled"))
     lists = [getattr(unit, way) for unit in found for way in ("forward", "recompute", "backward")]
     assert products == sum(kernel.flop for kernels in lists for kernel in kernels if isinstance(kernel, Gemm))
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "message"),
+    [
+        ("llama-3.1-8b", {"kernels": "fused"}, "kernels is 'fused', but must be one of transformers, compiled, liger"),
+        (
+            "llama-3.1-8b",
+            {"kernels": "compiled", "storage": "activations"},
+            "leave out --storage or --kernels compiled",
+        ),
+        ("llama-3.1-8b", {"kernels": "liger", "hardware": "epyc-turin-2c"}, "Liger's kernels are for GPUs"),
+        ("opt-13b", {"kernels": "liger"}, "RMS norms, SwiGLU and no experts, not of opt-13b"),
+        ("mixtral-8x7b", {"kernels": "liger"}, "RMS norms, SwiGLU and no experts, not of mixtral-8x7b"),
+        (
+            "llama-3.1-8b",
+            {"kernels": "liger", "loss_tile_tokens": 512},
+            "loss_tile_tokens is 512, which is not known of",
+        ),
+        (
+            "llama-3.1-8b",
+            {"kernels": "compiled", "layer_tile_tokens": 64},
+            "layer_tile_tokens is 64, which is not known",
+        ),
+        (
+            "llama-3.1-8b",
+            {"kernels": "liger", "num_devices": 2, "tensor_parallel": 2},
+            "tensor_parallel is 2, which is not known of liger kernels",
+        ),
+    ],
+)
+def test_what_a_set_cannot_run_is_refused(model: str, options: dict[str, Any], message: str) -> None:
+    hardware = load_profile(options.pop("hardware", "a100-80"))
+    with pytest.raises(ValueError, match=message):
+        variants(Request(resolve_model(model), hardware, **options))
+
+
+def test_the_loss_of_liger_never_has_all_logits_and_runs_every_product_once() -> None:
+    batch = Batch(4, 2048)
+    (plain, fused) = (units(build_graph(LLAMA, dataclasses.replace(batch, kernels=k)))[-1] for k in SETS)
+    assert flop((*fused.forward, *fused.backward)) == flop((*plain.forward, *plain.backward))
+    assert fused.saved_bytes + fused.workspace_bytes < plain.saved_bytes / 10
