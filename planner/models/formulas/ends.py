@@ -96,7 +96,7 @@ def head_operators(config: ModelConfig, batch: Batch, specs: Mapping[str, Parame
         norm = f"{path}.{ {'gpt2': 'ln_f', 'opt': 'final_layer_norm'}.get(config.family, 'norm') }"
         owned = [f"{norm}.weight"] + ([f"{norm}.bias"] if config.norm == "layernorm" else [])
         own = rows // batch.tensor_parallel  # [Note: Sequence parallelism]
-        normalize = megatron_core.norm(own, hidden, e) if batch.is_core else norm_work(config, batch, around=False)
+        normalize = kernels.norm(own, hidden, e) if batch.is_core else norm_work(config, batch, around=False)
         if (tile := batch.layer_tile_tokens) is not None:
             normalize = tiled.rms_norm(rows, hidden, e, tile)
         made = make(norm, "norm", Pattern.REPLICATE, normalize, rows * hidden * e, *owned)
@@ -111,7 +111,7 @@ def head_operators(config: ModelConfig, batch: Batch, specs: Mapping[str, Parame
         logits = sum_input_gradient(batch, width) + work.linear(rows, width, vocab, e, bias=False)
     # The gradient of the logits, in their type, stays until the gradient of the hidden state is complete.
     at_once = kernels.loss_tile(rows, width, vocab) if kernels.loss_tile else rows
-    saved_bytes = rows * width * e * (kernels.saves_norms and not batch.is_core)
+    saved_bytes = rows * width * e * kernels.saves_norms
     logits = work.with_memory(logits, saved_bytes, at_once * vocab * e + rows * width * e)
     loss = _loss(batch, rows, vocab)
     if batch.loss_tile_tokens is not None:
@@ -178,8 +178,7 @@ def tiled_logit_bytes(tensor_parallel: int, dtype_bytes: int) -> int:
 
 
 def _loss(batch: Batch, rows: int, vocab: int) -> Work:
-    loss = megatron_core.loss if batch.is_core else kernel_set(batch, outside=True).loss
-    return loss(rows, vocab, batch.dtype_bytes, batch.tensor_parallel)
+    return kernel_set(batch, outside=True).loss(rows, vocab, batch.dtype_bytes, batch.tensor_parallel)
 
 
 def _token_weight(config: ModelConfig) -> str:

@@ -23,10 +23,8 @@ which activations are saved. :data:`KERNEL_SETS` has them for each implementatio
   (``docs/models/llama3/llama3_8b_16x4K.md``, tasks ``block_fwd``, ``block_bwd`` and ``head_loss``). The outputs of
   norms and of SwiGLU are not saved: backward makes them again. Residual sums, sums of gradients and their accumulation
   are part of the products (``addmm``).
-- ``megatron``: see :mod:`planner.models.formulas.megatron`.
-
-Layers of ``megatron-core`` are divided in other ways, so they have a file of their own
-(:mod:`planner.models.formulas.megatron_core`).
+- ``megatron``, ``megatron-core``: see :mod:`planner.models.formulas.megatron`, and
+  :mod:`planner.models.formulas.megatron_core` for how its layers are divided among ranks.
 """
 
 import dataclasses
@@ -184,6 +182,14 @@ KERNEL_SETS: Final[Mapping[str, KernelSet]] = {
         loss=megatron.loss,
         skipped="none",  # its reentrant checkpoints run a layer's whole forward again
     ),
+    "megatron-core": KernelSet(
+        rms_norm=Passes((2,), (4,), 2, 2),
+        rotary=Passes((2,), (2,)),
+        joint_rotary=True,
+        activations={"swiglu": Passes((3,), (5,), 3, 2)},
+        saves_norms=False,  # the norm's row counts its output
+        loss=megatron.core_loss,
+    ),
 }
 
 
@@ -194,10 +200,10 @@ def check(config: ModelConfig, batch: "Batch") -> None:
         ModelConfigError: naming the rule and the remedy.
     """
     name = batch.kernels
-    if name == "liger" and (config.norm != "rmsnorm" or config.mlp != "swiglu" or config.is_expert_model):
+    if config.mlp not in KERNEL_SETS[name].activations or (name == "liger" and config.is_expert_model):
         raise ModelConfigError(
-            f"kernels liger are known of models with RMS norms, SwiGLU and no experts, not of {config.name}; leave out "
-            "--kernels liger"
+            f"kernels {name} are known of models with RMS norms, SwiGLU and no experts, not of {config.name}; leave "
+            f"out --kernels {name}"
         )
     for field, alone, known in (
         ("tensor_parallel", 1, name != "liger"),
