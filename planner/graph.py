@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable
 
 from planner.models.captured import CapturedModel, Model
 from planner.models.config import ModelConfig
-from planner.models.formulas import experts, float8, megatron_core
+from planner.models.formulas import experts, float8, kernel_sets, megatron_core
 from planner.models.formulas.ends import embedding_operators, head_operators
 from planner.models.formulas.layers import Part, layer_operators, layer_parts
 from planner.models.kernels import Attention, Collective, Elementwise, Gemm, Kernel, Kernels, num_kernels
@@ -295,6 +295,7 @@ def build_graph(config: Model, batch: Batch) -> Graph:
     _check_positions(config, batch)
     experts.check(config, batch)
     float8.check(config, batch)
+    kernel_sets.check(config, batch)
     whole, config = config, share(config, batch)
     graph = Graph()
     specs = {spec.name: spec for spec in parameters(config)}

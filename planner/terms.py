@@ -8,6 +8,9 @@ AuditTime = Literal["first", "off"] | int
 Storage = Literal["never", "activations", "nvme"]
 """What a plan may use: ``never`` no storage; the host for activations too; or also drives for anything."""
 
+KernelChoice = Literal["transformers", "compiled", "liger"]
+"""Kernel sets that a plan can be made for; see [Note: Kernel sets] in :mod:`planner.models.formulas.kernel_sets`."""
+
 DEFAULT_MICRO_BATCH: Final = 4
 """Sequences per forward on each device; fewer if they are long, see :func:`default_micro_batch`."""
 

@@ -55,7 +55,9 @@ def choices(request: Request) -> tuple[Choice, ...]:
             can_be_shared = True
             units = request.expert_units or _expert_units(model, expert)
             found += [
-                Choice(**degrees, expert_units=units, micro_batch=size, num_micro_batches=count)
+                Choice(
+                    **degrees, expert_units=units, micro_batch=size, num_micro_batches=count, kernels=request.kernels
+                )
                 for size, count in _cuts(request, data, pipeline)
             ]
     if not found:

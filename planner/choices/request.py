@@ -11,7 +11,7 @@ from planner.decisions import BF16, Choice, Count, Precision, check_fp8_weights
 from planner.graph import Batch
 from planner.models.captured import Model
 from planner.optimizers import OPTIMIZERS, Optimizer
-from planner.terms import Storage
+from planner.terms import KernelChoice, Storage
 
 MOST_MICRO_BATCHES = 4096  # per iteration: a schedule has tasks for each
 # Upper limits of a request. A larger number is a mistake, and planning would take very long.
@@ -46,6 +46,7 @@ class Constraints:
         layer_tile_tokens: tokens for which norms and MLPs compute at a time; likewise.
         fp8_weights: whether weights of products in fp8 are fetched from the host, and gathered, in fp8; by default,
             where that is faster.
+        kernels: the kernels that run beside products and attention: by default those of ``transformers``.
         storage: storage that may be used beside device and host; see :data:`planner.terms.Storage`.
     """
 
@@ -62,6 +63,7 @@ class Constraints:
     loss_tile_tokens: Count | None = None
     layer_tile_tokens: Count | None = None
     fp8_weights: bool | None = None
+    kernels: KernelChoice | None = None
     storage: Storage = "never"
 
 
@@ -116,6 +118,7 @@ class Request(Constraints):
                 f"tensor_parallel is {self.tensor_parallel}, but in {products} each part of a matrix would have a "
                 f"scale of its own; choose 1, or leave out --products {products}"
             )
+        self._check_kernels()
         if self.fp8_weights:
             check_fp8_weights(self.types, self.optimizer)
         per_node = self.hardware.devices_per_node
@@ -125,6 +128,19 @@ class Request(Constraints):
                 f"are asked for; ask for at most {per_node}, or choose a larger machine with --hardware (`ullage "
                 "hardware` lists them), or a profile with inter_node"
             )
+
+    def _check_kernels(self) -> None:
+        if self.kernels not in {None, *get_args(KernelChoice)}:
+            raise ValueError(
+                f"kernels is {self.kernels!r}, but must be one of {', '.join(get_args(KernelChoice))}; choose one"
+            )
+        if self.kernels == "compiled" and self.storage != "never":
+            raise ValueError(
+                f"storage is {self.storage!r}, but a compiled block has no separate products whose outputs could be "
+                "offloaded; leave out --storage or --kernels compiled"
+            )
+        if self.kernels == "liger" and self.hardware.device.kind == "host":
+            raise ValueError("kernels is 'liger', but Liger's kernels are for GPUs; leave out --kernels liger")
 
     def _check_precision(self, precision: Precision) -> None:
         if precision.can_be_kept(self.optimizer):
@@ -143,7 +159,7 @@ class Request(Constraints):
     def _check_numbers(self) -> None:
         for field in (*(each.name for each in dataclasses.fields(Constraints)), "seq_len", "subgroup_params"):
             value = getattr(self, field)
-            if field in {"storage", "fp8_weights"} or value is None:
+            if field in {"storage", "fp8_weights", "kernels"} or value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{field} is {value!r}, but must be a whole number of at least 1")
@@ -191,6 +207,7 @@ def batch_of(
         tensor_parallel=choice.tensor_parallel,
         expert_parallel=choice.expert_parallel,
         expert_units=choice.expert_units,
+        kernels=choice.kernels or "transformers",
         expert_load=expert_load,
         fp8_products=("emulated" if hardware.device.kind == "host" else "device") if precision.products else None,
         **choice.tiles._asdict(),

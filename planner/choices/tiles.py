@@ -54,7 +54,7 @@ def tile_of(model: Model, batch: Batch, units: tuple[Unit, ...], device: Device)
         device: what computes.
     """
     num_logits = model.num_logits if isinstance(model, CapturedModel) else share(model, batch).vocab_size
-    if num_logits is None or not can_be_tiled(model):
+    if num_logits is None or not can_be_tiled(model) or batch.kernels == "liger":
         return None
     logit_bytes = num_logits * tiled_logit_bytes(batch.tensor_parallel, batch.dtype_bytes)
     if batch.num_tokens * logit_bytes < _WORTH * device.memory_bytes.value:
@@ -71,7 +71,12 @@ def layer_tile_of(model: Model, batch: Batch, units: tuple[Unit, ...], device: D
 
     Arguments as for :func:`tile_of`.
     """
-    if batch.tensor_parallel > 1 or batch.fp8_products or not can_have_tiled_layers(model):
+    if (
+        batch.tensor_parallel > 1
+        or batch.fp8_products
+        or batch.kernels != "transformers"
+        or not can_have_tiled_layers(model)
+    ):
         return None
     if (whole_bytes := _layer_bytes(units)) < _WORTH_OF_LAYERS * device.memory_bytes.value:
         return None

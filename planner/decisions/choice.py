@@ -8,6 +8,7 @@ from pydantic import Field
 from hwprofiles.quantity import Frozen
 from planner.graph import Degrees
 from planner.models.captured import Tiles
+from planner.terms import KernelChoice
 
 Count = Annotated[int, Field(ge=1)]
 
@@ -27,6 +28,8 @@ class Choice(Frozen):
             :mod:`executor.module.tiled_layers`; ``None``: all of the micro-batch.
         fp8_weights: weights of products in fp8 are fetched from the host, and gathered, in fp8; see [Note: Weights in
             fp8] in :mod:`planner.decisions.fp8`. ``None``: in the type of weights.
+        kernels: the kernels that run beside products and attention, see [Note: Kernel sets] in
+            :mod:`planner.models.formulas.kernel_sets`; ``None``: those of ``transformers``.
         micro_batch: sequences per forward, on each rank.
         num_micro_batches: forwards+backwards per iteration (gradient accumulation).
     """
@@ -39,6 +42,7 @@ class Choice(Frozen):
     loss_tile_tokens: Count | None = None
     layer_tile_tokens: Count | None = None
     fp8_weights: Literal[True] | None = None
+    kernels: KernelChoice | None = None
     micro_batch: Count = 1
     num_micro_batches: Count = 1
 

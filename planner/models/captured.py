@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, PrivateAttr, T
 from planner.models.adapters import Lora
 from planner.models.config import ModelConfig, ModelConfigError
 from planner.models.formulas.conversion import with_fp8_products
+from planner.models.formulas.kernel_sets import in_compiled_blocks
 from planner.models.formulas.work import attention_scratch_bytes
 from planner.models.kernels import Attention, Elementwise, Gemm, flop
 from planner.models.operators import Batch, Graph, Operator
@@ -369,9 +370,22 @@ class CapturedModel(_Frozen):
         graph = Graph()
         source: tuple[str, ...] = ()
         operators = self.at(_size(batch)).operators()
+        if batch.kernels != "transformers":
+            self._check_kernels(batch)
+            operators = in_compiled_blocks(operators)
         for operator in with_fp8_products(self.name, operators, batch) if batch.fp8_products else operators:
             source = (graph.add(_with_scratch(operator, batch) if batch.attention_scratch else operator, *source),)
         return graph
+
+    def _check_kernels(self, batch: Batch) -> None:
+        if batch.kernels != "compiled":
+            raise ModelConfigError(
+                f"{self.name} was captured with the kernels that it calls, which {batch.kernels} ones cannot replace; "
+                f"leave out --kernels {batch.kernels}"
+            )
+        if self.second_order or self.calls or batch.layer_tile_tokens is not None:
+            what = "computes layers in tiles" if batch.layer_tile_tokens is not None else "has a step of its own"
+            raise ModelConfigError(f"{self.name} {what}, which compiled blocks cannot; leave out --kernels compiled")
 
 
 def _size(batch: Batch) -> Size:

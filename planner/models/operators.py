@@ -6,6 +6,7 @@ from typing import Final, Literal
 from planner.models.kernels import Kernels
 from planner.models.parameters import ParameterSpec
 from planner.models.patterns import Pattern
+from planner.terms import KernelChoice
 
 UNUSED: Final = "unused"
 """The kind of an operator that only has the parameters of modules which the batch does not reach."""
@@ -22,7 +23,8 @@ class Batch:
         flash_attention: fused attention (``sdpa``), otherwise ``eager``.
         attention_scratch: whether its backward takes the scratch memory of CUDA's kernels.
         tensor_parallel: ranks that share every layer; the graph is then that of one of them.
-        kernels: the implementation that runs; see [Note: Kernel lists].
+        kernels: the implementation that runs; see [Note: Kernel lists], and [Note: Kernel sets] in
+            :mod:`planner.models.formulas.kernel_sets`.
         adds_gradients: whether Megatron's lists contain the addition of gradients to those of earlier micro-batches.
             In ZeRO-3, DeepSpeed takes fresh gradients and has passes of its own.
         context_parallel: ranks that share every sequence; the graph is that of one of them.
@@ -43,7 +45,7 @@ class Batch:
     flash_attention: bool = True
     attention_scratch: bool = False
     tensor_parallel: int = 1
-    kernels: Literal["transformers", "megatron", "megatron-core", "fused"] = "transformers"
+    kernels: KernelChoice | Literal["fused", "megatron", "megatron-core"] = "transformers"
     adds_gradients: bool = True
     context_parallel: int = 1
     expert_parallel: int = 1
@@ -93,11 +95,6 @@ class Batch:
     def is_core(self) -> bool:
         """Whether the kernels of :mod:`planner.models.formulas.megatron_core` run."""
         return self.kernels == "megatron-core"
-
-    @property
-    def is_fused(self) -> bool:
-        """Whether the kernels of :mod:`planner.models.formulas.fused` run."""
-        return self.kernels == "fused"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

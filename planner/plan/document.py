@@ -252,10 +252,10 @@ def describe(decisions: Decisions, units: tuple[Unit, ...]) -> str:
     parts += [f"parameters of {count} units on the {where}" for where, count in fetched.items() if count]
     if any(map(decisions.moves_fp8, units)):
         parts.append("weights fetched in fp8")
-    if decisions.loss_tile_tokens:
-        parts.append(f"loss in tiles of {decisions.loss_tile_tokens} tokens")
-    if decisions.layer_tile_tokens:
-        parts.append(f"layers in tiles of {decisions.layer_tile_tokens} tokens")
+    tiles = {"loss": decisions.loss_tile_tokens, "layers": decisions.layer_tile_tokens}
+    parts += [f"{name} in tiles of {tokens} tokens" for name, tokens in tiles.items() if tokens]
+    if decisions.kernels not in {None, "transformers"}:
+        parts.append(f"{decisions.kernels} kernels")
     if decisions.precision.products:
         parts.append(f"products of hidden layers in {decisions.precision.products}")
     if decisions.data_parallel > 1:

@@ -11,6 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hwprofiles.registry import load_profile
 from planner.choices.request import Request
+from planner.costs.model import CostModel
+from planner.decisions import Sharding
 from planner.graph import Batch, Elementwise, Gemm, Kernels, Unit, build_graph, units
 from planner.models import ModelConfig, resolve_model, to_hf_config_dict
 from planner.models.captured import CapturedInput, CapturedModel, Model
@@ -106,3 +108,22 @@ def test_equal_layers_are_stored_once(name: str) -> None:
     config, captured = capture(name)
     assert len(captured.segments) == config.num_layers + 2
     assert len(captured.blocks) <= 4  # the first layer makes no more than it hands on
+
+
+@pytest.mark.part(2)
+@pytest.mark.parametrize("name", ["llama-3-8b", "qwen3-8b"])
+def test_compiled_layers_take_as_long_as_known_ones(name: str) -> None:
+    """The rule for runs of captured kernels, against the table of kernel sets."""
+    known, captured = (
+        units(build_graph(model, Batch(MICRO_BATCH, SEQ_LEN, kernels="compiled"))) for model in capture(name)
+    )
+    plain = units(build_graph(capture(name)[1], Batch(MICRO_BATCH, SEQ_LEN)))
+    cost = CostModel(load_profile("h200x1-16c"), known, Sharding(micro_batch=MICRO_BATCH))
+    for way in ("forward", "backward", "recompute"):
+        times = [sum(cost.compute_s(getattr(unit, way)) for unit in found[1:-1]) for found in (known, captured)]
+        assert times[1] == pytest.approx(times[0], rel=0.05)
+        for unit, before in zip(captured, plain, strict=True):
+            again = 3 * unit.activation_output_bytes if way == "recompute" else 0  # the residual sum runs too
+            assert elementwise_bytes(getattr(unit, way)) <= elementwise_bytes(getattr(before, way)) + again + 64
+            assert unit.num_kernels[way] <= before.num_kernels[way]
+            assert unit.saved_bytes == before.saved_bytes

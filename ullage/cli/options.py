@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, Self, get_args
 
 from planner.optimizers import ELEMENTWISE, OPTIMIZERS
-from planner.terms import DEFAULT_MICRO_BATCH, DEFAULT_RESTART_S, MIN_CHECKPOINTS, Level, Storage
+from planner.terms import DEFAULT_MICRO_BATCH, DEFAULT_RESTART_S, MIN_CHECKPOINTS, KernelChoice, Level, Storage
 from ullage.cli.arguments import (
     fraction,
     input_shape,
@@ -151,6 +151,12 @@ class Options:
         "size of a micro-batch means: all at once (default: the planner uses tiles if layers take much memory)",
         positive_int,
         "TOKENS",
+    )
+    kernels: KernelChoice | None = _option(
+        "kernels that run beside products and attention: those of transformers, module by module (the default); "
+        "compiled: of blocks that torch.compile has compiled, as execute then does; liger: of Liger-Kernel, which can "
+        "only be compared",
+        get_args(KernelChoice),
     )
     expert_load: str | None = _option(
         "distribution of tokens over experts (default: uniform); a JSON file holds one list of shares, or one "

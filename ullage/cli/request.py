@@ -69,6 +69,7 @@ def request_of(
         loss_tile_tokens=args.loss_tile,
         layer_tile_tokens=args.layer_tile,
         fp8_weights=None if args.fp8_weights is None else args.fp8_weights == "yes",
+        kernels=args.kernels,
         expert_load=expert_load(args.expert_load or "uniform", model),
         storage=args.storage or "never",
         precision=precision,

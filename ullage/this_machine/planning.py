@@ -80,8 +80,9 @@ class Options(TypedDict, total=False):
             ``storage_dir``, everything to the drives too.
         storage_dir: folder on the planned drives, if the plan keeps anything on NVMe.
         compile_blocks: compile the repeated blocks with ``torch.compile`` (attention, MLP and norms, each by itself)
-            when they first run, which takes a while. Blocks whose activations are offloaded are not compiled. Rounding
-            and the random numbers of dropout are then those of the compiled kernels. Predicted times are without it.
+            when they first run, which takes a while. Default: where a given plan is for compiled kernels; only then are
+            predicted times those of compiled blocks. Blocks whose activations are offloaded are not compiled. Rounding
+            and the random numbers of dropout are then those of the compiled kernels.
         cores: cores of this machine that its ranks divide. Default: all cores that the process may use. Threads are
             bound if there are several ranks or if cores are given. ``"free"``: threads are not bound. See
             [Note: Shares of cores] in :mod:`executor.devices.cores`.

@@ -68,7 +68,9 @@ def train(
             group["lr"] = group["initial_lr"] * _rate(iteration, end)
         begin_s = time.perf_counter()
         session = optimizer.session  # a change of plans makes another
-        if session.iteration == METERED:
+        # On a CPU, a dispatch mode meters memory, in which no compiled graph runs.
+        seen = session.options.device != "cpu" or not session.options.compile_blocks
+        if session.iteration == METERED and seen:
             num_to_meter = 1 if optimizer.plan.decisions.num_devices == 1 else _NUM_METERED
         with reporting_out_of_memory(optimizer.plan, session.memory):
             with session.metered() if num_to_meter else contextlib.nullcontext():

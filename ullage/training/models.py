@@ -71,9 +71,10 @@ def prepared(
     else:
         torch.cuda.set_device(process.local_rank)
     torch.manual_seed(seed)
+    chosen = options_of(plan, options)
     with reporting_out_of_memory(plan), _naming_weights(weights):
         model = planned_model(plan, weights).train()
-        model, optimizer = prepare_planned(model, _optimizer(plan, model, lr), plan, options_of(plan, options))
+        model, optimizer = prepare_planned(model, _optimizer(plan, model, lr), plan, chosen)
     if weights is not None:
         with contextlib.ExitStack() as failing:
             failing.push(optimizer.session)  # on a failure, the session tells the other ranks

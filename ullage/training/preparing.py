@@ -165,23 +165,34 @@ def options_of(plan: Plan, given: Options) -> executor.options.Options:
     """Return the options for a session of a plan: the user's that do not plan, and those of the plan's machine.
 
     Raises:
-        ValueError: blocks are to be compiled that a step runs several times, or that make gradients of gradients.
+        ValueError: blocks are to be compiled that a step runs several times, or that make gradients of gradients; or
+            the plan is for kernels that are only priced.
     """
+    if plan.decisions.kernels == "liger":
+        raise ValueError(
+            "the plan is for kernels of Liger, which compute the head's gradients outside of the modules that a plan "
+            "follows, so they can only be compared; plan with --kernels compiled, or without it"
+        )
     captured = plan.model if isinstance(plan.model, CapturedModel) else None
     calls = (captured and captured.calls) or ()
-    if captured and captured.second_order and given.get("compile_blocks"):
+    compiles = given.get("compile_blocks", plan.decisions.kernels == "compiled")
+    if captured and captured.second_order and compiles:
         raise ValueError(
             "compile_blocks is True, but the plan is for gradients of gradients (create_graph=True), which compiled "
             "blocks do not have; leave it out"
         )
-    if calls and given.get("compile_blocks"):
+    if calls and compiles:
         raise ValueError(
             "compile_blocks is True, but the planned step calls the model several times, or parts of it, whose blocks "
             "are not compiled; leave it out"
         )
     hardware, per_node = plan.hardware, ranks_per_node(plan)
     folder = given.get("storage_dir")
-    own: dict[str, Any] = {"audit": "first", **{k: v for k, v in given.items() if k not in PLAN_OPTIONS}}
+    own: dict[str, Any] = {
+        "audit": "first",
+        "compile_blocks": compiles,
+        **{k: v for k, v in given.items() if k not in PLAN_OPTIONS},
+    }
     own["storage_dir"] = None if folder is None else Path(folder)
     return executor.options.Options(
         device="cuda" if hardware.device.kind == "gpu" else "cpu",

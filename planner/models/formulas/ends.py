@@ -5,9 +5,10 @@ import functools
 from collections.abc import Mapping
 
 from planner.models.config import ModelConfig
-from planner.models.formulas import fused, megatron, megatron_core, tiled, work
+from planner.models.formulas import megatron, megatron_core, tiled, work
+from planner.models.formulas.kernel_sets import kernel_set
 from planner.models.formulas.layers import has_learned_positions, norm_work, sum_input_gradient, sum_output
-from planner.models.kernels import Work, all_reduce, each
+from planner.models.kernels import Work, each
 from planner.models.operators import Batch, Operator
 from planner.models.parameters import ParameterSpec, root
 from planner.models.patterns import Pattern
@@ -52,7 +53,7 @@ def embedding_operators(config: ModelConfig, batch: Batch, specs: Mapping[str, P
         look_up += Work(tokens, tokens) + megatron_core.add_gradient(config.vocab_size * width, e)
     else:
         look_up += sum_output(batch, width)
-    if batch.tensor_parallel > 1 and batch.kernels == "transformers":
+    if batch.tensor_parallel > 1 and not (batch.is_core or batch.is_megatron):
         # A copy of the gradient, without other ranks' rows.
         look_up = work.with_memory(look_up, 0, 2 * rows * width * e)
     if batch.is_accumulating:
@@ -89,13 +90,13 @@ def head_operators(config: ModelConfig, batch: Batch, specs: Mapping[str, Parame
     """Return final norm, head and loss."""
     rows, e, path = batch.num_tokens, batch.dtype_bytes, root(config)
     hidden, width, vocab = config.hidden_size, config.word_embed_proj_dim, config.vocab_size
-    make = _Maker("head", specs)
+    make, kernels = _Maker("head", specs), kernel_set(batch, outside=True)
     operators = []
     if config.final_norm:
         norm = f"{path}.{ {'gpt2': 'ln_f', 'opt': 'final_layer_norm'}.get(config.family, 'norm') }"
         owned = [f"{norm}.weight"] + ([f"{norm}.bias"] if config.norm == "layernorm" else [])
         own = rows // batch.tensor_parallel  # [Note: Sequence parallelism]
-        normalize = megatron_core.norm(own, hidden, e) if batch.is_core else norm_work(config, batch, around=False)
+        normalize = kernels.norm(own, hidden, e) if batch.is_core else norm_work(config, batch, around=False)
         if (tile := batch.layer_tile_tokens) is not None:
             normalize = tiled.rms_norm(rows, hidden, e, tile)
         made = make(norm, "norm", Pattern.REPLICATE, normalize, rows * hidden * e, *owned)
@@ -109,12 +110,14 @@ def head_operators(config: ModelConfig, batch: Batch, specs: Mapping[str, Parame
     else:
         logits = sum_input_gradient(batch, width) + work.linear(rows, width, vocab, e, bias=False)
     # The gradient of the logits, in their type, stays until the gradient of the hidden state is complete.
-    at_once = min(rows, fused.LOSS_TOKENS) if batch.is_fused else rows
-    saved_bytes = 0 if batch.is_fused or batch.is_core else rows * width * e
+    at_once = kernels.loss_tile(rows, width, vocab) if kernels.loss_tile else rows
+    saved_bytes = rows * width * e * kernels.saves_norms
     logits = work.with_memory(logits, saved_bytes, at_once * vocab * e + rows * width * e)
     loss = _loss(batch, rows, vocab)
     if batch.loss_tile_tokens is not None:
         logits, loss = _in_tiles(batch, width, vocab, batch.loss_tile_tokens)
+    elif kernels.loss_pieces:
+        logits, loss = _with_gradients(batch, width, vocab, at_once)
     if config.tied_embeddings:
         owned, shared = [], _token_weight(config)
     else:
@@ -145,6 +148,24 @@ def _in_tiles(batch: Batch, width: int, vocab: int, tile: int) -> tuple[Work, Wo
     return head, Work(losses, losses + repeated(lambda size: _loss(batch, size, vocab).backward))
 
 
+def _with_gradients(batch: Batch, width: int, vocab: int, tile: int) -> tuple[Work, Work]:
+    """Return head and loss if each tile of tokens makes its gradients at once, so that no logits are made again.
+
+    That happens in forward, right before the head's backward, so its products may stand there. The gradient of the
+    head's input takes the place of that input among saved activations. Products with so few tokens are bound by reading
+    and writing the gradient of the weight, to which they add.
+    """
+    rows, e = batch.num_tokens, batch.dtype_bytes
+    repeated = functools.partial(tiled.repeated, rows, tile)
+    product = functools.partial(work.linear, inputs=width, outputs=vocab, e=e, bias=False)
+    adding = tiled.added(vocab * width, 2 * e, tiled.num_tiles(rows, tile))
+    backward = (*repeated(lambda size: product(size).backward), *adding)
+    num_bytes = rows * width * e
+    forward = repeated(lambda size: product(size).forward)
+    head = Work(forward, backward, num_bytes, num_bytes + tile * vocab * e)
+    return head, Work(repeated(lambda size: _loss(batch, size, vocab).forward))
+
+
 def tiled_logit_bytes(tensor_parallel: int, dtype_bytes: int) -> int:
     """Return the most bytes that each logit of a tile needs, in backward.
 
@@ -157,22 +178,7 @@ def tiled_logit_bytes(tensor_parallel: int, dtype_bytes: int) -> int:
 
 
 def _loss(batch: Batch, rows: int, vocab: int) -> Work:
-    ranks = batch.tensor_parallel
-    if batch.is_fused:
-        return fused.loss(rows, vocab, batch.dtype_bytes)
-    if batch.is_core:
-        return megatron_core.loss(rows, vocab, batch.dtype_bytes, ranks)
-    if batch.is_megatron:
-        return megatron.loss(rows, vocab, batch.dtype_bytes, ranks)
-    loss = work.loss(rows, vocab, batch.dtype_bytes)
-    if ranks == 1:
-        return loss
-    # Three all-reduces over the ranks' shares of the vocabulary: the maximum, the target's logit and the sum of
-    # exponentials. They give the log-probabilities. Backward turns these into the gradient in place, where autograd
-    # would make two tensors. So it holds the gradient and, unless that is float32, a copy in the logits' type.
-    loss += Work(each(rows * vocab, 4, 8) + all_reduce(4 * rows, ranks, 3))
-    e = batch.dtype_bytes
-    return dataclasses.replace(loss, workspace_bytes=rows * vocab * (4 if e == 4 else 4 + e))
+    return kernel_set(batch, outside=True).loss(rows, vocab, batch.dtype_bytes, batch.tensor_parallel)
 
 
 def _token_weight(config: ModelConfig) -> str:

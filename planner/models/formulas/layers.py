@@ -4,7 +4,8 @@ import dataclasses
 from collections.abc import Iterable
 
 from planner.models.config import ModelConfig
-from planner.models.formulas import experts, float8, fused, megatron, tiled, work
+from planner.models.formulas import experts, float8, megatron, tiled, work
+from planner.models.formulas.kernel_sets import kernel_set
 from planner.models.kernels import Attention, Collective, Work, all_reduce, each
 from planner.models.operators import Batch, Operator
 from planner.models.parameters import ParameterSpec, layer_path, layer_shapes
@@ -105,22 +106,22 @@ def layer_parts(config: ModelConfig, batch: Batch, layer: int) -> tuple[Part, ..
         if config.has_experts(layer)
         else _mlp_parts(config, batch, names, source, middle)
     )
-    if batch.is_megatron:
-        pass  # its reentrant checkpoints run a layer's whole forward again
-    elif before:
+    if not before:
+        parts.append(norm(names.second_norm, "mlp", names.down))
+    elif (skipped := kernel_set(batch).skipped) != "none":
         # Non-reentrant checkpointing stops as soon as the last saved tensor is back, which is the last product's
         # input: neither the product nor the residual sum runs again. Of experts, the weighted sum does not.
         parts[-1] = dataclasses.replace(parts[-1], num_skipped=_num_skipped(config, batch, parts[-1]))
-        if batch.is_fused:  # backward applies the activation function again anyway
+        if skipped == "activation":
             parts[-2] = dataclasses.replace(parts[-2], num_skipped=len(parts[-2].work.forward))
-    else:
-        parts.append(norm(names.second_norm, "mlp", names.down))
     return tuple(parts)
 
 
 def _num_skipped(config: ModelConfig, batch: Batch, part: Part) -> int:
     if part.kind in {"down", "mlp"}:
-        return len(part.work.forward)
+        # The last product of OPT is in no module that is compiled, and that of tensor-parallel ranks in no graph.
+        is_last = config.family != "opt" and batch.tensor_parallel == 1
+        return 1 if kernel_set(batch).skipped == "sum" and is_last else len(part.work.forward)
     converts = _routing_bytes(config, batch) != batch.dtype_bytes
     # gather in token order, sum over experts, (cast, sum over ranks,) residual
     return 3 + converts + (batch.tensor_parallel > 1)
@@ -129,10 +130,11 @@ def _num_skipped(config: ModelConfig, batch: Batch, part: Part) -> int:
 def norm_work(config: ModelConfig, batch: Batch, *, around: bool = True) -> Work:
     """Return the work of a norm over the hidden size, with or without a residual ``around`` it."""
     rows, hidden, e = batch.num_tokens, config.hidden_size, batch.dtype_bytes
-    if batch.is_fused:
-        return fused.rms_norm(rows, hidden, e)
-    one_kernel = config.norm == "layernorm" or batch.is_megatron
-    normalize = work.layer_norm(rows, hidden, e) if one_kernel else work.rms_norm(rows, hidden, e, around=around)
+    if config.norm == "layernorm":
+        normalize = work.layer_norm(rows, hidden, e)
+    else:
+        kernels = kernel_set(batch, outside=not around)
+        normalize = kernels.norm(rows, hidden, e, around=around) + kernels.call
     if batch.is_accumulating:
         normalize += megatron.accumulate(e, hidden, hidden)
     return normalize
@@ -193,11 +195,10 @@ def exchange(batch: Batch, num_bytes: int) -> Work:
 
 
 def _residual(batch: Batch, width: int, *, has_dropout: bool) -> Work:
-    if batch.is_fused:
-        return Work()
-    if batch.is_megatron and has_dropout:
-        return megatron.bias_dropout_add(batch.num_tokens, width, batch.dtype_bytes)
-    return work.residual(batch.num_tokens, width, batch.dtype_bytes)
+    kernels, rows, e = kernel_set(batch), batch.num_tokens, batch.dtype_bytes
+    if has_dropout and kernels.dropout_sum:
+        return kernels.dropout_sum(rows, width, e)
+    return kernels.residual.work(rows * width, e)
 
 
 def _attention_parts(config: ModelConfig, batch: Batch, names: _Names, source: str) -> Iterable[Part]:
@@ -246,26 +247,24 @@ def _attention_parts(config: ModelConfig, batch: Batch, names: _Names, source: s
 def _qkv_work(config: ModelConfig, batch: Batch) -> Work:
     rows, hidden, e = batch.num_tokens, config.hidden_size, batch.dtype_bytes
     query, key, bias = config.query_size, config.key_value_size, config.qkv_bias
-    share = sum_input_gradient(batch, hidden)
-    if config.family == "gpt2" or batch.is_megatron:
+    share, kernels = sum_input_gradient(batch, hidden), kernel_set(batch)
+    if config.family == "gpt2" or kernels.joint_qkv:
         joint = linear(batch, hidden, query + 2 * key, bias=bias)
-        return work.with_memory(share + joint, rows * hidden * e, rows * (query + 2 * key + hidden) * e)
+        return work.with_memory(share + kernels.call + joint, rows * hidden * e, rows * (query + 2 * key + hidden) * e)
     q, k = linear(batch, hidden, query, bias=bias), linear(batch, hidden, key, bias=bias)
-    if batch.is_fused:
-        return work.with_memory(share + q + k + k, 0, rows * (query + 2 * key + hidden) * e)
     if config.family == "opt":
         q += Work(each(rows * query, 2 * e), each(rows * query, 2 * e))  # scaled before attention
-    else:  # rotary's gradients are turned back into the projection's layout
+    elif kernels.turned_back:  # rotary's gradients are turned back into the projection's layout
         q += Work((), each(rows * query, 2 * e))
         k += Work((), each(rows * key, 2 * e))
     if config.qk_norm:  # every rank has these norms whole, for its own heads: their gradients are summed
         share_norm = Work((), all_reduce(config.head_dim * e, batch.tensor_parallel))
-        q += work.rms_norm(rows * config.num_attention_heads, config.head_dim, e, around=False) + share_norm
-        k += work.rms_norm(rows * config.num_key_value_heads, config.head_dim, e, around=False) + share_norm
+        q += kernels.norm(rows * config.num_attention_heads, config.head_dim, e, around=False) + share_norm
+        k += kernels.norm(rows * config.num_key_value_heads, config.head_dim, e, around=False) + share_norm
     v = linear(batch, hidden, key, bias=bias)
-    join = share + Work((), each(rows * hidden, 3 * e, 3 * e))  # the input's gradients from q, k and v
+    join = share + kernels.joins[3].work(rows * hidden, e)  # the input's gradients from q, k and v
     inside_bytes = rows * (query + 2 * key + hidden) * e + _casts_bytes(batch, hidden, query)
-    return work.with_memory(join + q + k + v, rows * hidden * e, inside_bytes)
+    return work.with_memory(join + kernels.call + q + k + v, rows * hidden * e * kernels.saves_norms, inside_bytes)
 
 
 def _core_work(config: ModelConfig, batch: Batch) -> Work:
@@ -290,13 +289,12 @@ def _core_work(config: ModelConfig, batch: Batch) -> Work:
         attend = work.eager_attention(core, query, key, e, upcast=config.family != "gpt2")
     if has_learned_positions(config):
         return attend
-    rotary = fused.rotary if batch.is_fused else work.rotary
-    return rotary(query, e) + rotary(key, e) + attend
+    return kernel_set(batch).turn(query, key, e) + attend
 
 
 def _mlp_parts(config: ModelConfig, batch: Batch, names: _Names, source: str, skip: str) -> Iterable[Part]:
     rows, hidden, ffn, e = batch.num_tokens, config.hidden_size, config.ffn_hidden_size, batch.dtype_bytes
-    hidden_bytes = rows * hidden * e
+    hidden_bytes, kernels = rows * hidden * e, kernel_set(batch)
     if (tile := batch.layer_tile_tokens) is not None:
         effort = tiled.swiglu_mlp(rows, hidden, ffn, e, tile, bias=config.mlp_bias)
         effort += _residual(batch, hidden, has_dropout=False)
@@ -305,15 +303,17 @@ def _mlp_parts(config: ModelConfig, batch: Batch, names: _Names, source: str, sk
         return
     up = linear(batch, hidden, ffn, bias=config.mlp_bias)
     if config.is_gated:
-        up = (Work() if batch.is_fused else Work((), each(rows * hidden, 3 * e))) + up + up
+        up = kernels.joins[2].work(rows * hidden, e) + up + up
+    if config.family != "opt":  # whose MLP is no module of its own
+        up = kernels.call + up
     # Backward computes the gate's gradient after the up projection's. At that time three gradients are alive: that of
     # the gate's output, and one of the input from each of the two products.
     inside_bytes = rows * (ffn + hidden * (2 if config.is_gated else 1)) * e + _casts_bytes(batch, hidden, ffn)
-    saved_bytes = 0 if batch.is_fused else rows * hidden * e
+    saved_bytes = rows * hidden * e * kernels.saves_norms
     up = work.with_memory(sum_input_gradient(batch, hidden) + up, saved_bytes, inside_bytes)
     up_bytes = rows * ffn * e * (2 if config.is_gated else 1)
     yield Part(names.up, "up", "mlp", Pattern.COLUMN, up, up_bytes, names.up_modules, (source,), product_bytes=up_bytes)
-    activate = fused.swiglu(rows * ffn, e) if batch.is_fused else work.activation(config.mlp, rows * ffn, e)
+    activate = kernels.activations[config.mlp].work(rows * ffn, e)
     yield Part(names.activation, "activation", "mlp", Pattern.SHARD, activate, rows * ffn * e, (), (names.up,))
     down = (
         linear(batch, ffn, hidden, bias=config.mlp_bias)

@@ -70,3 +70,15 @@ def loss(rows: int, vocab: int, e: int, num_ranks: int) -> Work:
     n = rows * vocab
     forward = (*each(n, e + 4, 4, 8, 8, 4, 8), *all_reduce(4 * rows, num_ranks, 3))
     return Work(forward, each(n, 8, 4 + e), 4 * n + 8 * rows, n * (4 + e))
+
+
+def core_loss(rows: int, vocab: int, e: int, num_ranks: int) -> Work:
+    """Return Megatron-Core's cross-entropy over a divided vocabulary with its fusions (``fused_cross_entropy.py``).
+
+    To fp32; maximum; difference, exponential and sum; quotient. Backward subtracts the target, scales and casts. The
+    logits live in the training data type and in fp32.
+    """
+    n = rows * vocab
+    # The maximum; then the target's logit and the sum together.
+    sums = (*all_reduce(4 * rows, num_ranks), *all_reduce(8 * rows, num_ranks))
+    return Work((*each(n, e + 4, 4, 8, 8), *sums), each(n, 8, 4 + e), 4 * n + 8 * rows, n * (4 + e))

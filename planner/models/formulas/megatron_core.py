@@ -22,13 +22,16 @@ from collections.abc import Iterator
 
 from planner.models.config import LatentAttention, ModelConfig
 from planner.models.formulas import experts
+from planner.models.formulas.kernel_sets import KERNEL_SETS
 from planner.models.formulas.layers import Part
-from planner.models.kernels import Attention, Collective, Gemm, Kernels, Work, all_reduce, each
+from planner.models.kernels import Attention, Collective, Gemm, Kernels, Work, each
 from planner.models.operators import Batch
 from planner.models.patterns import Pattern
 
 _FP32 = 4
 _OUTPUT = "self_attn.o_proj"
+_SET = KERNEL_SETS["megatron-core"]
+_SWIGLU = _SET.activations["swiglu"]
 
 
 def layer_parts(config: ModelConfig, batch: Batch, layer: int) -> tuple[Part, ...]:
@@ -37,7 +40,7 @@ def layer_parts(config: ModelConfig, batch: Batch, layer: int) -> tuple[Part, ..
     hidden_bytes = rows * config.hidden_size * e
     has_experts = config.has_experts(layer)
     first, second = "input_layernorm", "post_attention_layernorm"
-    normalize = norm(rows, config.hidden_size, e)
+    normalize = _SET.norm(rows, config.hidden_size, e)
 
     def norm_part(name: str, unit: str, source: str) -> Part:
         return Part(name, "norm", unit, Pattern.REPLICATE, normalize, hidden_bytes, (name,), (source,))
@@ -52,12 +55,6 @@ def layer_parts(config: ModelConfig, batch: Batch, layer: int) -> tuple[Part, ..
         mlp = _gated(config, batch, "mlp", config.ffn_hidden_size, second, _OUTPUT)
     unit = "attn" if has_experts and batch.separate_experts else "mlp"
     return norm_part(first, "attn", ""), *attention, norm_part(second, unit, _OUTPUT), *mlp
-
-
-def norm(rows: int, width: int, e: int) -> Work:
-    """Return an RMS norm. Saved: its input, its output for the product after it, and one factor per row."""
-    n = rows * width
-    return Work(each(n, 2 * e), each(n, 4 * e), 2 * n * e + _FP32 * rows, 2 * n * e)
 
 
 def linear(rows: int, inputs: int, outputs: int, e: int, beside: tuple[Kernels, Kernels] = ((), ())) -> Work:
@@ -103,28 +100,6 @@ def row(batch: Batch, inputs: int, outputs: int) -> Work:
     return linear(batch.num_tokens, inputs, outputs, e) + Work((*tokens, *residual), (*residual, *tokens))
 
 
-def swiglu(elements: int, e: int) -> Work:
-    """Return SwiGLU on ``elements`` values of its width. Saved: its two inputs, and its output for the next product."""
-    return Work(each(elements, 3 * e), each(elements, 5 * e), 3 * elements * e, 2 * elements * e)
-
-
-def rotary(elements: int, e: int) -> Work:
-    """Return the rotation of ``elements`` values, one fused kernel."""
-    return Work(each(elements, 2 * e), each(elements, 2 * e))
-
-
-def loss(rows: int, vocab: int, e: int, num_ranks: int) -> Work:
-    """Return cross-entropy over a divided vocabulary with its fusions (``fused_cross_entropy.py``).
-
-    To fp32; maximum; difference, exponential and sum; quotient. Backward subtracts the target, scales and casts. The
-    logits live in the training data type and in fp32.
-    """
-    n = rows * vocab
-    # The maximum; then the target's logit and the sum together.
-    sums = (*all_reduce(_FP32 * rows, num_ranks), *all_reduce(2 * _FP32 * rows, num_ranks))
-    return Work((*each(n, e + 4, 4, 8, 8), *sums), each(n, 8, 4 + e), 4 * n + 8 * rows, n * (4 + e))
-
-
 def add_gradient(size: int, e: int) -> Work:
     """Return the addition of a gradient that no product writes to its fp32 sum."""
     return Work((), each(size, e + 2 * _FP32))
@@ -139,7 +114,7 @@ def _attention(config: ModelConfig, batch: Batch, source: str) -> Iterator[Part]
     project = column(batch, hidden, query + 2 * key)
     yield Part(joint, "qkv", "attn", Pattern.COLUMN, project, out_bytes, modules, (source,), product_bytes=out_bytes)
     core = _core(config, batch, config.head_dim)
-    turn = rotary(rows * (query + key), e)
+    turn = _SET.turn(rows * query, rows * key, e)
     # The gradients of query, key and value are written where the joint projection's gradient is read.
     attend = turn + _ring(batch, core, rows * query, rows * 2 * key)
     yield Part(
@@ -177,14 +152,14 @@ def _latent_attention(config: ModelConfig, latent: LatentAttention, batch: Batch
     down = linear(own, hidden, rank, e) + linear(own, hidden, shared + turned, e)
     modules = ("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa")
     yield part("down_proj", down, rank + shared + turned, modules, source)
-    normalize = norm(own, rank, e) + norm(own, shared, e)
+    normalize = _SET.norm(own, rank, e) + _SET.norm(own, shared, e)
     modules = ("self_attn.q_a_layernorm", "self_attn.kv_a_layernorm")
     yield part("latent_norm", normalize, rank + shared, modules, "self_attn.down_proj")
     keys_turned = pass_tokens(batch, turned)
     up = column(batch, rank, query) + column(batch, shared, keys) + Work(keys_turned, keys_turned)
     modules = ("self_attn.q_b_proj", "self_attn.kv_b_proj")
     yield part("up_proj", up, query + keys, modules, "self_attn.latent_norm")
-    turn = rotary(rows * turned * (heads + 1), e)
+    turn = _SET.turn(rows * turned * heads, rows * turned, e)
     joined = Work(each(rows * query, 2 * e), each(rows * query, 2 * e))
     attend = turn + joined + _ring(batch, _core(config, batch, latent.v_head_dim), rows * value, rows * (query + value))
     yield Part(
@@ -235,7 +210,7 @@ def _gated(
     up_bytes, modules = 2 * rows * ffn * e, (f"{path}.gate_proj", f"{path}.up_proj")
     project = column(batch, hidden, 2 * ffn)
     yield Part(up, "up", unit, Pattern.COLUMN, project, up_bytes, modules, (source,), product_bytes=up_bytes)
-    activate = swiglu(rows * ffn, e)
+    activate = _SWIGLU.work(rows * ffn, e)
     yield Part(activation, "activation", unit, Pattern.SHARD, activate, rows * ffn * e, (), (up,))
     hidden_bytes = rows // batch.tensor_parallel * hidden * e
     product = row(batch, ffn, hidden)
@@ -288,7 +263,7 @@ def _bank(sizes: tuple[int, ...], hidden: int, ffn: int, e: int) -> Work:
     total = Work()
     for size in sizes:
         if size:
-            total += linear(size, hidden, 2 * ffn, e) + swiglu(size * ffn, e) + linear(size, ffn, hidden, e)
+            total += linear(size, hidden, 2 * ffn, e) + _SWIGLU.work(size * ffn, e) + linear(size, ffn, hidden, e)
     visits = sum(sizes)
     inside_bytes = 2 * visits * ffn * e
     return dataclasses.replace(total, saved_bytes=total.saved_bytes + visits * hidden * e, workspace_bytes=inside_bytes)

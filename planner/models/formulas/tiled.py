@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Callable
 
 from planner.models.formulas import work
+from planner.models.formulas.kernel_sets import KERNEL_SETS
 from planner.models.kernels import Attention, Elementwise, Kernels, Work, each
 
 
@@ -62,7 +63,7 @@ def swiglu_mlp(rows: int, hidden: int, ffn: int, e: int, tile: int, *, bias: boo
         return Work((), each(size * hidden, 3 * e)) + one + one  # the sum of the input's two gradients
 
     def activate(size: int) -> Work:
-        return work.activation("swiglu", size * ffn, e)
+        return KERNEL_SETS["transformers"].activations["swiglu"].work(size * ffn, e)
 
     def down(size: int) -> Work:
         return work.linear(size, ffn, hidden, e, bias=bias)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 from planner.models.formulas import float8
-from planner.models.kernels import Attention, Gemm, Kernels, Work, each
+from planner.models.kernels import Attention, Gemm, Kernels, Work, all_reduce, each
 
 
 def linear(
@@ -46,11 +46,6 @@ def with_memory(work: Work, saved_bytes: int, workspace_bytes: int = 0) -> Work:
         saved_bytes=work.saved_bytes + saved_bytes,
         workspace_bytes=max(work.workspace_bytes, workspace_bytes),
     )
-
-
-def residual(rows: int, hidden: int, e: int) -> Work:
-    """Return ``x + f(x)``, and in backward the sum of the two gradients of ``x``."""
-    return Work(each(rows * hidden, 3 * e), each(rows * hidden, 3 * e))
 
 
 def rms_norm(rows: int, width: int, e: int, *, around: bool = True) -> Work:
@@ -93,13 +88,6 @@ def layer_norm(rows: int, width: int, e: int) -> Work:
     """
     n = rows * width
     return Work(each(n, 2 * e), each(n, 3 * e, 2 * e), n * e + 2 * rows * e, 2 * n * e)
-
-
-def rotary(elements: int, e: int) -> Work:
-    """Return ``x cos + rotate_half(x) sin`` on ``elements`` values."""
-    forward = each(elements, 2 * e, e, 2 * e, 2 * e, 3 * e)  # mul, neg of a half, cat, mul, add
-    # mul, neg, two slices put into zeros (fill, then copy), add, mul, add
-    return Work(forward, each(elements, 2 * e, e, e, e, e, e, 3 * e, 2 * e, 3 * e), 0, 4 * e * elements)
 
 
 def flash_attention(
@@ -177,21 +165,6 @@ def eager_attention(core: Attention, query_elements: int, key_value_elements: in
     backward = (dataclasses.replace(core, backward=True), *each(n, *convert, 3 * soft, *convert, 2 * e), *repeat)
     saved_scores = n * (soft + e if convert else e)
     return Work(forward, backward, 4 * query_elements * e + saved_scores, 2 * n * soft)
-
-
-def activation(kind: str, elements: int, e: int) -> Work:
-    """Return the MLP's activation on ``elements`` values of its width; its output is saved for the projection after."""
-    if kind in {"relu", "gelu"}:  # relu's backward needs only its output, gelu's its input
-        num_saved = 1 if kind == "relu" else 2
-        workspace_bytes = (3 - num_saved) * elements * e  # both gradients; gelu's output is of no more use by then
-        return Work(each(elements, 2 * e), each(elements, 3 * e), num_saved * elements * e, workspace_bytes)
-    if kind == "gelu_new":  # 0.5 x (1 + tanh(c (x + 0.044715 x^3))), operation by operation
-        forward = each(elements, *(width * e for width in (2, 2, 2, 3, 2, 2, 2, 3)))
-        backward = each(elements, *(width * e for width in (3, 3, 3, 2, 2, 2, 2, 3, 3, 2, 3)))
-        return Work(forward, backward, 5 * elements * e, 2 * elements * e)
-    assert kind == "swiglu", kind
-    backward = each(elements, 3 * e, 3 * e, 3 * e)  # two products, silu's backward
-    return Work(each(elements, 2 * e, 3 * e), backward, 4 * elements * e, 2 * elements * e)
 
 
 def router(rows: int, hidden: int, num_experts: int, top: int, e: int, *, normalize: bool) -> Work:
@@ -297,12 +270,19 @@ def embedding(rows: int, vocab: int, width: int, e: int) -> Work:
     return Work(each(rows * width, 2 * e), backward, 8 * rows, rows * width * e)
 
 
-def loss(rows: int, vocab: int, e: int) -> Work:
-    """Return fp32 cross-entropy: cast, log-softmax (saved), mean of the targets'."""
+def loss(rows: int, vocab: int, e: int, num_ranks: int = 1) -> Work:
+    """Return fp32 cross-entropy: cast, log-softmax (saved), mean of the targets'.
+
+    With ranks that share the vocabulary, three all-reduces: the maximum, the target's logit and the sum of
+    exponentials. They give the log-probabilities. Backward turns these into the gradient in place, where autograd would
+    make two tensors. So it holds the gradient and, unless that is float32, a copy in the logits' type.
+    """
     n = rows * vocab
     convert = [e + 4] if e != 4 else []
-    forward = (*each(n, *convert, 8), *each(rows, 12))
-    return Work(forward, each(n, 4, 12, *convert), 4 * n + 8 * rows, 8 * n)
+    sums = (*each(n, 4, 8), *all_reduce(4 * rows, num_ranks, 3)) if num_ranks > 1 else ()
+    forward = (*each(n, *convert, 8), *each(rows, 12), *sums)
+    inside_bytes = 8 if num_ranks == 1 else 4 + (e if convert else 0)
+    return Work(forward, each(n, 4, 12, *convert), 4 * n + 8 * rows, inside_bytes * n)
 
 
 @functools.cache  # prices know kernels by identity

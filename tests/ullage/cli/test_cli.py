@@ -33,6 +33,7 @@ REQUEST = {
     "--expert-units",
     "--loss-tile",
     "--layer-tile",
+    "--kernels",
     "--storage",
     "--expert-load",
     "--accumulate",

@@ -1,5 +1,6 @@
 """``ullage execute``: whole runs, and processes that are interrupted or lack memory."""
 
+import dataclasses
 import errno
 import json
 import os
@@ -17,10 +18,10 @@ from narrow import narrow_llama
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.registry import load_profile
 from planner.choices.request import Request
-from planner.decisions import FP32, Place
+from planner.decisions import BF16, FP32, Place
 from planner.models import to_hf_config_dict
 from planner.optimizers import OPTIMIZERS
-from planner.plan.document import load_plan
+from planner.plan.document import describe, load_plan
 from planner.plan.planning import make_plan
 from planner.schedule.tasks import MemoryClass, Tier
 from ullage.analysis.comparison import compare_record
@@ -28,6 +29,7 @@ from ullage.analysis.runs import MIN_MEASURED, load_run
 from ullage.cli.arguments import parse_bytes
 from ullage.main import main
 from ullage.output.formatting import si
+from ullage.training.preparing import options_of
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +61,29 @@ def test_a_run_is_recorded_and_can_be_compared(plan: Path, tmp_path: Path, capsy
     assert main(["compare", str(out / "run.json"), "--json"]) == 0
     compared = json.loads(capsys.readouterr().out)
     assert compared["phases"] == printed["phases"]
+
+
+def test_a_plan_for_compiled_kernels_is_executed_with_compiled_blocks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = property(lambda options: "aot_eager_decomp_partition" if options.compile_blocks else None)
+    monkeypatch.setattr("executor.options.Options.compile_backend", backend)  # needs no compiler
+    hardware, file = load_profile("epyc-turin-2c"), tmp_path / "plan.json"
+    request = Request(narrow_llama(2), hardware, seq_len=64, micro_batch=2, precision=FP32, kernels="compiled")
+    plan = make_plan(request)
+    assert "compiled kernels" in describe(plan.decisions, plan.units())
+    plan.save(file)
+    assert load_plan(file).request == request
+    for option, compiles in (((), True), (("--no-compile",), False)):
+        assert main(["execute", str(file), "--output-dir", str(tmp_path / "out"), "--iterations", "6", *option]) == 0
+        run = load_run(tmp_path / "out" / "run.json")
+        assert ("blocks compiled" in run.machine) is compiles
+        # On a CPU, what meters the device's memory would keep compiled graphs from running.
+        assert (Tier.GPU in run.memory) is not compiles
+    capsys.readouterr()
+    priced = make_plan(dataclasses.replace(request, kernels="liger", hardware=load_profile("h100"), precision=BF16))
+    with pytest.raises(ValueError, match=r"kernels of Liger, .*plan with --kernels compiled"):
+        options_of(priced, {})
 
 
 def test_a_run_has_its_first_iterations_however_long_it_was(

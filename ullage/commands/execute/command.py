@@ -120,8 +120,9 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--compile",
         dest="compile_blocks",
-        action="store_true",
-        help="compile the repeated blocks with torch.compile; the prediction does not include this",
+        action=argparse.BooleanOptionalAction,
+        help="compile the repeated blocks with torch.compile, or not (default: as the plan's --kernels says; only then "
+        "does the prediction include it)",
     )
     parser.add_argument(
         "--audit",

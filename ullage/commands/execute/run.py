@@ -86,10 +86,11 @@ def execute(plan: Plan, args: argparse.Namespace) -> RunRecord | None:
         check_room(plan, args)
     options: Options = {
         "storage_dir": args.storage_dir or args.output_dir,
-        "compile_blocks": args.compile_blocks,
         "audit": args.audit,
         "cores": args.cores,
     }
+    if args.compile_blocks is not None:
+        options["compile_blocks"] = args.compile_blocks
     levels = None
     if args.checkpoint_places:
         every = levels_of(plan, args.checkpoint_places, args.checkpoint_every, args.keep or (MIN_CHECKPOINTS,))
@@ -170,7 +171,7 @@ def _train(
                 warn(warning(drifts))
             num_seen = _warn_about_checkpoints(saver, num_seen, warn)
             if args.replan and len(losses) == REPLAN_AFTER:
-                before = _record(args, process, optimizer, batches, losses, session.timeline())
+                before = _record(process, optimizer, batches, losses, session.timeline())
                 replanned = _replan(optimizer, saver)
                 warn(str(replanned))
                 watch = _watch(optimizer.plan)
@@ -179,7 +180,7 @@ def _train(
         record = None
         if losses:
             timeline = optimizer.session.timeline() if first is None else first
-            record = _record(args, process, optimizer, batches, losses, timeline)
+            record = _record(process, optimizer, batches, losses, timeline)
         signal = None if interruption is None else interruption.signal
         not_saved = _save(args, optimizer, warn) if signal is None else None
         if saver is not None:
@@ -305,7 +306,6 @@ def _progress(
 
 
 def _record(
-    args: argparse.Namespace,
     process: Process,
     optimizer: OffloadedOptimizer,
     batches: Batches,
@@ -318,7 +318,7 @@ def _record(
     ranks = dict.fromkeys((Tier.HOST, Tier.NVME), process.per_node)
     cores = str(session.cores) + (" (rank 0)" if process.per_node > 1 else "")
     words = [platform.node() or "this machine", f"torch {torch.__version__}"]
-    words += ["blocks compiled" if args.compile_blocks else "", cores, session.storage]
+    words += ["blocks compiled" if session.options.compile_blocks else "", cores, session.storage]
     return RunRecord(
         plan=optimizer.plan,
         machine=", ".join(filter(None, words)),
@@ -326,7 +326,11 @@ def _record(
         start_s=rows(timeline.start_s),
         end_s=rows(timeline.end_s),
         steady_iterations=tuple(range(_FIRST_STEADY, timeline.num_iterations - 1)),
-        memory={tier: use.peak_bytes * ranks.get(tier, 1) for tier, use in memory.items()},
+        memory={
+            tier: use.peak_bytes * ranks.get(tier, 1)
+            for tier, use in memory.items()
+            if tier is not Tier.GPU or use.dynamic_peak_bytes is not None
+        },
         static_bytes={
             tier: {kind: n * ranks.get(tier, 1) for kind, n in use.static_bytes.items()} for tier, use in memory.items()
         },

@@ -1,0 +1,265 @@
+"""What each implementation of a model runs beside its products and attention: one table, a row per kernel set.
+
+[Note: Kernel sets] The kernels between products decide how many bytes move, how many kernels the host launches, and
+which activations are saved. :data:`KERNEL_SETS` has them for each implementation:
+
+- ``transformers``: its modules as they are, one kernel for each operation in their source ([Note: Kernel lists] in
+  :mod:`planner.models.kernels`).
+- ``compiled``: the same with attention, MLP and norms compiled, each by itself, as the executor does ([Note: Compiled
+  modules] in :mod:`executor.module.compilation`). Inductor makes one kernel of the elementwise operations between two
+  products. A norm's backward is two, as the sum over rows for its weight goes another way than that over columns. The
+  sum of an input's gradients is one. Residual sums, the last norm, head and loss are outside. What backward reads in
+  products is saved. What only its elementwise kernels read is made again in them, if that takes no product: silu and
+  normalised values are (``min_cut_rematerialization_partition`` in ``torch/_functorch/partitioners.py``, with
+  ``ban_if_materialized_backward``). A compiled graph saves its tensors when it ends, so recomputation runs its last
+  product again. It takes the host as long as four kernels of PyTorch in forward and eight in backward, whatever it has:
+  on an H200's host, a layer of Llama-3.1-8B takes 7.6 ms with 149 kernels, and 6.3 ms with 55 in 12 graphs
+  (``benchmarks/results/gpu_probe.json``).
+- ``liger``: Liger-Kernel 0.8.5 (``liger_kernel/ops``: ``rms_norm.py``, ``swiglu.py``, ``rope.py``,
+  ``fused_linear_cross_entropy.py``), as ``apply_liger_kernel_to_llama`` and its like do by default. Norms and SwiGLU
+  write gradients over what they read. One kernel turns queries and keys in place. The head makes the gradients of its
+  input and weight while it computes the loss, a tile of tokens at a time.
+- ``fused``: engines that write a layer themselves. Counted in als244/dataflow
+  (``docs/models/llama3/llama3_8b_16x4K.md``, tasks ``block_fwd``, ``block_bwd`` and ``head_loss``). The outputs of
+  norms and of SwiGLU are not saved: backward makes them again. Residual sums, sums of gradients and their accumulation
+  are part of the products (``addmm``).
+- ``megatron``, ``megatron-core``: see :mod:`planner.models.formulas.megatron`, and
+  :mod:`planner.models.formulas.megatron_core` for how its layers are divided among ranks.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
+
+from planner.models.config import ModelConfig, ModelConfigError
+from planner.models.formulas import megatron, work
+from planner.models.kernels import Elementwise, Kernel, Kernels, Work, each
+
+if TYPE_CHECKING:
+    from planner.models.operators import Batch, Operator
+
+
+class Passes(NamedTuple):
+    """One operator between products.
+
+    Attributes:
+        forward, backward: one number for each kernel: the values that it reads and writes for each value of the result.
+        saved, workspace: as in :class:`planner.models.kernels.Work`, in values for each value of the result.
+    """
+
+    forward: tuple[int, ...] = ()
+    backward: tuple[int, ...] = ()
+    saved: int = 0
+    workspace: int = 0
+
+    def work(self, elements: int, e: int) -> Work:
+        """Return the work on ``elements`` values of ``e`` bytes."""
+        forward, backward = (each(elements, *(width * e for width in way)) for way in (self.forward, self.backward))
+        return Work(forward, backward, self.saved * elements * e, self.workspace * elements * e)
+
+
+# mul, neg of a half, cat, mul, add; backward: mul, neg, two slices put into zeros (fill, then copy), add, mul, add
+_ROTARY: Final = Passes((2, 1, 2, 2, 3), (2, 1, 1, 1, 1, 1, 3, 2, 3), 0, 4)
+_RESIDUAL: Final = Passes((3,), (3,))  # in backward, the sum of the two gradients of its input
+# Of two products' outputs, a gate and a value: silu and a product. gelu_new is 0.5 x (1 + tanh(c (x + 0.044715 x^3))),
+# operation by operation. Backward of relu needs only its output, that of gelu its input, and gelu's output is of no
+# more use by then.
+_ACTIVATIONS: Final[Mapping[str, Passes]] = {
+    "relu": Passes((2,), (3,), 1, 2),
+    "gelu": Passes((2,), (3,), 2, 1),
+    "gelu_new": Passes((2, 2, 2, 3, 2, 2, 2, 3), (3, 3, 3, 2, 2, 2, 2, 3, 3, 2, 3), 5, 2),
+    "swiglu": Passes((2, 3), (3, 3, 3), 4, 2),
+}
+_JOINS: Final[Mapping[int, Passes]] = {2: Passes((), (3,)), 3: Passes((), (3, 3))}
+
+
+_NO_CALL: Final = Work()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KernelSet:
+    """The kernels of one implementation; the defaults are those of ``transformers``. See [Note: Kernel sets].
+
+    Attributes:
+        rms_norm: an RMS norm, which also saves a factor for each row; ``None``: in fp32, as :func:`work.rms_norm`.
+        rotary: the rotation of queries and keys.
+        joint_rotary: one kernel rotates both.
+        turned_back: in backward, their gradients are copied into the projection's layout.
+        activations: the MLP's activation. Its output is saved for the product after it, or made again in backward.
+        residual: the residual sum.
+        dropout_sum: the same with bias and dropout, from (rows, hidden, e).
+        joins: in backward, the sum of the gradients of an input that several products read, by their number.
+        joint_qkv: one product makes queries, keys and values.
+        saves_norms: the products after a norm save its output.
+        loss: cross-entropy, from (rows, vocabulary, e, tensor-parallel ranks).
+        loss_tile: tokens whose logits exist at a time, from (rows, width, vocabulary); ``None``: all.
+        loss_pieces: the head's products take these tiles one by one, and add to the gradient of its weight.
+        call: what the call of an attention, an MLP or a norm costs beside its kernels, forward and backward.
+        skipped: the kernels at the end of an MLP that recomputation does not run: ``none``, the residual ``sum``, the
+            last ``product`` too, or the ``activation`` too.
+        outside: the name of the set that norm, head and loss after the layers have; ``None``: this one.
+    """
+
+    rms_norm: Passes | None = None
+    rotary: Passes = _ROTARY
+    joint_rotary: bool = False
+    turned_back: bool = True
+    activations: Mapping[str, Passes] = dataclasses.field(default_factory=lambda: _ACTIVATIONS)
+    residual: Passes = _RESIDUAL
+    dropout_sum: Callable[[int, int, int], Work] | None = None
+    joins: Mapping[int, Passes] = dataclasses.field(default_factory=lambda: _JOINS)
+    joint_qkv: bool = False
+    saves_norms: bool = True
+    loss: Callable[[int, int, int, int], Work] = work.loss
+    loss_tile: Callable[[int, int, int], int] | None = None
+    loss_pieces: bool = False
+    call: Work = _NO_CALL
+    skipped: Literal["none", "sum", "product", "activation"] = "product"
+    outside: str | None = None
+
+    def norm(self, rows: int, width: int, e: int, *, around: bool = True) -> Work:
+        """Return an RMS norm; see :func:`planner.models.formulas.work.rms_norm`."""
+        if self.rms_norm is None:
+            return work.rms_norm(rows, width, e, around=around)
+        return work.with_memory(self.rms_norm.work(rows * width, e), 4 * rows)
+
+    def turn(self, query: int, key: int, e: int) -> Work:
+        """Return the rotation of so many values of queries and of keys."""
+        if self.joint_rotary:
+            return self.rotary.work(query + key, e)
+        return self.rotary.work(query, e) + self.rotary.work(key, e)
+
+
+def _with_gradient(rows: int, vocab: int, e: int, _ranks: int) -> Work:
+    """Return cross-entropy that replaces the logits by their gradient; it reads them twice."""
+    return Work(each(rows * vocab, 3 * e))
+
+
+def _liger_tile(rows: int, width: int, vocab: int) -> int:
+    """Return the tokens whose logits take about as much as all inputs of the head."""
+    return min(rows, 1 << (-(-rows // -(-vocab // width)) - 1).bit_length())
+
+
+KERNEL_SETS: Final[Mapping[str, KernelSet]] = {
+    "transformers": KernelSet(),
+    "compiled": KernelSet(
+        rms_norm=Passes((2,), (2, 3), 1, 2),
+        rotary=Passes((2,), (2,), 0, 2),
+        turned_back=False,
+        activations={**_ACTIVATIONS, "gelu_new": Passes((2,), (3,), 2, 1), "swiglu": Passes((3,), (5,), 3, 2)},
+        joins={**_JOINS, 3: Passes((), (4,))},
+        call=Work((Elementwise(8, 4),), (Elementwise(8, 8),)),
+        skipped="sum",
+        outside="transformers",
+    ),
+    "liger": KernelSet(
+        rms_norm=Passes((2,), (3,), 1, 1),
+        rotary=Passes((2,), (2,)),
+        joint_rotary=True,
+        turned_back=False,
+        activations={"swiglu": Passes((3,), (5,), 3, 1)},
+        loss=_with_gradient,
+        loss_tile=_liger_tile,
+        loss_pieces=True,
+    ),
+    "fused": KernelSet(
+        rms_norm=Passes((2,), (2, 4), 1, 2),
+        rotary=Passes((2,), (2,)),
+        turned_back=False,
+        activations={"swiglu": Passes((3,), (3, 5), 2, 1)},
+        residual=Passes(),
+        joins=dict.fromkeys(_JOINS, Passes()),
+        saves_norms=False,
+        loss=_with_gradient,
+        loss_tile=lambda rows, _width, _vocab: min(rows, 4096),
+        skipped="activation",
+    ),
+    "megatron": KernelSet(
+        rms_norm=Passes((2,), (3, 2), 1, 2),
+        joint_qkv=True,
+        dropout_sum=megatron.bias_dropout_add,
+        loss=megatron.loss,
+        skipped="none",  # its reentrant checkpoints run a layer's whole forward again
+    ),
+    "megatron-core": KernelSet(
+        rms_norm=Passes((2,), (4,), 2, 2),
+        rotary=Passes((2,), (2,)),
+        joint_rotary=True,
+        activations={"swiglu": Passes((3,), (5,), 3, 2)},
+        saves_norms=False,  # the norm's row counts its output
+        loss=megatron.core_loss,
+    ),
+}
+
+
+def check(config: ModelConfig, batch: "Batch") -> None:
+    """Check that a batch's kernels can run a model.
+
+    Raises:
+        ModelConfigError: naming the rule and the remedy.
+    """
+    name = batch.kernels
+    if config.mlp not in KERNEL_SETS[name].activations or (name == "liger" and config.is_expert_model):
+        raise ModelConfigError(
+            f"kernels {name} are known of models with RMS norms, SwiGLU and no experts, not of {config.name}; leave "
+            f"out --kernels {name}"
+        )
+    for field, alone, known in (
+        ("tensor_parallel", 1, name != "liger"),
+        ("loss_tile_tokens", None, name != "liger"),
+        ("layer_tile_tokens", None, name == "transformers"),
+    ):
+        if (value := getattr(batch, field)) != alone and not known:
+            raise ModelConfigError(f"{field} is {value}, which is not known of {name} kernels; leave out one of them")
+
+
+def kernel_set(batch: "Batch", *, outside: bool = False) -> KernelSet:
+    """Return the set that runs a batch: inside the layers, or outside of them."""
+    found = KERNEL_SETS[batch.kernels]
+    return KERNEL_SETS[found.outside] if outside and found.outside else found
+
+
+def in_compiled_blocks(operators: Iterable["Operator"]) -> tuple["Operator", ...]:
+    """Return a captured model's operators if the blocks of its layers are compiled.
+
+    In each unit of a layer, elementwise kernels with no other kernel between them become one, which moves as many bytes
+    as the one of them that moves most. Recomputation runs a unit to its end. Saved activations remain those of the
+    capture, which is an upper limit: what is made again in backward instead is not known. Neither is the number of
+    graphs; one in each unit is counted.
+    """
+    call = KERNEL_SETS["compiled"].call
+    result: list[Operator] = []
+    for (unit, segment), group in itertools.groupby(operators, lambda operator: (operator.unit, operator.segment)):
+        members = list(group)
+        if unit != segment:
+            forward = _in_runs([operator.forward for operator in members])
+            backward = _in_runs([operator.backward for operator in reversed(members)])[::-1]
+            forward[0] = call.forward + forward[0]
+            if any(backward):
+                backward[0] += call.backward
+            ways = zip(members, forward, backward, strict=True)
+            members = [dataclasses.replace(o, forward=f, backward=b, num_skipped=0) for o, f, b in ways]
+        result += members
+    return tuple(result)
+
+
+def _in_runs(lists: Sequence[Kernels]) -> list[Kernels]:
+    """Join the elementwise kernels of each run, which may span several lists, where it begins."""
+    joined: list[list[Kernel]] = []
+    start: tuple[int, int] | None = None
+    for kernels in lists:
+        joined.append([])
+        for kernel in kernels:
+            if not isinstance(kernel, Elementwise):
+                start = None
+                joined[-1].append(kernel)
+            elif start is None:
+                start = len(joined) - 1, len(joined[-1])
+                joined[-1].append(Elementwise(kernel.num_bytes))
+            else:
+                place, index = start
+                before = joined[place][index]
+                assert isinstance(before, Elementwise)
+                joined[place][index] = Elementwise(max(before.num_bytes, kernel.num_bytes))
+    return [tuple(kernels) for kernels in joined]
