@@ -227,6 +227,8 @@ def test_the_clip_computes_the_norm_of_gradients_that_stay_on_the_device(case: C
 # Bytes of state per parameter, master copy included.
 SAVED = {"adamw": 12, "adamw-bf16": 8, "adamw-8bit": 6 + 8 / 256, "sgd": 8, "adagrad": 8, "lion": 8, "muon": 8}
 SAVED_IN_BF16 = {"adamw": 6, "adamw-bf16": 6, "adamw-8bit": 6, "sgd": 4, "adagrad": 4, "lion": 4, "muon": 4}
+SAVED |= {f"elementwise-{n}": 4 + 4 * n for n in range(5)}
+SAVED_IN_BF16 |= {f"elementwise-{n}": 2 + 2 * n for n in range(5)}
 
 
 @settings(SLOW, max_examples=examples(100))
