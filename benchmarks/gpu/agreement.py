@@ -49,7 +49,7 @@ from planner.simulate.prediction import Workload
 from ullage.analysis.comparison import Explained, explain_run
 from ullage.analysis.runs import MIN_MEASURED, RunRecord, load_run
 
-OUTPUT: Final = Path(__file__).parents[1] / "results" / "gpu" / "agreement.json"
+OUTPUT: Final = Path(__file__).parents[2] / "out" / "gpu" / "agreement.json"
 GOALS: Final = {"error": 0.05, "mean_error": 0.03, "refitted_error": 0.04, "memory_error": 0.03, "over_bound": 1.10}
 FITTED_TO: Final = "mixed"
 _READ: Final = {"goals", "summary", "not_run", "rows"}  # what --read makes again

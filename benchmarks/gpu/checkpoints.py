@@ -21,7 +21,7 @@ from benchmarks.origin import origin, write_result
 from benchmarks.peers.jobs import Cell, Job
 from hwprofiles.registry import load_profile
 
-OUTPUT = Path(__file__).parents[1] / "results" / "gpu" / "checkpoints.json"
+OUTPUT = Path(__file__).parents[2] / "out" / "gpu" / "checkpoints.json"
 GOAL_LOST = 0.01
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - what is measured is this memory, in a folder of our own
 _DEVICE_BYTES = 30_000_000_000

@@ -30,7 +30,7 @@ from hwprofiles.registry import load_profile
 from ullage.cli.arguments import parse_bytes
 from ullage.this_machine.kernels import kernels
 
-OUTPUT = Path(__file__).parents[1] / "results" / "gpu" / "peers.json"
+OUTPUT = Path(__file__).parents[2] / "out" / "gpu" / "peers.json"
 # sequences, tokens of each, micro-batches, norm, whether peers recompute, type of master copy and moments
 SHAPES: dict[str, tuple[int, int, int, float, bool, Literal["fp32", "bf16"]]] = {
     "small": (1, 2048, 1, 1.0, False, "fp32"),

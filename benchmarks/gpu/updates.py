@@ -27,7 +27,7 @@ from executor.optimizer.table import ENTRIES, Rule
 from planner.decisions import Precision
 from planner.optimizers import OPTIMIZERS, Optimizer
 
-OUTPUT: Final = Path(__file__).parents[1] / "results" / "gpu" / "updates.json"
+OUTPUT: Final = Path(__file__).parents[2] / "out" / "gpu" / "updates.json"
 MASTERS: Final[dict[str, Precision]] = {
     "": Precision(weights="bf16"),
     " split": Precision(weights="bf16", master="split"),
