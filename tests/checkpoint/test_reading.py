@@ -21,10 +21,10 @@ from executor.checkpoint import (
     Entry,
     Files,
     Flusher,
+    FolderPlace,
     Manifest,
     ReadRequest,
     ShardWriter,
-    Store,
     boxes,
     layout,
     ring_of,
@@ -39,7 +39,7 @@ VALUES = {name: np.random.default_rng(i).random(size, np.float32) for i, (name, 
 
 
 def write(root, chunk_bytes, order=ORDER):
-    draft = Store(root).begin(1)
+    draft = FolderPlace(root).begin(1)
     written = []
     with Flusher(Files(), ring_of(3, chunk_bytes)) as flusher:
         for path, names in order:
