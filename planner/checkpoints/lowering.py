@@ -8,9 +8,10 @@ host memory that is not written yet (a full buffer). So the timeline shows how l
 time is needed.
 
 [Note: As executed] The executor runs one snapshot task for each piece ([Note: Snapshots] in
-:mod:`planner.lowering.snapshots`). Its duration depends on the ring and the drive. Here it is predicted from the chunks
-that the snapshot copies and writes. Pieces, their order and their dependencies are the same, and so is the time that
-training is blocked, except for as much as the ring holds.
+:mod:`planner.lowering.snapshots`). The pieces that are saved here, their bytes and their order are those of these tasks
+(:func:`planner.checkpoints.state.state_of`). How long a snapshot takes depends on the ring and the drive, so here it is
+divided into the chunks that it copies and writes. Dependencies are the same, and so is the time that training is
+blocked, except for as much as the ring holds.
 """
 
 import dataclasses

@@ -18,7 +18,6 @@ from planner.checkpoints.state import Shard, bytes_by_stage, state_of
 from planner.costs.model import CostModel
 from planner.costs.resources import Price, Resource
 from planner.decisions import Sharding
-from planner.lowering import lower
 from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import Lane, MemoryClass, Op, Phase, Task, Tier
 from planner.schedule.timeline import memory_use
@@ -219,7 +218,7 @@ def test_training_goes_on_at_the_weight_of_the_policy():
 )
 def test_any_lowered_iteration_takes_checkpoints(case, engine, every, more, buffer_bytes, seed):
     """At any prices: one state, saved whole, after it has changed and before it changes again."""
-    state, num_iterations = state_of(case.schedule), every + more
+    state, num_iterations = state_of(case.taken), every + more
     made = with_checkpoints(
         case.schedule, engine, state, num_iterations=num_iterations, every=every, buffer_bytes=buffer_bytes
     )
@@ -283,7 +282,7 @@ def test_stages_of_a_pipeline_save_beside_each_other():
 @given(cases())
 def test_a_run_without_checkpoints_is_the_iterations_one_after_another(case):
     made = with_checkpoints(
-        case.schedule, policy("ullage"), state_of(case.schedule), num_iterations=3, every=4, buffer_bytes=10**9
+        case.schedule, policy("ullage"), state_of(case.taken), num_iterations=3, every=4, buffer_bytes=10**9
     )
     prices, capacities = random_prices(case.schedule, 1)
     plain = run(case.schedule, prices, capacities, 3)
@@ -295,15 +294,12 @@ def test_a_run_without_checkpoints_is_the_iterations_one_after_another(case):
 @given(cases(ours=True), st.integers(0, 2**32 - 1))
 def test_predicted_gates_are_those_that_are_executed(case, seed):
     """With room for everything and instant writes a piece waits for its own copy: to the moment as in the schedule."""
-    taken = lower(case.units, case.decisions, asynchronous=case.asynchronous, takes_snapshots=True)
+    taken = case.taken
     snapshots = {task.index: (task.unit, task.piece) for task in taken.tasks if task.op is Op.SNAPSHOT}
-    state = state_of(
-        case.schedule,
-        bytes_per_param=case.decisions.state_bytes_per_param,
-        other_bytes_per_param=case.decisions.other_state_bytes_per_param,
-    )
+    state = state_of(taken)
     assert list(snapshots.values()) == [(shard.unit, shard.piece) for shard in state]
-    assert [taken.tasks[i].num_bytes for i in snapshots] == [shard.num_bytes for shard in state]
+    trained = [(t.lane, t.op, t.unit, t.piece) for t in taken.tasks if t.op not in {Op.SNAPSHOT, Op.GATE}]
+    assert trained == [(t.lane, t.op, t.unit, t.piece) for t in case.schedule.tasks]
 
     engine = dataclasses.replace(policy("ullage"), chunk_bytes=10**10)
     predicted = with_checkpoints(case.schedule, engine, state, num_iterations=3, every=1, buffer_bytes=10**12)
