@@ -31,9 +31,10 @@ from executor.checkpoint.files.system_calls import CheckpointError, Files
 from executor.checkpoint.format.reader import Checkpoint
 from executor.checkpoint.places.folder import FolderPlace
 from executor.checkpoint.places.locating import is_remote, place_at
-from executor.checkpoint.places.place import MIN_CHECKPOINTS, Place
+from executor.checkpoint.places.place import Place
 from executor.checkpoint.worker import Worker
 from planner.checkpoints.policy import EXTRA_CHECKPOINTS, READING_SHARE
+from planner.terms import MIN_CHECKPOINTS
 
 DEFAULT_EVERY: Final = 100
 PATIENCE_S: Final = 60.0

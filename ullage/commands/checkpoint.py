@@ -9,7 +9,8 @@ from executor.checkpoint import Checkpoint, CheckpointError, checkpoint_at, plac
 from executor.checkpoint.files.opening import Folder, modified
 from executor.checkpoint.format.manifest import MANIFEST_NAME
 from executor.checkpoint.places.locating import located
-from executor.checkpoint.places.place import MIN_CHECKPOINTS, newest_of, parse_name
+from executor.checkpoint.places.place import newest_of, parse_name
+from planner.terms import MIN_CHECKPOINTS
 from ullage.cli.arguments import positive_int
 from ullage.cli.exit_codes import CHECK_FAILED
 from ullage.commands import Subparsers, command_parser

@@ -37,7 +37,6 @@ from executor.checkpoint.format.layout import Layout
 from executor.checkpoint.format.manifest import MANIFEST_NAME, FileRecord, Manifest, Part
 from executor.checkpoint.format.reader import Checkpoint
 from executor.checkpoint.places.place import (
-    MIN_CHECKPOINTS,
     Place,
     checkpoint_name,
     in_use,
@@ -47,6 +46,7 @@ from executor.checkpoint.places.place import (
 )
 from hwprofiles.files import write_whole
 from hwprofiles.machine import available_memory_bytes
+from planner.terms import MIN_CHECKPOINTS
 
 _NUM_BUFFERS: Final = 3  # of a copy: one is being read, one hashed and one written
 _POLL_S: Final = 0.02

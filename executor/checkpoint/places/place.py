@@ -11,9 +11,7 @@ from typing import Final
 from executor.checkpoint.files.opening import Folder
 from executor.checkpoint.files.system_calls import CheckpointError, DamagedError
 from executor.checkpoint.format.reader import Checkpoint
-
-MIN_CHECKPOINTS: Final = 2
-"""Retention keeps at least this many verified checkpoints."""
+from planner.terms import MIN_CHECKPOINTS
 
 _NUM_READERS: Final = 1  # few, because training may need the drive too
 _NAME = re.compile(r"step-(\d{8,})(?:-([0-9a-f]{8}))?")
@@ -116,7 +114,7 @@ class Place(abc.ABC):
     def prune(self, keep: int = MIN_CHECKPOINTS, *, reads: bool = True) -> list[Folder]:
         """Remove old checkpoints: all but the newest one and the newest ``keep`` verified ones.
 
-        At least :data:`MIN_CHECKPOINTS` verified checkpoints stay, and none is removed until so many are verified.
+        At least two verified checkpoints stay, and none is removed before enough are verified.
         Checkpoints under :meth:`reading` stay, and those that are being written. Damaged checkpoints stay too, if they
         are newer than the retained ones, so that the damage can be examined. Files of dead writers are removed.
 
