@@ -100,7 +100,8 @@ def usable(plan: Plan, levels: Sequence[Level], *, is_first: bool) -> tuple[Leve
     for level in found:
         place = place_at(level.place)
         if is_first:  # the lasting lock is taken after the model is made
-            place.lock().close()
+            with place.lock():
+                pass
     return tuple(found)
 
 

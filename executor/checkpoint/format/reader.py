@@ -70,8 +70,8 @@ class Checkpoint(contextlib.AbstractContextManager["Checkpoint"]):
         """Bytes of all files of values."""
         return sum(record.num_bytes for record in self.manifest.files)
 
-    def verify(self, num_readers: int = NUM_THREADS) -> None:
-        """Read and check every byte, with at most ``num_readers`` threads.
+    def verify(self) -> None:
+        """Read and check every byte.
 
         Raises:
             DamagedError: a file is missing, has another length, or is damaged.
@@ -80,7 +80,17 @@ class Checkpoint(contextlib.AbstractContextManager["Checkpoint"]):
             file: {chunk: [] for chunk in range(len(record.checksums))}
             for file, record in enumerate(self.manifest.files)
         }
-        self._read(chunks, num_readers)
+        self._read(chunks)
+
+    def verify_in_turn(self, check: Callable[[], None] = lambda: None) -> None:
+        """Do so in the calling thread alone, to spare the drive and memory. ``check`` is called after every chunk.
+
+        Raises:
+            DamagedError: see :meth:`verify`.
+        """
+        for record in self.manifest.files:
+            for _ in self.chunks(record, check):
+                pass
 
     def chunks(self, record: FileRecord, check: Callable[[], None] = lambda: None) -> Iterator[Buffer]:
         """Read a file, and yield its chunks, after calling ``check``. Each chunk is valid until the next one is read.
@@ -142,7 +152,7 @@ class Checkpoint(contextlib.AbstractContextManager["Checkpoint"]):
                 out = wanted.out[(begin - start) * item_bytes : (end - start) * item_bytes]
                 yield fragment.file, fragment.offset + (begin - fragment.start) * item_bytes, out
 
-    def _read(self, chunks: "dict[int, dict[int, list[_Target]]]", num_readers: int = NUM_THREADS) -> None:
+    def _read(self, chunks: "dict[int, dict[int, list[_Target]]]") -> None:
         tasks = [
             (opened, index, of_file[index])
             for file, of_file in sorted(chunks.items())
@@ -152,7 +162,7 @@ class Checkpoint(contextlib.AbstractContextManager["Checkpoint"]):
         if tasks:
             if self._readers is None:
                 self._readers = _Readers(max(in_blocks(f.buffer_bytes) for f in self.manifest.files))
-            self._readers.run(tasks, num_readers)
+            self._readers.run(tasks)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -192,8 +202,8 @@ class _Readers:
         for _ in range(NUM_THREADS):
             self._buffers.put(pages(buffer_bytes))
 
-    def run(self, tasks: Sequence[_Task], num_readers: int) -> None:
-        """Read chunks in this order, with at most ``num_readers`` threads; raise the first failure in this order."""
+    def run(self, tasks: Sequence[_Task]) -> None:
+        """Read chunks in this order; raise the first failure in this order."""
         numbers = iter(range(len(tasks)))  # its next() is atomic
         failures: dict[int, Exception] = {}
 
@@ -213,7 +223,7 @@ class _Readers:
 
         try:
             worth = len(tasks) * self._buffer_bytes // _WORTH_A_THREAD_BYTES
-            jobs = [self._pool.submit(work) for _ in range(min(num_readers, len(tasks), 1 + worth) - 1)]
+            jobs = [self._pool.submit(work) for _ in range(min(NUM_THREADS, len(tasks), 1 + worth) - 1)]
             try:
                 work()
             finally:

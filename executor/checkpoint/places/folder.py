@@ -29,7 +29,7 @@ from typing import Any, Final, final
 import numpy as np
 
 from executor.checkpoint.files.flusher import Buffer, Flusher, ring_of
-from executor.checkpoint.files.lock import RunLock
+from executor.checkpoint.files.lock import run_lock
 from executor.checkpoint.files.opening import Folder
 from executor.checkpoint.files.system_calls import CheckpointError, Files, remove_tree, write_all
 from executor.checkpoint.files.writer import ShardWriter
@@ -42,7 +42,6 @@ from executor.checkpoint.places.place import (
     in_use,
     is_whole,
     parse_name,
-    verify_all,
 )
 from hwprofiles.files import write_whole
 from hwprofiles.machine import available_memory_bytes
@@ -299,7 +298,7 @@ class FolderPlace(Place):
         try:
             for record in manifest.files:
                 draft.write(record, source.chunks(record, check))
-            verify_all(Checkpoint(draft.folder, manifest), check)
+            Checkpoint(draft.folder, manifest).verify_in_turn(check)
             return draft.commit(manifest)
         except BaseException:
             draft.abandon()
@@ -343,11 +342,9 @@ class FolderPlace(Place):
             finally:
                 os.close(lock)
 
-    def lock(self) -> contextlib.ExitStack:
+    def lock(self) -> contextlib.AbstractContextManager[None]:
         """See :class:`Place`."""
-        held = contextlib.ExitStack()
-        held.callback(RunLock(self.root).close)
-        return held
+        return run_lock(self.root)
 
     def check_reachable(self) -> None:
         """See :class:`Place`."""

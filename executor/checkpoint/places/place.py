@@ -6,14 +6,12 @@ import contextlib
 import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Final
 
 from executor.checkpoint.files.opening import Folder
 from executor.checkpoint.files.system_calls import CheckpointError, DamagedError
 from executor.checkpoint.format.reader import Checkpoint
 from planner.terms import MIN_CHECKPOINTS
 
-_NUM_READERS: Final = 1  # few, because training may need the drive too
 _NAME = re.compile(r"step-(\d{8,})(?:-([0-9a-f]{8}))?")
 
 
@@ -81,7 +79,7 @@ class Place(abc.ABC):
         try:
             there = Checkpoint(folder)
             if folder.name not in self._whole:
-                verify_all(there, check)
+                there.verify_in_turn(check)
         except CheckpointError:  # damaged; or raised by ``check``, which raises again below
             check()
             return False
@@ -174,13 +172,13 @@ class Place(abc.ABC):
             OSError: a file cannot be removed.
         """
 
-    def lock(self) -> contextlib.ExitStack:
-        """Lock the place for this run until the result is closed; see [Note: One run]. Only folders have locks.
+    def lock(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which the place is locked for this run; see [Note: One run]. Only folders have locks.
 
         Raises:
             CheckpointError: another run has locked it.
         """
-        return contextlib.ExitStack()
+        return contextlib.nullcontext()
 
     def check_reachable(self) -> None:  # noqa: B027 - URLs are reachable from all nodes
         """Check that the place is not on a file system that only this node has.
@@ -247,21 +245,10 @@ def step_of(folder: Folder) -> int:
 
 
 def is_whole(folder: Folder) -> bool:
-    """Check every byte of a checkpoint, with few threads, to spare the drive; return whether it is whole."""
+    """Check every byte of a checkpoint; return whether it is whole."""
     try:
         with Checkpoint(folder) as checkpoint:
-            checkpoint.verify(_NUM_READERS)
+            checkpoint.verify_in_turn()
     except DamagedError:
         return False
     return True
-
-
-def verify_all(checkpoint: Checkpoint, check: Callable[[], None]) -> None:
-    """Verify every byte of a checkpoint, chunk by chunk, and call ``check`` before each.
-
-    Raises:
-        DamagedError: a file is missing, has another length, or is damaged.
-    """
-    for record in checkpoint.manifest.files:
-        for _ in checkpoint.chunks(record, check):
-            pass

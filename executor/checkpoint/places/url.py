@@ -18,7 +18,7 @@ from executor.checkpoint.files.system_calls import CheckpointError
 from executor.checkpoint.files.urls import UrlPath, reaching
 from executor.checkpoint.format.manifest import MANIFEST_NAME, Manifest
 from executor.checkpoint.format.reader import Checkpoint
-from executor.checkpoint.places.place import Place, checkpoint_name, parse_name, verify_all
+from executor.checkpoint.places.place import Place, checkpoint_name, parse_name
 
 _PART_BYTES: Final = 64 << 20  # bytes of one request
 _MOST_PARTS: Final = 9_000  # parts of one file; S3 allows 10,000
@@ -47,7 +47,7 @@ class UrlPlace(Place):
         try:
             for record in manifest.files:
                 _upload(folder / record.path, record.num_bytes, source.chunks(record, check))
-            verify_all(Checkpoint(folder, manifest), check)
+            Checkpoint(folder, manifest).verify_in_turn(check)
             _complete(folder / MANIFEST_NAME, manifest)
         except BaseException:
             for name in (MANIFEST_NAME, *(record.path for record in manifest.files)):
