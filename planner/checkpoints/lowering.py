@@ -39,13 +39,16 @@ class Run:
         schedule: all iterations and checkpoints, as one.
         origin: for each task, the index of its original in the schedule of one iteration; -1 for checkpoint tasks.
         checkpoint: for each task, the number of the checkpoint that it belongs to; -1 for training tasks.
-        num_checkpoints: number of checkpoints.
     """
 
     schedule: Schedule
     origin: tuple[int, ...]
     checkpoint: tuple[int, ...]
-    num_checkpoints: int
+
+    @property
+    def num_checkpoints(self) -> int:
+        """Number of checkpoints."""
+        return max(self.checkpoint, default=-1) + 1
 
 
 def with_checkpoints(
@@ -115,7 +118,8 @@ def with_promotion(
     """
     builder = _Builder(schedule, policy, (), 1)
     builder.iterate()
-    builder.promote(num_bytes)
+    for saver, of_rank in zip(builder.savers, num_bytes, strict=True):
+        saver.promote(of_rank)
     for _ in range(num_iterations - 1):
         builder.iterate()
     return builder.run()
@@ -144,12 +148,11 @@ class _Builder:
         of_stage: list[list[Shard]] = [[] for _ in range(schedule.num_stages)]
         for shard in state:
             of_stage[schedule.tasks[shard.changed_by].stage].append(shard)
-        self._savers = [
+        self.savers = [
             _Saver(self, schedule, stage, saved, policy, buffer_bytes, reads_again)
             for stage, saved in enumerate(of_stage)
         ]
-        self._num_checkpoints = 0
-        self.num_chunks = sum(saver.num_chunks for saver in self._savers)
+        self.num_chunks = sum(saver.num_chunks for saver in self.savers)
 
     def iterate(self) -> None:
         """Append one iteration."""
@@ -157,29 +160,21 @@ class _Builder:
         where: list[int] = []
         for task in self._one.tasks:
             after = [where[i] for i in task.after]
-            after += self._savers[task.stage].waits_of(task, after)
+            after += self.savers[task.stage].waits_of(task, after)
             if previous:
                 after += [previous[i] for i in task.after_previous]
             where.append(len(self.tasks))
             now = Task(index=where[-1], after=_unique(after), **self._same[task.index])
             self.append(now, task.index, -1)
         self.where = where
-        for saver in self._savers:
+        for saver in self.savers:
             saver.block, saver.gates, saver.gates_late = (), {}, False
 
     def checkpoint(self) -> None:
         """Append a checkpoint of the state after the latest iteration."""
         assert self.where, "a checkpoint follows an iteration"
-        for saver in self._savers:
+        for saver in self.savers:
             saver.checkpoint()
-        self._num_checkpoints += 1
-
-    def promote(self, num_bytes: Sequence[int]) -> None:
-        """Append the promotion of a checkpoint of the state after the latest iteration to slower storage."""
-        assert self.where, "a checkpoint follows an iteration"
-        for saver, of_rank in zip(self._savers, num_bytes, strict=True):
-            saver.promote(of_rank)
-        self._num_checkpoints += 1
 
     def append(self, task: Task, origin: int, checkpoint: int) -> int:
         """Append a task, and return its index; see :class:`Run`."""
@@ -191,12 +186,7 @@ class _Builder:
     def run(self) -> Run:
         """Return the run of all appended tasks."""
         name = f"{self._one.description}, with checkpoints by {self._policy.name}"
-        return Run(
-            Schedule(tuple(self.tasks), description=name),
-            tuple(self._origin),
-            tuple(self._checkpoint),
-            self._num_checkpoints,
-        )
+        return Run(Schedule(tuple(self.tasks), description=name), tuple(self._origin), tuple(self._checkpoint))
 
 
 class _Saver:
